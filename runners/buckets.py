@@ -1,0 +1,137 @@
+"""The token counts for which graphs exist, and which of them serves a call.
+
+A call of `num_tokens` tokens runs in the smallest bucket that holds it; nothing above the largest bucket is
+ever captured, and zero tokens have nothing to replay.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+
+from runners.errors import ConfigError
+
+# Every bucket costs a capture and its static buffers; a list this long is a mistake, not a plan.
+MAX_NUM_BUCKETS = 4096
+
+# `cu_seqlens_q` and its kin are int32, so no step can hold more tokens.
+MAX_BUCKET = 2**31 - 1
+
+_RULE = "buckets are whole token counts from 1 up, strictly ascending"
+
+
+class TokenBuckets:
+    """An ascending set of token counts with a search that never picks a bucket smaller than the call.
+
+    Args:
+        sizes: the buckets as a list, tuple or range of ints, strictly ascending, each in [1, 2**31 - 1], at
+            most `MAX_NUM_BUCKETS` of them.
+
+    Raises:
+        ConfigError: the list is empty, too long or of another type, or an entry is not an int, out of range,
+            a duplicate or out of order; the message names the entry and its position.
+    """
+
+    __slots__ = ("_sizes",)
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        self._sizes = checked_sizes(sizes)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The buckets, ascending."""
+        return self._sizes
+
+    @property
+    def max(self) -> int:
+        """The largest bucket; calls with more tokens run eagerly."""
+        return self._sizes[-1]
+
+    def bucket_for(self, num_tokens: int) -> int | None:
+        """The smallest bucket that holds `num_tokens`, in O(log buckets).
+
+        Returns:
+            A member of `sizes`; None for 0 tokens and for more than `max`.
+
+        Raises:
+            ValueError: `num_tokens` is negative.
+        """
+        if num_tokens <= 0:
+            if num_tokens < 0:
+                raise ValueError(f"num_tokens: expected 0 or more, got {num_tokens}")
+            return None
+        index = bisect_left(self._sizes, num_tokens)
+        return self._sizes[index] if index < len(self._sizes) else None
+
+    def range_for(self, bucket: int) -> tuple[int, int]:
+        """The token counts that `bucket` serves, as (lowest, highest), both inclusive.
+
+        Raises:
+            ConfigError: `bucket` is not a member of `sizes`.
+        """
+        index = bisect_left(self._sizes, bucket)
+        if index == len(self._sizes) or self._sizes[index] != bucket:
+            raise ConfigError(
+                f"bucket {bucket}",
+                expected=f"one of {list(self._sizes)}",
+                got=str(bucket),
+                rule="only listed buckets have a range",
+                fix="ask bucket_for(num_tokens) which bucket serves a call",
+            )
+        return (self._sizes[index - 1] + 1 if index else 1), bucket
+
+    def __len__(self) -> int:
+        return len(self._sizes)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, TokenBuckets) and self._sizes == other._sizes
+
+    def __hash__(self) -> int:
+        return hash(self._sizes)
+
+    def __repr__(self) -> str:
+        return f"TokenBuckets({list(self._sizes)})"
+
+
+def checked_sizes(sizes: object) -> tuple[int, ...]:
+    """`sizes` as a tuple that is a valid bucket list.
+
+    Raises:
+        ConfigError: as `TokenBuckets` says.
+    """
+    if not isinstance(sizes, (list, tuple, range)):
+        raise _refused("buckets", "a list of ints", f"{_short(sizes)} ({type(sizes).__name__})")
+    if len(sizes) == 0:
+        raise _refused("buckets", "at least one token count", "an empty list")
+    if len(sizes) > MAX_NUM_BUCKETS:
+        raise _refused("buckets", f"at most {MAX_NUM_BUCKETS} token counts", f"{len(sizes)} of them")
+    for index, size in enumerate(sizes):
+        where = f"buckets[{index}]"
+        # bool is an int to Python, but True is not a token count.
+        if not isinstance(size, int) or isinstance(size, bool):
+            raise _refused(where, "an int", f"{_short(size)} ({type(size).__name__})")
+        if not 1 <= size <= MAX_BUCKET:
+            raise _refused(where, f"1 to {MAX_BUCKET}", _short(size))
+        if index and size == sizes[index - 1]:
+            raise _refused(where, f"more than {sizes[index - 1]}", f"{size} again (a duplicate)")
+        if index and size < sizes[index - 1]:
+            raise _refused(where, f"more than {sizes[index - 1]}", f"{size} (out of order)")
+    return tuple(sizes)
+
+
+def _refused(where: str, expected: str, got: str) -> ConfigError:
+    return ConfigError(
+        where,
+        expected=expected,
+        got=got,
+        rule=_RULE,
+        fix="list each token count once, from small to large, such as [64, 128, 256]",
+    )
+
+
+def _short(value: object, max_chars: int = 60) -> str:
+    # An int of more than 4300 digits has no repr, and the user's text may be megabytes.
+    if isinstance(value, int) and value.bit_length() > 128:
+        return f"an int of {value.bit_length()} bits"
+    text = repr(value) if not isinstance(value, (str, bytes)) else repr(value[:max_chars])
+    return text if len(text) <= max_chars + 3 else text[:max_chars] + "..."
