@@ -142,7 +142,7 @@ def op_names(value: Any) -> tuple[str, ...]:
 
 
 def from_text(text: str, *, like: str) -> object:
-    """An environment variable's text as a value of the annotated type `like`; text that is not one stays text.
+    """An environment variable's text as a value of the annotated type `like`; other text stays text.
 
     Lists are separated by commas; "none" is None where the type allows it; true, false, 1 and 0 are flags.
     """

@@ -21,7 +21,7 @@ def read_tables(path: Path) -> dict[str, Any]:
     """The parsed file.
 
     Raises:
-        ConfigError: the file is missing, not a regular file, too large or not TOML; says where parsing stopped.
+        ConfigError: the file is missing, not a regular file, too large or not TOML (says where).
     """
     if sys.version_info >= (3, 11):
         import tomllib
