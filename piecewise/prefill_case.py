@@ -1,0 +1,120 @@
+"""A model with inputs of any token count: what the command line measures, explains and verifies."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from torch import nn
+
+from runners.errors import ConfigError
+
+_RULE = (
+    "a spec is 'package.module:function'; the function takes no arguments and returns a piecewise.PrefillCase"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillCase:
+    """A model and its inputs for a given number of tokens.
+
+    Args:
+        model: the module to graph; it is not copied.
+        make_inputs: `make_inputs(num_tokens)` returns `(args, kwargs)` for one call of the model with that
+            many tokens; called again for each call, so that it may allocate KV cache for it.
+
+    Raises:
+        ConfigError: `model` is not a module, or `make_inputs` cannot be called.
+    """
+
+    model: nn.Module
+    make_inputs: Callable[[int], tuple[Sequence[Any], Mapping[str, Any]]]
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.model, nn.Module):
+            raise _wrong("PrefillCase.model", "a torch.nn.Module", _typed(self.model))
+        if not callable(self.make_inputs):
+            raise _wrong("PrefillCase.make_inputs", "a function of num_tokens", _typed(self.make_inputs))
+
+    def inputs(self, num_tokens: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments of one call with `num_tokens` tokens.
+
+        Raises:
+            ConfigError: `make_inputs` returned something else than `(args, kwargs)`.
+        """
+        made = self.make_inputs(num_tokens)
+        where = f"make_inputs({num_tokens})"
+        if not isinstance(made, tuple) or len(made) != 2:
+            raise _wrong(where, "a pair (args, kwargs)", _typed(made))
+        args, kwargs = made
+        if not isinstance(args, (tuple, list)):
+            raise _wrong(f"{where}[0]", "a tuple of positional arguments", _typed(args))
+        if not isinstance(kwargs, Mapping) or not all(isinstance(key, str) for key in kwargs):
+            raise _wrong(f"{where}[1]", "a dict of keyword arguments", _typed(kwargs))
+        return tuple(args), dict(kwargs)
+
+
+def load_case(spec: str) -> PrefillCase:
+    """The case that the function named by `spec` returns; modules in the working directory are found too.
+
+    Args:
+        spec: ``package.module:function``.
+
+    Raises:
+        ConfigError: the spec is malformed, its module or function does not exist, or it returns another type.
+        Exception: whatever the module's import or the function raises, unchanged.
+    """
+    module_name, colon, function_name = spec.partition(":")
+    names = [*module_name.split("."), function_name]
+    if not colon or not all(name.isidentifier() for name in names):
+        raise _wrong(f"spec {spec!r}", "'package.module:function'", "no such form")
+    module = _module(spec, module_name)
+    function = getattr(module, function_name, None)
+    if function is None:
+        known = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
+        nearest = get_close_matches(function_name, known, n=1, cutoff=0.5)
+        hint = f"; the nearest is {nearest[0]}" if nearest else ""
+        raise _wrong(f"spec {spec!r}", f"a function in {module_name}", f"no {function_name!r}{hint}")
+    if not callable(function):
+        raise _wrong(f"spec {spec!r}", "a function", _typed(function))
+    case = function()
+    if not isinstance(case, PrefillCase):
+        raise _wrong(f"spec {spec!r}", "a function that returns a piecewise.PrefillCase", _typed(case))
+    return case
+
+
+def _module(spec: str, module_name: str) -> ModuleType:
+    # A console script starts without the working directory on its path; `python -m` starts with it.
+    here = str(Path.cwd())
+    if here not in sys.path and "" not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        return importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        # A module that exists but lacks one of its own imports is the user's to see as it is.
+        if error.name is None or not (module_name + ".").startswith(error.name + "."):
+            raise
+        raise _wrong(
+            f"spec {spec!r}", f"an importable module {module_name}", f"no module {error.name!r}"
+        ) from error
+
+
+def _typed(value: object) -> str:
+    text = repr(value)
+    return f"{text if len(text) <= 60 else text[:60] + '...'} ({type(value).__name__})"
+
+
+def _wrong(where: str, expected: str, got: str) -> ConfigError:
+    return ConfigError(
+        where,
+        expected=expected,
+        got=got,
+        rule=_RULE,
+        fix="def case(): return piecewise.PrefillCase(model, lambda num_tokens: ((ids[:num_tokens],), {}))",
+    )
