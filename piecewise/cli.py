@@ -75,7 +75,7 @@ def _add_explain(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "explain",
         allow_abbrev=False,
         help="show how a model would be cut, and why",
-        description="Trace a model and print each segment with its kind, number of ops, module path and reason,"
+        description="Trace a model and print each segment: its kind, number of ops, module path and reason,"
         " and the share of ops in graphs. Nothing is captured.",
     )
     explain.add_argument(

@@ -1,0 +1,35 @@
+"""Every example runs, and what it says about itself is true: each one compares itself with eager."""
+
+from __future__ import annotations
+
+import runpy
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = sorted((Path(__file__).resolve().parents[1] / "examples").glob("*.py"))
+
+
+def test_the_examples_are_numbered_without_gaps():
+    assert [path.name[:2] for path in EXAMPLES] == [f"{number:02}" for number in range(1, len(EXAMPLES) + 1)]
+    assert len(EXAMPLES) >= 3
+
+
+@pytest.mark.parametrize(
+    ("name", "last_line"),
+    [
+        ("01_split_only.py", "7 segments; the uncaptured call equals the model's"),
+        ("02_own_model_own_op.py", "3 chunks replayed; results and KV cache equal the model's"),
+        ("03_transformers_model.py", "2 packed steps replayed; results equal the unmodified model's"),
+    ],
+)
+def test_an_example_ends_with_its_claim(name, last_line, capsys):
+    (path,) = (path for path in EXAMPLES if path.name == name)
+    # Not as __main__: main() is called here, so that an example without one fails.
+    runpy.run_path(str(path), run_name="example")["main"]()
+    assert capsys.readouterr().out.rstrip().splitlines()[-1] == last_line
+
+
+def test_no_example_is_left_out():
+    source = Path(__file__).read_text()
+    assert all(f'"{path.name}"' in source for path in EXAMPLES)
