@@ -25,7 +25,8 @@ import piecewise
 def mix(x, out):
     out.copy_(x.cumsum(0))
 
-mix_ = boundary_ops.define("cli_test::mix(Tensor x, Tensor(a!) out) -> ()", mix, token_args={"x": 0, "out": 0})
+SCHEMA = "cli_test::mix(Tensor x, Tensor(a!) out) -> ()"
+mix_ = boundary_ops.define(SCHEMA, mix, token_args={"x": 0, "out": 0})
 
 class Block(nn.Module):
     def __init__(self):
@@ -97,7 +98,7 @@ def test_the_demo_ends_non_zero_on_a_difference(capsys, monkeypatch, part):
         loaded = load(name, device=device)
         with torch.no_grad():
             if part == "weights":
-                # The K and V of the last layer do not reach the cache of any other, and barely move the logits.
+                # K of the last layer reaches no other layer, and barely moves the logits.
                 loaded.reference.model.layers[-1].self_attn.k_proj.weight.mul_(1.01)
                 return loaded
         return dataclasses.replace(loaded, knows_paris=True)
