@@ -1,0 +1,27 @@
+"""In-place ops that a model is cut at, and what they work on: a paged KV cache and the metadata of a prefill step.
+
+The package knows nothing of graphs. `import boundary_ops` defines the op `piecewise::attn_inplace`; it imports neither
+transformers nor triton.
+"""
+
+from boundary_ops import huggingface
+from boundary_ops.attention import attn_inplace
+from boundary_ops.batch import PrefillBatch
+from boundary_ops.errors import BoundaryOpError, CacheExhaustedError
+from boundary_ops.kv_cache import PagedKVCache
+from boundary_ops.registry import BoundaryOp, define, lookup, register, registered, unregister
+
+__all__ = [
+    "BoundaryOp",
+    "BoundaryOpError",
+    "CacheExhaustedError",
+    "PagedKVCache",
+    "PrefillBatch",
+    "attn_inplace",
+    "define",
+    "huggingface",
+    "lookup",
+    "register",
+    "registered",
+    "unregister",
+]

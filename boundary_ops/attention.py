@@ -1,0 +1,225 @@
+"""`piecewise::attn_inplace`: causal attention over a paged cache, for a packed step of prefill.
+
+It writes the step's new K and V to their pages, then attends: each new token sees its own sequence's context in the
+pages and the new tokens up to itself. Lengths, pages and slots come from the current `PrefillBatch`, so the op's
+arguments are tensors that the model computed and constants of the layer, and nothing that changes per step.
+
+This implementation is written in torch operators, one sequence at a time, with float32 accumulation. It runs on every
+device and reads no device tensor back: lengths are on the host in the batch.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from boundary_ops.batch import PrefillBatch
+from boundary_ops.errors import BoundaryOpError
+from boundary_ops.registry import define
+
+__all__ = ["attn_inplace"]
+
+NAME = "piecewise::attn_inplace"
+SCHEMA = (
+    f"{NAME}(Tensor q, Tensor k, Tensor v, Tensor(a!) out, Tensor(b!) k_cache, Tensor(c!) v_cache, "
+    "float scale, int window=0, float softcap=0.0, Tensor? sinks=None, bool implied_positions=False) -> ()"
+)
+
+
+def attend_inplace(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+    implied_positions: bool = False,
+) -> None:
+    """Writes the step's K and V to the pages and its attention to `out`; the implementation of the op.
+
+    The same inputs give the same bits at each call. Nothing is written when an argument is wrong.
+
+    Args:
+        q: [num_tokens, heads, head_dim], any strides; query head `h` uses K/V head `h // (heads // kv_heads)`.
+        k, v: [num_tokens, kv_heads, head_dim], any strides.
+        out: like q, any strides; all its rows are written.
+        k_cache, v_cache: one layer's pools, [num_blocks, block_size, kv_heads, head_dim]; rows at `slot_mapping` are written.
+        scale: factor on q @ k.
+        window: a token sees the last `window` tokens, itself included; 0 for all.
+        softcap: scores become `softcap * tanh(scores / softcap)`; 0 for none.
+        sinks: [heads], a score per head that takes part in the softmax and has no value; None for none.
+        implied_positions: the caller numbered the tokens 0, 1, 2, ... itself, so only a step of one sequence without
+            context is right.
+
+    Raises:
+        BoundaryOpError: no batch is running, or an argument does not fit the batch, the cache or the others.
+    """
+    batch = PrefillBatch.current(NAME)
+    _check_tensors(q, k, v, out, k_cache, v_cache, sinks)
+    _check_options(scale, window, softcap)
+    _check_batch(batch, q, k_cache, v_cache, implied_positions)
+    if not batch.num_tokens:
+        return
+    k_cache.view(-1, *k.shape[1:]).index_copy_(0, batch.slot_mapping, k)
+    v_cache.view(-1, *v.shape[1:]).index_copy_(0, batch.slot_mapping, v)
+    start = 0
+    for at, (new, context) in enumerate(zip(batch.query_lens, batch.context_lens, strict=True)):
+        rows = slice(start, start + new)
+        keys, values = k[rows], v[rows]
+        if context:
+            pages = batch.block_tables[at, : -(-context // batch.cache.block_size)].to(torch.int64)
+            keys = torch.cat((k_cache[pages].flatten(0, 1)[:context], keys))
+            values = torch.cat((v_cache[pages].flatten(0, 1)[:context], values))
+        out[rows].copy_(_attend(q[rows], keys, values, scale, window, softcap, sinks))
+        start += new
+
+
+def _attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float,
+    window: int,
+    softcap: float,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """Attention of one sequence's last `len(q)` tokens over all `len(k)`; float32 [len(q), heads, head_dim]."""
+    new, heads, dim = q.shape
+    total, kv_heads, _ = k.shape
+    # Heads that share a K/V head form one group, so that K and V are never repeated in memory.
+    queries = q.float().view(new, kv_heads, heads // kv_heads, dim).permute(1, 2, 0, 3)
+    keys = k.float().transpose(0, 1).unsqueeze(1)
+    values = v.float().transpose(0, 1).unsqueeze(1)
+    mask = None
+    if new < total or 0 < window < total:
+        last = torch.arange(total - new, total, device=q.device).unsqueeze(1)
+        column = torch.arange(total, device=q.device).unsqueeze(0)
+        mask = column <= last
+        if window:
+            mask &= column > last - window
+    if softcap or sinks is not None:
+        result = _attend_by_hand(queries, keys, values, mask, scale, softcap, sinks)
+    else:
+        shape = (kv_heads, heads // kv_heads, total, dim)
+        result = F.scaled_dot_product_attention(
+            queries, keys.expand(shape), values.expand(shape), attn_mask=mask, is_causal=mask is None, scale=scale
+        )
+    return result.permute(2, 0, 1, 3).reshape(new, heads, dim)
+
+
+def _attend_by_hand(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float,
+    softcap: float,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """What fused attention lacks: a soft cap, and sinks. q [kv_heads, group, new, dim], k and v [kv_heads, 1, total, dim]."""
+    new, total = q.shape[2], k.shape[2]
+    scores = torch.matmul(q, k.transpose(-1, -2)) * scale
+    if softcap:
+        scores = torch.tanh(scores / softcap) * softcap
+    if mask is None:
+        mask = torch.ones((new, total), dtype=torch.bool, device=q.device).tril()
+    scores = scores.masked_fill(~mask, float("-inf"))
+    if sinks is not None:
+        column = sinks.float().view(q.shape[0], q.shape[1], 1, 1).expand(-1, -1, new, -1)
+        return torch.matmul(torch.cat((scores, column), dim=-1).softmax(-1)[..., :-1], v)
+    return torch.matmul(scores.softmax(-1), v)
+
+
+def _check_tensors(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    sinks: torch.Tensor | None,
+) -> None:
+    if q.dim() != 3 or k.dim() != 3:
+        name, tensor = ("q", q) if q.dim() != 3 else ("k", k)
+        raise _mismatch(name, "[num_tokens, heads, head_dim]", str(list(tensor.shape)))
+    (num_tokens, heads, dim), kv_heads = q.shape, k.shape[1]
+    new_rows = (num_tokens, kv_heads, dim)
+    shapes = {"k": (k, new_rows), "v": (v, new_rows), "out": (out, (num_tokens, heads, dim))}
+    for name, (tensor, shape) in shapes.items():
+        if tensor.shape != shape:
+            raise _mismatch(name, f"{list(shape)}, as q is {list(q.shape)} and k {list(k.shape)}", str(list(tensor.shape)))
+    if not kv_heads or heads % kv_heads:
+        raise _mismatch("q", f"a multiple of the {kv_heads} K/V heads", f"{heads} query heads")
+    for name, pool in (("k_cache", k_cache), ("v_cache", v_cache)):
+        if pool.dim() != 4 or pool.shape[2:] != (kv_heads, dim):
+            raise _mismatch(name, f"[num_blocks, block_size, {kv_heads}, {dim}]", str(list(pool.shape)))
+    if sinks is not None and sinks.shape != (heads,):
+        raise _mismatch("sinks", f"[{heads}], one per query head", str(list(sinks.shape)))
+    if not q.dtype.is_floating_point:
+        raise _mismatch("q", "a floating dtype", str(q.dtype))
+    for name, tensor in (("k", k), ("v", v), ("out", out), ("k_cache", k_cache), ("v_cache", v_cache)):
+        if tensor.dtype != q.dtype or tensor.device != q.device:
+            raise _mismatch(name, f"{q.dtype} on {q.device}, as q", f"{tensor.dtype} on {tensor.device}")
+
+
+def _check_options(scale: float, window: int, softcap: float) -> None:
+    if window < 0:
+        raise _mismatch("window", "0 (none) or a positive number of tokens", str(window))
+    # Written so that NaN is refused too.
+    if not 0.0 <= softcap < float("inf"):
+        raise _mismatch("softcap", "0.0 (none) or a positive number", str(softcap))
+    if not abs(scale) < float("inf"):
+        raise _mismatch("scale", "a finite number", str(scale))
+
+
+def _check_batch(
+    batch: PrefillBatch, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, implied_positions: bool
+) -> None:
+    if q.shape[0] != batch.num_tokens:
+        raise BoundaryOpError(
+            f"op '{NAME}', argument 'q'",
+            expected=f"{batch.num_tokens} rows, the tokens of the current PrefillBatch",
+            got=f"{q.shape[0]}",
+            rule="the op gets exactly the step's tokens, without padding",
+            fix="call the model with batch.pack(prompts), inside the `with` block of that same batch",
+        )
+    for name, pool in (("k_cache", k_cache), ("v_cache", v_cache)):
+        if not batch.cache.owns_pool(pool):
+            raise BoundaryOpError(
+                f"op '{NAME}', argument '{name}'",
+                expected="a pool of the cache that the current PrefillBatch was built for",
+                got=f"another tensor, {list(pool.shape)}",
+                rule="slots and block tables mean nothing in another cache",
+                fix="build the batch with the cache that the model is attached to",
+            )
+    if implied_positions:
+        check_implied_positions(batch)
+
+
+def check_implied_positions(batch: PrefillBatch) -> None:
+    """Raises unless numbering the step's tokens 0, 1, 2, ... is what their positions are."""
+    if batch.num_seqs > 1 or any(batch.context_lens):
+        raise BoundaryOpError(
+            "model input 'position_ids'",
+            expected="the positions of a packed or continued step",
+            got=f"none, with {batch.num_seqs} sequences and context lengths {batch.context_lens}",
+            rule="without position_ids a model numbers the tokens 0, 1, 2, ... as one new sequence",
+            fix="pass position_ids=batch.positions",
+        )
+
+
+def _mismatch(argument: str, expected: str, got: str) -> BoundaryOpError:
+    return BoundaryOpError(
+        f"op '{NAME}', argument '{argument}'",
+        expected=expected,
+        got=got,
+        rule="q, k, v, out and the layer's pools agree in heads, head_dim, dtype and device",
+        fix="pass this layer's tensors as the op's docstring lists them, and make the cache with the model's sizes and dtype",
+    )
+
+
+attn_inplace = define(SCHEMA, attend_inplace, token_args={"q": 0, "k": 0, "v": 0, "out": 0})

@@ -1,0 +1,37 @@
+"""Errors of the boundary ops, each in four lines: what, expected and got, rule, fix.
+
+The package has a root of its own, because it imports neither `runners` nor `piecewise`.
+"""
+
+from __future__ import annotations
+
+
+class BoundaryOpError(ValueError):
+    """Root of this package's errors; the message names the caller's things and says what to do.
+
+    Args:
+        what: what failed and where: op, argument, request, module path.
+        expected: what was needed there. Left out when there is no one right value.
+        got: what was found instead.
+        rule: the rule that was broken.
+        fix: what the reader can do about it.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        *,
+        expected: str | None = None,
+        got: str | None = None,
+        rule: str | None = None,
+        fix: str | None = None,
+    ) -> None:
+        self.what, self.expected, self.got, self.rule, self.fix = what, expected, got, rule, fix
+        found = ", ".join(f"{word} {value}" for word, value in (("expected", expected), ("got", got)) if value)
+        lines = [f"{what}: {found}" if found else what]
+        lines += [f"  {word} {value}" for word, value in (("Rule:", rule), ("Fix: ", fix)) if value]
+        super().__init__("\n".join(lines))
+
+
+class CacheExhaustedError(BoundaryOpError):
+    """A `PagedKVCache` has too few free blocks; nothing was reserved and nothing was lost."""
