@@ -8,6 +8,7 @@ eager run bit for bit.
 
 from __future__ import annotations
 
+import inspect
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -96,6 +97,9 @@ class SideBySide:
             device=next(demo.model.parameters()).device,
         )
         self._pasts: dict[str, Any] = {}
+        # Transformers renamed the argument within version 5, and warns at each use of the older name.
+        accepted = inspect.signature(demo.reference.forward).parameters
+        self._cache_argument = "cache" if "cache" in accepted else "past_key_values"
         self.graphed = piecewise.compile(boundary_ops.huggingface.attach(demo.model, self.cache), config)
         self._buckets = TokenBuckets(config.buckets)
 
@@ -155,7 +159,9 @@ class SideBySide:
         for request, chunk in chunks.items():
             past = self._pasts.setdefault(request, DynamicCache(config=self._reference.config))
             ids = torch.tensor([list(chunk)], device=self.cache.device)
-            logits.append(self._reference(input_ids=ids, past_key_values=past, use_cache=True).logits)
+            logits.append(
+                self._reference(input_ids=ids, use_cache=True, **{self._cache_argument: past}).logits
+            )
             for layer in past.layers:
                 # [1, heads, tokens, head_dim]
                 pools += [layer.keys[0].transpose(0, 1), layer.values[0].transpose(0, 1)]
