@@ -144,11 +144,8 @@ def _run_explain(arguments: argparse.Namespace) -> int:
     args, kwargs = case.inputs(arguments.tokens)
     with torch.no_grad():
         plan = piecewise.compile(case.model, config).explain(*args, **kwargs)
-    print(
-        {"text": str, "json": lambda it: it.to_json(), "markdown": lambda it: it.to_markdown()}[
-            arguments.format
-        ](plan)
-    )
+    written = {"text": plan.__str__, "json": plan.to_json, "markdown": plan.to_markdown}
+    print(written[arguments.format]())
     return OK
 
 

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from runners.errors import ConfigError
 
@@ -60,8 +59,8 @@ class DemoModel:
     """
 
     name: str
-    reference: nn.Module
-    model: nn.Module
+    reference: Any
+    model: Any
     encode: Callable[[str], list[int]]
     decode: Callable[[Sequence[int]], str]
     knows_paris: bool
