@@ -1,7 +1,7 @@
-"""In-place ops that a model is cut at, and what they work on: a paged KV cache and the metadata of a prefill step.
+"""In-place ops that a model is cut at, and what they work on: a paged KV cache and a step's metadata.
 
-The package knows nothing of graphs. `import boundary_ops` defines the op `piecewise::attn_inplace`; it imports neither
-transformers nor triton.
+The package knows nothing of graphs. `import boundary_ops` defines the op `piecewise::attn_inplace`; it
+imports neither transformers nor triton.
 """
 
 from boundary_ops import huggingface

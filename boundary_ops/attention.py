@@ -1,11 +1,12 @@
 """`piecewise::attn_inplace`: causal attention over a paged cache, for a packed step of prefill.
 
-It writes the step's new K and V to their pages, then attends: each new token sees its own sequence's context in the
-pages and the new tokens up to itself. Lengths, pages and slots come from the current `PrefillBatch`, so the op's
-arguments are tensors that the model computed and constants of the layer, and nothing that changes per step.
+It writes the step's new K and V to their pages, then attends: each new token sees its own sequence's
+context in the pages and the new tokens up to itself. Lengths, pages and slots come from the current
+`PrefillBatch`, so the op's arguments are tensors that the model computed and constants of the layer, and
+nothing that changes per step.
 
-This implementation is written in torch operators, one sequence at a time, with float32 accumulation. It runs on every
-device and reads no device tensor back: lengths are on the host in the batch.
+This implementation is written in torch operators, one sequence at a time, with float32 accumulation. It
+runs on every device and reads no device tensor back: lengths are on the host in the batch.
 """
 
 from __future__ import annotations
@@ -44,15 +45,18 @@ def attend_inplace(
     The same inputs give the same bits at each call. Nothing is written when an argument is wrong.
 
     Args:
-        q: [num_tokens, heads, head_dim], any strides; query head `h` uses K/V head `h // (heads // kv_heads)`.
+        q: [num_tokens, heads, head_dim], any strides; query head `h` uses K/V head `h // (heads //
+            kv_heads)`.
         k, v: [num_tokens, kv_heads, head_dim], any strides.
         out: like q, any strides; all its rows are written.
-        k_cache, v_cache: one layer's pools, [num_blocks, block_size, kv_heads, head_dim]; rows at `slot_mapping` are written.
+        k_cache, v_cache: one layer's pools, [num_blocks, block_size, kv_heads, head_dim]; rows at
+            `slot_mapping` are written.
         scale: factor on q @ k.
         window: a token sees the last `window` tokens, itself included; 0 for all.
         softcap: scores become `softcap * tanh(scores / softcap)`; 0 for none.
         sinks: [heads], a score per head that takes part in the softmax and has no value; None for none.
-        implied_positions: the caller numbered the tokens 0, 1, 2, ... itself, so only a step of one sequence without
+        implied_positions: the caller numbered the tokens 0, 1, 2, ... itself, so only a step of one
+            sequence without
             context is right.
 
     Raises:
@@ -87,7 +91,7 @@ def _attend(
     softcap: float,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Attention of one sequence's last `len(q)` tokens over all `len(k)`; float32 [len(q), heads, head_dim]."""
+    """Attention of a sequence's last `len(q)` tokens over all `len(k)`, float32 [len(q), heads, head_dim]."""
     new, heads, dim = q.shape
     total, kv_heads, _ = k.shape
     # Heads that share a K/V head form one group, so that K and V are never repeated in memory.
@@ -106,7 +110,12 @@ def _attend(
     else:
         shape = (kv_heads, heads // kv_heads, total, dim)
         result = F.scaled_dot_product_attention(
-            queries, keys.expand(shape), values.expand(shape), attn_mask=mask, is_causal=mask is None, scale=scale
+            queries,
+            keys.expand(shape),
+            values.expand(shape),
+            attn_mask=mask,
+            is_causal=mask is None,
+            scale=scale,
         )
     return result.permute(2, 0, 1, 3).reshape(new, heads, dim)
 
@@ -120,7 +129,10 @@ def _attend_by_hand(
     softcap: float,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """What fused attention lacks: a soft cap, and sinks. q [kv_heads, group, new, dim], k and v [kv_heads, 1, total, dim]."""
+    """What fused attention lacks: a soft cap and sinks.
+
+    q is [kv_heads, group, new, dim], k and v [kv_heads, 1, total, dim], all float32.
+    """
     new, total = q.shape[2], k.shape[2]
     scores = torch.matmul(q, k.transpose(-1, -2)) * scale
     if softcap:
@@ -151,7 +163,8 @@ def _check_tensors(
     shapes = {"k": (k, new_rows), "v": (v, new_rows), "out": (out, (num_tokens, heads, dim))}
     for name, (tensor, shape) in shapes.items():
         if tensor.shape != shape:
-            raise _mismatch(name, f"{list(shape)}, as q is {list(q.shape)} and k {list(k.shape)}", str(list(tensor.shape)))
+            fitting = f"{list(shape)}, as q is {list(q.shape)} and k {list(k.shape)}"
+            raise _mismatch(name, fitting, str(list(tensor.shape)))
     if not kv_heads or heads % kv_heads:
         raise _mismatch("q", f"a multiple of the {kv_heads} K/V heads", f"{heads} query heads")
     for name, pool in (("k_cache", k_cache), ("v_cache", v_cache)):
@@ -177,7 +190,11 @@ def _check_options(scale: float, window: int, softcap: float) -> None:
 
 
 def _check_batch(
-    batch: PrefillBatch, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, implied_positions: bool
+    batch: PrefillBatch,
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    implied_positions: bool,
 ) -> None:
     if q.shape[0] != batch.num_tokens:
         raise BoundaryOpError(
@@ -218,7 +235,7 @@ def _mismatch(argument: str, expected: str, got: str) -> BoundaryOpError:
         expected=expected,
         got=got,
         rule="q, k, v, out and the layer's pools agree in heads, head_dim, dtype and device",
-        fix="pass this layer's tensors as the op's docstring lists them, and make the cache with the model's sizes and dtype",
+        fix="pass this layer's tensors, and make the cache with the model's sizes, dtype and device",
     )
 
 

@@ -7,8 +7,8 @@ Sequences of different lengths are packed into one row of tokens, without paddin
     positions   5  6     0  1  2     9
     cu_seqlens_q  0, 2, 5, 6         seq_lens  7, 3, 10 (context + new)
 
-Boundary ops read the step that is running with `PrefillBatch.current()`. It is never an argument of the model, so it
-never becomes an input of a graph, and it may change its shape at each call.
+Boundary ops read the step that is running with `PrefillBatch.current()`. It is never an argument of the
+model, so it never becomes an input of a graph, and it may change its shape at each call.
 """
 
 from __future__ import annotations
@@ -43,18 +43,20 @@ _entry: ContextVar[_Entry | None] = ContextVar("boundary_ops_batch", default=Non
 class PrefillBatch:
     """One step's metadata, frozen when it is built; a context manager that makes it the current one.
 
-    Leaving the block without an exception counts the step's tokens as written, if an op has read the batch in it
-    (`current()`). So a capture inside the block, or a model call that raised, moves nothing. Entering the same batch
-    again runs the same step again: the same slots, the same context.
+    Leaving the block without an exception counts the step's tokens as written, if an op has read the batch
+    in it (`current()`). So a capture inside the block, or a model call that raised, moves nothing. Entering
+    the same batch again runs the same step again: the same slots, the same context.
 
     All tensors live on the cache's device and belong to the batch.
 
     Attributes:
         cu_seqlens_q: int32 [B + 1], where each sequence's new tokens begin; the last entry is `num_tokens`.
         seq_lens: int32 [B], context plus new tokens.
-        block_tables: int32 [B, max_blocks], each sequence's blocks; filled with 0, a valid block that is not to be read.
+        block_tables: int32 [B, max_blocks], each sequence's blocks; filled with 0, a valid block that is not
+            to be read.
         slot_mapping: int64 [num_tokens], the slot in the pools that each new token's K and V go to.
-        positions: int64 [1, num_tokens], each new token's position in its sequence, as a model's `position_ids`.
+        positions: int64 [1, num_tokens], each new token's position in its sequence, as a model's
+            `position_ids`.
         max_seqlen_q, max_seqlen_k: the largest number of new tokens, and of context plus new tokens.
         num_tokens: new tokens in all.
         query_lens, context_lens: the same numbers on the host, one int per sequence.
@@ -77,7 +79,9 @@ class PrefillBatch:
     _requests: tuple[CachedRequest, ...]
 
     @classmethod
-    def build(cls, cache: PagedKVCache, request_ids: Sequence[RequestId], query_lens: Sequence[int]) -> PrefillBatch:
+    def build(
+        cls, cache: PagedKVCache, request_ids: Sequence[RequestId], query_lens: Sequence[int]
+    ) -> PrefillBatch:
         """Plans one step: context lengths come from the cache, and room that is missing is allocated.
 
         Building twice before running gives two equal batches. No request and no token is a valid, empty step.
@@ -89,7 +93,8 @@ class PrefillBatch:
 
         Raises:
             CacheExhaustedError: no room for all of them; nothing has changed.
-            BoundaryOpError: a length is not a positive int, an id comes twice, or the two lists differ in length.
+            BoundaryOpError: a length is not a positive int, an id comes twice, or the two lists differ in
+                length.
         """
         ids, lens = tuple(request_ids), tuple(query_lens)
         _check_step(ids, lens)
@@ -97,7 +102,9 @@ class PrefillBatch:
         cache.reserve(ids, [context + new for context, new in zip(contexts, lens, strict=True)])
         requests = tuple(cache.find_request(name) for name in ids)
         size = cache.block_size
-        starts, positions, slots, tables = [0], [], [], []
+        starts, tables = [0], []
+        positions: list[int] = []
+        slots: list[int] = []
         for request, context, new in zip(requests, contexts, lens, strict=True):
             span = range(context, context + new)
             starts.append(starts[-1] + new)
@@ -131,7 +138,8 @@ class PrefillBatch:
 
     def __repr__(self) -> str:
         return (
-            f"PrefillBatch(request_ids={self.request_ids}, query_lens={self.query_lens}, context_lens={self.context_lens})"
+            f"PrefillBatch(request_ids={self.request_ids}, query_lens={self.query_lens}, "
+            f"context_lens={self.context_lens})"
         )
 
     @property
@@ -148,7 +156,8 @@ class PrefillBatch:
         """The step's token ids as a model's `input_ids`.
 
         Args:
-            prompts: one list or tensor ([q] or [1, q]) of new tokens per sequence, in the order of `request_ids`.
+            prompts: one list or tensor ([q] or [1, q]) of new tokens per sequence, in the order of
+                `request_ids`.
 
         Returns:
             int64 [1, num_tokens] on the cache's device, a new tensor.
@@ -198,7 +207,7 @@ class PrefillBatch:
                 expected="a running `with batch:` block",
                 got="none in this thread",
                 rule="attention reads lengths, pages and slots from the current PrefillBatch",
-                fix="batch = PrefillBatch.build(cache, request_ids, query_lens), then call the model inside `with batch:`",
+                fix="PrefillBatch.build(cache, request_ids, query_lens), and call the model inside it",
             )
         entry.was_read = True
         return entry.batch
@@ -216,7 +225,7 @@ class PrefillBatch:
                     f"PrefillBatch, request {request.request_id!r}",
                     expected=f"the {context} context tokens that the batch was built on",
                     got="a freed request" if request.freed else f"{request.written} tokens written",
-                    rule="a step runs on the cache that it was planned for; its blocks may be someone else's by now",
+                    rule="a step runs on the blocks it was planned for; they may be another's by now",
                     fix="build the batch again, from what the cache holds now",
                 )
         _entry.set(_Entry(self, _entry.get()))

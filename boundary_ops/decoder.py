@@ -1,7 +1,7 @@
 """Finds the decoder layers of a transformers model, and says by name why a model cannot be attached.
 
-Knows transformers' conventions and imports nothing of it: a decoder is a list of layers, each with one self attention
-that has a `config`.
+Knows transformers' conventions and imports nothing of it: a decoder is a list of layers, each with one self
+attention that has a `config`.
 """
 
 from __future__ import annotations
@@ -17,13 +17,20 @@ from boundary_ops.kv_cache import PagedKVCache
 __all__ = ["DecoderLayer", "find_decoder"]
 
 SELF_ATTENTION = ("self_attn", "attn", "attention", "self_attention")
-CROSS_ATTENTION = ("encoder_attn", "crossattention", "cross_attn", "cross_attention", "encoder_decoder_attention")
+CROSS_ATTENTION = (
+    "encoder_attn",
+    "crossattention",
+    "cross_attn",
+    "cross_attention",
+    "encoder_decoder_attention",
+)
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DecoderLayer:
-    """One layer's attention: its path in the model, the module, and the type that the config gives the layer, if any."""
+    """One layer's attention: its path in the model, the module, and the type that the config gives the
+    layer, if any."""
 
     path: str
     attention: Any
@@ -41,13 +48,18 @@ def find_decoder(model: nn.Module, cache: PagedKVCache) -> tuple[nn.Module, tupl
     if config is None or not hasattr(config, "_attn_implementation"):
         _refuse(title, "a transformers model", f"{type(model).__name__} without a transformers config")
     if getattr(config, "is_encoder_decoder", False):
-        _refuse(title, "a decoder", "an encoder-decoder", "the op is causal self attention; it has no cross attention")
+        _refuse(
+            title,
+            "a decoder",
+            "an encoder-decoder",
+            "the op is causal self attention; it has no cross attention",
+        )
     path, stack = _find_stack(title, model)
     decoder = model.get_submodule(path.rpartition(".")[0])
     if not hasattr(decoder, "config"):
         _refuse(title, f"a config on the owner of '{path}'", type(decoder).__name__)
     layers = tuple(_layer(title, f"{path}.{index}", index, layer) for index, layer in enumerate(stack))
-    _check_kind(title, model, decoder, layers)
+    _check_kind(title, model, decoder)
     _check_fit(title, layers, cache)
     return decoder, layers
 
@@ -84,11 +96,16 @@ def _layer(title: str, path: str, index: int, layer: nn.Module) -> DecoderLayer:
             f"{title}: layer '{path}' ({type(layer).__name__})",
             "a self attention ('self_attn')",
             f"{', '.join(children)}",
-            "each layer keeps its state in the paged cache; recurrent and convolutional layers have another state",
+            "each layer keeps its state in the paged cache; a recurrent layer has another state",
         )
     for name in CROSS_ATTENTION:
         if name in children:
-            _refuse(f"{title}: layer '{path}'", "self attention alone", f"'{name}'", "the op has no cross attention")
+            _refuse(
+                f"{title}: layer '{path}'",
+                "self attention alone",
+                f"'{name}'",
+                "the op has no cross attention",
+            )
     config: Any = getattr(attention, "config", None)
     if config is None:
         _refuse(f"{title}: '{path}' ({type(attention).__name__})", "an attention with a config", "none")
@@ -104,9 +121,13 @@ def _layer(title: str, path: str, index: int, layer: nn.Module) -> DecoderLayer:
     return DecoderLayer(path=f"{path}.{name}", attention=attention, kind=kind)
 
 
-def _check_kind(title: str, model: nn.Module, decoder: Any, layers: tuple[DecoderLayer, ...]) -> None:
+def _check_kind(title: str, model: nn.Module, decoder: Any) -> None:
     if getattr(model, "_is_stateful", False) or getattr(decoder, "_is_stateful", False):
-        _refuse(title, "a model whose only state is K and V", "one that transformers marks as stateful (recurrent layers)")
+        _refuse(
+            title,
+            "a model whose only state is K and V",
+            "one with recurrent layers (_is_stateful)",
+        )
     if getattr(decoder.config, "use_bidirectional_attention", None):
         _refuse(title, "causal attention", "use_bidirectional_attention in its config")
     owner = type(decoder)
@@ -118,7 +139,6 @@ def _check_kind(title: str, model: nn.Module, decoder: Any, layers: tuple[Decode
             f"{owner.__name__}, which does not",
             "an attention that cannot be replaced would ignore the cache",
         )
-    del layers
 
 
 def _check_fit(title: str, layers: tuple[DecoderLayer, ...], cache: PagedKVCache) -> None:
@@ -139,13 +159,27 @@ def _check_fit(title: str, layers: tuple[DecoderLayer, ...], cache: PagedKVCache
         ):
             if theirs is not None and ours != theirs:
                 _refuse(f"{title}: {name} of '{layer.path}'", f"{theirs}, the model's", str(ours), rule, fix)
-        weight = next((w for w in layer.attention.parameters() if w.dim() > 1 and w.dtype.is_floating_point), None)
+        weight = next(
+            (w for w in layer.attention.parameters() if w.dim() > 1 and w.dtype.is_floating_point), None
+        )
         if weight is None:
             continue
         if weight.device != cache.device:
-            _refuse(f"{title}: device of '{layer.path}'", f"{weight.device}, the model's", str(cache.device), rule, fix)
+            _refuse(
+                f"{title}: device of '{layer.path}'",
+                f"{weight.device}, the model's",
+                str(cache.device),
+                rule,
+                fix,
+            )
         if weight.dtype != cache.dtype:
-            _refuse(f"{title}: dtype of '{layer.path}'", f"{weight.dtype}, the model's", str(cache.dtype), rule, fix)
+            _refuse(
+                f"{title}: dtype of '{layer.path}'",
+                f"{weight.dtype}, the model's",
+                str(cache.dtype),
+                rule,
+                fix,
+            )
 
 
 def _refuse(

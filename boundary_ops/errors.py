@@ -5,6 +5,8 @@ The package has a root of its own, because it imports neither `runners` nor `pie
 
 from __future__ import annotations
 
+from typing import NoReturn
+
 
 class BoundaryOpError(ValueError):
     """Root of this package's errors; the message names the caller's things and says what to do.
@@ -27,7 +29,9 @@ class BoundaryOpError(ValueError):
         fix: str | None = None,
     ) -> None:
         self.what, self.expected, self.got, self.rule, self.fix = what, expected, got, rule, fix
-        found = ", ".join(f"{word} {value}" for word, value in (("expected", expected), ("got", got)) if value)
+        found = ", ".join(
+            f"{word} {value}" for word, value in (("expected", expected), ("got", got)) if value
+        )
         lines = [f"{what}: {found}" if found else what]
         lines += [f"  {word} {value}" for word, value in (("Rule:", rule), ("Fix: ", fix)) if value]
         super().__init__("\n".join(lines))
@@ -35,3 +39,12 @@ class BoundaryOpError(ValueError):
 
 class CacheExhaustedError(BoundaryOpError):
     """A `PagedKVCache` has too few free blocks; nothing was reserved and nothing was lost."""
+
+
+def refuse(what: str, expected: str, got: str, rule: str, fix: str) -> NoReturn:
+    """Raises a `BoundaryOpError`, also from inside a trace.
+
+    Code that Dynamo may trace calls this instead of raising: once it is marked with
+    `torch.compiler.assume_constant_result`, Dynamo calls it and shows the whole message of what it raises.
+    """
+    raise BoundaryOpError(what, expected=expected, got=got, rule=rule, fix=fix)

@@ -3,8 +3,8 @@
 Two counts are kept per request, and only these two:
 
 * *room*: tokens that its blocks can hold for sure. `allocate` adds to it, all or nothing.
-* *written*: tokens whose K and V are in the pools. It is the context length of the request's next step, and moves only
-  when a step has succeeded: `PrefillBatch` sets it as its `with` block ends, `append` does so by hand.
+* *written*: tokens whose K and V are in the pools. It is the context length of the request's next step, and
+  moves only when a step has succeeded: `PrefillBatch` sets it as its `with` block ends, `append` by hand.
 
 So a step that raises has changed no count, and repeating it writes the same slots again.
 """
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -25,7 +26,7 @@ RequestId = Hashable
 
 @dataclass(slots=True, eq=False)
 class CachedRequest:
-    """One request's account. Batches keep a reference, and see by `freed` that its blocks are someone else's now."""
+    """One request's account. Batches keep a reference, and see by `freed` that its blocks are gone."""
 
     request_id: RequestId
     blocks: list[int] = field(default_factory=list)
@@ -47,8 +48,9 @@ class PagedKVCache:
         device: where the pools live.
 
     Attributes:
-        k, v: one tensor per layer, [num_blocks, block_size, num_kv_heads, head_dim], owned by the cache and never
-            re-allocated. Token `i` of a request lies at slot `blocks[i // block_size] * block_size + i % block_size`.
+        k, v: one tensor per layer, [num_blocks, block_size, num_kv_heads, head_dim], owned by the cache and
+            never re-allocated. Token `i` of a request lies at slot
+            `blocks[i // block_size] * block_size + i % block_size`.
 
     Raises:
         BoundaryOpError: a size is not a positive int, or the dtype is not a floating one.
@@ -91,23 +93,32 @@ class PagedKVCache:
             )
         self.num_layers, self.num_blocks, self.block_size = num_layers, num_blocks, block_size
         self.num_kv_heads, self.head_dim, self.dtype = num_kv_heads, head_dim, dtype
-        # Tensors made under inference mode could never be written outside it. Zeros, because a kernel may read a
-        # whole block and mask the rows that nobody wrote: garbage there could be NaN, and 0 * NaN is NaN.
+        # Tensors made under inference mode could never be written outside it. Zeros, because a kernel may
+        # read a whole block and mask the rows that nobody wrote: garbage there could be NaN, and 0 * NaN is
+        # NaN.
         with torch.inference_mode(False):
             shape = (num_blocks, block_size, num_kv_heads, head_dim)
             self.k = tuple(torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers))
             self.v = tuple(torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers))
         # "cuda" becomes "cuda:0" on a tensor; comparisons need the tensor's spelling.
         self.device = self.k[0].device
-        self._pool_addresses = frozenset(pool.data_ptr() for pool in (*self.k, *self.v))
+        self._pool_addresses = self._addresses()
         self._free = list(range(num_blocks - 1, -1, -1))
         self._requests: dict[RequestId, CachedRequest] = {}
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # A copy has pools of its own.
+        self.__dict__.update(state)
+        self._pool_addresses = self._addresses()
+
+    def _addresses(self) -> frozenset[int]:
+        return frozenset(pool.data_ptr() for pool in (*self.k, *self.v))
+
     def __repr__(self) -> str:
         return (
-            f"PagedKVCache(num_layers={self.num_layers}, num_blocks={self.num_blocks}, block_size={self.block_size}, "
-            f"num_kv_heads={self.num_kv_heads}, head_dim={self.head_dim}, dtype={self.dtype}, device={self.device}, "
-            f"num_free_blocks={self.num_free_blocks})"
+            f"PagedKVCache(num_layers={self.num_layers}, num_blocks={self.num_blocks}, "
+            f"block_size={self.block_size}, num_kv_heads={self.num_kv_heads}, head_dim={self.head_dim}, "
+            f"dtype={self.dtype}, device={self.device}, num_free_blocks={self.num_free_blocks})"
         )
 
     @property
@@ -121,7 +132,7 @@ class PagedKVCache:
         return tuple(self._requests)
 
     def allocate(self, request_id: RequestId, num_tokens: int) -> None:
-        """Gives a request room for `num_tokens` more tokens than it has room for now; a new id opens a request.
+        """Gives a request room for `num_tokens` more tokens than it has now; a new id opens a request.
 
         Raises:
             CacheExhaustedError: too few free blocks; nothing has changed.
@@ -143,11 +154,11 @@ class PagedKVCache:
             needed.append(max(0, -(-room // self.block_size) - (len(request.blocks) if request else 0)))
         if sum(needed) > len(self._free):
             raise CacheExhaustedError(
-                f"PagedKVCache, request{'s' if len(request_ids) > 1 else ''} {', '.join(map(repr, request_ids))}",
+                f"PagedKVCache, room for {', '.join(map(repr, request_ids))}",
                 expected=f"{sum(needed)} free blocks of {self.block_size} tokens",
                 got=f"{len(self._free)} free of {self.num_blocks}, held by {len(self._requests)} requests",
                 rule="room is given to all tokens asked for, or to none; nothing was changed",
-                fix="free finished requests, run fewer tokens in this step, or make the cache with more num_blocks",
+                fix="free finished requests, run fewer tokens at once, or make the cache with more num_blocks",
             )
         for request_id, room, count in zip(request_ids, rooms, needed, strict=True):
             request = self._requests.setdefault(request_id, CachedRequest(request_id))
@@ -165,7 +176,7 @@ class PagedKVCache:
         if request.written + num_tokens > request.room:
             raise BoundaryOpError(
                 f"PagedKVCache.append, request {request_id!r}",
-                expected=f"at most {request.room - request.written} more tokens (room {request.room}, written {request.written})",
+                expected=f"at most {request.room - request.written} more tokens, which have room",
                 got=str(num_tokens),
                 rule="only tokens that have room can have been written",
                 fix=f"call allocate({request_id!r}, ...) before the step that writes them",
@@ -173,7 +184,7 @@ class PagedKVCache:
         request.written += num_tokens
 
     def truncate(self, request_id: RequestId, num_tokens: int) -> None:
-        """Forgets all but the first `num_tokens` written tokens, so that a step can be run again. The room stays.
+        """Forgets all but the first `num_tokens` written tokens, so that a step can be run again.
 
         Raises:
             BoundaryOpError: unknown request, or `num_tokens` is not between 0 and the tokens written.
@@ -213,7 +224,7 @@ class PagedKVCache:
         return tuple(self.find_request(request_id).blocks)
 
     def gather(self, layer: int, request_id: RequestId) -> tuple[torch.Tensor, torch.Tensor]:
-        """Copies of the K and V that a request has written in a layer, each [written, num_kv_heads, head_dim]."""
+        """Copies of the K and V that a request has written in a layer, [written, num_kv_heads, head_dim]."""
         if not _is_int(layer) or not 0 <= layer < self.num_layers:
             raise BoundaryOpError(
                 "PagedKVCache.gather, argument 'layer'",
@@ -224,7 +235,9 @@ class PagedKVCache:
             )
         request = self.find_request(request_id)
         blocks = torch.tensor(request.blocks, dtype=torch.int64, device=self.device)
-        k, v = (pool[blocks].flatten(0, 1)[: request.written].clone() for pool in (self.k[layer], self.v[layer]))
+        k, v = (
+            pool[blocks].flatten(0, 1)[: request.written].clone() for pool in (self.k[layer], self.v[layer])
+        )
         return k, v
 
     def find_request(self, request_id: RequestId) -> CachedRequest:

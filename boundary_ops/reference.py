@@ -1,4 +1,5 @@
-"""Naive oracles of the boundary ops: slow, in float64, one row and one head at a time, sharing no code with the ops.
+"""Naive oracles of the boundary ops: slow, in float64, one row and one head at a time, sharing no code with
+the ops.
 
 They are what an op's tests compare with. Read them to learn what an op computes.
 """
@@ -69,11 +70,12 @@ def naive_attn_inplace(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """What `piecewise::attn_inplace` leaves behind, computed without touching its arguments.
 
-    Works from the batch's device metadata alone (`cu_seqlens_q`, `seq_lens`, `block_tables`), so that it also checks that
-    these agree with `slot_mapping` and the host lengths, which the op reads.
+    Works from the batch's device metadata alone (`cu_seqlens_q`, `seq_lens`, `block_tables`), so that it
+    also checks that these agree with `slot_mapping` and the host lengths, which the op reads.
 
     Returns:
-        (out, k_cache, v_cache): float64 [num_tokens, heads, head_dim] and the two pools as they should be afterwards; new tensors.
+        (out, k_cache, v_cache): float64 [num_tokens, heads, head_dim] and the two pools as they should be
+        afterwards; new tensors.
     """
     keys, values = k_cache.clone(), v_cache.clone()
     block_size = k_cache.shape[1]
@@ -89,6 +91,8 @@ def naive_attn_inplace(
         dense_k = torch.stack([keys[block, offset] for block, offset in places])
         dense_v = torch.stack([values[block, offset] for block, offset in places])
         outputs.append(
-            naive_attention(q[start:end], dense_k, dense_v, scale=scale, window=window, softcap=softcap, sinks=sinks)
+            naive_attention(
+                q[start:end], dense_k, dense_v, scale=scale, window=window, softcap=softcap, sinks=sinks
+            )
         )
     return torch.cat(outputs), keys, values

@@ -1,30 +1,36 @@
 """Which ops the model is cut at: in-place ops, declared here with `define` (new) or `register` (existing).
 
-A boundary op returns nothing and writes into tensors that its caller allocated. That is what makes a cut possible:
-the memory on both sides of the op belongs to the graphs, so its address never changes, and the op itself is free to
-do anything (read metadata from Python, launch kernels of changing shapes, call a library).
+A boundary op returns nothing and writes into tensors that its caller allocated. That is what makes a cut
+possible: the memory on both sides of the op belongs to the graphs, so its address never changes, and the op
+itself is free to do anything (read metadata from Python, launch kernels of changing shapes, call a library).
 
-Ops are made with `torch.library.Library.define` and `impl`: calling one costs 3 µs, where `custom_op` costs 31 µs.
-Each op that `define` made has one kernel for its whole life, which looks its implementation up at each call. So
-a module that is reloaded replaces the implementation, and graphs that hold the op see the new one.
+Ops are made with `torch.library.Library.define` and `impl`: calling one costs 3 µs, where `custom_op` costs
+31 µs. Each op that `define` made has one kernel for its whole life, which looks its implementation up at
+each call. So a module that is reloaded replaces the implementation, and graphs that hold the op see the new
+one.
 """
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch._ops import OpOverload, OpOverloadPacket
 
 from boundary_ops.errors import BoundaryOpError
+from boundary_ops.schema import (
+    Implementation,
+    check_implementations,
+    check_token_args,
+    find_mutated,
+    near,
+    parse,
+    qualified,
+)
 
 __all__ = ["BoundaryOp", "define", "lookup", "register", "registered", "unregister"]
-
-DEVICES = ("cpu", "cuda", "xpu", "mps")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -36,7 +42,8 @@ class BoundaryOp:
         overload: the torch op.
         token_args: argument name -> the dim of it that counts tokens; None where the trace has to find that.
         capture_safe: the op may be captured into a graph: it takes padded rows and writes nothing for them.
-        warm_up: called with `num_tokens` before capture, works on scratch memory; None where nothing compiles on first use.
+        warm_up: called with `num_tokens` before capture, works on scratch memory; None where nothing
+            compiles on first use.
         mutated: names of the arguments that the schema marks as written, in schema order.
     """
 
@@ -49,9 +56,6 @@ class BoundaryOp:
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
         self.overload(*args, **kwargs)
-
-
-Implementation = Callable[..., object]
 
 
 @dataclass(slots=True, eq=False)
@@ -80,15 +84,16 @@ def define(
     """Makes a new in-place op and declares it as a boundary op.
 
     The op is not differentiable: its implementation runs without grad mode, and no gradient flows through it.
-    Defining a name again with the same schema (a module reload, a notebook cell) replaces the implementation and
-    the declaration, also for graphs that hold the op already.
+    Defining a name again with the same schema (a module reload, a notebook cell) replaces the implementation
+    and the declaration, also for graphs that hold the op already.
 
     Args:
-        schema: "ns::op(Tensor q, Tensor(a!) out, ...) -> ()". At least one argument is marked as written, nothing is returned.
-        impl: one callable for all devices, or one per device: {"cpu": f, "cuda": g}. Called with the schema's arguments,
-            trailing ones left out where they equal the schema's default.
-        token_args: which dim of which tensor argument counts tokens. Those dims are then known to be equal in a trace,
-            which ties the arguments' symbols together.
+        schema: "ns::op(Tensor q, Tensor(a!) out, ...) -> ()". At least one argument is marked as written,
+            nothing is returned.
+        impl: one callable for all devices, or one per device: {"cpu": f, "cuda": g}. Called with the
+            schema's arguments, trailing ones left out where they equal the schema's default.
+        token_args: which dim of which tensor argument counts tokens. Those dims are then known to be equal
+            in a trace, which ties the arguments' symbols together.
         capture_safe: see `BoundaryOp`.
         warm_up: see `BoundaryOp`.
 
@@ -96,14 +101,14 @@ def define(
         The declared op; keep it or not, the registry keeps it.
 
     Raises:
-        BoundaryOpError: the schema cannot be parsed, returns something or writes nothing, `impl` or `token_args` do not
-            fit it, or the name is taken by an op with another schema.
+        BoundaryOpError: the schema cannot be parsed, returns something or writes nothing, `impl` or
+            `token_args` do not fit it, or the name is taken by an op with another schema.
     """
-    parsed = _parse(schema)
-    name = _qualified(parsed.name, parsed.overload_name)
-    mutated = _check_schema(name, parsed)
-    tokens = _check_token_args(name, parsed, token_args)
-    implementations = _check_implementations(name, impl)
+    parsed = parse(schema)
+    name = qualified(parsed.name, parsed.overload_name)
+    mutated = find_mutated(name, parsed)
+    tokens = check_token_args(name, parsed, token_args)
+    implementations = check_implementations(name, impl)
     definition = _definitions.get(name)
     if definition is None:
         if name in _existing_names():
@@ -123,7 +128,9 @@ def define(
         )
     else:
         definition.implementations, definition.token_args = implementations, tokens
-    return _declare(name, _overload(parsed.name, parsed.overload_name), tokens, capture_safe, warm_up, mutated)
+    return _declare(
+        name, _overload(parsed.name, parsed.overload_name), tokens, capture_safe, warm_up, mutated
+    )
 
 
 def register(
@@ -137,17 +144,19 @@ def register(
 
     Args:
         name: "ns::op" or "ns::op.overload". Without an overload: the default one, or the only one there is.
-        token_args: as for `define`, but read by the splitter only: the op keeps the fake kernel that its library gave it.
+        token_args: as for `define`, but read by the splitter only: the op keeps the fake kernel that its
+            library gave it.
         capture_safe: see `BoundaryOp`.
         warm_up: see `BoundaryOp`.
 
     Raises:
-        BoundaryOpError: there is no such op, it returns something or writes nothing, or `token_args` do not fit it.
+        BoundaryOpError: there is no such op, it returns something or writes nothing, or `token_args` do not
+            fit it.
     """
     overload = _find_overload(name)
-    full_name = _qualified(overload._schema.name, overload._schema.overload_name)
-    mutated = _check_schema(full_name, overload._schema)
-    tokens = _check_token_args(full_name, overload._schema, token_args)
+    full_name = qualified(overload._schema.name, overload._schema.overload_name)
+    mutated = find_mutated(full_name, overload._schema)
+    tokens = check_token_args(full_name, overload._schema, token_args)
     return _declare(full_name, overload, tokens, capture_safe, warm_up, mutated)
 
 
@@ -160,11 +169,11 @@ def lookup(target: object) -> BoundaryOp | None:
     """The declared op that an FX node's target or a name stands for, or None.
 
     Args:
-        target: an `OpOverload`, an `OpOverloadPacket` (its default overload, else the first one declared), a `BoundaryOp`, or a
-            name: "ns::op", "ns::op.overload". Anything else is no boundary op.
+        target: an `OpOverload`, an `OpOverloadPacket` (its default overload, else the first one declared), a
+            `BoundaryOp`, or a name: "ns::op", "ns::op.overload". Anything else is no boundary op.
     """
     if isinstance(target, OpOverload):
-        return _registered.get(_qualified(target._schema.name, target._schema.overload_name))
+        return _registered.get(qualified(target._schema.name, target._schema.overload_name))
     if isinstance(target, OpOverloadPacket):
         target = target._qualified_op_name
     if isinstance(target, str):
@@ -177,7 +186,7 @@ def lookup(target: object) -> BoundaryOp | None:
 
 
 def unregister(name: str) -> None:
-    """Takes a declaration back. The op itself stays callable; defining it again with the same schema is allowed.
+    """Takes a declaration back. The op stays callable, and can be defined again with the same schema.
 
     Raises:
         BoundaryOpError: no op of that name is declared.
@@ -188,7 +197,7 @@ def unregister(name: str) -> None:
             f"op '{name}' is not declared as a boundary op",
             expected=f"one of {sorted(_registered)}",
             rule="only a declared op can be taken back",
-            fix=_near(name, list(_registered)) or "boundary_ops.registered() lists the declared ops",
+            fix=near(name, list(_registered)) or "boundary_ops.registered() lists the declared ops",
         )
     del _registered[op.name]
 
@@ -213,102 +222,6 @@ def _declare(
     return op
 
 
-def _parse(schema: str) -> Any:
-    form = 'write it as "ns::op(Tensor q, Tensor(a!) out) -> ()"'
-    try:
-        parsed = torch._C.parse_schema(schema)
-    except (RuntimeError, TypeError) as error:
-        # The first line says where the text stops making sense; the rest draws it.
-        reason = " ".join(line.strip() for line in str(error).splitlines()[:1])
-        raise BoundaryOpError(
-            f"schema {schema!r} cannot be parsed: {reason}", rule="an op is declared by its torch schema", fix=form
-        ) from error
-    if "::" not in parsed.name:
-        raise BoundaryOpError(
-            f"schema {schema!r} names no namespace",
-            expected="ns::op",
-            got=parsed.name,
-            rule="an op is found by its qualified name",
-            fix=form,
-        )
-    return parsed
-
-
-def _check_schema(name: str, schema: Any) -> tuple[str, ...]:
-    """The names of the written arguments, once it is clear that the op can be a boundary."""
-    mutated = tuple(argument.name for argument in schema.arguments if argument.alias_info and argument.alias_info.is_write)
-    if schema.returns:
-        raise BoundaryOpError(
-            f"op '{name}'",
-            expected="a schema that returns nothing, '-> ()'",
-            got=f"'-> {', '.join(str(value.type) for value in schema.returns)}'",
-            rule="a boundary op's result is written into memory that its caller allocated, so that its address stays the same",
-            fix="allocate the result in the model (torch.empty), pass it as an argument marked 'Tensor(a!) out', and write into it;"
-            " an existing op gets a small wrapper made with boundary_ops.define",
-        )
-    if not mutated:
-        raise BoundaryOpError(
-            f"op '{name}'",
-            expected="at least one argument marked as written, such as 'Tensor(a!) out'",
-            got=f"({', '.join(str(argument.type) + ' ' + argument.name for argument in schema.arguments)}) -> ()",
-            rule="an op that returns nothing and writes nothing has no effect in a graph, and is removed as dead code",
-            fix="mark each tensor that the op writes with its own alias letter: (a!), (b!), ...",
-        )
-    return mutated
-
-
-def _check_token_args(name: str, schema: Any, token_args: Mapping[str, int] | None) -> Mapping[str, int] | None:
-    if token_args is None:
-        return None
-    if not isinstance(token_args, Mapping) or not token_args:
-        raise BoundaryOpError(
-            f"op '{name}', token_args",
-            expected="a non-empty dict of argument name -> dim, or None",
-            got=repr(token_args),
-            rule="token_args say where the token count is",
-            fix='pass for example {"q": 0, "out": 0}, or leave token_args out',
-        )
-    types = {argument.name: str(argument.type) for argument in schema.arguments}
-    tensors = [argument for argument, type_name in types.items() if type_name in ("Tensor", "Optional[Tensor]")]
-    for argument, dim in token_args.items():
-        if argument not in tensors:
-            raise BoundaryOpError(
-                f"op '{name}', token_args {argument!r}",
-                expected=f"one of the tensor arguments {tensors}",
-                got=types.get(argument, "no such argument"),
-                rule="only a tensor argument can carry the token dim",
-                fix=_near(str(argument), tensors) or "use the argument names of the schema",
-            )
-        if isinstance(dim, bool) or not isinstance(dim, int) or dim < 0:
-            raise BoundaryOpError(
-                f"op '{name}', token_args {argument!r}",
-                expected="a dim counted from the front, 0 or more",
-                got=repr(dim),
-                rule="a token dim is one dim of one tensor",
-                fix="count the dim from the front, for example 0 for [num_tokens, heads, head_dim]",
-            )
-    return MappingProxyType(dict(token_args))
-
-
-def _check_implementations(name: str, impl: Any) -> Mapping[str, Implementation] | Implementation:
-    if callable(impl):
-        return impl
-    if isinstance(impl, Mapping) and impl:
-        wrong = [device for device, function in impl.items() if device not in DEVICES or not callable(function)]
-        if not wrong:
-            return MappingProxyType(dict(impl))
-        got = f"{wrong[0]!r}: {impl[wrong[0]]!r}"
-    else:
-        got = repr(impl)
-    raise BoundaryOpError(
-        f"op '{name}', impl",
-        expected=f"a callable, or a dict from device ({', '.join(DEVICES)}) to callable",
-        got=got,
-        rule="each device that the op runs on has an implementation",
-        fix='pass one callable for all devices, or for example {"cpu": f, "cuda": g}',
-    )
-
-
 def _define_in_torch(
     name: str,
     schema: str,
@@ -321,13 +234,15 @@ def _define_in_torch(
     definition = _Definition(str(parsed), library, implementations, token_args)
     names = tuple(argument.name for argument in parsed.arguments)
     library.define(schema.strip().removeprefix(f"{namespace}::"))
-    library.impl(_qualified(local, parsed.overload_name), _kernel(name, names, definition), "CompositeExplicitAutograd")
+    library.impl(
+        qualified(local, parsed.overload_name), _kernel(name, definition), "CompositeExplicitAutograd"
+    )
     # Registered apart from the kernel, which would otherwise run on fakes and meta tensors too.
     torch.library.register_fake(name, _fake(name, names, definition), lib=library)
     return definition
 
 
-def _kernel(name: str, names: tuple[str, ...], definition: _Definition) -> Callable[..., None]:
+def _kernel(name: str, definition: _Definition) -> Callable[..., None]:
     """The op's one kernel: chooses the implementation by the device of the first tensor."""
 
     def run(*args: Any, **kwargs: Any) -> None:
@@ -342,7 +257,7 @@ def _kernel(name: str, names: tuple[str, ...], definition: _Definition) -> Calla
                     expected=f"tensors on one of {sorted(implementation)}",
                     got=device,
                     rule="an op runs only on the devices that it was defined for",
-                    fix=f'add "{device}" to the impl dict of boundary_ops.define, or move the model and the cache',
+                    fix=f'add "{device}" to the impl dict of boundary_ops.define, or move the model',
                 )
             implementation = found
         if torch.is_grad_enabled():
@@ -385,10 +300,6 @@ def _fake(name: str, names: tuple[str, ...], definition: _Definition) -> Callabl
     return check_token_dims
 
 
-def _qualified(name: str, overload_name: str) -> str:
-    return f"{name}.{overload_name}" if overload_name and overload_name != "default" else name
-
-
 def _existing_names() -> set[str]:
     return set(torch._C._dispatch_get_all_op_names())
 
@@ -406,7 +317,9 @@ def _find_overload(name: str) -> OpOverload:
     plain, _, overload_name = wanted.partition(".")
     if "::" in wanted and wanted in existing:
         return _overload(plain, overload_name)
-    overloads = sorted(other for other in existing if other.startswith(f"{plain}.")) if not overload_name else []
+    overloads = (
+        sorted(other for other in existing if other.startswith(f"{plain}.")) if not overload_name else []
+    )
     if len(overloads) == 1:
         return _overload(plain, overloads[0].partition(".")[2])
     if overloads:
@@ -422,10 +335,5 @@ def _find_overload(name: str) -> OpOverload:
         expected='the name of a loaded op, "ns::op" or "ns::op.overload"',
         got=repr(name),
         rule="`register` declares ops that exist; `define` makes new ones",
-        fix=_near(wanted, sorted(existing)) or "import the library that defines the op first",
+        fix=near(wanted, sorted(existing)) or "import the library that defines the op first",
     )
-
-
-def _near(name: str, choices: list[str]) -> str | None:
-    close = difflib.get_close_matches(name, choices, n=3, cutoff=0.6)
-    return f"did you mean {' or '.join(repr(match) for match in close)}?" if close else None

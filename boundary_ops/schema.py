@@ -1,0 +1,135 @@
+"""What an op's schema, token arguments and implementations must be for it to be a boundary op."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from boundary_ops.errors import BoundaryOpError
+
+DEVICES = ("cpu", "cuda", "xpu", "mps")
+Implementation = Callable[..., object]
+
+
+def parse(schema: str) -> Any:
+    """The schema as torch reads it; its name has a namespace."""
+    form = 'write it as "ns::op(Tensor q, Tensor(a!) out) -> ()"'
+    try:
+        parsed = torch._C.parse_schema(schema)
+    except (RuntimeError, TypeError) as error:
+        # The first line says where the text stops making sense; the rest draws it.
+        reason = " ".join(line.strip() for line in str(error).splitlines()[:1])
+        raise BoundaryOpError(
+            f"schema {schema!r} cannot be parsed: {reason}",
+            rule="an op is declared by its torch schema",
+            fix=form,
+        ) from error
+    if "::" not in parsed.name:
+        raise BoundaryOpError(
+            f"schema {schema!r} names no namespace",
+            expected="ns::op",
+            got=parsed.name,
+            rule="an op is found by its qualified name",
+            fix=form,
+        )
+    return parsed
+
+
+def find_mutated(name: str, schema: Any) -> tuple[str, ...]:
+    """The names of the written arguments, once it is clear that the op can be a boundary."""
+    mutated = tuple(
+        argument.name for argument in schema.arguments if argument.alias_info and argument.alias_info.is_write
+    )
+    if schema.returns:
+        raise BoundaryOpError(
+            f"op '{name}'",
+            expected="a schema that returns nothing, '-> ()'",
+            got=f"'-> {', '.join(str(value.type) for value in schema.returns)}'",
+            rule="a boundary op writes its result into memory of its caller, whose address stays the same",
+            fix="allocate the result in the model (torch.empty), pass it as 'Tensor(a!) out', write into it; "
+            "for an existing op, define a small op that calls it and copies its result",
+        )
+    if not mutated:
+        raise BoundaryOpError(
+            f"op '{name}'",
+            expected="at least one argument marked as written, such as 'Tensor(a!) out'",
+            got=str(schema),
+            rule="an op that returns nothing and writes nothing is dead code in a graph",
+            fix="mark each tensor that the op writes with its own alias letter: (a!), (b!), ...",
+        )
+    return mutated
+
+
+def check_token_args(
+    name: str, schema: Any, token_args: Mapping[str, int] | None
+) -> Mapping[str, int] | None:
+    """A frozen copy of `token_args`, once each names a dim of a tensor argument."""
+    if token_args is None:
+        return None
+    if not isinstance(token_args, Mapping) or not token_args:
+        raise BoundaryOpError(
+            f"op '{name}', token_args",
+            expected="a non-empty dict of argument name -> dim, or None",
+            got=repr(token_args),
+            rule="token_args say where the token count is",
+            fix='pass for example {"q": 0, "out": 0}, or leave token_args out',
+        )
+    types = {argument.name: str(argument.type) for argument in schema.arguments}
+    tensors = [
+        argument for argument, type_name in types.items() if type_name in ("Tensor", "Optional[Tensor]")
+    ]
+    for argument, dim in token_args.items():
+        if argument not in tensors:
+            raise BoundaryOpError(
+                f"op '{name}', token_args {argument!r}",
+                expected=f"one of the tensor arguments {tensors}",
+                got=types.get(argument, "no such argument"),
+                rule="only a tensor argument can carry the token dim",
+                fix=near(str(argument), tensors) or "use the argument names of the schema",
+            )
+        if isinstance(dim, bool) or not isinstance(dim, int) or dim < 0:
+            raise BoundaryOpError(
+                f"op '{name}', token_args {argument!r}",
+                expected="a dim counted from the front, 0 or more",
+                got=repr(dim),
+                rule="a token dim is one dim of one tensor",
+                fix="count the dim from the front, for example 0 for [num_tokens, heads, head_dim]",
+            )
+    return MappingProxyType(dict(token_args))
+
+
+def check_implementations(name: str, impl: Any) -> Mapping[str, Implementation] | Implementation:
+    """`impl` as it is, or a frozen copy of it where it is a dict of devices."""
+    if callable(impl):
+        return impl
+    if isinstance(impl, Mapping) and impl:
+        wrong = [
+            device for device, function in impl.items() if device not in DEVICES or not callable(function)
+        ]
+        if not wrong:
+            return MappingProxyType(dict(impl))
+        got = f"{wrong[0]!r}: {impl[wrong[0]]!r}"
+    else:
+        got = repr(impl)
+    raise BoundaryOpError(
+        f"op '{name}', impl",
+        expected=f"a callable, or a dict from device ({', '.join(DEVICES)}) to callable",
+        got=got,
+        rule="each device that the op runs on has an implementation",
+        fix='pass one callable for all devices, or for example {"cpu": f, "cuda": g}',
+    )
+
+
+def qualified(name: str, overload_name: str) -> str:
+    """An op's name as the registry spells it: the default overload has none."""
+    return f"{name}.{overload_name}" if overload_name and overload_name != "default" else name
+
+
+def near(name: str, choices: list[str]) -> str | None:
+    """A question that names the choices most like `name`, or None."""
+    close = difflib.get_close_matches(name, choices, n=3, cutoff=0.6)
+    return f"did you mean {' or '.join(repr(match) for match in close)}?" if close else None
