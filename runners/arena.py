@@ -1,0 +1,97 @@
+"""The tape's memory: chunks that never move, handed out by a bump pointer, shared by the buckets of a pool.
+
+`restart` sets the pointer back, so that the next bucket lies on top of the last one: whoever reads a bucket's
+outputs after another bucket has run sees the same fault here as in a CUDA graph pool [I9].
+
+Pieces are handed out in chunk order and never backwards. A smaller bucket with the same ops therefore never
+gets further than a larger one did, and needs no more chunks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+_FIRST_CHUNK_BYTES = 1 << 20
+_MAX_CHUNK_BYTES = 1 << 26
+# Every 16 bit word of garbage is 0x7FFF: NaN in float16, bfloat16, float32, float64 and both float8 formats,
+# a large odd number in the integers, out of range as an index.
+_GARBAGE_WORD = 0x7FFF
+
+
+@dataclass(frozen=True, slots=True)
+class ArenaMark:
+    """A position of the bump pointer, to rewind to."""
+
+    num_chunks: int
+    chunk: int
+    offset: int
+
+
+class Arena:
+    """Bump-allocated memory on one device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        # As torch's own allocators align, so that kernels choose the same paths.
+        self._alignment = 64 if device.type == "cpu" else 512
+        self._chunks: list[Tensor] = []
+        self._chunk = 0
+        self._offset = 0
+        # (chunk, start, end) handed out since `begin`, neighbours merged.
+        self._spans: list[tuple[int, int, int]] = []
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Bytes of all chunks."""
+        return sum(chunk.numel() for chunk in self._chunks)
+
+    def begin(self) -> ArenaMark:
+        """Begins a new owner's spans at the present position, which `rewind` returns to."""
+        self._spans = []
+        return ArenaMark(len(self._chunks), self._chunk, self._offset)
+
+    def rewind(self, mark: ArenaMark) -> None:
+        """Forgets what was handed out since `mark`, chunks added since included."""
+        del self._chunks[mark.num_chunks :]
+        self._chunk, self._offset, self._spans = mark.chunk, mark.offset, []
+
+    def restart(self) -> None:
+        """The next piece handed out is the first byte again."""
+        self._chunk = self._offset = 0
+
+    def clear(self) -> None:
+        """Drops all chunks; memory goes when the last tensor in it does."""
+        self._chunks = []
+        self.restart()
+
+    def allocate(self, num_bytes: int) -> Tensor:
+        """A piece of uint8 [num_bytes] that is a storage of its own and keeps its chunk alive.
+
+        Its own storage tells one recorded tensor's memory from its neighbour's by identity, and bounds it: no
+        view or resize can reach beyond.
+        """
+        size = -(-max(num_bytes, 1) // self._alignment) * self._alignment
+        while self._chunk < len(self._chunks) and self._offset + size > self._chunks[self._chunk].numel():
+            self._chunk, self._offset = self._chunk + 1, 0
+        if self._chunk == len(self._chunks):
+            grown = min(max(self.allocated_bytes, _FIRST_CHUNK_BYTES), _MAX_CHUNK_BYTES)
+            self._chunks.append(torch.empty(max(size, grown), dtype=torch.uint8, device=self.device))
+        start, self._offset = self._offset, self._offset + size
+        if self._spans and self._spans[-1][0] == self._chunk and self._spans[-1][2] == start:
+            start_of_span = self._spans.pop()[1]
+            self._spans.append((self._chunk, start_of_span, self._offset))
+        else:
+            self._spans.append((self._chunk, start, self._offset))
+        return torch.from_dlpack(self._chunks[self._chunk][start : start + num_bytes])
+
+    def spans(self) -> list[Tensor]:
+        """What was handed out since `begin`, alignment gaps included, as int16 words."""
+        return [self._chunks[chunk][start:end].view(torch.int16) for chunk, start, end in self._spans]
+
+
+def fill_with_garbage_(words: Tensor) -> None:
+    """Fills int16 words with what floats read as NaN, and integers as large odd numbers."""
+    words.fill_(_GARBAGE_WORD)

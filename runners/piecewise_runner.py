@@ -1,0 +1,253 @@
+"""One graph segment: warm-ups, one capture per bucket, replay where captured, eager everywhere else.
+
+Per bucket: ``COLD -> WARMING(n) -> CAPTURED | EAGER_ONLY(reason)``. A failed capture closes its own bucket
+and leaves nothing behind; the others go on [I8]. The runner knows neither its place in the model nor what a
+token is: it is given the padded count and passes it on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from runners.engine import CapturedGraph, GraphEngine, GraphPool
+from runners.errors import CaptureError, ConfigError, PiecewiseError, StateError
+from runners.mode import is_eager_only
+
+# Per argument: address, shape, stride and dtype of a tensor, or the frozen value of anything else.
+_Place = tuple[int, torch.Size, tuple[int, ...], torch.dtype]
+
+
+class BucketPhase(Enum):
+    """How far a bucket has come."""
+
+    COLD = "cold"
+    WARMING = "warming"
+    CAPTURED = "captured"
+    EAGER_ONLY = "eager only"
+
+
+@dataclass(frozen=True, slots=True)
+class BucketState:
+    """The state of one bucket.
+
+    Attributes:
+        phase: how far it has come.
+        num_warmups: warm-ups made so far, while WARMING.
+        reason: why it is EAGER_ONLY, else empty.
+    """
+
+    phase: BucketPhase
+    num_warmups: int = 0
+    reason: str = ""
+
+
+COLD = BucketState(BucketPhase.COLD)
+
+
+@dataclass(frozen=True, slots=True)
+class _Capture:
+    graph: CapturedGraph
+    arguments: tuple[tuple[bool, Any], ...]  # (is a tensor, its place or the value), one per argument
+
+
+class PiecewiseRunner:
+    """Runs one segment, from a graph where there is one for the bucket and the arguments lie where it reads.
+
+    Args:
+        fn: ``fn(padded_num_tokens, *args)`` returns the sequence of the segment's outputs.
+        name: the segment in errors, such as ``"segment 3"``.
+        engine: records and replays.
+        pool: one of that engine's, shared with the other segments of the module.
+        warmup_steps: warm-ups that a bucket needs before its capture, 0 or more.
+        module_path: where the segment begins in the model, for errors; may be empty.
+
+    Attributes:
+        num_captures: graphs captured so far.
+        num_replays: replays so far.
+    """
+
+    def __init__(
+        self,
+        fn: Callable[..., Sequence[Any]],
+        *,
+        name: str,
+        engine: GraphEngine,
+        pool: GraphPool,
+        warmup_steps: int = 3,
+        module_path: str = "",
+    ) -> None:
+        if warmup_steps < 0:
+            raise ConfigError(
+                "field 'warmup_steps'",
+                expected="0 or more",
+                got=str(warmup_steps),
+                rule="a bucket is captured after so many eager runs",
+                fix="leave it at 3",
+            )
+        self.name = name
+        self.module_path = module_path
+        self.warmup_steps = warmup_steps
+        self.num_captures = 0
+        self.num_replays = 0
+        self._fn = fn
+        self._engine = engine
+        self._pool = pool
+        self._states: dict[int, BucketState] = {}
+        self._captures: dict[int, _Capture] = {}
+
+    @property
+    def captured(self) -> tuple[int, ...]:
+        """The buckets that have a graph, in the order of capture."""
+        return tuple(self._captures)
+
+    def state_for(self, padded_num_tokens: int) -> BucketState:
+        """The state of a bucket; COLD for one never seen."""
+        return self._states.get(padded_num_tokens, COLD)
+
+    def graph_for(self, padded_num_tokens: int) -> CapturedGraph | None:
+        """The bucket's graph, or None."""
+        capture = self._captures.get(padded_num_tokens)
+        return capture.graph if capture else None
+
+    def warm_up(self, padded_num_tokens: int, args: Sequence[Any]) -> tuple[Any, ...]:
+        """Runs the segment eagerly, in the modes of a capture: COLD or WARMING(n) becomes WARMING(n + 1).
+
+        Returns:
+            The outputs, owned by the caller.
+
+        Raises:
+            StateError: the bucket is captured, or its capture failed.
+        """
+        state = self.state_for(padded_num_tokens)
+        if state.phase not in (BucketPhase.COLD, BucketPhase.WARMING):
+            raise self._wrong_state("warm-up", padded_num_tokens, "a bucket that is cold or warming")
+        with torch.inference_mode(False), torch.no_grad():
+            outputs = tuple(self._fn(padded_num_tokens, *args))
+        self._states[padded_num_tokens] = BucketState(BucketPhase.WARMING, state.num_warmups + 1)
+        return outputs
+
+    def capture(self, padded_num_tokens: int, args: Sequence[Any]) -> tuple[Any, ...]:
+        """Captures the bucket's graph; later replays read `args` at the addresses they have now.
+
+        Returns:
+            The graph's outputs: static memory, rewritten by each replay.
+
+        Raises:
+            StateError: too few warm-ups were made, or the bucket was captured or given up before.
+            CaptureError: the segment cannot be captured. The bucket is EAGER_ONLY from then on, and no graph
+            and no
+                memory is left behind [I8].
+        """
+        state = self.state_for(padded_num_tokens)
+        is_open = state.phase in (BucketPhase.COLD, BucketPhase.WARMING)
+        if not is_open or state.num_warmups < self.warmup_steps:
+            raise self._wrong_state(
+                "capture", padded_num_tokens, f"a bucket after {self.warmup_steps} warm-ups"
+            )
+        arguments = tuple(_argument(value) for value in args)
+        try:
+            graph = self._engine.capture(
+                lambda: self._fn(padded_num_tokens, *args), pool=self._pool, segment=self._place()
+            )
+        except StateError:
+            raise
+        except Exception as error:
+            failure = self._failure(padded_num_tokens, error)
+            self._states[padded_num_tokens] = BucketState(BucketPhase.EAGER_ONLY, reason=str(failure))
+            raise failure from error
+        self._captures[padded_num_tokens] = _Capture(graph, arguments)
+        self._states[padded_num_tokens] = BucketState(BucketPhase.CAPTURED)
+        self.num_captures += 1
+        return graph.outputs
+
+    def replay(self, padded_num_tokens: int) -> tuple[Any, ...]:
+        """Replays the bucket's graph on what its arguments hold now.
+
+        Returns:
+            The graph's outputs: static memory, valid until the next replay in this pool.
+
+        Raises:
+            StateError: the bucket has no graph.
+        """
+        capture = self._captures.get(padded_num_tokens)
+        if capture is None:
+            raise self._wrong_state("replay", padded_num_tokens, "a captured bucket")
+        capture.graph.replay()
+        self.num_replays += 1
+        return capture.graph.outputs
+
+    def __call__(self, padded_num_tokens: int, *args: Any) -> tuple[Any, ...]:
+        """Replays where the bucket is captured and `args` are what it was captured with; runs eagerly
+        otherwise.
+
+        The same means: tensors at the same address with the same shape, stride and dtype, and other values
+        equal.
+        """
+        capture = self._captures.get(padded_num_tokens)
+        if capture is None or is_eager_only() or not _is_same(capture.arguments, args):
+            return tuple(self._fn(padded_num_tokens, *args))
+        return self.replay(padded_num_tokens)
+
+    def reset(self) -> None:
+        """Resets all graphs; every bucket is COLD again. Idempotent."""
+        for capture in self._captures.values():
+            capture.graph.reset()
+        self._captures.clear()
+        self._states.clear()
+
+    def _place(self) -> str:
+        return f"{self.name} ({self.module_path})" if self.module_path else self.name
+
+    def _wrong_state(self, verb: str, padded_num_tokens: int, expected: str) -> StateError:
+        state = self.state_for(padded_num_tokens)
+        got = {
+            BucketPhase.COLD: "a cold one",
+            BucketPhase.WARMING: f"one after {state.num_warmups} of {self.warmup_steps} warm-ups",
+            BucketPhase.CAPTURED: "a captured one",
+            BucketPhase.EAGER_ONLY: "one that runs eagerly only, as its capture failed",
+        }[state.phase]
+        return StateError(
+            f"{verb} of {self._place()}, bucket {padded_num_tokens}",
+            expected=expected,
+            got=got,
+            rule="a bucket goes from cold over its warm-ups to captured, and back by reset() only",
+            fix=f"call warm_up {self.warmup_steps} times, then capture once; reset() begins anew",
+        )
+
+    def _failure(self, padded_num_tokens: int, error: Exception) -> CaptureError:
+        if isinstance(error, PiecewiseError):
+            where = f"bucket {padded_num_tokens}, {error.what}"
+            return CaptureError(where, expected=error.expected, got=error.got, rule=error.rule, fix=error.fix)
+        return CaptureError(
+            f"{self._place()}, bucket {padded_num_tokens}",
+            expected="a segment that runs",
+            got=f"{type(error).__name__}: {error}",
+            rule="a bucket whose capture fails is served eagerly [I8]",
+            fix="run the model eagerly at this token count to see the error alone",
+        )
+
+
+def _argument(value: Any) -> tuple[bool, Any]:
+    return (True, _place_of(value)) if isinstance(value, Tensor) else (False, value)
+
+
+def _place_of(tensor: Tensor) -> _Place:
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
+
+
+def _is_same(captured: tuple[tuple[bool, Any], ...], args: tuple[Any, ...]) -> bool:
+    if len(captured) != len(args):
+        return False
+    for (is_tensor, expected), value in zip(captured, args, strict=True):
+        if isinstance(value, Tensor):
+            if not is_tensor or _place_of(value) != expected:
+                return False
+        elif is_tensor or type(value) is not type(expected) or value != expected:
+            return False
+    return True

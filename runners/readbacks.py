@@ -1,0 +1,284 @@
+"""What a recording refuses: host reads, shapes that depend on values, tensors made from host values.
+
+A CUDA capture fails on these, or worse, freezes the value. On the CPU torch does them silently, and no single
+hook sees them all: `.tolist()` and `.numpy()` never reach the dispatcher, and a function mode is off inside
+the kernel of a custom op. So two modes look at once, `HostReads` at Python's calls and the recorder at the
+dispatcher's ops, and both are put up again around each kernel that may be written in Python (`call_op`).
+
+Not seen by either, as they go straight to C: `torch.frombuffer`, `torch.utils.dlpack.to_dlpack`, pickling,
+reading memory through `data_ptr()`, and kernels that read values in C++ without going through the dispatcher.
+"""
+
+from __future__ import annotations
+
+import linecache
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload, OpOverloadPacket
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from runners.errors import CaptureError
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """A kind of thing that a recording cannot hold.
+
+    Attributes:
+        got: what was done, as the error says it.
+        rule: why it cannot be recorded.
+        fix: what to do instead.
+    """
+
+    got: str
+    rule: str
+    fix: str
+
+
+READ_BACK = Refusal(
+    "a tensor's value read by the host",
+    "a replay runs no Python, so a value read while recording would be frozen",
+    "keep the value in a tensor (torch.where, masked_fill), or let this part of the model run eagerly",
+)
+VALUE_SHAPE = Refusal(
+    "an output whose shape depends on values",
+    "a graph has fixed shapes, and finding this one waits for the device",
+    "use a mask or a fixed size (torch.where, nonzero_static, output_size=), or let this part run eagerly",
+)
+HOST_TENSOR = Refusal(
+    "a tensor made from host values",
+    "a recording holds device work only: the values would be frozen, and on CUDA the copy cannot be captured",
+    "make the tensor once outside (a buffer or an input), or use torch.full, zeros or arange",
+)
+RESIZED = Refusal(
+    "a tensor that was resized or given other memory",
+    "recorded tensors keep their address and shape",
+    "allocate the tensor, or out=, at its final shape",
+)
+DEVICE_CROSSING = Refusal(
+    "a tensor on another device than the pool's",
+    "a graph holds work of one device; a copy between devices cannot be captured",
+    "move the tensor outside of the graph segment",
+)
+LAYOUT = Refusal(
+    "a sparse, quantized or otherwise not strided tensor",
+    "recorded memory is plain strided memory",
+    "let this part of the model run eagerly",
+)
+
+_READING_METHODS = (
+    *("item", "tolist", "numpy", "equal", "is_nonzero", "allclose", "map_", "map2_", "apply_"),
+    *("__bool__", "__int__", "__float__", "__index__", "__complex__"),
+    *("__array__", "__dlpack__", "__repr__", "__format__", "__deepcopy__"),
+)
+_VALUE_SHAPE_OPS = frozenset({"aten::_linalg_check_errors"})
+_RESIZING_OPS = frozenset({"aten::resize_", "aten::resize_as_", "aten::set_", "aten::resize_as_sparse_"})
+_CROSSING_OPS = frozenset({"aten::copy_", "aten::_to_copy", "aten::copy", "aten::_copy_from"})
+_INDEX_PUT_OPS = frozenset(
+    {"aten::index_put", "aten::index_put_", "aten::_index_put_impl_", "aten::_unsafe_index_put"}
+)
+
+
+def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
+    """The tensors among op arguments or results, lists included."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from tensors_in(value)
+
+
+@cache
+def _refused_functions() -> dict[Callable[..., Any], tuple[str, Refusal]]:
+    functions: dict[Callable[..., Any], tuple[str, Refusal]] = {}
+    for name in _READING_METHODS:
+        functions[getattr(torch.Tensor, name)] = (f"Tensor.{name}", READ_BACK)
+    for name in ("equal", "is_nonzero", "allclose"):
+        functions[getattr(torch, name)] = (f"torch.{name}", READ_BACK)
+    for name in ("tensor", "as_tensor", "asarray"):
+        functions[getattr(torch, name)] = (f"torch.{name}", HOST_TENSOR)
+    functions[torch.Tensor.new_tensor] = ("Tensor.new_tensor", HOST_TENSOR)
+    return functions
+
+
+def _refusal_for_function(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[str, Refusal] | None:
+    if func in (torch.tensor_split, torch.Tensor.tensor_split, torch.tensordot):
+        # Their tensor argument is read on the host, in C++, where the dispatcher does not see it.
+        given = args[1:] if func is not torch.tensordot else (*args[2:], kwargs.get("dims"))
+        named = (kwargs.get("indices_or_sections"), kwargs.get("tensor_indices_or_sections"))
+        if any(isinstance(value, Tensor) for value in (*given, *named)):
+            return f"torch.{func.__name__}", READ_BACK
+    found = _refused_functions().get(func)
+    if found is not None and found[1] is HOST_TENSOR:
+        sources = (*args[func is torch.Tensor.new_tensor :], kwargs.get("data"), kwargs.get("obj"))
+        # A tensor as the source is a copy on the device, or nothing at all.
+        if isinstance(sources[0], Tensor):
+            return None
+    return found
+
+
+def _is_mask(index: Any) -> bool:
+    return isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8)
+
+
+def _is_on(device: torch.device, target: torch.device) -> bool:
+    return device.type == target.type and target.index in (None, device.index)
+
+
+def refusal_for_op(
+    func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], host_scalars: dict[int, Tensor]
+) -> Refusal | None:
+    """Why this op call cannot be recorded, or None.
+
+    Args:
+        func: the op as the dispatcher sees it, below autograd.
+        args: its positional arguments.
+        kwargs: its keyword arguments.
+        host_scalars: 0-dim tensors that torch made from Python numbers, by storage: not values of the device.
+    """
+    name, tags = func._schema.name, func.tags
+    if torch.Tag.data_dependent_output in tags:
+        return READ_BACK
+    if name == "aten::index":
+        return VALUE_SHAPE if any(map(_is_mask, args[1])) else None
+    if name in _INDEX_PUT_OPS and any(map(_is_mask, args[1])):
+        # Torch turns `x[mask] = number` into a masked fill, which has no shape to find out.
+        given = [index for index in args[1] if index is not None]
+        is_fill = len(given) == 1 and args[2].untyped_storage()._cdata in host_scalars
+        return None if is_fill else VALUE_SHAPE
+    if name == "aten::repeat_interleave" and kwargs.get("output_size") is not None:
+        return None
+    if torch.Tag.dynamic_output_shape in tags or name in _VALUE_SHAPE_OPS:
+        return VALUE_SHAPE
+    # A number becomes a 0-dim tensor and is no more than a fill; a list or an array becomes a copy from the
+    # host.
+    if name == "aten::lift_fresh" and args[0].dim() > 0:
+        return HOST_TENSOR
+    if name in _RESIZING_OPS:
+        return RESIZED
+    if name in _CROSSING_OPS:
+        devices = {tensor.device for tensor in tensors_in(args)}
+        target: torch.device | None = kwargs.get("device")
+        if len(devices) > 1 or any(target is not None and not _is_on(device, target) for device in devices):
+            return DEVICE_CROSSING
+    return None
+
+
+def _is_ours(filename: str) -> bool:
+    return filename.startswith((os.path.dirname(torch.__file__) + os.sep, os.path.dirname(__file__) + os.sep))
+
+
+def source_line() -> str | None:
+    """The innermost line of the recorded function outside torch and this package, if there is one."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name == "capture" and code.co_filename.startswith(os.path.dirname(__file__)):
+            return None
+        if not _is_ours(code.co_filename) and not code.co_filename.startswith("<frozen"):
+            text = linecache.getline(code.co_filename, frame.f_lineno, frame.f_globals).strip()
+            return f"{code.co_filename}:{frame.f_lineno}" + (f": `{text}`" if text else "")
+        frame = frame.f_back  # type: ignore[assignment]
+    return None
+
+
+def refused(op: str, refusal: Refusal, segment: str) -> CaptureError:
+    """The error that names the op, the segment and the user's source line."""
+    line = source_line()
+    return CaptureError(
+        f"{segment}, op {op}",
+        expected="work that repeats without the host",
+        got=refusal.got + (f", at {line}" if line else ""),
+        rule=refusal.rule,
+        fix=refusal.fix,
+    )
+
+
+def one_hot_on_device(indices: Tensor, num_classes: int) -> Tensor:
+    """`one_hot` without the bounds check that torch makes on the CPU alone, by reading values back."""
+    hot = torch.zeros((*indices.shape, num_classes), dtype=torch.int64, device=indices.device)
+    return hot.scatter_(-1, indices.unsqueeze(-1), 1)
+
+
+class HostReads(TorchFunctionMode):
+    """Passes each refused Python call to `refuse` as an error; all others run as they are.
+
+    Args:
+        refuse: raises the error it is given, after making a note of it.
+        segment: the segment as errors name it, such as ``"segment 3"``.
+    """
+
+    def __init__(self, refuse: Callable[[CaptureError], None], segment: str) -> None:
+        super().__init__()
+        self._refuse = refuse
+        self._segment = segment
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        found = _refusal_for_function(func, args, kwargs)
+        if found is not None:
+            self._refuse(refused(*found, self._segment))
+        if func is torch.nn.functional.one_hot:
+            num_classes = kwargs.get("num_classes", args[1] if len(args) > 1 else -1)
+            if num_classes > 0:
+                return one_hot_on_device(args[0] if args else kwargs["input"], num_classes)
+        if isinstance(func, OpOverloadPacket):
+            func = getattr(func, torch._C._jit_resolve_packet(func._qualified_op_name, *args, **kwargs))
+        if isinstance(func, OpOverload) and func.namespace != "aten":
+            # The boxed call alone does not ask function modes again, so this one may stay up inside the
+            # kernel.
+            with self:
+                return torch._C._dispatch_call_boxed(func._handle, *args, **kwargs)
+        return func(*args, **kwargs)
+
+
+class KernelReads(TorchDispatchMode):
+    """Refuses what a recording refuses, inside the kernel of a custom op, and records nothing."""
+
+    def __init__(self, refuse: Callable[[CaptureError], None], segment: str) -> None:
+        super().__init__()
+        self._refuse = refuse
+        self._segment = segment
+        self._host_scalars: dict[int, Tensor] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        refusal = refusal_for_op(func, args, kwargs, self._host_scalars)
+        if refusal is not None:
+            self._refuse(refused(str(func), refusal, self._segment))
+        result = call_op(func, args, kwargs, refuse=self._refuse, segment=self._segment)
+        if func is torch.ops.aten.lift_fresh.default:
+            self._host_scalars[result.untyped_storage()._cdata] = result
+        return result
+
+
+def call_op(
+    func: OpOverload,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    refuse: Callable[[CaptureError], None],
+    segment: str,
+) -> Any:
+    """Runs an op from a dispatch mode's handler, with both modes up again if its kernel may be Python."""
+    if func.namespace in ("aten", "prims"):
+        with torch._C.DisableTorchFunction():
+            return func(*args, **kwargs)
+    device = next((tensor.device.type for tensor in tensors_in((*args, *kwargs.values()))), "cpu")
+    key = getattr(torch._C.DispatchKey, torch._C._dispatch_key_for_device(device))
+    with HostReads(refuse, segment), KernelReads(refuse, segment):
+        return func._handle.redispatch_boxed(torch._C.DispatchKeySet(key), *args, **kwargs)

@@ -1,0 +1,343 @@
+"""Turns the ops of one run into calls that repeat them on the same memory, as the table in `tape.py` says.
+
+Recording happens below autograd and autocast, where every op is one kernel with plain arguments. What an op
+makes is told from what it was given by storage identity, not by its schema: `_unsafe_view` or a custom op may
+return an argument without saying so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from runners.arena import Arena, fill_with_garbage_
+from runners.errors import CaptureError
+from runners.readbacks import (
+    DEVICE_CROSSING,
+    LAYOUT,
+    RESIZED,
+    Refusal,
+    call_op,
+    refusal_for_op,
+    refused,
+    tensors_in,
+)
+
+_EMPTY_OPS = frozenset(
+    f"aten::{name}"
+    for name in ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "empty_permuted")
+)
+_CONSTANT_OPS = frozenset(
+    f"aten::{name}"
+    for name in (
+        *("zeros", "zeros_like", "new_zeros", "ones", "ones_like", "new_ones"),
+        *("full", "full_like", "new_full", "scalar_tensor", "lift_fresh"),
+    )
+)
+
+
+class Recorder(TorchDispatchMode):
+    """Records the ops that run while it is active into `arena`; `steps` hands the record over.
+
+    Args:
+        arena: holds the memory of the recorded tensors.
+        segment: the segment as errors name it.
+    """
+
+    def __init__(self, arena: Arena, segment: str) -> None:
+        super().__init__()
+        self._arena = arena
+        self._segment = segment
+        self._calls: list[Callable[[], object]] = []
+        self._bools: list[Tensor] = []
+        self._host_scalars: dict[int, Tensor] = {}
+        self._refusal: CaptureError | None = None
+
+    def refuse(self, error: CaptureError) -> None:
+        """Raises `error` and remembers it, so that a model that swallows it is not recorded half."""
+        self._refusal = self._refusal or error
+        raise error
+
+    def clear(self) -> None:
+        """Drops the record; a traceback may keep this object alive."""
+        self._calls, self._bools, self._host_scalars = [], [], {}
+
+    def steps(self) -> tuple[list[Callable[[], object]], list[Callable[[], object]]]:
+        """The fills that spoil all recorded memory, and the recorded ops, as argumentless calls.
+
+        Raises:
+            CaptureError: something was refused, and the recorded function swallowed the error.
+        """
+        if self._refusal is not None:
+            raise self._refusal
+        fills: list[Callable[[], object]] = []
+        fills += [partial(fill_with_garbage_, words) for words in self._arena.spans()]
+        fills += [partial(mask.fill_, True) for mask in self._bools]
+        return fills, self._calls
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if types:
+            # Subclasses with a dispatch of their own take themselves apart; their parts come back here.
+            return NotImplemented
+        if _decomposes(func):
+            # Only inference tensors arrive here undecomposed, as they skip the autograd keys.
+            with self, torch._C.DisableTorchFunction():
+                return func.decompose(*args, **kwargs)
+        with torch._C.DisableTorchFunction():
+            refusal = refusal_for_op(func, args, kwargs, self._host_scalars)
+            if refusal is not None:
+                raise self._error(func, refusal)
+            given = list(tensors_in((*args, *kwargs.values())))
+            named = {name: _aliased(value) for name, value in kwargs.items()}
+            call = partial(func._op, *_aliased(args), **named)
+            before = [_place(tensor) for tensor in given] if func._schema.is_mutable else []
+            storages = {tensor.untyped_storage()._cdata for tensor in given if tensor.layout is torch.strided}
+        try:
+            result = call_op(func, args, kwargs, refuse=self.refuse, segment=self._segment)
+        except RuntimeError as error:
+            if "not resizable" not in str(error):
+                raise
+            raise self._error(func, RESIZED) from error
+        with torch._C.DisableTorchFunction():
+            if torch.Tag.inplace_view in func.tags:
+                return result
+            if func._schema.is_mutable and before != [_place(tensor) for tensor in given]:
+                raise self._error(func, RESIZED)
+            if func is torch.ops.aten.lift_fresh.default:
+                storages = set()
+            return self._record(func, call, result, storages)
+
+    def _error(self, func: OpOverload, refusal: Refusal) -> CaptureError:
+        error = refused(str(func), refusal, self._segment)
+        self._refusal = self._refusal or error
+        return error
+
+    def _record(self, func: OpOverload, call: partial[Any], result: Any, storages: set[int]) -> Any:
+        """Moves a result's fresh tensors into the arena, notes how to make them, returns the result."""
+        leaves = list(_leaves(result))
+        for _, leaf in leaves:
+            self._check(func, leaf)
+        fresh = [(path, leaf) for path, leaf in leaves if leaf.untyped_storage()._cdata not in storages]
+        if not fresh:
+            if not self._is_view_or_query(func, result):
+                self._calls.append(call)
+            return result
+        if all(leaf.device != self._arena.device for _, leaf in fresh):
+            # A 0-dim host constant beside a pool on another device: no memory of the pool, and nothing to
+            # repeat.
+            return result
+        recorded = self._recorded_for([leaf for _, leaf in fresh])
+        outputs = [(path, leaf, mine) for (path, leaf), mine in zip(fresh, recorded, strict=True)]
+        self._note(func, call, outputs)
+        return _replaced(result, {path: mine for path, _, mine in outputs})
+
+    def _check(self, func: OpOverload, leaf: Tensor) -> None:
+        if leaf.layout is not torch.strided or leaf.is_quantized:
+            raise self._error(func, LAYOUT)
+        if leaf.device != self._arena.device and not (leaf.device.type == "cpu" and leaf.dim() == 0):
+            raise self._error(func, DEVICE_CROSSING)
+
+    def _is_view_or_query(self, func: OpOverload, result: Any) -> bool:
+        if func._schema.is_mutable:
+            return False
+        if func.is_view:
+            return True
+        # `_unsafe_view` has no view schema, `is_pinned` no tensor; a custom op that returns nothing does
+        # something.
+        return func.namespace == "aten" and bool(func._schema.returns)
+
+    def _recorded_for(self, fresh: list[Tensor]) -> list[Tensor]:
+        """Arena tensors of the same sizes and strides; results that share a storage share one here too."""
+        bounds: dict[int, tuple[int, int]] = {}
+        for leaf in fresh:
+            start = int(leaf.storage_offset()) * leaf.element_size()
+            end = start + _num_spanned(leaf) * leaf.element_size()
+            low, high = bounds.get(leaf.untyped_storage()._cdata, (start, end))
+            bounds[leaf.untyped_storage()._cdata] = min(low, start), max(high, end)
+        # From a multiple of 16, so that each offset stays one in units of any dtype.
+        bounds = {storage: (low // 16 * 16, high) for storage, (low, high) in bounds.items()}
+        memory = {storage: self._arena.allocate(high - low) for storage, (low, high) in bounds.items()}
+        recorded = []
+        for leaf in fresh:
+            storage = leaf.untyped_storage()._cdata
+            offset = leaf.storage_offset() - bounds[storage][0] // leaf.element_size()
+            mine = torch.empty(0, dtype=leaf.dtype, device=leaf.device)
+            mine.set_(memory[storage].untyped_storage(), offset, leaf.shape, leaf.stride())
+            if mine.dtype is torch.bool and mine.numel():
+                self._bools.append(_spanned(mine))
+            recorded.append(mine)
+        return recorded
+
+    def _note(
+        self, func: OpOverload, call: partial[Any], outputs: list[tuple[tuple[int, ...], Tensor, Tensor]]
+    ) -> None:
+        name = func._schema.name
+        path, leaf, mine = outputs[0]
+        if name in _EMPTY_OPS:
+            _poison_(mine)
+            return
+        for _, theirs, target in outputs:
+            _copy_for(target, theirs)(theirs)
+        if name in _CONSTANT_OPS:
+            self._note_constant(func, mine)
+            return
+        direct = _direct_call_for(func, call, leaf, mine) if len(outputs) == 1 and not path else None
+        if direct is not None:
+            self._calls.append(direct)
+            return
+        copies = [(path, _copy_for(target, theirs)) for path, theirs, target in outputs]
+        self._calls.append(_copying(_pinned(func, call, leaf), copies))
+
+    def _note_constant(self, func: OpOverload, mine: Tensor) -> None:
+        if func is torch.ops.aten.lift_fresh.default:
+            self._host_scalars[mine.untyped_storage()._cdata] = mine
+        if mine.numel():
+            self._calls.append(partial(_spanned(mine).fill_, _spanned(mine)[0].item()))
+
+
+def _decomposes(func: OpOverload) -> bool:
+    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
+
+
+def _place(tensor: Tensor) -> tuple[Any, ...]:
+    if tensor.layout is not torch.strided:
+        return ()
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.untyped_storage()._cdata
+
+
+def _aliased(value: Any) -> Any:
+    """The value with each tensor replaced by a plain alias of its memory."""
+    if isinstance(value, Tensor):
+        return value.detach()
+    if isinstance(value, (list, tuple)):
+        return type(value)(_aliased(item) for item in value)
+    return value
+
+
+def _leaves(result: Any, path: tuple[int, ...] = ()) -> Any:
+    if isinstance(result, Tensor):
+        yield path, result
+    elif isinstance(result, (list, tuple)):
+        for position, item in enumerate(result):
+            yield from _leaves(item, (*path, position))
+
+
+def _replaced(result: Any, recorded: dict[tuple[int, ...], Tensor], path: tuple[int, ...] = ()) -> Any:
+    if isinstance(result, (list, tuple)):
+        items = [_replaced(item, recorded, (*path, position)) for position, item in enumerate(result)]
+        return items if isinstance(result, list) else tuple(items)
+    return recorded.get(path, result) if isinstance(result, Tensor) else result
+
+
+def _num_spanned(tensor: Tensor) -> int:
+    """Elements from the first to the last, gaps included."""
+    if not tensor.numel():
+        return 0
+    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return _spanned(tensor).view(torch.uint8)
+
+
+def _spanned(tensor: Tensor) -> Tensor:
+    return tensor.as_strided((_num_spanned(tensor),), (1,))
+
+
+def _poison_(tensor: Tensor) -> None:
+    memory = tensor.new_empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
+    if memory.numel() % 2 == 0:
+        fill_with_garbage_(memory.view(torch.int16))
+    else:
+        memory.fill_(0x7F)
+    if tensor.dtype is torch.bool:
+        _spanned(tensor).fill_(True)
+
+
+def _copy_for(recorded: Tensor, fresh: Tensor) -> Callable[[Tensor], object]:
+    """How to copy a result like `fresh` into its recorded tensor."""
+    target = recorded.detach()
+    sizes_and_strides = sorted(zip(fresh.stride(), fresh.shape, strict=True))
+    reach = 1
+    is_overlapping = False
+    for stride, size in sizes_and_strides:
+        is_overlapping |= size > 1 and stride < reach
+        reach += (size - 1) * stride if size else 0
+    if not is_overlapping or not fresh.numel():
+        return target.copy_
+    # One element has several places in it, which copy_ refuses: copy the memory under it instead.
+    memory, stride_of_fresh = _spanned(target), fresh.stride()
+
+    def copy(result: Tensor) -> None:
+        assert result.stride() == stride_of_fresh, f"recorded with strides {stride_of_fresh}"
+        memory.copy_(_spanned(result))
+
+    return copy
+
+
+def _copying(
+    call: Callable[[], Any], copies: list[tuple[tuple[int, ...], Callable[[Tensor], object]]]
+) -> Callable[[], object]:
+    if len(copies) == 1 and not copies[0][0]:
+        copy_result = copies[0][1]
+        return lambda: copy_result(call())
+
+    def step() -> None:
+        result = call()
+        for path, copy in copies:
+            leaf = result
+            for position in path:
+                leaf = leaf[position]
+            copy(leaf)
+
+    return step
+
+
+def _pinned(func: OpOverload, call: partial[Any], leaf: Tensor) -> partial[Any]:
+    """Makes a factory's dtype and device explicit, so that a later default does not reach the replay."""
+    names = {argument.name for argument in func._schema.arguments}
+    if not {"dtype", "device"} <= names or any(True for _ in tensors_in(call.args)):
+        return call
+    return partial(call.func, *call.args, **{**call.keywords, "dtype": leaf.dtype, "device": leaf.device})
+
+
+@cache
+def _direct_overload_for(func: OpOverload, device: str) -> OpOverload | None:
+    """The op's ``out=`` overload, if it has a kernel of its own rather than a copy made from the result."""
+    if func.namespace != "aten" or torch.Tag.nondeterministic_seeded in func.tags or func._schema.is_mutable:
+        return None
+    packet = getattr(torch.ops.aten, func._schema.name.removeprefix("aten::"))
+    wanted = [(argument.name, str(argument.type)) for argument in func._schema.arguments]
+    for name in packet.overloads():
+        overload = getattr(packet, name)
+        arguments = overload._schema.arguments
+        outs = [argument for argument in arguments if argument.is_out]
+        inputs = [(argument.name, str(argument.type)) for argument in arguments if not argument.is_out]
+        if len(outs) == 1 and outs[0].name == "out" and inputs == wanted and str(outs[0].type) == "Tensor":
+            key = torch._C._dispatch_key_for_device(device)
+            return overload if torch._C._dispatch_has_kernel_for_dispatch_key(overload.name(), key) else None
+    return None
+
+
+def _direct_call_for(func: OpOverload, call: partial[Any], leaf: Tensor, mine: Tensor) -> partial[Any] | None:
+    """A call that writes straight into the recorded tensor and has just been seen to give the same bits."""
+    overload = _direct_overload_for(func, leaf.device.type)
+    if overload is None or not mine.numel() or _num_spanned(mine) != mine.numel():
+        return None
+    out = mine.detach()
+    direct = partial(overload._op, *call.args, **call.keywords, out=out)
+    _poison_(mine)
+    direct()
+    is_same = _place(out) == _place(mine) and torch.equal(_bytes(mine), _bytes(leaf))
+    if not is_same:
+        mine.copy_(leaf)
+    return direct if is_same else None

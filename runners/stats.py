@@ -1,0 +1,210 @@
+"""What happened to each call: replayed, or run eagerly for exactly one counted reason [I6].
+
+`FallbackReason` is closed: a fallback that fits no code here is a defect, and a report can explain every
+code. Warm-up, capture and verification are not calls; who runs them does not count them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+
+class FallbackReason(str, Enum):
+    """Why a call ran eagerly. A member equals its code, so ``reasons["not_captured"]`` works too.
+
+    Attributes:
+        explanation: one sentence that says what was found.
+        fix: one sentence that says what makes such a call replay.
+    """
+
+    explanation: str
+    fix: str
+
+    def __new__(cls, code: str, explanation: str, fix: str) -> FallbackReason:
+        member = str.__new__(cls, code)
+        member._value_ = code
+        member.explanation = explanation
+        member.fix = fix
+        return member
+
+    def __str__(self) -> str:
+        return str(self.value)
+
+    NOT_CAPTURED = (
+        "not_captured",
+        "No graph exists for this bucket: it was never captured, and no capture window was open [I5].",
+        "Call capture() at start-up, open piecewise.capture_window(), or configure capture='lazy'.",
+    )
+    ZERO_TOKENS = (
+        "zero_tokens",
+        "The call carries no tokens, so there is nothing to replay [I10].",
+        "Nothing to do; skip empty batches to save the call.",
+    )
+    ABOVE_LARGEST_BUCKET = (
+        "above_largest_bucket",
+        "The call has more tokens than the largest bucket.",
+        "Add a larger bucket, or chunk the prefill; `piecewise buckets plan` derives sizes from traffic.",
+    )
+    PADDING_RATIO = (
+        "padding_ratio",
+        "The smallest bucket that holds the call exceeds max_padding_ratio times the real tokens.",
+        "Add a bucket near this size, or raise max_padding_ratio.",
+    )
+    UNSEEN_SIGNATURE = (
+        "unseen_signature",
+        "Structure, dtypes, devices, static dims, strides, aliasing or non-tensor values are new [I10].",
+        "Call capture() with an example of this kind; report() lists the unseen signatures.",
+    )
+    SIGNATURE_LIMIT = (
+        "signature_limit",
+        "The signature is new and max_signatures are captured already, so none is added.",
+        "Raise max_signatures, or make the calls alike.",
+    )
+    UNSUPPORTED_INPUT = (
+        "unsupported_input",
+        "An input is of a kind no graph reads: a tensor subclass, a sparse or quantized tensor.",
+        "Pass plain strided tensors.",
+    )
+    TOKEN_COUNT_MISMATCH = (
+        "token_count_mismatch",
+        "Inputs that carry the token dim disagree about the token count, so there is no bucket for them.",
+        "Pass inputs whose token dims agree; the eager call shows what the model makes of these.",
+    )
+    GRAD_ENABLED = (
+        "grad_enabled",
+        "Gradients are enabled, and graphs serve no_grad and inference_mode only [I10].",
+        "Call under torch.no_grad() or torch.inference_mode().",
+    )
+    EAGER_ONLY = (
+        "eager_only",
+        "The call was made inside a piecewise.eager_only() block.",
+        "Leave the block.",
+    )
+    DISABLED = (
+        "disabled",
+        "The plan is switched off, or nothing in it can be a graph segment.",
+        "`piecewise explain` gives the reason for each node.",
+    )
+    SHAPE_GUARD = (
+        "shape_guard",
+        "The model branches on the token count, and the trace excludes this one or its bucket [I10].",
+        "Choose buckets on one side of the branch, or let capture() trace that bucket again.",
+    )
+    ONE_TOKEN_BRANCH = (
+        "one_token_branch",
+        "With one token the model runs another program than with several, so the trace is not valid [I10].",
+        "Nothing to do; remove the branch on one token to have such calls replayed.",
+    )
+    MOVED_ADDRESS = (
+        "moved_address",
+        "A parameter or buffer that the graphs read lives at another address than at capture [I4].",
+        "Call refresh() to capture again, or update in place (copy_, plain load_state_dict).",
+    )
+    MODULE_STATE_CHANGED = (
+        "module_state_changed",
+        "A training flag, attribute, hook or submodule that the trace read has another value now [I10].",
+        "Restore it, or call refresh().",
+    )
+    GLOBAL_STATE_CHANGED = (
+        "global_state_changed",
+        "Autocast, default dtype, tf32, determinism or another global setting differs from capture [I10].",
+        "Restore the setting, or capture under the one you serve with.",
+    )
+    CAPTURE_FAILED = (
+        "capture_failed",
+        "Capturing this bucket failed, so it is served eagerly; the report has the error [I8].",
+        "Fix what the error names, then call refresh().",
+    )
+    CAPTURE_IN_PROGRESS = (
+        "capture_in_progress",
+        "The call was made while this module was being captured, by its own capture or another thread.",
+        "Serve calls before or after capture, not during it.",
+    )
+    INPUT_MUTATION = (
+        "input_mutation",
+        "The model writes into one of its inputs in a way that cannot be copied back [I7].",
+        "Clone the input in the model before writing into it.",
+    )
+    RELEASED = (
+        "released",
+        "The graphs and their memory were given back by release().",
+        "Call capture() again.",
+    )
+    NESTED_TRACING = (
+        "nested_tracing",
+        "The call was made while torch.compile, export or another tracer was tracing it.",
+        "Compile the module alone, or keep the outer tracer away from it.",
+    )
+    REENTRANT_CALL = (
+        "reentrant_call",
+        "The module was called from inside its own call, while its static buffers were in use.",
+        "Make the inner call on another copy of the module.",
+    )
+    OTHER_THREAD = (
+        "other_thread",
+        "Another thread is in a call of this module, and both would share the static buffers.",
+        "Call one module from one thread at a time.",
+    )
+    RANK_DISAGREEMENT = (
+        "rank_disagreement",
+        "Ranks did not agree on one bucket, so all of them ran eagerly [I11].",
+        "Give all ranks the same configuration and the same token counts.",
+    )
+
+
+@dataclass(slots=True)
+class CallStats:
+    """Counters of one graphed module; the sum of `reasons` is `eager_calls`, of `calls_by_bucket` `replays`.
+
+    Attributes:
+        replays: calls served by replaying a plan.
+        eager_calls: calls that ran eagerly.
+        reasons: one count per eager call, by `FallbackReason`.
+        captured: the buckets that have graphs, in the order of capture.
+        calls_by_bucket: replays per bucket.
+    """
+
+    replays: int = 0
+    eager_calls: int = 0
+    reasons: Counter[FallbackReason] = field(default_factory=Counter)
+    captured: tuple[int, ...] = ()
+    calls_by_bucket: Counter[int] = field(default_factory=Counter)
+
+    def count_replay(self, padded_num_tokens: int) -> None:
+        """Counts a call that the plan of this bucket served."""
+        self.replays += 1
+        self.calls_by_bucket[padded_num_tokens] += 1
+
+    def count_eager(self, reason: FallbackReason) -> None:
+        """Counts a call that ran eagerly, and why."""
+        self.eager_calls += 1
+        self.reasons[reason] += 1
+
+    def reset(self) -> None:
+        """Sets the call counters to zero; `captured` says what exists and stays."""
+        self.replays = self.eager_calls = 0
+        self.reasons.clear()
+        self.calls_by_bucket.clear()
+
+    def snapshot(self) -> CallStats:
+        """A copy that later calls do not change."""
+        return CallStats(
+            replays=self.replays,
+            eager_calls=self.eager_calls,
+            reasons=Counter(self.reasons),
+            captured=self.captured,
+            calls_by_bucket=Counter(self.calls_by_bucket),
+        )
+
+    def asdict(self) -> dict[str, Any]:
+        """Plain values for JSON; buckets are strings there, as JSON's keys are."""
+        return {
+            "replays": self.replays,
+            "eager_calls": self.eager_calls,
+            "reasons": {str(reason): count for reason, count in sorted(self.reasons.items())},
+            "captured": list(self.captured),
+            "calls_by_bucket": {str(size): count for size, count in sorted(self.calls_by_bucket.items())},
+        }

@@ -1,0 +1,211 @@
+"""The graph engine that needs no GPU: it records a segment's ops and replays them on the same memory.
+
+A CUDA graph is a list of kernels with frozen arguments, run on memory that does not move. Eager torch on a
+CPU has no such thing, but its dispatcher sees every op: under a dispatch mode each op that makes a tensor is
+run, its result copied into the pool's arena, and *that* tensor handed on to the model, so that the addresses
+which the model's later ops take are the tape's own. A replay calls the recorded ops on the recorded tensors
+and no model Python.
+
+Strict where CUDA is strict, and where CUDA hides faults stricter:
+
+* what a capture cannot hold is refused with the op, the segment and the source line (`readbacks.py`);
+* each replay first fills all memory of its tape with garbage, so that nothing survives from an earlier call;
+* buckets of one pool lie on top of each other (`arena.py`).
+
+What becomes of an op (`recorder.py`):
+
+=====================  ====================================================================================
+views, metadata        run once, not replayed: the recorded ops hold tensors that are viewed already
+in place, ``out=``     run again on the recorded tensors
+``empty*``             not replayed; the memory is garbage at each replay, as it may be
+``zeros``, ``full``    become a fill of the recorded tensor
+all others             run again, the result copied into the recorded tensor; or written straight into it,
+                       where ``.out`` has a kernel of its own that gave the same bits when it was recorded
+=====================  ====================================================================================
+
+The recorded tensors are aliases of the model's, taken at the time of the op: a later ``unsqueeze_`` or
+``.data =`` on the model's object changes nothing here. The tape sees the dispatcher's ops only: a kernel that
+writes through an address without being an op (compiled code called directly) is invisible and must be wrapped
+into an op first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+from weakref import WeakSet
+
+import torch
+
+from runners.arena import Arena
+from runners.errors import CaptureError, StateError
+from runners.mode import capture_of, capturing
+from runners.readbacks import HostReads
+from runners.recorder import Recorder
+
+_Step = Callable[[], object]
+
+
+@cache
+def _keys_below_modes() -> torch._C.DispatchKeySet:
+    """Autograd, autocast, view tracking and modes: recorded ops are below them, so a replay must be too."""
+    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
+    for name in dir(torch._C.DispatchKey):
+        if name in ("Python", "PythonTLSSnapshot", "AutogradOther", "AutogradCPU", "AutogradCUDA"):
+            keys = keys | torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, name))
+        elif name.startswith("Autocast"):
+            keys = keys | torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, name))
+    return keys
+
+
+class TapePool:
+    """Arena memory shared by the tapes of one module, all buckets and signatures [I9]."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.arena = Arena(device)
+        self.tapes: WeakSet[TapeGraph] = WeakSet()
+        self.is_recording = False
+        self._is_released = False
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Bytes of all arena chunks: the peak over buckets."""
+        return self.arena.allocated_bytes
+
+    def end_bucket(self) -> None:
+        """The next capture begins at the arena's first byte again [I9]."""
+        self.check_usable("end a bucket of")
+        self.arena.restart()
+
+    def release(self) -> None:
+        """Gives the arena back. Idempotent.
+
+        Raises:
+            StateError: a tape of this pool was not reset, or one is being recorded.
+        """
+        num_live = sum(not tape.is_reset for tape in self.tapes)
+        if num_live or self.is_recording:
+            raise StateError(
+                f"release of the tape pool on {self.device}",
+                expected="all graphs of the pool reset",
+                got="a capture in progress" if self.is_recording else f"{num_live} still captured",
+                rule="a pool's memory goes after the last graph that uses it [I9]",
+                fix="reset every graph first",
+            )
+        self._is_released = True
+        self.arena.clear()
+
+    def check_usable(self, verb: str) -> None:
+        """Raises StateError when the pool was released or is being recorded into."""
+        if self._is_released or self.is_recording:
+            raise StateError(
+                f"attempt to {verb} the tape pool on {self.device}",
+                expected="a pool that is neither released nor in use",
+                got="a released pool" if self._is_released else "a pool that another capture records into",
+                rule="a pool serves one capture at a time, and none after its release [I9]",
+                fix="take a new pool" if self._is_released else "finish the other capture first",
+            )
+
+
+class TapeGraph:
+    """The recorded ops of one segment at one bucket, as argumentless calls."""
+
+    def __init__(
+        self, segment: str, outputs: tuple[Any, ...], fills: list[_Step], calls: list[_Step]
+    ) -> None:
+        self.segment = segment
+        self.outputs = outputs
+        self.num_ops = len(calls)
+        self._steps: list[_Step] | None = [*fills, *calls]
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no op is replayed: the segment makes views only."""
+        return self.num_ops == 0
+
+    @property
+    def is_reset(self) -> bool:
+        """Whether `reset` was called."""
+        return self._steps is None
+
+    def replay(self) -> None:
+        """Fills the tape's memory with garbage and runs the recorded ops on the recorded tensors.
+
+        The caller's grad, inference, autocast and mode settings have no effect, and random ops draw new
+        numbers.
+
+        Raises:
+            StateError: after `reset`, or inside a capture.
+        """
+        steps = self._steps
+        if steps is None or capturing() is not None:
+            raise StateError(
+                f"replay of {self.segment}",
+                expected="a captured graph, outside of captures",
+                got="a graph that was reset" if steps is None else f"one inside that of {capturing()}",
+                rule="a graph that was reset is gone, and graphs do not nest",
+                fix="capture the segment again" if steps is None else "replay after the capture",
+            )
+        with torch._C._ExcludeDispatchKeyGuard(_keys_below_modes()), torch._C.DisableTorchFunction():
+            for step in steps:
+                step()
+
+    def reset(self) -> None:
+        """Drops ops and outputs, and with them the references to the arena. Idempotent."""
+        self._steps = None
+        self.outputs = ()
+
+
+class TapeEngine:
+    """Makes tapes; see the module's docstring."""
+
+    name = "tape"
+
+    def new_pool(self, device: torch.device) -> TapePool:
+        """An empty arena on `device`."""
+        return TapePool(torch.empty(0, device=device).device)
+
+    def capture(self, fn: Callable[[], Sequence[Any]], *, pool: TapePool, segment: str) -> TapeGraph:
+        """Runs `fn` once and records it; see `GraphEngine.capture`."""
+        if capturing() is not None:
+            raise StateError(
+                f"capture of {segment}",
+                expected="no capture in progress",
+                got=f"the capture of {capturing()}",
+                rule="captures do not nest",
+                fix="capture the segments one after the other",
+            )
+        pool.check_usable("capture into")
+        mark = pool.arena.begin()
+        recorder = Recorder(pool.arena, segment)
+        pool.is_recording = True
+        try:
+            # Outside inference mode, as tensors made in it could not be written by a replay outside.
+            with capture_of(segment), torch.inference_mode(False), torch.no_grad():
+                with HostReads(recorder.refuse, segment), recorder:
+                    outputs = fn()
+                return _finished(outputs, recorder, pool, segment)
+        except BaseException:
+            # The traceback keeps the recorder's frames alive, but not the recorded tensors.
+            recorder.clear()
+            pool.arena.rewind(mark)
+            raise
+        finally:
+            pool.is_recording = False
+
+
+def _finished(outputs: Any, recorder: Recorder, pool: TapePool, segment: str) -> TapeGraph:
+    fills, calls = recorder.steps()
+    if not isinstance(outputs, (tuple, list)):
+        raise CaptureError(
+            segment,
+            expected="a tuple or list of outputs",
+            got=type(outputs).__name__,
+            rule="a captured function returns the sequence of its outputs",
+            fix="return (tensor,) for a single output",
+        )
+    graph = TapeGraph(segment, tuple(outputs), fills, calls)
+    pool.tapes.add(graph)
+    return graph
