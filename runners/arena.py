@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-_FIRST_CHUNK_BYTES = 1 << 20
+_MIN_CHUNK_BYTES = 1 << 20
 _MAX_CHUNK_BYTES = 1 << 26
 # Every 16 bit word of garbage is 0x7FFF: NaN in float16, bfloat16, float32, float64 and both float8 formats,
 # a large odd number in the integers, out of range as an index.
@@ -77,7 +77,8 @@ class Arena:
         while self._chunk < len(self._chunks) and self._offset + size > self._chunks[self._chunk].numel():
             self._chunk, self._offset = self._chunk + 1, 0
         if self._chunk == len(self._chunks):
-            grown = min(max(self.allocated_bytes, _FIRST_CHUNK_BYTES), _MAX_CHUNK_BYTES)
+            # Few chunks, and little held that is not used.
+            grown = min(max(self.allocated_bytes // 4, _MIN_CHUNK_BYTES), _MAX_CHUNK_BYTES)
             self._chunks.append(torch.empty(max(size, grown), dtype=torch.uint8, device=self.device))
         start, self._offset = self._offset, self._offset + size
         if self._spans and self._spans[-1][0] == self._chunk and self._spans[-1][2] == start:

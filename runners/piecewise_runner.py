@@ -183,16 +183,21 @@ class PiecewiseRunner:
         return capture.graph.outputs
 
     def __call__(self, padded_num_tokens: int, *args: Any) -> tuple[Any, ...]:
-        """Replays where the bucket is captured and `args` are what it was captured with; runs eagerly
-        otherwise.
+        """Replays where the bucket is captured and `args` are those of the capture; else runs eagerly.
 
-        The same means: tensors at the same address with the same shape, stride and dtype, and other values
-        equal.
+        They are when tensors have the same address, shape, stride and dtype, and other values are equal.
         """
         capture = self._captures.get(padded_num_tokens)
         if capture is None or is_eager_only() or not _is_same(capture.arguments, args):
             return tuple(self._fn(padded_num_tokens, *args))
         return self.replay(padded_num_tokens)
+
+    def discard(self, padded_num_tokens: int, reason: str) -> None:
+        """Drops one bucket's graph, if it has one, and serves the bucket eagerly from now on, for `reason`."""
+        capture = self._captures.pop(padded_num_tokens, None)
+        if capture is not None:
+            capture.graph.reset()
+        self._states[padded_num_tokens] = BucketState(BucketPhase.EAGER_ONLY, reason=reason)
 
     def reset(self) -> None:
         """Resets all graphs; every bucket is COLD again. Idempotent."""

@@ -174,8 +174,15 @@ def refusal_for_op(
     return None
 
 
-def _is_ours(filename: str) -> bool:
-    return filename.startswith((os.path.dirname(torch.__file__) + os.sep, os.path.dirname(__file__) + os.sep))
+_OUR_DIRECTORY = os.path.dirname(__file__) + os.sep
+_TORCH_DIRECTORY = os.path.dirname(torch.__file__) + os.sep
+_STANDARD_LIBRARY = os.path.dirname(os.__file__) + os.sep
+
+
+def _is_users(filename: str) -> bool:
+    if filename.startswith((_OUR_DIRECTORY, _TORCH_DIRECTORY, "<frozen")):
+        return False
+    return not filename.startswith(_STANDARD_LIBRARY) or "site-packages" in filename
 
 
 def source_line() -> str | None:
@@ -183,9 +190,9 @@ def source_line() -> str | None:
     frame = sys._getframe(1)
     while frame is not None:
         code = frame.f_code
-        if code.co_name == "capture" and code.co_filename.startswith(os.path.dirname(__file__)):
+        if code.co_name == "capture" and code.co_filename.startswith(_OUR_DIRECTORY):
             return None
-        if not _is_ours(code.co_filename) and not code.co_filename.startswith("<frozen"):
+        if _is_users(code.co_filename):
             text = linecache.getline(code.co_filename, frame.f_lineno, frame.f_globals).strip()
             return f"{code.co_filename}:{frame.f_lineno}" + (f": `{text}`" if text else "")
         frame = frame.f_back  # type: ignore[assignment]
@@ -260,6 +267,8 @@ class KernelReads(TorchDispatchMode):
         refusal = refusal_for_op(func, args, kwargs, self._host_scalars)
         if refusal is not None:
             self._refuse(refused(str(func), refusal, self._segment))
+        if decomposes(func):
+            return call_decomposed(func, args, kwargs, mode=self, refuse=self._refuse, segment=self._segment)
         result = call_op(func, args, kwargs, refuse=self._refuse, segment=self._segment)
         if func is torch.ops.aten.lift_fresh.default:
             self._host_scalars[result.untyped_storage()._cdata] = result
@@ -278,7 +287,35 @@ def call_op(
     if func.namespace in ("aten", "prims"):
         with torch._C.DisableTorchFunction():
             return func(*args, **kwargs)
-    device = next((tensor.device.type for tensor in tensors_in((*args, *kwargs.values()))), "cpu")
-    key = getattr(torch._C.DispatchKey, torch._C._dispatch_key_for_device(device))
     with HostReads(refuse, segment), KernelReads(refuse, segment):
-        return func._handle.redispatch_boxed(torch._C.DispatchKeySet(key), *args, **kwargs)
+        return func._handle.redispatch_boxed(_kernel_keys(args, kwargs), *args, **kwargs)
+
+
+def decomposes(func: OpOverload) -> bool:
+    """Whether an op is no more than the ops it calls, which are then what to look at.
+
+    Above autograd torch takes such an op apart itself; inference tensors and kernels are below.
+    """
+    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
+
+
+def call_decomposed(
+    func: OpOverload,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    mode: TorchDispatchMode,
+    refuse: Callable[[CaptureError], None],
+    segment: str,
+) -> Any:
+    """Runs an op that `decomposes` from `mode`'s handler, so that `mode` sees the ops it calls."""
+    if func.namespace in ("aten", "prims"):
+        with mode, torch._C.DisableTorchFunction():
+            return func.decompose(*args, **kwargs)
+    with mode, HostReads(refuse, segment):
+        return func._handle.redispatch_boxed(_kernel_keys(args, kwargs), *args, **kwargs)
+
+
+def _kernel_keys(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch._C.DispatchKeySet:
+    device = next((tensor.device.type for tensor in tensors_in((*args, *kwargs.values()))), "cpu")
+    return torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, torch._C._dispatch_key_for_device(device)))

@@ -23,7 +23,9 @@ from runners.readbacks import (
     LAYOUT,
     RESIZED,
     Refusal,
+    call_decomposed,
     call_op,
+    decomposes,
     refusal_for_op,
     refused,
     tensors_in,
@@ -88,10 +90,8 @@ class Recorder(TorchDispatchMode):
         if types:
             # Subclasses with a dispatch of their own take themselves apart; their parts come back here.
             return NotImplemented
-        if _decomposes(func):
-            # Only inference tensors arrive here undecomposed, as they skip the autograd keys.
-            with self, torch._C.DisableTorchFunction():
-                return func.decompose(*args, **kwargs)
+        if decomposes(func):
+            return call_decomposed(func, args, kwargs, mode=self, refuse=self.refuse, segment=self._segment)
         with torch._C.DisableTorchFunction():
             refusal = refusal_for_op(func, args, kwargs, self._host_scalars)
             if refusal is not None:
@@ -202,10 +202,6 @@ class Recorder(TorchDispatchMode):
             self._host_scalars[mine.untyped_storage()._cdata] = mine
         if mine.numel():
             self._calls.append(partial(_spanned(mine).fill_, _spanned(mine)[0].item()))
-
-
-def _decomposes(func: OpOverload) -> bool:
-    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
 
 
 def _place(tensor: Tensor) -> tuple[Any, ...]:
