@@ -158,7 +158,7 @@ class PagedKVCache:
                 expected=f"{sum(needed)} free blocks of {self.block_size} tokens",
                 got=f"{len(self._free)} free of {self.num_blocks}, held by {len(self._requests)} requests",
                 rule="room is given to all tokens asked for, or to none; nothing was changed",
-                fix="free finished requests, run fewer tokens at once, or make the cache with more num_blocks",
+                fix="free finished requests, run fewer tokens, or make the cache with more num_blocks",
             )
         for request_id, room, count in zip(request_ids, rooms, needed, strict=True):
             request = self._requests.setdefault(request_id, CachedRequest(request_id))
