@@ -193,7 +193,7 @@ class PiecewiseRunner:
         return self.replay(padded_num_tokens)
 
     def discard(self, padded_num_tokens: int, reason: str) -> None:
-        """Drops one bucket's graph, if it has one, and serves the bucket eagerly from now on, for `reason`."""
+        """Drops a bucket's graph, if there is one, and serves it eagerly from now on, for `reason`."""
         capture = self._captures.pop(padded_num_tokens, None)
         if capture is not None:
             capture.graph.reset()

@@ -1,0 +1,273 @@
+"""What each node of a traced graph reads, writes and shares memory with, and the aten ops behind it.
+
+Dynamo-level nodes are Python callables (`F.dropout`, `x.view`, `operator.iadd`) whose effects no schema tells. Each node is
+therefore run once more on its fake inputs under a dispatch mode, which sees the aten ops and their schemas;
+nodes that differ only in which layer they belong to share one run. Who shares memory with whom is read from the storages of
+the fakes that Dynamo left in ``meta["example_value"]``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from boundary_ops.registry import BoundaryOp, lookup
+from piecewise import torch_internals as internals
+
+_HOST_FACTORIES = frozenset({"tensor", "as_tensor", "from_numpy", "asarray", "scalar_tensor"})
+_READ_BACK_METHODS = frozenset({"item", "tolist", "numpy", "__bool__", "__float__", "__int__", "is_nonzero", "cpu"})
+
+
+def storage_of(tensor: torch.Tensor) -> int:
+    """Identity of the memory behind a (fake) tensor."""
+    return tensor.untyped_storage()._cdata
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from tensors_in(item)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class NodeFacts:
+    """Effects of one node.
+
+    Attributes:
+        reads: tensor-valued argument nodes.
+        writes: the argument nodes whose memory it writes.
+        storages: memory that its result tensors live in.
+        is_view: its result is another look at an argument's memory, and nothing is written.
+        random, reads_back, data_dependent, from_host: why it cannot be recorded.
+        boundary: the registered op that it calls.
+    """
+
+    reads: tuple[fx.Node, ...]
+    writes: tuple[fx.Node, ...]
+    storages: frozenset[int]
+    is_view: bool
+    random: bool = False
+    reads_back: bool = False
+    data_dependent: bool = False
+    from_host: bool = False
+    boundary: BoundaryOp | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Footprint:
+    written_args: tuple[int, ...]
+    random: bool
+    reads_back: bool
+    data_dependent: bool
+    from_host: bool
+
+
+class _RecordOps(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.written: set[int] = set()
+        self.tags: set[torch.Tag] = set()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        self.names.add(func._schema.name)
+        if func._schema.name == "aten::index" or func._schema.name == "aten::index_put_":
+            indices = [item for item in args[1] if isinstance(item, torch.Tensor)]
+            if any(item.dtype in (torch.bool, torch.uint8) for item in indices):
+                self.tags.add(torch.Tag.dynamic_output_shape)
+            self.tags |= set(func.tags) - {torch.Tag.dynamic_output_shape}
+        else:
+            self.tags |= set(func.tags)
+        for position, argument in enumerate(func._schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                value = args[position] if position < len(args) else kwargs.get(argument.name)
+                self.written |= {storage_of(tensor) for tensor in tensors_in(value)}
+        return func(*args, **kwargs)
+
+
+def tensor_arguments(node: fx.Node) -> tuple[fx.Node, ...]:
+    """Argument nodes whose value is a tensor or holds some, each once, in order."""
+    return tuple(n for n in node.all_input_nodes if any(True for _ in tensors_in(n.meta.get("example_value"))))
+
+
+def find_facts(graph: fx.Graph, *, enabled: frozenset[str] | None = None) -> dict[fx.Node, NodeFacts]:
+    """Facts of every call and get_attr node, in graph order.
+
+    Args:
+        enabled: names of the boundary ops to cut at, None for all that are registered.
+    """
+    fakes = [node.meta.get("example_value") for node in graph.nodes]
+    fake_mode = internals.fake_mode_of(fakes)
+    memo: dict[Any, _Footprint] = {}
+    facts: dict[fx.Node, NodeFacts] = {}
+    for node in graph.nodes:
+        if not node.op.startswith("call"):
+            continue
+        reads = tensor_arguments(node)
+        storages = frozenset(storage_of(tensor) for tensor in tensors_in(node.meta.get("example_value")))
+        boundary = lookup(node.target) if node.op == "call_function" else None
+        if boundary is not None and enabled is not None and boundary.name not in enabled:
+            boundary = None
+        if boundary is not None:
+            writes = _schema_writes(node, boundary)
+            facts[node] = NodeFacts(reads, writes, storages, False, boundary=boundary)
+            continue
+        print_ = _footprint(node, reads, fake_mode, memo)
+        writes = tuple(reads[index] for index in print_.written_args)
+        shared = any(storages & {storage_of(t) for t in tensors_in(arg.meta["example_value"])} for arg in reads)
+        is_view = bool(storages) and not writes and shared and _all_shared(node, reads)
+        facts[node] = NodeFacts(
+            reads, writes, storages, is_view, print_.random, print_.reads_back, print_.data_dependent, print_.from_host
+        )
+    return facts
+
+
+def _all_shared(node: fx.Node, reads: Sequence[fx.Node]) -> bool:
+    held = {storage_of(t) for arg in reads for t in tensors_in(arg.meta["example_value"])}
+    return all(storage_of(tensor) in held for tensor in tensors_in(node.meta["example_value"]))
+
+
+def _schema_writes(node: fx.Node, boundary: BoundaryOp) -> tuple[fx.Node, ...]:
+    bound: dict[str, Any] = dict(node.kwargs)
+    for argument, value in zip(boundary.overload._schema.arguments, node.args, strict=False):
+        bound[argument.name] = value
+    written = [bound.get(name) for name in boundary.mutated]
+    flat = [item for value in written for item in (value if isinstance(value, (list, tuple)) else [value])]
+    return tuple(dict.fromkeys(item for item in flat if isinstance(item, fx.Node)))
+
+
+def _footprint(node: fx.Node, reads: Sequence[fx.Node], fake_mode: Any, memo: dict[Any, _Footprint]) -> _Footprint:
+    key = _memo_key(node)
+    known = memo.get(key)
+    if known is None:
+        known = memo[key] = _run_on_fakes(node, reads, fake_mode)
+    return known
+
+
+def _memo_key(node: fx.Node) -> Any:
+    def describe(value: Any) -> Any:
+        if isinstance(value, fx.Node):
+            return describe(value.meta.get("example_value"))
+        if isinstance(value, torch.Tensor):
+            return ("t", str(tuple(value.shape)), str(tuple(value.stride())), value.dtype, value.device)
+        if isinstance(value, (tuple, list)):
+            return (type(value).__name__, *map(describe, value))
+        if isinstance(value, dict):
+            return tuple((name, describe(item)) for name, item in sorted(value.items()))
+        if isinstance(value, slice):
+            return ("slice", describe(value.start), describe(value.stop), describe(value.step))
+        return repr(value)
+
+    # Two arguments that are the same node, or share memory, must not be mistaken for two that do not.
+    order: dict[int, int] = {}
+    pattern = []
+    for argument in node.all_input_nodes:
+        for tensor in tensors_in(argument.meta.get("example_value")):
+            pattern.append(order.setdefault(storage_of(tensor), len(order)))
+    return (node.op, str(node.target), describe(node.args), describe(dict(node.kwargs)), tuple(pattern))
+
+
+def _run_on_fakes(node: fx.Node, reads: Sequence[fx.Node], fake_mode: Any) -> _Footprint:
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    reads_back = bool(reads) and name in _READ_BACK_METHODS - {"cpu"}
+    from_host = not reads and name in _HOST_FACTORIES
+    value = node.meta.get("example_value")
+    if reads_back or not (reads or any(True for _ in tensors_in(value))):
+        return _Footprint((), False, reads_back, reads_back, from_host)
+    if isinstance(node.target, torch._ops.HigherOrderOperator):
+        return _Footprint((), False, True, True, from_host)  # control flow reads its predicate back
+
+    def fake(argument: fx.Node) -> Any:
+        return argument.meta.get("example_value")
+
+    args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), fake)
+    shape_env = getattr(fake_mode, "shape_env", None)
+    mode = _RecordOps()
+    with (
+        shape_env.suppress_guards() if shape_env is not None else nullcontext(),
+        shape_env.ignore_fresh_unbacked_symbols() if shape_env is not None else nullcontext(),
+        torch.no_grad(),
+        fake_mode if fake_mode is not None else nullcontext(),
+        mode,
+    ):
+        call: Any = getattr(args[0], str(node.target)) if node.op == "call_method" else node.target
+        call(*(args[1:] if node.op == "call_method" else args), **kwargs)
+    written = tuple(
+        index
+        for index, argument in enumerate(reads)
+        if mode.written & {storage_of(t) for t in tensors_in(argument.meta["example_value"])}
+    )
+    dynamic = torch.Tag.dynamic_output_shape in mode.tags
+    item = torch.Tag.data_dependent_output in mode.tags
+    random = torch.Tag.nondeterministic_seeded in mode.tags or _has_dropout(node)
+    return _Footprint(written, random, item, dynamic or item, from_host)
+
+
+def _has_dropout(node: fx.Node) -> bool:
+    """Attention kernels hide their dropout behind a deterministic schema."""
+    name = getattr(node.target, "__name__", str(node.target))
+    if "attention" not in name:
+        return False
+    probability = node.kwargs.get("dropout_p", node.args[4] if len(node.args) > 4 else 0.0)
+    return isinstance(probability, float) and probability > 0.0
+
+
+def is_dead(node: fx.Node, facts: Mapping[fx.Node, NodeFacts]) -> bool:
+    """Whether nothing can tell that the node is missing: no users, no writes, no random numbers drawn, no check."""
+    if node.users or not node.op.startswith(("call", "get_attr")):
+        return False
+    fact = facts.get(node)
+    if fact is None:
+        return True
+    name = getattr(node.target, "__name__", str(node.target))
+    is_check = bool(fact.reads) and ("assert" in name or name == "_check")
+    return not (fact.writes or fact.random or fact.boundary or is_check)
+
+
+def remove_dead_nodes(graph: fx.Graph, facts: dict[fx.Node, NodeFacts]) -> int:
+    """Erases dead nodes, last first; returns how many. torch's own pass would drop `add_` without users."""
+    removed = 0
+    for node in reversed(list(graph.nodes)):
+        if is_dead(node, facts):
+            facts.pop(node, None)
+            graph.erase_node(node)
+            removed += 1
+    return removed
+
+
+def view_chain(node: fx.Node, facts: Mapping[fx.Node, NodeFacts]) -> tuple[fx.Node, tuple[fx.Node, ...]]:
+    """The base that a view looks at, and the view nodes from it to `node`, in order.
+
+    A getitem on a tuple of views (`split`, `chunk`) is part of the chain. A node that is no view is its own base.
+    """
+    chain: list[fx.Node] = []
+    current = node
+    while True:
+        fact = facts.get(current)
+        if fact is None or not fact.is_view:
+            return current, tuple(reversed(chain))
+        held = [
+            argument
+            for argument in fact.reads
+            if fact.storages & {storage_of(t) for t in tensors_in(argument.meta["example_value"])}
+        ]
+        if len(held) != 1:
+            return current, tuple(reversed(chain))
+        chain.append(current)
+        current = held[0]
+
+
+def is_tuple_item(node: fx.Node) -> bool:
+    return node.op == "call_function" and node.target is operator.getitem and isinstance(
+        node.args[0], fx.Node
+    ) and isinstance(node.args[0].meta.get("example_value"), (tuple, list))

@@ -1,0 +1,329 @@
+"""Where compile time meets run time: a cut plan and a bucket in, a `StepPlan` that serves the bucket out.
+
+For each bucket, in this order [I8, I9]:
+
+1. static buffers for what graphs read and do not make;
+2. warm-ups, segment by segment, each with another poison in the padded rows; the real rows of the results must not
+   change with it;
+3. capture of each graph segment on static memory;
+4. state that graph segments write is put back.
+
+Boundary ops and eager segments are not called: what they would write is filled with stand-in values.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from piecewise.plan import Segment, SegmentPlan, ValueSpec
+from piecewise.probe import int_candidates, resize_leaf, unchanged_random_state
+from piecewise.split import ComputedNumber
+from runners.buffers import StaticBuffers
+from runners.engine import GraphEngine, GraphPool
+from runners.errors import CaptureError
+from runners.piecewise_runner import PiecewiseRunner
+from runners.rows import narrow_to, padded_parts, poison_value
+from runners.state_check import StateCheck, StateRef
+from runners.step_plan import CallStep, ReplayStep, ResultItem, Shadow, StaticArgument, StepPlan
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ModuleFacts:
+    """What `state.module_facts` lists: compared on every call."""
+
+    values: tuple[tuple[StateRef, Any], ...]
+    hooks: tuple[dict, ...]
+
+
+class PlanAssembler:
+    """Captures the buckets of one cut plan. One per trace; runners, pool and buffers outlive it."""
+
+    def __init__(
+        self,
+        plan: SegmentPlan,
+        *,
+        leaves: Sequence[Any],
+        engine: GraphEngine,
+        pool: GraphPool,
+        buffers: StaticBuffers,
+        facts: ModuleFacts,
+        warmup_steps: int,
+        outputs: str,
+    ) -> None:
+        self.plan, self.leaves, self.buffers = plan, tuple(leaves), buffers
+        self.outputs, self.pool, self.facts = outputs, pool, facts
+        self.num_leaves = len(self.leaves)
+        graphs = plan.graph_segments()
+        self.read_by_graphs = {index for segment in graphs for index in segment.inputs}
+        self.runners = {
+            segment.index: PiecewiseRunner(
+                segment.function, name=f"segment {segment.index}", engine=engine, pool=pool,
+                warmup_steps=warmup_steps, module_path=segment.module_path,
+            )
+            for segment in graphs
+            if not segment.views_only
+        }  # fmt: skip
+        self.warmup_steps = warmup_steps
+        self.shadowed = [
+            value for value in plan.values if value.index in self.read_by_graphs and value.origin in ("input", "eager")
+        ]
+        self.graph_memory = {value.memory for value in plan.values if value.origin == "graph"}
+
+    # ---- capture ------------------------------------------------------------------------------------------------
+
+    def capture(self, bucket: int, real_rows: int, *, on_segment: Callable[[], None] = lambda: None) -> StepPlan:
+        """Warms up and captures every graph segment at `bucket` rows.
+
+        Args:
+            real_rows: how many rows of the warm-ups are real; the rest is poisoned.
+            on_segment: called after each graph segment, for progress.
+        Raises:
+            CaptureError: a segment cannot be captured, or its real rows change with its padding. Nothing of the
+                bucket is left behind.
+        """
+        shadows = {value.index: self._shadow_buffer(value, bucket) for value in self.shadowed}
+        written = self._written_state()
+        device = next(iter(shadows.values())).device if shadows else torch.device("cpu")
+        saved = [(tensor, tensor.clone()) for tensor in written]
+        try:
+            with torch.inference_mode(False), torch.no_grad(), unchanged_random_state(device):
+                self._warm_up(bucket, real_rows, shadows)
+                static = self._capture_segments(bucket, shadows, on_segment)
+        except Exception as error:
+            for runner in self.runners.values():
+                runner.discard(bucket, str(error))
+            raise
+        finally:
+            with torch.inference_mode(False), torch.no_grad():
+                for tensor, before in saved:
+                    tensor.copy_(before)
+            self.pool.end_bucket()
+        return self._step_plan(bucket, shadows, static)
+
+    def _shadow_buffer(self, value: ValueSpec, bucket: int) -> torch.Tensor:
+        assert value.sizes is not None and value.dtype is not None and value.device is not None
+        sizes = value.sizes(bucket)
+        strides = value.strides(bucket) if value.strides is not None else ()
+        key = ("input", value.leaf) if value.origin == "input" else ("eager", value.index)
+        return self.buffers.tensor(key, sizes, strides or torch.empty(sizes, device="meta").stride(), value.dtype, value.device)
+
+    def _state_tensor(self, value: ValueSpec) -> torch.Tensor:
+        assert value.state is not None
+        return value.state.get().detach()
+
+    def _written_state(self) -> list[torch.Tensor]:
+        memories = {memory for segment in self.plan.graph_segments() for memory in segment.writes}
+        return [self._state_tensor(v) for v in self.plan.values if v.origin == "state" and v.memory in memories]
+
+    def _fill_shadows(self, shadows: dict[int, torch.Tensor], real_rows: int) -> None:
+        for value in self.shadowed:
+            buffer = shadows[value.index]
+            assert value.sizes is not None
+            sizes = value.sizes(real_rows)
+            if value.origin == "input":
+                rows = resize_leaf(self.leaves[value.leaf].detach(), sizes)
+            else:
+                rows = _stand_in(sizes, buffer, seed=value.index)
+            for part in padded_parts(buffer, sizes):
+                part.fill_(int_candidates(rows)[0] if _is_index(buffer) and value.origin == "input" else 0)
+            narrow_to(buffer, sizes).copy_(rows)
+
+    def _warm_up(self, bucket: int, real_rows: int, shadows: dict[int, torch.Tensor]) -> None:
+        self._fill_shadows(shadows, real_rows)
+        made: dict[int, torch.Tensor] = dict(shadows)
+        for segment in self.plan.segments:
+            if segment.kind == "boundary":
+                self._stand_in_for(segment, made, real_rows)
+            elif segment.kind == "graph":
+                arguments = self._arguments(segment, made)
+                if segment.views_only:
+                    outputs = segment.function(bucket, *arguments)
+                else:
+                    outputs = self._warm_up_segment(segment, bucket, real_rows, arguments)
+                made.update(zip(segment.outputs, outputs, strict=True))
+
+    def _warm_up_segment(
+        self, segment: Segment, bucket: int, real_rows: int, arguments: Sequence[torch.Tensor]
+    ) -> Sequence[torch.Tensor]:
+        runner = self.runners[segment.index]
+        values = [self.plan.values[index] for index in segment.inputs]
+        outputs_spec = [self.plan.values[index] for index in segment.outputs]
+        written = [
+            (tensor, tensor.clone()) for value, tensor in zip(values, arguments, strict=True) if value.memory in segment.writes
+        ]
+        first: list[torch.Tensor] = []
+        outputs: Sequence[torch.Tensor] = ()
+        for step in range(max(self.warmup_steps, 1)):
+            for tensor, before in written:
+                tensor.copy_(before)
+            for value, tensor in zip(values, arguments, strict=True):
+                if value.token_dims and value.sizes is not None and tensor.dtype.is_floating_point:
+                    for part in padded_parts(tensor, value.sizes(real_rows)):
+                        part.fill_(poison_value(tensor.dtype, step))
+            outputs = runner.warm_up(bucket, arguments) if step < self.warmup_steps else segment.function(bucket, *arguments)
+            rows = [_real_rows(spec, tensor, real_rows) for spec, tensor in zip(outputs_spec, outputs, strict=True)]
+            if step == 0:
+                first = [row.clone() for row in rows]
+            for spec, before, now in zip(outputs_spec, first, rows, strict=True):
+                if not _same_bits(before, now):
+                    raise CaptureError(
+                        f"{segment.name}, bucket {bucket}, result '{spec.name}'",
+                        expected="real rows that do not depend on what padded rows hold",
+                        got=f"other values in warm-up {step + 1} than in warm-up 1",
+                        rule="no padded row reaches a real row [I3]",
+                        fix="the ops one by one are clean, so the lowering mixes rows: use lowering='eager'",
+                    )
+        return outputs
+
+    def _stand_in_for(self, segment: Segment, made: dict[int, torch.Tensor], real_rows: int) -> None:
+        """Fills what a boundary op would write: random real rows, poisoned padding."""
+        for index in segment.inputs:
+            value = self.plan.values[index]
+            if value.origin != "graph" or value.memory not in segment.writes or value.sizes is None:
+                continue
+            tensor, sizes = made[index], value.sizes(real_rows)
+            for part in padded_parts(tensor, sizes):
+                part.fill_(poison_value(tensor.dtype, 0) if tensor.dtype.is_floating_point else 0)
+            narrow_to(tensor, sizes).copy_(_stand_in(sizes, tensor, seed=index))
+
+    def _arguments(self, segment: Segment, made: dict[int, torch.Tensor]) -> list[torch.Tensor]:
+        return [
+            made[index] if index in made else self._state_tensor(self.plan.values[index]) for index in segment.inputs
+        ]
+
+    def _capture_segments(
+        self, bucket: int, shadows: dict[int, torch.Tensor], on_segment: Callable[[], None]
+    ) -> dict[int, torch.Tensor]:
+        static: dict[int, torch.Tensor] = dict(shadows)
+        for buffer in shadows.values():
+            buffer.zero_()
+        for segment in self.plan.graph_segments():
+            arguments = self._arguments(segment, static)
+            if segment.views_only:
+                outputs = segment.function(bucket, *arguments)
+            else:
+                outputs = self.runners[segment.index].capture(bucket, arguments)
+                on_segment()
+            static.update(zip(segment.outputs, outputs, strict=True))
+        return static
+
+    # ---- the step plan ------------------------------------------------------------------------------------------
+
+    def _slot(self, index: int) -> int:
+        value = self.plan.values[index]
+        if value.origin == "input" or (value.origin == "symbol" and value.dim < 0):
+            return value.leaf
+        return self.num_leaves + index
+
+    def _step_plan(self, bucket: int, shadows: dict[int, torch.Tensor], static: dict[int, torch.Tensor]) -> StepPlan:
+        values = self.plan.values
+        steps: list[ReplayStep | CallStep] = []
+        looked_up: dict[int, StateRef] = {}
+        available = {value.index for value in self.shadowed if value.origin == "input"}
+        for segment in self.plan.segments:
+            if segment.kind == "graph":
+                graph = None if segment.views_only else self.runners[segment.index].graph_for(bucket)
+                if graph is not None and not graph.is_empty:
+                    steps.append(ReplayStep(graph, segment.name))
+                continue
+            for index in segment.inputs:
+                state = values[index].state
+                if values[index].origin == "state" and state is not None:
+                    looked_up[index] = state
+            steps.append(self._call_step(segment, shadows, static, available))
+            available |= {index for index in segment.outputs if index in shadows}
+        copy_ins = tuple(
+            Shadow(self._slot(v.index), shadows[v.index], v) for v in self.shadowed if v.origin == "input"
+        )
+        sizes = tuple((self._slot(v.index), v.leaf, v.dim) for v in values if v.origin == "symbol" and v.dim >= 0)
+        return StepPlan(
+            bucket, self.num_leaves, len(values), copy_ins, tuple(steps),
+            tuple((self._slot(index), ref) for index, ref in looked_up.items()), sizes,
+            tuple(self._result_item(leaf, static) for leaf in self.plan.result_leaves),
+            self._check(), self._writes_state_first(), self.outputs,
+        )  # fmt: skip
+
+    def _call_step(
+        self, segment: Segment, shadows: dict[int, torch.Tensor], static: dict[int, torch.Tensor], available: set[int]
+    ) -> CallStep:
+        values = self.plan.values
+        arguments: list[StaticArgument | int] = []
+        for index in segment.inputs:
+            value = values[index]
+            if value.origin == "graph":
+                arguments.append(StaticArgument(static[index], value, value.memory in segment.writes))
+            else:
+                arguments.append(self._slot(index))
+        renewed = [index for index in segment.outputs if index in shadows]
+        renewed += [index for index in sorted(available) if values[index].memory in segment.writes and index not in renewed]
+        copies = tuple(Shadow(self._slot(index), shadows[index], values[index]) for index in renewed)
+        results = tuple(self._slot(index) for index in segment.outputs)
+        return CallStep(segment.function, segment.name, tuple(arguments), results, copies)
+
+    def _result_item(self, leaf: Any, static: dict[int, torch.Tensor]) -> ResultItem:
+        if leaf.kind == "input":
+            return ResultItem("slot", slot=leaf.index)
+        if leaf.kind == "state":
+            return ResultItem("state", state=leaf.state)
+        if leaf.kind == "const":
+            return ResultItem("const", const=leaf.value)
+        source = self.plan.result_values[leaf.index]
+        if isinstance(source, ComputedNumber):
+            return ResultItem("number", compute=source.compute, slots=tuple(map(self._slot, source.indices)))
+        assert isinstance(source, int)
+        value = self.plan.values[source]
+        copied = self.outputs == "copy"
+        if value.origin == "graph":
+            return ResultItem("static", tensor=static[source], value=value, clone=copied)
+        if value.origin == "state":
+            return ResultItem("state", state=value.state)
+        is_number = leaf.value if isinstance(leaf.value, type) else None
+        clone = copied and value.origin == "eager" and value.memory in self.graph_memory and is_number is None
+        return ResultItem("slot", slot=self._slot(source), clone=clone, number_type=is_number)
+
+    def _check(self) -> StateCheck:
+        tensors = {}
+        for index in sorted(self.read_by_graphs):
+            state = self.plan.values[index].state
+            if state is not None:
+                tensors[id(state.owner), state.key] = state
+        return StateCheck(
+            tensors=tuple(tensors.values()),
+            values=(*self.facts.values, *self.plan.values_read),
+            hooks=self.facts.hooks,
+        )
+
+    def _writes_state_first(self) -> bool:
+        first = next(iter(self.plan.graph_segments()), None)
+        state = {value.memory for value in self.plan.values if value.origin == "state"}
+        return first is not None and bool(state & set(first.writes))
+
+    def reset(self) -> None:
+        for runner in self.runners.values():
+            runner.reset()
+
+
+def _is_index(tensor: torch.Tensor) -> bool:
+    return not tensor.dtype.is_floating_point and not tensor.dtype.is_complex and tensor.dtype is not torch.bool
+
+
+def _stand_in(sizes: Sequence[int], like: torch.Tensor, *, seed: int) -> torch.Tensor:
+    """Values that an op outside the graphs might have left: random floats, the index 0."""
+    if not like.dtype.is_floating_point:
+        return torch.zeros(tuple(sizes), dtype=like.dtype, device=like.device)
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(tuple(sizes), generator=generator).to(like.device, like.dtype)
+
+
+def _real_rows(value: ValueSpec, tensor: torch.Tensor, real_rows: int) -> torch.Tensor:
+    return narrow_to(tensor, value.sizes(real_rows)) if value.token_dims and value.sizes is not None else tensor
+
+
+def _same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
+    if torch.equal(left, right):
+        return True
+    return left.dtype.is_floating_point and bool(((left == right) | ((left != left) & (right != right))).all())

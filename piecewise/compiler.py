@@ -1,0 +1,171 @@
+"""From one example call to a cut plan: trace, normalize, find the token symbol, classify, probe, cut."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+import boundary_ops
+from piecewise import torch_internals as internals
+from piecewise.aliases import NodeFacts, find_facts, remove_dead_nodes
+from piecewise.classify import Classifier
+from piecewise.config import PiecewiseConfig
+from piecewise.normalize import normalize
+from piecewise.one_token import has_same_program
+from piecewise.plan import SegmentPlan
+from piecewise.probe import Probe, choose_probe_sizes, report_strictly, resize_leaf
+from piecewise.split import Splitter, module_path, source_line
+from piecewise.token_dim import TokenSymbol, find_token_symbol
+from piecewise.trace import ExampleCall, Trace, trace
+from runners.errors import TraceError
+
+
+@dataclasses.dataclass(slots=True)
+class TracedModel:
+    """One trace, ready to be cut: dead code removed, token symbol known."""
+
+    trace: Trace
+    facts: dict[fx.Node, NodeFacts]
+    token: TokenSymbol
+    num_dead_ops: int
+    forced: dict[fx.Node, str] = dataclasses.field(default_factory=dict)
+
+    def cut(self) -> SegmentPlan:
+        """The plan with what the probes have found so far."""
+        return Splitter(self.trace, self.facts, self.token, forced=self.forced, num_dead_ops=self.num_dead_ops).cut()
+
+    def probe(self, buckets: Sequence[int], *, strict: bool) -> None:
+        """Finds the ops that let padding reach real rows, until a walk over the graph finds no more [I3].
+
+        Raises:
+            CaptureError: there are some, and `strict` is set.
+        """
+        valid = self.validity()
+        sizes = choose_probe_sizes(self.token.example_num_tokens, buckets, valid)
+        if sizes is None:
+            return  # no bucket can be served either, so nothing is ever padded
+        while True:
+            verdicts = self._verdicts()
+            found = Probe(
+                self.trace, self.facts, self.token, verdicts, num_tokens=sizes[0], padded_num_tokens=sizes[1]
+            ).run()
+            if not found:
+                return
+            if strict:
+                node, seen = next(iter(found.items()))
+                raise report_strictly(node, seen, source_line(node), module_path(node))
+            self.forced |= found
+
+    def _verdicts(self) -> Any:
+        leaf, _ = self.token.anchor
+        return Classifier(
+            self.trace.graph.graph,
+            self.facts,
+            symbol=self.token.symbol,
+            shape_env=self.trace.shape_env,
+            device=self.trace.example.leaves[leaf].device,
+            forced=self.forced,
+        ).run()
+
+    def validity(self) -> Any:
+        """num_tokens → whether the trace's guards on the token count alone hold."""
+        guards = [g for g in internals.guard_expressions(self.trace.shape_env) if g.free_symbols == {self.token.symbol}]
+        check = internals.compile_expressions(guards, [self.token.symbol])
+        return lambda num_tokens: all(check(num_tokens))
+
+
+def trace_model(model: nn.Module, example: ExampleCall, *, forward: Any, config: PiecewiseConfig) -> TracedModel:
+    """Traces the example and finds its token symbol.
+
+    Raises:
+        TraceError, TokenDimError: as `trace` and `find_token_symbol` say.
+        ConfigError: `config.boundary_ops` names an op that is not registered.
+    """
+    _check_devices(model, example)
+    return prepare(trace(model, example, forward=forward), config)
+
+
+def prepare(traced: Trace, config: PiecewiseConfig) -> TracedModel:
+    """Brings a traced graph into the form that is classified and cut."""
+    enabled = None
+    if config.boundary_ops is not None:
+        enabled = frozenset(config.boundary_ops)
+    for placeholder in traced.placeholders:
+        placeholder.node.meta["is_input"] = placeholder.kind == "input"
+    normalize(traced.graph)
+    facts = find_facts(traced.graph.graph, enabled=enabled)
+    num_dead = remove_dead_nodes(traced.graph.graph, facts)
+    token = find_token_symbol(traced, facts)
+    return TracedModel(traced, facts, token, num_dead)
+
+
+def example_of_size(traced: TracedModel, num_tokens: int) -> ExampleCall:
+    """The traced example with its token dims resized."""
+    leaves = list(traced.trace.example.leaves)
+    for carried in traced.token.inputs:
+        sizes = list(leaves[carried.leaf].shape)
+        for dim, expr in carried.dims.items():
+            sizes[dim] = int(expr.subs(traced.token.symbol, num_tokens))
+        leaves[carried.leaf] = resize_leaf(leaves[carried.leaf], sizes)
+    return traced.trace.example.with_leaves(leaves)
+
+
+def serves_one_token(traced: TracedModel, model: nn.Module, *, forward: Any, config: PiecewiseConfig) -> bool:
+    """Whether one token runs the same program as several [I10].
+
+    torch assumes two or more and records no guard for it, so `if n > 1`, `squeeze(0)` and broadcasts leave no mark. A second
+    trace, at one token and static, is compared op by op.
+    """
+    example = example_of_size(traced, 1)
+    static = {carried.leaf: tuple(carried.dims) for carried in traced.token.inputs}
+    try:
+        single = trace(model, example, forward=forward, static_dims=static)
+    except TraceError:
+        return False
+    normalize(single.graph)
+    enabled = frozenset(config.boundary_ops) if config.boundary_ops is not None else None
+    facts = find_facts(single.graph.graph, enabled=enabled)
+    remove_dead_nodes(single.graph.graph, facts)
+    return has_same_program(traced.trace, single, traced.token.symbol)
+
+
+def _check_devices(model: nn.Module, example: ExampleCall) -> None:
+    """Inputs and weights live on one device; 0-dim CPU tensors may accompany it."""
+    found: dict[torch.device, str] = {}
+    for path, tensor in model.named_parameters():
+        found.setdefault(tensor.device, f"parameter '{path}'")
+    for index, leaf in enumerate(example.leaves):
+        if isinstance(leaf, torch.Tensor) and not (leaf.device.type == "cpu" and leaf.dim() == 0):
+            found.setdefault(leaf.device, f"input '{example.names[index]}'")
+    if len(found) > 1:
+        (first, one), (second, other), *_ = found.items()
+        raise TraceError(
+            f"{other} and {one}",
+            expected="one device",
+            got=f"{second} and {first}",
+            rule="a graph runs on one device",
+            fix="move the model and its inputs to the same device before capture()",
+        )
+
+
+def check_boundary_ops(config: PiecewiseConfig) -> None:
+    """Refuses names in `boundary_ops` that are not registered, with the ones that are."""
+    import difflib
+
+    from runners.errors import ConfigError
+
+    known = [op.name for op in boundary_ops.registered()]
+    for name in config.boundary_ops or ():
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            raise ConfigError(
+                f"boundary op '{name}' in 'boundary_ops'",
+                expected=f"a registered op ({', '.join(known) or 'none is'})",
+                got="an unknown name" + (f"; did you mean '{near[0]}'?" if near else ""),
+                rule="graphs are cut at registered ops",
+                fix="declare it with boundary_ops.define or boundary_ops.register first",
+            )

@@ -1,0 +1,80 @@
+"""Is a static trace at one token the same program as the symbolic one? Compared op by op."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+from piecewise import torch_internals as internals
+from piecewise.aliases import tensors_in
+from piecewise.trace import Trace
+
+
+def has_same_program(dynamic: Trace, single: Trace, symbol: sympy.Symbol) -> bool:
+    """True where both have the same ops on the same operands, with every size of `dynamic` taken at one token."""
+    left = _Program(dynamic, symbol)
+    right = _Program(single, None)
+    return left.lines == right.lines and left.result == right.result
+
+
+class _Program:
+    """A graph as lines that compare: op, operands by position, numbers by value, result shapes."""
+
+    def __init__(self, trace: Trace, symbol: sympy.Symbol | None) -> None:
+        self._trace, self._symbol = trace, symbol
+        self._names: dict[fx.Node, Any] = {}
+        self._at_one: dict[Any, Any] = {}
+        for placeholder in trace.placeholders:
+            where = placeholder.state.path if placeholder.state is not None else placeholder.leaf
+            self._names[placeholder.node] = (placeholder.kind, where)
+        self.lines: list[Any] = []
+        for node in trace.graph.graph.nodes:
+            if node.op.startswith("call") and self._holds_tensors_or_writes(node):
+                self._names[node] = len(self.lines)
+                shapes = [self._sizes(tensor.shape) for tensor in tensors_in(node.meta.get("example_value"))]
+                self.lines.append((node.op, str(node.target), self._argument(node.args), self._argument(dict(node.kwargs)), shapes))
+        self.result = (
+            self._argument(trace.graph.graph.output_node().args),
+            [(leaf.kind, leaf.index, leaf.value) for leaf in trace.result_leaves if leaf.kind != "const"],
+        )
+
+    def _holds_tensors_or_writes(self, node: fx.Node) -> bool:
+        return any(True for _ in tensors_in(node.meta.get("example_value"))) or any(
+            True for source in node.all_input_nodes for _ in tensors_in(source.meta.get("example_value"))
+        )
+
+    def _sizes(self, sizes: Any) -> tuple[Any, ...]:
+        return tuple(self._number(size) for size in sizes)
+
+    def _number(self, value: Any) -> Any:
+        expr = internals.expression(value, self._trace.shape_env)
+        if expr is None:
+            return repr(value)
+        if expr not in self._at_one:
+            at_one = expr.subs(self._symbol, 1) if self._symbol is not None else expr
+            self._at_one[expr] = int(at_one) if at_one.is_Integer else float(at_one) if at_one.is_number else str(at_one)
+        return self._at_one[expr]
+
+    def _argument(self, value: Any) -> Any:
+        if isinstance(value, fx.Node):
+            known = self._names.get(value)
+            is_number = known is None or not any(True for _ in tensors_in(value.meta.get("example_value")))
+            return self._scalar(value) if is_number and value.op != "get_attr" else ("node", known)
+        if isinstance(value, (tuple, list)):
+            return tuple(map(self._argument, value))
+        if isinstance(value, dict):
+            return tuple((key, self._argument(item)) for key, item in sorted(value.items()))
+        if isinstance(value, slice):
+            return ("slice", self._argument(value.start), self._argument(value.stop), self._argument(value.step))
+        if isinstance(value, (int, float)) and not isinstance(value, bool):
+            return self._number(value)
+        return repr(value)
+
+    def _scalar(self, node: fx.Node) -> Any:
+        value = node.meta.get("example_value")
+        if isinstance(value, torch.Size):
+            return self._sizes(value)
+        return self._number(value)

@@ -1,0 +1,152 @@
+"""What compile time hands to run time: frozen data, no FX object and no CUDA object.
+
+A `SegmentPlan` is one trace cut into segments. Its segments exchange numbered values. A `ValueSpec` says where a
+value comes from and how large it is, as plain functions of the row count: the padded count inside graphs,
+the real count outside them [I1].
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from piecewise.structure import Structure
+from piecewise.trace import ResultLeaf
+from runners.state_check import StateRef
+
+Sizes = Callable[..., tuple[int, ...]]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ValueSpec:
+    """A value that crosses a segment border, or an input, or state.
+
+    Attributes:
+        origin: "input", "state", "graph", "eager" or "symbol" (the size of an input that is not the token count).
+        sizes: shape as a function of the row count, for tensors whose only symbol is the token count; None otherwise.
+        strides: likewise.
+        token_dims: dims that carry tokens, ascending.
+        memory: values with one number share memory; -1 for scalars.
+    """
+
+    index: int
+    name: str
+    origin: str
+    dtype: torch.dtype | None = None
+    device: torch.device | None = None
+    sizes: Sizes | None = None
+    strides: Sizes | None = None
+    token_dims: tuple[int, ...] = ()
+    memory: int = -1
+    leaf: int = -1
+    dim: int = -1
+    state: StateRef | None = None
+
+    @property
+    def is_tensor(self) -> bool:
+        return self.dtype is not None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class EagerReason:
+    """Why an op is not in a graph: a code, the op, the module that called it and the source line."""
+
+    code: str
+    op: str
+    detail: str
+    module_path: str
+    source: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Segment:
+    """A run of consecutive ops of one kind.
+
+    Attributes:
+        kind: "graph", "boundary" or "eager".
+        function: `function(num_rows, *inputs) -> tuple` with one result per entry of `outputs`.
+        lowering_key: equal for segments that are the same program on other tensors.
+        inputs, outputs: value indices.
+        writes: indices of the inputs that it writes.
+        num_ops: ops without views of views; 0 for a segment that only makes views.
+        reasons: why it is eager; empty for graphs and boundaries.
+    """
+
+    index: int
+    kind: str
+    function: Callable[..., tuple]
+    lowering_key: str
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    writes: tuple[int, ...]
+    num_ops: int
+    op_names: tuple[str, ...]
+    module_path: str
+    reasons: tuple[EagerReason, ...] = ()
+    views_only: bool = False
+
+    @property
+    def name(self) -> str:
+        where = f" ({self.module_path})" if self.module_path else ""
+        return f"segment {self.index}{where}"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class InputRule:
+    """How an input's dims follow the token count: dim → size as a function of it."""
+
+    leaf: int
+    dims: Mapping[int, Callable[[int], int]]
+    anchor_dim: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TokenDim:
+    """The token count: its symbol's name, the input dim that it is read from, and all inputs that carry it."""
+
+    symbol: str
+    leaf: int
+    dim: int
+    inputs: tuple[InputRule, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SegmentPlan:
+    """One trace, cut.
+
+    Attributes:
+        values: one per value index.
+        segments: in order of execution.
+        result: structure of the result; `result_leaves` has one per leaf, with "output" indices into `result_values`.
+        result_values: per graph output, a value index, or a function of (row count, *other symbols) for a computed number.
+        is_valid: (num_tokens, *other symbols) → whether the trace's shape guards hold.
+        symbols: value indices of the other symbols, in the order that `is_valid` takes them.
+        values_read: plain values of the model that are burned in.
+        read_leaves: leaf index → "graph" (copied into a static buffer), "eager" (passed through) or both.
+        written_leaves: inputs that the call writes.
+    """
+
+    token_dim: TokenDim
+    values: tuple[ValueSpec, ...]
+    segments: tuple[Segment, ...]
+    result: Structure
+    result_leaves: tuple[ResultLeaf, ...]
+    result_values: tuple[int | Callable[..., Any], ...]
+    is_valid: Callable[..., bool]
+    symbols: tuple[int, ...]
+    values_read: tuple[tuple[StateRef, Any], ...]
+    written_leaves: tuple[int, ...]
+    num_dead_ops: int
+
+    def graph_segments(self) -> tuple[Segment, ...]:
+        return tuple(segment for segment in self.segments if segment.kind == "graph")
+
+    @property
+    def coverage(self) -> float:
+        """Share of the model's ops that are in graph segments; boundary ops are not counted."""
+        graph = sum(segment.num_ops for segment in self.segments if segment.kind == "graph")
+        total = sum(segment.num_ops for segment in self.segments if segment.kind != "boundary")
+        return graph / total if total else 0.0

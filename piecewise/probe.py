@@ -1,0 +1,453 @@
+"""Runs the traced ops with poisoned padding, to find those that let a padded row or the padded count reach a real row [I3].
+
+Symbols show when a result loses the token dim. They do not show a flip, a sort, a softmax over tokens or a batch
+norm, whose results keep the shape. So the graph is run, node by node, four times side by side: on the real rows
+alone, and on padded rows that hold NaN, +1e4 and −1e4 (integers: other rows' values). After each node the real rows
+must agree, bit for bit between the padded runs, which use the same kernels, and to rounding with the unpadded one.
+
+The first node that differs is to blame, since all that came before agreed. It is made eager on the spot, its result
+is taken from the unpadded run, and the walk goes on, so that one pass finds every such node. After a node that agrees, the
+padded runs are set to the unpadded result, so that rounding never piles up along the depth of the model.
+
+Boundary ops are not called: what they write is filled with random values, poisoned where padded. Nodes outside
+graphs run on real rows, on copies of whatever they write, with the random state put back afterwards [I8].
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import fx
+from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
+
+from piecewise import torch_internals as internals
+from piecewise.aliases import NodeFacts, storage_of, tensors_in
+from piecewise.classify import Verdict
+from piecewise.normalize import target_name
+from piecewise.sizes import SizeFunctions
+from piecewise.token_dim import TokenSymbol
+from piecewise.trace import Trace
+from runners.errors import CaptureError
+from runners.rows import narrow_to, padded_parts, poison_value
+
+NUM_POISONS = 3
+
+
+def resize_leaf(value: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
+    """The example's tensor at other sizes: leading rows, or its rows repeated in order."""
+    for dim, size in enumerate(sizes):
+        if size != value.shape[dim]:
+            index = torch.arange(size, device=value.device) % max(value.shape[dim], 1)
+            value = value.index_select(dim, index)
+    return value
+
+
+def int_candidates(value: torch.Tensor) -> tuple[int, int, int]:
+    """Valid values for padded rows of an integer tensor, different ones where possible."""
+    if value.numel() == 0:
+        return 0, 1, 0
+    low, high = int(value.min()), int(value.max())
+    return (high, low, 1 if high >= 1 else low) if low != high else (high, 0, 1)
+
+
+@contextmanager
+def unchanged_random_state(device: torch.device) -> Iterator[None]:
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices):
+        yield
+
+
+@dataclasses.dataclass(slots=True)
+class _Run:
+    """One of the runs: `poison` is None for the unpadded one. `padded` holds padded copies of eager results."""
+
+    rows: int
+    poison: int | None
+    values: dict[fx.Node, Any] = dataclasses.field(default_factory=dict)
+    padded: dict[fx.Node, Any] = dataclasses.field(default_factory=dict)
+
+
+class Probe:
+    """One walk over one graph. `run()` returns the nodes to make eager, each with what was seen."""
+
+    def __init__(
+        self,
+        trace: Trace,
+        facts: Mapping[fx.Node, NodeFacts],
+        token: TokenSymbol,
+        verdicts: Mapping[fx.Node, Verdict],
+        *,
+        num_tokens: int,
+        padded_num_tokens: int,
+    ) -> None:
+        self.trace, self.facts, self.token = trace, facts, token
+        self.kinds = {node: verdict.kind for node, verdict in verdicts.items()}
+        self.rows, self.padded_rows = num_tokens, padded_num_tokens
+        self.sizes = SizeFunctions(trace.shape_env, token.symbol)
+        self.real = _Run(num_tokens, None)
+        self.runs = [_Run(padded_num_tokens, variant) for variant in range(NUM_POISONS)]
+        self.forced: dict[fx.Node, str] = {}
+        self.others: dict[Any, int] = {}
+        self._last_use = _last_uses(trace.graph.graph)
+        self._generator = torch.Generator().manual_seed(0)
+        self._scalar_functions: dict[Any, Callable[..., tuple]] = {}
+
+    def run(self) -> dict[fx.Node, str]:
+        device = self.trace.example.leaves[self.token.anchor[0]].device
+        with torch.inference_mode(False), torch.no_grad(), unchanged_random_state(device):
+            self._load_placeholders()
+            for position, node in enumerate(self.trace.graph.graph.nodes):
+                if node.op == "get_attr":
+                    for run in (self.real, *self.runs):
+                        run.values[node] = getattr(self.trace.graph, str(node.target))
+                elif node.op.startswith("call"):
+                    self._step(node)
+                self._free(position)
+        return self.forced
+
+    def _free(self, position: int) -> None:
+        for node in self._last_use.get(position, ()):
+            for run in (self.real, *self.runs):
+                run.values.pop(node, None)
+                run.padded.pop(node, None)
+
+    # ---- inputs -------------------------------------------------------------------------------------------------
+
+    def _load_placeholders(self) -> None:
+        written = {
+            storage_of(tensor)
+            for node, fact in self.facts.items()
+            if fact.boundary is None
+            for argument in fact.writes
+            for tensor in tensors_in(argument.meta["example_value"])
+        }
+        for placeholder in self.trace.placeholders:
+            node, fake = placeholder.node, placeholder.node.meta.get("example_value")
+            if placeholder.kind == "symbol" or not isinstance(fake, torch.Tensor):
+                if placeholder.kind == "input":
+                    self._note_symbol(fake, self.trace.example.leaves[placeholder.leaf])
+                continue
+            value = placeholder.state.get() if placeholder.state is not None else self.trace.example.leaves[placeholder.leaf]
+            for size, actual in zip(fake.shape, value.shape, strict=True):
+                self._note_symbol(size, actual)
+            dims = self.sizes.token_dims(fake) if placeholder.kind == "input" else ()
+            function = self.sizes.of(fake.shape)
+            for run in (self.real, *self.runs):
+                if dims and function is not None:
+                    run.values[node] = self._input_rows(value, function, run)
+                else:
+                    run.values[node] = value.detach().clone() if storage_of(fake) in written else value.detach()
+
+    def _note_symbol(self, size: Any, actual: int) -> None:
+        expr = internals.expression(size, self.trace.shape_env)
+        if expr is not None and expr.is_Symbol and expr != self.token.symbol:
+            self.others[expr] = actual
+
+    def _input_rows(self, value: torch.Tensor, function: Callable[[int], tuple[int, ...]], run: _Run) -> torch.Tensor:
+        rows = resize_leaf(value.detach(), function(self.rows)).clone()
+        if run.poison is None:
+            return rows
+        return self._with_padding(rows, function(self.padded_rows), None, run.poison)
+
+    def _with_padding(
+        self, rows: torch.Tensor, sizes: Sequence[int], strides: Sequence[int] | None, variant: int
+    ) -> torch.Tensor:
+        """A tensor of `sizes` whose leading part is `rows` and whose rest is poison."""
+        padded = torch.empty(tuple(sizes), dtype=rows.dtype, device=rows.device)
+        if strides is not None and 0 not in strides:
+            padded = torch.empty_strided(tuple(sizes), tuple(strides), dtype=rows.dtype, device=rows.device)
+        if rows.dtype.is_floating_point or rows.dtype in (torch.bool,) or rows.dtype.is_complex:
+            padded.fill_(poison_value(rows.dtype, variant))
+        else:
+            padded.fill_(int_candidates(rows)[variant])
+        narrow_to(padded, rows.shape).copy_(rows)
+        return padded
+
+    # ---- one node -----------------------------------------------------------------------------------------------
+
+    def _step(self, node: fx.Node) -> None:
+        kind = self.kinds[node]
+        if kind == "scalar":
+            return
+        if kind == "boundary":
+            self._fill_written(node)
+            return
+        if kind == "graph":
+            saved = self._save_written(node)
+            self._execute(node, self.real, self.rows)
+            seen = self._run_padded(node)
+            if seen is None:
+                self._agree(node)
+                return
+            self.forced[node] = seen
+            self.kinds[node] = "eager"
+            self._restore_written(saved)
+            for run in self.runs:
+                run.values.pop(node, None)
+        else:
+            self._execute(node, self.real, self.rows)
+        self._follow_real(node)
+
+    def _run_padded(self, node: fx.Node) -> str | None:
+        """Runs the node in each padded run; what differs, or None."""
+        for run in self.runs:
+            try:
+                self._execute(node, run, self.padded_rows)
+            except (RuntimeError, IndexError, ValueError) as error:
+                return f"fails on padded rows: {str(error).splitlines()[0]}"
+        for what, real, padded in self._results(node):
+            seen = self._difference(real, padded)
+            if seen is not None:
+                return f"{what}{seen}"
+        return None
+
+    def _results(self, node: fx.Node) -> Iterator[tuple[str, torch.Tensor, list[torch.Tensor]]]:
+        """Each tensor that the node makes or writes: the real one, and the leading part of the padded ones."""
+        groups = [("", node)] + [(f"what it writes into '{arg.name}': ", arg) for arg in self.facts[node].writes]
+        for what, source in groups:
+            fakes = list(tensors_in(source.meta.get("example_value")))
+            reals = list(tensors_in(self.real.values.get(source)))
+            padded = [list(tensors_in(self._value_in(source, run, padded=True))) for run in self.runs]
+            for index, (fake, real) in enumerate(zip(fakes, reals, strict=True)):
+                function = self.sizes.of(fake.shape)
+                if function is None:
+                    continue
+                sizes = function(self.rows)
+                yield what, real, [narrow_to(tensors[index], sizes) for tensors in padded]
+
+    def _difference(self, real: torch.Tensor, padded: Sequence[torch.Tensor]) -> str | None:
+        first = padded[0]
+        if first.shape != real.shape:
+            return f"has {tuple(first.shape)} real elements where eager has {tuple(real.shape)}"
+        for other in padded[1:]:
+            if not _identical(first, other):
+                return "real rows change with what padded rows hold"
+        if not _close(real, first):
+            return "real rows differ from the result without padding"
+        return None
+
+    def _agree(self, node: fx.Node) -> None:
+        """Sets the padded runs' real rows to the unpadded result, where the memory is the node's own."""
+        fact = self.facts[node]
+        if fact.is_view:
+            return
+        for _, real, padded in self._results(node):
+            for tensor in padded:
+                if all(stride > 0 or size <= 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+                    tensor.copy_(real)
+
+    def _follow_real(self, node: fx.Node) -> None:
+        """An eager node in the padded runs: run again where it looks at or writes their memory, else copied."""
+        fact = self.facts[node]
+        for target in fact.writes:
+            self._forget_padded(target)
+        for run in self.runs:
+            if fact.is_view or fact.writes:
+                self._execute(node, run, self.rows)
+            else:
+                value = self.real.values[node]
+                run.values[node] = _map_tensors(value, torch.clone)
+
+    # ---- execution ----------------------------------------------------------------------------------------------
+
+    def _execute(self, node: fx.Node, run: _Run, rows: int) -> None:
+        padded = run.poison is not None and self.kinds[node] == "graph"
+
+        def argument(source: fx.Node) -> Any:
+            return self._value_in(source, run, padded=padded, rows=rows)
+
+        args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), argument)
+        if self.facts[node].random:
+            torch.manual_seed(0)
+        with _regions(node.meta.get("autocast", ())):
+            if node.op == "call_method":
+                run.values[node] = getattr(args[0], str(node.target))(*args[1:], **kwargs)
+            else:
+                function: Any = node.target
+                run.values[node] = function(*args, **kwargs)
+        if target_name(node).startswith(("empty", "new_empty")):
+            for tensor in tensors_in(run.values[node]):
+                tensor.zero_()  # as in the segment; garbage would differ between the runs
+
+    def _value_in(self, source: fx.Node, run: _Run, *, padded: bool, rows: int | None = None) -> Any:
+        """What `source` is to a reader: padded to a graph node, real rows to an eager one, numbers for its row count."""
+        if source not in run.values:
+            return self._scalar(source.meta.get("example_value"), rows if rows is not None else self.rows)
+        value = run.values[source]
+        if run.poison is None or not any(True for _ in tensors_in(value)):
+            return value
+        is_real = self.kinds.get(source) == "eager"
+        if padded and is_real:
+            if source not in run.padded:
+                run.padded[source] = self._pad_eager(source, value, run.poison)
+            return run.padded[source]
+        if not padded and not is_real:
+            fakes = source.meta["example_value"]
+            return self._narrow(value, fakes)
+        return value
+
+    def _pad_eager(self, source: fx.Node, value: Any, variant: int) -> Any:
+        fakes = iter(list(tensors_in(source.meta["example_value"])))
+
+        def pad(tensor: torch.Tensor) -> torch.Tensor:
+            fake = next(fakes)
+            function, strides = self.sizes.of(fake.shape), self.sizes.of(fake.stride())
+            if function is None or not self.sizes.token_dims(fake):
+                return tensor
+            return self._with_padding(tensor, function(self.padded_rows), strides(self.padded_rows) if strides else None, variant)
+
+        return _map_tensors(value, pad)
+
+    def _narrow(self, value: Any, fakes: Any) -> Any:
+        remaining = iter(list(tensors_in(fakes)))
+
+        def narrow(tensor: torch.Tensor) -> torch.Tensor:
+            fake = next(remaining)
+            function = self.sizes.of(fake.shape)
+            if function is None or not self.sizes.token_dims(fake):
+                return tensor
+            # Strided where eager's would be dense: the node must read and write the run's own memory here.
+            return narrow_to(tensor, function(self.rows))
+
+        return _map_tensors(value, narrow)
+
+    def _scalar(self, value: Any, rows: int) -> Any:
+        if isinstance(value, (tuple, list)):
+            return type(value)(self._scalar(item, rows) for item in value) if type(value) is not torch.Size else tuple(
+                self._scalar(item, rows) for item in value
+            )
+        expr = internals.expression(value, self.trace.shape_env)
+        if expr is None or not expr.free_symbols:
+            return value if expr is None else (int(expr) if expr.is_integer else float(expr))
+        symbols = [self.token.symbol, *self.others]
+        if expr not in self._scalar_functions:
+            self._scalar_functions[expr] = internals.compile_expressions([expr], symbols)
+        return self._scalar_functions[expr](rows, *self.others.values())[0]
+
+    # ---- memory that is written ---------------------------------------------------------------------------------
+
+    def _fill_written(self, node: fx.Node) -> None:
+        """Stands in for a boundary op: what it writes holds random values, and poison where padded."""
+        outside = {p.node for p in self.trace.placeholders if p.kind == "state"}
+        for target in self.facts[node].writes:
+            fake = target.meta["example_value"]
+            if target in outside or not isinstance(fake, torch.Tensor) or target not in self.real.values:
+                continue
+            real = self.real.values[target]
+            if real.dtype.is_floating_point:
+                noise = torch.randn(tuple(real.shape), generator=self._generator).to(real.device, real.dtype)
+                real.copy_(noise)
+            else:
+                real.zero_()
+            self._forget_padded(target)
+            for run in self.runs:
+                tensor = run.values[target]
+                leading = narrow_to(tensor, real.shape)
+                for part in padded_parts(tensor, real.shape):
+                    part.fill_(poison_value(tensor.dtype, run.poison or 0) if real.dtype.is_floating_point else 0)
+                leading.copy_(real)
+
+    def _forget_padded(self, written: fx.Node) -> None:
+        """Padded copies of eager results that share memory with `written` are out of date."""
+        storages = {storage_of(tensor) for tensor in tensors_in(written.meta["example_value"])}
+        for run in self.runs:
+            for node in [node for node in run.padded if self.facts[node].storages & storages]:
+                del run.padded[node]
+
+    def _save_written(self, node: fx.Node) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        saved = []
+        for target in self.facts[node].writes:
+            for run in self.runs:
+                for tensor in tensors_in(run.values.get(target)):
+                    saved.append((tensor, tensor.clone()))
+        return saved
+
+    def _restore_written(self, saved: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        for tensor, before in saved:
+            tensor.copy_(before)
+
+
+def choose_probe_sizes(
+    example_num_tokens: int, buckets: Sequence[int], is_valid: Callable[[int], bool]
+) -> tuple[int, int] | None:
+    """(real, padded) row counts at which the trace holds: few rows, padded by at least one; None if there are none."""
+    real_options = [n for n in (6, 5, 7, example_num_tokens, 3, 2) if 2 <= n <= example_num_tokens or n == example_num_tokens]
+    for real in dict.fromkeys(real_options):
+        if not is_valid(real):
+            continue
+        for padded in (real + 3, real + 4, *(bucket for bucket in sorted(buckets) if bucket > real)):
+            if is_valid(padded):
+                return real, padded
+    for padded in sorted(buckets, reverse=True):
+        for real in (padded - 1, padded // 2):
+            if real >= 2 and is_valid(real) and is_valid(padded):
+                return real, padded
+    return None
+
+
+def _identical(left: torch.Tensor, right: torch.Tensor) -> bool:
+    if torch.equal(left, right):
+        return True
+    if not left.dtype.is_floating_point:
+        return False
+    return bool(((left == right) | ((left != left) & (right != right))).all())
+
+
+def _close(real: torch.Tensor, padded: torch.Tensor) -> bool:
+    """Equal up to the rounding of another kernel choice: 256 ulp of the largest value for fp32, 8 for 16-bit types."""
+    if not (real.dtype.is_floating_point or real.dtype.is_complex):
+        return bool(torch.equal(real, padded))
+    if real.numel() == 0:
+        return True
+    if real.dtype.itemsize == 1:
+        real, padded, ulps, eps = real.float(), padded.float(), 8, 0.125
+    else:
+        eps = torch.finfo(real.dtype).eps
+        ulps = 256 if real.dtype.itemsize >= 4 else 8
+    finite = torch.isfinite(real)
+    if not torch.equal(finite, torch.isfinite(padded)):
+        return False
+    scale = float(real[finite].abs().max()) if bool(finite.any()) else 0.0
+    return bool(torch.allclose(padded, real, rtol=0.0, atol=ulps * eps * max(scale, 1e-6), equal_nan=True))
+
+
+@contextmanager
+def _regions(regions: Sequence[tuple]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for arguments in regions:
+            opened = _enter_autocast(*arguments)
+            stack.callback(_exit_autocast, opened)
+        yield
+
+
+def _map_tensors(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    if isinstance(value, torch.Tensor):
+        return function(value)
+    if isinstance(value, (tuple, list)):
+        items = [_map_tensors(item, function) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items) if type(value) in (tuple, list) else tuple(items)
+    return value
+
+
+def _last_uses(graph: fx.Graph) -> dict[int, list[fx.Node]]:
+    position_of: dict[fx.Node, int] = {}
+    for position, node in enumerate(graph.nodes):
+        for argument in node.all_input_nodes:
+            position_of[argument] = position
+    found: dict[int, list[fx.Node]] = {}
+    for node, position in position_of.items():
+        found.setdefault(position, []).append(node)
+    return found
+
+
+def report_strictly(node: fx.Node, seen: str, where: str, path: str) -> CaptureError:
+    """The error of `strict`: which op mixes tokens, and where the user wrote it."""
+    return CaptureError(
+        f"op '{node.name}' in {path or 'forward'} ({where}) {seen}",
+        rule="no padded row reaches a real row, and nothing depends on the padded count [I3]",
+        fix="rewrite it row by row, move it behind a boundary op, or drop strict=True to run it eagerly",
+    )

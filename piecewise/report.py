@@ -1,0 +1,205 @@
+"""What was planned, captured and served, as text, JSON and Markdown."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from piecewise.plan import EagerReason, SegmentPlan
+from runners.stats import CallStats, FallbackReason
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class BucketReport:
+    """How the capture of one bucket went.
+
+    Attributes:
+        status: "captured", "eager" (the trace excludes it) or "failed".
+        reason: why it is not captured.
+        grown_bytes: by how much the shared pool grew for it.
+    """
+
+    bucket: int
+    status: str
+    reason: str
+    num_graphs: int = 0
+    num_ops: int = 0
+    grown_bytes: int = 0
+    capture_ms: float = 0.0
+    coverage: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SegmentReport:
+    """One segment of the plan as a reader sees it."""
+
+    index: int
+    kind: str
+    num_ops: int
+    module_path: str
+    ops: tuple[str, ...]
+    reasons: tuple[EagerReason, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PlanReport:
+    """A cut plan: its segments and the share of ops in graphs."""
+
+    token_dim: str
+    segments: tuple[SegmentReport, ...]
+    coverage: float
+    num_dead_ops: int
+
+    @classmethod
+    def of(cls, plan: SegmentPlan, input_names: Mapping[int, str]) -> PlanReport:
+        segments = tuple(
+            SegmentReport(s.index, s.kind, s.num_ops, s.module_path, s.op_names, s.reasons) for s in plan.segments
+        )
+        carried = ", ".join(
+            f"{input_names.get(rule.leaf, rule.leaf)} dim {', '.join(map(str, rule.dims))}" for rule in plan.token_dim.inputs
+        )
+        return cls(carried, segments, plan.coverage, plan.num_dead_ops)
+
+    def count(self, kind: str) -> int:
+        return sum(segment.kind == kind for segment in self.segments)
+
+    def reasons(self) -> Counter[str]:
+        return Counter(reason.code for segment in self.segments for reason in segment.reasons)
+
+    def __str__(self) -> str:
+        rows = [("segment", "kind", "ops", "module path", "reason")]
+        for segment in self.segments:
+            first = segment.reasons[0] if segment.reasons else None
+            reason = f"{first.op}: {first.detail}" if first else ""
+            more = f" (+{len(segment.reasons) - 1})" if len(segment.reasons) > 1 else ""
+            where = f" at {first.source}" if first and first.source else ""
+            rows.append((str(segment.index), segment.kind, str(segment.num_ops), segment.module_path, reason + more + where))
+        summary = (
+            f"{self.count('graph')} graph, {self.count('boundary')} boundary and {self.count('eager')} eager segments; "
+            f"{self.coverage:.1%} of ops in graphs; tokens in {self.token_dim}; {self.num_dead_ops} dead ops removed"
+        )
+        return _table(rows) + "\n" + summary
+
+    def to_markdown(self) -> str:
+        lines = ["| segment | kind | ops | module path | reason |", "|---|---|---|---|---|"]
+        for segment in self.segments:
+            reason = "; ".join(f"`{r.op}`: {r.detail}" for r in segment.reasons)
+            lines.append(f"| {segment.index} | {segment.kind} | {segment.num_ops} | {segment.module_path} | {reason} |")
+        return "\n".join([*lines, "", f"{self.coverage:.1%} of ops in graphs."])
+
+    def to_json(self) -> str:
+        return json.dumps(self.asdict(), indent=2)
+
+    def asdict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CaptureReport:
+    """What one `capture()` or `refresh()` did, bucket by bucket, largest first."""
+
+    buckets: tuple[BucketReport, ...]
+    serves_one_token: bool
+    pool_bytes: int
+    buffer_bytes: int
+
+    @property
+    def captured(self) -> tuple[int, ...]:
+        return tuple(sorted(report.bucket for report in self.buckets if report.status == "captured"))
+
+    @property
+    def ok(self) -> bool:
+        """Whether every bucket that was asked for has graphs."""
+        return all(report.status == "captured" for report in self.buckets)
+
+    def __str__(self) -> str:
+        rows = [("bucket", "status", "graphs", "ops", "ms", "pool grew", "reason")]
+        for report in self.buckets:
+            rows.append(
+                (
+                    str(report.bucket), report.status, str(report.num_graphs), str(report.num_ops),
+                    f"{report.capture_ms:.0f}", _bytes(report.grown_bytes), report.reason.splitlines()[0] if report.reason else "",
+                )  # fmt: skip
+            )
+        one = "replay" if self.serves_one_token else "run eagerly: the model branches on one token"
+        return f"{_table(rows)}\npool {_bytes(self.pool_bytes)}, buffers {_bytes(self.buffer_bytes)}; calls of one token {one}"
+
+    def asdict(self) -> dict[str, Any]:
+        return {**dataclasses.asdict(self), "captured": list(self.captured), "ok": self.ok}
+
+    def to_json(self) -> str:
+        return json.dumps(self.asdict(), indent=2)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Report:
+    """Plans, captures and calls of one graphed model."""
+
+    plans: tuple[PlanReport, ...]
+    captures: tuple[CaptureReport, ...]
+    stats: CallStats
+    unseen: Mapping[str, int]
+    changes: tuple[str, ...]
+    engine: str
+
+    @property
+    def coverage(self) -> float:
+        """Share of the first plan's ops that are in graphs."""
+        return self.plans[0].coverage if self.plans else 0.0
+
+    def __str__(self) -> str:
+        parts = [f"engine: {self.engine}"]
+        for index, (plan, capture) in enumerate(zip(self.plans, self.captures, strict=True)):
+            parts += [f"signature {index}", str(plan), str(capture)]
+        parts.append(self._calls())
+        return "\n\n".join(parts)
+
+    def _calls(self) -> str:
+        total = self.stats.replays + self.stats.eager_calls
+        share = f" ({self.stats.replays / total:.1%})" if total else ""
+        lines = [f"calls: {self.stats.replays} replayed of {total}{share}"]
+        for bucket, count in sorted(self.stats.calls_by_bucket.items()):
+            lines.append(f"  bucket {bucket}: {count}")
+        for code, count in self.stats.reasons.most_common():
+            reason = FallbackReason(code)
+            lines.append(f"  eager, {reason.value}: {count}. {reason.explanation} {reason.fix}")
+        lines += [f"  unseen signature, {count} calls: {text}" for text, count in self.unseen.items()]
+        lines += [f"  changed since capture: {text}" for text in self.changes]
+        return "\n".join(lines)
+
+    def asdict(self) -> dict[str, Any]:
+        return {
+            "engine": self.engine,
+            "coverage": self.coverage,
+            "plans": [plan.asdict() for plan in self.plans],
+            "captures": [capture.asdict() for capture in self.captures],
+            "calls": self.stats.asdict(),
+            "unseen_signatures": dict(self.unseen),
+            "changes": list(self.changes),
+        }
+
+    def to_json(self) -> str:
+        return json.dumps(self.asdict(), indent=2)
+
+    def to_markdown(self) -> str:
+        parts = ["# Graphed prefill report", ""]
+        for index, (plan, capture) in enumerate(zip(self.plans, self.captures, strict=True)):
+            parts += [f"## Signature {index}", "", plan.to_markdown(), "", "```", str(capture), "```", ""]
+        return "\n".join([*parts, "## Calls", "", "```", self._calls(), "```", ""])
+
+
+def _table(rows: Sequence[Sequence[str]]) -> str:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
+
+
+def _bytes(count: int) -> str:
+    size = float(count)
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.2f} GiB"

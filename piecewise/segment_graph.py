@@ -1,0 +1,143 @@
+"""Writes one segment as a graph of its own, and turns it into a plain function.
+
+The function is `segment(num_rows, *inputs) -> tuple`. Sizes are computed inside from `num_rows`, views of
+outside tensors are made inside from their bases, and autocast regions are opened inside, so that the segment computes
+the same for any row count, under any caller. Nodes get canonical names: equal segments have equal source.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import sympy
+import torch
+from torch import fx
+from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
+from torch.utils._sympy.interp import sympy_interp
+from torch.utils._sympy.reference import PythonReferenceAnalysis
+
+from piecewise import torch_internals as internals
+from piecewise.aliases import view_chain
+
+if TYPE_CHECKING:
+    from piecewise.split import Splitter
+
+
+class SegmentWriter:
+    """Copies `nodes` of the splitter's graph into a new graph, with what they need from outside as placeholders."""
+
+    def __init__(self, splitter: Splitter, kind: str, nodes: Sequence[fx.Node]) -> None:
+        self.splitter, self.kind, self.nodes = splitter, kind, tuple(nodes)
+        self.own = set(nodes)
+        self.graph = fx.Graph()
+        self.rows = self.graph.placeholder("num_rows")
+        self.input_nodes: list[fx.Node] = []
+        self.copies: dict[fx.Node, Any] = {}
+        self._scalars: dict[Any, Any] = {}
+        self._symbols: dict[sympy.Symbol, fx.Node] = {splitter.token.symbol: self.rows}
+        self._inputs: list[tuple[fx.Node, int]] = []
+        self._modules: dict[str, Any] = {}
+        self._last_placeholder = self.rows
+
+    def write(self) -> SegmentWriter:
+        """Copies the nodes; outputs are added by `finish`."""
+        region: tuple = ()
+        entered: list[fx.Node] = []
+        for node in self.nodes:
+            wanted = node.meta.get("autocast", ())
+            if wanted != region:
+                self._close(entered)
+                entered = [self.graph.call_function(_enter_autocast, arguments) for arguments in wanted]
+                region = wanted
+            self._copy(node)
+        self._close(entered)
+        return self
+
+    def _close(self, entered: list[fx.Node]) -> None:
+        for opened in reversed(entered):
+            self.graph.call_function(_exit_autocast, (opened,))
+
+    def _copy(self, node: fx.Node) -> None:
+        args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), self._argument)
+        self.copies[node] = self.graph.create_node(node.op, node.target, args, kwargs)
+
+    def _argument(self, node: fx.Node) -> Any:
+        if node in self.copies:
+            return self.copies[node]
+        verdict = self.splitter.verdicts.get(node)
+        if node.op == "get_attr" and not isinstance(getattr(self.splitter.trace.graph, str(node.target)), torch.Tensor):
+            self._modules[str(node.target)] = getattr(self.splitter.trace.graph, str(node.target))
+            self.copies[node] = self.graph.create_node("get_attr", str(node.target))
+            return self.copies[node]
+        value = node.meta.get("example_value")
+        if verdict is not None and self.splitter.classifier.is_floating(node):
+            base, chain = view_chain(node, self.splitter.facts)
+            self._argument(base)
+            for view in chain:
+                if view not in self.copies:
+                    self._copy(view)
+            return self.copies[node]
+        if isinstance(value, torch.Tensor) or node.op == "get_attr" or (verdict is not None and verdict.kind == "eager"):
+            return self._input(node)
+        return self._scalar(value)
+
+    def _input(self, node: fx.Node) -> fx.Node:
+        self.copies[node] = self._placeholder(self.splitter._value(node))
+        self.input_nodes.append(node)
+        return self.copies[node]
+
+    def _placeholder(self, value: int) -> fx.Node:
+        with self.graph.inserting_after(self._last_placeholder):
+            placeholder = self.graph.placeholder(f"v{len(self._inputs)}")
+        self._last_placeholder = placeholder
+        self._inputs.append((placeholder, value))
+        return placeholder
+
+    def _scalar(self, value: Any) -> Any:
+        """The number as ops on `num_rows`; a tuple of sizes as a tuple of such numbers."""
+        if isinstance(value, (tuple, list)):
+            return tuple(map(self._scalar, value))
+        expr = internals.expression(value, self.splitter.trace.shape_env)
+        if expr is None or not expr.free_symbols:
+            if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+                return int(value) if isinstance(value, torch.SymInt) else value.node.pytype(value)
+            return value
+        if expr not in self._scalars:
+            proxies = {}
+            for symbol in sorted(expr.free_symbols, key=str):
+                if symbol not in self._symbols:
+                    self._symbols[symbol] = self._placeholder(self.splitter.symbol_value(symbol))  # type: ignore[arg-type, index]
+                proxies[symbol] = fx.Proxy(self._symbols[symbol], fx.proxy.GraphAppendingTracer(self.graph))  # type: ignore[index]
+            proxy = sympy_interp(PythonReferenceAnalysis, proxies, expr)
+            self._scalars[expr] = proxy.node if isinstance(proxy, fx.Proxy) else proxy
+        return self._scalars[expr]
+
+    def zero_fill(self, node: fx.Node) -> None:
+        """Makes memory that the copied `empty*` node allocates start as zeros."""
+        copy = self.copies[node]
+        twins: dict[Any, Any] = {torch.empty: torch.zeros, torch.empty_like: torch.zeros_like, "new_empty": "new_zeros"}
+        if copy.target in twins:
+            copy.target = twins[copy.target]
+            return
+        with self.graph.inserting_after(copy):
+            self.graph.call_method("zero_", (copy,))
+
+    def input_values(self) -> list[int]:
+        return [value for _, value in self._inputs]
+
+    def finish(self, outputs: Sequence[fx.Node], functions: dict[Any, Any]) -> tuple[Any, str]:
+        """Closes the graph and compiles it; equal sources share one function object through `functions`."""
+        self.graph.output(tuple(self.copies[node] for node in outputs))
+        code = self.graph.python_code("self")
+        foreign = tuple((name, id(value)) for name, value in sorted(code.globals.items()))
+        key = (code.src, foreign, tuple((name, id(module)) for name, module in sorted(self._modules.items())))
+        if key not in functions:
+            names = dict(code.globals)
+            exec(compile(code.src, "<piecewise segment>", "exec"), names)
+            holder = torch.nn.Module()
+            for name, module in self._modules.items():
+                setattr(holder, name, module)
+            functions[key] = (functools.partial(names["forward"], holder), f"{self.kind}-{len(functions)}")
+        return functions[key]

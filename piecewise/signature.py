@@ -1,0 +1,168 @@
+"""Calls of the model: bound to forward's parameters, so that positional and keyword calls are one [I10].
+
+`CallBinder` maps `(args, kwargs)` to one value per parameter, through a generated function that has forward's own
+signature, so that Python's call machinery does the work. `write_matcher` generates the function that checks bound
+values against the structure a trace was made for and pulls out its leaves in the same pass.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from piecewise.structure import MatchWriter, Namespace, Structure, build_source
+
+
+class _Missing:
+    def __repr__(self) -> str:
+        return "MISSING"
+
+
+MISSING = _Missing()
+_NO_KEYWORDS: dict[str, Any] = {}
+
+
+def _sorted_keywords(keywords: dict[str, Any]) -> dict[str, Any]:
+    return dict(sorted(keywords.items())) if keywords else _NO_KEYWORDS
+
+
+class CallBinder:
+    """Binds calls to the parameters of `forward`; an argument that was not passed is `MISSING`."""
+
+    def __init__(self, forward: Callable[..., Any]) -> None:
+        self.parameters = tuple(inspect.signature(forward).parameters.values())
+        self.names = tuple(parameter.name for parameter in self.parameters)
+        parts, returned = [], []
+        last_kind = None
+        for position, parameter in enumerate(self.parameters):
+            kind, name = parameter.kind, parameter.name
+            if last_kind == parameter.POSITIONAL_ONLY and kind != last_kind:
+                parts.append("/")
+            if kind == parameter.KEYWORD_ONLY and last_kind not in (parameter.KEYWORD_ONLY, parameter.VAR_POSITIONAL):
+                parts.append("*")
+            if kind == parameter.VAR_POSITIONAL:
+                parts.append(f"*{name}")
+            elif kind == parameter.VAR_KEYWORD:
+                parts.append(f"**{name}")
+            else:
+                parts.append(f"{name}=_missing")
+            returned.append(f"_sorted({name})" if kind == parameter.VAR_KEYWORD else name)
+            last_kind = kind
+            if position == len(self.parameters) - 1 and kind == parameter.POSITIONAL_ONLY:
+                parts.append("/")
+        source = f"lambda {', '.join(parts)}: ({', '.join(returned)}{',' if len(returned) == 1 else ''})"
+        self.bind: Callable[..., tuple] = eval(source, {"_missing": MISSING, "_sorted": _sorted_keywords})
+
+    def call_source(self, values: Structure, leaf_names: Sequence[str], namespace: Namespace) -> str:
+        """The argument list, as source, that makes the bound call again: by keyword wherever forward allows it."""
+        has_star = any(
+            parameter.kind == parameter.VAR_POSITIONAL and child.children
+            for parameter, child in zip(self.parameters, values.children, strict=True)
+        )
+        parts = []
+        for parameter, child in zip(self.parameters, values.children, strict=True):
+            if child.kind == "const" and child.value is MISSING:
+                continue
+            source = build_source(child, leaf_names, namespace)
+            if parameter.kind == parameter.VAR_POSITIONAL:
+                parts.append(f"*{source}")
+            elif parameter.kind == parameter.VAR_KEYWORD:
+                parts.append(f"**{source}")
+            elif parameter.kind == parameter.POSITIONAL_ONLY or (
+                has_star and parameter.kind == parameter.POSITIONAL_OR_KEYWORD
+            ):
+                parts.append(source)
+            else:
+                parts.append(f"{parameter.name}={source}")
+        return ", ".join(parts)
+
+    def leaf_paths(self, values: Structure) -> dict[int, str]:
+        """Leaf index → what a user would call it: ``positions`` or ``features[2]['x']``."""
+        paths: dict[int, str] = {}
+        for parameter, child in zip(self.parameters, values.children, strict=True):
+            _collect_paths(child, parameter.name, paths)
+        return paths
+
+
+def _collect_paths(node: Structure, path: str, paths: dict[int, str]) -> None:
+    if node.kind in ("tensor", "int"):
+        paths.setdefault(node.index, path)
+    keys: Sequence[Any] = node.keys or range(len(node.children))
+    for key, child in zip(keys, node.children, strict=True):
+        named = node.kind in ("dataclass", "namedtuple")
+        _collect_paths(child, f"{path}.{key}" if named else f"{path}[{key!r}]", paths)
+
+
+class LeafRule:
+    """What a call's leaf must be: a tensor of this dtype, device and these static dims, or an int.
+
+    Attributes:
+        static: dim → size that the trace holds as a constant.
+        exact: the int's value, where the trace burned it in.
+    """
+
+    __slots__ = ("contiguous", "device", "dtype", "exact", "kind", "rank", "static")
+
+    def __init__(self, value: Any, *, static: Mapping[int, int], exact: int | None) -> None:
+        self.kind = "tensor" if isinstance(value, torch.Tensor) else "int"
+        self.static, self.exact = dict(static), exact
+        if self.kind == "tensor":
+            self.dtype, self.device, self.rank = value.dtype, value.device, value.dim()
+            self.contiguous = value.is_contiguous()
+
+    def mismatches(self, name: str, namespace: Namespace) -> list[str]:
+        if self.kind == "int":
+            wrong_value = f" or {name} != {self.exact}" if self.exact is not None else ""
+            return [f"type({name}) is not int{wrong_value}"]
+        types = namespace.name((torch.Tensor, torch.nn.Parameter))
+        dims = "".join(f" or {name}.shape[{dim}] != {size}" for dim, size in self.static.items())
+        return [
+            f"type({name}) not in {types} or {name}.dtype is not {namespace.name(self.dtype)}"
+            f" or {name}.device != {namespace.name(self.device)} or {name}.dim() != {self.rank}{dims}"
+            f" or {name}.is_contiguous() is not {self.contiguous}"
+        ]
+
+
+def write_matcher(
+    values: Structure,
+    rules: Mapping[int, LeafRule],
+    *,
+    anchor: tuple[int, int],
+    token_dims: Sequence[tuple[int, int, Callable[[int], int]]] = (),
+    distinct: Sequence[tuple[int, int]] = (),
+) -> Callable[[tuple], tuple[int, list[Any]] | None]:
+    """Generates `match(bound)`: (token count, leaves), or None where the call is of another signature.
+
+    A call whose inputs disagree about the token count gives (-1, leaves).
+
+    Args:
+        values: the structure of the bound values, a tuple node.
+        rules: leaf index → what it must be.
+        anchor: (leaf, dim) that the token count is read from.
+        token_dims: (leaf, dim, size as a function of the token count) of the other dims that carry tokens.
+        distinct: pairs of tensor leaves that must not share memory, since the call writes one of them.
+    """
+    namespace = Namespace()
+    writer = MatchWriter(namespace, lambda node, name: rules[node.index].mismatches(name, namespace))
+    for position, child in enumerate(values.children):
+        name = f"b{position}"
+        writer.lines.append(f"{name} = bound[{position}]")
+        writer.write(child, name)
+    for left, right in distinct:
+        one, other = writer.leaf_names[left], writer.leaf_names[right]
+        writer.reject(f"{one}.untyped_storage().data_ptr() == {other}.untyped_storage().data_ptr()")
+    leaves = ", ".join(writer.leaf_names[index] for index in sorted(writer.leaf_names))
+    writer.lines.append(f"rows = {writer.leaf_names[anchor[0]]}.shape[{anchor[1]}]")
+    for leaf, dim, size in token_dims:
+        expected = "rows" if size is same_count else f"{namespace.name(size, 'size')}(rows)"
+        writer.lines.append(f"if {writer.leaf_names[leaf]}.shape[{dim}] != {expected}: return -1, [{leaves}]")
+    body = "".join(f"    {line}\n" for line in writer.lines)
+    exec(f"def match(bound):\n{body}    return rows, [{leaves}]\n", namespace.globals)
+    return namespace.globals["match"]
+
+
+def same_count(rows: int) -> int:
+    return rows

@@ -1,0 +1,238 @@
+"""One kind of call that was captured: how to recognise it, and the plan that serves each bucket."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from piecewise import torch_internals as internals
+from piecewise.assemble import ModuleFacts, PlanAssembler
+from piecewise.compiler import TracedModel, example_of_size, serves_one_token, trace_model
+from piecewise.config import PiecewiseConfig
+from piecewise.plan import SegmentPlan
+from piecewise.report import BucketReport
+from piecewise.signature import LeafRule, same_count, write_matcher
+from piecewise.structure import Namespace, build_source
+from piecewise.trace import ExampleCall
+from runners.buckets import TokenBuckets
+from runners.buffers import StaticBuffers
+from runners.engine import GraphEngine, GraphPool
+from runners.errors import PiecewiseError
+from runners.stats import FallbackReason
+from runners.step_plan import StepPlan
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CaptureContext:
+    """What all captures of one graphed model share."""
+
+    model: nn.Module
+    forward: Any
+    config: PiecewiseConfig
+    engine: GraphEngine
+    pool: GraphPool
+    buffers: StaticBuffers
+    facts: ModuleFacts
+    on_bucket: Callable[[int, int], None]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ServedBucket:
+    """A bucket's plan, with the range check of the trace that it was made from."""
+
+    steps: StepPlan
+    plan: SegmentPlan
+
+
+@dataclasses.dataclass(slots=True)
+class CapturedSignature:
+    """One signature, its traces and the buckets that it serves.
+
+    Attributes:
+        match: bound values → (token count, leaves) or None.
+        rebuild: result leaves → the result.
+        served: bucket → plan; `refused`: bucket → why it runs eagerly.
+        serves_one: whether one token may replay.
+        global_state: false from `check()` where grad mode, autocast or the like differ from capture.
+    """
+
+    traced: TracedModel
+    plan: SegmentPlan
+    match: Callable[[tuple], tuple[int, list[Any]] | None]
+    rebuild: Callable[[list[Any]], Any]
+    global_state: Any
+    serves_one: bool
+    served: dict[int, ServedBucket] = dataclasses.field(default_factory=dict)
+    refused: dict[int, tuple[FallbackReason, str]] = dataclasses.field(default_factory=dict)
+    assemblers: list[PlanAssembler] = dataclasses.field(default_factory=list)
+    bucket_reports: dict[int, BucketReport] = dataclasses.field(default_factory=dict)
+    _valid: dict[tuple[int, int], bool] = dataclasses.field(default_factory=dict)
+
+    @property
+    def num_segments(self) -> int:
+        return len(self.plan.segments)
+
+    def is_valid(self, served: ServedBucket, num_tokens: int, leaves: Sequence[Any]) -> bool:
+        """Whether eager would take the traced branches at this real count, with these other sizes."""
+        plan = served.plan
+        if plan.symbols:
+            return plan.is_valid(num_tokens, *other_sizes(plan, leaves))
+        key = (served.steps.padded_num_tokens, num_tokens)
+        known = self._valid.get(key)
+        if known is None:
+            known = self._valid[key] = plan.is_valid(num_tokens)
+        return known
+
+    def reset(self) -> None:
+        for assembler in self.assemblers:
+            assembler.reset()
+        self.served.clear()
+        self.assemblers.clear()
+
+
+def other_sizes(plan: SegmentPlan, leaves: Sequence[Any]) -> list[int]:
+    """Values of the symbols that are not the token count, for one call."""
+    sizes = []
+    for index in plan.symbols:
+        value = plan.values[index]
+        sizes.append(leaves[value.leaf] if value.dim < 0 else leaves[value.leaf].shape[value.dim])
+    return sizes
+
+
+def trace_signature(context: CaptureContext, example: ExampleCall) -> CapturedSignature:
+    """Traces and cuts the example's kind of call; captures nothing yet."""
+    traced = trace_model(context.model, example, forward=context.forward, config=context.config)
+    traced.probe(context.config.buckets, strict=context.config.strict)
+    plan = traced.cut()
+    ratio = context.config.max_padding_ratio
+    one_is_in_range = ratio is None or context.config.buckets[0] <= ratio
+    serves_one = one_is_in_range and serves_one_token(
+        traced, context.model, forward=context.forward, config=context.config
+    )
+    with torch.no_grad():
+        global_state = internals.GlobalStateGuard()
+    return CapturedSignature(
+        traced, plan, _matcher(traced, plan, example), _rebuilder(traced), global_state, serves_one
+    )
+
+
+def capture_bucket(context: CaptureContext, signature: CapturedSignature, bucket: int) -> BucketReport:
+    """Captures one bucket, from the signature's trace or, where that excludes the bucket, from one at its size."""
+    began = time.perf_counter()
+    before = context.pool.allocated_bytes
+    try:
+        plan, assembler = _plan_for(context, signature, bucket)
+        if assembler is None:
+            detail = "the model branches on the token count, and no trace at this size holds"
+            signature.refused[bucket] = (FallbackReason.SHAPE_GUARD, detail)
+            report = BucketReport(bucket, "eager", detail)
+        else:
+            real = _warm_up_rows(plan, bucket, assembler.leaves)
+            done = 0
+            total = len(assembler.runners)
+
+            def on_segment() -> None:
+                nonlocal done
+                done += 1
+                context.on_bucket(done, total)
+
+            steps = assembler.capture(bucket, real, on_segment=on_segment)
+            signature.served[bucket] = ServedBucket(steps, plan)
+            signature.refused.pop(bucket, None)
+            num_ops = sum(
+                graph.num_ops for runner in assembler.runners.values() if (graph := runner.graph_for(bucket)) is not None
+            )
+            report = BucketReport(
+                bucket, "captured", "", num_graphs=len(assembler.runners), num_ops=num_ops,
+                grown_bytes=max(context.pool.allocated_bytes - before, 0),
+                coverage=plan.coverage,
+            )  # fmt: skip
+    except PiecewiseError as error:
+        if context.config.strict:
+            raise
+        signature.refused[bucket] = (FallbackReason.CAPTURE_FAILED, str(error))
+        report = BucketReport(bucket, "failed", str(error))
+    report = dataclasses.replace(report, capture_ms=(time.perf_counter() - began) * 1e3)
+    signature.bucket_reports[bucket] = report
+    return report
+
+
+def _plan_for(
+    context: CaptureContext, signature: CapturedSignature, bucket: int
+) -> tuple[SegmentPlan, PlanAssembler | None]:
+    leaves = signature.traced.trace.example.leaves
+    for assembler in signature.assemblers:
+        if assembler.plan.is_valid(bucket, *other_sizes(assembler.plan, leaves)):
+            return assembler.plan, assembler
+    traced, plan = signature.traced, signature.plan
+    if not plan.is_valid(bucket, *other_sizes(plan, leaves)):
+        example = example_of_size(signature.traced, bucket)
+        traced = trace_model(context.model, example, forward=context.forward, config=context.config)
+        traced.probe([bucket], strict=context.config.strict)
+        plan = traced.cut()
+        if not plan.is_valid(bucket, *other_sizes(plan, leaves)):
+            return plan, None
+    assembler = PlanAssembler(
+        plan, leaves=traced.trace.example.leaves, engine=context.engine, pool=context.pool, buffers=context.buffers,
+        facts=context.facts, warmup_steps=context.config.warmup_steps, outputs=context.config.outputs,
+    )  # fmt: skip
+    signature.assemblers.append(assembler)
+    return plan, assembler
+
+
+def _warm_up_rows(plan: SegmentPlan, bucket: int, leaves: Sequence[Any]) -> int:
+    """How many rows of a warm-up are real: about half, where the trace allows that count."""
+    others = other_sizes(plan, leaves)
+    for rows in (bucket // 2 + 1, bucket - 1, bucket):
+        if 1 < rows <= bucket and plan.is_valid(rows, *others):
+            return rows
+    return bucket
+
+
+def _matcher(traced: TracedModel, plan: SegmentPlan, example: ExampleCall) -> Callable[[tuple], Any]:
+    trace = traced.trace
+    symbolic = internals.symbolic_ints(trace.shape_env)
+    read = {placeholder.leaf for placeholder in trace.placeholders if placeholder.kind == "input"}
+    rules: dict[int, LeafRule] = {}
+    for index, leaf in enumerate(example.leaves):
+        if isinstance(leaf, torch.Tensor):
+            sizes = trace.symbols_of_leaf(index) if index in read else ()
+            static = {dim: int(expr) for dim, expr in enumerate(sizes) if expr.is_number}
+            rules[index] = LeafRule(leaf, static=static, exact=None)
+        else:
+            expr = symbolic.get(index)
+            rules[index] = LeafRule(leaf, static={}, exact=leaf if expr is None or expr.is_number else None)
+    token = plan.token_dim
+    dims = []
+    for rule in token.inputs:
+        for dim, size in rule.dims.items():
+            if (rule.leaf, dim) != (token.leaf, token.dim):
+                dims.append((rule.leaf, dim, same_count if dim == rule.anchor_dim else size))
+    tensors = [index for index, leaf in enumerate(example.leaves) if isinstance(leaf, torch.Tensor)]
+    distinct = [(written, other) for written in plan.written_leaves for other in tensors if other != written]
+    return write_matcher(
+        example.values, rules, anchor=(token.leaf, token.dim), token_dims=dims,
+        distinct=[pair for pair in distinct if not _share_memory(example.leaves, pair)],
+    )  # fmt: skip
+
+
+def _share_memory(leaves: Sequence[Any], pair: tuple[int, int]) -> bool:
+    left, right = (leaves[index].untyped_storage().data_ptr() for index in pair)
+    return left == right
+
+
+def _rebuilder(traced: TracedModel) -> Callable[[list[Any]], Any]:
+    namespace = Namespace()
+    names = [f"leaves[{index}]" for index in range(len(traced.trace.result_leaves))]
+    source = build_source(traced.trace.result, names, namespace)
+    return eval(f"lambda leaves: {source}", namespace.globals)
+
+
+def largest_first(buckets: TokenBuckets) -> list[int]:
+    """The order of capture: memory of the largest serves the rest [I9]."""
+    return sorted(buckets.sizes, reverse=True)

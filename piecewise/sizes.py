@@ -1,0 +1,35 @@
+"""Shapes and strides as plain functions of the row count."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import sympy
+import torch
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from piecewise import torch_internals as internals
+
+
+class SizeFunctions:
+    """Compiles size expressions of one trace once; equal ones share a function."""
+
+    def __init__(self, shape_env: ShapeEnv | None, symbol: sympy.Symbol) -> None:
+        self._shape_env, self._symbol = shape_env, symbol
+        self._known: dict[Any, Callable[[int], tuple[int, ...]] | None] = {}
+
+    def exprs(self, sizes: Sequence[Any]) -> tuple[sympy.Expr, ...]:
+        return tuple(internals.expression(size, self._shape_env) for size in sizes)  # type: ignore[misc]
+
+    def of(self, sizes: Sequence[Any]) -> Callable[[int], tuple[int, ...]] | None:
+        """rows → sizes; None where a symbol other than the token count occurs."""
+        exprs = self.exprs(sizes)
+        if exprs not in self._known:
+            others = {symbol for expr in exprs for symbol in expr.free_symbols} - {self._symbol}
+            self._known[exprs] = None if others else internals.compile_expressions(exprs, [self._symbol])
+        return self._known[exprs]
+
+    def token_dims(self, tensor: torch.Tensor) -> tuple[int, ...]:
+        """Dims whose size depends on the token count, ascending."""
+        return tuple(dim for dim, expr in enumerate(self.exprs(tensor.shape)) if self._symbol in expr.free_symbols)

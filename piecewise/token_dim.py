@@ -1,0 +1,197 @@
+"""Which symbol is the token count.
+
+Never "the first SymInt" and never an argument's name: boundary ops are called on tokens, so the symbol is the one that
+their arguments carry. A declared `token_args` dim decides; without one it is the symbol common to what the op
+writes and forward allocated (its `out`), as parameters, KV pools and metadata are written but not allocated in forward.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+from piecewise import torch_internals as internals
+from piecewise.aliases import NodeFacts, storage_of, tensors_in
+from piecewise.trace import Trace
+from runners.errors import TokenDimError
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class InputTokens:
+    """Where an input tensor carries tokens: dim → size as an expression of the token symbol."""
+
+    leaf: int
+    dims: Mapping[int, sympy.Expr]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TokenSymbol:
+    """The token count's symbol, its value in the example, and the inputs that carry it."""
+
+    symbol: sympy.Symbol
+    example_num_tokens: int
+    inputs: tuple[InputTokens, ...]
+
+    @property
+    def anchor(self) -> tuple[int, int]:
+        """(leaf, dim) whose size is exactly the token count."""
+        for carried in self.inputs:
+            for dim, expr in carried.dims.items():
+                if expr == self.symbol:
+                    return carried.leaf, dim
+        raise TokenDimError(
+            f"no input has a dim of exactly the token count '{self.symbol}'",
+            rule="the count is read from an input's shape on each call",
+            fix="pass one tensor with a dim of num_tokens",
+        )
+
+
+def find_token_symbol(trace: Trace, facts: Mapping[fx.Node, NodeFacts]) -> TokenSymbol:
+    """Returns the token symbol; specialises the other symbols of inputs that carry it to their example value.
+
+    Raises:
+        TokenDimError: no boundary op, or the symbol is absent, ambiguous or not a symbol of its own.
+    """
+    boundaries = [(node, fact) for node, fact in facts.items() if fact.boundary is not None]
+    if not boundaries:
+        raise TokenDimError(
+            "the traced model calls no boundary op",
+            expected="at least one registered in-place attention/KV op",
+            got="none",
+            rule="graphs are cut at boundary ops",
+            fix="declare the op with boundary_ops.define or boundary_ops.register, and call it in forward; "
+            "for a transformers model use boundary_ops.huggingface.attach(model, cache)",
+        )
+    outside = _outside_storages(trace)
+    candidates: set[sympy.Symbol] | None = None
+    for node, fact in boundaries:
+        carried = _symbols_carried(node, fact, trace, outside)
+        candidates = carried if candidates is None else candidates & carried or carried
+        if candidates and len(candidates) == 1:
+            break
+    symbol = _only(candidates or set(), trace, boundaries[0][0])
+    inputs = _inputs_carrying(trace, symbol)
+    _make_the_rest_static(trace, symbol)
+    found = TokenSymbol(symbol, _hint(trace, symbol), inputs)
+    _ = found.anchor
+    return found
+
+
+def _outside_storages(trace: Trace) -> set[int]:
+    values = [placeholder.node.meta.get("example_value") for placeholder in trace.placeholders]
+    return {storage_of(tensor) for value in values for tensor in tensors_in(value)}
+
+
+def _symbols_carried(node: fx.Node, fact: NodeFacts, trace: Trace, outside: set[int]) -> set[sympy.Symbol]:
+    """Symbols that this boundary call's tokens may have: one where an argument's dim is declared."""
+    assert fact.boundary is not None
+    bound: dict[str, Any] = dict(node.kwargs)
+    for argument, value in zip(fact.boundary.overload._schema.arguments, node.args, strict=False):
+        bound[argument.name] = value
+    for name, dim in (fact.boundary.token_args or {}).items():
+        value = bound[name].meta.get("example_value") if isinstance(bound.get(name), fx.Node) else None
+        if isinstance(value, torch.Tensor):
+            return _symbols_of(value.shape[dim : dim + 1 or None], trace)
+    written = [
+        tensor
+        for argument in fact.writes
+        for tensor in tensors_in(argument.meta["example_value"])
+        if storage_of(tensor) not in outside
+    ]
+    if written:
+        return set.intersection(*(_symbols_of(tensor.shape, trace) for tensor in written))
+    carried = [_symbols_of(t.shape, trace) for argument in fact.reads for t in tensors_in(argument.meta["example_value"])]
+    carried = [symbols for symbols in carried if symbols]
+    return set.intersection(*carried) if carried else set()
+
+
+def _symbols_of(sizes: Sequence[Any], trace: Trace) -> set[sympy.Symbol]:
+    exprs = [internals.expression(size, trace.shape_env) for size in sizes]
+    return {symbol for expr in exprs if expr is not None for symbol in expr.free_symbols}  # type: ignore[misc]
+
+
+def _only(candidates: set[sympy.Symbol], trace: Trace, node: fx.Node) -> sympy.Symbol:
+    where = _where(node)
+    described = _describe_inputs(trace)
+    if not candidates:
+        raise TokenDimError(
+            f"the arguments of {where} have no symbolic dim",
+            expected="a token count that stays symbolic",
+            got=f"sizes fixed by the example; inputs: {described}" + _specialised_at(trace),
+            rule="the token count must be traced as a symbol [I10]",
+            fix="pass an example of two or more tokens, and remove what fixes the count (int(n), math.log(n), "
+            "x.unbind(0), a table sliced to a constant length)",
+        )
+    if len(candidates) > 1:
+        names = ", ".join(sorted(map(str, candidates)))
+        raise TokenDimError(
+            f"the arguments of {where} carry several symbolic dims ({names})",
+            expected="one token count",
+            got=f"inputs: {described}",
+            rule="the token dim is the symbol that the boundary ops' arguments carry",
+            fix='declare it: boundary_ops.define(..., token_args={"q": 0, "out": 0}); a [batch, seq] pair must be packed to [1, n]',
+        )
+    return next(iter(candidates))
+
+
+def _specialised_at(trace: Trace) -> str:
+    if trace.shape_env is None:
+        return ""
+    fixed = [symbol for symbol in trace.shape_env.replacements if trace.shape_env.simplify(symbol).is_number]
+    places = [place for symbol in fixed if (place := internals.guard_location(trace.shape_env, symbol))]
+    return f"; fixed at {places[0]}" if places else ""
+
+
+def _where(node: fx.Node) -> str:
+    trace_text = node.meta.get("stack_trace") or ""
+    lines = [line.strip() for line in trace_text.splitlines() if line.strip().startswith("File ")]
+    name = getattr(node.target, "_qualified_op_name", None) or str(node.target)
+    return f"'{name}'" + (f" ({lines[-1]})" if lines else "")
+
+
+def _describe_inputs(trace: Trace) -> str:
+    parts = []
+    for leaf, value in enumerate(trace.example.leaves):
+        if isinstance(value, torch.Tensor):
+            sizes = trace.symbols_of_leaf(leaf) or tuple(value.shape)
+            parts.append(f"{trace.example.names[leaf]} [{', '.join(map(str, sizes))}]")
+    return ", ".join(parts) or "no tensors"
+
+
+def _inputs_carrying(trace: Trace, symbol: sympy.Symbol) -> tuple[InputTokens, ...]:
+    found = []
+    for placeholder in trace.placeholders:
+        if placeholder.kind != "input":
+            continue
+        sizes = trace.symbols_of_leaf(placeholder.leaf)
+        dims = {dim: expr for dim, expr in enumerate(sizes) if symbol in expr.free_symbols}
+        if dims:
+            found.append(InputTokens(placeholder.leaf, dims))
+    return tuple(found)
+
+
+def _make_the_rest_static(trace: Trace, symbol: sympy.Symbol) -> None:
+    """Fixes the 3 of a [3, n] or the hidden size of [1, n, hidden]: only the token count varies beside tokens."""
+    for placeholder in trace.placeholders:
+        value = placeholder.node.meta.get("example_value")
+        if not isinstance(value, torch.Tensor):
+            continue
+        exprs = [internals.expression(size, trace.shape_env) for size in value.shape]
+        if not any(expr is not None and symbol in expr.free_symbols for expr in exprs):
+            continue
+        for size, expr in zip(value.shape, exprs, strict=True):
+            if expr is not None and expr.free_symbols and symbol not in expr.free_symbols:
+                int(size)  # adds Eq(other, hint) to the ShapeEnv; later `simplify` returns the constant
+
+
+def _hint(trace: Trace, symbol: sympy.Symbol) -> int:
+    for carried in _inputs_carrying(trace, symbol):
+        for dim, expr in carried.dims.items():
+            if expr == symbol:
+                return int(trace.example.leaves[carried.leaf].shape[dim])
+    return 0

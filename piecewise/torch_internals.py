@@ -1,0 +1,164 @@
+"""Every private torch API that the compile-time half uses, in one place, for torch 2.11 to 2.13.
+
+Nothing here has a public equivalent; `tests/test_torch_internals.py` checks each of them on the installed version.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import sympy
+import torch
+import torch._dynamo as dynamo
+from torch._guards import TracingContext, detect_fake_mode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils._sympy.printers import PythonPrinter
+
+GlobalStateGuard = torch._C._dynamo.guards.GlobalStateGuard  # type: ignore[attr-defined]
+# `check()` is false where grad mode, autocast, default dtype, tf32 or determinism differ from construction time.
+
+
+@contextmanager
+def tracing_config(int_names: Sequence[str]) -> Iterator[None]:
+    """Dynamo settings for one trace: scalars and data-dependent shapes stay in the graph, named ints are symbols."""
+    with ExitStack() as stack:
+        stack.enter_context(
+            dynamo.config.patch(  # type: ignore[attr-defined]
+                capture_scalar_outputs=True, capture_dynamic_output_shape_ops=True
+            )
+        )
+        patterns = ",".join(re.escape(f"L['{name}']") for name in int_names)
+        if patterns:  # replaces the user's own setting, which names sources of the user's frames
+            stack.enter_context(torch.compiler.config.patch(dynamic_sources=patterns))  # type: ignore[attr-defined]
+        yield
+
+
+def dynamo_is_disabled() -> str | None:
+    """Why `torch.compile` would not call a backend now, or None."""
+    stance = dynamo.eval_frame._stance.stance
+    if stance == "force_eager":
+        return 'torch.compiler.set_stance("force_eager") is active'
+    if dynamo.config.disable:  # type: ignore[attr-defined]
+        return "TorchDynamo is disabled (TORCH_COMPILE_DISABLE or torch._dynamo.config.disable)"
+    return None
+
+
+def mark_dynamic(tensor: torch.Tensor, dim: int) -> None:
+    """Gives `dim` a symbol of its own; unlike the strict form it may still be specialised by the model."""
+    dynamo.maybe_mark_dynamic(tensor, dim)
+
+
+def mark_dynamic_strictly(tensor: torch.Tensor, dim: int) -> None:
+    """Gives `dim` a symbol whose specialisation is a `ConstraintViolationError` with the user's stack."""
+    dynamo.mark_dynamic(tensor, dim)
+
+
+def forget_code(code: Any) -> None:
+    """Drops Dynamo's cache entry of one code object, and with it the graph module that it keeps alive."""
+    dynamo.reset_code(code)
+
+
+def current_guards() -> list[tuple[str, str]]:
+    """(source, kind) of each guard of the trace in progress; only inside a backend."""
+    context = TracingContext.try_get()
+    if context is None:
+        return []
+    return [(guard.name, guard.create_fn_name()) for guard in context.guards_context.dynamo_guards]
+
+
+def source_name(node: torch.fx.Node) -> str | None:
+    """Python source, in terms of L and G, of what a placeholder stands for; only inside a backend."""
+    grapharg = node.meta.get("grapharg")
+    source = getattr(grapharg, "source", None)
+    name = getattr(source, "name", None)
+    return name() if callable(name) else name
+
+
+def shape_env_of(values: Sequence[Any]) -> ShapeEnv | None:
+    """The ShapeEnv behind the first fake tensor among `values`."""
+    fake_mode = detect_fake_mode([value for value in values if isinstance(value, torch.Tensor)])
+    return fake_mode.shape_env if fake_mode is not None else None
+
+
+def fake_mode_of(values: Sequence[Any]) -> Any:
+    return detect_fake_mode([value for value in values if isinstance(value, torch.Tensor)])
+
+
+def expression(value: Any, shape_env: ShapeEnv | None) -> sympy.Expr | None:
+    """The simplified expression behind an int, float or symbolic scalar; None for anything else.
+
+    `example_value` keeps the symbol of the time of recording; unification comes later, so always simplify.
+    """
+    if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        expr = value.node.expr
+        return shape_env.simplify(expr) if shape_env is not None and isinstance(expr, sympy.Expr) else expr
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    return sympy.Integer(value) if isinstance(value, int) else sympy.Float(value)
+
+
+def is_unbacked(expr: sympy.Basic) -> bool:
+    """Whether the expression holds a symbol whose value only data tells (`u0`, `zuf0`)."""
+    return any(str(symbol).startswith(("u", "zu")) for symbol in expr.free_symbols)
+
+
+def compile_expressions(expressions: Sequence[sympy.Basic], symbols: Sequence[sympy.Symbol]) -> Callable[..., tuple]:
+    """One plain Python function of `symbols` that returns the tuple of values; 0.1 µs an expression, not sympy's 40."""
+    import math
+
+    names = {symbol: f"a{position}" for position, symbol in enumerate(symbols)}
+    printer = PythonPrinter()
+    parts = []
+    for expr in expressions:
+        renamed = expr.xreplace({symbol: sympy.Symbol(name, integer=True) for symbol, name in names.items()})
+        parts.append(printer.doprint(renamed))
+    source = f"lambda {', '.join(names.values())}: ({', '.join(parts)}{',' if len(parts) == 1 else ''})"
+    return eval(source, {"math": math, "torch": torch})  # the printer's own output, not user text
+
+
+def guard_expressions(shape_env: ShapeEnv | None) -> list[sympy.Basic]:
+    """Conditions on the symbols under which the trace holds, simplified, true ones left out."""
+    if shape_env is None:
+        return []
+    found = []
+    for guard in shape_env.guards:
+        expr = shape_env.simplify(guard.expr)
+        if expr != sympy.true and expr not in found:
+            found.append(expr)
+    return found
+
+
+def guard_location(shape_env: ShapeEnv | None, symbol: sympy.Symbol) -> str | None:
+    """The user's line of the first guard that mentions `symbol`, where torch kept it."""
+    for guard in shape_env.guards if shape_env is not None else ():
+        if symbol in guard.expr.free_symbols and guard.sloc is not None:
+            user = getattr(guard.sloc, "maybe_user_loc", None)
+            if user:
+                return str(user)
+    return None
+
+
+def symbol_source(shape_env: ShapeEnv | None, symbol: sympy.Symbol) -> tuple[int, int] | None:
+    """(leaf, dim) of the traced function's argument that defines `symbol`; dim −1 for an int argument."""
+    for source in shape_env.var_to_sources.get(symbol, ()) if shape_env is not None else ():
+        name = source.name() if callable(source.name) else source.name
+        tensor = re.fullmatch(r"L\['t(\d+)'\]\.size\(\)\[(\d+)\]", name)
+        if tensor:
+            return int(tensor[1]), int(tensor[2])
+        number = re.fullmatch(r"L\['i(\d+)'\]", name)
+        if number:
+            return int(number[1]), -1
+    return None
+
+
+def symbolic_ints(shape_env: ShapeEnv | None) -> dict[int, sympy.Expr]:
+    """Leaf index → simplified expression of each int argument that the trace held as a symbol."""
+    found: dict[int, sympy.Expr] = {}
+    for symbol in list(shape_env.var_to_sources) if shape_env is not None else []:
+        source = symbol_source(shape_env, symbol)
+        if source is not None and source[1] < 0:
+            found[source[0]] = shape_env.simplify(symbol)  # type: ignore[union-attr]
+    return found

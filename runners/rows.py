@@ -1,0 +1,58 @@
+"""Real rows and padded rows of one tensor: narrowing, dense copies, and what padded rows are filled with.
+
+A graph works on `padded_num_tokens` rows; everything outside works on `num_tokens` rows, which are the leading ones on each
+dim that carries tokens [I1].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+
+def narrow_to(tensor: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
+    """The leading part of `tensor` of the given sizes, as a view of the same memory."""
+    if tuple(tensor.shape) == tuple(sizes):
+        return tensor
+    return tensor.as_strided(tuple(sizes), tensor.stride(), tensor.storage_offset())
+
+
+def has_strides(tensor: torch.Tensor, strides: Sequence[int]) -> bool:
+    """Whether the strides match where they matter: dims of size 0 or 1 may have any."""
+    return tensor.numel() == 0 or all(
+        size <= 1 or have == want for size, have, want in zip(tensor.shape, tensor.stride(), strides, strict=True)
+    )
+
+
+def is_dense(sizes: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether the elements fill their memory without holes or overlaps, in some order of dims."""
+    expected = 1
+    for stride, size in sorted((stride, size) for size, stride in zip(sizes, strides, strict=True) if size != 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def padded_parts(tensor: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
+    """Views that together cover what lies outside the leading part of `sizes`: one per dim that is shorter there."""
+    parts = []
+    inner = tensor
+    for dim, size in enumerate(sizes):
+        if size < tensor.shape[dim]:
+            parts.append(inner.narrow(dim, size, tensor.shape[dim] - size))
+            inner = inner.narrow(dim, 0, size)
+    return parts
+
+
+def poison_value(dtype: torch.dtype, variant: int) -> float | int | bool:
+    """What to put into padded rows to see whether they reach real ones: NaN, +1e4 and −1e4 for floats.
+
+    Two values would miss an ascending sort, where both go last.
+    """
+    if dtype.is_floating_point or dtype.is_complex:
+        return (float("nan"), 1e4, -1e4)[variant % 3]
+    if dtype is torch.bool:
+        return variant % 2 == 0
+    return (0, 1, 0)[variant % 3]
