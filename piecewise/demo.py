@@ -123,8 +123,8 @@ class SideBySide:
             path = next((str(code) for code in after if after[code] != reasons.get(code, 0)), "no reason")
         cached = self._cached(requests)
         # Entering the batch again runs the same step again, over the same slots.
-        with batch, piecewise.eager_only():
-            eager = self.graphed(**inputs).logits
+        with batch:
+            eager = self.graphed.model(**inputs).logits
         expected, expected_cached = self._expected(chunks)
         last = batch.last_token_indices
         next_tokens = logits[0, last].argmax(-1)
@@ -200,13 +200,14 @@ def run_demo(
         started = time.perf_counter()
         captured = pair.capture(chunks[0]["0"] + chunks[0]["1"])
         print(f"\nTraced and captured in {time.perf_counter() - started:.1f} s\n{captured}\n", file=file)
-        print(f"{pair.graphed.explain(**_example(pair, largest))}\n", file=file)
+        for plan in pair.graphed.report().plans:
+            print(f"{plan}\n", file=file)
         problems = [
             *_run_prompts(demo, pair, chunks, file),
             *_run_france(demo, pair, file),
             *_run_sizes(demo, pair, config, file),
         ]
-    print(f"\n{pair.graphed.report()}\n", file=file)
+    _print_summary(pair, file)
     for problem in problems:
         print(f"DIFFERENT: {problem}", file=file)
     if not problems:
@@ -224,10 +225,15 @@ def _print_heading(demo: DemoModel, config: PiecewiseConfig, *, asked: str | Non
     print(f"Buckets  {', '.join(map(str, config.buckets))}", file=file)
 
 
-def _example(pair: SideBySide, largest: int) -> dict[str, torch.Tensor]:
-    num_tokens = max(2, largest)
-    positions = torch.arange(num_tokens, device=pair.cache.device).unsqueeze(0)
-    return {"input_ids": torch.zeros_like(positions), "position_ids": positions}
+def _print_summary(pair: SideBySide, file: TextIO) -> None:
+    stats = pair.graphed.stats
+    print(f"\nCoverage {pair.graphed.report().coverage:.1%} of ops in graphs", file=file)
+    print(f"Calls    {stats.replays} replayed, {stats.eager_calls} eager", file=file)
+    for bucket, count in sorted(stats.calls_by_bucket.items()):
+        print(f"         {count} in bucket {bucket}", file=file)
+    for reason, count in stats.reasons.most_common():
+        print(f"         {count} eager, {reason}: {reason.explanation}", file=file)
+    print(file=file)
 
 
 def _fitting_chunks(demo: DemoModel, largest: int) -> list[dict[str, list[int]]]:

@@ -1,0 +1,178 @@
+"""What a call costs on the host, apart from the kernels: measured with everything else taken out.
+
+A graphed toy model is captured as usual. Then its segments are replaced by empty ones, so that what is left
+of a call is the product's own work. It is timed in parts: the fixed part (binding, signature, bucket, copy-in,
+output), which must not grow with depth; the comparison of addresses and module state, which does; and the
+calls of boundary ops.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import platform
+import sys
+import timeit
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+from torch import nn
+
+import boundary_ops
+import piecewise
+from piecewise.api import GraphedModule
+from runners.state_check import StateCheck
+from runners.step_plan import CallStep, ReplayStep, StepPlan
+
+_BUCKET, _NUM_TOKENS, _HIDDEN, _VOCAB = 32, 24, 32, 64
+_ROUNDS = 7
+
+_nothing = boundary_ops.define(
+    "piecewise_bench::nothing(Tensor x, Tensor(a!) out) -> ()",
+    lambda x, out: None,
+    token_args={"x": 0, "out": 0},
+)
+
+
+class _Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(_HIDDEN)
+        self.first, self.second = nn.Linear(_HIDDEN, _HIDDEN), nn.Linear(_HIDDEN, _HIDDEN)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        inner = self.first(self.norm(x))
+        out = torch.zeros_like(inner)
+        _nothing(inner, out)
+        return x + self.second(out)
+
+
+class _Toy(nn.Module):
+    """Two tensor inputs, [num_tokens] each, and a plain tensor output, [num_tokens, hidden]."""
+
+    def __init__(self, num_layers: int) -> None:
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(_VOCAB, _HIDDEN), nn.Embedding(_VOCAB, _HIDDEN)
+        self.layers = nn.ModuleList(_Layer() for _ in range(num_layers))
+
+    def forward(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        x = self.tokens(ids) + self.places(positions)
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class _EmptyGraph:
+    """A captured segment without ops."""
+
+    outputs: tuple[Any, ...] = ()
+    num_ops = 0
+    is_empty = True
+
+    def replay(self) -> None:
+        pass
+
+    def reset(self) -> None:
+        pass
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class HostOverhead:
+    """Host time of one call at one depth, microseconds, best of several rounds.
+
+    Attributes:
+        num_layers: boundary ops of the model.
+        num_compared: addresses and pieces of module state that a call compares.
+        fixed_us: binding, signature, bucket, copy-in of two inputs, empty steps, output.
+        state_us: the comparison, by itself.
+        boundary_us: what one boundary op's call adds, with an op that does nothing.
+        whole_us: a call with all three.
+    """
+
+    num_layers: int
+    num_compared: int
+    fixed_us: float
+    state_us: float
+    boundary_us: float
+    whole_us: float
+
+
+def measure_host_overhead(num_layers: int, *, num_calls: int) -> HostOverhead:
+    """Time a call of a model of this depth on the tape engine with empty segments."""
+    graphed = piecewise.compile(_Toy(num_layers).eval(), buckets=[_BUCKET], engine="tape", progress=False)
+    ids, positions = torch.arange(_NUM_TOKENS), torch.arange(_NUM_TOKENS)
+    with torch.no_grad():
+        graphed.capture(ids, positions)
+        steps = _step_plan(graphed)
+        graphs_empty = [_emptied(step) if isinstance(step, ReplayStep) else step for step in steps.steps]
+        all_empty = [_emptied(step) for step in steps.steps]
+        timed = {}
+        for name, kept, check in (
+            ("fixed", all_empty, StateCheck()),
+            ("calls", graphs_empty, StateCheck()),
+            ("whole", graphs_empty, steps.check),
+        ):
+            _serve(graphed, dataclasses.replace(steps, steps=tuple(kept), check=check, _bound=OrderedDict()))
+            timed[name] = _best_us(partial(graphed, ids, positions), num_calls)
+        state_us = _best_us(steps.check.is_unchanged, num_calls)
+    assert graphed.stats.eager_calls == 0, graphed.stats
+    return HostOverhead(
+        num_layers=num_layers,
+        num_compared=steps.check.num_entries,
+        fixed_us=timed["fixed"],
+        state_us=state_us,
+        boundary_us=(timed["calls"] - timed["fixed"]) / num_layers,
+        whole_us=timed["whole"],
+    )
+
+
+def print_host_overhead(
+    *, num_calls: int = 2000, depths: Sequence[int] = (2, 32), file: TextIO | None = None
+) -> list[HostOverhead]:
+    """Measure each depth and print the table; returns what was measured."""
+    file = file or sys.stdout
+    print(f"{_processor()}; torch {torch.__version__}, Python {platform.python_version()}", file=file)
+    print(
+        f"Host time per call, µs, best of {_ROUNDS} rounds of {num_calls} calls: tape engine, empty segments,"
+        " two tensor inputs, one tensor output",
+        file=file,
+    )
+    print("\n            fixed part   state comparison   each boundary call   whole call", file=file)
+    measured = [measure_host_overhead(depth, num_calls=num_calls) for depth in depths]
+    for each in measured:
+        compared = f"{each.state_us:.1f} ({each.num_compared} entries)"
+        print(
+            f"{each.num_layers:3} layers  {each.fixed_us:10.1f}   {compared:>16}   {each.boundary_us:18.1f}  "
+            f" {each.whole_us:10.1f}",
+            file=file,
+        )
+    return measured
+
+
+def _step_plan(graphed: GraphedModule) -> StepPlan:
+    # Taking a call apart needs what the public interface hides.
+    return graphed._signatures[0].served[_BUCKET].steps
+
+
+def _serve(graphed: GraphedModule, steps: StepPlan) -> None:
+    served = graphed._signatures[0].served
+    served[_BUCKET] = dataclasses.replace(served[_BUCKET], steps=steps)
+
+
+def _emptied(step: ReplayStep | CallStep) -> ReplayStep:
+    return ReplayStep(_EmptyGraph(), step.name)
+
+
+def _best_us(call: Callable[[], object], num_calls: int) -> float:
+    """The least of several rounds' means: other work on the machine only ever adds."""
+    return min(timeit.repeat(call, number=num_calls, repeat=_ROUNDS)) / num_calls * 1e6
+
+
+def _processor() -> str:
+    found = Path("/proc/cpuinfo")
+    lines = found.read_text().splitlines() if found.exists() else []
+    names = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor() or platform.machine())
