@@ -126,6 +126,8 @@ def find_facts(graph: fx.Graph, *, enabled: frozenset[str] | None = None) -> dic
         writes = tuple(reads[index] for index in print_.written_args)
         shared = any(storages & {storage_of(t) for t in tensors_in(arg.meta["example_value"])} for arg in reads)
         is_view = bool(storages) and not writes and shared and _all_shared(node, reads)
+        if is_tuple_item(node):  # an item is the tensor that its producer made, unless that makes views (split)
+            is_view = facts[node.args[0]].is_view  # type: ignore[index]
         facts[node] = NodeFacts(
             reads, writes, storages, is_view, print_.random, print_.reads_back, print_.data_dependent, print_.from_host
         )
@@ -147,14 +149,16 @@ def _schema_writes(node: fx.Node, boundary: BoundaryOp) -> tuple[fx.Node, ...]:
 
 
 def _footprint(node: fx.Node, reads: Sequence[fx.Node], fake_mode: Any, memo: dict[Any, _Footprint]) -> _Footprint:
-    key = _memo_key(node)
+    key = node_key(node)
     known = memo.get(key)
     if known is None:
         known = memo[key] = _run_on_fakes(node, reads, fake_mode)
     return known
 
 
-def _memo_key(node: fx.Node) -> Any:
+def node_key(node: fx.Node) -> Any:
+    """Equal for nodes that do the same on tensors of the same kind: layers of a model repeat them."""
+
     def describe(value: Any) -> Any:
         if isinstance(value, fx.Node):
             return describe(value.meta.get("example_value"))

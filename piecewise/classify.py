@@ -19,6 +19,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from piecewise import torch_internals as internals
 from piecewise.aliases import NodeFacts, is_tuple_item, storage_of, tensors_in, view_chain
 from piecewise.normalize import target_name
+from piecewise.torch_internals import SYMBOLIC
 
 REASONS: Mapping[str, str] = {
     "random": "draws random numbers, which a replay would repeat",
@@ -32,6 +33,7 @@ REASONS: Mapping[str, str] = {
     "token_count_as_value": "uses the token count as a value, which the padded count would change [I3]",
     "shared_with_eager": "writes memory that an eager op or the caller also holds",
     "mixes_tokens": "padded rows or the padded count reach real rows; found by the probes [I3]",
+    "not_recordable": "does something inside that a graph cannot repeat; found by the probes",
     "view_for_boundary": "is a view of a tensor that graphs do not own",
 }
 
@@ -65,7 +67,7 @@ class Classifier:
         symbol: sympy.Symbol,
         shape_env: ShapeEnv | None,
         device: torch.device,
-        forced: Mapping[fx.Node, str],
+        forced: Mapping[fx.Node, Verdict],
     ) -> None:
         self.graph, self.facts, self.symbol, self.shape_env = graph, facts, symbol, shape_env
         self.device, self.forced = device, forced
@@ -88,7 +90,7 @@ class Classifier:
             for size in tensor.shape:
                 if not isinstance(size, int):
                     found |= self._free(size)
-        if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        if isinstance(value, SYMBOLIC):
             found |= self._free(value)
         return frozenset(found)
 
@@ -110,7 +112,7 @@ class Classifier:
         if is_tuple_item(node):
             return self.verdicts[node.args[0]]  # type: ignore[index]
         if node in self.forced:
-            return Verdict("eager", "mixes_tokens", self.forced[node])
+            return self.forced[node]
         code = self._unrecordable(node, fact, value)
         if code is None and not any(True for _ in tensors_in(value)) and not fact.writes:
             return Verdict("scalar")
@@ -156,15 +158,14 @@ class Classifier:
         arguments = node.args[1 + (node.op == "call_method") :] if name in _TAKES_SIZES_FIRST else node.args
         counted = False
 
-        def look(argument: fx.Node) -> fx.Node:
+        def look(argument: Any) -> Any:
             nonlocal counted
-            value = argument.meta.get("example_value")
-            if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool, torch.Size)):
-                sizes = value if isinstance(value, torch.Size) else (value,)
-                counted = counted or any(self.symbols(size) for size in sizes)
+            value = argument.meta.get("example_value") if isinstance(argument, fx.Node) else argument
+            sizes = value if isinstance(value, torch.Size) else (value,)
+            counted = counted or any(isinstance(size, SYMBOLIC) and bool(self.symbols(size)) for size in sizes)
             return argument
 
-        fx.node.map_arg((arguments, dict(node.kwargs)), look)
+        fx.node.map_aggregate((arguments, dict(node.kwargs)), look)
         return counted
 
     def _spread_shared_writes(self) -> bool:

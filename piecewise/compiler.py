@@ -12,7 +12,7 @@ from torch import fx, nn
 import boundary_ops
 from piecewise import torch_internals as internals
 from piecewise.aliases import NodeFacts, find_facts, remove_dead_nodes
-from piecewise.classify import Classifier
+from piecewise.classify import Classifier, Verdict
 from piecewise.config import PiecewiseConfig
 from piecewise.normalize import normalize
 from piecewise.one_token import has_same_program
@@ -32,7 +32,7 @@ class TracedModel:
     facts: dict[fx.Node, NodeFacts]
     token: TokenSymbol
     num_dead_ops: int
-    forced: dict[fx.Node, str] = dataclasses.field(default_factory=dict)
+    forced: dict[fx.Node, Verdict] = dataclasses.field(default_factory=dict)
 
     def cut(self) -> SegmentPlan:
         """The plan with what the probes have found so far."""
@@ -57,7 +57,7 @@ class TracedModel:
                 return
             if strict:
                 node, seen = next(iter(found.items()))
-                raise report_strictly(node, seen, source_line(node), module_path(node))
+                raise report_strictly(node, seen.detail, source_line(node), module_path(node))
             self.forced |= found
 
     def _verdicts(self) -> Any:

@@ -10,6 +10,7 @@ from torch import fx
 
 from piecewise import torch_internals as internals
 from piecewise.aliases import tensors_in
+from piecewise.torch_internals import SYMBOLIC
 from piecewise.trace import Trace
 
 
@@ -69,7 +70,7 @@ class _Program:
             return tuple((key, self._argument(item)) for key, item in sorted(value.items()))
         if isinstance(value, slice):
             return ("slice", self._argument(value.start), self._argument(value.stop), self._argument(value.step))
-        if isinstance(value, (int, float)) and not isinstance(value, bool):
+        if isinstance(value, (int, float, *SYMBOLIC)) and not isinstance(value, bool):
             return self._number(value)
         return repr(value)
 

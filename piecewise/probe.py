@@ -25,14 +25,16 @@ from torch import fx
 from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 
 from piecewise import torch_internals as internals
-from piecewise.aliases import NodeFacts, storage_of, tensors_in
+from piecewise.aliases import NodeFacts, node_key, storage_of, tensors_in
 from piecewise.classify import Verdict
 from piecewise.normalize import target_name
 from piecewise.sizes import SizeFunctions
 from piecewise.token_dim import TokenSymbol
+from piecewise.torch_internals import SYMBOLIC
 from piecewise.trace import Trace
 from runners.errors import CaptureError
 from runners.rows import narrow_to, padded_parts, poison_value
+from runners.tape import TapeEngine
 
 NUM_POISONS = 3
 
@@ -90,13 +92,16 @@ class Probe:
         self.sizes = SizeFunctions(trace.shape_env, token.symbol)
         self.real = _Run(num_tokens, None)
         self.runs = [_Run(padded_num_tokens, variant) for variant in range(NUM_POISONS)]
-        self.forced: dict[fx.Node, str] = {}
+        self.forced: dict[fx.Node, Verdict] = {}
         self.others: dict[Any, int] = {}
         self._last_use = _last_uses(trace.graph.graph)
         self._generator = torch.Generator().manual_seed(0)
         self._scalar_functions: dict[Any, Callable[..., tuple]] = {}
+        self._recordable: dict[Any, str | None] = {}
+        self._tape = TapeEngine()
+        self._pool = self._tape.new_pool(trace.example.leaves[token.anchor[0]].device)
 
-    def run(self) -> dict[fx.Node, str]:
+    def run(self) -> dict[fx.Node, Verdict]:
         device = self.trace.example.leaves[self.token.anchor[0]].device
         with torch.inference_mode(False), torch.no_grad(), unchanged_random_state(device):
             self._load_placeholders()
@@ -107,6 +112,7 @@ class Probe:
                 elif node.op.startswith("call"):
                     self._step(node)
                 self._free(position)
+        self._pool.release()
         return self.forced
 
     def _free(self, position: int) -> None:
@@ -176,6 +182,9 @@ class Probe:
         if kind == "boundary":
             self._fill_written(node)
             return
+        if kind == "graph" and (refused := self._refused_recording(node)) is not None:
+            self.forced[node] = Verdict("eager", "not_recordable", refused)
+            self.kinds[node] = kind = "eager"
         if kind == "graph":
             saved = self._save_written(node)
             self._execute(node, self.real, self.rows)
@@ -183,7 +192,7 @@ class Probe:
             if seen is None:
                 self._agree(node)
                 return
-            self.forced[node] = seen
+            self.forced[node] = Verdict("eager", "mixes_tokens", seen)
             self.kinds[node] = "eager"
             self._restore_written(saved)
             for run in self.runs:
@@ -191,6 +200,30 @@ class Probe:
         else:
             self._execute(node, self.real, self.rows)
         self._follow_real(node)
+
+    def _refused_recording(self, node: fx.Node) -> str | None:
+        """Why the node cannot be recorded, or None; asked once for nodes that differ only in their tensors.
+
+        The fakes do not show what a custom op's kernel does inside, and the tape does: reading values back, say.
+        """
+        key = node_key(node)
+        if key in self._recordable:
+            return self._recordable[key]
+        copies: dict[int, torch.Tensor] = {}
+
+        def own(tensor: torch.Tensor) -> torch.Tensor:
+            return copies.setdefault(id(tensor), tensor.clone()) if self.facts[node].writes else tensor
+
+        args, kwargs = _map_tensors(self._operands(node, self.real, self.rows, padded=False), own)
+        refused = None
+        try:
+            graph = self._tape.capture(lambda: [self._call(node, args, kwargs)], pool=self._pool, segment=node.name)
+            graph.reset()
+        except CaptureError as error:
+            refused = f"{error.what}: {error.got}" if error.got else error.what
+        self._pool.end_bucket()
+        self._recordable[key] = refused
+        return refused
 
     def _run_padded(self, node: fx.Node) -> str | None:
         """Runs the node in each padded run; what differs, or None."""
@@ -256,22 +289,28 @@ class Probe:
 
     def _execute(self, node: fx.Node, run: _Run, rows: int) -> None:
         padded = run.poison is not None and self.kinds[node] == "graph"
-
-        def argument(source: fx.Node) -> Any:
-            return self._value_in(source, run, padded=padded, rows=rows)
-
-        args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), argument)
+        args, kwargs = self._operands(node, run, rows, padded=padded)
         if self.facts[node].random:
             torch.manual_seed(0)
-        with _regions(node.meta.get("autocast", ())):
-            if node.op == "call_method":
-                run.values[node] = getattr(args[0], str(node.target))(*args[1:], **kwargs)
-            else:
-                function: Any = node.target
-                run.values[node] = function(*args, **kwargs)
+        run.values[node] = self._call(node, args, kwargs)
         if target_name(node).startswith(("empty", "new_empty")):
             for tensor in tensors_in(run.values[node]):
                 tensor.zero_()  # as in the segment; garbage would differ between the runs
+
+    def _operands(self, node: fx.Node, run: _Run, rows: int, *, padded: bool) -> tuple[Any, Any]:
+        def operand(source: Any) -> Any:
+            if isinstance(source, fx.Node):
+                return self._value_in(source, run, padded=padded, rows=rows)
+            return self._scalar(source, rows) if isinstance(source, SYMBOLIC) else source
+
+        return fx.node.map_aggregate((node.args, dict(node.kwargs)), operand)  # type: ignore[return-value]
+
+    def _call(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
+        with _regions(node.meta.get("autocast", ())):
+            if node.op == "call_method":
+                return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+            function: Any = node.target
+            return function(*args, **kwargs)
 
     def _value_in(self, source: fx.Node, run: _Run, *, padded: bool, rows: int | None = None) -> Any:
         """What `source` is to a reader: padded to a graph node, real rows to an eager one, numbers for its row count."""
@@ -427,6 +466,8 @@ def _regions(regions: Sequence[tuple]) -> Iterator[None]:
 def _map_tensors(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     if isinstance(value, torch.Tensor):
         return function(value)
+    if isinstance(value, dict):
+        return {key: _map_tensors(item, function) for key, item in value.items()}
     if isinstance(value, (tuple, list)):
         items = [_map_tensors(item, function) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items) if type(value) in (tuple, list) else tuple(items)

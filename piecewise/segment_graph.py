@@ -20,6 +20,7 @@ from torch.utils._sympy.reference import PythonReferenceAnalysis
 
 from piecewise import torch_internals as internals
 from piecewise.aliases import view_chain
+from piecewise.torch_internals import SYMBOLIC
 
 if TYPE_CHECKING:
     from piecewise.split import Splitter
@@ -60,10 +61,13 @@ class SegmentWriter:
             self.graph.call_function(_exit_autocast, (opened,))
 
     def _copy(self, node: fx.Node) -> None:
-        args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), self._argument)
+        args, kwargs = fx.node.map_aggregate((node.args, dict(node.kwargs)), self._argument)
         self.copies[node] = self.graph.create_node(node.op, node.target, args, kwargs)
 
-    def _argument(self, node: fx.Node) -> Any:
+    def _argument(self, node: Any) -> Any:
+        """What a leaf of the arguments is inside: a copied node, a placeholder, a number, or itself."""
+        if not isinstance(node, fx.Node):
+            return self._scalar(node) if isinstance(node, SYMBOLIC) else node
         if node in self.copies:
             return self.copies[node]
         verdict = self.splitter.verdicts.get(node)
@@ -101,7 +105,7 @@ class SegmentWriter:
             return tuple(map(self._scalar, value))
         expr = internals.expression(value, self.splitter.trace.shape_env)
         if expr is None or not expr.free_symbols:
-            if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+            if isinstance(value, SYMBOLIC):
                 return int(value) if isinstance(value, torch.SymInt) else value.node.pytype(value)
             return value
         if expr not in self._scalars:

@@ -22,7 +22,6 @@ from piecewise.trace import ExampleCall
 from runners.buckets import TokenBuckets
 from runners.buffers import StaticBuffers
 from runners.engine import GraphEngine, GraphPool
-from runners.errors import PiecewiseError
 from runners.stats import FallbackReason
 from runners.step_plan import StepPlan
 
@@ -152,7 +151,7 @@ def capture_bucket(context: CaptureContext, signature: CapturedSignature, bucket
                 grown_bytes=max(context.pool.allocated_bytes - before, 0),
                 coverage=plan.coverage,
             )  # fmt: skip
-    except PiecewiseError as error:
+    except Exception as error:
         if context.config.strict:
             raise
         signature.refused[bucket] = (FallbackReason.CAPTURE_FAILED, str(error))

@@ -40,7 +40,7 @@ class Splitter:
         facts: Mapping[fx.Node, NodeFacts],
         token: TokenSymbol,
         *,
-        forced: Mapping[fx.Node, str],
+        forced: Mapping[fx.Node, Verdict],
         num_dead_ops: int = 0,
     ) -> None:
         self.trace, self.facts, self.token, self.num_dead_ops = trace, facts, token, num_dead_ops

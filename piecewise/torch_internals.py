@@ -17,6 +17,8 @@ from torch._guards import TracingContext, detect_fake_mode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._sympy.printers import PythonPrinter
 
+SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
+
 GlobalStateGuard = torch._C._dynamo.guards.GlobalStateGuard  # type: ignore[attr-defined]
 # `check()` is false where grad mode, autocast, default dtype, tf32 or determinism differ from construction time.
 
@@ -92,7 +94,7 @@ def expression(value: Any, shape_env: ShapeEnv | None) -> sympy.Expr | None:
 
     `example_value` keeps the symbol of the time of recording; unification comes later, so always simplify.
     """
-    if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+    if isinstance(value, SYMBOLIC):
         expr = value.node.expr
         return shape_env.simplify(expr) if shape_env is not None and isinstance(expr, sympy.Expr) else expr
     if isinstance(value, bool) or not isinstance(value, (int, float)):
