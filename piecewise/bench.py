@@ -1,9 +1,9 @@
 """What a call costs on the host, apart from the kernels: measured with everything else taken out.
 
 A graphed toy model is captured as usual. Then its segments are replaced by empty ones, so that what is left
-of a call is the product's own work. It is timed in parts: the fixed part (binding, signature, bucket, copy-in,
-output), which must not grow with depth; the comparison of addresses and module state, which does; and the
-calls of boundary ops.
+of a call is the product's own work. It is timed in parts: the fixed part (binding, signature, bucket,
+copy-in, output), which must not grow with depth; the comparison of addresses and module state, which does;
+and the calls of boundary ops.
 """
 
 from __future__ import annotations
