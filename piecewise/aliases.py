@@ -1,9 +1,9 @@
 """What each node of a traced graph reads, writes and shares memory with, and the aten ops behind it.
 
-Dynamo-level nodes are Python callables (`F.dropout`, `x.view`, `operator.iadd`) whose effects no schema tells. Each node is
-therefore run once more on its fake inputs under a dispatch mode, which sees the aten ops and their schemas;
-nodes that differ only in which layer they belong to share one run. Who shares memory with whom is read from the storages of
-the fakes that Dynamo left in ``meta["example_value"]``.
+Dynamo-level nodes are Python callables (`F.dropout`, `x.view`, `operator.iadd`) whose effects no schema
+tells. Each node is therefore run once more on its fake inputs under a dispatch mode, which sees the aten
+ops and their schemas; nodes that differ only in which layer they belong to share one run. Who shares
+memory with whom is read from the storages of the fakes that Dynamo left in ``meta["example_value"]``.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ from boundary_ops.registry import BoundaryOp, lookup
 from piecewise import torch_internals as internals
 
 _HOST_FACTORIES = frozenset({"tensor", "as_tensor", "from_numpy", "asarray", "scalar_tensor"})
-_READ_BACK_METHODS = frozenset({"item", "tolist", "numpy", "__bool__", "__float__", "__int__", "is_nonzero", "cpu"})
+_READ_BACK_METHODS = frozenset(
+    {"item", "tolist", "numpy", "__bool__", "__float__", "__int__", "is_nonzero", "cpu"}
+)
 
 
 def storage_of(tensor: torch.Tensor) -> int:
@@ -97,7 +99,9 @@ class _RecordOps(TorchDispatchMode):
 
 def tensor_arguments(node: fx.Node) -> tuple[fx.Node, ...]:
     """Argument nodes whose value is a tensor or holds some, each once, in order."""
-    return tuple(n for n in node.all_input_nodes if any(True for _ in tensors_in(n.meta.get("example_value"))))
+    return tuple(
+        n for n in node.all_input_nodes if any(True for _ in tensors_in(n.meta.get("example_value")))
+    )
 
 
 def find_facts(graph: fx.Graph, *, enabled: frozenset[str] | None = None) -> dict[fx.Node, NodeFacts]:
@@ -124,12 +128,23 @@ def find_facts(graph: fx.Graph, *, enabled: frozenset[str] | None = None) -> dic
             continue
         print_ = _footprint(node, reads, fake_mode, memo)
         writes = tuple(reads[index] for index in print_.written_args)
-        shared = any(storages & {storage_of(t) for t in tensors_in(arg.meta["example_value"])} for arg in reads)
+        shared = any(
+            storages & {storage_of(t) for t in tensors_in(arg.meta["example_value"])} for arg in reads
+        )
         is_view = bool(storages) and not writes and shared and _all_shared(node, reads)
-        if is_tuple_item(node):  # an item is the tensor that its producer made, unless that makes views (split)
+        if is_tuple_item(
+            node
+        ):  # an item is the tensor that its producer made, unless that makes views (split)
             is_view = facts[node.args[0]].is_view  # type: ignore[index]
         facts[node] = NodeFacts(
-            reads, writes, storages, is_view, print_.random, print_.reads_back, print_.data_dependent, print_.from_host
+            reads,
+            writes,
+            storages,
+            is_view,
+            print_.random,
+            print_.reads_back,
+            print_.data_dependent,
+            print_.from_host,
         )
     return facts
 
@@ -148,7 +163,9 @@ def _schema_writes(node: fx.Node, boundary: BoundaryOp) -> tuple[fx.Node, ...]:
     return tuple(dict.fromkeys(item for item in flat if isinstance(item, fx.Node)))
 
 
-def _footprint(node: fx.Node, reads: Sequence[fx.Node], fake_mode: Any, memo: dict[Any, _Footprint]) -> _Footprint:
+def _footprint(
+    node: fx.Node, reads: Sequence[fx.Node], fake_mode: Any, memo: dict[Any, _Footprint]
+) -> _Footprint:
     key = node_key(node)
     known = memo.get(key)
     if known is None:
@@ -227,7 +244,8 @@ def _has_dropout(node: fx.Node) -> bool:
 
 
 def is_dead(node: fx.Node, facts: Mapping[fx.Node, NodeFacts]) -> bool:
-    """Whether nothing can tell that the node is missing: no users, no writes, no random numbers drawn, no check."""
+    """Whether nothing can tell that the node is missing: no users, no writes, no random numbers drawn, no
+    check."""
     if node.users or not node.op.startswith(("call", "get_attr")):
         return False
     fact = facts.get(node)
@@ -252,7 +270,8 @@ def remove_dead_nodes(graph: fx.Graph, facts: dict[fx.Node, NodeFacts]) -> int:
 def view_chain(node: fx.Node, facts: Mapping[fx.Node, NodeFacts]) -> tuple[fx.Node, tuple[fx.Node, ...]]:
     """The base that a view looks at, and the view nodes from it to `node`, in order.
 
-    A getitem on a tuple of views (`split`, `chunk`) is part of the chain. A node that is no view is its own base.
+    A getitem on a tuple of views (`split`, `chunk`) is part of the chain. A node that is no view is its
+    own base.
     """
     chain: list[fx.Node] = []
     current = node
@@ -272,6 +291,9 @@ def view_chain(node: fx.Node, facts: Mapping[fx.Node, NodeFacts]) -> tuple[fx.No
 
 
 def is_tuple_item(node: fx.Node) -> bool:
-    return node.op == "call_function" and node.target is operator.getitem and isinstance(
-        node.args[0], fx.Node
-    ) and isinstance(node.args[0].meta.get("example_value"), (tuple, list))
+    return (
+        node.op == "call_function"
+        and node.target is operator.getitem
+        and isinstance(node.args[0], fx.Node)
+        and isinstance(node.args[0].meta.get("example_value"), (tuple, list))
+    )

@@ -9,23 +9,21 @@ A call takes one of two ways, and the results are the same on both [I6]:
 
 from __future__ import annotations
 
+import difflib
+import itertools
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from piecewise.assemble import ModuleFacts
-from piecewise.compiler import check_boundary_ops, trace_model
+import boundary_ops
 from piecewise.config import PiecewiseConfig
 from piecewise.report import CaptureReport, PlanReport, Report
 from piecewise.signature import CallBinder
-from piecewise.signatures import CapturedSignature, CaptureContext, capture_bucket, largest_first, trace_signature
-from piecewise.state import module_facts
-from piecewise.trace import ExampleCall
 from runners.buckets import TokenBuckets
 from runners.buffers import StaticBuffers
 from runners.engine import GraphEngine, GraphPool, engine_for
@@ -34,6 +32,14 @@ from runners.mode import in_capture_window, is_eager_only
 from runners.stats import CallStats, FallbackReason
 from runners.step_plan import StateChanged
 
+if TYPE_CHECKING:
+    from piecewise.signatures import CaptureContext, CapturedSignature
+    from piecewise.trace import ExampleCall
+
+_CHANGE_REASONS = {
+    "moved_address": FallbackReason.MOVED_ADDRESS,
+    "module_state_changed": FallbackReason.MODULE_STATE_CHANGED,
+}
 _MAX_LISTED = 16
 # A bucket seen this often is worth its capture.
 _LAZY_CALLS = 3
@@ -48,13 +54,15 @@ class GraphedModule:
         stats: counters of calls; see `CallStats`.
     """
 
-    def __init__(self, model: nn.Module, config: PiecewiseConfig, *, forward: Callable[..., Any] | None = None) -> None:
+    def __init__(
+        self, model: nn.Module, config: PiecewiseConfig, *, forward: Callable[..., Any] | None = None
+    ) -> None:
         if not isinstance(model, nn.Module):
             raise ConfigError(
                 "argument 'model'", expected="a torch.nn.Module", got=type(model).__name__,
                 rule="graphs read weights through their modules", fix="wrap the function in an nn.Module",
             )  # fmt: skip
-        check_boundary_ops(config)
+        _check_boundary_ops(config)
         self.model = model
         self.piecewise_config = config
         self.stats = CallStats()
@@ -81,8 +89,6 @@ class GraphedModule:
 
     def __repr__(self) -> str:
         return f"GraphedModule({type(self.model).__name__}, captured={list(self.stats.captured)})"
-
-    # ---- calls --------------------------------------------------------------------------------------------------
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own call: `model(*args, **kwargs)`, replayed where a captured bucket serves it."""
@@ -112,7 +118,8 @@ class GraphedModule:
         return self._forward(*args, **kwargs)
 
     def _find_plan(self, args: Any, kwargs: Any) -> Any:
-        """(signature, step plan, token count, leaves) where a plan serves this call, else the reason why not."""
+        """(signature, step plan, token count, leaves) where a plan serves this call, else the reason why
+        not."""
         if is_eager_only():
             return FallbackReason.EAGER_ONLY
         if torch.is_grad_enabled():
@@ -127,7 +134,9 @@ class GraphedModule:
         for position, signature in enumerate(self._signatures):
             matched = signature.match(bound)
             if matched is not None:
-                return self._plan_for(position, signature, *matched, may_capture=may_capture, call=(args, kwargs))
+                return self._plan_for(
+                    position, signature, *matched, may_capture=may_capture, call=(args, kwargs)
+                )
         return self._unseen_signature(args, kwargs, may_capture)
 
     def _bind(self, args: Any, kwargs: Any) -> tuple:
@@ -137,7 +146,14 @@ class GraphedModule:
         return self._binder.bind(*args, **kwargs)
 
     def _plan_for(
-        self, position: int, signature: CapturedSignature, num_tokens: int, leaves: list[Any], *, may_capture: bool, call: Any
+        self,
+        position: int,
+        signature: CapturedSignature,
+        num_tokens: int,
+        leaves: list[Any],
+        *,
+        may_capture: bool,
+        call: Any,
     ) -> Any:
         if num_tokens <= 0:
             return FallbackReason.ZERO_TOKENS if num_tokens == 0 else FallbackReason.TOKEN_COUNT_MISMATCH
@@ -181,7 +197,7 @@ class GraphedModule:
             return FallbackReason.SIGNATURE_LIMIT
         self._add_signature(args, kwargs)
         if in_capture_window():
-            self._capture_buckets(len(self._signatures) - 1, largest_first(self._buckets))
+            self._capture_buckets(len(self._signatures) - 1, self._largest_first())
         matched = self._signatures[-1].match(self._bind(args, kwargs))
         if matched is None:
             return FallbackReason.UNSEEN_SIGNATURE
@@ -193,12 +209,11 @@ class GraphedModule:
         assert changed.change is not None
         if changed.change.detail in self._changes or len(self._changes) < _MAX_LISTED:
             self._changes[changed.change.detail] = None
-        return FallbackReason(changed.change.kind)
-
-    # ---- capture ------------------------------------------------------------------------------------------------
+        return _CHANGE_REASONS[changed.change.kind]
 
     def capture(self, *args: Any, **kwargs: Any) -> CaptureReport:
-        """Captures every bucket for calls like this example: same structure, dtypes and options, any token count.
+        """Captures every bucket for calls like this example: same structure, dtypes and options, any token
+        count.
 
         The model is traced, not run; boundary ops are not called, and no attention metadata is needed.
 
@@ -214,10 +229,8 @@ class GraphedModule:
         """
         with self._exclusive("capture"):
             bound = self._bind(args, kwargs)
-            for position, signature in enumerate(self._signatures):
-                if signature.match(bound) is not None:
-                    break
-            else:
+            known = [i for i, signature in enumerate(self._signatures) if signature.match(bound) is not None]
+            if not known:
                 if len(self._signatures) >= self.piecewise_config.max_signatures:
                     raise StateError(
                         f"capture() of signature {len(self._signatures) + 1}",
@@ -227,8 +240,8 @@ class GraphedModule:
                         fix="raise max_signatures, or make the calls alike",
                     )
                 self._add_signature(args, kwargs)
-                position = len(self._signatures) - 1
-            missing = [b for b in largest_first(self._buckets) if b not in self._signatures[position].served]
+            position = known[0] if known else len(self._signatures) - 1
+            missing = [b for b in self._largest_first() if b not in self._signatures[position].served]
             return self._capture_buckets(position, missing)
 
     def refresh(self) -> CaptureReport | None:
@@ -237,12 +250,14 @@ class GraphedModule:
         The old graphs and their memory go first, so two pools never exist at once.
         """
         with self._exclusive("refresh"):
+            from piecewise.signatures import trace_signature
+
             examples = [signature.traced.trace.example for signature in self._signatures]
             self._drop_graphs()
             report = None
             for example in examples:
                 self._signatures.append(trace_signature(self._context(), example))
-                report = self._capture_buckets(len(self._signatures) - 1, largest_first(self._buckets))
+                report = self._capture_buckets(len(self._signatures) - 1, self._largest_first())
             return report
 
     def release(self) -> None:
@@ -269,27 +284,38 @@ class GraphedModule:
             self._engine = engine_for(self.piecewise_config.engine, device)
         if self._pool is None:
             self._pool = self._engine.new_pool(device)
-        values, hooks = module_facts(self.model, skip_root_forward=self._in_place)
+        from piecewise.signatures import CaptureContext
+
         return CaptureContext(
             self.model, self._forward, self.piecewise_config, self._engine, self._pool, self._buffers,
-            ModuleFacts(tuple(values), tuple(hooks)), lambda done, total: None,
+            skip_root_forward=self._in_place,
         )  # fmt: skip
 
+    def _largest_first(self) -> list[int]:
+        """The order of capture: memory of the largest bucket serves the rest [I9]."""
+        return sorted(self._buckets.sizes, reverse=True)
+
     def _device(self) -> torch.device:
-        for tensor in self.model.parameters():
-            return tensor.device
-        for tensor in self.model.buffers():
-            return tensor.device
-        return torch.device("cpu")
+        tensors = itertools.chain(self.model.parameters(), self.model.buffers())
+        first: torch.Tensor | None = next(tensors, None)
+        return first.device if first is not None else torch.device("cpu")
 
     def _add_signature(self, args: Any, kwargs: Any) -> None:
-        self._bind(args, kwargs)
-        assert self._binder is not None
-        example = ExampleCall.from_call(self._binder, args, kwargs)
-        self._signatures.append(trace_signature(self._context(), example))
+        from piecewise.signatures import trace_signature
+
+        self._signatures.append(trace_signature(self._context(), self._example(args, kwargs)))
         self._reports.append(CaptureReport((), self._signatures[-1].serves_one, 0, 0))
 
+    def _example(self, args: Any, kwargs: Any) -> ExampleCall:
+        from piecewise.trace import ExampleCall
+
+        self._bind(args, kwargs)
+        assert self._binder is not None
+        return ExampleCall.from_call(self._binder, args, kwargs)
+
     def _capture_buckets(self, position: int, buckets: list[int]) -> CaptureReport:
+        from piecewise.signatures import capture_bucket
+
         signature, context = self._signatures[position], self._context()
         bar = _progress_bar(len(buckets), enabled=self.piecewise_config.progress)
         made = []
@@ -321,18 +347,17 @@ class GraphedModule:
         self._buffers = StaticBuffers()
         self.stats.captured = ()
 
-    # ---- looking ------------------------------------------------------------------------------------------------
-
     def explain(self, *args: Any, **kwargs: Any) -> PlanReport:
-        """The plan for calls like this one: segments, reasons, coverage. Nothing is captured and no state changes.
+        """The plan for calls like this one: segments, reasons, coverage. Nothing is captured and no state
+        changes.
 
         Raises:
             TraceError, TokenDimError: as for `capture`.
         """
         with self._exclusive("explain"):
-            self._bind(args, kwargs)
-            assert self._binder is not None
-            example = ExampleCall.from_call(self._binder, args, kwargs)
+            from piecewise.compiler import trace_model
+
+            example = self._example(args, kwargs)
             traced = trace_model(self.model, example, forward=self._forward, config=self.piecewise_config)
             traced.probe(self.piecewise_config.buckets, strict=False)
             return PlanReport.of(traced.cut(), example.names)
@@ -342,12 +367,18 @@ class GraphedModule:
         plans = tuple(PlanReport.of(s.plan, s.traced.trace.example.names) for s in self._signatures)
         engine = self._engine.name if self._engine is not None else "none yet"
         return Report(
-            plans, tuple(self._reports), self.stats.snapshot(), dict(self._unseen), tuple(self._changes), engine
+            plans,
+            tuple(self._reports),
+            self.stats.snapshot(),
+            dict(self._unseen),
+            tuple(self._changes),
+            engine,
         )
 
 
 class _Exclusive:
-    """Holds the module's lock for a capture; a call from inside one, or a capture from inside a call, is refused."""
+    """Holds the module's lock for a capture; a call from inside one, or a capture from inside a call, is
+    refused."""
 
     def __init__(self, graphed: GraphedModule, what: str) -> None:
         self._graphed, self._what = graphed, what
@@ -386,7 +417,9 @@ def explain(model: nn.Module, *args: Any, config: PiecewiseConfig | None = None,
     return GraphedModule(model, config if config is not None else PiecewiseConfig()).explain(*args, **kwargs)
 
 
-def enable(model: nn.Module, config: PiecewiseConfig | str | Path | None = None, /, **overrides: Any) -> GraphedModule:
+def enable(
+    model: nn.Module, config: PiecewiseConfig | str | Path | None = None, /, **overrides: Any
+) -> GraphedModule:
     """Like `compile`, in place: `model.forward` is swapped, so callers that hold `model` replay graphs too.
 
     Returns:
@@ -461,5 +494,22 @@ def _describe_call(args: Any, kwargs: Any) -> str:
         text = repr(value)
         return text if len(text) <= 40 else type(value).__name__
 
-    parts = [describe(value) for value in args] + [f"{key}={describe(value)}" for key, value in kwargs.items()]
+    parts = [describe(value) for value in args] + [
+        f"{key}={describe(value)}" for key, value in kwargs.items()
+    ]
     return f"({', '.join(parts)})"
+
+
+def _check_boundary_ops(config: PiecewiseConfig) -> None:
+    """Refuses names in `boundary_ops` that are not registered, with the ones that are."""
+    known = [op.name for op in boundary_ops.registered()]
+    for name in config.boundary_ops or ():
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            raise ConfigError(
+                f"boundary op '{name}' in 'boundary_ops'",
+                expected=f"a registered op ({', '.join(known) or 'none is'})",
+                got="an unknown name" + (f"; did you mean '{near[0]}'?" if near else ""),
+                rule="graphs are cut at registered ops",
+                fix="declare it with boundary_ops.define or boundary_ops.register first",
+            )

@@ -3,8 +3,8 @@
 For each bucket, in this order [I8, I9]:
 
 1. static buffers for what graphs read and do not make;
-2. warm-ups, segment by segment, each with another poison in the padded rows; the real rows of the results must not
-   change with it;
+2. warm-ups, segment by segment, each with another poison in the padded rows; the real rows of the results
+   must not change with it;
 3. capture of each graph segment on static memory;
 4. state that graph segments write is put back.
 
@@ -19,9 +19,8 @@ from typing import Any
 
 import torch
 
-from piecewise.plan import Segment, SegmentPlan, ValueSpec
+from piecewise.plan import ComputedNumber, Segment, SegmentPlan, ValueSpec
 from piecewise.probe import int_candidates, resize_leaf, unchanged_random_state
-from piecewise.split import ComputedNumber
 from runners.buffers import StaticBuffers
 from runners.engine import GraphEngine, GraphPool
 from runners.errors import CaptureError
@@ -69,21 +68,23 @@ class PlanAssembler:
         }  # fmt: skip
         self.warmup_steps = warmup_steps
         self.shadowed = [
-            value for value in plan.values if value.index in self.read_by_graphs and value.origin in ("input", "eager")
+            value
+            for value in plan.values
+            if value.index in self.read_by_graphs and value.origin in ("input", "eager")
         ]
         self.graph_memory = {value.memory for value in plan.values if value.origin == "graph"}
 
-    # ---- capture ------------------------------------------------------------------------------------------------
-
-    def capture(self, bucket: int, real_rows: int, *, on_segment: Callable[[], None] = lambda: None) -> StepPlan:
+    def capture(
+        self, bucket: int, real_rows: int, *, on_segment: Callable[[], None] = lambda: None
+    ) -> StepPlan:
         """Warms up and captures every graph segment at `bucket` rows.
 
         Args:
             real_rows: how many rows of the warm-ups are real; the rest is poisoned.
             on_segment: called after each graph segment, for progress.
         Raises:
-            CaptureError: a segment cannot be captured, or its real rows change with its padding. Nothing of the
-                bucket is left behind.
+            CaptureError: a segment cannot be captured, or its real rows change with its padding. Nothing
+                of the bucket is left behind.
         """
         shadows = {value.index: self._shadow_buffer(value, bucket) for value in self.shadowed}
         written = self._written_state()
@@ -109,7 +110,9 @@ class PlanAssembler:
         sizes = value.sizes(bucket)
         strides = value.strides(bucket) if value.strides is not None else ()
         key = ("input", value.leaf) if value.origin == "input" else ("eager", value.index)
-        return self.buffers.tensor(key, sizes, strides or torch.empty(sizes, device="meta").stride(), value.dtype, value.device)
+        return self.buffers.tensor(
+            key, sizes, strides or torch.empty(sizes, device="meta").stride(), value.dtype, value.device
+        )
 
     def _state_tensor(self, value: ValueSpec) -> torch.Tensor:
         assert value.state is not None
@@ -117,7 +120,9 @@ class PlanAssembler:
 
     def _written_state(self) -> list[torch.Tensor]:
         memories = {memory for segment in self.plan.graph_segments() for memory in segment.writes}
-        return [self._state_tensor(v) for v in self.plan.values if v.origin == "state" and v.memory in memories]
+        return [
+            self._state_tensor(v) for v in self.plan.values if v.origin == "state" and v.memory in memories
+        ]
 
     def _fill_shadows(self, shadows: dict[int, torch.Tensor], real_rows: int) -> None:
         for value in self.shadowed:
@@ -141,7 +146,7 @@ class PlanAssembler:
             elif segment.kind == "graph":
                 arguments = self._arguments(segment, made)
                 if segment.views_only:
-                    outputs = segment.function(bucket, *arguments)
+                    outputs: Sequence[torch.Tensor] = segment.function(bucket, *arguments)
                 else:
                     outputs = self._warm_up_segment(segment, bucket, real_rows, arguments)
                 made.update(zip(segment.outputs, outputs, strict=True))
@@ -153,7 +158,9 @@ class PlanAssembler:
         values = [self.plan.values[index] for index in segment.inputs]
         outputs_spec = [self.plan.values[index] for index in segment.outputs]
         written = [
-            (tensor, tensor.clone()) for value, tensor in zip(values, arguments, strict=True) if value.memory in segment.writes
+            (tensor, tensor.clone())
+            for value, tensor in zip(values, arguments, strict=True)
+            if value.memory in segment.writes
         ]
         first: list[torch.Tensor] = []
         outputs: Sequence[torch.Tensor] = ()
@@ -164,8 +171,15 @@ class PlanAssembler:
                 if value.token_dims and value.sizes is not None and tensor.dtype.is_floating_point:
                     for part in padded_parts(tensor, value.sizes(real_rows)):
                         part.fill_(poison_value(tensor.dtype, step))
-            outputs = runner.warm_up(bucket, arguments) if step < self.warmup_steps else segment.function(bucket, *arguments)
-            rows = [_real_rows(spec, tensor, real_rows) for spec, tensor in zip(outputs_spec, outputs, strict=True)]
+            outputs = (
+                runner.warm_up(bucket, arguments)
+                if step < self.warmup_steps
+                else segment.function(bucket, *arguments)
+            )
+            rows = [
+                _real_rows(spec, tensor, real_rows)
+                for spec, tensor in zip(outputs_spec, outputs, strict=True)
+            ]
             if step == 0:
                 first = [row.clone() for row in rows]
             for spec, before, now in zip(outputs_spec, first, rows, strict=True):
@@ -192,7 +206,8 @@ class PlanAssembler:
 
     def _arguments(self, segment: Segment, made: dict[int, torch.Tensor]) -> list[torch.Tensor]:
         return [
-            made[index] if index in made else self._state_tensor(self.plan.values[index]) for index in segment.inputs
+            made[index] if index in made else self._state_tensor(self.plan.values[index])
+            for index in segment.inputs
         ]
 
     def _capture_segments(
@@ -211,15 +226,15 @@ class PlanAssembler:
             static.update(zip(segment.outputs, outputs, strict=True))
         return static
 
-    # ---- the step plan ------------------------------------------------------------------------------------------
-
     def _slot(self, index: int) -> int:
         value = self.plan.values[index]
         if value.origin == "input" or (value.origin == "symbol" and value.dim < 0):
             return value.leaf
         return self.num_leaves + index
 
-    def _step_plan(self, bucket: int, shadows: dict[int, torch.Tensor], static: dict[int, torch.Tensor]) -> StepPlan:
+    def _step_plan(
+        self, bucket: int, shadows: dict[int, torch.Tensor], static: dict[int, torch.Tensor]
+    ) -> StepPlan:
         values = self.plan.values
         steps: list[ReplayStep | CallStep] = []
         looked_up: dict[int, StateRef] = {}
@@ -239,7 +254,9 @@ class PlanAssembler:
         copy_ins = tuple(
             Shadow(self._slot(v.index), shadows[v.index], v) for v in self.shadowed if v.origin == "input"
         )
-        sizes = tuple((self._slot(v.index), v.leaf, v.dim) for v in values if v.origin == "symbol" and v.dim >= 0)
+        sizes = tuple(
+            (self._slot(v.index), v.leaf, v.dim) for v in values if v.origin == "symbol" and v.dim >= 0
+        )
         return StepPlan(
             bucket, self.num_leaves, len(values), copy_ins, tuple(steps),
             tuple((self._slot(index), ref) for index, ref in looked_up.items()), sizes,
@@ -248,7 +265,11 @@ class PlanAssembler:
         )  # fmt: skip
 
     def _call_step(
-        self, segment: Segment, shadows: dict[int, torch.Tensor], static: dict[int, torch.Tensor], available: set[int]
+        self,
+        segment: Segment,
+        shadows: dict[int, torch.Tensor],
+        static: dict[int, torch.Tensor],
+        available: set[int],
     ) -> CallStep:
         values = self.plan.values
         arguments: list[StaticArgument | int] = []
@@ -259,7 +280,11 @@ class PlanAssembler:
             else:
                 arguments.append(self._slot(index))
         renewed = [index for index in segment.outputs if index in shadows]
-        renewed += [index for index in sorted(available) if values[index].memory in segment.writes and index not in renewed]
+        renewed += [
+            index
+            for index in sorted(available)
+            if values[index].memory in segment.writes and index not in renewed
+        ]
         copies = tuple(Shadow(self._slot(index), shadows[index], values[index]) for index in renewed)
         results = tuple(self._slot(index) for index in segment.outputs)
         return CallStep(segment.function, segment.name, tuple(arguments), results, copies)
@@ -308,7 +333,9 @@ class PlanAssembler:
 
 
 def _is_index(tensor: torch.Tensor) -> bool:
-    return not tensor.dtype.is_floating_point and not tensor.dtype.is_complex and tensor.dtype is not torch.bool
+    return (
+        not tensor.dtype.is_floating_point and not tensor.dtype.is_complex and tensor.dtype is not torch.bool
+    )
 
 
 def _stand_in(sizes: Sequence[int], like: torch.Tensor, *, seed: int) -> torch.Tensor:
@@ -320,10 +347,14 @@ def _stand_in(sizes: Sequence[int], like: torch.Tensor, *, seed: int) -> torch.T
 
 
 def _real_rows(value: ValueSpec, tensor: torch.Tensor, real_rows: int) -> torch.Tensor:
-    return narrow_to(tensor, value.sizes(real_rows)) if value.token_dims and value.sizes is not None else tensor
+    return (
+        narrow_to(tensor, value.sizes(real_rows)) if value.token_dims and value.sizes is not None else tensor
+    )
 
 
 def _same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
     if torch.equal(left, right):
         return True
-    return left.dtype.is_floating_point and bool(((left == right) | ((left != left) & (right != right))).all())
+    return left.dtype.is_floating_point and bool(
+        ((left == right) | ((left != left) & (right != right))).all()
+    )

@@ -1,2 +1,4 @@
 """stub"""
+
+
 def handle(x): ...

@@ -1,8 +1,10 @@
 """Where each node of a normalized graph runs: in a graph, as the boundary, or eagerly with a reason.
 
-The rule that TensorRT-LLM applies by name ("after the first `index` or `cumsum` everything is eager") is replaced by what
-each op does to the token dim, read from the symbols: rows-only work stays in graphs whatever it is called. What
-symbols cannot tell (a flip, a sort, a softmax over tokens keep the shape) the probes find; they come back here as `forced`.
+The rule that TensorRT-LLM applies by name ("after the first `index` or `cumsum` everything is eager") is
+replaced by what
+each op does to the token dim, read from the symbols: rows-only work stays in graphs whatever it is called.
+What symbols cannot tell (a flip, a sort, a softmax over tokens keep the shape) the probes find; they come
+back here as `forced`.
 """
 
 from __future__ import annotations
@@ -39,8 +41,9 @@ REASONS: Mapping[str, str] = {
 
 # Ops for which a number in an argument is a size of the result. The probes check that rows keep their place.
 _TAKES_SIZES = frozenset(
-    "view reshape expand repeat unflatten zeros ones empty new_zeros new_ones new_empty narrow split split_with_sizes "
-    "getitem arange as_strided empty_strided slice view_as expand_as broadcast_to tile chunk tensor_split".split()
+    "view reshape expand repeat unflatten zeros ones empty new_zeros new_ones new_empty narrow split "
+    "split_with_sizes getitem arange as_strided empty_strided slice view_as expand_as broadcast_to tile "
+    "chunk tensor_split".split()
 )
 _TAKES_SIZES_FIRST = frozenset({"full", "new_full"})
 # They read a tensor's dtype and device, never its rows.
@@ -49,7 +52,8 @@ _READS_METADATA = frozenset({"new_zeros", "new_ones", "new_empty", "new_full"})
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Verdict:
-    """`kind` is "graph", "boundary", "eager" or "scalar"; an eager one has a code of `REASONS` and a detail."""
+    """`kind` is "graph", "boundary", "eager" or "scalar"; an eager one has a code of `REASONS` and a
+    detail."""
 
     kind: str
     code: str = ""
@@ -136,9 +140,14 @@ class Classifier:
         return None
 
     def _by_symbols(self, node: fx.Node, fact: NodeFacts, value: Any) -> str | None:
-        if self.device.type != "cpu" and any(t.device.type == "cpu" and t.dim() > 0 for t in tensors_in(value)):
+        if self.device.type != "cpu" and any(
+            t.device.type == "cpu" and t.dim() > 0 for t in tensors_in(value)
+        ):
             return "cpu"
-        tensors = [*tensors_in(value), *(t for arg in fact.reads for t in tensors_in(arg.meta["example_value"]))]
+        tensors = [
+            *tensors_in(value),
+            *(t for arg in fact.reads for t in tensors_in(arg.meta["example_value"])),
+        ]
         if any(self.symbols(tensor) - {self.symbol} for tensor in tensors):
             return "other_dynamic_dim"
         name = target_name(node).rsplit("::", 1)[-1].strip("_")
@@ -162,7 +171,9 @@ class Classifier:
             nonlocal counted
             value = argument.meta.get("example_value") if isinstance(argument, fx.Node) else argument
             sizes = value if isinstance(value, torch.Size) else (value,)
-            counted = counted or any(isinstance(size, SYMBOLIC) and bool(self.symbols(size)) for size in sizes)
+            counted = counted or any(
+                isinstance(size, SYMBOLIC) and bool(self.symbols(size)) for size in sizes
+            )
             return argument
 
         fx.node.map_aggregate((arguments, dict(node.kwargs)), look)
@@ -178,7 +189,11 @@ class Classifier:
         for node, verdict in self.verdicts.items():
             if verdict.kind != "graph":
                 continue
-            touched = {storage_of(t) for arg in self.facts[node].writes for t in tensors_in(arg.meta["example_value"])}
+            touched = {
+                storage_of(t)
+                for arg in self.facts[node].writes
+                for t in tensors_in(arg.meta["example_value"])
+            }
             if touched & held:
                 self.verdicts[node] = Verdict("eager", "shared_with_eager", REASONS["shared_with_eager"])
                 changed = True
@@ -192,7 +207,12 @@ class Classifier:
     def is_floating(self, node: fx.Node) -> bool:
         """A view that each consumer makes for itself from its base, so that it never crosses a border."""
         fact = self.facts.get(node)
-        return fact is not None and fact.is_view and self.verdicts[node].kind == "graph" and not node.meta.get("pinned")
+        return (
+            fact is not None
+            and fact.is_view
+            and self.verdicts[node].kind == "graph"
+            and not node.meta.get("pinned")
+        )
 
     def _pin_views(self) -> None:
         """Views that a boundary op or the caller takes are made once, where their base lives."""
@@ -206,4 +226,6 @@ class Classifier:
                 made_by = self.verdicts[base].kind if base in self.verdicts else "outside"
                 argument.meta["pinned"] = True
                 if made_by != "graph":
-                    self.verdicts[argument] = Verdict("eager", "view_for_boundary", REASONS["view_for_boundary"])
+                    self.verdicts[argument] = Verdict(
+                        "eager", "view_for_boundary", REASONS["view_for_boundary"]
+                    )

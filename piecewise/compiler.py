@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-import boundary_ops
 from piecewise import torch_internals as internals
 from piecewise.aliases import NodeFacts, find_facts, remove_dead_nodes
 from piecewise.classify import Classifier, Verdict
@@ -36,7 +35,9 @@ class TracedModel:
 
     def cut(self) -> SegmentPlan:
         """The plan with what the probes have found so far."""
-        return Splitter(self.trace, self.facts, self.token, forced=self.forced, num_dead_ops=self.num_dead_ops).cut()
+        return Splitter(
+            self.trace, self.facts, self.token, forced=self.forced, num_dead_ops=self.num_dead_ops
+        ).cut()
 
     def probe(self, buckets: Sequence[int], *, strict: bool) -> None:
         """Finds the ops that let padding reach real rows, until a walk over the graph finds no more [I3].
@@ -73,12 +74,18 @@ class TracedModel:
 
     def validity(self) -> Any:
         """num_tokens → whether the trace's guards on the token count alone hold."""
-        guards = [g for g in internals.guard_expressions(self.trace.shape_env) if g.free_symbols == {self.token.symbol}]
+        guards = [
+            g
+            for g in internals.guard_expressions(self.trace.shape_env)
+            if g.free_symbols == {self.token.symbol}
+        ]
         check = internals.compile_expressions(guards, [self.token.symbol])
         return lambda num_tokens: all(check(num_tokens))
 
 
-def trace_model(model: nn.Module, example: ExampleCall, *, forward: Any, config: PiecewiseConfig) -> TracedModel:
+def trace_model(
+    model: nn.Module, example: ExampleCall, *, forward: Any, config: PiecewiseConfig
+) -> TracedModel:
     """Traces the example and finds its token symbol.
 
     Raises:
@@ -117,8 +124,8 @@ def example_of_size(traced: TracedModel, num_tokens: int) -> ExampleCall:
 def serves_one_token(traced: TracedModel, model: nn.Module, *, forward: Any, config: PiecewiseConfig) -> bool:
     """Whether one token runs the same program as several [I10].
 
-    torch assumes two or more and records no guard for it, so `if n > 1`, `squeeze(0)` and broadcasts leave no mark. A second
-    trace, at one token and static, is compared op by op.
+    torch assumes two or more and records no guard for it, so `if n > 1`, `squeeze(0)` and broadcasts leave
+    no mark. A second trace, at one token and static, is compared op by op.
     """
     example = example_of_size(traced, 1)
     static = {carried.leaf: tuple(carried.dims) for carried in traced.token.inputs}
@@ -150,22 +157,3 @@ def _check_devices(model: nn.Module, example: ExampleCall) -> None:
             rule="a graph runs on one device",
             fix="move the model and its inputs to the same device before capture()",
         )
-
-
-def check_boundary_ops(config: PiecewiseConfig) -> None:
-    """Refuses names in `boundary_ops` that are not registered, with the ones that are."""
-    import difflib
-
-    from runners.errors import ConfigError
-
-    known = [op.name for op in boundary_ops.registered()]
-    for name in config.boundary_ops or ():
-        if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            raise ConfigError(
-                f"boundary op '{name}' in 'boundary_ops'",
-                expected=f"a registered op ({', '.join(known) or 'none is'})",
-                got="an unknown name" + (f"; did you mean '{near[0]}'?" if near else ""),
-                rule="graphs are cut at registered ops",
-                fix="declare it with boundary_ops.define or boundary_ops.register first",
-            )

@@ -1,9 +1,10 @@
 """Rewrites a traced graph into the form that the splitter reads, without changing what it computes.
 
-1. Nested graph modules that only wrap (activation checkpointing, `invoke_subgraph`) are inlined, so that boundary ops
-   inside them are found.
-2. Autocast regions become `meta["autocast"]` on each node inside them: a region may span segments, and each segment
-   re-opens it for itself. Grad-mode switches are dropped, since captures serve calls without grad.
+1. Nested graph modules that only wrap (activation checkpointing, `invoke_subgraph`) are inlined, so that
+   boundary ops inside them are found.
+2. Autocast regions become `meta["autocast"]` on each node inside them: a region may span segments, and
+   each segment re-opens it for itself. Grad-mode switches are dropped, since captures serve calls without
+   grad.
 3. A `getitem` on a tuple moves next to its producer, so that tuples never cross a segment border.
 4. Uses of an in-place op's result become uses of the tensor that it wrote: one name per memory.
 """
@@ -21,7 +22,13 @@ from runners.errors import SplitError
 
 _GRAD_SWITCHES = ("_set_grad_enabled", "_enter_inference_mode", "_exit_inference_mode")
 # Higher-order ops that run their first graph module on the remaining arguments, unconditionally and once.
-_WRAPPERS = ("wrap", "tag_activation_checkpoint", "invoke_subgraph", "inline_asm", "wrap_with_set_grad_enabled")
+_WRAPPERS = (
+    "wrap",
+    "tag_activation_checkpoint",
+    "invoke_subgraph",
+    "inline_asm",
+    "wrap_with_set_grad_enabled",
+)
 
 
 def target_name(node: fx.Node) -> str:
@@ -50,45 +57,52 @@ def _inline_wrappers(graph: fx.GraphModule) -> None:
         if inner is None:
             continue
         _inline_wrappers(inner)
-        values: dict[fx.Node, Any] = {}
-        with graph.graph.inserting_before(node):
-            for placeholder, argument in zip(inner.graph.find_nodes(op="placeholder"), arguments, strict=True):
-                values[placeholder] = argument
-            for inner_node in inner.graph.nodes:
-                if inner_node.op == "get_attr":
-                    name = f"{node.name}_{inner_node.name}"
-                    setattr(graph, name, getattr(inner, str(inner_node.target)))
-                    values[inner_node] = graph.graph.create_node("get_attr", name)
-                    values[inner_node].meta = dict(inner_node.meta)
-                elif inner_node.op not in ("placeholder", "output"):
-                    values[inner_node] = graph.graph.node_copy(inner_node, lambda old: values[old])
-        result = fx.node.map_arg(inner.graph.output_node().args[0], lambda old: values[old])
+        result = _copy_inner(graph, node, inner, arguments)
         for user in list(node.users):
-            if user.op == "call_function" and user.target is operator.getitem and isinstance(result, (tuple, list)):
+            is_item = user.op == "call_function" and user.target is operator.getitem
+            if is_item and isinstance(result, (tuple, list)):
                 user.replace_all_uses_with(result[user.args[1]])  # type: ignore[arg-type, index]
                 graph.graph.erase_node(user)
         if node.users:
             if not isinstance(result, fx.Node):
-                raise SplitError(f"nested graph '{node.name}' is used as a whole tuple", fix="unpack its result in forward")
+                raise SplitError(
+                    f"nested graph '{node.name}' is used as a whole tuple", fix="unpack its result in forward"
+                )
             node.replace_all_uses_with(result)
         graph.graph.erase_node(node)
     graph.recompile()
 
 
+def _copy_inner(graph: fx.GraphModule, node: fx.Node, inner: fx.GraphModule, arguments: list[Any]) -> Any:
+    """Copies `inner`'s nodes in front of `node`; returns what stands for inner's output."""
+    values: dict[fx.Node, Any] = dict(zip(inner.graph.find_nodes(op="placeholder"), arguments, strict=True))
+    with graph.graph.inserting_before(node):
+        for inner_node in inner.graph.nodes:
+            if inner_node.op == "get_attr":
+                name = f"{node.name}_{inner_node.name}"
+                setattr(graph, name, getattr(inner, str(inner_node.target)))
+                values[inner_node] = graph.graph.create_node("get_attr", name)
+                values[inner_node].meta = dict(inner_node.meta)
+            elif inner_node.op not in ("placeholder", "output"):
+                values[inner_node] = graph.graph.node_copy(inner_node, lambda old: values[old])
+    return fx.node.map_arg(inner.graph.output_node().args[0], lambda old: values[old])
+
+
 def _wrapped_module(graph: fx.GraphModule, node: fx.Node) -> tuple[fx.GraphModule | None, list[Any]]:
     if node.op == "call_module":
         inner = graph.get_submodule(str(node.target))
-        return (inner, list(node.args)) if isinstance(inner, fx.GraphModule) and not node.kwargs else (None, [])
+        return (
+            (inner, list(node.args)) if isinstance(inner, fx.GraphModule) and not node.kwargs else (None, [])
+        )
     if node.op != "call_function" or not isinstance(node.target, torch._ops.HigherOrderOperator):
         return None, []
     if node.target.name() not in _WRAPPERS:
         return None, []
     for position, argument in enumerate(node.args):
         if isinstance(argument, fx.Node) and argument.op == "get_attr":
-            inner = getattr(graph, str(argument.target), None)
-            if isinstance(inner, fx.GraphModule):
-                rest = [item for item in node.args[position + 1 :] if not isinstance(item, str)]
-                return inner, rest
+            held = getattr(graph, str(argument.target), None)
+            if isinstance(held, fx.GraphModule):
+                return held, [item for item in node.args[position + 1 :] if not isinstance(item, str)]
     return None, []
 
 
@@ -102,7 +116,6 @@ def _lift_regions(graph: fx.Graph) -> None:
             open_regions = [region for region in open_regions if region[0] is not node.args[0]]
             graph.erase_node(node)
         elif name in _GRAD_SWITCHES:
-            _refuse_enabled_grad(node)
             if not node.users:
                 graph.erase_node(node)
         elif node.op.startswith("call"):
@@ -112,16 +125,14 @@ def _lift_regions(graph: fx.Graph) -> None:
             graph.erase_node(node)
 
 
-def _refuse_enabled_grad(node: fx.Node) -> None:
-    if target_name(node) == "_set_grad_enabled" and node.args[0] is True and node.meta.get("nn_module_stack") is None:
-        return
-    # Values do not depend on the grad mode; only what autograd records does, and captures serve calls without grad.
-
-
 def _move_getitems(graph: fx.Graph) -> None:
     for node in list(graph.nodes):
         value = node.meta.get("example_value")
-        if node.op.startswith("call") and isinstance(value, (tuple, list)) and not isinstance(value, torch.Size):
+        if (
+            node.op.startswith("call")
+            and isinstance(value, (tuple, list))
+            and not isinstance(value, torch.Size)
+        ):
             anchor = node
             for user in list(node.users):
                 if user.op == "call_function" and user.target is operator.getitem:
@@ -138,7 +149,11 @@ def _rename_in_place_results(graph: fx.Graph) -> None:
         if not isinstance(written, fx.Node) or not _writes_first_argument(node):
             continue
         source = written.meta.get("example_value")
-        if isinstance(source, torch.Tensor) and storage_of(source) == storage_of(value) and _same_view(source, value):
+        if (
+            isinstance(source, torch.Tensor)
+            and storage_of(source) == storage_of(value)
+            and _same_view(source, value)
+        ):
             node.replace_all_uses_with(written)
 
 
@@ -148,7 +163,11 @@ def _writes_first_argument(node: fx.Node) -> bool:
         return name.startswith("__i") and name not in ("__invert__", "__index__", "__int__")
     in_place_operator = getattr(node.target, "__module__", "") == "_operator" and name.startswith("i")
     flagged = node.kwargs.get("inplace") is True
-    return name.endswith("_") or flagged or (in_place_operator and name not in ("inv", "invert", "index", "is_", "is_not"))
+    return (
+        name.endswith("_")
+        or flagged
+        or (in_place_operator and name not in ("inv", "invert", "index", "is_", "is_not"))
+    )
 
 
 def _same_view(left: torch.Tensor, right: torch.Tensor) -> bool:

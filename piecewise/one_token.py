@@ -15,7 +15,8 @@ from piecewise.trace import Trace
 
 
 def has_same_program(dynamic: Trace, single: Trace, symbol: sympy.Symbol) -> bool:
-    """True where both have the same ops on the same operands, with every size of `dynamic` taken at one token."""
+    """True where both have the same ops on the same operands, with every size of `dynamic` taken at one
+    token."""
     left = _Program(dynamic, symbol)
     right = _Program(single, None)
     return left.lines == right.lines and left.result == right.result
@@ -36,7 +37,15 @@ class _Program:
             if node.op.startswith("call") and self._holds_tensors_or_writes(node):
                 self._names[node] = len(self.lines)
                 shapes = [self._sizes(tensor.shape) for tensor in tensors_in(node.meta.get("example_value"))]
-                self.lines.append((node.op, str(node.target), self._argument(node.args), self._argument(dict(node.kwargs)), shapes))
+                self.lines.append(
+                    (
+                        node.op,
+                        str(node.target),
+                        self._argument(node.args),
+                        self._argument(dict(node.kwargs)),
+                        shapes,
+                    )
+                )
         self.result = (
             self._argument(trace.graph.graph.output_node().args),
             [(leaf.kind, leaf.index, leaf.value) for leaf in trace.result_leaves if leaf.kind != "const"],
@@ -56,7 +65,9 @@ class _Program:
             return repr(value)
         if expr not in self._at_one:
             at_one = expr.subs(self._symbol, 1) if self._symbol is not None else expr
-            self._at_one[expr] = int(at_one) if at_one.is_Integer else float(at_one) if at_one.is_number else str(at_one)
+            self._at_one[expr] = (
+                int(at_one) if at_one.is_Integer else float(at_one) if at_one.is_number else str(at_one)
+            )
         return self._at_one[expr]
 
     def _argument(self, value: Any) -> Any:
@@ -69,7 +80,12 @@ class _Program:
         if isinstance(value, dict):
             return tuple((key, self._argument(item)) for key, item in sorted(value.items()))
         if isinstance(value, slice):
-            return ("slice", self._argument(value.start), self._argument(value.stop), self._argument(value.step))
+            return (
+                "slice",
+                self._argument(value.start),
+                self._argument(value.stop),
+                self._argument(value.step),
+            )
         if isinstance(value, (int, float, *SYMBOLIC)) and not isinstance(value, bool):
             return self._number(value)
         return repr(value)

@@ -1,6 +1,7 @@
 """What compile time hands to run time: frozen data, no FX object and no CUDA object.
 
-A `SegmentPlan` is one trace cut into segments. Its segments exchange numbered values. A `ValueSpec` says where a
+A `SegmentPlan` is one trace cut into segments. Its segments exchange numbered values. A `ValueSpec` says
+where a
 value comes from and how large it is, as plain functions of the row count: the padded count inside graphs,
 the real count outside them [I1].
 """
@@ -14,10 +15,19 @@ from typing import Any
 import torch
 
 from piecewise.structure import Structure
-from piecewise.trace import ResultLeaf
 from runners.state_check import StateRef
 
 Sizes = Callable[..., tuple[int, ...]]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ResultLeaf:
+    """Where a leaf of the result comes from: a graph output, an input, state of the model, or a constant."""
+
+    kind: str
+    index: int = -1
+    state: StateRef | None = None
+    value: Any = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -25,8 +35,10 @@ class ValueSpec:
     """A value that crosses a segment border, or an input, or state.
 
     Attributes:
-        origin: "input", "state", "graph", "eager" or "symbol" (the size of an input that is not the token count).
-        sizes: shape as a function of the row count, for tensors whose only symbol is the token count; None otherwise.
+        origin: "input", "state", "graph", "eager" or "symbol" (the size of an input that is not the token
+            count).
+        sizes: shape as a function of the row count, for tensors whose only symbol is the token count; None
+            otherwise.
         strides: likewise.
         token_dims: dims that carry tokens, ascending.
         memory: values with one number share memory; -1 for scalars.
@@ -105,12 +117,21 @@ class InputRule:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TokenDim:
-    """The token count: its symbol's name, the input dim that it is read from, and all inputs that carry it."""
+    """The token count: its symbol's name, the input dim that it is read from, and all inputs that carry
+    it."""
 
     symbol: str
     leaf: int
     dim: int
     inputs: tuple[InputRule, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ComputedNumber:
+    """A number of the result computed from sizes: `compute(num_tokens, *values at indices)[0]`."""
+
+    compute: Any
+    indices: tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -120,12 +141,12 @@ class SegmentPlan:
     Attributes:
         values: one per value index.
         segments: in order of execution.
-        result: structure of the result; `result_leaves` has one per leaf, with "output" indices into `result_values`.
-        result_values: per graph output, a value index, or a function of (row count, *other symbols) for a computed number.
+        result: structure of the result; `result_leaves` has one per leaf, with "output" indices into
+            `result_values`.
+        result_values: per graph output, a value index or a number computed from sizes.
         is_valid: (num_tokens, *other symbols) → whether the trace's shape guards hold.
         symbols: value indices of the other symbols, in the order that `is_valid` takes them.
         values_read: plain values of the model that are burned in.
-        read_leaves: leaf index → "graph" (copied into a static buffer), "eager" (passed through) or both.
         written_leaves: inputs that the call writes.
     """
 
@@ -134,7 +155,7 @@ class SegmentPlan:
     segments: tuple[Segment, ...]
     result: Structure
     result_leaves: tuple[ResultLeaf, ...]
-    result_values: tuple[int | Callable[..., Any], ...]
+    result_values: tuple[int | ComputedNumber, ...]
     is_valid: Callable[..., bool]
     symbols: tuple[int, ...]
     values_read: tuple[tuple[StateRef, Any], ...]

@@ -1,16 +1,20 @@
-"""Runs the traced ops with poisoned padding, to find those that let a padded row or the padded count reach a real row [I3].
+"""Runs the traced ops with poisoned padding, to find those that let a padded row or the padded count reach
+a real row [I3].
 
-Symbols show when a result loses the token dim. They do not show a flip, a sort, a softmax over tokens or a batch
-norm, whose results keep the shape. So the graph is run, node by node, four times side by side: on the real rows
-alone, and on padded rows that hold NaN, +1e4 and −1e4 (integers: other rows' values). After each node the real rows
-must agree, bit for bit between the padded runs, which use the same kernels, and to rounding with the unpadded one.
+Symbols show when a result loses the token dim. They do not show a flip, a sort, a softmax over tokens or a
+batch norm, whose results keep the shape. So the graph is run, node by node, four times side by side: on
+the real rows alone, and on padded rows that hold NaN, +1e4 and −1e4 (integers: other rows' values). After
+each node the real rows must agree, bit for bit between the padded runs, which use the same kernels, and to
+rounding with the unpadded one.
 
-The first node that differs is to blame, since all that came before agreed. It is made eager on the spot, its result
-is taken from the unpadded run, and the walk goes on, so that one pass finds every such node. After a node that agrees, the
-padded runs are set to the unpadded result, so that rounding never piles up along the depth of the model.
+The first node that differs is to blame, since all that came before agreed. It is made eager on the spot,
+its result is taken from the unpadded run, and the walk goes on, so that one pass finds every such node.
+After a node that agrees, the padded runs are set to the unpadded result, so that rounding never piles up
+along the depth of the model.
 
-Boundary ops are not called: what they write is filled with random values, poisoned where padded. Nodes outside
-graphs run on real rows, on copies of whatever they write, with the random state put back afterwards [I8].
+Boundary ops are not called: what they write is filled with random values, poisoned where padded. Nodes
+outside graphs run on real rows, on copies of whatever they write, with the random state put back
+afterwards [I8].
 """
 
 from __future__ import annotations
@@ -65,7 +69,8 @@ def unchanged_random_state(device: torch.device) -> Iterator[None]:
 
 @dataclasses.dataclass(slots=True)
 class _Run:
-    """One of the runs: `poison` is None for the unpadded one. `padded` holds padded copies of eager results."""
+    """One of the runs: `poison` is None for the unpadded one. `padded` holds padded copies of eager
+    results."""
 
     rows: int
     poison: int | None
@@ -121,8 +126,6 @@ class Probe:
                 run.values.pop(node, None)
                 run.padded.pop(node, None)
 
-    # ---- inputs -------------------------------------------------------------------------------------------------
-
     def _load_placeholders(self) -> None:
         written = {
             storage_of(tensor)
@@ -137,7 +140,11 @@ class Probe:
                 if placeholder.kind == "input":
                     self._note_symbol(fake, self.trace.example.leaves[placeholder.leaf])
                 continue
-            value = placeholder.state.get() if placeholder.state is not None else self.trace.example.leaves[placeholder.leaf]
+            value = (
+                placeholder.state.get()
+                if placeholder.state is not None
+                else self.trace.example.leaves[placeholder.leaf]
+            )
             for size, actual in zip(fake.shape, value.shape, strict=True):
                 self._note_symbol(size, actual)
             dims = self.sizes.token_dims(fake) if placeholder.kind == "input" else ()
@@ -146,14 +153,18 @@ class Probe:
                 if dims and function is not None:
                     run.values[node] = self._input_rows(value, function, run)
                 else:
-                    run.values[node] = value.detach().clone() if storage_of(fake) in written else value.detach()
+                    run.values[node] = (
+                        value.detach().clone() if storage_of(fake) in written else value.detach()
+                    )
 
     def _note_symbol(self, size: Any, actual: int) -> None:
         expr = internals.expression(size, self.trace.shape_env)
         if expr is not None and expr.is_Symbol and expr != self.token.symbol:
             self.others[expr] = actual
 
-    def _input_rows(self, value: torch.Tensor, function: Callable[[int], tuple[int, ...]], run: _Run) -> torch.Tensor:
+    def _input_rows(
+        self, value: torch.Tensor, function: Callable[[int], tuple[int, ...]], run: _Run
+    ) -> torch.Tensor:
         rows = resize_leaf(value.detach(), function(self.rows)).clone()
         if run.poison is None:
             return rows
@@ -172,8 +183,6 @@ class Probe:
             padded.fill_(int_candidates(rows)[variant])
         narrow_to(padded, rows.shape).copy_(rows)
         return padded
-
-    # ---- one node -----------------------------------------------------------------------------------------------
 
     def _step(self, node: fx.Node) -> None:
         kind = self.kinds[node]
@@ -204,7 +213,8 @@ class Probe:
     def _refused_recording(self, node: fx.Node) -> str | None:
         """Why the node cannot be recorded, or None; asked once for nodes that differ only in their tensors.
 
-        The fakes do not show what a custom op's kernel does inside, and the tape does: reading values back, say.
+        The fakes do not show what a custom op's kernel does inside, and the tape does: reading values
+        back, say.
         """
         key = node_key(node)
         if key in self._recordable:
@@ -217,7 +227,9 @@ class Probe:
         args, kwargs = _map_tensors(self._operands(node, self.real, self.rows, padded=False), own)
         refused = None
         try:
-            graph = self._tape.capture(lambda: [self._call(node, args, kwargs)], pool=self._pool, segment=node.name)
+            graph = self._tape.capture(
+                lambda: [self._call(node, args, kwargs)], pool=self._pool, segment=node.name
+            )
             graph.reset()
         except CaptureError as error:
             refused = f"{error.what}: {error.got}" if error.got else error.what
@@ -239,8 +251,11 @@ class Probe:
         return None
 
     def _results(self, node: fx.Node) -> Iterator[tuple[str, torch.Tensor, list[torch.Tensor]]]:
-        """Each tensor that the node makes or writes: the real one, and the leading part of the padded ones."""
-        groups = [("", node)] + [(f"what it writes into '{arg.name}': ", arg) for arg in self.facts[node].writes]
+        """Each tensor that the node makes or writes: the real one, and the leading part of the padded
+        ones."""
+        groups = [("", node)] + [
+            (f"what it writes into '{arg.name}': ", arg) for arg in self.facts[node].writes
+        ]
         for what, source in groups:
             fakes = list(tensors_in(source.meta.get("example_value")))
             reals = list(tensors_in(self.real.values.get(source)))
@@ -270,11 +285,15 @@ class Probe:
             return
         for _, real, padded in self._results(node):
             for tensor in padded:
-                if all(stride > 0 or size <= 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+                if all(
+                    stride > 0 or size <= 1
+                    for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+                ):
                     tensor.copy_(real)
 
     def _follow_real(self, node: fx.Node) -> None:
-        """An eager node in the padded runs: run again where it looks at or writes their memory, else copied."""
+        """An eager node in the padded runs: run again where it looks at or writes their memory, else
+        copied."""
         fact = self.facts[node]
         for target in fact.writes:
             self._forget_padded(target)
@@ -284,8 +303,6 @@ class Probe:
             else:
                 value = self.real.values[node]
                 run.values[node] = _map_tensors(value, torch.clone)
-
-    # ---- execution ----------------------------------------------------------------------------------------------
 
     def _execute(self, node: fx.Node, run: _Run, rows: int) -> None:
         padded = run.poison is not None and self.kinds[node] == "graph"
@@ -313,7 +330,8 @@ class Probe:
             return function(*args, **kwargs)
 
     def _value_in(self, source: fx.Node, run: _Run, *, padded: bool, rows: int | None = None) -> Any:
-        """What `source` is to a reader: padded to a graph node, real rows to an eager one, numbers for its row count."""
+        """What `source` is to a reader: padded to a graph node, real rows to an eager one, numbers for its
+        row count."""
         if source not in run.values:
             return self._scalar(source.meta.get("example_value"), rows if rows is not None else self.rows)
         value = run.values[source]
@@ -337,7 +355,9 @@ class Probe:
             function, strides = self.sizes.of(fake.shape), self.sizes.of(fake.stride())
             if function is None or not self.sizes.token_dims(fake):
                 return tensor
-            return self._with_padding(tensor, function(self.padded_rows), strides(self.padded_rows) if strides else None, variant)
+            return self._with_padding(
+                tensor, function(self.padded_rows), strides(self.padded_rows) if strides else None, variant
+            )
 
         return _map_tensors(value, pad)
 
@@ -356,8 +376,10 @@ class Probe:
 
     def _scalar(self, value: Any, rows: int) -> Any:
         if isinstance(value, (tuple, list)):
-            return type(value)(self._scalar(item, rows) for item in value) if type(value) is not torch.Size else tuple(
-                self._scalar(item, rows) for item in value
+            return (
+                type(value)(self._scalar(item, rows) for item in value)
+                if type(value) is not torch.Size
+                else tuple(self._scalar(item, rows) for item in value)
             )
         expr = internals.expression(value, self.trace.shape_env)
         if expr is None or not expr.free_symbols:
@@ -366,8 +388,6 @@ class Probe:
         if expr not in self._scalar_functions:
             self._scalar_functions[expr] = internals.compile_expressions([expr], symbols)
         return self._scalar_functions[expr](rows, *self.others.values())[0]
-
-    # ---- memory that is written ---------------------------------------------------------------------------------
 
     def _fill_written(self, node: fx.Node) -> None:
         """Stands in for a boundary op: what it writes holds random values, and poison where padded."""
@@ -387,7 +407,9 @@ class Probe:
                 tensor = run.values[target]
                 leading = narrow_to(tensor, real.shape)
                 for part in padded_parts(tensor, real.shape):
-                    part.fill_(poison_value(tensor.dtype, run.poison or 0) if real.dtype.is_floating_point else 0)
+                    part.fill_(
+                        poison_value(tensor.dtype, run.poison or 0) if real.dtype.is_floating_point else 0
+                    )
                 leading.copy_(real)
 
     def _forget_padded(self, written: fx.Node) -> None:
@@ -413,8 +435,13 @@ class Probe:
 def choose_probe_sizes(
     example_num_tokens: int, buckets: Sequence[int], is_valid: Callable[[int], bool]
 ) -> tuple[int, int] | None:
-    """(real, padded) row counts at which the trace holds: few rows, padded by at least one; None if there are none."""
-    real_options = [n for n in (6, 5, 7, example_num_tokens, 3, 2) if 2 <= n <= example_num_tokens or n == example_num_tokens]
+    """(real, padded) row counts at which the trace holds: few rows, padded by at least one; None if there
+    are none."""
+    real_options = [
+        n
+        for n in (6, 5, 7, example_num_tokens, 3, 2)
+        if 2 <= n <= example_num_tokens or n == example_num_tokens
+    ]
     for real in dict.fromkeys(real_options):
         if not is_valid(real):
             continue
@@ -437,7 +464,8 @@ def _identical(left: torch.Tensor, right: torch.Tensor) -> bool:
 
 
 def _close(real: torch.Tensor, padded: torch.Tensor) -> bool:
-    """Equal up to the rounding of another kernel choice: 256 ulp of the largest value for fp32, 8 for 16-bit types."""
+    """Equal up to the rounding of another kernel choice: 256 ulp of the largest value for fp32, 8 for
+    16-bit types."""
     if not (real.dtype.is_floating_point or real.dtype.is_complex):
         return bool(torch.equal(real, padded))
     if real.numel() == 0:
@@ -470,7 +498,13 @@ def _map_tensors(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) -
         return {key: _map_tensors(item, function) for key, item in value.items()}
     if isinstance(value, (tuple, list)):
         items = [_map_tensors(item, function) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items) if type(value) in (tuple, list) else tuple(items)
+        return (
+            type(value)(*items)
+            if hasattr(value, "_fields")
+            else type(value)(items)
+            if type(value) in (tuple, list)
+            else tuple(items)
+        )
     return value
 
 

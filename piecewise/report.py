@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from piecewise.plan import EagerReason, SegmentPlan
-from runners.stats import CallStats, FallbackReason
+from runners.stats import CallStats
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -56,10 +56,12 @@ class PlanReport:
     @classmethod
     def of(cls, plan: SegmentPlan, input_names: Mapping[int, str]) -> PlanReport:
         segments = tuple(
-            SegmentReport(s.index, s.kind, s.num_ops, s.module_path, s.op_names, s.reasons) for s in plan.segments
+            SegmentReport(s.index, s.kind, s.num_ops, s.module_path, s.op_names, s.reasons)
+            for s in plan.segments
         )
         carried = ", ".join(
-            f"{input_names.get(rule.leaf, rule.leaf)} dim {', '.join(map(str, rule.dims))}" for rule in plan.token_dim.inputs
+            f"{input_names.get(rule.leaf, rule.leaf)} dim {', '.join(map(str, rule.dims))}"
+            for rule in plan.token_dim.inputs
         )
         return cls(carried, segments, plan.coverage, plan.num_dead_ops)
 
@@ -76,10 +78,19 @@ class PlanReport:
             reason = f"{first.op}: {first.detail}" if first else ""
             more = f" (+{len(segment.reasons) - 1})" if len(segment.reasons) > 1 else ""
             where = f" at {first.source}" if first and first.source else ""
-            rows.append((str(segment.index), segment.kind, str(segment.num_ops), segment.module_path, reason + more + where))
+            rows.append(
+                (
+                    str(segment.index),
+                    segment.kind,
+                    str(segment.num_ops),
+                    segment.module_path,
+                    reason + more + where,
+                )
+            )
         summary = (
-            f"{self.count('graph')} graph, {self.count('boundary')} boundary and {self.count('eager')} eager segments; "
-            f"{self.coverage:.1%} of ops in graphs; tokens in {self.token_dim}; {self.num_dead_ops} dead ops removed"
+            f"{self.count('graph')} graph, {self.count('boundary')} boundary and {self.count('eager')} eager "
+            f"segments; {self.coverage:.1%} of ops in graphs; tokens in {self.token_dim}; "
+            f"{self.num_dead_ops} dead ops removed"
         )
         return _table(rows) + "\n" + summary
 
@@ -87,7 +98,9 @@ class PlanReport:
         lines = ["| segment | kind | ops | module path | reason |", "|---|---|---|---|---|"]
         for segment in self.segments:
             reason = "; ".join(f"`{r.op}`: {r.detail}" for r in segment.reasons)
-            lines.append(f"| {segment.index} | {segment.kind} | {segment.num_ops} | {segment.module_path} | {reason} |")
+            lines.append(
+                f"| {segment.index} | {segment.kind} | {segment.num_ops} | {segment.module_path} | {reason} |"
+            )
         return "\n".join([*lines, "", f"{self.coverage:.1%} of ops in graphs."])
 
     def to_json(self) -> str:
@@ -120,12 +133,18 @@ class CaptureReport:
         for report in self.buckets:
             rows.append(
                 (
-                    str(report.bucket), report.status, str(report.num_graphs), str(report.num_ops),
-                    f"{report.capture_ms:.0f}", _bytes(report.grown_bytes), report.reason.splitlines()[0] if report.reason else "",
+                    str(report.bucket),
+                    report.status,
+                    str(report.num_graphs),
+                    str(report.num_ops),
+                    f"{report.capture_ms:.0f}",
+                    _bytes(report.grown_bytes),
+                    report.reason.splitlines()[0] if report.reason else "",
                 )  # fmt: skip
             )
         one = "replay" if self.serves_one_token else "run eagerly: the model branches on one token"
-        return f"{_table(rows)}\npool {_bytes(self.pool_bytes)}, buffers {_bytes(self.buffer_bytes)}; calls of one token {one}"
+        sizes = f"pool {_bytes(self.pool_bytes)}, buffers {_bytes(self.buffer_bytes)}"
+        return f"{_table(rows)}\n{sizes}; calls of one token {one}"
 
     def asdict(self) -> dict[str, Any]:
         return {**dataclasses.asdict(self), "captured": list(self.captured), "ok": self.ok}
@@ -164,8 +183,7 @@ class Report:
         for bucket, count in sorted(self.stats.calls_by_bucket.items()):
             lines.append(f"  bucket {bucket}: {count}")
         for code, count in self.stats.reasons.most_common():
-            reason = FallbackReason(code)
-            lines.append(f"  eager, {reason.value}: {count}. {reason.explanation} {reason.fix}")
+            lines.append(f"  eager, {code.value}: {count}. {code.explanation} {code.fix}")
         lines += [f"  unseen signature, {count} calls: {text}" for text, count in self.unseen.items()]
         lines += [f"  changed since capture: {text}" for text in self.changes]
         return "\n".join(lines)
@@ -193,7 +211,9 @@ class Report:
 
 def _table(rows: Sequence[Sequence[str]]) -> str:
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    )
 
 
 def _bytes(count: int) -> str:

@@ -1,8 +1,9 @@
 """Writes one segment as a graph of its own, and turns it into a plain function.
 
 The function is `segment(num_rows, *inputs) -> tuple`. Sizes are computed inside from `num_rows`, views of
-outside tensors are made inside from their bases, and autocast regions are opened inside, so that the segment computes
-the same for any row count, under any caller. Nodes get canonical names: equal segments have equal source.
+outside tensors are made inside from their bases, and autocast regions are opened inside, so that the
+segment computes the same for any row count, under any caller. Nodes get canonical names: equal segments
+have equal source.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ if TYPE_CHECKING:
 
 
 class SegmentWriter:
-    """Copies `nodes` of the splitter's graph into a new graph, with what they need from outside as placeholders."""
+    """Copies `nodes` of the splitter's graph into a new graph, with what they need from outside as
+    placeholders."""
 
     def __init__(self, splitter: Splitter, kind: str, nodes: Sequence[fx.Node]) -> None:
         self.splitter, self.kind, self.nodes = splitter, kind, tuple(nodes)
@@ -71,7 +73,9 @@ class SegmentWriter:
         if node in self.copies:
             return self.copies[node]
         verdict = self.splitter.verdicts.get(node)
-        if node.op == "get_attr" and not isinstance(getattr(self.splitter.trace.graph, str(node.target)), torch.Tensor):
+        if node.op == "get_attr" and not isinstance(
+            getattr(self.splitter.trace.graph, str(node.target)), torch.Tensor
+        ):
             self._modules[str(node.target)] = getattr(self.splitter.trace.graph, str(node.target))
             self.copies[node] = self.graph.create_node("get_attr", str(node.target))
             return self.copies[node]
@@ -83,7 +87,11 @@ class SegmentWriter:
                 if view not in self.copies:
                     self._copy(view)
             return self.copies[node]
-        if isinstance(value, torch.Tensor) or node.op == "get_attr" or (verdict is not None and verdict.kind == "eager"):
+        if (
+            isinstance(value, torch.Tensor)
+            or node.op == "get_attr"
+            or (verdict is not None and verdict.kind == "eager")
+        ):
             return self._input(node)
         return self._scalar(value)
 
@@ -121,7 +129,11 @@ class SegmentWriter:
     def zero_fill(self, node: fx.Node) -> None:
         """Makes memory that the copied `empty*` node allocates start as zeros."""
         copy = self.copies[node]
-        twins: dict[Any, Any] = {torch.empty: torch.zeros, torch.empty_like: torch.zeros_like, "new_empty": "new_zeros"}
+        twins: dict[Any, Any] = {
+            torch.empty: torch.zeros,
+            torch.empty_like: torch.zeros_like,
+            "new_empty": "new_zeros",
+        }
         if copy.target in twins:
             copy.target = twins[copy.target]
             return

@@ -24,8 +24,10 @@ class ModuleSnapshot:
     def take(cls, model: nn.Module) -> ModuleSnapshot:
         entries = []
         for path, module in model.named_modules():
-            for table_name, table in [("", module.__dict__), *((name, module.__dict__[name]) for name in _SKIPPED)]:
-                inner = {k: v.copy() for k, v in table.items() if type(v) in _CONTAINERS and k not in _SKIPPED}
+            for table in (module.__dict__, *(module.__dict__[name] for name in _SKIPPED)):
+                inner = {
+                    k: v.copy() for k, v in table.items() if type(v) in _CONTAINERS and k not in _SKIPPED
+                }
                 entries.append((path, table, dict(table), inner))
         return cls(tuple(entries))
 

@@ -1,8 +1,9 @@
 """Calls of the model: bound to forward's parameters, so that positional and keyword calls are one [I10].
 
-`CallBinder` maps `(args, kwargs)` to one value per parameter, through a generated function that has forward's own
-signature, so that Python's call machinery does the work. `write_matcher` generates the function that checks bound
-values against the structure a trace was made for and pulls out its leaves in the same pass.
+`CallBinder` maps `(args, kwargs)` to one value per parameter, through a generated function that has
+forward's own signature, so that Python's call machinery does the work. `write_matcher` generates the
+function that checks bound values against the structure a trace was made for and pulls out its leaves in
+the same pass.
 """
 
 from __future__ import annotations
@@ -41,7 +42,10 @@ class CallBinder:
             kind, name = parameter.kind, parameter.name
             if last_kind == parameter.POSITIONAL_ONLY and kind != last_kind:
                 parts.append("/")
-            if kind == parameter.KEYWORD_ONLY and last_kind not in (parameter.KEYWORD_ONLY, parameter.VAR_POSITIONAL):
+            if kind == parameter.KEYWORD_ONLY and last_kind not in (
+                parameter.KEYWORD_ONLY,
+                parameter.VAR_POSITIONAL,
+            ):
                 parts.append("*")
             if kind == parameter.VAR_POSITIONAL:
                 parts.append(f"*{name}")
@@ -57,7 +61,8 @@ class CallBinder:
         self.bind: Callable[..., tuple] = eval(source, {"_missing": MISSING, "_sorted": _sorted_keywords})
 
     def call_source(self, values: Structure, leaf_names: Sequence[str], namespace: Namespace) -> str:
-        """The argument list, as source, that makes the bound call again: by keyword wherever forward allows it."""
+        """The argument list, as source, that makes the bound call again: by keyword wherever forward
+        allows it."""
         has_star = any(
             parameter.kind == parameter.VAR_POSITIONAL and child.children
             for parameter, child in zip(self.parameters, values.children, strict=True)

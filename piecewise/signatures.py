@@ -17,9 +17,9 @@ from piecewise.config import PiecewiseConfig
 from piecewise.plan import SegmentPlan
 from piecewise.report import BucketReport
 from piecewise.signature import LeafRule, same_count, write_matcher
+from piecewise.state import module_facts
 from piecewise.structure import Namespace, build_source
 from piecewise.trace import ExampleCall
-from runners.buckets import TokenBuckets
 from runners.buffers import StaticBuffers
 from runners.engine import GraphEngine, GraphPool
 from runners.stats import FallbackReason
@@ -36,8 +36,8 @@ class CaptureContext:
     engine: GraphEngine
     pool: GraphPool
     buffers: StaticBuffers
-    facts: ModuleFacts
-    on_bucket: Callable[[int, int], None]
+    skip_root_forward: bool
+    on_segment: Callable[[], None] = lambda: None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -121,7 +121,8 @@ def trace_signature(context: CaptureContext, example: ExampleCall) -> CapturedSi
 
 
 def capture_bucket(context: CaptureContext, signature: CapturedSignature, bucket: int) -> BucketReport:
-    """Captures one bucket, from the signature's trace or, where that excludes the bucket, from one at its size."""
+    """Captures one bucket, from the signature's trace or, where that excludes the bucket, from one at its
+    size."""
     began = time.perf_counter()
     before = context.pool.allocated_bytes
     try:
@@ -132,19 +133,13 @@ def capture_bucket(context: CaptureContext, signature: CapturedSignature, bucket
             report = BucketReport(bucket, "eager", detail)
         else:
             real = _warm_up_rows(plan, bucket, assembler.leaves)
-            done = 0
-            total = len(assembler.runners)
-
-            def on_segment() -> None:
-                nonlocal done
-                done += 1
-                context.on_bucket(done, total)
-
-            steps = assembler.capture(bucket, real, on_segment=on_segment)
+            steps = assembler.capture(bucket, real, on_segment=context.on_segment)
             signature.served[bucket] = ServedBucket(steps, plan)
             signature.refused.pop(bucket, None)
             num_ops = sum(
-                graph.num_ops for runner in assembler.runners.values() if (graph := runner.graph_for(bucket)) is not None
+                graph.num_ops
+                for runner in assembler.runners.values()
+                if (graph := runner.graph_for(bucket)) is not None
             )
             report = BucketReport(
                 bucket, "captured", "", num_graphs=len(assembler.runners), num_ops=num_ops,
@@ -176,10 +171,17 @@ def _plan_for(
         plan = traced.cut()
         if not plan.is_valid(bucket, *other_sizes(plan, leaves)):
             return plan, None
+    values, hooks = module_facts(context.model, skip_root_forward=context.skip_root_forward)
     assembler = PlanAssembler(
-        plan, leaves=traced.trace.example.leaves, engine=context.engine, pool=context.pool, buffers=context.buffers,
-        facts=context.facts, warmup_steps=context.config.warmup_steps, outputs=context.config.outputs,
-    )  # fmt: skip
+        plan,
+        leaves=traced.trace.example.leaves,
+        engine=context.engine,
+        pool=context.pool,
+        buffers=context.buffers,
+        facts=ModuleFacts(tuple(values), tuple(hooks)),
+        warmup_steps=context.config.warmup_steps,
+        outputs=context.config.outputs,
+    )
     signature.assemblers.append(assembler)
     return plan, assembler
 
@@ -230,8 +232,3 @@ def _rebuilder(traced: TracedModel) -> Callable[[list[Any]], Any]:
     names = [f"leaves[{index}]" for index in range(len(traced.trace.result_leaves))]
     source = build_source(traced.trace.result, names, namespace)
     return eval(f"lambda leaves: {source}", namespace.globals)
-
-
-def largest_first(buckets: TokenBuckets) -> list[int]:
-    """The order of capture: memory of the largest serves the rest [I9]."""
-    return sorted(buckets.sizes, reverse=True)

@@ -32,4 +32,6 @@ class SizeFunctions:
 
     def token_dims(self, tensor: torch.Tensor) -> tuple[int, ...]:
         """Dims whose size depends on the token count, ascending."""
-        return tuple(dim for dim, expr in enumerate(self.exprs(tensor.shape)) if self._symbol in expr.free_symbols)
+        return tuple(
+            dim for dim, expr in enumerate(self.exprs(tensor.shape)) if self._symbol in expr.free_symbols
+        )

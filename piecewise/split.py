@@ -5,13 +5,13 @@ Example, with `attn` a boundary op and `pick = x[-1:]` eager because it loses th
     before   embed · norm · linear · empty | attn | linear · add · norm | pick | lm_head
     after    graph 0                       | b. 1 | graph 2             | e. 3 | graph 4
 
-`torch.fx`'s own `split_module` is not used: it reorders calls that return nothing, passes tuples and sizes across
-borders, and renames nodes. Here a segment takes tensors and one row count; every size is computed inside from it.
+`torch.fx`'s own `split_module` is not used: it reorders calls that return nothing, passes tuples and sizes
+across borders, and renames nodes. Here a segment takes tensors and one row count; every size is computed
+inside from it.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -20,10 +20,10 @@ import torch
 from torch import fx
 
 from piecewise import torch_internals as internals
-from piecewise.aliases import NodeFacts, is_tuple_item, storage_of, tensors_in, view_chain
+from piecewise.aliases import NodeFacts, is_tuple_item, storage_of, tensors_in
 from piecewise.classify import Classifier, Verdict
 from piecewise.normalize import target_name
-from piecewise.plan import EagerReason, InputRule, Segment, SegmentPlan, TokenDim, ValueSpec
+from piecewise.plan import ComputedNumber, EagerReason, InputRule, Segment, SegmentPlan, TokenDim, ValueSpec
 from piecewise.segment_graph import SegmentWriter
 from piecewise.sizes import SizeFunctions
 from piecewise.token_dim import TokenSymbol
@@ -58,8 +58,6 @@ class Splitter:
         self._memory: dict[int, int] = {}
         self._sizes = SizeFunctions(trace.shape_env, token.symbol)
 
-    # ---- values -------------------------------------------------------------------------------------------------
-
     def _value(self, node: fx.Node) -> int:
         known = self.index_of.get(node)
         if known is None:
@@ -70,7 +68,13 @@ class Splitter:
     def _spec(self, node: fx.Node, index: int) -> ValueSpec:
         fake = node.meta.get("example_value")
         placeholder = next((p for p in self.trace.placeholders if p.node is node), None)
-        origin = placeholder.kind if placeholder is not None else self.verdicts[node].kind if node in self.verdicts else "state"
+        origin = (
+            placeholder.kind
+            if placeholder is not None
+            else self.verdicts[node].kind
+            if node in self.verdicts
+            else "state"
+        )
         state = placeholder.state if placeholder is not None else None
         if node.op == "get_attr":
             tensor = getattr(self.trace.graph, str(node.target))
@@ -79,9 +83,11 @@ class Splitter:
         if not isinstance(fake, torch.Tensor):
             return ValueSpec(index, node.name, origin, leaf=leaf, state=state)
         token_dims = self._sizes.token_dims(fake)
+        memory = self._memory.setdefault(storage_of(fake), len(self._memory))
+        sizes, strides = self._sizes.of(fake.shape), self._sizes.of(fake.stride())
         return ValueSpec(
-            index, node.name, origin, fake.dtype, fake.device, self._sizes.of(fake.shape), self._sizes.of(fake.stride()),
-            token_dims, self._memory.setdefault(storage_of(fake), len(self._memory)), leaf=leaf, state=state,
+            index, node.name, origin, fake.dtype, fake.device, sizes, strides, token_dims, memory,
+            leaf=leaf, state=state,
         )  # fmt: skip
 
     def symbol_value(self, symbol: sympy.Symbol) -> int:
@@ -103,15 +109,16 @@ class Splitter:
                         return placeholder.leaf, dim
             elif internals.expression(value, self.trace.shape_env) == symbol:
                 return placeholder.leaf, -1
-        found = internals.symbol_source(self.trace.shape_env, symbol)  # an input that the graph itself does not read
+        found = internals.symbol_source(
+            self.trace.shape_env, symbol
+        )  # an input that the graph itself does not read
         if found is not None:
             return found
         raise AssertionError(f"symbol {symbol} belongs to no input")
 
-    # ---- segments -----------------------------------------------------------------------------------------------
-
     def groups(self) -> list[tuple[str, list[fx.Node]]]:
-        """Consecutive nodes of one kind; a boundary op is a group of its own; scalars and floating views are in none."""
+        """Consecutive nodes of one kind; a boundary op is a group of its own; scalars and floating views
+        are in none."""
         found: list[tuple[str, list[fx.Node]]] = []
         for node in self.graph.nodes:
             verdict = self.verdicts.get(node)
@@ -142,24 +149,46 @@ class Splitter:
 
     def _crosses(self, node: fx.Node) -> bool:
         value = node.meta.get("example_value")
-        return isinstance(value, torch.Tensor) or (self.verdicts[node].kind == "eager" and not isinstance(value, (tuple, list)))
+        return isinstance(value, torch.Tensor) or (
+            self.verdicts[node].kind == "eager" and not isinstance(value, (tuple, list))
+        )
 
     def _zero_what_leaves(
-        self, kind: str, nodes: Sequence[fx.Node], writer: SegmentWriter, index: int, used: Sequence[set], results: set
+        self,
+        kind: str,
+        nodes: Sequence[fx.Node],
+        writer: SegmentWriter,
+        index: int,
+        used: Sequence[set],
+        results: set,
     ) -> None:
         """Memory of `empty*` that others read may hold rows nobody wrote: it is zeroed [I2]."""
         if kind != "graph":
             return
-        outside = [node for position, items in enumerate(used) if position != index for node in items] + list(results)
+        outside = [node for position, items in enumerate(used) if position != index for node in items] + list(
+            results
+        )
         leaving = {storage_of(t) for node in outside for t in tensors_in(node.meta.get("example_value"))}
         for node in nodes:
             if target_name(node).startswith(("empty", "new_empty")) and self.facts[node].storages & leaving:
                 writer.zero_fill(node)
 
     def _segment(
-        self, index: int, kind: str, nodes: list[fx.Node], writer: SegmentWriter, outputs: list[fx.Node], function: Any, key: str
+        self,
+        index: int,
+        kind: str,
+        nodes: list[fx.Node],
+        writer: SegmentWriter,
+        outputs: list[fx.Node],
+        function: Any,
+        key: str,
     ) -> Segment:
-        written = {storage_of(t) for n in nodes for arg in self.facts[n].writes for t in tensors_in(arg.meta["example_value"])}
+        written = {
+            storage_of(t)
+            for n in nodes
+            for arg in self.facts[n].writes
+            for t in tensors_in(arg.meta["example_value"])
+        }
         inputs = tuple(writer.input_values())
         own = {storage_of(t) for node in outputs for t in tensors_in(node.meta.get("example_value"))}
         memories = {self._memory[storage] for storage in written if storage in self._memory}
@@ -174,9 +203,9 @@ class Splitter:
 
     def _reason(self, node: fx.Node) -> EagerReason:
         verdict = self.verdicts[node]
-        return EagerReason(verdict.code, target_name(node), verdict.detail, module_path(node), source_line(node))
-
-    # ---- the whole ----------------------------------------------------------------------------------------------
+        return EagerReason(
+            verdict.code, target_name(node), verdict.detail, module_path(node), source_line(node)
+        )
 
     def _plan(self, segments: tuple[Segment, ...]) -> SegmentPlan:
         result_values = []
@@ -184,7 +213,13 @@ class Splitter:
             result_values.append(self._result_value(item))
         guards = internals.guard_expressions(self.trace.shape_env)
         others = sorted(
-            {s for guard in guards for s in guard.free_symbols if s != self.token.symbol and not internals.is_unbacked(s)}, key=str
+            {
+                s
+                for guard in guards
+                for s in guard.free_symbols
+                if s != self.token.symbol and not internals.is_unbacked(s)
+            },
+            key=str,
         )
         known = [symbol for symbol in others if self._has_source(symbol)]
         usable = [g for g in guards if g.free_symbols <= {self.token.symbol, *known}]
@@ -222,28 +257,26 @@ class Splitter:
         rules = []
         for carried in self.token.inputs:
             dims = {
-                d: _single(internals.compile_expressions([expr], [self.token.symbol])) for d, expr in carried.dims.items()
+                d: _single(internals.compile_expressions([expr], [self.token.symbol]))
+                for d, expr in carried.dims.items()
             }
             anchor = next((d for d, expr in carried.dims.items() if expr == self.token.symbol), -1)
             rules.append(InputRule(carried.leaf, dims, anchor))
         return TokenDim(str(self.token.symbol), leaf, dim, tuple(rules))
 
     def _written_leaves(self) -> tuple[int, ...]:
-        written = {storage_of(t) for fact in self.facts.values() for arg in fact.writes for t in tensors_in(arg.meta["example_value"])}
+        written = {
+            storage_of(t)
+            for fact in self.facts.values()
+            for arg in fact.writes
+            for t in tensors_in(arg.meta["example_value"])
+        }
         found = []
         for placeholder in self.trace.placeholders:
             held = {storage_of(t) for t in tensors_in(placeholder.node.meta.get("example_value"))}
             if placeholder.kind == "input" and held & written:
                 found.append(placeholder.leaf)
         return tuple(found)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class ComputedNumber:
-    """A number of the result computed from sizes: `compute(num_tokens, *values at indices)[0]`."""
-
-    compute: Any
-    indices: tuple[int, ...]
 
 
 def _single(function: Any) -> Any:

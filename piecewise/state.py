@@ -1,8 +1,10 @@
-"""What a trace read from the model: tensors by recorded path, and plain values that were baked into the graph.
+"""What a trace read from the model: tensors by recorded path, and plain values that were baked into the
+graph.
 
-Dynamo names each thing it read by a source such as ``L['model']._modules['layers']._modules['0'].eps``. The last
-step of that path gives an owner (a dict or an object) and a key, so the current value is one dictionary look-up away
-and needs no `nn.Module.__getattr__`. Run time compares these with what the trace saw [I4, I10].
+Dynamo names each thing it read by a source such as ``L['model']._modules['layers']._modules['0'].eps``.
+The last step of that path gives an owner (a dict or an object) and a key, so the current value is one
+dictionary look-up away and needs no `nn.Module.__getattr__`. Run time compares these with what the trace
+saw [I4, I10].
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ _VALUE_GUARDS = frozenset(
     {"CONSTANT_MATCH", "EQUALS_MATCH", "ID_MATCH", "NONE_MATCH", "BOOL_MATCH", "TYPE_MATCH", "NN_MODULE",
      "CLOSURE_MATCH", "FUNCTION_MATCH", "BUILTIN_MATCH", "NOT_NONE_MATCH"}
 )  # fmt: skip
-# What a guard of kind TYPE_MATCH saw was only the type; the value may change freely (a list, a config object).
+# What a guard of kind TYPE_MATCH saw was only the type; the value may change freely (a list, a config
+# object).
 _IDENTITY_FREE = frozenset({"TYPE_MATCH", "NOT_NONE_MATCH"})
 
 
@@ -51,7 +54,11 @@ def resolve(source: str, scope: Scope) -> StateRef | None:
         if isinstance(tree, ast.Subscript):
             owner = scope.evaluate(ast.unparse(tree.value))
             key = ast.literal_eval(tree.slice)
-            return StateRef(owner, key, readable_path(source)) if isinstance(owner, (dict, list, tuple)) else None
+            return (
+                StateRef(owner, key, readable_path(source))
+                if isinstance(owner, (dict, list, tuple))
+                else None
+            )
         if isinstance(tree, ast.Attribute):
             owner = scope.evaluate(ast.unparse(tree.value))
             names = getattr(owner, "__dict__", None)
@@ -81,11 +88,14 @@ def values_read(guards: Sequence[tuple[str, str]], scope: Scope, *, root: str) -
     return list(found.values())
 
 
-def module_facts(model: nn.Module, *, skip_root_forward: bool) -> tuple[list[tuple[StateRef, Any]], list[dict]]:
+def module_facts(
+    model: nn.Module, *, skip_root_forward: bool
+) -> tuple[list[tuple[StateRef, Any]], list[dict]]:
     """Facts of every module that change what a call computes, read by the trace or not.
 
     Returns:
-        (ref, value) of each submodule slot, `training` flag and instance-level `forward`; and the forward hook tables.
+        (ref, value) of each submodule slot, `training` flag and instance-level `forward`; and the forward
+        hook tables.
     """
     facts: list[tuple[StateRef, Any]] = []
     hooks: list[dict] = []
@@ -95,7 +105,9 @@ def module_facts(model: nn.Module, *, skip_root_forward: bool) -> tuple[list[tup
             facts.append((StateRef(module._modules, key, f"{name}.{key}"), child))
         facts.append((StateRef(module.__dict__, "training", f"{name}.training"), module.training))
         if path or not skip_root_forward:
-            facts.append((StateRef(module.__dict__, "forward", f"{name}.forward"), module.__dict__.get("forward")))
+            facts.append(
+                (StateRef(module.__dict__, "forward", f"{name}.forward"), module.__dict__.get("forward"))
+            )
         if path or not skip_root_forward:
             hooks += [module._forward_hooks, module._forward_pre_hooks]
     return facts, hooks

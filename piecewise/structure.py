@@ -1,7 +1,9 @@
 """Nested arguments and results: taken apart once, then matched and rebuilt by generated straight-line code.
 
-A generic pytree walk costs 5 to 15 µs on every call. The structure of a call never changes between captured calls, so
-it is walked once: `flatten_structure` gives a `Structure` (a tree of frozen nodes) and its leaves, and the two
+A generic pytree walk costs 5 to 15 µs on every call. The structure of a call never changes between
+captured calls, so
+it is walked once: `flatten_structure` gives a `Structure` (a tree of frozen nodes) and its leaves, and the
+two
 generators turn that tree into Python source: an expression that builds the object again, and the lines that
 check another object against it while they pull its leaves out.
 
@@ -20,8 +22,9 @@ import torch
 import torch.utils._pytree as pytree
 
 _PLAIN = (
-    type(None), bool, float, complex, str, bytes, torch.dtype, torch.device, torch.layout, torch.memory_format, enum.Enum
-)  # fmt: skip
+    *(type(None), bool, float, complex, str, bytes, enum.Enum),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format),
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -29,8 +32,8 @@ class Structure:
     """One node of a nested object; `kind` says which fields hold.
 
     tensor, int: `index` is the position among the leaves. const: `value`. list, tuple: `children`. dict,
-    dataclass, namedtuple: `children` beside their `keys`, and `type`. pytree: any other registered container, with its
-    `spec` and its flat `children`.
+    dataclass, namedtuple: `children` beside their `keys`, and `type`. pytree: any other registered
+    container, with its `spec` and its flat `children`.
     """
 
     kind: str
@@ -98,8 +101,9 @@ def flatten_structure(
 
 
 def rebuild_dataclass(cls: type, keys: Sequence[str], values: Sequence[Any]) -> Any:
-    """Makes an instance as the model's own code left it: fields set directly, `__post_init__` not run again."""
-    instance = object.__new__(cls)
+    """Makes an instance as the model's own code left it: fields set directly, `__post_init__` not run
+    again."""
+    instance: Any = object.__new__(cls)
     for key, value in zip(keys, values, strict=True):
         object.__setattr__(instance, key, value)
     return instance
@@ -125,14 +129,18 @@ def build_source(node: Structure, leaf_names: Sequence[str], namespace: Namespac
     if node.kind in ("tensor", "int"):
         return leaf_names[node.index]
     if node.kind == "const":
-        return repr(node.value) if node.value is None or type(node.value) is bool else namespace.name(node.value)
+        return (
+            repr(node.value) if node.value is None or type(node.value) is bool else namespace.name(node.value)
+        )
     parts = [build_source(child, leaf_names, namespace) for child in node.children]
     if node.kind == "list":
         return f"[{', '.join(parts)}]"
     if node.kind == "tuple":
         return f"({', '.join(parts)}{',' if len(parts) == 1 else ''})"
     if node.kind == "dict":
-        return "{" + ", ".join(f"{_key(k, namespace)}: {p}" for k, p in zip(node.keys, parts, strict=True)) + "}"
+        return (
+            "{" + ", ".join(f"{_key(k, namespace)}: {p}" for k, p in zip(node.keys, parts, strict=True)) + "}"
+        )
     if node.kind == "namedtuple":
         return f"{namespace.name(node.type)}({', '.join(parts)})"
     if node.kind == "dataclass":
@@ -148,8 +156,8 @@ def _key(key: Any, namespace: Namespace) -> str:
 class MatchWriter:
     """Writes the body of `match(values)`: returns None from the function where the structure differs.
 
-    `leaf_check(node, name)` gives the further conditions on a leaf held in the variable `name`; each condition is an
-    expression that is true where the leaf differs.
+    `leaf_check(node, name)` gives the further conditions on a leaf held in the variable `name`; each
+    condition is an expression that is true where the leaf differs.
     """
 
     def __init__(self, namespace: Namespace, leaf_check: Callable[[Structure, str], list[str]]) -> None:

@@ -1,8 +1,9 @@
 """Which symbol is the token count.
 
-Never "the first SymInt" and never an argument's name: boundary ops are called on tokens, so the symbol is the one that
-their arguments carry. A declared `token_args` dim decides; without one it is the symbol common to what the op
-writes and forward allocated (its `out`), as parameters, KV pools and metadata are written but not allocated in forward.
+Never "the first SymInt" and never an argument's name: boundary ops are called on tokens, so the symbol is
+the one that their arguments carry. A declared `token_args` dim decides; without one it is the symbol
+common to what the op writes and forward allocated (its `out`), as parameters, KV pools and metadata are
+written but not allocated in forward.
 """
 
 from __future__ import annotations
@@ -105,7 +106,11 @@ def _symbols_carried(node: fx.Node, fact: NodeFacts, trace: Trace, outside: set[
     ]
     if written:
         return set.intersection(*(_symbols_of(tensor.shape, trace) for tensor in written))
-    carried = [_symbols_of(t.shape, trace) for argument in fact.reads for t in tensors_in(argument.meta["example_value"])]
+    carried = [
+        _symbols_of(t.shape, trace)
+        for argument in fact.reads
+        for t in tensors_in(argument.meta["example_value"])
+    ]
     carried = [symbols for symbols in carried if symbols]
     return set.intersection(*carried) if carried else set()
 
@@ -125,7 +130,7 @@ def _only(candidates: set[sympy.Symbol], trace: Trace, node: fx.Node) -> sympy.S
             got=f"sizes fixed by the example; inputs: {described}" + _specialised_at(trace),
             rule="the token count must be traced as a symbol [I10]",
             fix="pass an example of two or more tokens, and remove what fixes the count (int(n), math.log(n), "
-            "x.unbind(0), a table sliced to a constant length)",
+            "x.unbind(0), a slice of constant length)",
         )
     if len(candidates) > 1:
         names = ", ".join(sorted(map(str, candidates)))
@@ -134,7 +139,8 @@ def _only(candidates: set[sympy.Symbol], trace: Trace, node: fx.Node) -> sympy.S
             expected="one token count",
             got=f"inputs: {described}",
             rule="the token dim is the symbol that the boundary ops' arguments carry",
-            fix='declare it: boundary_ops.define(..., token_args={"q": 0, "out": 0}); a [batch, seq] pair must be packed to [1, n]',
+            fix='declare it: boundary_ops.define(..., token_args={"q": 0, "out": 0}); '
+            "a [batch, seq] pair must be packed to [1, n]",
         )
     return next(iter(candidates))
 
@@ -176,7 +182,8 @@ def _inputs_carrying(trace: Trace, symbol: sympy.Symbol) -> tuple[InputTokens, .
 
 
 def _make_the_rest_static(trace: Trace, symbol: sympy.Symbol) -> None:
-    """Fixes the 3 of a [3, n] or the hidden size of [1, n, hidden]: only the token count varies beside tokens."""
+    """Fixes the 3 of a [3, n] or the hidden size of [1, n, hidden]: only the token count varies beside
+    tokens."""
     for placeholder in trace.placeholders:
         value = placeholder.node.meta.get("example_value")
         if not isinstance(value, torch.Tensor):

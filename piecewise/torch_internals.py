@@ -1,6 +1,7 @@
 """Every private torch API that the compile-time half uses, in one place, for torch 2.11 to 2.13.
 
-Nothing here has a public equivalent; `tests/test_torch_internals.py` checks each of them on the installed version.
+Nothing here has a public equivalent; `tests/test_torch_internals.py` checks each of them on the installed
+version.
 """
 
 from __future__ import annotations
@@ -20,12 +21,14 @@ from torch.utils._sympy.printers import PythonPrinter
 SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 GlobalStateGuard = torch._C._dynamo.guards.GlobalStateGuard  # type: ignore[attr-defined]
-# `check()` is false where grad mode, autocast, default dtype, tf32 or determinism differ from construction time.
+# `check()` is false where grad mode, autocast, default dtype, tf32 or determinism differ from construction
+# time.
 
 
 @contextmanager
 def tracing_config(int_names: Sequence[str]) -> Iterator[None]:
-    """Dynamo settings for one trace: scalars and data-dependent shapes stay in the graph, named ints are symbols."""
+    """Dynamo settings for one trace: scalars and data-dependent shapes stay in the graph, named ints are
+    symbols."""
     with ExitStack() as stack:
         stack.enter_context(
             dynamo.config.patch(  # type: ignore[attr-defined]
@@ -107,8 +110,11 @@ def is_unbacked(expr: sympy.Basic) -> bool:
     return any(str(symbol).startswith(("u", "zu")) for symbol in expr.free_symbols)
 
 
-def compile_expressions(expressions: Sequence[sympy.Basic], symbols: Sequence[sympy.Symbol]) -> Callable[..., tuple]:
-    """One plain Python function of `symbols` that returns the tuple of values; 0.1 µs an expression, not sympy's 40."""
+def compile_expressions(
+    expressions: Sequence[sympy.Basic], symbols: Sequence[sympy.Symbol]
+) -> Callable[..., tuple]:
+    """One plain Python function of `symbols` that returns the tuple of values; 0.1 µs an expression, not
+    sympy's 40."""
     import math
 
     names = {symbol: f"a{position}" for position, symbol in enumerate(symbols)}

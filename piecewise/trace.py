@@ -2,13 +2,15 @@
 
 The tool is `torch.compile(fullgraph=True)` with a backend of our own; three of its habits are in the way:
 
-* *It runs what the backend returns.* Our backend returns a function that hands back one distinct dummy per graph output.
-  The model's kernels never run, no KV cache is touched, and where each dummy turns up in the result tells
-  the output structure by identity, for any class that Dynamo can rebuild. A dummy that does not turn up was
+* *It runs what the backend returns.* Our backend returns a function that hands back one distinct dummy per
+  graph output. The model's kernels never run, no KV cache is touched, and where each dummy turns up in the
+  result tells the output structure by identity, for any class that Dynamo can rebuild. A dummy that does
+  not turn up was
   stored somewhere by forward: a side effect that a replay would drop, so it is refused.
-* *It gives equal sizes one symbol.* Each dim above 1 of each input is marked, which gives each a symbol of its own; those
-  that the model requires to be equal unify while tracing.
-* *It caches by code object.* Each trace runs a generated function of its own, whose cache entry is dropped at the end.
+* *It gives equal sizes one symbol.* Each dim above 1 of each input is marked, which gives each a symbol of
+  its own; those that the model requires to be equal unify while tracing.
+* *It caches by code object.* Each trace runs a generated function of its own, whose cache entry is dropped
+at the end.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from torch import fx, nn
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from piecewise import torch_internals as internals
+from piecewise.plan import ResultLeaf
 from piecewise.side_effects import ModuleSnapshot
 from piecewise.signature import CallBinder
 from piecewise.state import Scope, resolve, values_read
@@ -34,7 +37,8 @@ from runners.errors import PiecewiseError, TraceError
 from runners.state_check import StateRef
 
 _serial = itertools.count()
-# Above any real size, below what float64 holds exactly: an int of the result that is one of these stands for a symbol.
+# Above any real size, below what float64 holds exactly: an int of the result that is one of these stands
+# for a symbol.
 _FIRST_DUMMY = 1 << 50
 
 
@@ -74,16 +78,6 @@ class Placeholder:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class ResultLeaf:
-    """Where a leaf of the result comes from: a graph output, an input, state of the model, or a constant."""
-
-    kind: str
-    index: int = -1
-    state: StateRef | None = None
-    value: Any = None
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
 class Trace:
     """One traced forward.
 
@@ -114,15 +108,19 @@ class Trace:
         return ()
 
 
-def trace(model: nn.Module, example: ExampleCall, *, forward: Any, static_dims: Mapping[int, Sequence[int]] = {}) -> Trace:
-    """Traces `forward(model's call)` with the example's structure; the model is not run and its state is unchanged.
+def trace(
+    model: nn.Module, example: ExampleCall, *, forward: Any, static_dims: Mapping[int, Sequence[int]] = {}
+) -> Trace:
+    """Traces `forward(model's call)` with the example's structure; the model is not run and its state is
+    unchanged.
 
     Args:
         model: the module whose state the trace records.
         forward: the callable to trace; reached from `model` (the module itself, or its own forward).
         static_dims: leaf index → dims that get no symbol.
     Raises:
-        TraceError: forward cannot be one graph, has side effects, or returns something that cannot be rebuilt.
+        TraceError: forward cannot be one graph, has side effects, or returns something that cannot be
+            rebuilt.
     """
     disabled = internals.dynamo_is_disabled()
     if disabled is not None:
@@ -161,7 +159,8 @@ def trace(model: nn.Module, example: ExampleCall, *, forward: Any, static_dims: 
         )
     if changes:
         raise TraceError(
-            f"{type(model).__name__}.forward changes {changes[0]}" + (f" and {len(changes) - 1} more" if changes[1:] else ""),
+            f"{type(model).__name__}.forward changes {changes[0]}"
+            + (f" and {len(changes) - 1} more" if changes[1:] else ""),
             rule="a replay runs none of the model's Python, so what forward stores would be stale [I8]",
             fix="keep it in a registered buffer and write it with copy_(), or return it",
         )
@@ -192,7 +191,8 @@ def _traced_function(example: ExampleCall, forward: Any) -> Any:
     callee = "model" if isinstance(forward, nn.Module) else namespace.name(forward, "forward")
     name = f"piecewise_trace_{next(_serial)}"
     source = f"def {name}({', '.join(['model', *names])}):\n    return {callee}({arguments})\n"
-    # Dynamo wraps code whose source cannot be found, which hides the argument names: linecache counts as a source.
+    # Dynamo wraps code whose source cannot be found, which hides the argument names: linecache counts as a
+    # source.
     linecache.cache[f"{name}.py"] = (len(source), None, source.splitlines(True), f"{name}.py")
     exec(compile(source, f"{name}.py", "exec"), namespace.globals)
     return namespace.globals[name]
@@ -231,7 +231,9 @@ class _Collector:
         scope = Scope({"model": self.model}, self.function.__globals__)
         placeholders = tuple(
             self._placeholder(node, argument, scope)
-            for node, argument in zip(self.graph.graph.find_nodes(op="placeholder"), self.arguments, strict=True)
+            for node, argument in zip(
+                self.graph.graph.find_nodes(op="placeholder"), self.arguments, strict=True
+            )
         )
         structure, result_leaves = self._result(result, placeholders)
         root = "L['model']"
@@ -241,7 +243,9 @@ class _Collector:
     def _placeholder(self, node: fx.Node, argument: Any, scope: Scope) -> Placeholder:
         for index, leaf in enumerate(self.leaves):
             is_tensor = isinstance(leaf, torch.Tensor)
-            if (is_tensor and argument is leaf) or (not is_tensor and self.sources[node.name] == f"L['i{index}']"):
+            if (is_tensor and argument is leaf) or (
+                not is_tensor and self.sources[node.name] == f"L['i{index}']"
+            ):
                 return Placeholder(node, "input", leaf=index)
         if not isinstance(argument, torch.Tensor):
             return Placeholder(node, "symbol")
@@ -256,7 +260,9 @@ class _Collector:
             )
         return Placeholder(node, "state", state=state)
 
-    def _result(self, result: Any, placeholders: Sequence[Placeholder]) -> tuple[Structure, tuple[ResultLeaf, ...]]:
+    def _result(
+        self, result: Any, placeholders: Sequence[Placeholder]
+    ) -> tuple[Structure, tuple[ResultLeaf, ...]]:
         by_id = {id(dummy): index for index, dummy in enumerate(self.dummies)}
         numbers = {_FIRST_DUMMY + index: index for index in range(len(self.dummies))}
         structure, leaves = flatten_structure(
@@ -273,7 +279,9 @@ class _Collector:
                 found.append(ResultLeaf("output", numbers[leaf], value=type(leaf)))
             else:
                 source = next((i for i, given in enumerate(self.leaves) if given is leaf), None)
-                found.append(ResultLeaf("const", value=leaf) if source is None else ResultLeaf("input", source))
+                found.append(
+                    ResultLeaf("const", value=leaf) if source is None else ResultLeaf("input", source)
+                )
         missing = set(range(len(self.dummies))) - {leaf.index for leaf in found if leaf.kind == "output"}
         if missing:
             assert self.graph is not None
@@ -281,7 +289,8 @@ class _Collector:
             raise TraceError(
                 f"forward stores the result of '{node}' outside its return value",
                 rule="a replay runs none of the model's Python, so what forward stores would be stale [I8]",
-                fix="return it, keep it in a buffer written with copy_(), or pass use_cache=False to a transformers model",
+                fix="return it, keep it in a buffer written with copy_(), "
+                "or pass use_cache=False to a transformers model",
             )
         return structure, tuple(found)
 
@@ -307,8 +316,13 @@ class _Collector:
 
 def _dummy_for(fake: Any, index: int) -> Any:
     if isinstance(fake, torch.Tensor):
-        # A float computed from sizes leaves the graph as a 0-dim float64 tensor and comes back through .item().
-        return torch.tensor(float(_FIRST_DUMMY + index), dtype=torch.float64) if fake.dim() == 0 else torch.empty(0)
+        # A float computed from sizes leaves the graph as a 0-dim float64 tensor and comes back through
+        # .item().
+        return (
+            torch.tensor(float(_FIRST_DUMMY + index), dtype=torch.float64)
+            if fake.dim() == 0
+            else torch.empty(0)
+        )
     return _FIRST_DUMMY + index if isinstance(fake, (int, torch.SymInt)) else float(_FIRST_DUMMY + index)
 
 
@@ -316,14 +330,19 @@ def _refuse_opaque(node: Structure, given: Sequence[Any]) -> None:
     for child in node.children:
         _refuse_opaque(child, given)
     known = (type(None), bool, float, complex, str, bytes, torch.dtype, torch.device, type, torch.Size)
-    if node.kind == "const" and not isinstance(node.value, known) and not any(node.value is item for item in given):
+    if (
+        node.kind == "const"
+        and not isinstance(node.value, known)
+        and not any(node.value is item for item in given)
+    ):
         if type(node.value).__module__.split(".")[0] == "enum" or hasattr(type(node.value), "__members__"):
             return
         raise TraceError(
             f"forward returns an object of type {type(node.value).__name__}",
             expected="tensors, numbers and containers of them",
             rule="the result is rebuilt on each call, and an object with state of its own would be stale [I7]",
-            fix="return its tensors, register it with torch.utils._pytree, or pass use_cache=False to a transformers model",
+            fix="return its tensors, register it with torch.utils._pytree, "
+            "or pass use_cache=False to a transformers model",
         )
 
 
@@ -334,7 +353,8 @@ def _translate(error: Exception) -> TraceError:
     lines = [line.strip() for line in str(cause).strip().splitlines() if line.strip()]
     where = next((line for line in reversed(lines) if line.startswith("File ")), None)
     return TraceError(
-        f"forward cannot be traced: {lines[0] if lines else type(cause).__name__}" + (f" ({where})" if where else ""),
+        f"forward cannot be traced: {lines[0] if lines else type(cause).__name__}"
+        + (f" ({where})" if where else ""),
         rule="forward must be one graph: no graph breaks [I10]",
         fix="the cause below names the construct; torch.compile(model, fullgraph=True) fails on the same line",
     )

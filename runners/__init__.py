@@ -1,4 +1,5 @@
-"""Run time: graph engines, static buffers, and the step plans that serve calls. Knows nothing of FX or Dynamo."""
+"""Run time: graph engines, static buffers, and the step plans that serve calls. Knows nothing of FX or
+Dynamo."""
 
 from runners.buckets import TokenBuckets
 from runners.errors import CaptureError, ConfigError, PiecewiseError, StateError

@@ -40,7 +40,7 @@ class Arena:
         self._chunks: list[Tensor] = []
         self._chunk = 0
         self._offset = 0
-        # (chunk, start, end) handed out since `begin`, neighbours merged.
+        # (chunk, start, end) handed out since `begin`, one per chunk.
         self._spans: list[tuple[int, int, int]] = []
 
     @property
@@ -81,7 +81,7 @@ class Arena:
             grown = min(max(self.allocated_bytes // 4, _MIN_CHUNK_BYTES), _MAX_CHUNK_BYTES)
             self._chunks.append(torch.empty(max(size, grown), dtype=torch.uint8, device=self.device))
         start, self._offset = self._offset, self._offset + size
-        if self._spans and self._spans[-1][0] == self._chunk and self._spans[-1][2] == start:
+        if self._spans and self._spans[-1][0] == self._chunk:
             start_of_span = self._spans.pop()[1]
             self._spans.append((self._chunk, start_of_span, self._offset))
         else:

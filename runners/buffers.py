@@ -1,7 +1,8 @@
 """Static buffers: memory at a fixed address that graphs read their inputs from.
 
-One storage per value for all buckets: the largest bucket, which is captured first, decides its size, and the smaller ones look
-at its beginning. Padded rows always hold zeros when a graph runs: 0 is a valid index, and a finite number [I2].
+One storage per value for all buckets: the largest bucket, which is captured first, decides its size, and
+the smaller ones look at its beginning. Padded rows always hold zeros when a graph runs: 0 is a valid
+index, and a finite number [I2].
 """
 
 from __future__ import annotations
@@ -24,12 +25,17 @@ class StaticBuffers:
         return sum(storage.numel() for storage in self._storages.values())
 
     def tensor(
-        self, key: Hashable, sizes: Sequence[int], strides: Sequence[int], dtype: torch.dtype, device: torch.device
+        self,
+        key: Hashable,
+        sizes: Sequence[int],
+        strides: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> torch.Tensor:
         """A tensor of the given geometry at the beginning of the buffer `key`, zeroed.
 
-        Strides with holes or overlaps become contiguous ones. A buffer that is too small is replaced; graphs that
-        read the old one keep it alive and stay right.
+        Strides with holes or overlaps become contiguous ones. A buffer that is too small is replaced;
+        graphs that read the old one keep it alive and stay right.
         """
         sizes = tuple(sizes)
         numel = 1
@@ -42,4 +48,8 @@ class StaticBuffers:
             if storage is None or storage.numel() < num_bytes:
                 storage = self._storages[key] = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
             flat = storage[:num_bytes].view(dtype)
-            return flat.as_strided(sizes, tuple(strides)) if is_dense(sizes, strides) else flat[:numel].view(sizes)
+            return (
+                flat.as_strided(sizes, tuple(strides))
+                if is_dense(sizes, strides)
+                else flat[:numel].view(sizes)
+            )

@@ -1,7 +1,7 @@
 """Errors that a user or a model can cause, each in four lines: what, expected and got, rule, fix.
 
-`PiecewiseError` is the root for `runners` and `piecewise` (which re-exports it). `boundary_ops` has a root of its
-own, because neither package imports the other.
+`PiecewiseError` is the root for `runners` and `piecewise` (which re-exports it). `boundary_ops` has a root
+of its own, because neither package imports the other.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ class PiecewiseError(Exception):
         fix: str | None = None,
     ) -> None:
         self.what, self.expected, self.got, self.rule, self.fix = what, expected, got, rule, fix
-        found = ", ".join(f"{word} {value}" for word, value in (("expected", expected), ("got", got)) if value)
+        found = ", ".join(
+            f"{word} {value}" for word, value in (("expected", expected), ("got", got)) if value
+        )
         lines = [f"{what}: {found}" if found else what]
         lines += [f"  {word} {value}" for word, value in (("Rule:", rule), ("Fix: ", fix)) if value]
         super().__init__("\n".join(lines))

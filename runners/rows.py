@@ -1,7 +1,7 @@
 """Real rows and padded rows of one tensor: narrowing, dense copies, and what padded rows are filled with.
 
-A graph works on `padded_num_tokens` rows; everything outside works on `num_tokens` rows, which are the leading ones on each
-dim that carries tokens [I1].
+A graph works on `padded_num_tokens` rows; everything outside works on `num_tokens` rows, which are the
+leading ones on each dim that carries tokens [I1].
 """
 
 from __future__ import annotations
@@ -21,14 +21,17 @@ def narrow_to(tensor: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
 def has_strides(tensor: torch.Tensor, strides: Sequence[int]) -> bool:
     """Whether the strides match where they matter: dims of size 0 or 1 may have any."""
     return tensor.numel() == 0 or all(
-        size <= 1 or have == want for size, have, want in zip(tensor.shape, tensor.stride(), strides, strict=True)
+        size <= 1 or have == want
+        for size, have, want in zip(tensor.shape, tensor.stride(), strides, strict=True)
     )
 
 
 def is_dense(sizes: Sequence[int], strides: Sequence[int]) -> bool:
     """Whether the elements fill their memory without holes or overlaps, in some order of dims."""
     expected = 1
-    for stride, size in sorted((stride, size) for size, stride in zip(sizes, strides, strict=True) if size != 1):
+    for stride, size in sorted(
+        (stride, size) for size, stride in zip(sizes, strides, strict=True) if size != 1
+    ):
         if stride != expected:
             return False
         expected *= size
@@ -36,7 +39,8 @@ def is_dense(sizes: Sequence[int], strides: Sequence[int]) -> bool:
 
 
 def padded_parts(tensor: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
-    """Views that together cover what lies outside the leading part of `sizes`: one per dim that is shorter there."""
+    """Views that together cover what lies outside the leading part of `sizes`: one per dim that is shorter
+    there."""
     parts = []
     inner = tensor
     for dim, size in enumerate(sizes):

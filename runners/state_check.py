@@ -1,8 +1,10 @@
-"""Has anything moved or changed that the recorded graphs were made with? One pass of C-speed comparisons [I4, I10].
+"""Has anything moved or changed that the recorded graphs were made with? One pass of C-speed comparisons
+[I4, I10].
 
-A graph reads fixed addresses and holds values that Python read while tracing. Both can change behind its back:
-`module.weight = other`, `.data =`, `.to()`, `swap_tensors`, a flag flipped, a submodule replaced, a hook added. The
-list of what was seen is flat, so that checking it is a handful of `map` calls with no Python frame per entry.
+A graph reads fixed addresses and holds values that Python read while tracing. Both can change behind its
+back: `module.weight = other`, `.data =`, `.to()`, `swap_tensors`, a flag flipped, a submodule replaced, a
+hook added. The list of what was seen is flat, so that checking it is a handful of `map` calls with no
+Python frame per entry.
 """
 
 from __future__ import annotations
@@ -58,7 +60,9 @@ class StateCheck:
         self._tensors = [ref.get() for ref in self._tensor_refs]
         self._addresses = [tensor.data_ptr() for tensor in self._tensors]
         in_dicts = [(ref, value) for ref, value in values if isinstance(ref.owner, dict)]
-        self._value_refs = [ref for ref, _ in in_dicts] + [ref for ref, _ in values if not isinstance(ref.owner, dict)]
+        self._value_refs = [ref for ref, _ in in_dicts] + [
+            ref for ref, _ in values if not isinstance(ref.owner, dict)
+        ]
         self._values = [ref.get() for ref in self._value_refs]
         self._owners = [ref.owner for ref in self._tensor_refs]
         self._keys = [ref.key for ref in self._tensor_refs]
@@ -69,14 +73,17 @@ class StateCheck:
         self._hooks = tuple(hooks)
         self._hook_sizes = list(map(len, self._hooks))
         self._hook_keys = [tuple(table) for table in self._hooks]
-        self._hooked = [(table, keys) for table, keys in zip(self._hooks, self._hook_keys, strict=True) if keys]
+        self._hooked = [
+            (table, keys) for table, keys in zip(self._hooks, self._hook_keys, strict=True) if keys
+        ]
 
     @property
     def num_entries(self) -> int:
         return len(self._tensor_refs) + len(self._value_refs) + len(self._hooks)
 
     def is_unchanged(self) -> bool:
-        """True where every entry is as recorded; values are compared by identity, so a miss calls for `find_change`."""
+        """True where every entry is as recorded; values are compared by identity, so a miss calls for
+        `find_change`."""
         try:
             return (
                 all(map(operator.is_, map(operator.getitem, self._owners, self._keys), self._tensors))

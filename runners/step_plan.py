@@ -3,12 +3,12 @@
     call (n = 5, bucket 8)   copy-in        replay 0     boundary 1         replay 2     result
     rows                     5 → 8          8            5 (views of 8)     8            5 (cloned)
 
-A captured segment, a boundary call and an eager segment look alike here: a step with `replay(env)`. Nothing on the
-way enters Dynamo, an FX interpreter or a GraphModule.
+A captured segment, a boundary call and an eager segment look alike here: a step with `replay(env)`.
+Nothing on the way enters Dynamo, an FX interpreter or a GraphModule.
 
-`env` is a list: the call's leaves first, then one slot per value that is made anew on each call. What graphs own has
-no slot; steps hold views of it instead. Those views depend on the real row count, so they are made once per
-`num_tokens` (`_Bound`) and kept for the row counts used last.
+`env` is a list: the call's leaves first, then one slot per value that is made anew on each call. What
+graphs own has no slot; steps hold views of it instead. Those views depend on the real row count, so they
+are made once per `num_tokens` (`_Bound`) and kept for the row counts used last.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ class Shadow:
 
 @dataclass(frozen=True, slots=True)
 class StaticArgument:
-    """An argument of an eager call that graphs own: narrowed to the real rows; `written` where the call writes it."""
+    """An argument of an eager call that graphs own: narrowed to the real rows; `written` where the call
+    writes it."""
 
     tensor: torch.Tensor
     value: SizedValue
@@ -92,7 +93,8 @@ class ResultItem:
     """Where one leaf of the result comes from.
 
     Attributes:
-        kind: "static" (graph memory, narrowed), "slot" (a value of this call), "number" (computed), "state" or "const".
+        kind: "static" (graph memory, narrowed), "slot" (a value of this call), "number" (computed),
+            "state" or "const".
         clone: whether the caller must be given memory of its own.
         number_type: `int` or `float` for a number that a tensor carries.
     """
@@ -334,11 +336,24 @@ class _Binder:
                 continue
             rows = self._rows(argument.tensor, argument.value)
             arguments.append(rows)
-            strides = self._evaluate(argument.value.strides) if argument.value.strides is not None else rows.stride()
-            if not has_strides(rows, strides):  # eager's tensor is dense here, and kernels may rely on it [I1]
+            strides = (
+                self._evaluate(argument.value.strides)
+                if argument.value.strides is not None
+                else rows.stride()
+            )
+            if not has_strides(
+                rows, strides
+            ):  # eager's tensor is dense here, and kernels may rely on it [I1]
                 dense.append(_Dense(position, rows, tuple(rows.shape), strides, argument.written))
                 arguments[position] = None
-        return _Call(step.function, arguments, from_env, step.results, dense, [self._copy_in(item) for item in step.copies])
+        return _Call(
+            step.function,
+            arguments,
+            from_env,
+            step.results,
+            dense,
+            [self._copy_in(item) for item in step.copies],
+        )
 
     def _reader(self, item: ResultItem) -> Callable[[list[Any]], Any]:
         if item.kind == "static":
@@ -348,7 +363,9 @@ class _Binder:
         if item.kind == "slot":
             slot, convert = item.slot, item.number_type
             if convert is not None:
-                return lambda env: convert(env[slot].item() if isinstance(env[slot], torch.Tensor) else env[slot])
+                return lambda env: convert(
+                    env[slot].item() if isinstance(env[slot], torch.Tensor) else env[slot]
+                )
             return (lambda env: env[slot].clone()) if item.clone else (lambda env: env[slot])
         if item.kind == "number":
             compute, slots, num_tokens = item.compute, item.slots, self.num_tokens
