@@ -309,3 +309,22 @@ def test_I9_two_segments_share_one_pool_per_bucket() -> None:
         outputs = runners[1](size, *runners[0](size, x))
         assert torch.equal(outputs[0], torch.cat([x * 2, -x * 2], 1) + 1)
     assert [runner.num_replays for runner in runners] == [3, 3]
+
+
+def test_a_discarded_bucket_is_served_eagerly_with_the_reason(
+    runner: PiecewiseRunner, segment: Segment
+) -> None:
+    buckets = {size: torch.randn(size, HIDDEN) for size in (16, 4)}
+    for size, x in buckets.items():
+        capture(runner, size, x)
+    graph = runner.graph_for(4)
+    runner.discard(4, "another segment failed")
+    runner.discard(2, "never captured")
+    for size, reason in ((4, "another segment failed"), (2, "never captured")):
+        assert runner.state_for(size) == BucketState(BucketPhase.EAGER_ONLY, reason=reason)
+        assert runner.graph_for(size) is None
+    with pytest.raises(StateError):
+        graph.replay()
+    for size, x in buckets.items():
+        check_equal(runner(size, x), segment, size, x)
+    assert runner.captured == (16,) and runner.num_replays == 1

@@ -180,6 +180,8 @@ def test_another_device_is_refused(target: Any) -> None:
     check_refused("aten._to_copy", "another device", lambda: X.to(target))
     elsewhere = torch.empty(2, 3, device="meta")
     check_refused("aten.copy_", "another device", lambda: elsewhere.copy_(X))
+    check_refused("aten.copy_", "another device", lambda: X.clone().copy_(elsewhere))
+    check_refused("aten._to_copy", "another device", lambda: elsewhere.to("cpu"))
     check_refused("aten.empty.memory_format", "another device", lambda: torch.empty(2, device=target))
     check_refused("aten.add.Tensor", "another device", lambda: elsewhere + 1)
 
@@ -261,6 +263,28 @@ def test_kernels_on_inference_tensors_are_watched_too() -> None:
     for suffix in KEYS:
         kernel = getattr(torch.ops.readback_test, f"tolist_{suffix}")
         check_refused("Tensor.tolist", "read by the host", lambda kernel=kernel: kernel(x))
+    check_refused("aten.nonzero", "depends on values", lambda: torch.where(x > 0))
+    check_refused("aten._local_scalar_dense", "read by the host", lambda: torch.ops.aten.is_nonzero(x[0]))
+
+
+class Wrapped(Tensor):
+    """Calls a custom op from its own dispatch, where no function mode is active."""
+
+    @staticmethod
+    def __new__(cls, inner: Tensor, op: Any) -> Any:
+        self = Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype, device=inner.device)
+        self.inner, self.op = inner, op
+        return self
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*[arg.op(arg.inner) if isinstance(arg, Wrapped) else arg for arg in args])
+
+
+@pytest.mark.parametrize("where", KEYS)
+def test_kernels_called_by_a_subclass_are_watched_too(where: str) -> None:
+    wrapped = Wrapped(X, getattr(torch.ops.readback_test, f"tolist_{where}"))
+    check_refused("Tensor.tolist", "read by the host", lambda: torch.mul(wrapped, 2))
 
 
 def test_decorated_custom_ops_are_watched_too() -> None:

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from runners.mode import capturing
+from runners.recorder import _direct_call_for
 from runners.tape import TapeEngine, TapeGraph, TapePool
 
 CPU = torch.device("cpu")
+NOTES: list[float] = []
 
 LIB = torch.library.Library("tape_test", "DEF")
 LIB.define("doubled_and_count(Tensor x) -> (Tensor, int)")
@@ -27,6 +32,10 @@ LIB.define("repeated(Tensor x) -> Tensor")
 LIB.impl("repeated", lambda x: x.sum(0, keepdim=True).expand(*x.shape), "CPU")
 LIB.define("windows(Tensor x) -> Tensor")
 LIB.impl("windows", lambda x: (x + 0).flatten().unfold(0, 4, 2), "CPU")
+LIB.define("gram(Tensor x) -> Tensor")
+LIB.impl("gram", lambda x: x @ x.t(), "CPU")
+LIB.define("note(Tensor x) -> ()")
+LIB.impl("note", lambda x: NOTES.append(float(x.sum().numpy())) if capturing() is None else None, "CPU")
 LIB.define("same(Tensor x) -> Tensor")
 LIB.impl("same", lambda x: x, "CPU")
 
@@ -237,7 +246,8 @@ def test_empty_memory_is_garbage_in_capture_and_replay() -> None:
         floats, integers, booleans = graph.outputs
         assert floats.isnan().all()
         assert (integers % 2 == 1).all() and (integers > 2**40).all()
-        assert booleans.all()
+        # Not any byte that counts as true: kernels rely on a bool being 0 or 1.
+        assert booleans.view(torch.uint8).tolist() == [1, 1, 1]
         for output in graph.outputs:
             output.zero_()
         graph.replay()
@@ -318,6 +328,31 @@ def test_a_custom_op_that_mutates_runs_again() -> None:
     assert total.tolist() == [12.0] * 3 and graph.outputs[0].tolist() == [12.0] * 3
 
 
+def test_a_custom_op_that_returns_nothing_runs_again() -> None:
+    x = torch.ones(3)
+    graph = record(lambda: (torch.ops.tape_test.note(x), x)[1:])
+    assert graph.num_ops == 1
+    NOTES.clear()
+    for value in (2.0, 4.0):
+        x.fill_(value)
+        graph.replay()
+    assert NOTES == [6.0, 12.0]
+
+
+def test_a_direct_kernel_with_other_bits_is_not_used() -> None:
+    x, y = torch.randn(4), torch.randn(4)
+    call = partial(torch.ops.aten.add.Tensor._op, x, y)
+    recorded = torch.empty(4)
+    direct = _direct_call_for(torch.ops.aten.add.Tensor, call, x + y, recorded)
+    assert direct is not None and torch.equal(recorded, x + y)
+    x.normal_()
+    direct()
+    assert torch.equal(recorded, x + y)
+    other = torch.nextafter(x + y, torch.zeros(4))
+    assert _direct_call_for(torch.ops.aten.add.Tensor, call, other, recorded) is None
+    assert torch.equal(recorded, other)
+
+
 def test_random_ops_draw_new_numbers_at_each_replay() -> None:
     x = torch.ones(64)
     graph = record(
@@ -341,11 +376,22 @@ def test_random_ops_draw_new_numbers_at_each_replay() -> None:
 
 
 def test_I8_capture_moves_the_rng_like_one_eager_run() -> None:
+    half = torch.full((8,), 0.5)
+
+    def fn() -> tuple[Tensor, ...]:
+        drawn = torch.rand(8), torch.bernoulli(half), torch.normal(half, half), torch.multinomial(half, 3)
+        return *drawn, torch.randperm(8), torch.nn.functional.dropout(half), half.clone().uniform_()
+
     torch.manual_seed(0)
-    torch.rand(8)
+    expected = fn()
     after = torch.get_rng_state()
     torch.manual_seed(0)
-    record(lambda: (torch.rand(8),))
+    graph = record(fn)
+    assert_equal(graph.outputs, expected)
+    assert torch.equal(torch.get_rng_state(), after)
+    torch.manual_seed(0)
+    graph.replay()
+    assert_equal(graph.outputs, expected)
     assert torch.equal(torch.get_rng_state(), after)
 
 
@@ -355,7 +401,7 @@ def test_capture_and_replay_under_any_caller_mode() -> None:
 
     def fn() -> tuple[Tensor, ...]:
         y = x @ weight
-        return y, y.reshape(-1).contiguous()
+        return y, y.reshape(-1).contiguous(), torch.ops.tape_test.gram(y)
 
     with torch.inference_mode():
         graph = record(fn)
@@ -407,9 +453,14 @@ def test_a_replay_is_invisible_to_modes() -> None:
             seen.append(func)
             return func(*args, **(kwargs or {}))
 
+    class WatchCalls(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
     x = torch.randn(3)
     graph = record(lambda: (x + 1,))
-    with Watch(), torch.device("meta"):
+    with torch.device("meta"), Watch(), WatchCalls():
         graph.replay()
     assert seen == [] and torch.equal(graph.outputs[0], x + 1)
 

@@ -299,6 +299,11 @@ def test_engine_for_names_what_there_is() -> None:
         engine_for("metal", CPU)
 
 
+def test_a_real_graph_engine_that_is_missing_is_an_error() -> None:
+    with pytest.raises(ConfigError, match="expected 'auto' or 'tape', got 'cuda'"):
+        engine_for("cuda", CPU)
+
+
 def test_an_engine_works_through_its_protocol_only() -> None:
     engine = engine_for("auto", CPU)
     pool = engine.new_pool(CPU)
