@@ -49,8 +49,9 @@ def test_the_quick_start_replays():
     assert len(block.splitlines()) <= 25
     downloaded = 'transformers.AutoModelForCausalLM.from_pretrained("path/to/a/llama")'
     small = (
-        "transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=4000, hidden_size=32, intermediate_size=48,"
-        " num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8))"
+        "transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=4000, hidden_size=32,"
+        " intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,"
+        " num_key_value_heads=2, head_dim=8))"
     )
     assert block.count(downloaded) == 1
     names: dict = {}
