@@ -250,13 +250,11 @@ class GraphedModule:
         The old graphs and their memory go first, so two pools never exist at once.
         """
         with self._exclusive("refresh"):
-            from piecewise.signatures import trace_signature
-
             examples = [signature.traced.trace.example for signature in self._signatures]
             self._drop_graphs()
             report = None
             for example in examples:
-                self._signatures.append(trace_signature(self._context(), example))
+                self._signatures.append(self._traced(example))
                 report = self._capture_buckets(len(self._signatures) - 1, self._largest_first())
             return report
 
@@ -284,11 +282,16 @@ class GraphedModule:
             self._engine = engine_for(self.piecewise_config.engine, device)
         if self._pool is None:
             self._pool = self._engine.new_pool(device)
+        from piecewise.assemble import ModuleFacts
         from piecewise.signatures import CaptureContext
+        from piecewise.state import module_facts
+
+        def facts() -> ModuleFacts:
+            values, hooks = module_facts(self.model, skip_root_forward=self._in_place)
+            return ModuleFacts(tuple(values), tuple(hooks))
 
         return CaptureContext(
-            self.model, self._forward, self.piecewise_config, self._engine, self._pool, self._buffers,
-            skip_root_forward=self._in_place,
+            self.piecewise_config, self._engine, self._pool, self._buffers, facts
         )  # fmt: skip
 
     def _largest_first(self) -> list[int]:
@@ -300,10 +303,13 @@ class GraphedModule:
         first: torch.Tensor | None = next(tensors, None)
         return first.device if first is not None else torch.device("cpu")
 
-    def _add_signature(self, args: Any, kwargs: Any) -> None:
+    def _traced(self, example: ExampleCall) -> CapturedSignature:
         from piecewise.signatures import trace_signature
 
-        self._signatures.append(trace_signature(self._context(), self._example(args, kwargs)))
+        return trace_signature(self.model, example, forward=self._forward, config=self.piecewise_config)
+
+    def _add_signature(self, args: Any, kwargs: Any) -> None:
+        self._signatures.append(self._traced(self._example(args, kwargs)))
         self._reports.append(CaptureReport((), self._signatures[-1].serves_one, 0, 0))
 
     def _example(self, args: Any, kwargs: Any) -> ExampleCall:

@@ -391,7 +391,11 @@ class Probe:
 
     def _fill_written(self, node: fx.Node) -> None:
         """Stands in for a boundary op: what it writes holds random values, and poison where padded."""
-        outside = {p.node for p in self.trace.placeholders if p.kind == "state"}
+        outside = {  # the model's and the caller's own tensors: KV pools, never touched here
+            p.node
+            for p in self.trace.placeholders
+            if not self.sizes.token_dims_of(p.node.meta.get("example_value"))
+        }
         for target in self.facts[node].writes:
             fake = target.meta["example_value"]
             if target in outside or not isinstance(fake, torch.Tensor) or target not in self.real.values:

@@ -142,7 +142,7 @@ class CaptureReport:
                     report.reason.splitlines()[0] if report.reason else "",
                 )  # fmt: skip
             )
-        one = "replay" if self.serves_one_token else "run eagerly: the model branches on one token"
+        one = "replay" if self.serves_one_token else "run eagerly, as another program"
         sizes = f"pool {_bytes(self.pool_bytes)}, buffers {_bytes(self.buffer_bytes)}"
         return f"{_table(rows)}\n{sizes}; calls of one token {one}"
 

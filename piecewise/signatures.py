@@ -17,7 +17,6 @@ from piecewise.config import PiecewiseConfig
 from piecewise.plan import SegmentPlan
 from piecewise.report import BucketReport
 from piecewise.signature import LeafRule, same_count, write_matcher
-from piecewise.state import module_facts
 from piecewise.structure import Namespace, build_source
 from piecewise.trace import ExampleCall
 from runners.buffers import StaticBuffers
@@ -28,15 +27,14 @@ from runners.step_plan import StepPlan
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CaptureContext:
-    """What all captures of one graphed model share."""
+    """What all captures of one graphed model share; `facts` lists what is compared on each call, as it is
+    now."""
 
-    model: nn.Module
-    forward: Any
     config: PiecewiseConfig
     engine: GraphEngine
     pool: GraphPool
     buffers: StaticBuffers
-    skip_root_forward: bool
+    facts: Callable[[], ModuleFacts]
     on_segment: Callable[[], None] = lambda: None
 
 
@@ -57,6 +55,7 @@ class CapturedSignature:
         rebuild: result leaves → the result.
         served: bucket → plan; `refused`: bucket → why it runs eagerly.
         serves_one: whether one token may replay.
+        retrace: traces again with the example resized, for a bucket that the first trace excludes.
         global_state: false from `check()` where grad mode, autocast or the like differ from capture.
     """
 
@@ -66,6 +65,7 @@ class CapturedSignature:
     rebuild: Callable[[list[Any]], Any]
     global_state: Any
     serves_one: bool
+    retrace: Callable[[int], TracedModel]
     served: dict[int, ServedBucket] = dataclasses.field(default_factory=dict)
     refused: dict[int, tuple[FallbackReason, str]] = dataclasses.field(default_factory=dict)
     assemblers: list[PlanAssembler] = dataclasses.field(default_factory=list)
@@ -103,21 +103,36 @@ def other_sizes(plan: SegmentPlan, leaves: Sequence[Any]) -> list[int]:
     return sizes
 
 
-def trace_signature(context: CaptureContext, example: ExampleCall) -> CapturedSignature:
-    """Traces and cuts the example's kind of call; captures nothing yet."""
-    traced = trace_model(context.model, example, forward=context.forward, config=context.config)
-    traced.probe(context.config.buckets, strict=context.config.strict)
+def trace_signature(
+    model: nn.Module, example: ExampleCall, *, forward: Any, config: PiecewiseConfig
+) -> CapturedSignature:
+    """Traces and cuts the example's kind of call; captures nothing yet.
+
+    Raises:
+        TraceError, TokenDimError: the model cannot be traced, or its token count not found.
+        CaptureError: with `strict`, an op lets padding reach real rows.
+    """
+    traced = trace_model(model, example, forward=forward, config=config)
+    traced.probe(config.buckets, strict=config.strict)
+    ratio = config.max_padding_ratio
+    one_is_in_range = ratio is None or config.buckets[0] <= ratio
+    serves_one = one_is_in_range and serves_one_token(traced, model, forward=forward, config=config)
+
+    def retrace(bucket: int) -> TracedModel:
+        return trace_model(model, example_of_size(traced, bucket), forward=forward, config=config)
+
+    return signature_of(traced, serves_one=serves_one, retrace=retrace)
+
+
+def signature_of(
+    traced: TracedModel, *, serves_one: bool, retrace: Callable[[int], TracedModel]
+) -> CapturedSignature:
+    """The signature that a probed trace serves, under the global state (grad mode off) of now."""
     plan = traced.cut()
-    ratio = context.config.max_padding_ratio
-    one_is_in_range = ratio is None or context.config.buckets[0] <= ratio
-    serves_one = one_is_in_range and serves_one_token(
-        traced, context.model, forward=context.forward, config=context.config
-    )
     with torch.no_grad():
         global_state = internals.GlobalStateGuard()
-    return CapturedSignature(
-        traced, plan, _matcher(traced, plan, example), _rebuilder(traced), global_state, serves_one
-    )
+    matcher = _matcher(traced, plan, traced.trace.example)
+    return CapturedSignature(traced, plan, matcher, _rebuilder(traced), global_state, serves_one, retrace)
 
 
 def capture_bucket(context: CaptureContext, signature: CapturedSignature, bucket: int) -> BucketReport:
@@ -165,20 +180,18 @@ def _plan_for(
             return assembler.plan, assembler
     traced, plan = signature.traced, signature.plan
     if not plan.is_valid(bucket, *other_sizes(plan, leaves)):
-        example = example_of_size(signature.traced, bucket)
-        traced = trace_model(context.model, example, forward=context.forward, config=context.config)
+        traced = signature.retrace(bucket)
         traced.probe([bucket], strict=context.config.strict)
         plan = traced.cut()
         if not plan.is_valid(bucket, *other_sizes(plan, leaves)):
             return plan, None
-    values, hooks = module_facts(context.model, skip_root_forward=context.skip_root_forward)
     assembler = PlanAssembler(
         plan,
         leaves=traced.trace.example.leaves,
         engine=context.engine,
         pool=context.pool,
         buffers=context.buffers,
-        facts=ModuleFacts(tuple(values), tuple(hooks)),
+        facts=context.facts(),
         warmup_steps=context.config.warmup_steps,
         outputs=context.config.outputs,
     )
@@ -198,6 +211,10 @@ def _warm_up_rows(plan: SegmentPlan, bucket: int, leaves: Sequence[Any]) -> int:
 def _matcher(traced: TracedModel, plan: SegmentPlan, example: ExampleCall) -> Callable[[tuple], Any]:
     trace = traced.trace
     symbolic = internals.symbolic_ints(trace.shape_env)
+    for placeholder in trace.placeholders:
+        expr = internals.expression(placeholder.node.meta.get("example_value"), trace.shape_env)
+        if placeholder.kind == "input" and expr is not None:
+            symbolic[placeholder.leaf] = expr
     read = {placeholder.leaf for placeholder in trace.placeholders if placeholder.kind == "input"}
     rules: dict[int, LeafRule] = {}
     for index, leaf in enumerate(example.leaves):
@@ -215,16 +232,10 @@ def _matcher(traced: TracedModel, plan: SegmentPlan, example: ExampleCall) -> Ca
             if (rule.leaf, dim) != (token.leaf, token.dim):
                 dims.append((rule.leaf, dim, same_count if dim == rule.anchor_dim else size))
     tensors = [index for index, leaf in enumerate(example.leaves) if isinstance(leaf, torch.Tensor)]
+    # A tensor passed twice is two inputs of equal content; only a call that writes one must keep them apart.
     distinct = [(written, other) for written in plan.written_leaves for other in tensors if other != written]
-    return write_matcher(
-        example.values, rules, anchor=(token.leaf, token.dim), token_dims=dims,
-        distinct=[pair for pair in distinct if not _share_memory(example.leaves, pair)],
-    )  # fmt: skip
-
-
-def _share_memory(leaves: Sequence[Any], pair: tuple[int, int]) -> bool:
-    left, right = (leaves[index].untyped_storage().data_ptr() for index in pair)
-    return left == right
+    anchor = (token.leaf, token.dim)
+    return write_matcher(example.values, rules, anchor=anchor, token_dims=dims, distinct=distinct)
 
 
 def _rebuilder(traced: TracedModel) -> Callable[[list[Any]], Any]:

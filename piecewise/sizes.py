@@ -30,6 +30,10 @@ class SizeFunctions:
             self._known[exprs] = None if others else internals.compile_expressions(exprs, [self._symbol])
         return self._known[exprs]
 
+    def token_dims_of(self, value: Any) -> tuple[int, ...]:
+        """As `token_dims`; none for what is no tensor."""
+        return self.token_dims(value) if isinstance(value, torch.Tensor) else ()
+
     def token_dims(self, tensor: torch.Tensor) -> tuple[int, ...]:
         """Dims whose size depends on the token count, ascending."""
         return tuple(

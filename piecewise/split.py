@@ -190,14 +190,13 @@ class Splitter:
             for t in tensors_in(arg.meta["example_value"])
         }
         inputs = tuple(writer.input_values())
-        own = {storage_of(t) for node in outputs for t in tensors_in(node.meta.get("example_value"))}
         memories = {self._memory[storage] for storage in written if storage in self._memory}
         counted = [node for node in nodes if not is_tuple_item(node)]
         reasons = tuple(self._reason(node) for node in counted) if kind == "eager" else ()
-        del own
         return Segment(
             index, kind, function, key, inputs, tuple(self._value(node) for node in outputs),
-            tuple(sorted(memories)), len(counted), tuple(map(target_name, counted)), _module_path(nodes), reasons,
+            tuple(sorted(memories)), len(counted), tuple(map(target_name, counted)), _module_path(nodes),
+            reasons,
             views_only=kind == "graph" and all(self.facts[node].is_view for node in nodes),
         )  # fmt: skip
 

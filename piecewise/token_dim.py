@@ -129,7 +129,7 @@ def _only(candidates: set[sympy.Symbol], trace: Trace, node: fx.Node) -> sympy.S
             expected="a token count that stays symbolic",
             got=f"sizes fixed by the example; inputs: {described}" + _specialised_at(trace),
             rule="the token count must be traced as a symbol [I10]",
-            fix="pass an example of two or more tokens, and remove what fixes the count (int(n), math.log(n), "
+            fix="pass an example of two or more tokens, and remove what fixes the count (int(n), log(n), "
             "x.unbind(0), a slice of constant length)",
         )
     if len(candidates) > 1:

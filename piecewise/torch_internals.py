@@ -170,3 +170,16 @@ def symbolic_ints(shape_env: ShapeEnv | None) -> dict[int, sympy.Expr]:
         if source is not None and source[1] < 0:
             found[source[0]] = shape_env.simplify(symbol)  # type: ignore[union-attr]
     return found
+
+
+def compiled_object() -> Any:
+    """The module, or else the code, that Dynamo is compiling now; only inside a backend."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    try:
+        root = InstructionTranslator.current_tx().output.root_tx
+    except (AttributeError, RuntimeError):
+        return None
+    arguments = root.f_code.co_varnames[: root.f_code.co_argcount]
+    owner = root.f_locals.get(arguments[0]) if arguments else None
+    return owner if isinstance(owner, torch.nn.Module) else root.f_code

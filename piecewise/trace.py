@@ -60,7 +60,7 @@ class ExampleCall:
     @classmethod
     def from_call(cls, binder: CallBinder, args: Sequence[Any], kwargs: Mapping[str, Any]) -> ExampleCall:
         """Binds and flattens a call; raises TypeError as forward would."""
-        values, leaves = flatten_structure(binder.bind(*args, **kwargs), share=True)
+        values, leaves = flatten_structure(binder.bind(*args, **kwargs))
         return cls(binder, values, tuple(leaves), binder.leaf_paths(values))
 
     def with_leaves(self, leaves: Sequence[Any]) -> ExampleCall:
@@ -340,7 +340,7 @@ def _refuse_opaque(node: Structure, given: Sequence[Any]) -> None:
         raise TraceError(
             f"forward returns an object of type {type(node.value).__name__}",
             expected="tensors, numbers and containers of them",
-            rule="the result is rebuilt on each call, and an object with state of its own would be stale [I7]",
+            rule="the result is rebuilt on each call; an object with state of its own would be stale [I7]",
             fix="return its tensors, register it with torch.utils._pytree, "
             "or pass use_cache=False to a transformers model",
         )
@@ -352,9 +352,13 @@ def _translate(error: Exception) -> TraceError:
         cause = cause.__cause__
     lines = [line.strip() for line in str(cause).strip().splitlines() if line.strip()]
     where = next((line for line in reversed(lines) if line.startswith("File ")), None)
+    said = {word: next((line for line in lines if line.startswith(word)), "") for word in ("Rule:", "Fix:")}
+    if all(said.values()):  # an error of ours, raised by code that Dynamo was tracing through
+        rule, fix = (text.partition(":")[2].strip() for text in said.values())
+        return TraceError(lines[0].partition(": ")[2] or lines[0], rule=rule, fix=fix)
     return TraceError(
         f"forward cannot be traced: {lines[0] if lines else type(cause).__name__}"
         + (f" ({where})" if where else ""),
         rule="forward must be one graph: no graph breaks [I10]",
-        fix="the cause below names the construct; torch.compile(model, fullgraph=True) fails on the same line",
+        fix="the cause names the construct; torch.compile(model, fullgraph=True) fails on the same line",
     )
