@@ -24,13 +24,13 @@ import boundary_ops
 from piecewise.config import PiecewiseConfig
 from piecewise.report import CaptureReport, PlanReport, Report
 from piecewise.signature import CallBinder
+from runners.bound_steps import StateChanged
 from runners.buckets import TokenBuckets
 from runners.buffers import StaticBuffers
 from runners.engine import GraphEngine, GraphPool, engine_for
 from runners.errors import ConfigError, StateError
 from runners.mode import in_capture_window, is_eager_only
 from runners.stats import CallStats, FallbackReason
-from runners.step_plan import StateChanged
 
 if TYPE_CHECKING:
     from piecewise.signatures import CaptureContext, CapturedSignature

@@ -20,13 +20,13 @@ import torch
 
 from piecewise.config import PiecewiseConfig
 from piecewise.report import CaptureReport, PlanReport, Report
+from runners.bound_steps import StateChanged
 from runners.buckets import TokenBuckets
 from runners.buffers import StaticBuffers
 from runners.engine import GraphEngine, GraphPool, engine_for
 from runners.errors import ConfigError, PiecewiseError, StateError
 from runners.mode import in_capture_window, is_eager_only
 from runners.stats import CallStats, FallbackReason
-from runners.step_plan import StateChanged
 
 if TYPE_CHECKING:
     from torch import fx

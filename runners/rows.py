@@ -13,9 +13,11 @@ import torch
 
 def narrow_to(tensor: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
     """The leading part of `tensor` of the given sizes, as a view of the same memory."""
-    if tuple(tensor.shape) == tuple(sizes):
-        return tensor
-    return tensor.as_strided(tuple(sizes), tensor.stride(), tensor.storage_offset())
+    narrowed = tensor
+    for dim, (size, wanted) in enumerate(zip(tensor.shape, sizes, strict=True)):
+        if size != wanted:
+            narrowed = narrowed.narrow(dim, 0, wanted)
+    return narrowed
 
 
 def has_strides(tensor: torch.Tensor, strides: Sequence[int]) -> bool:

@@ -14,28 +14,17 @@ are made once per `num_tokens` (`_Bound`) and kept for the row counts used last.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
+from runners.bound_steps import Call, Check, CopyIn, Dense, Load, Measure, Replay
 from runners.engine import CapturedGraph
-from runners.rows import has_strides, narrow_to, padded_parts
-from runners.state_check import StateChange, StateCheck, StateRef
-
-Sizes = Callable[[int], Sequence[int]]
-
-
-class SizedValue(Protocol):
-    """What a plan needs to know of a value: its sizes and strides as functions of the row count."""
-
-    @property
-    def sizes(self) -> Sizes | None: ...
-    @property
-    def strides(self) -> Sizes | None: ...
-    @property
-    def token_dims(self) -> tuple[int, ...]: ...
+from runners.row_views import BoundRows, RowViews, SizedValue
+from runners.rows import padded_parts
+from runners.state_check import StateCheck, StateRef
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,106 +100,6 @@ class ResultItem:
     number_type: type | None = None
 
 
-class StateChanged(Exception):
-    """The check between two steps found that the model is no longer what was recorded."""
-
-    def __init__(self, change: StateChange | None) -> None:
-        super().__init__(change)
-        self.change = change
-
-
-@dataclass(slots=True)
-class _CopyIn:
-    slot: int
-    rows: torch.Tensor
-    pads: list[torch.Tensor]
-
-    def replay(self, env: list[Any]) -> None:
-        self.rows.copy_(env[self.slot])
-        for pad in self.pads:
-            pad.zero_()
-
-
-@dataclass(slots=True)
-class _Replay:
-    graph: CapturedGraph
-
-    def replay(self, env: list[Any]) -> None:
-        self.graph.replay()
-
-
-@dataclass(slots=True)
-class _Check:
-    check: StateCheck
-
-    def replay(self, env: list[Any]) -> None:
-        if not self.check.is_unchanged():
-            change = self.check.find_change()
-            if change is not None:
-                raise StateChanged(change)
-
-
-@dataclass(slots=True)
-class _Load:
-    """Looks up tensors that only eager steps read; they are never recorded [I4]."""
-
-    sources: list[tuple[int, Any, Any]]
-
-    def replay(self, env: list[Any]) -> None:
-        for slot, owner, key in self.sources:
-            env[slot] = owner[key]
-
-
-@dataclass(slots=True)
-class _Measure:
-    """Reads sizes of inputs that are not the token count."""
-
-    sources: tuple[tuple[int, int, int], ...]
-
-    def replay(self, env: list[Any]) -> None:
-        for slot, leaf, dim in self.sources:
-            env[slot] = env[leaf].shape[dim]
-
-
-@dataclass(slots=True)
-class _Dense:
-    position: int
-    rows: torch.Tensor
-    sizes: tuple[int, ...]
-    strides: tuple[int, ...]
-    written: bool
-
-
-@dataclass(slots=True)
-class _Call:
-    function: Callable[..., Any]
-    arguments: list[Any]
-    from_env: list[tuple[int, int]]
-    results: tuple[int, ...]
-    dense: list[_Dense]
-    copies: list[_CopyIn]
-
-    def replay(self, env: list[Any]) -> None:
-        arguments = self.arguments.copy()  # the held list must not keep the caller's tensors alive
-        for position, slot in self.from_env:
-            arguments[position] = env[slot]
-        for item in self.dense:
-            arguments[item.position] = _dense_copy(item)
-        returned = self.function(*arguments)
-        for item in self.dense:
-            if item.written:
-                item.rows.copy_(arguments[item.position])
-        for slot, value in zip(self.results, returned, strict=True) if self.results else ():
-            env[slot] = value
-        for copy in self.copies:
-            copy.replay(env)
-
-
-def _dense_copy(item: _Dense) -> torch.Tensor:
-    dense = torch.empty_strided(item.sizes, item.strides, dtype=item.rows.dtype, device=item.rows.device)
-    return dense.copy_(item.rows)
-
-
 @dataclass(slots=True)
 class _Bound:
     """The steps for one `num_tokens`, and how to read the results."""
@@ -248,6 +137,10 @@ class StepPlan:
     outputs: str = "copy"
     max_bound: int = 64
     _bound: OrderedDict[int, _Bound] = field(default_factory=OrderedDict)
+    _binder: _Binder = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._binder = _Binder(self)
 
     @property
     def num_bound(self) -> int:
@@ -272,107 +165,100 @@ class StepPlan:
 
     def _bind(self, num_tokens: int) -> _Bound:
         with torch.inference_mode(False), torch.no_grad():
-            binder = _Binder(self, num_tokens)
-            bound = self._bound[num_tokens] = binder.bind()
+            bound = self._bound[num_tokens] = self._binder.bind(num_tokens)
         if len(self._bound) > self.max_bound:
             self._bound.popitem(last=False)
         return bound
 
 
+@dataclass(frozen=True, slots=True)
+class _CallTemplate:
+    """A call step and what does not depend on the row count; `views` are indices into the row views."""
+
+    step: CallStep
+    views: tuple[int, ...]
+    from_env: list[tuple[int, int]]
+    copies: tuple[tuple[Shadow, int], ...]
+
+
 class _Binder:
-    """Makes the views of one row count; equal ones (same memory, same shape) are made once."""
+    """Makes the steps of one row count: only views are new, all else was prepared with the plan."""
 
-    def __init__(self, plan: StepPlan, num_tokens: int) -> None:
-        self.plan, self.num_tokens = plan, num_tokens
-        self._views: dict[Any, torch.Tensor] = {}
-        self._sizes: dict[Any, tuple[int, ...]] = {}
-
-    def bind(self) -> _Bound:
-        plan = self.plan
-        steps: list[Any] = [self._copy_in(shadow) for shadow in plan.copy_ins]
-        check = _Check(plan.check)
+    def __init__(self, plan: StepPlan) -> None:
+        self._views = RowViews()
+        self._copy_ins = [(shadow, self._views.add(shadow.buffer, shadow.value)) for shadow in plan.copy_ins]
+        self._steps: list[Any] = [
+            Replay(step.graph) if isinstance(step, ReplayStep) else self._template(step)
+            for step in plan.steps
+        ]
+        self._results = [
+            (item, self._views.add(item.tensor, item.value) if item.tensor is not None else -1)
+            for item in plan.results
+        ]
         first_graph = next((i for i, step in enumerate(plan.steps) if isinstance(step, ReplayStep)), None)
-        early = plan.check_first or first_graph != 0
-        if early:
-            steps.append(check)
+        check = Check(plan.check)
+        self._early: list[Any] = []
+        if plan.check_first or first_graph != 0:
+            self._early.append(check)
+        else:  # its cost hides behind the first graph; nothing persistent is written before
+            self._steps.insert(1, check)
         if plan.state_slots:
-            steps.append(_Load([(slot, ref.owner, ref.key) for slot, ref in plan.state_slots]))
+            self._early.append(Load([(slot, ref.owner, ref.key) for slot, ref in plan.state_slots]))
         if plan.size_slots:
-            steps.append(_Measure(plan.size_slots))
-        for position, step in enumerate(plan.steps):
-            steps.append(_Replay(step.graph) if isinstance(step, ReplayStep) else self._call(step))
-            if position == 0 and not early:
-                steps.append(check)
-        return _Bound(steps, [self._reader(item) for item in plan.results])
+            self._early.append(Measure(plan.size_slots))
 
-    def _evaluate(self, function: Sizes) -> tuple[int, ...]:
-        known = self._sizes.get(function)
-        if known is None:
-            known = self._sizes[function] = tuple(function(self.num_tokens))
-        return known
-
-    def _rows(self, tensor: torch.Tensor, value: SizedValue) -> torch.Tensor:
-        if value.sizes is None or not value.token_dims:
-            return tensor
-        sizes = self._evaluate(value.sizes)
-        key = (tensor.data_ptr(), sizes, tensor.stride(), tensor.dtype)
-        view = self._views.get(key)
-        if view is None:
-            view = self._views[key] = narrow_to(tensor, sizes)
-        return view
-
-    def _copy_in(self, shadow: Shadow) -> _CopyIn:
-        rows = self._rows(shadow.buffer, shadow.value)
-        return _CopyIn(shadow.slot, rows, padded_parts(shadow.buffer, rows.shape))
-
-    def _call(self, step: CallStep) -> _Call:
-        arguments: list[Any] = [self.num_tokens]
-        from_env: list[tuple[int, int]] = []
-        dense: list[_Dense] = []
-        for position, argument in enumerate(step.arguments, start=1):
-            if isinstance(argument, int):
-                from_env.append((position, argument))
-                arguments.append(None)
-                continue
-            rows = self._rows(argument.tensor, argument.value)
-            arguments.append(rows)
-            strides = (
-                self._evaluate(argument.value.strides)
-                if argument.value.strides is not None
-                else rows.stride()
-            )
-            if not has_strides(
-                rows, strides
-            ):  # eager's tensor is dense here, and kernels may rely on it [I1]
-                dense.append(_Dense(position, rows, tuple(rows.shape), strides, argument.written))
-                arguments[position] = None
-        return _Call(
-            step.function,
-            arguments,
-            from_env,
-            step.results,
-            dense,
-            [self._copy_in(item) for item in step.copies],
+    def _template(self, step: CallStep) -> _CallTemplate:
+        views = tuple(
+            -1 if isinstance(argument, int) else self._views.add(argument.tensor, argument.value)
+            for argument in step.arguments
         )
+        from_env = [(i, arg) for i, arg in enumerate(step.arguments, start=1) if isinstance(arg, int)]
+        copies = tuple((shadow, self._views.add(shadow.buffer, shadow.value)) for shadow in step.copies)
+        return _CallTemplate(step, views, from_env, copies)
 
-    def _reader(self, item: ResultItem) -> Callable[[list[Any]], Any]:
-        if item.kind == "static":
-            assert item.tensor is not None and item.value is not None
-            rows = self._rows(item.tensor, item.value)
-            return (lambda env: rows.clone()) if item.clone else (lambda env: rows)
-        if item.kind == "slot":
-            slot, convert = item.slot, item.number_type
-            if convert is not None:
-                return lambda env: convert(
-                    env[slot].item() if isinstance(env[slot], torch.Tensor) else env[slot]
-                )
-            return (lambda env: env[slot].clone()) if item.clone else (lambda env: env[slot])
-        if item.kind == "number":
-            compute, slots, num_tokens = item.compute, item.slots, self.num_tokens
-            assert compute is not None
-            return lambda env: compute(num_tokens, *(env[slot] for slot in slots))[0]
-        if item.kind == "state":
-            state = item.state
-            assert state is not None
-            return lambda env: state.get()
-        return lambda env: item.const
+    def bind(self, num_tokens: int) -> _Bound:
+        rows = self._views.bind(num_tokens)
+        steps: list[Any] = [_copy_in(shadow, rows.views[index]) for shadow, index in self._copy_ins]
+        steps += self._early
+        for step in self._steps:
+            steps.append(_call(step, num_tokens, rows) if isinstance(step, _CallTemplate) else step)
+        readers = [_reader(item, num_tokens, rows.views[index]) for item, index in self._results]
+        return _Bound(steps, readers)
+
+
+def _copy_in(shadow: Shadow, rows: torch.Tensor) -> CopyIn:
+    return CopyIn(shadow.slot, rows, padded_parts(shadow.buffer, rows.shape))
+
+
+def _call(template: _CallTemplate, num_tokens: int, rows: BoundRows) -> Call:
+    step, views = template.step, rows.views
+    arguments = [num_tokens, *(views[index] if index >= 0 else None for index in template.views)]
+    dense = []
+    for position, index in enumerate(template.views, start=1):
+        geometry = rows.dense_geometry.get(index) if rows.dense_geometry else None
+        if geometry is not None:
+            argument = step.arguments[position - 1]
+            assert isinstance(argument, StaticArgument)
+            dense.append(Dense(position, views[index], *geometry, argument.written))
+            arguments[position] = None
+    copies = [_copy_in(shadow, views[index]) for shadow, index in template.copies]
+    return Call(step.function, arguments, template.from_env, step.results, dense, copies)
+
+
+def _reader(item: ResultItem, num_tokens: int, rows: torch.Tensor | None) -> Callable[[list[Any]], Any]:
+    if rows is not None:
+        return (lambda env: rows.clone()) if item.clone else (lambda env: rows)
+    if item.kind == "slot":
+        slot, convert = item.slot, item.number_type
+        if convert is not None:
+            return lambda env: convert(env[slot].item() if isinstance(env[slot], torch.Tensor) else env[slot])
+        return (lambda env: env[slot].clone()) if item.clone else (lambda env: env[slot])
+    if item.kind == "number":
+        compute, slots = item.compute, item.slots
+        assert compute is not None
+        return lambda env: compute(num_tokens, *(env[slot] for slot in slots))[0]
+    if item.kind == "state":
+        state = item.state
+        assert state is not None
+        return lambda env: state.get()
+    return lambda env: item.const

@@ -1,0 +1,95 @@
+"""Views of static memory on the real rows, for one row count after another.
+
+A new row count needs a view of every tensor that an eager call takes, some hundreds in a deep model, while
+the call waits. So what they have in common is found once: tensors of one geometry form a group, whose
+narrowed dim, sizes and strides are worked out once per row count, and a tensor that several calls take has
+one view.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from runners.rows import has_strides, narrow_to
+
+Sizes = Callable[[int], Sequence[int]]
+
+
+class SizedValue(Protocol):
+    """What run time needs to know of a value: its sizes and strides as functions of the row count."""
+
+    @property
+    def sizes(self) -> Sizes | None: ...
+    @property
+    def strides(self) -> Sizes | None: ...
+    @property
+    def token_dims(self) -> tuple[int, ...]: ...
+
+
+@dataclass(slots=True)
+class _Group:
+    sizes: Sizes
+    strides: Sizes | None
+    shape: tuple[int, ...]
+    members: list[tuple[int, torch.Tensor]] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class BoundRows:
+    """Views for one row count.
+
+    Attributes:
+        views: per index, the view; the last entry is None, for the index −1.
+        dense_geometry: index → (sizes, strides) of a view whose strides differ from eager's.
+    """
+
+    views: list[Any]
+    dense_geometry: dict[int, tuple[tuple[int, ...], tuple[int, ...]]]
+
+
+class RowViews:
+    """The static tensors of one plan that are looked at on the real rows."""
+
+    def __init__(self) -> None:
+        self._fixed: list[Any] = []
+        self._groups: dict[Any, _Group] = {}
+        self._index: dict[Any, int] = {}
+
+    def add(self, tensor: torch.Tensor, value: SizedValue | None) -> int:
+        """Index of the tensor's view in `BoundRows.views`; one without token dims is its own view."""
+        sizes = value.sizes if value is not None and value.token_dims else None
+        strides = value.strides if value is not None else None
+        key = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, sizes, strides)
+        known = self._index.get(key)
+        if known is not None:
+            return known
+        index = self._index[key] = len(self._fixed)
+        self._fixed.append(tensor)
+        if sizes is not None:
+            geometry = (sizes, strides, tensor.shape, tensor.stride())
+            group = self._groups.setdefault(geometry, _Group(sizes, strides, tuple(tensor.shape)))
+            group.members.append((index, tensor))
+        return index
+
+    def bind(self, num_rows: int) -> BoundRows:
+        """The views for `num_rows` real rows."""
+        views: list[Any] = [*self._fixed, None]
+        dense: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = {}
+        for group in self._groups.values():
+            sizes = tuple(group.sizes(num_rows))
+            shorter = [dim for dim, size in enumerate(sizes) if size != group.shape[dim]]
+            if len(shorter) == 1:
+                dim, size = shorter[0], sizes[shorter[0]]
+                for index, tensor in group.members:
+                    views[index] = tensor.narrow(dim, 0, size)
+            elif shorter:
+                for index, tensor in group.members:
+                    views[index] = narrow_to(tensor, sizes)
+            strides = tuple(group.strides(num_rows)) if group.strides is not None else None
+            if strides is not None and not has_strides(views[group.members[0][0]], strides):
+                dense.update({index: (sizes, strides) for index, _ in group.members})
+        return BoundRows(views, dense)
