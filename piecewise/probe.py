@@ -29,9 +29,10 @@ from torch import fx
 from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 
 from piecewise import torch_internals as internals
-from piecewise.aliases import NodeFacts, node_key, storage_of, tensors_in
+from piecewise.aliases import NodeFacts, is_tuple_item, node_key, storage_of, tensors_in
 from piecewise.classify import Verdict
 from piecewise.normalize import target_name
+from piecewise.positions import can_be_numbered, keeps_places, lie_alike, numbered_like, random_where_constant
 from piecewise.sizes import SizeFunctions
 from piecewise.token_dim import TokenSymbol
 from piecewise.torch_internals import SYMBOLIC
@@ -99,12 +100,38 @@ class Probe:
         self.runs = [_Run(padded_num_tokens, variant) for variant in range(NUM_POISONS)]
         self.forced: dict[fx.Node, Verdict] = {}
         self.others: dict[Any, int] = {}
-        self._last_use = _last_uses(trace.graph.graph)
+        self._written_outside = self._find_written_outside()
+        self._last_use = _last_uses(trace.graph.graph, keep=self._written_outside)
+        self._aliases = self._find_aliases()
+        self._places: dict[Any, bool] = {}
         self._generator = torch.Generator().manual_seed(0)
         self._scalar_functions: dict[Any, Callable[..., tuple]] = {}
         self._recordable: dict[Any, str | None] = {}
         self._tape = TapeEngine()
         self._pool = self._tape.new_pool(trace.example.leaves[token.anchor[0]].device)
+
+    def _find_written_outside(self) -> frozenset[fx.Node]:
+        """Placeholders whose memory some op writes; boundary ops are not called here."""
+        written = {
+            storage_of(tensor)
+            for fact in self.facts.values()
+            if fact.boundary is None
+            for argument in fact.writes
+            for tensor in tensors_in(argument.meta["example_value"])
+        }
+        return frozenset(
+            placeholder.node
+            for placeholder in self.trace.placeholders
+            if any(storage_of(t) in written for t in tensors_in(placeholder.node.meta.get("example_value")))
+        )
+
+    def _find_aliases(self) -> dict[int, list[fx.Node]]:
+        """Storage → the nodes whose result lives in it."""
+        found: dict[int, list[fx.Node]] = {}
+        for node in self.trace.graph.graph.nodes:
+            for storage in {storage_of(t) for t in tensors_in(node.meta.get("example_value"))}:
+                found.setdefault(storage, []).append(node)
+        return found
 
     def run(self) -> dict[fx.Node, Verdict]:
         device = self.trace.example.leaves[self.token.anchor[0]].device
@@ -127,13 +154,7 @@ class Probe:
                 run.padded.pop(node, None)
 
     def _load_placeholders(self) -> None:
-        written = {
-            storage_of(tensor)
-            for node, fact in self.facts.items()
-            if fact.boundary is None
-            for argument in fact.writes
-            for tensor in tensors_in(argument.meta["example_value"])
-        }
+        read = {arg for node, fact in self.facts.items() if fact.boundary is None for arg in fact.reads}
         for placeholder in self.trace.placeholders:
             node, fake = placeholder.node, placeholder.node.meta.get("example_value")
             if placeholder.kind == "symbol" or not isinstance(fake, torch.Tensor):
@@ -149,12 +170,14 @@ class Probe:
                 self._note_symbol(size, actual)
             dims = self.sizes.token_dims(fake) if placeholder.kind == "input" else ()
             function = self.sizes.of(fake.shape)
+            if placeholder.kind == "state" and node in read:
+                value = random_where_constant(value.detach(), self._generator)
             for run in (self.real, *self.runs):
                 if dims and function is not None:
                     run.values[node] = self._input_rows(value, function, run)
                 else:
                     run.values[node] = (
-                        value.detach().clone() if storage_of(fake) in written else value.detach()
+                        value.detach().clone() if node in self._written_outside else value.detach()
                     )
 
     def _note_symbol(self, size: Any, actual: int) -> None:
@@ -248,24 +271,71 @@ class Probe:
             seen = self._difference(real, padded)
             if seen is not None:
                 return f"{what}{seen}"
+        if self.facts[node].is_view and not is_tuple_item(node) and not self._keeps_places(node):
+            return "looks at other memory when rows are padded"
         return None
 
+    def _keeps_places(self, node: fx.Node) -> bool:
+        """Whether the real rows of a view stay where they are without padding; asked once per kind of view."""
+        key = node_key(node)
+        if key not in self._places:
+            self._places[key] = self._compare_places(node)
+        return self._places[key]
+
+    def _compare_places(self, node: fx.Node) -> bool:
+        run = self.runs[0]
+        bases = [
+            tensor for source in self.facts[node].reads for tensor in tensors_in(self.real.values[source])
+        ]
+        held = {
+            id(padded): real.shape
+            for source in self.facts[node].reads
+            for real, padded in zip(
+                tensors_in(self.real.values[source]),
+                tensors_in(self._value_in(source, run, padded=True)),
+                strict=True,
+            )
+        }
+        made = list(tensors_in(self.real.values[node]))
+        if not any(
+            self.sizes.token_dims(fake)
+            for source in self.facts[node].reads
+            for fake in tensors_in(source.meta["example_value"])
+        ):
+            return all(map(lie_alike, made, tensors_in(run.values[node])))
+        if not all(can_be_numbered(tensor) and tensor.dtype == made[0].dtype for tensor in bases):
+            return True
+        real_args = _map_tensors(
+            self._operands(node, self.real, self.rows, padded=False), lambda t: numbered_like(t, t.shape)
+        )
+        padded_args = _map_tensors(
+            self._operands(node, run, self.padded_rows, padded=True), lambda t: numbered_like(t, held[id(t)])
+        )
+        return keeps_places(
+            list(tensors_in(self._call(node, *real_args))), list(tensors_in(self._call(node, *padded_args)))
+        )
+
     def _results(self, node: fx.Node) -> Iterator[tuple[str, torch.Tensor, list[torch.Tensor]]]:
-        """Each tensor that the node makes or writes: the real one, and the leading part of the padded
-        ones."""
+        """Each tensor that the node makes, and all that share memory with what it writes: the real one, and
+        the leading part of the padded ones."""
+        written = {
+            storage_of(t) for arg in self.facts[node].writes for t in tensors_in(arg.meta["example_value"])
+        }
         groups = [("", node)] + [
-            (f"what it writes into '{arg.name}': ", arg) for arg in self.facts[node].writes
+            (f"what it writes into '{alias.name}': ", alias)
+            for storage in written
+            for alias in self._aliases[storage]
+            if alias in self.real.values and alias is not node
         ]
         for what, source in groups:
             fakes = list(tensors_in(source.meta.get("example_value")))
             reals = list(tensors_in(self.real.values.get(source)))
-            padded = [list(tensors_in(self._value_in(source, run, padded=True))) for run in self.runs]
+            padded = [list(tensors_in(self._value_in(source, run, padded=False))) for run in self.runs]
             for index, (fake, real) in enumerate(zip(fakes, reals, strict=True)):
                 function = self.sizes.of(fake.shape)
                 if function is None:
                     continue
-                sizes = function(self.rows)
-                yield what, real, [narrow_to(tensors[index], sizes) for tensors in padded]
+                yield what, real, [tensors[index] for tensors in padded]
 
     def _difference(self, real: torch.Tensor, padded: Sequence[torch.Tensor]) -> str | None:
         first = padded[0]
@@ -512,11 +582,13 @@ def _map_tensors(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) -
     return value
 
 
-def _last_uses(graph: fx.Graph) -> dict[int, list[fx.Node]]:
+def _last_uses(graph: fx.Graph, *, keep: frozenset[fx.Node]) -> dict[int, list[fx.Node]]:
+    """Position → nodes that nobody reads after it; what outlives the call (`keep`) is read by the next call."""
     position_of: dict[fx.Node, int] = {}
     for position, node in enumerate(graph.nodes):
         for argument in node.all_input_nodes:
-            position_of[argument] = position
+            if argument not in keep:
+                position_of[argument] = position
     found: dict[int, list[fx.Node]] = {}
     for node, position in position_of.items():
         found.setdefault(position, []).append(node)

@@ -9,6 +9,7 @@ written but not allocated in forward.
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ import sympy
 import torch
 from torch import fx
 
+import boundary_ops
 from piecewise import torch_internals as internals
 from piecewise.aliases import NodeFacts, storage_of, tensors_in
 from piecewise.trace import Trace
@@ -146,18 +148,18 @@ def _only(candidates: set[sympy.Symbol], trace: Trace, node: fx.Node) -> sympy.S
 
 
 def _specialised_at(trace: Trace) -> str:
-    if trace.shape_env is None:
-        return ""
-    fixed = [symbol for symbol in trace.shape_env.replacements if trace.shape_env.simplify(symbol).is_number]
-    places = [place for symbol in fixed if (place := internals.guard_location(trace.shape_env, symbol))]
-    return f"; fixed at {places[0]}" if places else ""
+    places = internals.specialisation_places(trace.shape_env)
+    return f"; fixed at {', '.join(places)}" if places else ""
 
 
 def _where(node: fx.Node) -> str:
+    """The op and the user's line that calls it; the frames of the op's own library are left out."""
+    own = os.path.dirname(boundary_ops.__file__)
     trace_text = node.meta.get("stack_trace") or ""
     lines = [line.strip() for line in trace_text.splitlines() if line.strip().startswith("File ")]
+    theirs = [line for line in lines if own not in line]
     name = getattr(node.target, "_qualified_op_name", None) or str(node.target)
-    return f"'{name}'" + (f" ({lines[-1]})" if lines else "")
+    return f"'{name}'" + (f" ({theirs[-1]})" if theirs else "")
 
 
 def _describe_inputs(trace: Trace) -> str:

@@ -56,11 +56,6 @@ def mark_dynamic(tensor: torch.Tensor, dim: int) -> None:
     dynamo.maybe_mark_dynamic(tensor, dim)
 
 
-def mark_dynamic_strictly(tensor: torch.Tensor, dim: int) -> None:
-    """Gives `dim` a symbol whose specialisation is a `ConstraintViolationError` with the user's stack."""
-    dynamo.mark_dynamic(tensor, dim)
-
-
 def forget_code(code: Any) -> None:
     """Drops Dynamo's cache entry of one code object, and with it the graph module that it keeps alive."""
     dynamo.reset_code(code)
@@ -139,14 +134,14 @@ def guard_expressions(shape_env: ShapeEnv | None) -> list[sympy.Basic]:
     return found
 
 
-def guard_location(shape_env: ShapeEnv | None, symbol: sympy.Symbol) -> str | None:
-    """The user's line of the first guard that mentions `symbol`, where torch kept it."""
-    for guard in shape_env.guards if shape_env is not None else ():
-        if symbol in guard.expr.free_symbols and guard.sloc is not None:
-            user = getattr(guard.sloc, "maybe_user_loc", None)
-            if user:
-                return str(user)
-    return None
+def specialisation_places(shape_env: ShapeEnv | None) -> list[str]:
+    """``file.py:42, in forward: line`` of each place where the model's code fixed a size, where torch kept it."""
+    found = []
+    for stack in getattr(shape_env, "specialization_stacks", {}).values():
+        if stack:
+            frame = list(stack)[-1]
+            found.append(f'"{frame.filename}", line {frame.lineno}, in {frame.name}: {frame.line}')
+    return list(dict.fromkeys(found))
 
 
 def symbol_source(shape_env: ShapeEnv | None, symbol: sympy.Symbol) -> tuple[int, int] | None:
