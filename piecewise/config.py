@@ -41,7 +41,7 @@ class PiecewiseConfig:
         max_seq_len: the longest sequence; only None is available in this version.
         max_signatures: how many kinds of call (structures, dtypes, static shapes) are traced and captured.
         warmup_steps: runs of each segment before its capture, each with another poison in the pad rows.
-        capture: "startup" captures in `capture()`; "lazy" also at the first call of a bucket.
+        capture: "startup" captures in `capture()`; "lazy" also at the third call of a bucket.
         engine: "auto" takes what the model's device has; "tape" is the engine for CPU tensors.
         num_streams: streams to capture on; only 1 is available in this version.
         progress: show a bar while capturing.

@@ -76,6 +76,8 @@ class PlanReport:
         for segment in self.segments:
             first = segment.reasons[0] if segment.reasons else None
             reason = f"{first.op}: {first.detail}" if first else ""
+            if segment.kind == "boundary":
+                reason = f"{segment.ops[0]}: a registered boundary op"
             more = f" (+{len(segment.reasons) - 1})" if len(segment.reasons) > 1 else ""
             where = f" at {first.source}" if first and first.source else ""
             rows.append(
@@ -98,6 +100,8 @@ class PlanReport:
         lines = ["| segment | kind | ops | module path | reason |", "|---|---|---|---|---|"]
         for segment in self.segments:
             reason = "; ".join(f"`{r.op}`: {r.detail}" for r in segment.reasons)
+            if segment.kind == "boundary":
+                reason = f"`{segment.ops[0]}`: a registered boundary op"
             lines.append(
                 f"| {segment.index} | {segment.kind} | {segment.num_ops} | {segment.module_path} | {reason} |"
             )

@@ -12,6 +12,7 @@ inside from it.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -289,9 +290,9 @@ def module_path(node: fx.Node) -> str:
         return ""
     path = list(stack.values())[-1][0]
     path = path.replace("L['model']", "").replace("['", ".").replace("']", "")
-    for table in ("_modules", "_parameters"):
-        path = path.replace(f".{table}", "")
-    return path.strip(".")
+    path = path.replace("._modules", "")
+    # A forward wrapped by a bound method is reached through a private attribute of the same module.
+    return re.sub(r"\._\w+(\.\w+)*?\.__self__", "", path).strip(".")
 
 
 def _module_path(nodes: Sequence[fx.Node]) -> str:
