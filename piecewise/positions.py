@@ -51,7 +51,7 @@ def lie_alike(left: torch.Tensor, right: torch.Tensor) -> bool:
 
 
 def random_where_constant(tensor: torch.Tensor, generator: Any) -> torch.Tensor:
-    """A float tensor of one value, such as a workspace of zeros, shows no moved row: a random one in its place."""
+    """A random twin of a float tensor of one value (a workspace of zeros), which would show no moved row."""
     if not tensor.dtype.is_floating_point or tensor.numel() < 2 or tensor.dtype.itemsize == 1:
         return tensor
     if not bool((tensor == tensor.flatten()[0]).all()):

@@ -276,7 +276,7 @@ class Probe:
         return None
 
     def _keeps_places(self, node: fx.Node) -> bool:
-        """Whether the real rows of a view stay where they are without padding; asked once per kind of view."""
+        """Whether a view's real rows stay where they are without padding; asked once per kind of view."""
         key = node_key(node)
         if key not in self._places:
             self._places[key] = self._compare_places(node)
@@ -583,7 +583,7 @@ def _map_tensors(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) -
 
 
 def _last_uses(graph: fx.Graph, *, keep: frozenset[fx.Node]) -> dict[int, list[fx.Node]]:
-    """Position → nodes that nobody reads after it; what outlives the call (`keep`) is read by the next call."""
+    """Position → nodes that nobody reads after it; the next call reads `keep`."""
     position_of: dict[fx.Node, int] = {}
     for position, node in enumerate(graph.nodes):
         for argument in node.all_input_nodes:

@@ -12,10 +12,10 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from toy_models import HIDDEN, Toy, check_sizes, compare, kinds, make_ids, mix, reasons
 
 import piecewise
 from piecewise import CaptureError, TokenDimError
-from toy_models import HIDDEN, Toy, check_sizes, compare, kinds, make_ids, mix, reasons
 
 EAGER_ONE = "gbgeg"
 
