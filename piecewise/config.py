@@ -42,7 +42,7 @@ class PiecewiseConfig:
         max_signatures: how many kinds of call (structures, dtypes, static shapes) are traced and captured.
         warmup_steps: runs of each segment before its capture, each with another poison in the pad rows.
         capture: "startup" captures in `capture()`; "lazy" also at the third call of a bucket.
-        engine: "auto" takes what the model's device has; "tape" is the engine for CPU tensors.
+        engine: "auto" takes what the model's device has: "cuda" (real graphs) or "tape" (no GPU needed).
         num_streams: streams to capture on; only 1 is available in this version.
         progress: show a bar while capturing.
         frontend: how the model becomes segments; only "trace" is available in this version.
@@ -74,9 +74,7 @@ class PiecewiseConfig:
     max_signatures: int = field(default=8, metadata=_setting("limits", checks.whole(1, 1024)))
     warmup_steps: int = field(default=3, metadata=_setting("capture", checks.whole(1, 100)))
     capture: str = field(default="startup", metadata=_setting("capture", checks.choice("startup", "lazy")))
-    engine: str = field(
-        default="auto", metadata=_setting("capture", checks.choice("auto", "tape", later=("cuda",)))
-    )
+    engine: str = field(default="auto", metadata=_setting("capture", checks.choice("auto", "tape", "cuda")))
     num_streams: int = field(default=1, metadata=_setting("capture", checks.only(1)))
     progress: bool = field(default=True, metadata=_setting("capture", checks.flag))
     frontend: str = field(

@@ -9,6 +9,8 @@ have equal source.
 from __future__ import annotations
 
 import functools
+import hashlib
+import linecache
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -151,7 +153,10 @@ class SegmentWriter:
         key = (code.src, foreign, tuple((name, id(module)) for name, module in sorted(self._modules.items())))
         if key not in functions:
             names = dict(code.globals)
-            exec(compile(code.src, "<piecewise segment>", "exec"), names)
+            # A name of its own, so that an error inside shows the op's line.
+            file = f"<piecewise segment {hashlib.sha256(code.src.encode()).hexdigest()[:12]}>"
+            linecache.cache[file] = (len(code.src), None, code.src.splitlines(keepends=True), file)
+            exec(compile(code.src, file, "exec"), names)
             holder = torch.nn.Module()
             for name, module in self._modules.items():
                 setattr(holder, name, module)

@@ -6,7 +6,7 @@ An engine records the work of a function once and repeats it on the same memory,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -54,6 +54,30 @@ class GraphPool(Protocol):
         """Bytes held now: the peak over buckets, not their sum."""
         ...
 
+    @property
+    def device_bytes(self) -> int:
+        """What the buckets captured so far took from the device in all, where that can be measured."""
+        ...
+
+    @property
+    def begin_call(self) -> Callable[[], None] | None:
+        """To be called before each replay of a plan; None where there is nothing to do.
+
+        It makes the caller's stream wait for the stream of the last call, where it is another.
+        """
+        ...
+
+    def begin_bucket(self) -> None:
+        """Says that the warm-ups of a bucket begin."""
+        ...
+
+    def keep_only(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Says that of all outputs captured since `begin_bucket` only these are read from here on.
+
+        Segments captured later may reuse the memory of the others.
+        """
+        ...
+
     def end_bucket(self) -> None:
         """Says that a bucket is complete: the next one captured here reuses its memory [I9]."""
         ...
@@ -98,24 +122,29 @@ def _tape() -> GraphEngine:
     return TapeEngine()
 
 
-# The CUDA engine adds its line here.
-_ENGINES: dict[str, Callable[[], GraphEngine]] = {"tape": _tape}
+def _cuda() -> GraphEngine:
+    from runners.cuda_graph import CudaEngine
+
+    return CudaEngine()
+
+
+_ENGINES: dict[str, Callable[[], GraphEngine]] = {"tape": _tape, "cuda": _cuda}
 
 
 def engine_for(name: str, device: torch.device | str) -> GraphEngine:
     """The graph engine of that name, or with ``"auto"`` the one that suits the device.
 
     Args:
-        name: ``"auto"`` (real graphs on a CUDA device where that engine exists, else the tape), ``"tape"`` or
-            ``"cuda"``.
+        name: ``"auto"`` (real graphs on a CUDA device, else the tape), ``"tape"`` or ``"cuda"``.
         device: where the model lives.
 
     Raises:
-        ConfigError: the name is unknown, or this installation has no such engine.
+        ConfigError: the name is unknown, or it is ``"cuda"`` and the device is another.
     """
+    is_cuda = torch.device(device).type == "cuda"
     if name == "auto":
-        name = "cuda" if torch.device(device).type == "cuda" and "cuda" in _ENGINES else "tape"
-    if name not in ("tape", "cuda"):
+        name = "cuda" if is_cuda else "tape"
+    if name not in _ENGINES:
         raise ConfigError(
             "field 'engine'",
             expected="'auto', 'tape' or 'cuda'",
@@ -123,12 +152,12 @@ def engine_for(name: str, device: torch.device | str) -> GraphEngine:
             rule="an engine is chosen by its name",
             fix="use 'auto'",
         )
-    if name not in _ENGINES:
+    if name == "cuda" and not is_cuda:
         raise ConfigError(
             f"field 'engine', device {device}",
-            expected=" or ".join(repr(known) for known in ("auto", *_ENGINES)),
-            got=repr(name),
-            rule="this version has no engine of that name; it records and replays with the tape",
-            fix="use engine='tape' or 'auto'",
+            expected="'auto' or 'tape'",
+            got="'cuda'",
+            rule="CUDA graphs hold work of a CUDA device",
+            fix="move the model to a CUDA device, or use engine='auto'",
         )
     return _ENGINES[name]()

@@ -14,9 +14,11 @@ from __future__ import annotations
 import linecache
 import os
 import sys
+import traceback
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
+from types import FrameType
 from typing import Any
 
 import torch
@@ -193,10 +195,25 @@ def source_line() -> str | None:
         if code.co_name == "capture" and code.co_filename.startswith(_OUR_DIRECTORY):
             return None
         if _is_users(code.co_filename):
-            text = linecache.getline(code.co_filename, frame.f_lineno, frame.f_globals).strip()
-            return f"{code.co_filename}:{frame.f_lineno}" + (f": `{text}`" if text else "")
+            return _shown_line(frame, frame.f_lineno)
         frame = frame.f_back  # type: ignore[assignment]
     return None
+
+
+def source_line_of(error: BaseException) -> str | None:
+    """The innermost line that `error` passed through outside torch and this package, if there is one."""
+    lines = [
+        (frame, line)
+        for frame, line in traceback.walk_tb(error.__traceback__)
+        if _is_users(frame.f_code.co_filename)
+    ]
+    return _shown_line(*lines[-1]) if lines else None
+
+
+def _shown_line(frame: FrameType, line: int) -> str:
+    name = frame.f_code.co_filename
+    text = linecache.getline(name, line, frame.f_globals).strip()
+    return f"{name}:{line}" + (f": `{text}`" if text else "")
 
 
 def refused(op: str, refusal: Refusal, segment: str) -> CaptureError:

@@ -31,12 +31,13 @@ into an op first.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from typing import Any
 from weakref import WeakSet
 
 import torch
+from torch import Tensor
 
 from runners.arena import Arena
 from runners.errors import CaptureError, StateError
@@ -73,6 +74,22 @@ class TapePool:
     def allocated_bytes(self) -> int:
         """Bytes of all arena chunks: the peak over buckets."""
         return self.arena.allocated_bytes
+
+    @property
+    def device_bytes(self) -> int:
+        """The same: nothing else is taken."""
+        return self.arena.allocated_bytes
+
+    @property
+    def begin_call(self) -> None:
+        """None: a CPU has no streams."""
+        return None
+
+    def begin_bucket(self) -> None:
+        """Nothing to do."""
+
+    def keep_only(self, tensors: Iterable[Tensor]) -> None:
+        """Nothing to do: within a bucket no memory is reused, so that a late reader is not fooled."""
 
     def end_bucket(self) -> None:
         """The next capture begins at the arena's first byte again [I9]."""

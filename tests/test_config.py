@@ -130,7 +130,6 @@ def test_a_wrong_value_is_named(name, value, says):
     [
         ("lowering", "inductor", "'eager'"),
         ("frontend", "record", "'trace'"),
-        ("engine", "cuda", "'auto' or 'tape'"),
         ("boundary", "captured", "'eager'"),
         ("num_streams", 2, "1"),
         ("fusions", ("packed_linears",), "()"),

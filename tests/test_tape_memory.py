@@ -299,7 +299,7 @@ def test_engine_for_names_what_there_is() -> None:
         engine_for("metal", CPU)
 
 
-def test_a_real_graph_engine_that_is_missing_is_an_error() -> None:
+def test_a_real_graph_engine_needs_a_cuda_device() -> None:
     with pytest.raises(ConfigError, match="expected 'auto' or 'tape', got 'cuda'"):
         engine_for("cuda", CPU)
 

@@ -1,0 +1,308 @@
+"""The graph engine of CUDA devices: the only user of `torch.cuda.CUDAGraph`.
+
+`torch.cuda.graph` is not used. Its entry waits for the device, collects garbage and empties the caches, once per
+segment; its exit leaves torch in capture mode where a capture has failed. Here, for one segment:
+
+    stream    caller's ─┐                                              ┌─ caller's
+                        └ capture_begin · fn · capture_end · instantiate ┘
+    gc        on          off ............................... off         as before
+
+* Captures are thread-local, so other threads may allocate, free and wait meanwhile. torch keeps its default
+  generator in capture mode for as long, which would make their random ops fail: the capture is begun with a
+  scratch generator in its place.
+* One capture at a time in the process: gc is switched off for all threads, and torch keeps one generator mode.
+* A capture that fails is ended, whatever state CUDA left it in (`cuda_driver.py`), its graph reset and its memory
+  given back to the pool. What went wrong is told in words (`cuda_faults.py`).
+* A graph without nodes is right for a function that makes views only. Where the function did work, its kernels
+  went to another stream, and each replay would miss them: an error.
+
+Memory is `cuda_pool.py`'s business. Random ops may be refused: segments have none.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from runners import cuda_driver
+from runners.cuda_driver import StreamCapture
+from runners.cuda_faults import ELSEWHERE, translated
+from runners.cuda_pool import CudaPool
+from runners.errors import CaptureError, ConfigError, StateError
+from runners.mode import capture_of, capturing
+from runners.readbacks import refused, tensors_in
+
+# gc and torch's generator mode belong to the process, and so does this.
+_one_at_a_time = threading.RLock()
+
+
+@contextmanager
+def _paused_gc() -> Iterator[None]:
+    """A collection in mid-capture could destroy CUDA objects, which a capture forbids."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+class CudaGraph:
+    """One captured segment at one bucket."""
+
+    def __init__(
+        self,
+        segment: str,
+        graph: torch.cuda.CUDAGraph,
+        outputs: tuple[Any, ...],
+        *,
+        num_ops: int,
+        pool: CudaPool,
+    ) -> None:
+        self.segment = segment
+        self.outputs = outputs
+        self.num_ops = num_ops
+        self._pool = pool
+        self._graph: torch.cuda.CUDAGraph | None = graph
+        # Past the wrapper's Python.
+        self._launch: Callable[[], None] = partial(torch._C._CUDAGraph.replay, graph)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the graph has no nodes: the segment makes views only."""
+        return self.num_ops == 0
+
+    @property
+    def is_reset(self) -> bool:
+        """Whether `reset` was called."""
+        return self._graph is None
+
+    def replay(self) -> None:
+        """Launches the graph on the caller's current stream.
+
+        Raises:
+            StateError: after `reset`, or inside a capture.
+        """
+        if self._graph is None or capturing() is not None:
+            raise StateError(
+                f"replay of {self.segment}",
+                expected="a captured graph, outside of captures",
+                got="a graph that was reset" if self._graph is None else f"one inside that of {capturing()}",
+                rule="a graph that was reset is gone, and graphs do not nest",
+                fix="capture the segment again" if self._graph is None else "replay after the capture",
+            )
+        self._launch()
+
+    def reset(self) -> None:
+        """Waits for replays that are under way, then drops the graph and its hold on the pool. Idempotent."""
+        if self._graph is None:
+            return
+        torch.cuda.synchronize(self._pool.device)
+        graph, self._graph = self._graph, None
+        del self._launch
+        self.outputs = ()
+        graph.reset()
+
+
+class CudaEngine:
+    """Makes CUDA graphs; see the module's docstring."""
+
+    name = "cuda"
+
+    def new_pool(self, device: torch.device) -> CudaPool:
+        """An empty pool on `device`.
+
+        Raises:
+            ConfigError: `device` is no CUDA device, or torch was told to use another allocator.
+        """
+        if torch.device(device).type != "cuda" or not torch.cuda.is_available():
+            raise ConfigError(
+                f"field 'engine', device {device}",
+                expected="a CUDA device",
+                got=str(device),
+                rule="CUDA graphs hold work of a CUDA device",
+                fix="move the model to a CUDA device, or use engine='tape'",
+            )
+        torch.cuda.init()
+        backend = torch.cuda.get_allocator_backend()
+        if backend != "native":
+            raise ConfigError(
+                "torch's CUDA allocator",
+                expected="'native'",
+                got=repr(backend),
+                rule="graph memory is shared between buckets through torch's own allocator [I9]",
+                fix="leave 'backend' out of PYTORCH_CUDA_ALLOC_CONF",
+            )
+        index = torch.device(device).index
+        return CudaPool(torch.device("cuda", torch.cuda.current_device() if index is None else index))
+
+    def capture(self, fn: Callable[[], Sequence[Any]], *, pool: CudaPool, segment: str) -> CudaGraph:
+        """Runs `fn` once and captures its work; see `GraphEngine.capture`."""
+        if capturing() is not None:
+            raise StateError(
+                f"capture of {segment}",
+                expected="no capture in progress",
+                got=f"the capture of {capturing()}",
+                rule="captures do not nest",
+                fix="capture the segments one after the other",
+            )
+        pool.check_usable("capture into")
+        with _one_at_a_time, torch.cuda.device(pool.device), torch.inference_mode(False), torch.no_grad():
+            handle = pool.handle_for_capture()
+            pool.is_recording = True
+            try:
+                with _paused_gc(), capture_of(segment), torch.cuda.stream(pool.stream):
+                    graph, outputs = _captured(fn, pool, handle, segment)
+                    num_nodes = cuda_driver.num_nodes(graph.raw_cuda_graph())
+                if num_nodes == 0:
+                    _check_does_no_work(fn, graph, segment)
+                # The graph is counted first: its memory is asked for below.
+                made = CudaGraph(segment, graph, (), num_ops=num_nodes, pool=pool)
+                pool.graphs.add(made)
+                made.outputs = tuple(map(pool.book.aliased, outputs))
+                return made
+            finally:
+                pool.is_recording = False
+
+
+def _captured(
+    fn: Callable[[], Sequence[Any]], pool: CudaPool, handle: Any, segment: str
+) -> tuple[torch.cuda.CUDAGraph, Sequence[Any]]:
+    """The instantiated graph of one run of `fn`, on the current stream, and what `fn` returned."""
+    graph = torch.cuda.CUDAGraph(keep_graph=True)
+    try:
+        _begin(graph, pool, handle)
+        outputs = fn()
+        if not isinstance(outputs, (tuple, list)):
+            raise CaptureError(
+                segment,
+                expected="a tuple or list of outputs",
+                got=type(outputs).__name__,
+                rule="a captured function returns the sequence of its outputs",
+                fix="return (tensor,) for a single output",
+            )
+        torch.cuda.set_stream(pool.stream)  # `fn` may have left another one
+        _end(graph)
+        graph.instantiate()
+        return graph, outputs
+    except BaseException as error:
+        failure = translated(error, segment)
+        _abandon(graph, pool, handle)
+        # A traceback keeps the frames of `fn` alive, and with them tensors in the pool.
+        traceback.clear_frames(error.__traceback__)
+        if failure is None:
+            raise
+        raise failure from error
+
+
+def _begin(graph: torch.cuda.CUDAGraph, pool: CudaPool, handle: Any) -> None:
+    generator = torch.cuda.default_generators[pool.index]
+    state = generator.graphsafe_get_state()
+    generator.graphsafe_set_state(pool.scratch_generator)
+    try:
+        graph.capture_begin(pool=handle, capture_error_mode="thread_local")
+    finally:
+        generator.graphsafe_set_state(state)
+
+
+def _end(graph: torch.cuda.CUDAGraph) -> None:
+    with warnings.catch_warnings():
+        # torch warns of empty graphs, which are looked into here.
+        warnings.simplefilter("ignore")
+        graph.capture_end()
+
+
+def _abandon(graph: torch.cuda.CUDAGraph, pool: CudaPool, handle: Any) -> None:
+    """Ends a capture in any state, so that torch, CUDA and the pool are as before it began."""
+    raw = pool.stream.cuda_stream
+    torch.cuda.set_stream(pool.stream)
+    is_over = cuda_driver.capture_status(raw) is StreamCapture.NONE
+    try:
+        if cuda_driver.capture_status(raw) is StreamCapture.INVALIDATED:
+            cuda_driver.restart_capture(raw)
+        if not is_over:
+            _end(graph)
+    except RuntimeError:
+        # Work on a forked stream was not joined, which shows only when the capture ends.
+        is_over = True
+    if is_over and not _is_ended(graph):
+        _end_unjoined(graph, pool, handle)
+    graph.reset()
+
+
+def _is_ended(graph: torch.cuda.CUDAGraph) -> bool:
+    """Whether torch's own account of the capture is closed: only then it says which pool was used."""
+    try:
+        graph.pool()
+    except RuntimeError:
+        return False
+    return True
+
+
+def _end_unjoined(graph: torch.cuda.CUDAGraph, pool: CudaPool, handle: Any) -> None:
+    """CUDA has ended the capture with an error; closes torch's account of it too.
+
+    Older versions have kept the account open, and close it over an empty capture. Newer ones have closed it but
+    for their hold on the pool.
+    """
+    raw = pool.stream.cuda_stream
+    try:
+        cuda_driver.restart_capture(raw)
+        _end(graph)
+    except RuntimeError:
+        cuda_driver.end_capture(raw)
+        with suppress(RuntimeError):
+            torch._C._cuda_releasePool(pool.index, handle)
+
+
+def _check_does_no_work(fn: Callable[[], Sequence[Any]], graph: torch.cuda.CUDAGraph, segment: str) -> None:
+    """Raises where `fn` does more than make views, although its graph is empty."""
+    try:
+        with _WorkFinder(segment) as finder:
+            fn()
+        if finder.error is not None:
+            raise finder.error
+    except BaseException:
+        graph.reset()
+        raise
+
+
+class _WorkFinder(TorchDispatchMode):
+    """Finds the first op that makes or writes values, as an error that names it."""
+
+    def __init__(self, segment: str) -> None:
+        super().__init__()
+        self.error: CaptureError | None = None
+        self._segment = segment
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if self.error is None and _is_work(func, args, kwargs, result):
+            self.error = refused(str(func), ELSEWHERE, self._segment)
+        return result
+
+
+def _is_work(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> bool:
+    if "::empty" in func._schema.name or "::new_empty" in func._schema.name:
+        return False
+    given = list(tensors_in((*args, *kwargs.values())))
+    if func._schema.is_mutable:
+        return any(tensor.numel() for tensor in given)
+    made = list(tensors_in(result if isinstance(result, (tuple, list)) else (result,)))
+    if func.namespace != "aten" and not made:
+        return True
+    held = {tensor.untyped_storage()._cdata for tensor in given}
+    return any(tensor.numel() and tensor.untyped_storage()._cdata not in held for tensor in made)

@@ -1,0 +1,254 @@
+"""The memory of CUDA graphs: one private pool per graphed module, reused by every bucket [I9].
+
+What torch's allocator hands out during a capture belongs to the graph's private pool, and a block is free for
+the next capture as soon as no tensor holds it. So who holds an output decides what is reused:
+
+    segment 0     segment 1     segment 2      end_bucket      next bucket
+    out: held ─── read ──────── dead: freed ─┐                 from the first byte again
+                                             └─ reused by segment 3
+
+Callers are given *aliases*: tensors at the output's address that own nothing. The pool alone holds the owners:
+until `keep_only` says that nobody reads an output any more, and for all others until the bucket ends. Graphs of
+one pool replay one after the other, in the order of their capture, so reuse is safe.
+
+cuBLAS keeps a workspace per stream. It is dropped before a bucket and after it, so that it is allocated inside
+the bucket's first capture, from the pool: whoever drops torch's workspaces later (`torch.compile` with CUDA
+graphs does) cannot take it away from our graphs, and the next bucket reuses it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
+
+import torch
+from torch import Tensor
+
+from runners.errors import StateError
+
+if TYPE_CHECKING:
+    from runners.cuda_graph import CudaGraph
+
+
+def alias_of(storage: torch.UntypedStorage) -> torch.UntypedStorage:
+    """A storage of the same bytes that does not own them."""
+    alias: torch.UntypedStorage = torch._C._construct_storage_from_data_pointer(
+        storage.data_ptr(), storage.device, storage.nbytes()
+    )
+    return alias
+
+
+def tensor_on(storage: torch.UntypedStorage, like: Tensor) -> Tensor:
+    """A tensor of `like`'s geometry on another storage of the same size."""
+    empty = torch.empty(0, dtype=like.dtype, device=like.device)
+    return empty.set_(storage, like.storage_offset(), like.shape, like.stride())
+
+
+class AliasBook:
+    """The owners of one bucket's outputs, and the aliases that were handed out for them.
+
+    Args:
+        is_ours: whether an address lies in the pool.
+    """
+
+    def __init__(self, is_ours: Callable[[int], bool]) -> None:
+        self._is_ours = is_ours
+        # By address: the storage that owns it, and the one that callers see.
+        self._owners: dict[int, torch.UntypedStorage] = {}
+        self._aliases: dict[int, torch.UntypedStorage] = {}
+
+    def __len__(self) -> int:
+        return len(self._owners)
+
+    def aliased(self, value: Any) -> Any:
+        """`value`, or an alias of it where it is a tensor that owns memory of the pool.
+
+        Outputs that share a storage share one here too, and aliases pass through.
+        """
+        if (
+            type(value) is not Tensor
+            or value.layout is not torch.strided
+            or value.is_conj()
+            or value.is_neg()
+        ):
+            return value
+        storage = value.untyped_storage()
+        address = storage.data_ptr()
+        known = self._aliases.get(address)
+        if known is not None and known._cdata == storage._cdata:
+            return value
+        if known is None:
+            if address == 0 or not self._is_ours(address):
+                return value
+            self._owners[address] = storage
+            self._aliases[address] = alias_of(storage)
+        return tensor_on(self._aliases[address], value)
+
+    def keep_only(self, tensors: Iterable[Tensor]) -> None:
+        """Frees all outputs but those whose memory one of `tensors` looks at."""
+        kept = {tensor.untyped_storage().data_ptr() for tensor in tensors}
+        for address in [address for address in self._owners if address not in kept]:
+            del self._owners[address], self._aliases[address]
+
+    def clear(self) -> None:
+        """Frees all of them."""
+        self._owners.clear()
+        self._aliases.clear()
+
+
+class CudaPool:
+    """Memory, capture stream and scratch generator that the graphs of one module share.
+
+    Args:
+        device: a CUDA device with an index.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.index = device.index
+        self.graphs: WeakSet[CudaGraph] = WeakSet()
+        self.book = AliasBook(self._is_ours)
+        self.is_recording = False
+        with torch.cuda.device(device):
+            # Freed blocks are reused on the stream of their allocation only, so one stream for all captures.
+            self.stream = torch.cuda.Stream(device)
+        # A capture puts its generator into a mode in which other threads' draws fail; see `engine.capture`.
+        self.scratch_generator = torch.Generator(device)
+        self._handle: Any = None
+        self._ranges: list[tuple[int, int]] = []
+        self._is_open = False
+        self._is_released = False
+        self._free_before: int | None = None
+        self._device_bytes = 0
+        self._last_stream = torch.cuda.current_stream(device)
+        self._last_raw_stream = self._last_stream.cuda_stream
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Bytes that torch's allocator holds for this pool: the peak over buckets."""
+        return sum(end - start for start, end in self._segments())
+
+    @property
+    def device_bytes(self) -> int:
+        """By how much the device's free memory shrank from the first bucket's begin to the last one's end:
+        pool, static buffers and the driver's share."""
+        return self._device_bytes
+
+    @property
+    def num_live(self) -> int:
+        """Graphs that were not reset."""
+        return sum(not graph.is_reset for graph in self.graphs)
+
+    @property
+    def begin_call(self) -> Callable[[], None]:
+        """Makes the caller's stream wait for the last one, where it is another."""
+        return self._join_streams
+
+    def _join_streams(self) -> None:
+        raw = torch._C._cuda_getCurrentRawStream(self.index)
+        if raw != self._last_raw_stream:
+            current = torch.cuda.current_stream(self.device)
+            current.wait_stream(self._last_stream)
+            self._last_stream, self._last_raw_stream = current, raw
+
+    def begin_bucket(self) -> None:
+        """Work of earlier calls is waited for, and the device's free memory noted once."""
+        self._join_streams()
+        if self._free_before is None:
+            torch.cuda.synchronize(self.device)
+            torch.cuda.empty_cache()
+            self._free_before = self._free_bytes()
+
+    def handle_for_capture(self) -> Any:
+        """The pool's handle; a new one where no graph is left, since such a handle is dead.
+
+        Before a bucket's first capture the caches of the warm-ups are given up: during a capture the allocator
+        cannot free them to make room.
+        """
+        if not self._is_open:
+            torch.cuda.synchronize(self.device)
+            torch._C._cuda_clearCublasWorkspaces()
+            torch.cuda.empty_cache()
+            self._is_open = True
+        if self._handle is None or not self.num_live:
+            self._handle = torch.cuda.graph_pool_handle()
+            self._ranges = []
+        return self._handle
+
+    def keep_only(self, tensors: Iterable[Tensor]) -> None:
+        """Outputs that none of `tensors` looks at may be overwritten by the segments captured from now on."""
+        self.book.keep_only(tensors)
+
+    def end_bucket(self) -> None:
+        """The next bucket reuses this one's memory [I9]."""
+        self.check_usable("end a bucket of")
+        self._join_streams()
+        self.book.clear()
+        torch._C._cuda_clearCublasWorkspaces()
+        if not self.num_live:
+            self._handle = None
+            torch.cuda.empty_cache()
+        self._is_open = False
+        self._measure()
+
+    def release(self) -> None:
+        """Gives all memory back to the device. Idempotent.
+
+        Raises:
+            StateError: a graph of this pool was not reset, or one is being captured.
+        """
+        if self._is_released:
+            return
+        if self.num_live or self.is_recording:
+            raise StateError(
+                f"release of the graph pool on {self.device}",
+                expected="all graphs of the pool reset",
+                got="a capture in progress" if self.is_recording else f"{self.num_live} still captured",
+                rule="a pool's memory goes after the last graph that uses it [I9]",
+                fix="reset every graph first",
+            )
+        self._is_released = True
+        self.book.clear()
+        self._handle = None
+        self._ranges = []
+        torch.cuda.synchronize(self.device)
+        torch._C._cuda_clearCublasWorkspaces()
+        torch.cuda.empty_cache()
+        self._measure()
+
+    def check_usable(self, verb: str) -> None:
+        """Raises StateError when the pool was released or is being captured into."""
+        if self._is_released or self.is_recording:
+            raise StateError(
+                f"attempt to {verb} the graph pool on {self.device}",
+                expected="a pool that is neither released nor in use",
+                got="a released pool" if self._is_released else "a pool that another capture uses",
+                rule="a pool serves one capture at a time, and none after its release [I9]",
+                fix="take a new pool" if self._is_released else "finish the other capture first",
+            )
+
+    def _free_bytes(self) -> int:
+        return int(torch.cuda.mem_get_info(self.device)[0])
+
+    def _measure(self) -> None:
+        if self._free_before is not None:
+            self._device_bytes = max(self._free_before - self._free_bytes(), 0)
+
+    def _segments(self) -> list[tuple[int, int]]:
+        if self._handle is None:
+            return []
+        found = torch.cuda.memory_snapshot(self._handle, include_traces=False)
+        return [
+            (segment["address"], segment["address"] + segment["total_size"])
+            for segment in found
+            if tuple(segment["segment_pool_id"]) == tuple(self._handle) and segment["device"] == self.index
+        ]
+
+    def _is_ours(self, address: int) -> bool:
+        def is_known() -> bool:
+            return any(start <= address < end for start, end in self._ranges)
+
+        if not is_known():
+            self._ranges = self._segments()
+        return is_known()
