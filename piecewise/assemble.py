@@ -303,12 +303,15 @@ class PlanAssembler:
         value = self.plan.values[source]
         copied = self.outputs == "copy"
         if value.origin == "graph":
-            return ResultItem("static", tensor=static[source], value=value, clone=copied)
+            return ResultItem("static", tensor=static[source], value=value, clone=copied, memory=value.memory)
         if value.origin == "state":
             return ResultItem("state", state=value.state)
         is_number = leaf.value if isinstance(leaf.value, type) else None
         clone = copied and value.origin == "eager" and value.memory in self.graph_memory and is_number is None
-        return ResultItem("slot", slot=self._slot(source), clone=clone, number_type=is_number)
+        slot = self._slot(source)
+        return ResultItem(
+            "slot", slot=slot, value=value, clone=clone, number_type=is_number, memory=value.memory
+        )
 
     def _check(self) -> StateCheck:
         tensors = {}

@@ -39,7 +39,7 @@ class ValueSpec:
             count).
         sizes: shape as a function of the row count, for tensors whose only symbol is the token count; None
             otherwise.
-        strides: likewise.
+        strides, offset: likewise, for eager's own tensor; `offset` is where it begins in its memory.
         token_dims: dims that carry tokens, ascending.
         memory: values with one number share memory; -1 for scalars.
     """
@@ -56,6 +56,7 @@ class ValueSpec:
     leaf: int = -1
     dim: int = -1
     state: StateRef | None = None
+    offset: Sizes | None = None
 
     @property
     def is_tensor(self) -> bool:

@@ -19,10 +19,10 @@ import torch
 from torch import fx
 from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 from torch.utils._sympy.interp import sympy_interp
-from torch.utils._sympy.reference import PythonReferenceAnalysis
 
 from piecewise import torch_internals as internals
 from piecewise.aliases import view_chain
+from piecewise.formulas import RowFormulas
 from piecewise.torch_internals import SYMBOLIC
 
 if TYPE_CHECKING:
@@ -124,7 +124,7 @@ class SegmentWriter:
                 if symbol not in self._symbols:
                     self._symbols[symbol] = self._placeholder(self.splitter.symbol_value(symbol))  # type: ignore[arg-type, index]
                 proxies[symbol] = fx.Proxy(self._symbols[symbol], fx.proxy.GraphAppendingTracer(self.graph))  # type: ignore[index]
-            proxy = sympy_interp(PythonReferenceAnalysis, proxies, expr)
+            proxy = sympy_interp(RowFormulas, proxies, expr)
             self._scalars[expr] = proxy.node if isinstance(proxy, fx.Proxy) else proxy
         return self._scalars[expr]
 

@@ -88,7 +88,7 @@ class Splitter:
         sizes, strides = self._sizes.of(fake.shape), self._sizes.of(fake.stride())
         return ValueSpec(
             index, node.name, origin, fake.dtype, fake.device, sizes, strides, token_dims, memory,
-            leaf=leaf, state=state,
+            leaf=leaf, state=state, offset=self._sizes.of((fake.storage_offset(),)),
         )  # fmt: skip
 
     def symbol_value(self, symbol: sympy.Symbol) -> int:

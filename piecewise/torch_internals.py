@@ -135,7 +135,7 @@ def guard_expressions(shape_env: ShapeEnv | None) -> list[sympy.Basic]:
 
 
 def specialisation_places(shape_env: ShapeEnv | None) -> list[str]:
-    """``"file.py", line 42, in forward: code`` of each place where the model fixed a size, if torch kept it."""
+    """``"file.py", line 42, in forward: code`` of each place where the model fixed a size, if known."""
     found = []
     for stack in getattr(shape_env, "specialization_stacks", {}).values():
         if stack:

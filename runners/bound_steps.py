@@ -117,6 +117,51 @@ class Call:
             copy.replay(env)
 
 
+@dataclass(frozen=True, slots=True)
+class CopiedResult:
+    """One result in the memory of its group: `rows` of static memory, or where that is None, the value in
+    `source`; `sizes`, `strides` and `offset` are those of eager's own tensor."""
+
+    target: int
+    rows: torch.Tensor | None
+    source: int
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+
+
+@dataclass(slots=True)
+class CopyOut:
+    """Copies results that share memory into memory of the caller's own, where they share it again [I7]."""
+
+    results: list[CopiedResult]
+    num_elements: int
+
+    def replay(self, env: list[Any]) -> None:
+        memory: torch.Tensor | None = None
+        for item in self.results:
+            value = env[item.source] if item.rows is None else item.rows
+            if memory is None:
+                memory = torch.empty(self.num_elements, dtype=value.dtype, device=value.device)
+            env[item.target] = memory.as_strided(item.sizes, item.strides, item.offset)
+            copy_elements(env[item.target], value)
+
+
+def copy_elements(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Like `copy_`, also where an expanded dim shows one element many times."""
+    for dim, stride in enumerate(target.stride()):
+        if stride == 0 and target.shape[dim] > 1:
+            target, source = target.narrow(dim, 0, 1), source.narrow(dim, 0, 1)
+    target.copy_(source)
+
+
+def own_copy(rows: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
+    """A copy of static memory that has the strides of eager's tensor."""
+    copied = torch.empty_strided(rows.shape, strides, dtype=rows.dtype, device=rows.device)
+    copy_elements(copied, rows)
+    return copied
+
+
 def _dense_copy(item: Dense) -> torch.Tensor:
     dense = torch.empty_strided(item.sizes, item.strides, dtype=item.rows.dtype, device=item.rows.device)
     return dense.copy_(item.rows)

@@ -20,10 +20,21 @@ from typing import Any
 
 import torch
 
-from runners.bound_steps import Call, Check, CopyIn, Dense, Load, Measure, Replay
+from runners.bound_steps import (
+    Call,
+    Check,
+    CopiedResult,
+    CopyIn,
+    CopyOut,
+    Dense,
+    Load,
+    Measure,
+    Replay,
+    own_copy,
+)
 from runners.engine import CapturedGraph
 from runners.row_views import BoundRows, RowViews, SizedValue
-from runners.rows import padded_parts
+from runners.rows import has_strides, is_dense, padded_parts
 from runners.state_check import StateCheck, StateRef
 
 
@@ -86,6 +97,7 @@ class ResultItem:
             "state" or "const".
         clone: whether the caller must be given memory of its own.
         number_type: `int` or `float` for a number that a tensor carries.
+        memory: results of one number that are cloned share memory for the caller as they do here.
     """
 
     kind: str
@@ -98,6 +110,7 @@ class ResultItem:
     state: StateRef | None = None
     const: Any = None
     number_type: type | None = None
+    memory: int = -1
 
 
 @dataclass(slots=True)
@@ -158,7 +171,7 @@ class StepPlan:
             bound = self._bind(num_tokens)
         else:
             self._bound.move_to_end(num_tokens)
-        env = leaves + [None] * self.num_values
+        env = leaves + [None] * (self.num_values + len(self.results))
         for step in bound.steps:
             step.replay(env)
         return [read(env) for read in bound.results]
@@ -195,6 +208,8 @@ class _Binder:
             (item, self._views.add(item.tensor, item.value) if item.tensor is not None else -1)
             for item in plan.results
         ]
+        self._groups = _shared_results(plan.results)
+        self._first_copy = plan.num_leaves + plan.num_values
         first_graph = next((i for i, step in enumerate(plan.steps) if isinstance(step, ReplayStep)), None)
         check = Check(plan.check)
         self._early: list[Any] = []
@@ -223,7 +238,25 @@ class _Binder:
         for step in self._steps:
             steps.append(_call(step, num_tokens, rows) if isinstance(step, _CallTemplate) else step)
         readers = [_reader(item, num_tokens, rows.views[index]) for item, index in self._results]
+        for group in self._groups:
+            steps.append(self._copy_out(group, num_tokens, rows))
+            for position in group:
+                readers[position] = _slot_reader(self._first_copy + position)
         return _Bound(steps, readers)
+
+    def _copy_out(self, group: list[int], num_tokens: int, rows: BoundRows) -> CopyOut:
+        """The results at these positions, laid out as in eager's memory, from the first element taken."""
+        found = []
+        for position in group:
+            item, index = self._results[position]
+            value = item.value
+            assert value is not None and value.sizes and value.strides and value.offset
+            offset = value.offset(num_tokens)[0]
+            geometry = tuple(value.sizes(num_tokens)), tuple(value.strides(num_tokens)), offset
+            found.append((self._first_copy + position, rows.views[index], item.slot, *geometry))
+        begin = min(offset for *_, offset in found)
+        copies = [CopiedResult(*fields, offset - begin) for *fields, offset in found]
+        return CopyOut(copies, max(copy.offset + _num_spanned(copy.sizes, copy.strides) for copy in copies))
 
 
 def _copy_in(shadow: Shadow, rows: torch.Tensor) -> CopyIn:
@@ -247,12 +280,21 @@ def _call(template: _CallTemplate, num_tokens: int, rows: BoundRows) -> Call:
 
 def _reader(item: ResultItem, num_tokens: int, rows: torch.Tensor | None) -> Callable[[list[Any]], Any]:
     if rows is not None:
-        return (lambda env: rows.clone()) if item.clone else (lambda env: rows)
+        strides = item.value.strides if item.value is not None else None
+        if not item.clone:
+            return lambda env: rows
+        if (
+            strides is None
+            or has_strides(rows, wanted := tuple(strides(num_tokens)))
+            and is_dense(rows.shape, wanted)
+        ):
+            return lambda env: rows.clone()
+        return lambda env: own_copy(rows, wanted)
     if item.kind == "slot":
         slot, convert = item.slot, item.number_type
         if convert is not None:
             return lambda env: convert(env[slot].item() if isinstance(env[slot], torch.Tensor) else env[slot])
-        return (lambda env: env[slot].clone()) if item.clone else (lambda env: env[slot])
+        return (lambda env: env[slot].clone()) if item.clone else _slot_reader(slot)
     if item.kind == "number":
         compute, slots = item.compute, item.slots
         assert compute is not None
@@ -262,3 +304,24 @@ def _reader(item: ResultItem, num_tokens: int, rows: torch.Tensor | None) -> Cal
         assert state is not None
         return lambda env: state.get()
     return lambda env: item.const
+
+
+def _slot_reader(slot: int) -> Callable[[list[Any]], Any]:
+    return lambda env: env[slot]
+
+
+def _shared_results(results: tuple[ResultItem, ...]) -> list[list[int]]:
+    """Positions of results to clone that share memory with another one, group by group."""
+    found: dict[Any, list[int]] = {}
+    for position, item in enumerate(results):
+        value = item.value
+        if item.clone and value is not None and value.sizes and value.strides and value.offset:
+            found.setdefault((item.memory, value.dtype), []).append(position)
+    return [group for group in found.values() if len(group) > 1]
+
+
+def _num_spanned(sizes: tuple[int, ...], strides: tuple[int, ...]) -> int:
+    """Elements from the first to the last, gaps included."""
+    if 0 in sizes:
+        return 0
+    return 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))

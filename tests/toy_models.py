@@ -2,8 +2,8 @@
 
 `toy_models::mix` mixes tokens causally, as attention does: row i of `out` is ``q[i] + 0.1 * (v[0] + ... +
 v[i])``, and row i of `cache` becomes ``k[i]``. `toy_models::pack` is the same over packed sequences that are
-given by metadata. Both note what they were called with, and can leave poison in the rows behind the real ones, as a
-kernel does that computes whole tiles.
+given by metadata. Both note what they were called with, and can leave poison in the rows behind the real
+ones, as a kernel does that computes whole tiles.
 """
 
 from __future__ import annotations
