@@ -140,14 +140,14 @@ class Classifier:
         return None
 
     def _by_symbols(self, node: fx.Node, fact: NodeFacts, value: Any) -> str | None:
-        if self.device.type != "cpu" and any(
-            t.device.type == "cpu" and t.dim() > 0 for t in tensors_in(value)
-        ):
-            return "cpu"
         tensors = [
             *tensors_in(value),
             *(t for arg in fact.reads for t in tensors_in(arg.meta["example_value"])),
         ]
+        # Scalars too: a kernel takes a 0-dim CPU tensor's value when it is launched, and a graph would
+        # keep it.
+        if self.device.type != "cpu" and any(tensor.device.type == "cpu" for tensor in tensors):
+            return "cpu"
         if any(self.symbols(tensor) - {self.symbol} for tensor in tensors):
             return "other_dynamic_dim"
         name = target_name(node).rsplit("::", 1)[-1].strip("_")

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -31,17 +31,23 @@ from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 from piecewise import torch_internals as internals
 from piecewise.aliases import NodeFacts, is_tuple_item, node_key, storage_of, tensors_in
 from piecewise.classify import Verdict
+from piecewise.index_bounds import CheckedIndices
 from piecewise.normalize import target_name
 from piecewise.positions import can_be_numbered, keeps_places, lie_alike, numbered_like, random_where_constant
 from piecewise.sizes import SizeFunctions
 from piecewise.token_dim import TokenSymbol
 from piecewise.torch_internals import SYMBOLIC
 from piecewise.trace import Trace
+from runners.engine import GraphEngine, engine_for
 from runners.errors import CaptureError
 from runners.rows import narrow_to, padded_parts, poison_value
-from runners.tape import TapeEngine
 
 NUM_POISONS = 3
+
+
+def _engines_for(device: torch.device) -> list[GraphEngine]:
+    """The engines that must be able to record a node: the tape, and the device's own."""
+    return [engine_for(name, device) for name in dict.fromkeys(("tape", engine_for("auto", device).name))]
 
 
 def resize_leaf(value: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
@@ -107,8 +113,8 @@ class Probe:
         self._generator = torch.Generator().manual_seed(0)
         self._scalar_functions: dict[Any, Callable[..., tuple]] = {}
         self._recordable: dict[Any, str | None] = {}
-        self._tape = TapeEngine()
-        self._pool = self._tape.new_pool(trace.example.leaves[token.anchor[0]].device)
+        self._device = trace.example.leaves[token.anchor[0]].device
+        self._recorders = [(engine, engine.new_pool(self._device)) for engine in _engines_for(self._device)]
 
     def _find_written_outside(self) -> frozenset[fx.Node]:
         """Placeholders whose memory some op writes; boundary ops are not called here."""
@@ -134,8 +140,7 @@ class Probe:
         return found
 
     def run(self) -> dict[fx.Node, Verdict]:
-        device = self.trace.example.leaves[self.token.anchor[0]].device
-        with torch.inference_mode(False), torch.no_grad(), unchanged_random_state(device):
+        with torch.inference_mode(False), torch.no_grad(), unchanged_random_state(self._device):
             self._load_placeholders()
             for position, node in enumerate(self.trace.graph.graph.nodes):
                 if node.op == "get_attr":
@@ -144,7 +149,8 @@ class Probe:
                 elif node.op.startswith("call"):
                     self._step(node)
                 self._free(position)
-        self._pool.release()
+        for _, pool in self._recorders:
+            pool.release()
         return self.forced
 
     def _free(self, position: int) -> None:
@@ -237,7 +243,8 @@ class Probe:
         """Why the node cannot be recorded, or None; asked once for nodes that differ only in their tensors.
 
         The fakes do not show what a custom op's kernel does inside, and the tape does: reading values
-        back, say.
+        back, say. On a CUDA device the node is also captured alone, after the tape has run it once: that
+        finds what only CUDA refuses.
         """
         key = node_key(node)
         if key in self._recordable:
@@ -249,14 +256,17 @@ class Probe:
 
         args, kwargs = _map_tensors(self._operands(node, self.real, self.rows, padded=False), own)
         refused = None
-        try:
-            graph = self._tape.capture(
-                lambda: [self._call(node, args, kwargs)], pool=self._pool, segment=node.name
-            )
-            graph.reset()
-        except CaptureError as error:
-            refused = f"{error.what}: {error.got}" if error.got else error.what
-        self._pool.end_bucket()
+        for engine, pool in self._recorders:
+            try:
+                graph = engine.capture(lambda: [self._call(node, args, kwargs)], pool=pool, segment=node.name)
+                graph.reset()
+            except CaptureError as error:
+                refused = refused or (f"{error.what}: {error.got}" if error.got else error.what)
+            except RuntimeError as error:
+                if engine.name == "tape":
+                    raise  # the node fails by itself
+                refused = refused or f"cannot be captured: {str(error).splitlines()[0]}"
+            pool.end_bucket()
         self._recordable[key] = refused
         return refused
 
@@ -379,7 +389,11 @@ class Probe:
         args, kwargs = self._operands(node, run, rows, padded=padded)
         if self.facts[node].random:
             torch.manual_seed(0)
-        run.values[node] = self._call(node, args, kwargs)
+        # Garbage used as an index is an error on a CPU, and on CUDA the end of the process' use of the
+        # device.
+        is_checked = padded and self._device.type == "cuda"
+        with CheckedIndices() if is_checked else nullcontext():
+            run.values[node] = self._call(node, args, kwargs)
         if target_name(node).startswith(("empty", "new_empty")):
             for tensor in tensors_in(run.values[node]):
                 tensor.zero_()  # as in the segment; garbage would differ between the runs

@@ -1,7 +1,7 @@
 """What a failed CUDA capture says, in words: the kind of fault, the op and the user's source line.
 
-Only what is recognised is translated; any other error passes through as it is. CUDA's texts are matched, since
-torch gives the codes in some of its versions only.
+Only what is recognised is translated; any other error passes through as it is. CUDA's texts are matched,
+since torch gives the codes in some of its versions only.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from runners.readbacks import DEVICE_CROSSING, READ_BACK, Refusal, source_line_o
 SYNCHRONIZED = Refusal(
     "a wait for the device, or another call that a capture forbids",
     "a graph holds device work only: nothing in it may wait, read back or allocate outside torch's allocator",
-    "take the waiting call out of the op (synchronize, .item(), .cpu(), a copy from unpinned memory), or declare"
-    " the op as a boundary op",
+    "take the waiting call (synchronize, .item(), .cpu(), a copy from unpinned memory) out of the op, or make"
+    " it a boundary op",
 )
 UNJOINED = Refusal(
     "a stream that was forked from the captured one and not joined again",

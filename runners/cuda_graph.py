@@ -1,7 +1,7 @@
 """The graph engine of CUDA devices: the only user of `torch.cuda.CUDAGraph`.
 
-`torch.cuda.graph` is not used. Its entry waits for the device, collects garbage and empties the caches, once per
-segment; its exit leaves torch in capture mode where a capture has failed. Here, for one segment:
+`torch.cuda.graph` is not used. Its entry waits for the device, collects garbage and empties the caches,
+once per segment; its exit leaves torch in capture mode where a capture has failed. Here, for one segment:
 
     stream    caller's ─┐                                              ┌─ caller's
                         └ capture_begin · fn · capture_end · instantiate ┘
@@ -10,10 +10,12 @@ segment; its exit leaves torch in capture mode where a capture has failed. Here,
 * Captures are thread-local, so other threads may allocate, free and wait meanwhile. torch keeps its default
   generator in capture mode for as long, which would make their random ops fail: the capture is begun with a
   scratch generator in its place.
-* One capture at a time in the process: gc is switched off for all threads, and torch keeps one generator mode.
-* A capture that fails is ended, whatever state CUDA left it in (`cuda_driver.py`), its graph reset and its memory
-  given back to the pool. What went wrong is told in words (`cuda_faults.py`).
-* A graph without nodes is right for a function that makes views only. Where the function did work, its kernels
+* One capture at a time in the process: gc is switched off for all threads, and torch keeps one generator
+mode.
+* A capture that fails is ended, whatever state CUDA left it in (`cuda_driver.py`), its graph reset and its
+  memory given back to the pool. What went wrong is told in words (`cuda_faults.py`).
+* A graph without nodes is right for a function that makes views only. Where the function did work, its
+kernels
   went to another stream, and each replay would miss them: an error.
 
 Memory is `cuda_pool.py`'s business. Random ops may be refused: segments have none.
@@ -252,8 +254,8 @@ def _is_ended(graph: torch.cuda.CUDAGraph) -> bool:
 def _end_unjoined(graph: torch.cuda.CUDAGraph, pool: CudaPool, handle: Any) -> None:
     """CUDA has ended the capture with an error; closes torch's account of it too.
 
-    Older versions have kept the account open, and close it over an empty capture. Newer ones have closed it but
-    for their hold on the pool.
+    Older versions have kept the account open, and close it over an empty capture. Newer ones have closed
+    it but for their hold on the pool.
     """
     raw = pool.stream.cuda_stream
     try:

@@ -7,13 +7,13 @@ the next capture as soon as no tensor holds it. So who holds an output decides w
     out: held ─── read ──────── dead: freed ─┐                 from the first byte again
                                              └─ reused by segment 3
 
-Callers are given *aliases*: tensors at the output's address that own nothing. The pool alone holds the owners:
-until `keep_only` says that nobody reads an output any more, and for all others until the bucket ends. Graphs of
-one pool replay one after the other, in the order of their capture, so reuse is safe.
+Callers are given *aliases*: tensors at the output's address that own nothing. The pool alone holds the
+owners: until `keep_only` says that nobody reads an output any more, and for all others until the bucket
+ends. Graphs of one pool replay one after the other, in the order of their capture, so reuse is safe.
 
-cuBLAS keeps a workspace per stream. It is dropped before a bucket and after it, so that it is allocated inside
-the bucket's first capture, from the pool: whoever drops torch's workspaces later (`torch.compile` with CUDA
-graphs does) cannot take it away from our graphs, and the next bucket reuses it.
+cuBLAS keeps a workspace per stream. It is dropped before a bucket and after it, so that it is allocated
+inside the bucket's first capture, from the pool: whoever drops torch's workspaces later (`torch.compile`
+with CUDA graphs does) cannot take it away from our graphs, and the next bucket reuses it.
 """
 
 from __future__ import annotations
@@ -33,9 +33,8 @@ if TYPE_CHECKING:
 
 def alias_of(storage: torch.UntypedStorage) -> torch.UntypedStorage:
     """A storage of the same bytes that does not own them."""
-    alias: torch.UntypedStorage = torch._C._construct_storage_from_data_pointer(
-        storage.data_ptr(), storage.device, storage.nbytes()
-    )
+    make: Any = torch._C._construct_storage_from_data_pointer
+    alias: torch.UntypedStorage = make(storage.data_ptr(), storage.device, storage.nbytes())
     return alias
 
 
@@ -163,8 +162,8 @@ class CudaPool:
     def handle_for_capture(self) -> Any:
         """The pool's handle; a new one where no graph is left, since such a handle is dead.
 
-        Before a bucket's first capture the caches of the warm-ups are given up: during a capture the allocator
-        cannot free them to make room.
+        Before a bucket's first capture the caches of the warm-ups are given up: during a capture the
+        allocator cannot free them to make room.
         """
         if not self._is_open:
             torch.cuda.synchronize(self.device)

@@ -1,0 +1,132 @@
+"""Checks index operands before the kernels that trust them.
+
+On a CPU an index out of range is an `IndexError`. On a CUDA device it is an assertion that ends the whole
+process' use of the device. The probes feed ops with garbage in padded rows, so on CUDA they look at the
+indices first, and raise what a CPU would.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+# (indices, how many there are to choose from, whether negative ones count from the end, a value that is
+# let pass)
+Operand = tuple[Tensor, int, bool, int | None]
+
+
+def _along_dim(arguments: Mapping[str, Any]) -> Iterator[Operand]:
+    source, dim = arguments["self"], arguments["dim"]
+    yield arguments["index"], source.shape[dim] if source.dim() else 1, False, None
+
+
+def _fill(arguments: Mapping[str, Any]) -> Iterator[Operand]:
+    yield from ((index, size, True, None) for index, size, _, _ in _along_dim(arguments))
+
+
+def _gather(arguments: Mapping[str, Any]) -> Iterator[Operand]:
+    if arguments["index"].numel():
+        yield from _along_dim(arguments)
+
+
+def _take(arguments: Mapping[str, Any]) -> Iterator[Operand]:
+    yield arguments["index"], arguments["self"].numel(), True, None
+
+
+def _embedding(arguments: Mapping[str, Any]) -> Iterator[Operand]:
+    yield arguments["indices"], arguments["weight"].shape[0], False, None
+
+
+def _embedding_bag(arguments: Mapping[str, Any]) -> Iterator[Operand]:
+    yield from _embedding(arguments)
+    yield arguments["offsets"], arguments["indices"].numel() + 1, False, None
+
+
+def _index(arguments: Mapping[str, Any]) -> Iterator[Operand]:
+    dim = 0
+    for index in arguments["indices"]:
+        if index is None:
+            dim += 1
+        elif index.dtype in (torch.bool, torch.uint8):
+            dim += index.dim()
+        else:
+            yield index, arguments["self"].shape[dim], True, None
+            dim += 1
+
+
+def _loss_target(arguments: Mapping[str, Any]) -> Iterator[Operand]:
+    scores = arguments["self"]
+    yield arguments["target"], scores.shape[1 if scores.dim() > 1 else 0], False, arguments["ignore_index"]
+
+
+_OPERANDS: dict[str, Callable[[Mapping[str, Any]], Iterator[Operand]]] = {
+    **dict.fromkeys(("embedding", "embedding_renorm_"), _embedding),
+    **dict.fromkeys(("_embedding_bag", "_embedding_bag_forward_only"), _embedding_bag),
+    **dict.fromkeys(("index", "_unsafe_index", "index_put", "index_put_"), _index),
+    **dict.fromkeys(("_index_put_impl_", "_unsafe_index_put", "_unsafe_masked_index"), _index),
+    **dict.fromkeys(("index_select", "index_add", "index_add_", "index_copy", "index_copy_"), _along_dim),
+    **dict.fromkeys(("index_reduce", "index_reduce_"), _along_dim),
+    **dict.fromkeys(("index_fill", "index_fill_"), _fill),
+    **dict.fromkeys(("gather", "scatter", "scatter_", "scatter_add", "scatter_add_"), _gather),
+    **dict.fromkeys(("scatter_reduce", "scatter_reduce_"), _gather),
+    **dict.fromkeys(("take", "put", "put_"), _take),
+    **dict.fromkeys(("nll_loss_forward", "nll_loss2d_forward"), _loss_target),
+}
+
+
+def check_indices(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Raises IndexError where an index operand of this call of an aten op is out of range.
+
+    Reads the operands' extremes back to the host. Ops that take no indices pass.
+
+    Args:
+        op: as the dispatcher sees it, such as `torch.ops.aten.embedding.default`.
+        args, kwargs: its arguments.
+    """
+    namespace, _, name = op._schema.name.partition("::")
+    find = _OPERANDS.get(name) if namespace == "aten" else None
+    if find is None:
+        return
+    arguments = {argument.name: argument.default_value for argument in op._schema.arguments}
+    arguments.update({argument.name: value for argument, value in zip(op._schema.arguments, args)})  # noqa: B905
+    arguments.update(kwargs)
+    for index, size, may_be_negative, ignored in find(arguments):
+        _check(name, index, size, may_be_negative=may_be_negative, ignored=ignored)
+
+
+def _check(name: str, index: Tensor, size: int, *, may_be_negative: bool, ignored: int | None) -> None:
+    if not index.numel():
+        return
+    if ignored is not None:
+        index = index[index != ignored]
+        if not index.numel():
+            return
+    low, high = (int(value) for value in torch.aminmax(index))
+    if low < (-size if may_be_negative else 0) or high >= size:
+        wrong = high if high >= size else low
+        raise IndexError(f"{name}: index {wrong} is out of range for {size} entries")
+
+
+class CheckedIndices(TorchDispatchMode):
+    """Calls `check_indices` before each aten op in its block, those that custom ops call in Python
+    included."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func.namespace == "aten":
+            check_indices(func, args, kwargs)
+            return func(*args, **kwargs)
+        with self:
+            return func._handle.redispatch_boxed(_kernel_keys(args, kwargs), *args, **kwargs)
+
+
+def _kernel_keys(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch._C.DispatchKeySet:
+    given = (value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
+    device = next((tensor.device.type for tensor in given), "cpu")
+    return torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, torch._C._dispatch_key_for_device(device)))
