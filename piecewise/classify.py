@@ -82,7 +82,7 @@ class Classifier:
         for node in self.graph.nodes:
             if node.op.startswith("call"):
                 self.verdicts[node] = self._verdict(node, self.facts[node])
-        while self._spread_shared_writes():
+        while self._spread_shared_writes() or self._spread_dense_copies():
             pass
         self._pin_views()
         return self.verdicts
@@ -197,6 +197,39 @@ class Classifier:
             if touched & held:
                 self.verdicts[node] = Verdict("eager", "shared_with_eager", REASONS["shared_with_eager"])
                 changed = True
+        return changed
+
+    def _spread_dense_copies(self) -> bool:
+        """Memory whose rows lie apart when padded reaches eager ops as dense copies. Where one of them writes
+        it and another one, or another view, looks at it, it is made eagerly; true if some was found."""
+        written: set[int] = set()
+        looked_at: dict[int, set[fx.Node]] = {}
+        for node, verdict in self.verdicts.items():
+            if verdict.kind not in ("eager", "boundary"):
+                continue
+            written |= {
+                storage_of(t)
+                for arg in self.facts[node].writes
+                for t in tensors_in(arg.meta["example_value"])
+            }
+            takers = [*self.facts[node].reads, *([node] if self.facts[node].is_view else [])]
+            for taken in takers:
+                for tensor in tensors_in(taken.meta["example_value"]):
+                    looked_at.setdefault(storage_of(tensor), set()).add(taken)
+        changed = False
+        for node, verdict in self.verdicts.items():
+            if verdict.kind != "graph" or self.facts[node].is_view or self.facts[node].writes:
+                continue
+            for tensor in tensors_in(node.meta.get("example_value")):
+                memory = storage_of(tensor)
+                shared = memory in written and len(looked_at.get(memory, ())) > 1
+                if shared and any(
+                    self.symbol in self._free(stride)
+                    for stride in tensor.stride()
+                    if not isinstance(stride, int)
+                ):
+                    self.verdicts[node] = Verdict("eager", "shared_with_eager", REASONS["shared_with_eager"])
+                    changed = True
         return changed
 
     def _input_memory(self) -> Iterable[int]:

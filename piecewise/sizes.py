@@ -39,3 +39,7 @@ class SizeFunctions:
         return tuple(
             dim for dim, expr in enumerate(self.exprs(tensor.shape)) if self._symbol in expr.free_symbols
         )
+
+    def keeps_strides(self, tensor: torch.Tensor) -> bool:
+        """Whether leading rows of the padded tensor have the strides of the unpadded one."""
+        return not any(self._symbol in expr.free_symbols for expr in self.exprs(tensor.stride()))

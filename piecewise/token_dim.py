@@ -19,7 +19,7 @@ from torch import fx
 
 import boundary_ops
 from piecewise import torch_internals as internals
-from piecewise.aliases import NodeFacts, storage_of, tensors_in
+from piecewise.aliases import NodeFacts, storage_of, tensor_arguments, tensors_in
 from piecewise.trace import Trace
 from runners.errors import TokenDimError
 
@@ -125,6 +125,18 @@ def _symbols_of(sizes: Sequence[Any], trace: Trace) -> set[sympy.Symbol]:
 def _only(candidates: set[sympy.Symbol], trace: Trace, node: fx.Node) -> sympy.Symbol:
     where = _where(node)
     described = _describe_inputs(trace)
+    if not candidates and any(
+        _symbols_of(t.shape, trace)
+        for arg in tensor_arguments(node)
+        for t in tensors_in(arg.meta["example_value"])
+    ):
+        raise TokenDimError(
+            f"the arguments of {where} have no symbolic dim in common",
+            expected="one token count in all of them",
+            got=f"inputs: {described}",
+            rule="the token dim is the symbol that the boundary ops' arguments carry",
+            fix='declare it: boundary_ops.define(..., token_args={"q": 0, "out": 0})',
+        )
     if not candidates:
         raise TokenDimError(
             f"the arguments of {where} have no symbolic dim",

@@ -6,6 +6,7 @@ version.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -18,6 +19,7 @@ from torch._guards import TracingContext, detect_fake_mode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._sympy.printers import PythonPrinter
 
+_TORCH = os.path.dirname(torch.__file__)
 SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 GlobalStateGuard = torch._C._dynamo.guards.GlobalStateGuard  # type: ignore[attr-defined]
@@ -138,8 +140,9 @@ def specialisation_places(shape_env: ShapeEnv | None) -> list[str]:
     """``"file.py", line 42, in forward: code`` of each place where the model fixed a size, if known."""
     found = []
     for stack in getattr(shape_env, "specialization_stacks", {}).values():
-        if stack:
-            frame = list(stack)[-1]
+        theirs = [frame for frame in stack or () if not frame.filename.startswith(_TORCH)]
+        if theirs:
+            frame = theirs[-1]
             found.append(f'"{frame.filename}", line {frame.lineno}, in {frame.name}: {frame.line}')
     return list(dict.fromkeys(found))
 

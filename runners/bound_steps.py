@@ -81,9 +81,10 @@ class Measure:
 
 @dataclass(slots=True)
 class Dense:
-    """An argument whose narrowed view has other strides than eager's tensor: it is passed as a dense copy."""
+    """An argument whose narrowed view has other strides than eager's tensor: it is passed as a dense copy,
+    one for all positions that take it."""
 
-    position: int
+    positions: tuple[int, ...]
     rows: torch.Tensor
     sizes: tuple[int, ...]
     strides: tuple[int, ...]
@@ -105,12 +106,14 @@ class Call:
         arguments = self.arguments.copy()  # the held list must not keep the caller's tensors alive
         for position, slot in self.from_env:
             arguments[position] = env[slot]
-        for item in self.dense:
-            arguments[item.position] = _dense_copy(item)
+        copies = [_dense_copy(item) for item in self.dense]
+        for item, dense in zip(self.dense, copies, strict=True):
+            for position in item.positions:
+                arguments[position] = dense
         returned = self.function(*arguments)
-        for item in self.dense:
+        for item, dense in zip(self.dense, copies, strict=True):
             if item.written:
-                item.rows.copy_(arguments[item.position])
+                item.rows.copy_(dense)
         for slot, value in zip(self.results, returned, strict=True) if self.results else ():
             env[slot] = value
         for copy in self.copies:

@@ -266,14 +266,16 @@ def _copy_in(shadow: Shadow, rows: torch.Tensor) -> CopyIn:
 def _call(template: _CallTemplate, num_tokens: int, rows: BoundRows) -> Call:
     step, views = template.step, rows.views
     arguments = [num_tokens, *(views[index] if index >= 0 else None for index in template.views)]
-    dense = []
-    for position, index in enumerate(template.views, start=1):
-        geometry = rows.dense_geometry.get(index) if rows.dense_geometry else None
+    dense: list[Dense] = []
+    for index in dict.fromkeys(template.views) if rows.dense_geometry else ():
+        geometry = rows.dense_geometry.get(index)
         if geometry is not None:
-            argument = step.arguments[position - 1]
-            assert isinstance(argument, StaticArgument)
-            dense.append(Dense(position, views[index], *geometry, argument.written))
-            arguments[position] = None
+            positions = tuple(at for at, taken in enumerate(template.views, start=1) if taken == index)
+            taken_as = [step.arguments[at - 1] for at in positions]
+            written = any(isinstance(argument, StaticArgument) and argument.written for argument in taken_as)
+            dense.append(Dense(positions, views[index], *geometry, written))
+            for at in positions:
+                arguments[at] = None
     copies = [_copy_in(shadow, views[index]) for shadow, index in template.copies]
     return Call(step.function, arguments, template.from_env, step.results, dense, copies)
 
