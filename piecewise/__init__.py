@@ -1,8 +1,9 @@
 """Graphed prefill for any torch model: a piecewise CUDA-graph compiler plugin. See `docs/DESIGN.md`."""
 
-from piecewise.api import GraphedModule, compile, disable, enable, explain
+from piecewise.api import GraphedModule, compile, explain
 from piecewise.backend import handle
 from piecewise.config import PiecewiseConfig
+from piecewise.in_place import disable, enable
 from piecewise.prefill_case import PrefillCase
 from runners.errors import (
     CaptureError,

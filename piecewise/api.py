@@ -22,14 +22,17 @@ from torch import nn
 
 import boundary_ops
 from piecewise.config import PiecewiseConfig
+from piecewise.progress import progress_bar
 from piecewise.report import CaptureReport, PlanReport, Report
-from piecewise.signature import CallBinder
+from piecewise.signature import CallBinder, describe_call, is_plain_leaf
+from piecewise.structure import flatten_structure
 from runners.bound_steps import StateChanged
 from runners.buckets import TokenBuckets
 from runners.buffers import StaticBuffers
 from runners.engine import GraphEngine, GraphPool, engine_for
-from runners.errors import ConfigError, StateError
-from runners.mode import in_capture_window, is_eager_only
+from runners.errors import ConfigError, PiecewiseError, StateError
+from runners.mode import in_capture_window, is_eager_only, is_transforming
+from runners.state_check import StateChange
 from runners.stats import CallStats, FallbackReason
 
 if TYPE_CHECKING:
@@ -71,21 +74,54 @@ class GraphedModule:
         self._buckets = TokenBuckets(config.buckets)
         self._binder: CallBinder | None = None
         self._signatures: list[CapturedSignature] = []
-        self._reports: list[CaptureReport] = []
         self._released = False
+        self._to_refresh: list[tuple[ExampleCall, tuple[int, ...]]] = []
+        self._untraceable: OrderedDict[str, str] = OrderedDict()
         self._unseen: OrderedDict[str, int] = OrderedDict()
         self._changes: OrderedDict[str, None] = OrderedDict()
         self._waiting: Counter[tuple[int, int]] = Counter()
         self._lock = threading.Lock()
         self._owner: int | None = None
+        self._is_capturing = False
         self._engine: GraphEngine | None = None
         self._pool: GraphPool | None = None
         self._buffers = StaticBuffers()
 
     def __getattr__(self, name: str) -> Any:
-        if name == "model":  # not set yet: unpickling or a failed __init__
+        if name == "model":  # not set yet: a failed __init__
             raise AttributeError(name)
         return getattr(self.model, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Sets the model's attribute, as reading gives the model's, but for the few of this object."""
+        if name in self.__dict__ or "_buffers" not in self.__dict__:  # the last one that __init__ makes
+            object.__setattr__(self, name, value)
+        else:
+            setattr(self.model, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if name in self.__dict__:
+            object.__delattr__(self, name)
+        else:
+            delattr(self.model, name)
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *dir(self.model)})
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy, or what is unpickled, has the model and the settings; graphs do not outlive addresses."""
+        forward = self._forward if self._in_place else None
+        return _copied, (self.model, self.piecewise_config, forward)
+
+    def train(self, mode: bool = True) -> GraphedModule:
+        """The model's own `train`; returns this object, so that `piecewise.compile(model).eval()` is
+        graphed."""
+        self.model.train(mode)
+        return self
+
+    def eval(self) -> GraphedModule:
+        """As `train(False)`."""
+        return self.train(False)
 
     def __repr__(self) -> str:
         return f"GraphedModule({type(self.model).__name__}, captured={list(self.stats.captured)})"
@@ -95,7 +131,8 @@ class GraphedModule:
         if torch.compiler.is_compiling():
             return self._forward(*args, **kwargs)
         if self._owner == threading.get_ident():
-            return self._eager(FallbackReason.REENTRANT_CALL, args, kwargs)
+            codes = FallbackReason.REENTRANT_CALL, FallbackReason.CAPTURE_IN_PROGRESS
+            return self._eager(codes[self._is_capturing], args, kwargs)
         with self._lock:
             self._owner = threading.get_ident()
             try:
@@ -105,7 +142,7 @@ class GraphedModule:
                     try:
                         result = signature.rebuild(steps.replay(leaves, num_tokens))
                     except StateChanged as changed:
-                        found = self._note_change(changed)
+                        found = self._note_change(changed.change)
                     else:
                         self.stats.count_replay(steps.padded_num_tokens)
                         return result
@@ -124,20 +161,31 @@ class GraphedModule:
             return FallbackReason.EAGER_ONLY
         if torch.is_grad_enabled():
             return FallbackReason.GRAD_ENABLED
-        may_capture = self.piecewise_config.capture == "lazy" or in_capture_window()
+        if is_transforming():
+            return FallbackReason.NESTED_TRACING
+        is_lazy = self.piecewise_config.capture == "lazy" and not self._released
+        may_capture = is_lazy or in_capture_window()
         if not self._signatures and not may_capture:
             return FallbackReason.RELEASED if self._released else FallbackReason.NOT_CAPTURED
         try:
             bound = self._bind(args, kwargs)
         except TypeError:
             return FallbackReason.UNSEEN_SIGNATURE  # the model says what is wrong with the call
+        position, matched = self._matching(bound)
+        if matched is None or (may_capture and not self._signatures[position].global_state.check()):
+            return self._unseen_signature(args, kwargs, may_capture)
+        return self._plan_for(position, *matched, may_capture=may_capture)
+
+    def _matching(self, bound: tuple) -> tuple[int, tuple[int, list[Any]] | None]:
+        """The signature of a call, rather one of the present global state; gradients must be disabled."""
+        found: tuple[int, tuple[int, list[Any]] | None] = (-1, None)
         for position, signature in enumerate(self._signatures):
             matched = signature.match(bound)
             if matched is not None:
-                return self._plan_for(
-                    position, signature, *matched, may_capture=may_capture, call=(args, kwargs)
-                )
-        return self._unseen_signature(args, kwargs, may_capture)
+                if signature.global_state.check():
+                    return position, matched
+                found = found if found[1] is not None else (position, matched)
+        return found
 
     def _bind(self, args: Any, kwargs: Any) -> tuple:
         if self._binder is None:
@@ -145,16 +193,8 @@ class GraphedModule:
             self._binder = CallBinder(forward)
         return self._binder.bind(*args, **kwargs)
 
-    def _plan_for(
-        self,
-        position: int,
-        signature: CapturedSignature,
-        num_tokens: int,
-        leaves: list[Any],
-        *,
-        may_capture: bool,
-        call: Any,
-    ) -> Any:
+    def _plan_for(self, position: int, num_tokens: int, leaves: list[Any], *, may_capture: bool) -> Any:
+        signature = self._signatures[position]
         if num_tokens <= 0:
             return FallbackReason.ZERO_TOKENS if num_tokens == 0 else FallbackReason.TOKEN_COUNT_MISMATCH
         bucket = self._buckets.bucket_for(num_tokens)
@@ -171,6 +211,9 @@ class GraphedModule:
                 return signature.refused[bucket][0]
             if not may_capture or not self._is_due(position, bucket):
                 return FallbackReason.NOT_CAPTURED
+            change = signature.find_change()
+            if change is not None:  # the trace is out of date: refresh() makes a new one
+                return self._note_change(change)
             self._capture_buckets(position, [bucket])
             served = signature.served.get(bucket)
             if served is None:
@@ -188,28 +231,54 @@ class GraphedModule:
         return self._waiting[position, bucket] >= _LAZY_CALLS
 
     def _unseen_signature(self, args: Any, kwargs: Any, may_capture: bool) -> Any:
-        text = _describe_call(args, kwargs)
+        text = describe_call(args, kwargs)
         if text in self._unseen or len(self._unseen) < _MAX_LISTED:
             self._unseen[text] = self._unseen.get(text, 0) + 1
+        if not all(map(is_plain_leaf, flatten_structure((args, kwargs))[1])):
+            return FallbackReason.UNSUPPORTED_INPUT
         if not may_capture:
             return FallbackReason.UNSEEN_SIGNATURE if self._signatures else FallbackReason.NOT_CAPTURED
         if len(self._signatures) >= self.piecewise_config.max_signatures:
             return FallbackReason.SIGNATURE_LIMIT
-        self._add_signature(args, kwargs)
+        if not self._can_trace(text, args, kwargs):
+            return FallbackReason.CAPTURE_FAILED
+        position = len(self._signatures) - 1
         if in_capture_window():
-            self._capture_buckets(len(self._signatures) - 1, self._largest_first())
-        matched = self._signatures[-1].match(self._bind(args, kwargs))
+            self._capture_buckets(position, self._largest_first())
+        matched = self._signatures[position].match(self._bind(args, kwargs))
         if matched is None:
             return FallbackReason.UNSEEN_SIGNATURE
-        return self._plan_for(
-            len(self._signatures) - 1, self._signatures[-1], *matched, may_capture=True, call=(args, kwargs)
-        )
+        return self._plan_for(position, *matched, may_capture=True)
 
-    def _note_change(self, changed: StateChanged) -> FallbackReason:
-        assert changed.change is not None
-        if changed.change.detail in self._changes or len(self._changes) < _MAX_LISTED:
-            self._changes[changed.change.detail] = None
-        return _CHANGE_REASONS[changed.change.kind]
+    def _can_trace(self, text: str, args: Any, kwargs: Any) -> bool:
+        """Adds the call's signature; false where it cannot be traced, which is noted and not tried again."""
+        if text in self._untraceable or len(self._untraceable) >= self.piecewise_config.max_signatures:
+            return False
+        try:
+            self._add_signature(args, kwargs)
+        except PiecewiseError as error:
+            if self.piecewise_config.strict:
+                raise
+            self._untraceable[text] = str(error)
+            return False
+        return True
+
+    def _note_change(self, change: StateChange) -> FallbackReason:
+        """Lists the change; graphs that read moved memory are given up, so that the old weights can go."""
+        if change.detail in self._changes or len(self._changes) < _MAX_LISTED:
+            self._changes[change.detail] = None
+        if change.kind == "moved_address":
+            for signature in self._signatures:
+                moved = signature.find_change()
+                if moved is not None and moved.kind == "moved_address":
+                    signature.give_up(moved)
+            if not any(signature.served for signature in self._signatures):
+                self._release_pool()
+            self._note_captured()
+        return _CHANGE_REASONS[change.kind]
+
+    def _note_captured(self) -> None:
+        self.stats.captured = tuple(sorted({b for s in self._signatures for b in s.served}))
 
     def capture(self, *args: Any, **kwargs: Any) -> CaptureReport:
         """Captures every bucket for calls like this example: same structure, dtypes and options, any token
@@ -228,9 +297,12 @@ class GraphedModule:
             StateError: `max_signatures` are captured already, or a call is in progress.
         """
         with self._exclusive("capture"):
-            bound = self._bind(args, kwargs)
-            known = [i for i, signature in enumerate(self._signatures) if signature.match(bound) is not None]
-            if not known:
+            with torch.no_grad():
+                position, matched = self._matching(self._bind(args, kwargs))
+                is_known = matched is not None and self._signatures[position].global_state.check()
+            if is_known and self._signatures[position].find_change() is not None:
+                self._renew(position)
+            elif not is_known:
                 if len(self._signatures) >= self.piecewise_config.max_signatures:
                     raise StateError(
                         f"capture() of signature {len(self._signatures) + 1}",
@@ -240,7 +312,7 @@ class GraphedModule:
                         fix="raise max_signatures, or make the calls alike",
                     )
                 self._add_signature(args, kwargs)
-            position = known[0] if known else len(self._signatures) - 1
+                position = len(self._signatures) - 1
             missing = [b for b in self._largest_first() if b not in self._signatures[position].served]
             return self._capture_buckets(position, missing)
 
@@ -250,27 +322,36 @@ class GraphedModule:
         The old graphs and their memory go first, so two pools never exist at once.
         """
         with self._exclusive("refresh"):
-            examples = [signature.traced.trace.example for signature in self._signatures]
+            # Kept until done: a model that fails now can be refreshed again when it is whole.
+            self._to_refresh += [(s.traced.trace.example, s.buckets) for s in self._signatures]
             self._drop_graphs()
             report = None
-            for example in examples:
+            while self._to_refresh:
+                example, buckets = self._to_refresh[0]
                 self._signatures.append(self._traced(example))
-                report = self._capture_buckets(len(self._signatures) - 1, self._largest_first())
+                del self._to_refresh[0]
+                report = self._capture_buckets(len(self._signatures) - 1, list(buckets))
             return report
+
+    def _renew(self, position: int) -> None:
+        """Traces a signature again whose trace is out of date; its graphs go first."""
+        old = self._signatures[position]
+        old.reset()
+        self._signatures[position] = self._traced(old.traced.trace.example)
 
     def release(self) -> None:
         """Gives all graph memory back; calls run eagerly until `capture()` is called again."""
         with self._exclusive("release"):
             self._drop_graphs()
+            self._to_refresh.clear()
             self._released = True
 
     def check_addresses(self) -> str | None:
         """What differs now from what was recorded, in words; None where nothing does."""
         for signature in self._signatures:
-            for served in signature.served.values():
-                change = served.steps.check.find_change()
-                if change is not None:
-                    return change.detail
+            change = signature.find_change()
+            if change is not None:
+                return change.detail
         return None
 
     def _exclusive(self, what: str) -> _Exclusive:
@@ -282,17 +363,9 @@ class GraphedModule:
             self._engine = engine_for(self.piecewise_config.engine, device)
         if self._pool is None:
             self._pool = self._engine.new_pool(device)
-        from piecewise.assemble import ModuleFacts
         from piecewise.signatures import CaptureContext
-        from piecewise.state import module_facts
 
-        def facts() -> ModuleFacts:
-            values, hooks = module_facts(self.model, skip_root_forward=self._in_place)
-            return ModuleFacts(tuple(values), tuple(hooks))
-
-        return CaptureContext(
-            self.piecewise_config, self._engine, self._pool, self._buffers, facts
-        )  # fmt: skip
+        return CaptureContext(self.piecewise_config, self._engine, self._pool, self._buffers)
 
     def _largest_first(self) -> list[int]:
         """The order of capture: memory of the largest bucket serves the rest [I9]."""
@@ -310,7 +383,6 @@ class GraphedModule:
 
     def _add_signature(self, args: Any, kwargs: Any) -> None:
         self._signatures.append(self._traced(self._example(args, kwargs)))
-        self._reports.append(CaptureReport((), self._signatures[-1].serves_one, 0, 0))
 
     def _example(self, args: Any, kwargs: Any) -> ExampleCall:
         from piecewise.trace import ExampleCall
@@ -323,35 +395,41 @@ class GraphedModule:
         from piecewise.signatures import capture_bucket
 
         signature, context = self._signatures[position], self._context()
-        bar = _progress_bar(len(buckets), enabled=self.piecewise_config.progress)
-        made = []
-        for bucket in buckets:
-            bar.set_description(f"capturing bucket {bucket}")
-            made.append(capture_bucket(context, signature, bucket))
-            bar.set_postfix_str(f"{context.pool.allocated_bytes / 2**20:.0f} MiB")
-            bar.update(1)
-        bar.close()
+        bar = progress_bar(len(buckets), enabled=self.piecewise_config.progress)
+        try:
+            for bucket in buckets:
+                bar.set_description(f"capturing bucket {bucket}")
+                capture_bucket(context, signature, bucket)
+                bar.set_postfix_str(f"{context.pool.allocated_bytes / 2**20:.0f} MiB")
+                bar.update(1)
+        finally:
+            bar.close()
+            self._note_captured()
         self._released = False
-        self.stats.captured = tuple(sorted({b for s in self._signatures for b in s.served}))
-        whole = tuple(signature.bucket_reports[b] for b in sorted(signature.bucket_reports, reverse=True))
-        sizes = context.pool.allocated_bytes, self._buffers.allocated_bytes
-        report = CaptureReport(whole, signature.serves_one, *sizes)
-        del self._reports[position:][1:]
-        self._reports[position : position + 1] = [report]
-        return report
+        return self._capture_report(signature)
+
+    def _capture_report(self, signature: CapturedSignature) -> CaptureReport:
+        buckets = tuple(signature.bucket_reports[b] for b in sorted(signature.bucket_reports, reverse=True))
+        pool, buffer_bytes = self._pool, self._buffers.allocated_bytes
+        pool_bytes, device_bytes = (pool.allocated_bytes, pool.device_bytes) if pool is not None else (0, 0)
+        return CaptureReport(buckets, signature.serves_one, pool_bytes, buffer_bytes, device_bytes)
 
     def _drop_graphs(self) -> None:
         for signature in self._signatures:
             signature.reset()
         self._signatures.clear()
-        self._reports.clear()
         self._waiting.clear()
         self._changes.clear()
+        self._untraceable.clear()
+        self._release_pool()
+        self._note_captured()
+
+    def _release_pool(self) -> None:
+        """Gives back the memory of graphs that were all reset."""
         if self._pool is not None:
             self._pool.release()
         self._pool = None
         self._buffers = StaticBuffers()
-        self.stats.captured = ()
 
     def explain(self, *args: Any, **kwargs: Any) -> PlanReport:
         """The plan for calls like this one: segments, reasons, coverage. Nothing is captured and no state
@@ -374,12 +452,16 @@ class GraphedModule:
         engine = self._engine.name if self._engine is not None else "none yet"
         return Report(
             plans,
-            tuple(self._reports),
+            tuple(map(self._capture_report, self._signatures)),
             self.stats.snapshot(),
-            dict(self._unseen),
+            {self._describe_unseen(text): count for text, count in self._unseen.items()},
             tuple(self._changes),
             engine,
         )
+
+    def _describe_unseen(self, text: str) -> str:
+        error = self._untraceable.get(text)
+        return f"{text}, cannot be traced: {error.splitlines()[0]}" if error else text
 
 
 class _Exclusive:
@@ -397,10 +479,10 @@ class _Exclusive:
                 fix="call it between calls",
             )
         self._graphed._lock.acquire()
-        self._graphed._owner = threading.get_ident()
+        self._graphed._owner, self._graphed._is_capturing = threading.get_ident(), True
 
     def __exit__(self, *_: object) -> None:
-        self._graphed._owner = None
+        self._graphed._owner, self._graphed._is_capturing = None, False
         self._graphed._lock.release()
 
 
@@ -423,87 +505,8 @@ def explain(model: nn.Module, *args: Any, config: PiecewiseConfig | None = None,
     return GraphedModule(model, config if config is not None else PiecewiseConfig()).explain(*args, **kwargs)
 
 
-def enable(
-    model: nn.Module, config: PiecewiseConfig | str | Path | None = None, /, **overrides: Any
-) -> GraphedModule:
-    """Like `compile`, in place: `model.forward` is swapped, so callers that hold `model` replay graphs too.
-
-    Returns:
-        The `GraphedModule`, for `capture`, `report` and the rest; `disable(model)` undoes it.
-    Raises:
-        StateError: the model is enabled already.
-    """
-    if isinstance(model.__dict__.get("forward"), _SwappedForward):
-        raise StateError(
-            f"{type(model).__name__} is enabled already",
-            rule="one GraphedModule per model in place",
-            fix="call piecewise.disable(model) first",
-        )
-    original = model.__dict__.get("forward")
-    graphed = GraphedModule(model, PiecewiseConfig.from_any(config, **overrides), forward=model.forward)
-    model.forward = _SwappedForward(graphed, original)
-    return graphed
-
-
-def disable(model: nn.Module) -> nn.Module:
-    """Undoes `enable` and gives the graph memory back; returns the model."""
-    swapped = model.__dict__.get("forward")
-    if not isinstance(swapped, _SwappedForward):
-        raise StateError(
-            f"{type(model).__name__} is not enabled",
-            rule="disable undoes enable",
-            fix="call it with the model that was passed to piecewise.enable",
-        )
-    swapped.graphed.release()
-    if swapped.original is None:
-        del model.forward
-    else:
-        model.forward = swapped.original
-    return model
-
-
-class _SwappedForward:
-    """What `enable` puts into `model.forward`."""
-
-    def __init__(self, graphed: GraphedModule, original: Any) -> None:
-        self.graphed, self.original = graphed, original
-        self.__wrapped__ = graphed._forward  # keeps inspect.signature(model.forward) forward's own
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.graphed(*args, **kwargs)
-
-
-class _NoBar:
-    def set_description(self, text: str) -> None: ...
-    def set_postfix_str(self, text: str) -> None: ...
-    def update(self, count: int) -> None: ...
-    def close(self) -> None: ...
-
-
-def _progress_bar(total: int, *, enabled: bool) -> Any:
-    if not enabled or total < 2:
-        return _NoBar()
-    from tqdm import tqdm
-
-    return tqdm(total=total, disable=None, leave=False)  # None: silent where the output is no terminal
-
-
-def _describe_call(args: Any, kwargs: Any) -> str:
-    def describe(value: Any) -> str:
-        if isinstance(value, torch.Tensor):
-            kind = "" if type(value) in (torch.Tensor, nn.Parameter) else f"{type(value).__name__} "
-            return f"{kind}{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
-        if isinstance(value, (list, tuple)):
-            return f"[{', '.join(map(describe, value[:4]))}{', ...' if len(value) > 4 else ''}]"
-        if isinstance(value, dict):
-            return "{" + ", ".join(f"{key}: {describe(item)}" for key, item in list(value.items())[:4]) + "}"
-        text = repr(value)
-        return text if len(text) <= 40 else type(value).__name__
-
-    parts = [describe(value) for value in args] + [
-        f"{key}={describe(value)}" for key, value in kwargs.items()
-    ]
-    return f"({', '.join(parts)})"
+def _copied(model: nn.Module, config: PiecewiseConfig, forward: Callable[..., Any] | None) -> GraphedModule:
+    return GraphedModule(model, config, forward=forward)
 
 
 def _check_boundary_ops(config: PiecewiseConfig) -> None:

@@ -13,7 +13,6 @@ Boundary ops and eager segments are not called: what they would write is filled 
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -30,14 +29,6 @@ from runners.state_check import StateCheck, StateRef
 from runners.step_plan import CallStep, ReplayStep, ResultItem, Shadow, StaticArgument, StepPlan
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class ModuleFacts:
-    """What `state.module_facts` lists: compared on every call."""
-
-    values: tuple[tuple[StateRef, Any], ...]
-    hooks: tuple[dict, ...]
-
-
 class PlanAssembler:
     """Captures the buckets of one cut plan. One per trace; runners, pool and buffers outlive it."""
 
@@ -49,15 +40,15 @@ class PlanAssembler:
         engine: GraphEngine,
         pool: GraphPool,
         buffers: StaticBuffers,
-        facts: ModuleFacts,
+        check: StateCheck,
         warmup_steps: int,
         outputs: str,
     ) -> None:
         self.plan, self.leaves, self.buffers = plan, tuple(leaves), buffers
-        self.outputs, self.pool, self.facts = outputs, pool, facts
+        self.outputs, self.pool, self.check = outputs, pool, check
         self.num_leaves = len(self.leaves)
         graphs = plan.graph_segments()
-        self.read_by_graphs = {index for segment in graphs for index in segment.inputs}
+        self.read_by_graphs = _read_by_graphs(plan)
         self.runners = {
             segment.index: PiecewiseRunner(
                 segment.function, name=f"segment {segment.index}", engine=engine, pool=pool,
@@ -261,7 +252,7 @@ class PlanAssembler:
             bucket, self.num_leaves, len(values), copy_ins, tuple(steps),
             tuple((self._slot(index), ref) for index, ref in looked_up.items()), sizes,
             tuple(self._result_item(leaf, static) for leaf in self.plan.result_leaves),
-            self._check(), self._writes_state_first(), self.outputs,
+            self.check, self._writes_state_first(), self.outputs, self.pool.begin_call,
         )  # fmt: skip
 
     def _call_step(
@@ -333,6 +324,37 @@ class PlanAssembler:
     def reset(self) -> None:
         for runner in self.runners.values():
             runner.reset()
+
+
+def state_check_of(plan: SegmentPlan) -> StateCheck:
+    """What the plan's graphs rely on, as it is now; to be made right after the trace that it belongs to."""
+    in_graphs = _read_by_graphs(plan)
+    tensors: dict[Any, StateRef] = {}
+    looked_up: dict[Any, StateRef] = {}
+    for value in plan.values:
+        if value.state is not None:
+            place = tensors if value.index in in_graphs else looked_up
+            place[id(value.state.owner), value.state.key] = value.state
+    return StateCheck(
+        tensors=tuple(tensors.values()), looked_up=tuple(looked_up.values()), facts=plan.state_facts
+    )
+
+
+def _last_uses(plan: SegmentPlan) -> list[int]:
+    """Per value, the position of the last segment that reads or makes something in its memory; results are
+    read after all segments."""
+    last: dict[int, int] = {}
+    for position, segment in enumerate(plan.segments):
+        for index in (*segment.inputs, *segment.outputs):
+            last[plan.values[index].memory] = position
+    for source in plan.result_values:
+        if isinstance(source, int):
+            last[plan.values[source].memory] = len(plan.segments)
+    return [last.get(value.memory, -1) for value in plan.values]
+
+
+def _read_by_graphs(plan: SegmentPlan) -> set[int]:
+    return {index for segment in plan.graph_segments() for index in segment.inputs}
 
 
 def _is_index(tensor: torch.Tensor) -> bool:

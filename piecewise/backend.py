@@ -55,17 +55,13 @@ class BackendHandle:
 
     def context(self, device: torch.device) -> CaptureContext:
         """What a capture needs; engine and pool are made by the first one."""
-        from piecewise.assemble import ModuleFacts
         from piecewise.signatures import CaptureContext
 
         if self._engine is None:
             self._engine = engine_for(self.piecewise_config.engine, device)
         if self._pool is None:
             self._pool = self._engine.new_pool(device)
-        # Dynamo's guards compare the module's state before each call.
-        return CaptureContext(
-            self.piecewise_config, self._engine, self._pool, self.buffers, lambda: ModuleFacts((), ())
-        )
+        return CaptureContext(self.piecewise_config, self._engine, self._pool, self.buffers)
 
     def report(self) -> Report:
         """Plans, captures and calls so far; a graph that could not be planned is listed with its reason."""
@@ -275,7 +271,7 @@ class CompiledGraph:
         from piecewise.state import readable_path
         from piecewise.structure import Structure, flatten_structure
         from piecewise.trace import Placeholder, Trace
-        from runners.state_check import StateRef
+        from runners.state_check import StateFacts, StateRef
 
         graph = _copy_graph(self._eager)
         nodes = graph.graph.find_nodes(op="placeholder")
@@ -296,7 +292,8 @@ class CompiledGraph:
         example = _example(structure, flat, self.names)
         shape_env = internals.shape_env_of(self._fakes)
         result = Structure("tuple", children=children)
-        return Trace(graph, tuple(placeholders), result, leaves, shape_env, (), example)
+        # No facts: Dynamo's guards compare the module's state before each call.
+        return Trace(graph, tuple(placeholders), result, leaves, shape_env, StateFacts(), example)
 
 
 def _copy_graph(graph: fx.GraphModule) -> fx.GraphModule:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from piecewise.structure import Structure
-from runners.state_check import StateRef
+from runners.state_check import StateFacts, StateRef
 
 Sizes = Callable[..., tuple[int, ...]]
 
@@ -147,7 +147,7 @@ class SegmentPlan:
         result_values: per graph output, a value index or a number computed from sizes.
         is_valid: (num_tokens, *other symbols) → whether the trace's shape guards hold.
         symbols: value indices of the other symbols, in the order that `is_valid` takes them.
-        values_read: plain values of the model that are burned in.
+        state_facts: what the trace saw of the model's Python state.
         written_leaves: inputs that the call writes.
     """
 
@@ -159,7 +159,7 @@ class SegmentPlan:
     result_values: tuple[int | ComputedNumber, ...]
     is_valid: Callable[..., bool]
     symbols: tuple[int, ...]
-    values_read: tuple[tuple[StateRef, Any], ...]
+    state_facts: StateFacts
     written_leaves: tuple[int, ...]
     num_dead_ops: int
 

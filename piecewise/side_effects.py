@@ -1,69 +1,69 @@
-"""What Python state of the model a trace touched: found by comparing, and put back.
+"""What Python state a trace touched: found by comparing, and put back.
 
-Dynamo replays the attribute writes of forward after the traced call, with whatever the backend returned.
+Dynamo replays the writes of forward to attributes, lists, dicts and globals after the traced call, with
+whatever the backend returned. A replay would run none of them, so a forward that has any is refused.
 """
 
 from __future__ import annotations
 
-import dataclasses
+from collections import deque
 from typing import Any
 
 from torch import nn
 
-_SKIPPED = ("_modules", "_parameters", "_buffers")
-_CONTAINERS = (list, dict, set)
+_TABLES = ("_modules", "_parameters", "_buffers")
+_CONTAINERS = (list, dict, set, deque)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class ModuleSnapshot:
-    """A shallow copy of each submodule's attributes, and of the lists, dicts and sets among them."""
+class StateSnapshot:
+    """Shallow copies of containers, each with the path under which a change in it is reported.
 
-    entries: tuple[tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]], ...]
+    Attribute tables are dicts like others. Every module of `model` is in it from the start, with the
+    containers among its attributes; what else Dynamo is about to write is added by `add`.
+    """
 
-    @classmethod
-    def take(cls, model: nn.Module) -> ModuleSnapshot:
-        entries = []
+    def __init__(self, model: nn.Module) -> None:
+        self._entries: dict[int, tuple[str, Any, Any]] = {}
         for path, module in model.named_modules():
-            for table in (module.__dict__, *(module.__dict__[name] for name in _SKIPPED)):
-                inner = {
-                    k: v.copy() for k, v in table.items() if type(v) in _CONTAINERS and k not in _SKIPPED
-                }
-                entries.append((path, table, dict(table), inner))
-        return cls(tuple(entries))
+            names = module.__dict__
+            for table in (names, *(names[name] for name in _TABLES)):
+                self._add(path, table)
+            for key, value in names.items():
+                if key not in _TABLES:
+                    self._add(f"{path}.{key}" if path else key, value)
+
+    def add(self, path: str, value: Any) -> None:
+        """Adds a container, or the attributes of an object; anything else is left out."""
+        self._add(path, value)
+        self._add(path, getattr(value, "__dict__", None))
+
+    def _add(self, path: str, value: Any) -> None:
+        if type(value) in _CONTAINERS:
+            self._entries.setdefault(id(value), (path, value, value.copy()))
 
     def restore(self) -> list[str]:
-        """Puts every changed entry back and returns the paths that had changed."""
+        """Puts every changed container back and returns the paths that had changed."""
         changed: list[str] = []
-        for path, table, before, inner in self.entries:
-            prefix = f"{path}." if path else ""
-            for key in [key for key in table if key not in before]:
-                changed.append(prefix + key)
-                del table[key]
-            for key, value in before.items():
-                if table.get(key, self) is not value:
-                    changed.append(prefix + key)
-                    table[key] = value
-            for key, value in inner.items():
-                container = before[key]
-                if not _same_items(container, value):
-                    changed.append(prefix + key)
-                    _refill(container, value)
+        for path, container, before in self._entries.values():
+            if isinstance(container, dict):
+                changed += _restore_dict(path, container, before)
+            elif not _same_items(container, before):
+                changed.append(path)
+                container.clear()
+                (container.update if isinstance(container, set) else container.extend)(before)
         return changed
 
 
+def _restore_dict(path: str, table: dict[Any, Any], before: dict[Any, Any]) -> list[str]:
+    keys = [key for key in table if key not in before]
+    keys += [key for key, value in before.items() if key not in table or table[key] is not value]
+    if keys or list(table) != list(before):
+        table.clear()
+        table.update(before)
+    return [f"{path}.{key}" if path else str(key) for key in keys]
+
+
 def _same_items(now: Any, seen: Any) -> bool:
-    if len(now) != len(seen):
-        return False
-    if isinstance(seen, dict):
-        return all(key in now and now[key] is value for key, value in seen.items())
-    if isinstance(seen, list):
-        return all(left is right for left, right in zip(now, seen, strict=True))
-    return bool(now == seen)
-
-
-def _refill(container: Any, value: Any) -> None:
-    container.clear()
-    if isinstance(container, list):
-        container.extend(value)
-    else:
-        container.update(value)
+    if isinstance(seen, set):
+        return bool(now == seen)
+    return len(now) == len(seen) and all(left is right for left, right in zip(now, seen, strict=True))

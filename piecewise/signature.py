@@ -171,3 +171,31 @@ def write_matcher(
 
 def same_count(rows: int) -> int:
     return rows
+
+
+def is_plain_leaf(value: Any) -> bool:
+    """Whether a graph can read this value: a strided tensor that is no subclass, or anything but a tensor."""
+    if not isinstance(value, torch.Tensor):
+        return True
+    plain = type(value) in (torch.Tensor, torch.nn.Parameter)
+    return plain and value.layout is torch.strided and not value.is_quantized
+
+
+def describe_call(args: Any, kwargs: Any) -> str:
+    """One line that tells kinds of calls apart: dtypes, shapes and plain values."""
+
+    def describe(value: Any) -> str:
+        if isinstance(value, torch.Tensor):
+            kind = "" if type(value) in (torch.Tensor, torch.nn.Parameter) else f"{type(value).__name__} "
+            return f"{kind}{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+        if isinstance(value, (list, tuple)):
+            return f"[{', '.join(map(describe, value[:4]))}{', ...' if len(value) > 4 else ''}]"
+        if isinstance(value, dict):
+            return "{" + ", ".join(f"{key}: {describe(item)}" for key, item in list(value.items())[:4]) + "}"
+        text = repr(value)
+        return text if len(text) <= 40 else type(value).__name__
+
+    parts = [describe(value) for value in args] + [
+        f"{key}={describe(value)}" for key, value in kwargs.items()
+    ]
+    return f"({', '.join(parts)})"

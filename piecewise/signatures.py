@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from piecewise import torch_internals as internals
-from piecewise.assemble import ModuleFacts, PlanAssembler
+from piecewise.assemble import PlanAssembler, state_check_of
 from piecewise.compiler import TracedModel, example_of_size, serves_one_token, trace_model
 from piecewise.config import PiecewiseConfig
 from piecewise.plan import SegmentPlan
@@ -21,6 +21,7 @@ from piecewise.structure import Namespace, build_source
 from piecewise.trace import ExampleCall
 from runners.buffers import StaticBuffers
 from runners.engine import GraphEngine, GraphPool
+from runners.state_check import StateChange, StateCheck
 from runners.stats import FallbackReason
 from runners.step_plan import StepPlan
 
@@ -63,7 +64,8 @@ class CapturedSignature:
     plan: SegmentPlan
     match: Callable[[tuple], tuple[int, list[Any]] | None]
     rebuild: Callable[[list[Any]], Any]
-    global_state: Any
+    global_state: internals.GlobalState
+    check: StateCheck | None
     serves_one: bool
     retrace: Callable[[int], TracedModel]
     served: dict[int, ServedBucket] = dataclasses.field(default_factory=dict)
@@ -86,6 +88,26 @@ class CapturedSignature:
         if known is None:
             known = self._valid[key] = plan.is_valid(num_tokens)
         return known
+
+    @property
+    def buckets(self) -> tuple[int, ...]:
+        """The buckets that were asked for, served or refused, largest first."""
+        return tuple(sorted({*self.served, *self.refused}, reverse=True))
+
+    def find_change(self) -> StateChange | None:
+        """What differs from the trace now, so that its graphs, and a capture from it, would be wrong."""
+        if self.check is None:
+            return StateChange("moved_address", "the graphs were given up over a moved address")
+        return self.check.find_change()
+
+    def give_up(self, change: StateChange) -> None:
+        """Drops the graphs, and with them what holds the old weights; the buckets run eagerly from now on."""
+        reason = FallbackReason.MOVED_ADDRESS
+        for bucket in self.buckets:
+            self.refused[bucket] = (reason, change.detail)
+            self.bucket_reports[bucket] = BucketReport(bucket, "eager", change.detail)
+        self.reset()
+        self.check = None
 
     def reset(self) -> None:
         for assembler in self.assemblers:
@@ -129,10 +151,11 @@ def signature_of(
 ) -> CapturedSignature:
     """The signature that a probed trace serves, under the global state (grad mode off) of now."""
     plan = traced.cut()
-    with torch.no_grad():
-        global_state = internals.GlobalStateGuard()
     matcher = _matcher(traced, plan, traced.trace.example)
-    return CapturedSignature(traced, plan, matcher, _rebuilder(traced), global_state, serves_one, retrace)
+    return CapturedSignature(
+        traced, plan, matcher, _rebuilder(traced), internals.GlobalState(), state_check_of(plan), serves_one,
+        retrace,
+    )  # fmt: skip
 
 
 def capture_bucket(context: CaptureContext, signature: CapturedSignature, bucket: int) -> BucketReport:
@@ -145,6 +168,10 @@ def capture_bucket(context: CaptureContext, signature: CapturedSignature, bucket
         if assembler is None:
             detail = "the model branches on the token count, and no trace at this size holds"
             signature.refused[bucket] = (FallbackReason.SHAPE_GUARD, detail)
+            report = BucketReport(bucket, "eager", detail)
+        elif not assembler.runners:
+            detail = "no op can be in a graph; explain() has the reason for each"
+            signature.refused[bucket] = (FallbackReason.DISABLED, detail)
             report = BucketReport(bucket, "eager", detail)
         else:
             real = _warm_up_rows(plan, bucket, assembler.leaves)
@@ -185,13 +212,15 @@ def _plan_for(
         plan = traced.cut()
         if not plan.is_valid(bucket, *other_sizes(plan, leaves)):
             return plan, None
+        check = state_check_of(plan)
+    assert check is not None, "captures follow a trace of the model as it is"
     assembler = PlanAssembler(
         plan,
         leaves=traced.trace.example.leaves,
         engine=context.engine,
         pool=context.pool,
         buffers=context.buffers,
-        facts=context.facts(),
+        check=check,
         warmup_steps=context.config.warmup_steps,
         outputs=context.config.outputs,
     )

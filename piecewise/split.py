@@ -227,7 +227,7 @@ class Splitter:
         symbols = tuple(self.symbol_value(symbol) for symbol in known)
         return SegmentPlan(
             self._token_dim(), tuple(self.values), segments, self.trace.result, self.trace.result_leaves,
-            tuple(result_values), lambda *sizes: all(check(*sizes)), symbols, self.trace.values_read,
+            tuple(result_values), lambda *sizes: all(check(*sizes)), symbols, self.trace.state_facts,
             self._written_leaves(), self.num_dead_ops,
         )  # fmt: skip
 

@@ -1,113 +1,225 @@
-"""What a trace read from the model: tensors by recorded path, and plain values that were baked into the
-graph.
+"""What a trace read from the model: tensors by recorded path, and Python state that it holds as constants.
 
-Dynamo names each thing it read by a source such as ``L['model']._modules['layers']._modules['0'].eps``.
-The last step of that path gives an owner (a dict or an object) and a key, so the current value is one
-dictionary look-up away and needs no `nn.Module.__getattr__`. Run time compares these with what the trace
-saw [I4, I10].
+Dynamo guards each thing that it read, under a source such as
+``L['model']._modules['layers']._modules['0'].eps``. The last step of that path gives an owner (a dict or
+an object) and a key, so the current value is one look-up away and needs no `nn.Module.__getattr__`. The
+steps before it must lead where they led, too: a config object that is replaced as a whole leaves the old
+one as it was. Run time compares all of it with what the trace saw [I4, I10].
 """
 
 from __future__ import annotations
 
 import ast
-import dataclasses
+import operator
 import re
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType, MethodType, ModuleType
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules import module as module_hooks
 
-from runners.state_check import StateRef
+from piecewise.torch_internals import SeenGuard
+from runners.state_check import StateFacts, StateRef, table_content
 
-_VALUE_GUARDS = frozenset(
-    {"CONSTANT_MATCH", "EQUALS_MATCH", "ID_MATCH", "NONE_MATCH", "BOOL_MATCH", "TYPE_MATCH", "NN_MODULE",
-     "CLOSURE_MATCH", "FUNCTION_MATCH", "BUILTIN_MATCH", "NOT_NONE_MATCH"}
+_VALUES = frozenset(
+    {"CONSTANT_MATCH", "CONSTANT_SUBCLASS_MATCH", "EQUALS_MATCH", "ID_MATCH", "NONE_MATCH", "BOOL_MATCH",
+     "CLOSURE_MATCH", "FUNCTION_MATCH", "CLASS_MATCH", "NN_MODULE"}
 )  # fmt: skip
-# What a guard of kind TYPE_MATCH saw was only the type; the value may change freely (a list, a config
-# object).
-_IDENTITY_FREE = frozenset({"TYPE_MATCH", "NOT_NONE_MATCH"})
+_TABLES = frozenset(
+    {"SEQUENCE_LENGTH", "DICT_KEYS_MATCH", "MAPPING_KEYS_CHECK", "DICT_VERSION", "EMPTY_NN_MODULE_HOOKS_DICT"}
+)
+# Here the value may change freely, but the path must lead to it: what was read lies inside.
+_PATHS = frozenset({"TYPE_MATCH", "NOT_NONE_MATCH", "TENSOR_MATCH"})
+_MEMBERS = frozenset({"DICT_CONTAINS", "DICT_NOT_CONTAINS", "SET_CONTAINS", "SET_NOT_CONTAINS"})
+_ATTRIBUTES = frozenset({"HASATTR", "NOT_PRESENT_IN_GENERIC_DICT"})
+_MODULE_TABLES = ("_modules", "_parameters", "_buffers")
+# Inputs, which the signature compares; builtins; hooks that are none of forward's or are listed elsewhere.
+_NOISE = re.compile(r"^L\['(?!model'\])|^G\['__builtins|\._backward(_pre)?_hooks$|_hooks_with_kwargs$")
+# Code that nobody changes between two calls; reading its globals would only be noise.
+_SETTLED = frozenset({"torch", "builtins"}) | frozenset(sys.stdlib_module_names) - {"__main__"}
 
 
 def readable_path(source: str) -> str:
     """``L['model']._modules['layers']._modules['0']._parameters['weight']`` → ``model.layers.0.weight``."""
     text = re.sub(r"\._(?:modules|parameters|buffers)\['([^']*)'\]", r".\1", source)
+    text = re.sub(r"^dict\(type\((.*)\)\.__dict__\)\['([^']*)'\]", r"\1.\2", text)
+    text = re.sub(r"^G\['__import_([^']*)'\]", lambda found: found[1].replace("_dot_", "."), text)
     text = re.sub(r"^[LG]\['([^']*)'\]", r"\1", text)
     return re.sub(r"\['?([^'\]]*)'?\]", r".\1", text)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
 class Scope:
-    """The local and global names that sources are written in."""
+    """Evaluates Dynamo's sources step by step, in the names that they are written in."""
 
-    local_names: Mapping[str, Any]
-    global_names: Mapping[str, Any]
+    def __init__(self, local_names: Mapping[str, Any], global_names: Mapping[str, Any]) -> None:
+        self._names = {"L": local_names, "G": global_names}
+        self._known: dict[str, tuple[Any, StateRef | None]] = {}
 
-    def evaluate(self, source: str) -> Any:
-        return eval(source, {"L": self.local_names, "G": self.global_names})  # Dynamo's own source text
+    def find(self, source: str) -> tuple[Any, StateRef | None]:
+        """The value at a source, and its place where one look-up in something lasting finds it again.
+
+        Raises:
+            KeyError, AttributeError and the like: there is nothing there.
+        """
+        return self._find(ast.parse(source, mode="eval").body)
+
+    def steps(self, source: str) -> list[tuple[Any, StateRef | None]]:
+        """What `find` gives for each step of the path, the whole one first."""
+        found = []
+        node: Any = ast.parse(source, mode="eval").body
+        while isinstance(node, (ast.Subscript, ast.Attribute)):
+            found.append(self._find(node))
+            node = node.value
+        if isinstance(node, ast.Call) and node.args:
+            return found + self.steps(ast.unparse(node.args[-1]))
+        return found
+
+    def _find(self, node: Any) -> tuple[Any, StateRef | None]:
+        text = ast.unparse(node)
+        if text not in self._known:
+            self._known[text] = self._look_up(node, text)
+        return self._known[text]
+
+    def _look_up(self, node: Any, text: str) -> tuple[Any, StateRef | None]:
+        if text in self._names:
+            return self._names[text], None
+        if isinstance(node, ast.Subscript):
+            owner, key = self._find(node.value)[0], ast.literal_eval(node.slice)
+            value = owner[key]
+            is_root = any(owner is names for names in self._names.values())
+            return value, None if is_root else StateRef(owner, key, readable_path(text))
+        if isinstance(node, ast.Attribute):
+            owner = self._find(node.value)[0]
+            names = getattr(owner, "__dict__", None)
+            if isinstance(names, dict) and node.attr in names:
+                return names[node.attr], StateRef(names, node.attr, readable_path(text))
+            value = getattr(owner, node.attr)
+            return value, StateRef(owner, node.attr, readable_path(text), is_attribute=True)
+        class_table = re.fullmatch(r"dict\(type\((.*)\)\.__dict__\)|type\((.*)\)\.__dict__", text)
+        if class_table:
+            owner = self.find(class_table[1] or class_table[2])[0]
+            return MappingProxyType(vars(type(owner))), None
+        return eval(text, dict(self._names)), None  # Dynamo's own source text
 
 
 def resolve(source: str, scope: Scope) -> StateRef | None:
     """The (owner, key) behind a source; None where the path does not end in an attribute, key or index."""
     try:
-        tree = ast.parse(source, mode="eval").body
-        if isinstance(tree, ast.Subscript):
-            owner = scope.evaluate(ast.unparse(tree.value))
-            key = ast.literal_eval(tree.slice)
-            return (
-                StateRef(owner, key, readable_path(source))
-                if isinstance(owner, (dict, list, tuple))
-                else None
-            )
-        if isinstance(tree, ast.Attribute):
-            owner = scope.evaluate(ast.unparse(tree.value))
-            names = getattr(owner, "__dict__", None)
-            if isinstance(names, dict) and tree.attr in names:
-                return StateRef(names, tree.attr, readable_path(source))
+        return scope.find(source)[1]
     except (SyntaxError, ValueError, KeyError, IndexError, AttributeError, TypeError, NameError):
         return None
-    return None
 
 
-def values_read(guards: Sequence[tuple[str, str]], scope: Scope, *, root: str) -> list[tuple[StateRef, Any]]:
-    """Plain values under `root` that the trace burned in, each with the value it saw.
+class FactFinder:
+    """Collects facts, each place once."""
 
-    Tensors are left out (they are graph inputs with addresses of their own), and so are submodules, hooks and
-    `training`, which `module_facts` lists for every module, read or not.
+    def __init__(self) -> None:
+        self._values: dict[Any, tuple[StateRef, Any]] = {}
+        self._tables: dict[int, tuple[Any, Any, str]] = {}
+        self._types: dict[int, tuple[Any, type, str]] = {}
+        self._answers: dict[Any, tuple[Callable[[Any, Any], bool], Any, Any, bool, str]] = {}
+
+    def facts(self) -> StateFacts:
+        return StateFacts(
+            tuple(self._values.values()),
+            tuple(self._tables.values()),
+            tuple(self._types.values()),
+            tuple(self._answers.values()),
+        )
+
+    def add_value(self, ref: StateRef, value: Any) -> None:
+        self._values.setdefault((id(ref.owner), ref.key, ref.is_attribute), (ref, value))
+
+    def add_table(self, table: Any, path: str, *, length_only: bool = False) -> None:
+        content = len(table) if length_only else table_content(table)
+        self._tables.setdefault(id(table), (table, content, path))
+
+    def add_answer(self, ask: Callable[[Any, Any], bool], item: Any, what: Any, path: str) -> None:
+        self._answers.setdefault((ask, id(item), what), (ask, item, what, ask(item, what), path))
+
+    def add_module_tree(self, model: nn.Module, *, skip_root: bool) -> None:
+        """What changes the meaning of any module, read by the trace or not: its class, submodules, training
+        flag, hooks and a forward of its own.
+
+        Args:
+            skip_root: leave out what belongs to the call of the root and not to its forward.
+        """
+        for path, module in model.named_modules():
+            name = f"model.{path}" if path else "model"
+            names = module.__dict__
+            for key, child in module._modules.items():
+                self.add_value(StateRef(module._modules, key, f"{name}.{key}"), child)
+            # The values above say which keys these are.
+            self.add_table(module._modules, f"the submodules of {name}", length_only=True)
+            self.add_value(StateRef(names, "training", f"{name}.training"), module.training)
+            self._types.setdefault(id(module), (module, type(module), name))
+            if path or not skip_root:
+                self.add_value(StateRef(names, "forward", f"{name}.forward"), names.get("forward"))
+                self.add_table(module._forward_hooks, f"the forward hooks of {name}")
+                self.add_table(module._forward_pre_hooks, f"the forward pre-hooks of {name}")
+            owner = next((cls for cls in type(module).__mro__ if "forward" in vars(cls)), None)
+            if owner is not None:
+                ref = StateRef(owner, "forward", f"{owner.__name__}.forward", is_attribute=True)
+                self.add_value(ref, ref.get())
+        self.add_table(module_hooks._global_forward_hooks, "the global forward hooks")
+        self.add_table(module_hooks._global_forward_pre_hooks, "the global forward pre-hooks")
+
+    def add_guard(self, guard: SeenGuard, scope: Scope) -> None:
+        """Adds what one guard of the trace says, and the path that leads to it."""
+        known = _VALUES | _TABLES | _PATHS | _MEMBERS | _ATTRIBUTES
+        if guard.kind not in known or _NOISE.search(guard.source):
+            return
+        source, attribute = guard.source, guard.arguments.get("attr")
+        if guard.kind == "HASATTR" and attribute is None:  # torch 2.11 names the attribute in the source
+            source, _, attribute = source.rpartition(".")
+        try:
+            (value, ref), *path = scope.steps(source) or [(None, None)]
+        except (SyntaxError, ValueError, KeyError, IndexError, AttributeError, TypeError, NameError):
+            return
+        if any(_is_settled(step) for step in (value, *(step for step, _ in path))):
+            return
+        if guard.kind in _VALUES or guard.kind in _PATHS:
+            path = [(value, ref), *path]
+        elif guard.kind in _TABLES and _is_table(value):
+            self.add_table(value, readable_path(source))
+        elif guard.kind in _MEMBERS:
+            self.add_answer(operator.contains, value, guard.arguments["key"], readable_path(source))
+        elif guard.kind == "HASATTR":
+            self.add_answer(hasattr, value, attribute, readable_path(source))
+        elif attribute != "forward":  # which `add_module_tree` compares
+            self.add_answer(operator.contains, value.__dict__, attribute, readable_path(source))
+        if guard.kind in ("CONSTANT_MATCH", "EQUALS_MATCH") and isinstance(value, (set, list, dict)):
+            self.add_table(value, readable_path(source))
+        for step, place in path:
+            if place is not None and _is_lasting(step, place):
+                self.add_value(place, step)
+
+
+def _is_settled(value: Any) -> bool:
+    return isinstance(value, ModuleType) and value.__name__.partition(".")[0] in _SETTLED
+
+
+def _is_table(value: Any) -> bool:
+    return hasattr(value, "__len__") and not isinstance(value, torch.Tensor)
+
+
+def _is_lasting(value: Any, place: StateRef) -> bool:
+    """Whether the place gives the same object each time it is asked, as long as nobody changes it.
+
+    Tensors have addresses of their own to compare, and a bound method is made anew by each look-up.
     """
-    found: dict[tuple[int, Any], tuple[StateRef, Any]] = {}
-    for source, kind in guards:
-        if kind not in _VALUE_GUARDS or kind in _IDENTITY_FREE or not source.startswith(root):
-            continue
-        ref = resolve(source, scope)
-        if ref is None or isinstance(ref.owner, tuple):
-            continue
-        value = ref.owner[ref.key]
-        if not isinstance(value, (torch.Tensor, nn.Module)):
-            found[id(ref.owner), ref.key] = (ref, value)
-    return list(found.values())
+    if isinstance(value, (torch.Tensor, ModuleType, MethodType)) or place.key in _MODULE_TABLES:
+        return False
+    return place.get() is value
 
 
-def module_facts(
-    model: nn.Module, *, skip_root_forward: bool
-) -> tuple[list[tuple[StateRef, Any]], list[dict]]:
-    """Facts of every module that change what a call computes, read by the trace or not.
-
-    Returns:
-        (ref, value) of each submodule slot, `training` flag and instance-level `forward`; and the forward
-        hook tables.
-    """
-    facts: list[tuple[StateRef, Any]] = []
-    hooks: list[dict] = []
-    for path, module in model.named_modules():
-        name = f"model.{path}" if path else "model"
-        for key, child in module._modules.items():
-            facts.append((StateRef(module._modules, key, f"{name}.{key}"), child))
-        facts.append((StateRef(module.__dict__, "training", f"{name}.training"), module.training))
-        if path or not skip_root_forward:
-            facts.append(
-                (StateRef(module.__dict__, "forward", f"{name}.forward"), module.__dict__.get("forward"))
-            )
-        if path or not skip_root_forward:
-            hooks += [module._forward_hooks, module._forward_pre_hooks]
-    return facts, hooks
+def facts_read(guards: Sequence[SeenGuard], scope: Scope, model: nn.Module, *, skip_root: bool) -> StateFacts:
+    """The facts of the module tree, and all that the trace's guards name beside tensors and inputs."""
+    finder = FactFinder()
+    finder.add_module_tree(model, skip_root=skip_root)
+    for guard in guards:
+        finder.add_guard(guard, scope)
+    return finder.facts()

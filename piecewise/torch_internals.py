@@ -7,8 +7,9 @@ version.
 from __future__ import annotations
 
 import os
+import dataclasses
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -17,14 +18,39 @@ import torch
 import torch._dynamo as dynamo
 from torch._guards import TracingContext, detect_fake_mode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils._device import DeviceContext
 from torch.utils._sympy.printers import PythonPrinter
 
 _TORCH = os.path.dirname(torch.__file__)
 SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
-GlobalStateGuard = torch._C._dynamo.guards.GlobalStateGuard  # type: ignore[attr-defined]
-# `check()` is false where grad mode, autocast, default dtype, tf32 or determinism differ from construction
-# time.
+
+class GlobalState:
+    """Process-wide and thread-wide settings that a trace depends on, as they are under `no_grad` now.
+
+    Autocast, default dtype, tf32, determinism and the number of threads; and the modes that see ops before
+    any kernel does, the default device among them.
+    """
+
+    def __init__(self) -> None:
+        with torch.no_grad():
+            self._guard = torch._C._dynamo.guards.GlobalStateGuard()  # type: ignore[attr-defined]
+        self._modes = _active_modes()
+
+    def check(self) -> bool:
+        """Whether all are the same now; only to be asked with gradients disabled."""
+        return bool(self._guard.check()) and _active_modes() == self._modes
+
+
+def _active_modes() -> tuple[Any, ...]:
+    num_function_modes = torch._C._len_torch_function_stack()
+    num_dispatch_modes = torch._C._len_torch_dispatch_stack()
+    if not num_function_modes and not num_dispatch_modes:
+        return ()
+    modes = [torch._C._get_function_stack_at(index) for index in range(num_function_modes)]
+    modes += [torch._C._get_dispatch_stack_at(index) for index in range(num_dispatch_modes)]
+    # `with torch.device(...)` makes a new mode each time that means the same.
+    return tuple(mode.device if isinstance(mode, DeviceContext) else id(mode) for mode in modes)
 
 
 @contextmanager
@@ -63,12 +89,42 @@ def forget_code(code: Any) -> None:
     dynamo.reset_code(code)
 
 
-def current_guards() -> list[tuple[str, str]]:
-    """(source, kind) of each guard of the trace in progress; only inside a backend."""
+@dataclasses.dataclass(frozen=True, slots=True)
+class SeenGuard:
+    """A guard of a trace: what it looks at, as Python source, its kind, and the kind's own arguments."""
+
+    source: str
+    kind: str
+    arguments: Mapping[str, Any]
+
+
+def current_guards() -> list[SeenGuard]:
+    """Each guard of the trace in progress; only inside a backend."""
     context = TracingContext.try_get()
     if context is None:
         return []
-    return [(guard.name, guard.create_fn_name()) for guard in context.guards_context.dynamo_guards]
+    return [
+        SeenGuard(guard.name, guard.create_fn_name(), getattr(guard.create_fn, "keywords", {}))
+        for guard in context.guards_context.dynamo_guards
+    ]
+
+
+def sources_to_be_written() -> list[str]:
+    """Sources of the objects, older than the trace, whose attributes or items Dynamo writes after the graph
+    has run; only inside a backend."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+    from torch._dynamo.variables.base import AttributeMutationExisting, ValueMutationExisting
+
+    effects = InstructionTranslator.current_tx().output.side_effects
+    older = (AttributeMutationExisting, ValueMutationExisting)
+    found = []
+    for variable in effects.id_to_variable.values():
+        if isinstance(variable.mutation_type, older) and effects.is_modified(variable):
+            name = getattr(variable.source, "name", None)
+            text = name() if callable(name) else name
+            if text:
+                found.append(text)
+    return found
 
 
 def source_name(node: torch.fx.Node) -> str | None:

@@ -29,12 +29,12 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from piecewise import torch_internals as internals
 from piecewise.plan import ResultLeaf
-from piecewise.side_effects import ModuleSnapshot
+from piecewise.side_effects import StateSnapshot
 from piecewise.signature import CallBinder
-from piecewise.state import Scope, resolve, values_read
+from piecewise.state import Scope, facts_read, readable_path, resolve
 from piecewise.structure import Namespace, Structure, flatten_structure
 from runners.errors import PiecewiseError, TraceError
-from runners.state_check import StateRef
+from runners.state_check import StateFacts, StateRef
 
 _serial = itertools.count()
 # Above any real size, below what float64 holds exactly: an int of the result that is one of these stands
@@ -86,7 +86,7 @@ class Trace:
         placeholders: one per placeholder node, in order.
         result: structure of the result; `result_leaves` has one entry per leaf index.
         shape_env: where symbols are simplified, None for a graph without any.
-        values_read: plain values of the model that are burned in.
+        state_facts: what the trace saw of the model's Python state.
         example: the call that was traced.
     """
 
@@ -95,7 +95,7 @@ class Trace:
     result: Structure
     result_leaves: tuple[ResultLeaf, ...]
     shape_env: ShapeEnv | None
-    values_read: tuple[tuple[StateRef, Any], ...]
+    state_facts: StateFacts
     example: ExampleCall
 
     def symbols_of_leaf(self, leaf: int) -> tuple[sympy.Expr, ...]:
@@ -133,8 +133,10 @@ def trace(
         )
     leaves = _prepare_leaves(example, static_dims)
     function = _traced_function(example, forward)
-    collector = _Collector(model, function, leaves)
-    snapshot = ModuleSnapshot.take(model)
+    snapshot = StateSnapshot(model)
+    collector = _Collector(
+        model, function, leaves, snapshot, own_name=_name_of_self(function, forward, model)
+    )
     logger = logging.getLogger("torch._guards")
     level = logger.level
     try:
@@ -164,7 +166,7 @@ def trace(
             rule="a replay runs none of the model's Python, so what forward stores would be stale [I8]",
             fix="keep it in a registered buffer and write it with copy_(), or return it",
         )
-    return collector.finish(result, example)
+    return collector.finish(result, example, skip_root=not isinstance(forward, nn.Module))
 
 
 def _prepare_leaves(example: ExampleCall, static_dims: Mapping[int, Sequence[int]]) -> list[Any]:
@@ -198,22 +200,47 @@ def _traced_function(example: ExampleCall, forward: Any) -> Any:
     return namespace.globals[name]
 
 
-class _Collector:
-    """The backend: keeps the graph, and answers the one call with dummies."""
+def _name_of_self(function: Any, forward: Any, model: nn.Module) -> str | None:
+    """How sources name the model where its bound forward is traced, and not the model itself."""
+    if getattr(forward, "__self__", None) is not model:
+        return None
+    name = next(name for name, value in function.__globals__.items() if value is forward)
+    return f"G['{name}'].__self__"
 
-    def __init__(self, model: nn.Module, function: Any, leaves: Sequence[Any]) -> None:
-        self.model, self.function, self.leaves = model, function, leaves
+
+class _Collector:
+    """The backend: keeps the graph, and answers the one call with dummies.
+
+    `own_name` is another name that sources may have for the model than ``L['model']``.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        function: Any,
+        leaves: Sequence[Any],
+        snapshot: StateSnapshot,
+        *,
+        own_name: str | None,
+    ) -> None:
+        self.own_name = own_name
+        self.model, self.function, self.leaves, self.snapshot = model, function, leaves, snapshot
         self.graph: fx.GraphModule | None = None
         self.sources: dict[str, str | None] = {}
-        self.guards: list[tuple[str, str]] = []
+        self.guards: list[internals.SeenGuard] = []
         self.arguments: tuple[Any, ...] = ()
         self.dummies: list[Any] = []
 
     def __call__(self, graph: fx.GraphModule, _: Sequence[Any]) -> Any:
         self.graph = graph
         for node in graph.graph.find_nodes(op="placeholder"):
-            self.sources[node.name] = internals.source_name(node)
-        self.guards = internals.current_guards()
+            source = internals.source_name(node)
+            self.sources[node.name] = self._as_read(source) if source else None
+        self.guards = [
+            dataclasses.replace(guard, source=self._as_read(guard.source))
+            for guard in internals.current_guards()
+        ]
+        self._note_writes()
         outputs = graph.graph.output_node().args[0]
         fakes = [node.meta.get("example_value") if isinstance(node, fx.Node) else node for node in outputs]  # type: ignore[union-attr]
         self.dummies = [_dummy_for(fake, index) for index, fake in enumerate(fakes)]
@@ -224,11 +251,27 @@ class _Collector:
 
         return answer
 
-    def finish(self, result: Any, example: ExampleCall) -> Trace:
+    def _as_read(self, source: str) -> str:
+        return source.replace(self.own_name, "L['model']") if self.own_name else source
+
+    def _scope(self) -> Scope:
+        return Scope({"model": self.model}, self.function.__globals__)
+
+    def _note_writes(self) -> None:
+        """Adds to the snapshot what Dynamo will write to after the graph, before it does."""
+        scope = self._scope()
+        for source in internals.sources_to_be_written():
+            source = self._as_read(source)
+            place = resolve(source, scope)
+            if place is not None:
+                self.snapshot.add(readable_path(source), place.get())
+                self.snapshot.add(readable_path(source).rpartition(".")[0], place.owner)
+
+    def finish(self, result: Any, example: ExampleCall, *, skip_root: bool) -> Trace:
         assert self.graph is not None
         fakes = [node.meta["example_value"] for node in self.graph.graph.find_nodes(op="placeholder")]
         shape_env = internals.shape_env_of(fakes)
-        scope = Scope({"model": self.model}, self.function.__globals__)
+        scope = self._scope()
         placeholders = tuple(
             self._placeholder(node, argument, scope)
             for node, argument in zip(
@@ -236,9 +279,8 @@ class _Collector:
             )
         )
         structure, result_leaves = self._result(result, placeholders)
-        root = "L['model']"
-        read = values_read([guard for guard in self.guards if guard[0].startswith(root)], scope, root=root)
-        return Trace(self.graph, placeholders, structure, result_leaves, shape_env, tuple(read), example)
+        facts = facts_read(self.guards, scope, self.model, skip_root=skip_root)
+        return Trace(self.graph, placeholders, structure, result_leaves, shape_env, facts, example)
 
     def _placeholder(self, node: fx.Node, argument: Any, scope: Scope) -> Placeholder:
         for index, leaf in enumerate(self.leaves):

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
+import torch
+
 _eager_only: ContextVar[bool] = ContextVar("piecewise_eager_only", default=False)
 _capture_window: ContextVar[bool] = ContextVar("piecewise_capture_window", default=False)
 _capturing: ContextVar[str | None] = ContextVar("piecewise_capturing", default=None)
@@ -58,3 +60,12 @@ def capture_of(segment: str) -> Iterator[None]:
 def capturing() -> str | None:
     """The segment that is being captured here, or None."""
     return _capturing.get()
+
+
+def is_transforming() -> bool:
+    """Whether a tracer (`torch.jit.trace`) or a function transform (`vmap`, `jvp`) is at work here.
+
+    Its tensors stand for something else, and a replay would be lost to it.
+    """
+    is_tracing = torch._C._get_tracing_state() is not None
+    return is_tracing or torch._C._functorch.peek_interpreter_stack() is not None
