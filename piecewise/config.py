@@ -8,16 +8,22 @@ instead: nothing here is accepted and then ignored. This module is the only read
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from piecewise import config_checks as checks
-from piecewise.config_checks import Problem, Refused, raise_problems
+from piecewise.config_checks import Place, Problem, Refused, raise_problems
+from piecewise.grids import Grid
+from runners.buckets import MAX_NUM_BUCKETS
+from runners.clipping import Clamped, Clipping, Limit, clip, decode_limit, prefill_limit
 
 ENVIRONMENT_PREFIX = "PIECEWISE_"
+
+# Of one kind of problem in one setting.
+_MAX_LISTED = 16
 
 # Each is at most 1.5 times the one before from 32 on, so longer calls are padded to less than 1.5 times.
 DEFAULT_BUCKETS = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
@@ -33,12 +39,17 @@ class PiecewiseConfig:
     """Settings of one graphed model; an instance that exists is valid.
 
     Args:
-        buckets: token counts that get graphs, strictly ascending.
+        buckets: token counts that get graphs, strictly ascending; or a rule for them, which is replaced by
+            its list: an engine's name ("tensorrt-llm", "sglang", "vllm") up to `max_num_tokens`, or
+            {"step": 64, "max": 2048}. The default list ends at `max_num_tokens`.
         max_padding_ratio: a call whose bucket is more than this many times its tokens runs eagerly; None for
             no limit.
         max_num_tokens: the most tokens of one call; a bucket above it is an error, never dropped.
-        max_num_seqs: the most sequences of one call; only None is available in this version.
-        max_seq_len: the longest sequence; only None is available in this version.
+        max_num_seqs: the most sequences of one call (in a file also `max_batch_size`).
+        max_seq_len: the longest sequence, generated tokens included. Sizes that these limits put out of reach
+            are not captured; `within_limits` returns them.
+        decode_batch_sizes: batch sizes of decode steps that get graphs. This version checks, clips and plans
+            them; `compile` warns that it does not capture them.
         max_signatures: how many kinds of call (structures, dtypes, static shapes) are traced and captured.
         warmup_steps: runs of each segment before its capture, each with another poison in the pad rows.
         capture: "startup" captures in `capture()`; "lazy" also at the third call of a bucket.
@@ -59,7 +70,7 @@ class PiecewiseConfig:
     """
 
     buckets: tuple[int, ...] = field(
-        default=DEFAULT_BUCKETS, metadata=_setting("buckets", checks.buckets, "num_tokens")
+        default=DEFAULT_BUCKETS, metadata=_setting("buckets", checks.buckets, "num_tokens", "grid")
     )
     max_padding_ratio: float | None = field(
         default=None, metadata=_setting("buckets", checks.optional(checks.number(at_least=1.0)))
@@ -68,9 +79,17 @@ class PiecewiseConfig:
         default=None, metadata=_setting("limits", checks.optional(checks.whole(1, 2**31 - 1)))
     )
     max_num_seqs: int | None = field(
-        default=None, metadata=_setting("limits", checks.only(None), "max_num_seqs", "max_batch_size")
+        default=None,
+        metadata=_setting(
+            "limits", checks.optional(checks.whole(1, 2**31 - 1)), "max_num_seqs", "max_batch_size"
+        ),
     )
-    max_seq_len: int | None = field(default=None, metadata=_setting("limits", checks.only(None)))
+    max_seq_len: int | None = field(
+        default=None, metadata=_setting("limits", checks.optional(checks.whole(2, 2**31 - 1)))
+    )
+    decode_batch_sizes: tuple[int, ...] | None = field(
+        default=None, metadata=_setting("decode", checks.optional(checks.sizes), "batch_sizes")
+    )
     max_signatures: int = field(default=8, metadata=_setting("limits", checks.whole(1, 1024)))
     warmup_steps: int = field(default=3, metadata=_setting("capture", checks.whole(1, 100)))
     capture: str = field(default="startup", metadata=_setting("capture", checks.choice("startup", "lazy")))
@@ -110,26 +129,69 @@ class PiecewiseConfig:
         """
         return _built(*_file_values(Path(path)))
 
-    def to_toml(self, path: str | os.PathLike[str]) -> None:
+    def to_toml(self, path: str | os.PathLike[str], *, only: Sequence[str] | None = None) -> None:
         """Write every setting that is not None; comments and order of a file that is there already are kept.
 
+        A file that spells a setting in another way of equal meaning (`grid`, `max_batch_size`) keeps its own.
+
+        Args:
+            only: the fields to write, by name; the others stay as the file has them. None for all.
         Raises:
             ConfigError: the file that is there is not a valid settings file; it is left as it was.
         """
         from piecewise import toml_file
 
         target = Path(path)
+        there: dict[str, object] = {}
+        spelled: dict[str, Place] = {}
         if target.exists():
             # A table or key that is unknown would make the result unreadable.
-            raise_problems(_file_values(target)[2])
+            there, spelled, problems = _file_values(target)
+            raise_problems(problems)
         tables: dict[str, dict[str, object]] = {}
         for item in fields(self):
+            if only is not None and item.name not in only:
+                continue
             value = getattr(self, item.name)
-            for key in _keys(item)[1:]:
+            rule = there.get(item.name)
+            if isinstance(rule, Grid) and rule.sizes(self.max_num_tokens) == value:
+                continue
+            keys = _keys(item)
+            kept = spelled[item.name].path[-1] if item.name in spelled and item.name != "buckets" else keys[0]
+            for key in keys:
                 tables.setdefault(item.metadata["table"], {})[key] = None
-            written = list(value) if isinstance(value, tuple) else value
-            tables.setdefault(item.metadata["table"], {})[_keys(item)[0]] = written
+            tables[item.metadata["table"]][kept] = list(value) if isinstance(value, tuple) else value
         toml_file.write_tables(target, tables)
+
+    def prefill_sizes(self) -> Clipping:
+        """The buckets cut at what one prefill step can hold; `clamped` has the rest, each with its reason."""
+        return clip(self.buckets, self.prefill_limit())
+
+    def decode_sizes(self, *, tokens_per_request: int = 1) -> Clipping | None:
+        """The decode batch sizes cut at what one decode step can hold; None where none are listed."""
+        if self.decode_batch_sizes is None:
+            return None
+        limit = decode_limit(
+            max_num_tokens=self.max_num_tokens,
+            max_num_seqs=self.max_num_seqs,
+            tokens_per_request=tokens_per_request,
+        )
+        return clip(self.decode_batch_sizes, limit)
+
+    def prefill_limit(self) -> Limit:
+        """The most tokens of one prefill step under these limits."""
+        return prefill_limit(
+            max_num_tokens=self.max_num_tokens, max_num_seqs=self.max_num_seqs, max_seq_len=self.max_seq_len
+        )
+
+    def within_limits(self) -> tuple[PiecewiseConfig, tuple[Clamped, ...]]:
+        """These settings with only the sizes that can be reached, and those left out, each with a reason."""
+        prefill, decode = self.prefill_sizes(), self.decode_sizes()
+        clamped = prefill.clamped + (decode.clamped if decode is not None else ())
+        if not clamped:
+            return self, ()
+        sizes = decode.sizes if decode is not None else None
+        return replace(self, buckets=prefill.sizes, decode_batch_sizes=sizes), clamped
 
     @classmethod
     def from_any(
@@ -146,7 +208,7 @@ class PiecewiseConfig:
             ConfigError: any name or value is wrong; the message lists every problem of all sources.
         """
         values: dict[str, object] = {}
-        where: dict[str, str] = {}
+        where: dict[str, Place] = {}
         problems: list[Problem] = []
         if isinstance(source, PiecewiseConfig):
             if not overrides:
@@ -177,14 +239,16 @@ class PiecewiseConfig:
 
 
 def _built(
-    values: Mapping[str, object], where: Mapping[str, str], problems: list[Problem]
+    values: Mapping[str, object], where: Mapping[str, Place], problems: list[Problem]
 ) -> PiecewiseConfig:
     checked, more = _checked(values, where)
     raise_problems([*problems, *more])
     return PiecewiseConfig(**checked)
 
 
-def _checked(values: Mapping[str, object], where: Mapping[str, str]) -> tuple[dict[str, Any], list[Problem]]:
+def _checked(
+    values: Mapping[str, object], where: Mapping[str, Place]
+) -> tuple[dict[str, Any], list[Problem]]:
     """The normalised values and every problem; `where` says how the user spelled a field."""
     checked: dict[str, Any] = {}
     problems: list[Problem] = []
@@ -194,20 +258,64 @@ def _checked(values: Mapping[str, object], where: Mapping[str, str]) -> tuple[di
         try:
             checked[item.name] = item.metadata["check"](values[item.name])
         except Refused as refused:
-            label = where.get(item.name, item.name)
-            problems.append(Problem(label + refused.part, refused.expected, refused.got, refused.fix))
-    sizes, limit = checked.get("buckets", ()), checked.get("max_num_tokens")
-    above = [index for index, size in enumerate(sizes) if limit is not None and size > limit]
-    if above:
-        problems.append(
-            Problem(
-                f"{where.get('buckets', 'buckets')}[{above[0]}]",
-                expected=f"at most max_num_tokens = {limit}",
-                got=f"{sizes[above[0]]} (no call could reach it)",
-                fix="remove the bucket or raise max_num_tokens",
-            )
-        )
+            problems += _refusals(refused, where.get(item.name, Place(item.name)))
+    place = where.get("buckets", Place("buckets"))
+    if "buckets" in checked or "buckets" not in values:
+        problems += _settle_buckets(checked, place)
+    if not problems:
+        problems += _out_of_reach(checked, where)
     return checked, problems
+
+
+def _settle_buckets(checked: dict[str, Any], place: Place) -> list[Problem]:
+    """Puts the list in place of a rule or of the default, and compares it with `max_num_tokens`."""
+    sizes, limit = checked.get("buckets", DEFAULT_BUCKETS), checked.get("max_num_tokens")
+    if sizes is DEFAULT_BUCKETS:
+        # Nobody asked for these sizes, so those above a limit that somebody set are not an error.
+        kept = tuple(size for size in sizes if limit is None or size <= limit)
+        checked["buckets"] = kept or (limit,)
+        return []
+    if isinstance(sizes, Grid):
+        checked["buckets"] = listed = sizes.sizes(limit)
+        if not 0 < len(listed) <= MAX_NUM_BUCKETS:
+            got = "none: max_num_tokens is below its smallest size" if not listed else "more"
+            expected = f"a grid of 1 to {MAX_NUM_BUCKETS} sizes"
+            return [Problem(place.shown(), expected, got, "change max_num_tokens or the grid")]
+        sizes = listed
+    above = [index for index, size in enumerate(sizes) if limit is not None and size > limit]
+    return [
+        Problem(
+            place.shown(f"[{index}]"),
+            expected=f"at most max_num_tokens = {limit}",
+            got=f"{sizes[index]} (no call could reach it)",
+            fix="remove the bucket or raise max_num_tokens",
+        )
+        for index in above[:_MAX_LISTED]
+    ]
+
+
+def _out_of_reach(checked: Mapping[str, Any], where: Mapping[str, Place]) -> list[Problem]:
+    """Size lists of which the limits leave nothing."""
+    limits: dict[str, Any] = {name: checked.get(name) for name in ("max_num_tokens", "max_num_seqs")}
+    found = []
+    for name, limit in (
+        ("buckets", prefill_limit(**limits, max_seq_len=checked.get("max_seq_len"))),
+        ("decode_batch_sizes", decode_limit(**limits)),
+    ):
+        sizes = checked.get(name)
+        if sizes and limit.size is not None and sizes[0] > limit.size:
+            place = where.get(name, Place(name))
+            expected = f"a size of at most {limit.size} = {limit.reason}"
+            got = f"{sizes[0]} as the smallest, so no call could reach any"
+            found.append(Problem(place.shown(), expected, got, "add a smaller size or raise the limit"))
+    return found
+
+
+def _refusals(refused: Refused, place: Place) -> list[Problem]:
+    return [
+        Problem(place.shown(each.part), each.expected, each.got, each.fix)
+        for each in (refused, *refused.others)
+    ]
 
 
 def _keys(item: Any) -> tuple[str, ...]:
@@ -215,8 +323,8 @@ def _keys(item: Any) -> tuple[str, ...]:
     return item.metadata["keys"] or (item.name,)
 
 
-def _file_values(path: Path) -> tuple[dict[str, object], dict[str, str], list[Problem]]:
-    """Field values of a TOML file, how the file spells each, and what it says that no field knows."""
+def _file_values(path: Path) -> tuple[dict[str, object], dict[str, Place], list[Problem]]:
+    """Field values of a TOML file, where it has each, and what it says that no field knows."""
     from piecewise import toml_file
 
     tables: dict[str, dict[str, str]] = {}
@@ -224,25 +332,42 @@ def _file_values(path: Path) -> tuple[dict[str, object], dict[str, str], list[Pr
         for key in _keys(item):
             tables.setdefault(item.metadata["table"], {})[key] = item.name
     values: dict[str, object] = {}
-    where: dict[str, str] = {}
+    where: dict[str, Place] = {}
     problems: list[Problem] = []
-    for table, content in toml_file.read_tables(path).items():
+    content, lines = toml_file.read_tables(path)
+    for table, keys in content.items():
+        place = Place(f"[{table}]", file=str(path), path=(table,), lines=lines)
         if table not in tables:
-            problems.append(_unknown(f"{path}: [{table}]", table, _places(tables)))
+            problems.append(_unknown(place.shown(), table, _places(tables), count=len(problems)))
             continue
-        if not isinstance(content, dict):
-            problems.append(Problem(f"{path}: {table}", f"a table, [{table}]", checks.shown(content)))
+        if not isinstance(keys, dict):
+            label = Place(table, file=str(path), path=(table,), lines=lines).shown()
+            problems.append(Problem(label, f"a table, [{table}]", checks.shown(keys)))
             continue
-        for key, value in content.items():
-            label = f"{path}: [{table}] {key}"
+        for key, value in keys.items():
+            place = Place(f"[{table}] {key}", file=str(path), path=(table, key), lines=lines)
             name = tables[table].get(key)
             if name is None:
-                problems.append(_unknown(label, key, _places(tables)))
+                problems.append(_unknown(place.shown(), key, _places(tables), count=len(problems)))
             elif name in values:
-                problems.append(Problem(label, f"one setting of {name}", "a second one under another key"))
+                problems.append(
+                    Problem(place.shown(), f"one setting of {name}", "a second one under another key")
+                )
             else:
-                values[name], where[name] = value, label
+                try:
+                    values[name] = _KEY_CHECKS.get(key, _as_it_is)(value)
+                    where[name] = place
+                except Refused as refused:
+                    problems += _refusals(refused, place)
     return values, where, problems
+
+
+def _as_it_is(value: object) -> object:
+    return value
+
+
+# Two keys of one field, each with its own form.
+_KEY_CHECKS: dict[str, Callable[[Any], Any]] = {"num_tokens": checks.sizes, "grid": checks.grid}
 
 
 def _places(tables: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
@@ -253,11 +378,11 @@ def _places(tables: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
 
 def _environment_values(
     environ: Mapping[str, str],
-) -> tuple[dict[str, object], dict[str, str], list[Problem]]:
+) -> tuple[dict[str, object], dict[str, Place], list[Problem]]:
     """Field values of the `PIECEWISE_*` variables, their names, and those that no field knows."""
     by_variable = {ENVIRONMENT_PREFIX + item.name.upper(): item for item in fields(PiecewiseConfig)}
     values: dict[str, object] = {}
-    where: dict[str, str] = {}
+    where: dict[str, Place] = {}
     problems: list[Problem] = []
     for variable in sorted(name for name in environ if name.startswith(ENVIRONMENT_PREFIX)):
         item = by_variable.get(variable)
@@ -265,14 +390,15 @@ def _environment_values(
             problems.append(_unknown(f"environment variable {variable}", variable, list(by_variable)))
             continue
         values[item.name] = checks.from_text(environ[variable], like=str(item.type))
-        where[item.name] = variable
+        where[item.name] = Place(variable)
     return values, where, problems
 
 
-def _unknown(where: str, name: str, valid: list[str] | dict[str, str]) -> Problem:
-    """A name that no field has, with the nearest one that exists."""
+def _unknown(where: str, name: str, valid: list[str] | dict[str, str], *, count: int = 0) -> Problem:
+    """A name that no field has, with the nearest one that exists; `count` problems were found before it."""
     places = valid if isinstance(valid, dict) else {each: each for each in valid}
-    nearest = get_close_matches(name[:100], places, n=1, cutoff=0.5)
+    # The search is slow, and a hostile file may have thousands of names, of which most are not listed.
+    nearest = get_close_matches(name[:100], places, n=1, cutoff=0.5) if count < checks.MAX_LISTED else []
     listed = ", ".join(dict.fromkeys(places.values()))
     return Problem(
         where if len(where) < 200 else where[:200] + "...",

@@ -8,13 +8,35 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from runners.buckets import checked_sizes
+from piecewise.grids import ENGINE_GRIDS, Grid
+from piecewise.toml_lines import TomlLines
+from runners.buckets import MAX_BUCKET, MAX_NUM_BUCKETS, SIZES_FIX, find_problems
 from runners.errors import ConfigError
 
 Check = Callable[[Any], Any]
 
 _OP_NAME = re.compile(r"[A-Za-z_]\w*::[A-Za-z_]\w*(\.\w+)?")
+# A hostile file may have thousands of problems.
+MAX_LISTED = 100
+
 _RULE = "every setting has a known name and a value of its type that this version can honour"
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """How and where the user wrote a setting; `path` is its keys in `lines`, where it came from a file."""
+
+    label: str
+    file: str = ""
+    path: tuple[str, ...] = ()
+    lines: TomlLines | None = None
+
+    def shown(self, part: str = "") -> str:
+        """For a message; `part` is the position inside the setting, such as ``[2]``."""
+        if not self.file:
+            return self.label + part
+        line = self.lines.line_of(*self.path, part) if self.lines is not None else None
+        return f"{self.file}{f':{line}' if line is not None else ''}: {self.label[:120]}{part}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,23 +50,37 @@ class Problem:
 
 
 class Refused(Exception):
-    """A check's answer to a wrong value; `part` is the position inside the setting, such as ``[2]``."""
+    """A check's answer to a wrong value; `part` is the position inside the setting, such as ``[2]``.
 
-    def __init__(self, expected: str, got: str, *, fix: str | None = None, part: str = "") -> None:
+    `others` are further answers about the same setting.
+    """
+
+    def __init__(
+        self,
+        expected: str,
+        got: str,
+        *,
+        fix: str | None = None,
+        part: str = "",
+        others: tuple[Refused, ...] = (),
+    ) -> None:
         super().__init__(expected, got)
-        self.expected, self.got, self.fix, self.part = expected, got, fix, part
+        self.expected, self.got, self.fix, self.part, self.others = expected, got, fix, part, others
 
 
 def raise_problems(problems: list[Problem]) -> None:
     """Raise one `ConfigError` that lists all of them; return where there are none."""
     if not problems:
         return
-    fixes = list(dict.fromkeys(problem.fix for problem in problems if problem.fix))
+    listed = problems[:MAX_LISTED]
+    fixes = list(dict.fromkeys(problem.fix for problem in listed if problem.fix))
     fix = "; ".join(fixes) if fixes else "correct the value or leave the setting out for its default"
     if len(problems) == 1:
         only = problems[0]
         raise ConfigError(only.where, expected=only.expected, got=only.got, rule=_RULE, fix=fix)
-    lines = [f"{problem.where}: expected {problem.expected}, got {problem.got}" for problem in problems]
+    lines = [f"{problem.where}: expected {problem.expected}, got {problem.got}" for problem in listed]
+    if len(problems) > len(listed):
+        lines.append(f"and {len(problems) - len(listed)} more")
     raise ConfigError(
         "\n  ".join([f"{len(problems)} settings are wrong:", *lines]),
         rule=_RULE,
@@ -61,13 +97,45 @@ def shown(value: object, max_chars: int = 80) -> str:
     return f"{text} ({type(value).__name__})"
 
 
-def buckets(value: Any) -> tuple[int, ...]:
-    try:
-        return checked_sizes(value)
-    except ConfigError as error:
+def sizes(value: Any) -> tuple[int, ...]:
+    """A list of token counts or batch sizes; every wrong entry is told."""
+    problems = [
+        Refused(problem.expected, problem.got, fix=SIZES_FIX, part=problem.part)
+        for problem in find_problems(value)
+    ]
+    if problems:
+        first = problems[0]
+        raise Refused(first.expected, first.got, fix=first.fix, part=first.part, others=tuple(problems[1:]))
+    return tuple(value)
+
+
+def buckets(value: Any) -> tuple[int, ...] | Grid:
+    """A list of token counts, or a rule for them."""
+    is_rule = isinstance(value, (Grid, dict)) or (isinstance(value, str) and value in ENGINE_GRIDS)
+    return grid(value) if is_rule else sizes(value)
+
+
+def grid(value: Any) -> Grid:
+    """A rule for token counts: an engine's name, or a table of step and max."""
+    if isinstance(value, Grid):
+        return value
+    if isinstance(value, str) and value in ENGINE_GRIDS:
+        return Grid(value)
+    known = " or ".join([*(f'"{name}"' for name in ENGINE_GRIDS), "{ step = ..., max = ... }"])
+    if not isinstance(value, dict):
+        raise Refused(known, shown(value))
+    wrong = sorted(set(map(str, value)) ^ {"step", "max"})
+    if wrong:
+        missing = wrong[0] in ("step", "max")
+        raise Refused(known, f"a table {'without' if missing else 'with'} {wrong[0][:60]!r}")
+    step, top = (whole(1, MAX_BUCKET)(value[key]) for key in ("step", "max"))
+    if step > top:
+        raise Refused("a step of at most max", f"step {step} and max {top}", fix="make the step smaller")
+    if top // step > MAX_NUM_BUCKETS:
         raise Refused(
-            str(error.expected), str(error.got), fix=error.fix, part=error.what.removeprefix("buckets")
-        ) from error
+            f"at most {MAX_NUM_BUCKETS} sizes", f"{top // step} of them", fix="make the step larger"
+        )
+    return Grid("step", step, top)
 
 
 def flag(value: Any) -> bool:
@@ -150,6 +218,8 @@ def from_text(text: str, *, like: str) -> object:
     if "None" in like and text.lower() == "none":
         return None
     if like.startswith("tuple"):
+        if text in ENGINE_GRIDS:
+            return text
         parts = [part.strip() for part in text.split(",")] if text else []
         return [_plain_int(part) for part in parts] if "int" in like else parts
     if like.startswith("bool"):

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from piecewise.toml_lines import TomlLines
 from runners.errors import ConfigError
 
 # The longest valid bucket list takes 50 KB; parsers may take quadratic time on hostile input.
@@ -17,8 +18,8 @@ MAX_FILE_BYTES = 256 * 1024
 _RULE = f"settings come from a UTF-8 TOML file of at most {MAX_FILE_BYTES // 1024} KiB"
 
 
-def read_tables(path: Path) -> dict[str, Any]:
-    """The parsed file.
+def read_tables(path: Path) -> tuple[dict[str, Any], TomlLines]:
+    """The parsed file, and where in it everything stands.
 
     Raises:
         ConfigError: the file is missing, not a regular file, too large or not TOML (says where).
@@ -30,7 +31,7 @@ def read_tables(path: Path) -> dict[str, Any]:
 
     text = _read_text(path)
     try:
-        return tomllib.loads(text)
+        return tomllib.loads(text), TomlLines(text)
     except RecursionError as error:
         raise _unreadable(path, "nesting deeper than the parser allows") from error
     except ValueError as error:
@@ -60,14 +61,15 @@ def write_tables(path: Path, tables: Mapping[str, Mapping[str, object]]) -> None
             elif key not in table or _differs(table[key], value):
                 # Assigning an equal value would drop the comments inside a list.
                 table[key] = value
-    _replace(path, tomlkit.dumps(document))
+    replace_text(path, tomlkit.dumps(document))
 
 
 def _differs(item: Any, value: object) -> bool:
     return item != value or isinstance(item, bool) != isinstance(value, bool)
 
 
-def _replace(path: Path, text: str) -> None:
+def replace_text(path: Path, text: str) -> None:
+    """Write `text` in one step: a crash leaves the old file, or none."""
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".partial")
     try:
         with os.fdopen(descriptor, "w", encoding="utf-8", newline="") as file:

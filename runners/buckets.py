@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from runners.errors import ConfigError
 
@@ -16,6 +17,8 @@ MAX_NUM_BUCKETS = 4096
 
 # `cu_seqlens_q` and its kin are int32, so no step can hold more tokens.
 MAX_BUCKET = 2**31 - 1
+
+SIZES_FIX = "list each token count once, from small to large, such as [64, 128, 256]"
 
 _RULE = "buckets are whole token counts from 1 up, strictly ascending"
 
@@ -93,40 +96,67 @@ class TokenBuckets:
         return f"TokenBuckets({list(self._sizes)})"
 
 
+@dataclass(frozen=True, slots=True)
+class SizeProblem:
+    """What is wrong with a size list; `part` is the position, such as ``[2]``, or empty for the whole."""
+
+    part: str
+    expected: str
+    got: str
+
+
+def find_problems(sizes: object, *, max_listed: int = 16) -> list[SizeProblem]:
+    """Everything that keeps `sizes` from being a valid bucket list, in its order; at most `max_listed`."""
+    if not isinstance(sizes, (list, tuple, range)):
+        return [SizeProblem("", "a list of ints", f"{_short(sizes)} ({type(sizes).__name__})")]
+    if len(sizes) == 0:
+        return [SizeProblem("", "at least one token count", "an empty list")]
+    if len(sizes) > MAX_NUM_BUCKETS:
+        return [SizeProblem("", f"at most {MAX_NUM_BUCKETS} token counts", f"{len(sizes)} of them")]
+    found: list[SizeProblem] = []
+    seen: set[int] = set()
+    last = 0
+    for index, size in enumerate(sizes):
+        problem = _size_problem(f"[{index}]", size, last=last, seen=seen)
+        if problem is None:
+            last = size
+            seen.add(size)
+            continue
+        found.append(problem)
+        if len(found) == max_listed:
+            break
+    return found
+
+
+def _size_problem(part: str, size: object, *, last: int, seen: set[int]) -> SizeProblem | None:
+    # bool is an int to Python, but True is not a token count.
+    if not isinstance(size, int) or isinstance(size, bool):
+        return SizeProblem(part, "an int", f"{_short(size)} ({type(size).__name__})")
+    if not 1 <= size <= MAX_BUCKET:
+        return SizeProblem(part, f"1 to {MAX_BUCKET}", _short(size))
+    if size <= last:
+        what = "again (a duplicate)" if size in seen else "(out of order)"
+        return SizeProblem(part, f"more than {last}", f"{size} {what}")
+    return None
+
+
 def checked_sizes(sizes: object) -> tuple[int, ...]:
     """`sizes` as a tuple that is a valid bucket list.
 
     Raises:
-        ConfigError: as `TokenBuckets` says.
+        ConfigError: as `TokenBuckets` says; about the first problem.
     """
-    if not isinstance(sizes, (list, tuple, range)):
-        raise _refused("buckets", "a list of ints", f"{_short(sizes)} ({type(sizes).__name__})")
-    if len(sizes) == 0:
-        raise _refused("buckets", "at least one token count", "an empty list")
-    if len(sizes) > MAX_NUM_BUCKETS:
-        raise _refused("buckets", f"at most {MAX_NUM_BUCKETS} token counts", f"{len(sizes)} of them")
-    for index, size in enumerate(sizes):
-        where = f"buckets[{index}]"
-        # bool is an int to Python, but True is not a token count.
-        if not isinstance(size, int) or isinstance(size, bool):
-            raise _refused(where, "an int", f"{_short(size)} ({type(size).__name__})")
-        if not 1 <= size <= MAX_BUCKET:
-            raise _refused(where, f"1 to {MAX_BUCKET}", _short(size))
-        if index and size == sizes[index - 1]:
-            raise _refused(where, f"more than {sizes[index - 1]}", f"{size} again (a duplicate)")
-        if index and size < sizes[index - 1]:
-            raise _refused(where, f"more than {sizes[index - 1]}", f"{size} (out of order)")
+    problems = find_problems(sizes, max_listed=1)
+    if problems:
+        raise ConfigError(
+            f"buckets{problems[0].part}",
+            expected=problems[0].expected,
+            got=problems[0].got,
+            rule=_RULE,
+            fix=SIZES_FIX,
+        )
+    assert isinstance(sizes, (list, tuple, range))
     return tuple(sizes)
-
-
-def _refused(where: str, expected: str, got: str) -> ConfigError:
-    return ConfigError(
-        where,
-        expected=expected,
-        got=got,
-        rule=_RULE,
-        fix="list each token count once, from small to large, such as [64, 128, 256]",
-    )
 
 
 def _short(value: object, max_chars: int = 60) -> str:

@@ -20,7 +20,7 @@ from runners.errors import ConfigError
 FIELDS = {
     "buckets", "max_padding_ratio", "max_num_tokens", "max_num_seqs", "max_seq_len", "max_signatures",
     "warmup_steps", "capture", "engine", "num_streams", "progress", "frontend", "lowering", "fusions",
-    "boundary_ops", "boundary", "min_coverage", "outputs", "strict",
+    "boundary_ops", "boundary", "min_coverage", "outputs", "strict", "decode_batch_sizes",
 }  # fmt: skip
 
 valid_settings = st.fixed_dictionaries(
@@ -28,6 +28,9 @@ valid_settings = st.fixed_dictionaries(
     optional={
         "max_padding_ratio": st.none() | st.floats(1.0, 1e6),
         "max_num_tokens": st.none() | st.integers(9000, 2**31 - 1),
+        "max_num_seqs": st.none() | st.integers(9000, 2**31 - 1),
+        "max_seq_len": st.none() | st.integers(9000, 2**31 - 1),
+        "decode_batch_sizes": st.none() | st.sets(st.integers(1, 9000), min_size=1, max_size=9).map(sorted),
         "max_signatures": st.integers(1, 1024),
         "warmup_steps": st.integers(1, 100),
         "capture": st.sampled_from(["startup", "lazy"]),
@@ -105,6 +108,17 @@ def test_values_are_normalised_hashed_copied_and_pickled():
         ("max_padding_ratio", "2", "'2' (str)"),
         ("max_num_tokens", 0, "0 (int)"),
         ("max_num_tokens", 2.0, "2.0 (float)"),
+        ("max_num_seqs", 0, "from 1"),
+        ("max_seq_len", 1, "from 2"),
+        ("decode_batch_sizes", [], "empty"),
+        ("decode_batch_sizes", [4, 2], "decode_batch_sizes[1]"),
+        ("decode_batch_sizes", "sglang", "a list of ints"),
+        ("buckets", {"step": 0, "max": 8}, "from 1"),
+        ("buckets", {"step": 9, "max": 8}, "a step of at most max"),
+        ("buckets", {"step": 1, "max": 10**6}, "at most 4096 sizes"),
+        ("buckets", {"step": 8}, "without 'max'"),
+        ("buckets", {"step": 8, "max": 16, "min": 8}, "with 'min'"),
+        ("buckets", "sglan", "a list of ints"),
         ("max_signatures", 0, "from 1"),
         ("warmup_steps", 0, "from 1"),
         ("warmup_steps", True, "True (bool)"),
@@ -134,8 +148,6 @@ def test_a_wrong_value_is_named(name, value, says):
         ("num_streams", 2, "1"),
         ("fusions", ("packed_linears",), "()"),
         ("min_coverage", 0.9, "None"),
-        ("max_num_seqs", 8, "None"),
-        ("max_seq_len", 4096, "None"),
     ],
 )
 def test_a_value_for_later_is_refused_with_what_is_available(name, value, available):
@@ -152,7 +164,10 @@ def test_all_problems_come_in_one_error():
 
 def test_a_bucket_above_max_num_tokens_is_an_error_not_dropped():
     message = refusal(PiecewiseConfig, buckets=[8, 16, 32, 64], max_num_tokens=31)
-    assert message.startswith("buckets[2]: expected at most max_num_tokens = 31, got 32")
+    assert message.startswith(
+        "2 settings are wrong:\n  buckets[2]: expected at most max_num_tokens = 31, got 32"
+    )
+    assert "buckets[3]: expected at most max_num_tokens = 31, got 64" in message
     assert PiecewiseConfig(buckets=[8, 16], max_num_tokens=16).buckets == (8, 16)
 
 
@@ -223,12 +238,20 @@ def test_writing_over_a_file_that_is_not_ours_changes_nothing(tmp_path, text):
         ("[buckets]\nnum_tokens = 8\n", "a list of ints"),
         ("[buckets]\nnum_tokens = 2026-01-01\n", "(date)"),
         ("[buckets]\nnum_tokens = {step = 64}\n", "(dict)"),
+        ("[buckets]\nnum_tokens = 'sglang'\n", "a list of ints"),
+        ("[buckets]\ngrid = {step = 64}\n", "without 'max'"),
+        ("[buckets]\ngrid = [64]\n", '"tensorrt-llm" or'),
+        ("[buckets]\ngrid = 'TensorRT'\n", '"tensorrt-llm" or'),
+        ("[buckets]\ngrid = 'sglang'\n[limits]\nmax_num_tokens = 3\n", "below its smallest size"),
+        ("[buckets]\ngrid = {step = 64, max = 128}\n[limits]\nmax_num_tokens = 127\n", "[buckets] grid[1]"),
+        ("[buckets]\ngrid = 'vllm'\nnum_tokens = [8]\n", "one setting of buckets"),
+        ("[decode]\nbatch_sizes = [1, 'x']\n", "[decode] batch_sizes[1]: expected an int"),
         ("[buckets]\nnum_tokens = [8\n", "a readable TOML file"),
         ("[buckets]\nnum_tokens = [8]\nnum_tokens = [9]\n", "a readable TOML file"),
         ("[buckets]\nnum_tokens = [" + "9" * 5000 + "]\n", "a readable TOML file"),
         ("[buckets]\nnum_tokens = " + "[" * 100_000, "nesting deeper"),
         ("[" + "a." * 20_000 + "a]\n", "nesting deeper|unknown"),
-        ("[limits]\nmax_batch_size = 4\n", "[limits] max_batch_size: expected None"),
+        ("[limits]\nmax_batch_size = '4'\n", "[limits] max_batch_size: expected an int"),
         ("[limits]\nmax_batch_size = 4\nmax_num_seqs = 4\n", "one setting of max_num_seqs"),
         ("[compile]\nlowering = 'inductor'\n", "does not have yet"),
         ("[capture]\nprogress = 'yes'\n", "true or false"),
@@ -248,8 +271,102 @@ def test_every_problem_of_a_file_is_listed(tmp_path):
     path.write_text("[buckets]\nnum_tokens = [8, 4]\nsize = 3\n[capture]\nwarmup_steps = 'x'\n[what]\n")
     message = refusal(PiecewiseConfig.from_toml, path)
     assert message.startswith("4 settings are wrong:")
-    for part in ("num_tokens[1]", "[buckets] size", "[capture] warmup_steps", "[what]"):
-        assert part in message
+    for line, part in (
+        (2, "[buckets] num_tokens[1]: expected more than 8, got 4 (out of order)"),
+        (3, "[buckets] size: expected a known name"),
+        (5, "[capture] warmup_steps: expected an int"),
+        (6, "[what]: expected a known name"),
+    ):
+        assert f"settings.toml:{line}: {part}" in message
+
+
+def test_every_entry_of_a_list_has_its_line(tmp_path):
+    path = tmp_path / "settings.toml"
+    path.write_text(
+        "# [buckets]\n[buckets]\nnum_tokens = [ # = [8]\n    16,\n    'x,]',\n    16, 0,\n\n    8\n]\n"
+        "[decode]\nbatch_sizes = [4, 4]\n[limits]\nmax_num_tokens = 4.0\n"
+    )
+    message = refusal(PiecewiseConfig.from_toml, path)
+    assert message.startswith("6 settings are wrong:")
+    for line, part in (
+        (5, "num_tokens[1]: expected an int, got 'x,]' (str)"),
+        (6, "num_tokens[2]: expected more than 16, got 16 again (a duplicate)"),
+        (6, "num_tokens[3]: expected 1 to 2147483647, got 0"),
+        (8, "num_tokens[4]: expected more than 16, got 8 (out of order)"),
+        (11, "batch_sizes[1]: expected more than 4, got 4 again"),
+        (13, "max_num_tokens: expected an int"),
+    ):
+        assert f"settings.toml:{line}: " in message and part in message
+        assert any(f":{line}: " in row and part in row for row in message.splitlines())
+
+
+def test_a_file_of_thousands_of_problems_is_listed_in_part_and_soon(tmp_path):
+    path = tmp_path / "settings.toml"
+    path.write_text("".join(f"k{index} = 1\n" for index in range(20_000)))
+    with pytest.raises(ConfigError, match="20000 settings are wrong") as caught:
+        PiecewiseConfig.from_toml(path)
+    assert "and 19900 more" in str(caught.value) and len(str(caught.value)) < 40_000
+
+
+def test_a_grid_becomes_the_engine_s_list_up_to_the_limit(tmp_path):
+    path = tmp_path / "settings.toml"
+    path.write_text("[buckets]\ngrid = 'tensorrt-llm'\n[limits]\nmax_num_tokens = 600\n")
+    assert PiecewiseConfig.from_toml(path).buckets == (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+    # The limit of the call wins, so the grid follows it.
+    assert PiecewiseConfig.from_any(path, max_num_tokens=300).buckets[-2:] == (128, 256)
+    path.write_text("[buckets]\ngrid = { step = 64, max = 200 }\n")
+    assert PiecewiseConfig.from_toml(path).buckets == (64, 128, 192)
+    assert PiecewiseConfig(buckets="sglang").buckets[-1] == 4096
+    assert PiecewiseConfig(buckets="vllm").buckets[-1] == 512
+    assert PiecewiseConfig(buckets={"step": 3, "max": 9}).buckets == (3, 6, 9)
+
+
+def test_the_default_list_ends_at_the_limit():
+    assert PiecewiseConfig(max_num_tokens=100).buckets == (16, 32, 48, 64, 96)
+    assert PiecewiseConfig(max_num_tokens=5).buckets == (5,)
+
+
+def test_writing_keeps_a_grid_and_the_user_s_own_key(tmp_path):
+    path = tmp_path / "settings.toml"
+    before = (
+        "[buckets]\ngrid = 'sglang'  # as before\n[limits]\nmax_num_tokens = 64\nmax_batch_size = 4  # ours\n"
+        "[decode]\nbatch_sizes = [\n  1,  # alone\n  2,\n]\n"
+    )
+    path.write_text(before)
+    config = PiecewiseConfig.from_toml(path)
+    config.to_toml(path, only=("buckets", "max_num_tokens", "max_num_seqs", "decode_batch_sizes"))
+    assert path.read_text() == before
+    dataclasses.replace(config, max_num_seqs=8).to_toml(path)
+    assert "max_batch_size = 8  # ours" in path.read_text() and "max_num_seqs" not in path.read_text()
+    dataclasses.replace(config, buckets=(7, 64)).to_toml(path, only=("buckets",))
+    assert "grid" not in path.read_text() and "num_tokens = [7, 64]" in path.read_text()
+    assert PiecewiseConfig.from_toml(path).buckets == (7, 64)
+
+
+def test_limits_cut_what_cannot_be_reached_and_say_so():
+    config = PiecewiseConfig(
+        buckets=[8, 16, 64, 100],
+        max_num_seqs=2,
+        max_seq_len=33,
+        max_num_tokens=100,
+        decode_batch_sizes=[1, 2, 4],
+    )
+    assert config.buckets == (8, 16, 64, 100)
+    kept, clamped = config.within_limits()
+    assert kept.buckets == (8, 16, 64) and kept.decode_batch_sizes == (1, 2)
+    assert [each.size for each in clamped] == [100, 4]
+    assert "100 is above 64 = max_num_seqs 2 * (max_seq_len 33 - 1)" in str(clamped[0])
+    assert "4 is above 2 = max_num_seqs" in str(clamped[1])
+    assert kept.within_limits() == (kept, ())
+
+
+def test_limits_that_leave_nothing_are_an_error():
+    message = refusal(PiecewiseConfig, buckets=[64, 128], max_num_seqs=1, max_seq_len=32)
+    assert message.startswith(
+        "buckets: expected a size of at most 31 = max_num_seqs 1 * (max_seq_len 32 - 1)"
+    )
+    message = refusal(PiecewiseConfig, decode_batch_sizes=[8], max_num_seqs=4)
+    assert message.startswith("decode_batch_sizes: expected a size of at most 4 = max_num_seqs")
 
 
 def test_files_that_are_not_files(tmp_path):
@@ -305,6 +422,9 @@ def test_argument_over_environment_over_file_over_default(tmp_path, monkeypatch)
         ("PIECEWISE_BOUNDARY_OPS", "a::b,c::d", "boundary_ops", ("a::b", "c::d")),
         ("PIECEWISE_FUSIONS", "", "fusions", ()),
         ("PIECEWISE_BUCKETS", "2048", "buckets", (2048,)),
+        ("PIECEWISE_BUCKETS", "vllm", "buckets", PiecewiseConfig(buckets="vllm").buckets),
+        ("PIECEWISE_DECODE_BATCH_SIZES", "1,2", "decode_batch_sizes", (1, 2)),
+        ("PIECEWISE_MAX_NUM_SEQS", "64", "max_num_seqs", 64),
     ],
 )
 def test_environment_values(monkeypatch, variable, text, field, value):

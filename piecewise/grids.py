@@ -1,0 +1,89 @@
+"""Bucket lists by rule: the fixed grids that engines ship, and equal steps.
+
+A grid ends at the largest of its sizes that fits the limit; the limit itself is not added.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import chain
+
+from runners.buckets import MAX_NUM_BUCKETS
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """A rule for bucket sizes.
+
+    Args:
+        name: an engine's name, a key of `ENGINE_GRIDS`, or "step".
+        step: the distance of two sizes, where `name` is "step".
+        max_size: the largest size allowed, inclusive; None for the limit of the settings, or without one
+            for the size at which the engine itself stops.
+    """
+
+    name: str
+    step: int | None = None
+    max_size: int | None = None
+
+    def sizes(self, limit: int | None = None) -> tuple[int, ...]:
+        """The sizes, ascending; empty where the smallest is above the limit."""
+        top = self.max_size if self.max_size is not None else limit
+        if self.name == "step":
+            assert self.step is not None and top is not None
+            return tuple(range(self.step, top + 1, self.step))
+        rule = ENGINE_GRIDS[self.name]
+        return rule.sizes(top if top is not None else rule.default_max)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineGrid:
+    """What one engine captures for prefill when it is not told otherwise.
+
+    Attributes:
+        default_max: the size at which it stops by default.
+        sizes: from the largest size allowed to the list.
+    """
+
+    default_max: int
+    sizes: Callable[[int], tuple[int, ...]]
+
+
+def _tensorrt_llm(top: int) -> tuple[int, ...]:
+    return _up_to(top, [1 << power for power in range(8)], range(256, top + 1, 256))
+
+
+def _sglang(top: int) -> tuple[int, ...]:
+    return _up_to(
+        top,
+        range(4, 33, 4),
+        range(48, 257, 16),
+        range(288, 513, 32),
+        range(576, 1025, 64),
+        range(1280, 4097, 256),
+        range(4608, top + 1, 512),
+    )
+
+
+def _vllm(top: int) -> tuple[int, ...]:
+    return _up_to(top, [1, 2, 4], range(8, 256, 8), range(256, top + 1, 16))
+
+
+def _up_to(top: int, *parts: range | list[int]) -> tuple[int, ...]:
+    # A hostile limit must not make a list of 2**31 / 16 entries; one that long is refused anyway.
+    found = []
+    for size in chain(*parts):
+        if size > top or len(found) > MAX_NUM_BUCKETS:
+            break
+        found.append(size)
+    return tuple(found)
+
+
+# Sources: TensorRT-LLM's default of capture_num_tokens, SGLang's of piecewise_cuda_graph_tokens, vLLM's of
+# cudagraph_capture_sizes (its rule is continued above its own stop where a larger limit is given).
+ENGINE_GRIDS = {
+    "tensorrt-llm": EngineGrid(3072, _tensorrt_llm),
+    "sglang": EngineGrid(4096, _sglang),
+    "vllm": EngineGrid(512, _vllm),
+}

@@ -1,0 +1,108 @@
+"""Which listed sizes a server with these limits can ever record and reach, and why not the rest.
+
+Two rules, for the two phases of a request. Both only remove sizes: a limit is never made a bucket of its own,
+because every call between the last useful size and the limit would be padded up to it. What is removed is
+returned with its reason, so that a caller can report it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from runners.buckets import checked_sizes
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """The largest size of use, inclusive, and the settings that it follows from; None where none does."""
+
+    size: int | None
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Clamped:
+    """A listed size above the limit."""
+
+    size: int
+    limit: int
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.size} is above {self.limit} = {self.reason}"
+
+
+@dataclass(frozen=True, slots=True)
+class Clipping:
+    """A size list cut at a limit.
+
+    Attributes:
+        sizes: the listed sizes up to the limit, ascending; empty where all are above it.
+        clamped: the rest, ascending, each with its reason.
+        limit: what the list was cut at.
+    """
+
+    sizes: tuple[int, ...]
+    clamped: tuple[Clamped, ...]
+    limit: Limit
+
+
+def prefill_limit(
+    *, max_num_tokens: int | None = None, max_num_seqs: int | None = None, max_seq_len: int | None = None
+) -> Limit:
+    """The most tokens that one prefill step can hold.
+
+    A request in flight keeps one token of room for what it generates, so at most `max_seq_len - 1` of its
+    tokens are ever prefilled, and a step holds at most `max_num_seqs` requests.
+
+    Source: TensorRT-LLM clips the sizes of its piecewise graphs in this way.
+    """
+    found = []
+    if max_num_tokens is not None:
+        found.append(Limit(max_num_tokens, "max_num_tokens"))
+    if max_num_seqs is not None and max_seq_len is not None:
+        reason = f"max_num_seqs {max_num_seqs} * (max_seq_len {max_seq_len} - 1)"
+        found.append(Limit(max_num_seqs * (max_seq_len - 1), reason))
+    return _tightest(found)
+
+
+def decode_limit(
+    *, max_num_tokens: int | None = None, max_num_seqs: int | None = None, tokens_per_request: int = 1
+) -> Limit:
+    """The most requests that one decode step can hold.
+
+    Args:
+        tokens_per_request: tokens that each request adds to a step: 1, and the draft tokens of speculation.
+
+    Source: TensorRT-LLM clips the batch sizes of its decode graphs in this way.
+    """
+    if tokens_per_request < 1:
+        raise ValueError(f"tokens_per_request: expected 1 or more, got {tokens_per_request}")
+    found = []
+    if max_num_seqs is not None:
+        found.append(Limit(max_num_seqs, "max_num_seqs"))
+    if max_num_tokens is not None:
+        reason = "max_num_tokens"
+        if tokens_per_request > 1:
+            reason = f"max_num_tokens {max_num_tokens} // {tokens_per_request} tokens per request"
+        found.append(Limit(max_num_tokens // tokens_per_request, reason))
+    return _tightest(found)
+
+
+def clip(sizes: Sequence[int], limit: Limit) -> Clipping:
+    """`sizes` without those above the limit, and those.
+
+    Raises:
+        ConfigError: `sizes` is not a valid bucket list, as `TokenBuckets` says.
+    """
+    checked = checked_sizes(sizes)
+    if limit.size is None:
+        return Clipping(checked, (), limit)
+    top = limit.size
+    clamped = tuple(Clamped(size, top, limit.reason) for size in checked if size > top)
+    return Clipping(tuple(size for size in checked if size <= top), clamped, limit)
+
+
+def _tightest(found: list[Limit]) -> Limit:
+    return min(found, key=lambda each: each.size or 0, default=Limit(None, "no limit is set"))
