@@ -63,6 +63,7 @@ class PlanAssembler:
             for value in plan.values
             if value.index in self.read_by_graphs and value.origin in ("input", "eager")
         ]
+        self.last_use = _last_uses(plan)
         self.graph_memory = {value.memory for value in plan.values if value.origin == "graph"}
 
     def capture(
@@ -77,6 +78,7 @@ class PlanAssembler:
             CaptureError: a segment cannot be captured, or its real rows change with its padding. Nothing
                 of the bucket is left behind.
         """
+        self.pool.begin_bucket()
         shadows = {value.index: self._shadow_buffer(value, bucket) for value in self.shadowed}
         written = self._written_state()
         device = next(iter(shadows.values())).device if shadows else torch.device("cpu")
@@ -131,7 +133,7 @@ class PlanAssembler:
     def _warm_up(self, bucket: int, real_rows: int, shadows: dict[int, torch.Tensor]) -> None:
         self._fill_shadows(shadows, real_rows)
         made: dict[int, torch.Tensor] = dict(shadows)
-        for segment in self.plan.segments:
+        for position, segment in enumerate(self.plan.segments):
             if segment.kind == "boundary":
                 self._stand_in_for(segment, made, real_rows)
             elif segment.kind == "graph":
@@ -141,6 +143,8 @@ class PlanAssembler:
                 else:
                     outputs = self._warm_up_segment(segment, bucket, real_rows, arguments)
                 made.update(zip(segment.outputs, outputs, strict=True))
+            for index in [index for index in made if self.last_use[index] <= position]:
+                del made[index]
 
     def _warm_up_segment(
         self, segment: Segment, bucket: int, real_rows: int, arguments: Sequence[torch.Tensor]
@@ -207,14 +211,16 @@ class PlanAssembler:
         static: dict[int, torch.Tensor] = dict(shadows)
         for buffer in shadows.values():
             buffer.zero_()
-        for segment in self.plan.graph_segments():
-            arguments = self._arguments(segment, static)
-            if segment.views_only:
-                outputs = segment.function(bucket, *arguments)
-            else:
-                outputs = self.runners[segment.index].capture(bucket, arguments)
-                on_segment()
-            static.update(zip(segment.outputs, outputs, strict=True))
+        for position, segment in enumerate(self.plan.segments):
+            if segment.kind == "graph":
+                arguments = self._arguments(segment, static)
+                if segment.views_only:
+                    outputs = segment.function(bucket, *arguments)
+                else:
+                    outputs = self.runners[segment.index].capture(bucket, arguments)
+                    on_segment()
+                static.update(zip(segment.outputs, outputs, strict=True))
+            self.pool.keep_only(static[index] for index in static if self.last_use[index] > position)
         return static
 
     def _slot(self, index: int) -> int:
@@ -304,18 +310,6 @@ class PlanAssembler:
             "slot", slot=slot, value=value, clone=clone, number_type=is_number, memory=value.memory
         )
 
-    def _check(self) -> StateCheck:
-        tensors = {}
-        for index in sorted(self.read_by_graphs):
-            state = self.plan.values[index].state
-            if state is not None:
-                tensors[id(state.owner), state.key] = state
-        return StateCheck(
-            tensors=tuple(tensors.values()),
-            values=(*self.facts.values, *self.plan.values_read),
-            hooks=self.facts.hooks,
-        )
-
     def _writes_state_first(self) -> bool:
         first = next(iter(self.plan.graph_segments()), None)
         state = {value.memory for value in self.plan.values if value.origin == "state"}
@@ -367,8 +361,8 @@ def _stand_in(sizes: Sequence[int], like: torch.Tensor, *, seed: int) -> torch.T
     """Values that an op outside the graphs might have left: random floats, the index 0."""
     if not like.dtype.is_floating_point:
         return torch.zeros(tuple(sizes), dtype=like.dtype, device=like.device)
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(tuple(sizes), generator=generator).to(like.device, like.dtype)
+    generator = torch.Generator(like.device).manual_seed(seed)
+    return torch.randn(tuple(sizes), generator=generator, device=like.device).to(like.dtype)
 
 
 def _real_rows(value: ValueSpec, tensor: torch.Tensor, real_rows: int) -> torch.Tensor:

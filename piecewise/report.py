@@ -20,6 +20,8 @@ class BucketReport:
         status: "captured", "eager" (the trace excludes it) or "failed".
         reason: why it is not captured.
         grown_bytes: by how much the shared pool grew for it.
+        device_bytes: by how much the device's free memory shrank for it: pool, static buffers and the
+            driver's share. The same as `grown_bytes` where there is no device to ask.
     """
 
     bucket: int
@@ -28,6 +30,7 @@ class BucketReport:
     num_graphs: int = 0
     num_ops: int = 0
     grown_bytes: int = 0
+    device_bytes: int = 0
     capture_ms: float = 0.0
     coverage: float = 0.0
 
@@ -122,6 +125,7 @@ class CaptureReport:
     serves_one_token: bool
     pool_bytes: int
     buffer_bytes: int
+    device_bytes: int = 0
 
     @property
     def captured(self) -> tuple[int, ...]:
@@ -133,7 +137,7 @@ class CaptureReport:
         return all(report.status == "captured" for report in self.buckets)
 
     def __str__(self) -> str:
-        rows = [("bucket", "status", "graphs", "ops", "ms", "pool grew", "reason")]
+        rows = [("bucket", "status", "graphs", "ops", "ms", "pool grew", "device", "reason")]
         for report in self.buckets:
             rows.append(
                 (
@@ -143,11 +147,13 @@ class CaptureReport:
                     str(report.num_ops),
                     f"{report.capture_ms:.0f}",
                     _bytes(report.grown_bytes),
+                    _bytes(report.device_bytes),
                     report.reason.splitlines()[0] if report.reason else "",
                 )  # fmt: skip
             )
         one = "replay" if self.serves_one_token else "run eagerly, as another program"
         sizes = f"pool {_bytes(self.pool_bytes)}, buffers {_bytes(self.buffer_bytes)}"
+        sizes += f", {_bytes(self.device_bytes)} of the device in all"
         return f"{_table(rows)}\n{sizes}; calls of one token {one}"
 
     def asdict(self) -> dict[str, Any]:

@@ -28,14 +28,12 @@ from runners.step_plan import StepPlan
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CaptureContext:
-    """What all captures of one graphed model share; `facts` lists what is compared on each call, as it is
-    now."""
+    """What all captures of one graphed model share."""
 
     config: PiecewiseConfig
     engine: GraphEngine
     pool: GraphPool
     buffers: StaticBuffers
-    facts: Callable[[], ModuleFacts]
     on_segment: Callable[[], None] = lambda: None
 
 
@@ -57,7 +55,8 @@ class CapturedSignature:
         served: bucket → plan; `refused`: bucket → why it runs eagerly.
         serves_one: whether one token may replay.
         retrace: traces again with the example resized, for a bucket that the first trace excludes.
-        global_state: false from `check()` where grad mode, autocast or the like differ from capture.
+        global_state: false from `check()` where grad mode, autocast or the like differ from the trace.
+        check: what the trace saw of the model, None once the graphs were given up over a moved address.
     """
 
     traced: TracedModel
@@ -162,7 +161,7 @@ def capture_bucket(context: CaptureContext, signature: CapturedSignature, bucket
     """Captures one bucket, from the signature's trace or, where that excludes the bucket, from one at its
     size."""
     began = time.perf_counter()
-    before = context.pool.allocated_bytes
+    before = context.pool.allocated_bytes, context.pool.device_bytes
     try:
         plan, assembler = _plan_for(context, signature, bucket)
         if assembler is None:
@@ -185,7 +184,8 @@ def capture_bucket(context: CaptureContext, signature: CapturedSignature, bucket
             )
             report = BucketReport(
                 bucket, "captured", "", num_graphs=len(assembler.runners), num_ops=num_ops,
-                grown_bytes=max(context.pool.allocated_bytes - before, 0),
+                grown_bytes=max(context.pool.allocated_bytes - before[0], 0),
+                device_bytes=max(context.pool.device_bytes - before[1], 0),
                 coverage=plan.coverage,
             )  # fmt: skip
     except Exception as error:
@@ -205,7 +205,7 @@ def _plan_for(
     for assembler in signature.assemblers:
         if assembler.plan.is_valid(bucket, *other_sizes(assembler.plan, leaves)):
             return assembler.plan, assembler
-    traced, plan = signature.traced, signature.plan
+    traced, plan, check = signature.traced, signature.plan, signature.check
     if not plan.is_valid(bucket, *other_sizes(plan, leaves)):
         traced = signature.retrace(bucket)
         traced.probe([bucket], strict=context.config.strict)

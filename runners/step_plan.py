@@ -134,6 +134,7 @@ class StepPlan:
         size_slots: (slot, leaf, dim) of sizes that eager steps read.
         results: one per leaf of the result.
         check: what is compared while the first graph runs; before everything where `check_first`.
+        begin_call: called before each replay, where the engine needs it: `GraphPool.begin_call`.
         max_bound: how many row counts keep their views.
     """
 
@@ -148,6 +149,7 @@ class StepPlan:
     check: StateCheck
     check_first: bool
     outputs: str = "copy"
+    begin_call: Callable[[], None] | None = None
     max_bound: int = 64
     _bound: OrderedDict[int, _Bound] = field(default_factory=OrderedDict)
     _binder: _Binder = field(init=False)
@@ -166,6 +168,8 @@ class StepPlan:
         Raises:
             StateChanged: the model changed; nothing persistent has been written, so the call can run eagerly.
         """
+        if self.begin_call is not None:
+            self.begin_call()
         bound = self._bound.get(num_tokens)
         if bound is None:
             bound = self._bind(num_tokens)
