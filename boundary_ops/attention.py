@@ -5,21 +5,28 @@ context in the pages and the new tokens up to itself. Lengths, pages and slots c
 `PrefillBatch`, so the op's arguments are tensors that the model computed and constants of the layer, and
 nothing that changes per step.
 
-This implementation is written in torch operators, one sequence at a time, with float32 accumulation. It
-runs on every device and reads no device tensor back: lengths are on the host in the batch.
+The implementation here is written in torch operators, one sequence at a time, with float32 accumulation. It
+runs on every device and reads no device tensor back: lengths are on the host in the batch. On CUDA the op is
+one Triton program instead (`boundary_ops.kernels`), where triton is installed.
 """
 
 from __future__ import annotations
+
+import functools
+import logging
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from boundary_ops.batch import PrefillBatch
 from boundary_ops.errors import BoundaryOpError
+from boundary_ops.kv_cache import PagedKVCache
 from boundary_ops.registry import define
 
 __all__ = ["attn_inplace"]
 
+_log = logging.getLogger("boundary_ops")
 NAME = "piecewise::attn_inplace"
 SCHEMA = (
     f"{NAME}(Tensor q, Tensor k, Tensor v, Tensor(a!) out, Tensor(b!) k_cache, Tensor(c!) v_cache, "
@@ -63,9 +70,9 @@ def attend_inplace(
         BoundaryOpError: no batch is running, or an argument does not fit the batch, the cache or the others.
     """
     batch = PrefillBatch.current(NAME)
-    _check_tensors(q, k, v, out, k_cache, v_cache, sinks)
-    _check_options(scale, window, softcap)
-    _check_batch(batch, q, k_cache, v_cache, implied_positions)
+    check_tensors(q, k, v, out, k_cache, v_cache, sinks)
+    check_options(scale, window, softcap)
+    check_batch(batch, q, k_cache, v_cache, implied_positions)
     if not batch.num_tokens:
         return
     k_cache.view(-1, *k.shape[1:]).index_copy_(0, batch.slot_mapping, k)
@@ -146,7 +153,7 @@ def _attend_by_hand(
     return torch.matmul(scores.softmax(-1), v)
 
 
-def _check_tensors(
+def check_tensors(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -155,6 +162,7 @@ def _check_tensors(
     v_cache: torch.Tensor,
     sinks: torch.Tensor | None,
 ) -> None:
+    """Raises unless shapes, dtypes and devices agree."""
     if q.dim() != 3 or k.dim() != 3:
         name, tensor = ("q", q) if q.dim() != 3 else ("k", k)
         raise _mismatch(name, "[num_tokens, heads, head_dim]", str(list(tensor.shape)))
@@ -179,7 +187,8 @@ def _check_tensors(
             raise _mismatch(name, f"{q.dtype} on {q.device}, as q", f"{tensor.dtype} on {tensor.device}")
 
 
-def _check_options(scale: float, window: int, softcap: float) -> None:
+def check_options(scale: float, window: int, softcap: float) -> None:
+    """Raises unless scale, window and soft cap are numbers that make sense."""
     if window < 0:
         raise _mismatch("window", "0 (none) or a positive number of tokens", str(window))
     # Written so that NaN is refused too.
@@ -189,13 +198,14 @@ def _check_options(scale: float, window: int, softcap: float) -> None:
         raise _mismatch("scale", "a finite number", str(scale))
 
 
-def _check_batch(
+def check_batch(
     batch: PrefillBatch,
     q: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     implied_positions: bool,
 ) -> None:
+    """Raises unless the call fits the step that is running."""
     if q.shape[0] != batch.num_tokens:
         raise BoundaryOpError(
             f"op '{NAME}', argument 'q'",
@@ -204,8 +214,15 @@ def _check_batch(
             rule="the op gets exactly the step's tokens, without padding",
             fix="call the model with batch.pack(prompts), inside the `with` block of that same batch",
         )
+    check_pools(batch.cache, k_cache, v_cache)
+    if implied_positions:
+        check_implied_positions(batch)
+
+
+def check_pools(cache: PagedKVCache, k_cache: torch.Tensor, v_cache: torch.Tensor) -> None:
+    """Raises unless both are pools of the cache that the running step belongs to."""
     for name, pool in (("k_cache", k_cache), ("v_cache", v_cache)):
-        if not batch.cache.owns_pool(pool):
+        if not cache.owns_pool(pool):
             raise BoundaryOpError(
                 f"op '{NAME}', argument '{name}'",
                 expected="a pool of the cache that the current PrefillBatch was built for",
@@ -213,8 +230,6 @@ def _check_batch(
                 rule="slots and block tables mean nothing in another cache",
                 fix="build the batch with the cache that the model is attached to",
             )
-    if implied_positions:
-        check_implied_positions(batch)
 
 
 def check_implied_positions(batch: PrefillBatch) -> None:
@@ -239,4 +254,41 @@ def _mismatch(argument: str, expected: str, got: str) -> BoundaryOpError:
     )
 
 
-attn_inplace = define(SCHEMA, attend_inplace, token_args={"q": 0, "k": 0, "v": 0, "out": 0})
+@functools.cache
+def _cuda_module() -> Any:
+    """The module of the CUDA implementation, or None without triton; triton is imported by the first call."""
+    try:
+        from boundary_ops.kernels import prefill
+    except ImportError as error:
+        _log.warning("op '%s' runs as torch operators on CUDA, which is slow: %s", NAME, error)
+        return None
+    return prefill
+
+
+def attend_on_cuda(*args: Any, **kwargs: Any) -> None:
+    """`attend_inplace` as one Triton program; as torch operators where there is no triton."""
+    module = _cuda_module()
+    (attend_inplace if module is None else module.attend)(*args, **kwargs)
+
+
+def warm_up(num_tokens: int, *args: Any, **kwargs: Any) -> None:
+    """Compiles what a call with `num_tokens` new tokens launches on CUDA, so that no later call does.
+
+    Args:
+        args, kwargs: the arguments of such a call, looked at and not touched. Without them, every layer shape
+            that the op has been called or warmed up with is warmed up.
+    """
+    module = _cuda_module() if torch.cuda.is_available() else None
+    if module is not None:
+        from boundary_ops.kernels.tuning import warm_up as compile_ahead
+
+        compile_ahead(num_tokens, *args, **kwargs)
+
+
+attn_inplace = define(
+    SCHEMA,
+    {"cpu": attend_inplace, "cuda": attend_on_cuda, "xpu": attend_inplace, "mps": attend_inplace},
+    token_args={"q": 0, "k": 0, "v": 0, "out": 0},
+    capture_safe=True,
+    warm_up=warm_up,
+)

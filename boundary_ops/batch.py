@@ -15,10 +15,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 
+import numpy as np
 import torch
 
 from boundary_ops.errors import BoundaryOpError
@@ -37,6 +38,16 @@ class _Entry:
 
 
 _entry: ContextVar[_Entry | None] = ContextVar("boundary_ops_batch", default=None)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HostMetadata:
+    """The metadata as arrays on the host; shapes and dtypes are those of `PrefillBatch`'s tensors."""
+
+    cu_seqlens_q: np.ndarray
+    seq_lens: np.ndarray
+    block_tables: np.ndarray
+    slot_mapping: np.ndarray
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -62,6 +73,9 @@ class PrefillBatch:
         query_lens, context_lens: the same numbers on the host, one int per sequence.
         request_ids: one id per sequence.
         cache: the cache that the step was built for.
+        host: the device tensors' values, for who needs them there without waiting for the device.
+        derived: what ops have worked out from the metadata, by keys of their own: made by the first layer,
+            used by all.
     """
 
     cu_seqlens_q: torch.Tensor
@@ -76,7 +90,9 @@ class PrefillBatch:
     context_lens: tuple[int, ...]
     request_ids: tuple[RequestId, ...]
     cache: PagedKVCache
+    host: HostMetadata
     _requests: tuple[CachedRequest, ...]
+    derived: dict[Any, Any] = field(default_factory=dict)
 
     @classmethod
     def build(
@@ -102,39 +118,36 @@ class PrefillBatch:
         cache.reserve(ids, [context + new for context, new in zip(contexts, lens, strict=True)])
         requests = tuple(cache.find_request(name) for name in ids)
         size = cache.block_size
-        starts, tables = [0], []
-        positions: list[int] = []
-        slots: list[int] = []
-        for request, context, new in zip(requests, contexts, lens, strict=True):
-            span = range(context, context + new)
-            starts.append(starts[-1] + new)
-            positions.extend(span)
-            slots.extend(request.blocks[at // size] * size + at % size for at in span)
-            tables.append(request.blocks[: -(-(context + new) // size)])
-        width = max((len(table) for table in tables), default=0)
-        seq_lens = [context + new for context, new in zip(contexts, lens, strict=True)]
-
-        def tensor(values: list[Any], dtype: torch.dtype) -> torch.Tensor:
-            return torch.tensor(values, dtype=dtype).to(cache.device)
-
-        # Outside inference mode, so that the tensors can be used in and out of it.
-        with torch.inference_mode(False):
-            padded = [table + [0] * (width - len(table)) for table in tables]
-            return cls(
-                cu_seqlens_q=tensor(starts, torch.int32),
-                seq_lens=tensor(seq_lens, torch.int32),
-                block_tables=tensor(padded, torch.int32).reshape(len(ids), width),
-                slot_mapping=tensor(slots, torch.int64),
-                positions=tensor(positions, torch.int64).unsqueeze(0),
-                max_seqlen_q=max(lens, default=0),
-                max_seqlen_k=max(seq_lens, default=0),
-                num_tokens=starts[-1],
-                query_lens=lens,
-                context_lens=contexts,
-                request_ids=ids,
-                cache=cache,
-                _requests=requests,
-            )
+        context, new = np.array(contexts, dtype=np.int32), np.array(lens, dtype=np.int32)
+        totals = context + new
+        blocks = [
+            request.blocks[: -(-int(total) // size)] for request, total in zip(requests, totals, strict=True)
+        ]
+        tables = np.zeros((len(ids), max(map(len, blocks), default=0)), dtype=np.int32)
+        for row, held in zip(tables, blocks, strict=True):
+            row[: len(held)] = held
+        starts = np.concatenate(([0], np.cumsum(new))).astype(np.int32)
+        # Each token's sequence, and from it its position and its slot.
+        owner = np.repeat(np.arange(len(ids)), new)
+        positions = np.arange(int(starts[-1]), dtype=np.int64) - (starts[:-1] - context)[owner]
+        slots = tables[owner, positions // size].astype(np.int64) * size + positions % size
+        sent = _send((starts, totals, tables, slots, positions[None]), cache.device)
+        return cls(
+            cu_seqlens_q=sent[0],
+            seq_lens=sent[1],
+            block_tables=sent[2],
+            slot_mapping=sent[3],
+            positions=sent[4],
+            max_seqlen_q=max(lens, default=0),
+            max_seqlen_k=int(totals.max(initial=0)),
+            num_tokens=int(starts[-1]),
+            query_lens=lens,
+            context_lens=contexts,
+            request_ids=ids,
+            cache=cache,
+            host=HostMetadata(starts, totals, tables, slots),
+            _requests=requests,
+        )
 
     def __repr__(self) -> str:
         return (
@@ -243,6 +256,17 @@ class PrefillBatch:
             # Set, not added to: a step that is repeated leaves the same count, and one that is repeated after
             # later steps makes those steps' tokens void, as they followed what has just been overwritten.
             request.written = context + new
+
+
+def _send(arrays: Sequence[np.ndarray], device: torch.device) -> list[torch.Tensor]:
+    """Copies of the arrays on the device, each with a storage of its own; nobody waits for the copies."""
+    # Outside inference mode, so that the tensors can be used in and out of it.
+    with torch.inference_mode(False):
+        tensors = [torch.from_numpy(array) for array in arrays]
+        if device.type == "cpu":
+            return [tensor.clone() for tensor in tensors]
+        # Pinned, so that a copy is only enqueued. torch keeps the memory until the copy has run.
+        return [tensor.pin_memory().to(device, non_blocking=True) for tensor in tensors]
 
 
 def _check_step(ids: tuple[RequestId, ...], lens: tuple[int, ...]) -> None:

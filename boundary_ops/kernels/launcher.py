@@ -1,0 +1,92 @@
+"""The short way to a compiled Triton program, past the JIT's look-up of it by all its arguments.
+
+A JIT launch works out each argument's type and alignment again; with two dozen arguments that takes longer
+than the program runs at small sizes. Here it happens once: the caller keeps the compiled program under a key
+of its own that decides all of it, and later launches go to the program's launcher directly. Addresses are
+passed as ints, which saves a driver query per tensor.
+
+This file alone touches what triton does not promise: `CompiledKernel.run`, `.function`, `.packed_metadata`
+and the order of the launcher's arguments, which triton 3.6 and 3.9 share. Where they are missing,
+`direct_launch` returns None and the JIT launches each time.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import triton
+from triton.runtime.errors import OutOfResources
+
+__all__ = [
+    "DirectLaunch",
+    "OutOfResources",
+    "current_device",
+    "current_stream",
+    "direct_launch",
+    "is_interpreted",
+    "jit_launch",
+]
+
+# (grid x, grid y, stream, arguments in the order of the program's parameters)
+DirectLaunch = Callable[[int, int, int, tuple[Any, ...]], None]
+# Half the price of what torch.cuda offers, and absent from builds without CUDA.
+_raw_stream: Callable[[int], int] | None = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+_raw_device: Callable[[], int] | None = getattr(torch._C, "_cuda_getDevice", None)
+LAUNCHER_PARAMETERS = ("gridX", "gridY", "gridZ", "stream", "function")
+
+
+def is_interpreted(program: Any) -> bool:
+    """Whether triton was imported with TRITON_INTERPRET=1 and runs the program as Python, on the CPU."""
+    return not isinstance(program, triton.runtime.JITFunction)
+
+
+def jit_launch(
+    program: Any, grid: tuple[int, int], arguments: Sequence[Any], num_warps: int, num_stages: int
+) -> DirectLaunch | None:
+    """Launches through the JIT, compiling where needed; returns how to launch the same program directly.
+
+    Args:
+        arguments: one per parameter of the program, tensors as tensors.
+    """
+    compiled = program[grid](*arguments, num_warps=num_warps, num_stages=num_stages)
+    return None if is_interpreted(program) else direct_launch(compiled)
+
+
+def direct_launch(compiled: Any) -> DirectLaunch | None:
+    """A function that launches `compiled`, or None where this triton has no launcher as we know it."""
+    run = getattr(compiled, "run", None)
+    function = getattr(compiled, "function", None)
+    metadata = getattr(compiled, "packed_metadata", None)
+    if not callable(run) or function is None or metadata is None or not _is_known(run):
+        return None
+
+    def launch(x: int, y: int, stream: int, arguments: tuple[Any, ...]) -> None:
+        # No launch metadata and no hooks: those serve profilers of triton's own.
+        run(x, y, 1, stream, function, metadata, None, None, None, *arguments)
+
+    return launch
+
+
+def _is_known(run: Any) -> bool:
+    try:
+        names = tuple(inspect.signature(run).parameters)
+    except (TypeError, ValueError):
+        return False
+    return names[: len(LAUNCHER_PARAMETERS)] == LAUNCHER_PARAMETERS
+
+
+def current_stream(device_index: int) -> int:
+    """The current stream of a CUDA device, as the driver's number; 0 for the interpreter's -1."""
+    if device_index < 0:
+        return 0
+    if _raw_stream is not None:
+        return int(_raw_stream(device_index))
+    return int(torch.cuda.current_stream(device_index).cuda_stream)
+
+
+def current_device() -> int:
+    """The current CUDA device; one was used, so that this starts nothing."""
+    return int(_raw_device()) if _raw_device is not None else torch.cuda.current_device()

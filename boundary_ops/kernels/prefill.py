@@ -1,0 +1,170 @@
+"""`piecewise::attn_inplace` on CUDA: one launch, no copy, nothing read back, and little host time.
+
+A call that looks like an earlier one is not checked again: its plan is found by one look-up, which leaves
+the batch, the pools' addresses and the launch itself. What depends on the batch alone is made by the first
+layer and shared by the others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+
+from boundary_ops.attention import (
+    NAME,
+    attend_inplace,
+    check_batch,
+    check_options,
+    check_pools,
+    check_tensors,
+)
+from boundary_ops.batch import PrefillBatch
+from boundary_ops.errors import BoundaryOpError
+from boundary_ops.kernels.captured import StepBuffers
+from boundary_ops.kernels.launcher import current_device, current_stream, jit_launch
+from boundary_ops.kernels.plans import Plan, Plans
+from boundary_ops.kernels.programs import prefill_program
+from boundary_ops.kernels.tiles import tiles_of
+
+__all__ = ["attend", "plans"]
+
+# The one state of this module: programs are compiled once per process, whoever calls the op.
+plans = Plans()
+
+
+def attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+    implied_positions: bool = False,
+) -> None:
+    """The op's implementation on CUDA. Arguments, effects and errors are those of `attend_inplace`.
+
+    Inside `with StepBuffers:` rows may be padded and lengths come from the device.
+    """
+    step = StepBuffers.current()
+    if step is None:
+        batch = PrefillBatch.current(NAME)
+    look = (
+        q.shape, k.shape, v.shape, out.shape, k_cache.shape, v_cache.shape,
+        q.stride(), k.stride(), v.stride(), out.stride(), k_cache.stride(), v_cache.stride(),
+        q.dtype, k.dtype, v.dtype, out.dtype, k_cache.dtype, v_cache.dtype,
+        q.get_device(), k.get_device(), v.get_device(), out.get_device(),
+        k_cache.get_device(), v_cache.get_device(), scale, window, softcap,
+        None if sinks is None else (sinks.shape, sinks.stride(), sinks.dtype, sinks.get_device()),
+    )  # fmt: skip
+    plan = plans.by_look.get(look)
+    if plan is None:
+        check_tensors(q, k, v, out, k_cache, v_cache, sinks)
+        check_options(scale, window, softcap)
+        plan = plans.make(q, k, v, out, k_cache, v_cache, scale, window, softcap, sinks)
+        plans.add(look, plan)
+    tensors = (q, k, v, out, k_cache, v_cache)
+    if step is not None:
+        _attend_captured(plan, step, tensors, sinks, implied_positions)
+        return
+    check_batch(batch, q, k_cache, v_cache, implied_positions)
+    if not batch.num_tokens:
+        return
+    if plan.unsupported is not None:
+        attend_inplace(*tensors, scale, window, softcap, sinks, implied_positions)
+        return
+    stream = current_stream(plan.geometry.device_index)
+    tiles = tiles_of(batch, plan.tile_tokens, plan.window, stream)
+    metadata = (batch.slot_mapping, tiles.records, batch.seq_lens, batch.block_tables)
+    _launch(plan, tiles.num_tiles, tiles.has_context, 0, stream, tensors, metadata, sinks)
+
+
+def _attend_captured(
+    plan: Plan,
+    step: StepBuffers,
+    tensors: tuple[torch.Tensor, ...],
+    sinks: torch.Tensor | None,
+    implied_positions: bool,
+) -> None:
+    rows = tensors[0].shape[0]
+    check_pools(step.cache, tensors[4], tensors[5])
+    if rows > step.max_num_tokens:
+        raise BoundaryOpError(
+            f"op '{NAME}', argument 'q'",
+            expected=f"at most {step.max_num_tokens} rows, the max_num_tokens of the StepBuffers",
+            got=str(rows),
+            rule="a captured step is bounded when it is captured",
+            fix="make the StepBuffers with max_num_tokens of the largest bucket",
+        )
+    if plan.unsupported is not None or implied_positions:
+        reason = plan.unsupported or "the model numbered the tokens itself, without position_ids"
+        raise BoundaryOpError(
+            f"op '{NAME}' cannot be captured: {reason}",
+            rule="a captured op knows a step by its device metadata alone",
+            fix="run this op eagerly, between the graphs; where positions are missing, pass position_ids",
+        )
+    if rows:
+        metadata = (step.slot_mapping, step.cu_seqlens_q, step.seq_lens, step.block_tables)
+        num_tiles = rows // plan.tile_tokens + min(step.max_num_seqs, rows)
+        stream = current_stream(plan.geometry.device_index)
+        _launch(plan, num_tiles, True, step.max_num_seqs, stream, tensors, metadata, sinks)
+
+
+def _launch(
+    plan: Plan,
+    num_tiles: int,
+    has_context: bool,
+    max_seqs: int,
+    stream: int,
+    tensors: tuple[torch.Tensor, ...],
+    metadata: tuple[torch.Tensor, ...],
+    sinks: torch.Tensor | None,
+) -> None:
+    """Launches directly where a program is compiled that fits the addresses, else through the JIT."""
+    q, k, v, out, k_cache, v_cache = tensors
+    slots, tiles, seq_lens, tables = metadata
+    # The program does not look at `sinks` where there are none; any address serves.
+    sinks = q if sinks is None else sinks
+    addresses = (
+        q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(),
+        slots.data_ptr(), tiles.data_ptr(), seq_lens.data_ptr(), tables.data_ptr(), sinks.data_ptr(),
+    )  # fmt: skip
+    bits = plan.bits
+    for address in addresses:
+        bits |= address
+    is_aligned = not bits & 15
+    grid = (plan.programs_per_tile, num_tiles)
+    scalars = (tables.stride(0), q.shape[0], *plan.tail)
+    if is_aligned:
+        found = plan.launches.get((has_context, max_seqs)) or plans.adopt(plan, has_context, max_seqs)
+        if found is not None and current_device() == plan.geometry.device_index:
+            launch, constants = found
+            launch(*grid, stream, (*addresses, *scalars, *constants))
+            return
+    arguments = (*tensors, *metadata, sinks, *scalars)
+    _launch_by_jit(plan, grid, has_context, max_seqs, arguments, is_aligned)
+
+
+def _launch_by_jit(
+    plan: Plan,
+    grid: tuple[int, int],
+    has_context: bool,
+    max_seqs: int,
+    arguments: tuple[Any, ...],
+    is_aligned: bool,
+) -> None:
+    geometry, config = plan.geometry, plan.config
+    constants = geometry.constants(config, has_context=has_context, max_seqs=max_seqs)
+    index = geometry.device_index
+    with torch.cuda.device(index) if index >= 0 else contextlib.nullcontext():
+        launch = jit_launch(
+            prefill_program, grid, (*arguments, *constants), config.num_warps, config.num_stages
+        )
+    # A program compiled for arguments that are not all aligned serves only those.
+    if launch is not None and is_aligned:
+        plans.compiled[geometry, config, has_context, max_seqs] = (launch, constants)

@@ -1,0 +1,88 @@
+"""Which tiles a step has, as the attention program reads them: made once per `PrefillBatch`, on the host.
+
+The tiles of one size are the same for all layers, so they are kept with the batch and sent to the device by
+one copy that nobody waits for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from boundary_ops.batch import PrefillBatch
+
+__all__ = ["StepTiles", "tile_records", "tiles_of"]
+
+# One record: sequence, its first row, the tile's first token in it, new tokens, context tokens, three unused.
+RECORD = 8
+
+
+@dataclass(frozen=True, slots=True)
+class StepTiles:
+    """A step's tiles of one size on the device.
+
+    Attributes:
+        records: int32 [num_tiles, 8], heaviest tile first.
+        address: where they lie.
+        num_tiles: how many.
+        has_context: whether any sequence has tokens in the pages.
+    """
+
+    records: torch.Tensor
+    address: int
+    num_tiles: int
+    has_context: bool
+
+
+def tile_records(
+    query_lens: Sequence[int], context_lens: Sequence[int], tile_tokens: int, window: int = 0
+) -> np.ndarray:
+    """The records of all tiles, int32 [num_tiles, 8], those with the most keys to read first.
+
+    Programs start in this order, so that the long ones do not begin when the others have ended. Equal tiles
+    keep the order of the tokens.
+    """
+    parts, row = [], 0
+    for sequence, (new, context) in enumerate(zip(query_lens, context_lens, strict=True)):
+        first = np.arange(0, new, tile_tokens, dtype=np.int32)
+        part = np.zeros((len(first), RECORD), dtype=np.int32)
+        part[:, 0], part[:, 1], part[:, 2], part[:, 3], part[:, 4] = sequence, row, first, new, context
+        parts.append(part)
+        row += new
+    records = np.concatenate(parts) if parts else np.zeros((0, RECORD), dtype=np.int32)
+    keys = np.minimum(records[:, 2] + tile_tokens, records[:, 3]) + records[:, 4]
+    if window:
+        keys = np.minimum(keys, window + tile_tokens)
+    return records[np.argsort(-keys, kind="stable")]
+
+
+def tiles_of(batch: PrefillBatch, tile_tokens: int, window: int, stream: int) -> StepTiles:
+    """The batch's tiles of that size; made on first use, then the same object for each layer.
+
+    Args:
+        stream: the current stream's number. The copy to the device is ordered on it, so another stream gets
+            a copy of its own.
+    """
+    key = ("tiles", tile_tokens, window, stream)
+    found: StepTiles | None = batch.derived.get(key)
+    if found is None:
+        found = batch.derived[key] = _send(
+            batch, tile_records(batch.query_lens, batch.context_lens, tile_tokens, window)
+        )
+    return found
+
+
+def _send(batch: PrefillBatch, records: np.ndarray) -> StepTiles:
+    device = batch.cache.device
+    with torch.inference_mode(False):
+        if device.type == "cuda":
+            # Pinned, so that the copy is only enqueued. torch keeps the memory until the copy has run.
+            staged = torch.empty(records.shape, dtype=torch.int32, pin_memory=True)
+            staged.numpy()[...] = records
+            on_device = staged.to(device, non_blocking=True)
+        else:
+            on_device = torch.from_numpy(records).to(device)
+    return StepTiles(on_device, on_device.data_ptr(), len(records), any(batch.context_lens))
