@@ -69,10 +69,10 @@ class Scope:
     def steps(self, source: str) -> list[tuple[Any, StateRef | None]]:
         """What `find` gives for each step of the path, the whole one first."""
         found = []
-        node: Any = ast.parse(source, mode="eval").body
+        node: Any = _as_attribute(ast.parse(source, mode="eval").body)
         while isinstance(node, (ast.Subscript, ast.Attribute)):
             found.append(self._find(node))
-            node = node.value
+            node = _as_attribute(node.value)
         if isinstance(node, ast.Call) and node.args:
             return found + self.steps(ast.unparse(node.args[-1]))
         return found
@@ -214,6 +214,17 @@ def _is_lasting(value: Any, place: StateRef) -> bool:
     if isinstance(value, (torch.Tensor, ModuleType, MethodType)) or place.key in _MODULE_TABLES:
         return False
     return place.get() is value
+
+
+def _as_attribute(node: Any) -> Any:
+    """`object.__getattribute__(owner, "name")`, as torch 2.11 writes some sources, as `owner.name`."""
+    if (
+        isinstance(node, ast.Call)
+        and ast.unparse(node.func) == "object.__getattribute__"
+        and isinstance(node.args[-1], ast.Constant)
+    ):
+        return ast.Attribute(_as_attribute(node.args[0]), str(node.args[-1].value), ast.Load())
+    return node
 
 
 def facts_read(guards: Sequence[SeenGuard], scope: Scope, model: nn.Module, *, skip_root: bool) -> StateFacts:
