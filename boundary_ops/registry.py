@@ -12,6 +12,7 @@ one.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -233,13 +234,19 @@ def _define_in_torch(
     library = torch.library.Library(namespace, "FRAGMENT")
     definition = _Definition(str(parsed), library, implementations, token_args)
     names = tuple(argument.name for argument in parsed.arguments)
-    library.define(schema.strip().removeprefix(f"{namespace}::"))
+    library.define(_with_symbolic_ints(schema.strip()).removeprefix(f"{namespace}::"))
     library.impl(
         qualified(local, parsed.overload_name), _kernel(name, definition), "CompositeExplicitAutograd"
     )
     # Registered apart from the kernel, which would otherwise run on fakes and meta tensors too.
     torch.library.register_fake(name, _fake(name, names, definition), lib=library)
     return definition
+
+
+def _with_symbolic_ints(schema: str) -> str:
+    """A trace would fix an `int` that changes from call to call; a `SymInt` takes the same calls."""
+    head, bracket, arguments = schema.partition("(")
+    return head + bracket + re.sub(r"\bint(?=[?\[ ])", "SymInt", arguments)
 
 
 def _kernel(name: str, definition: _Definition) -> Callable[..., None]:

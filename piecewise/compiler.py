@@ -17,6 +17,7 @@ from piecewise.normalize import normalize
 from piecewise.one_token import has_same_program
 from piecewise.plan import SegmentPlan
 from piecewise.probe import Probe, choose_probe_sizes, report_strictly, resize_leaf
+from piecewise.sizes import holds
 from piecewise.split import Splitter, module_path, source_line
 from piecewise.token_dim import TokenSymbol, find_token_symbol
 from piecewise.trace import ExampleCall, Trace, trace
@@ -79,8 +80,7 @@ class TracedModel:
             for g in internals.guard_expressions(self.trace.shape_env)
             if g.free_symbols == {self.token.symbol}
         ]
-        check = internals.compile_expressions(guards, [self.token.symbol])
-        return lambda num_tokens: all(check(num_tokens))
+        return holds(internals.compile_expressions(guards, [self.token.symbol]))
 
 
 def trace_model(
@@ -103,7 +103,8 @@ def prepare(traced: Trace, config: PiecewiseConfig) -> TracedModel:
         enabled = frozenset(config.boundary_ops)
     for placeholder in traced.placeholders:
         placeholder.node.meta["is_input"] = placeholder.kind == "input"
-    normalize(traced.graph)
+    numbers = [leaf.index for leaf in traced.result_leaves if leaf.kind == "output" and leaf.value is float]
+    normalize(traced.graph, numbers=numbers)
     facts = find_facts(traced.graph.graph, enabled=enabled)
     num_dead = remove_dead_nodes(traced.graph.graph, facts)
     token = find_token_symbol(traced, facts)

@@ -6,18 +6,22 @@
    each segment re-opens it for itself. Grad-mode switches are dropped, since captures serve calls without
    grad.
 3. A `getitem` on a tuple moves next to its producer, so that tuples never cross a segment border.
-4. Uses of an in-place op's result become uses of the tensor that it wrote: one name per memory.
+4. A number computed from sizes that the result holds is a number, not the 0-dim tensor that Dynamo carries
+   it in.
+5. Uses of an in-place op's result become uses of the tensor that it wrote: one name per memory.
 """
 
 from __future__ import annotations
 
 import operator
+from collections.abc import Collection
 from typing import Any
 
 import torch
 from torch import fx
 
 from piecewise.aliases import storage_of
+from piecewise.torch_internals import SYMBOLIC
 from runners.errors import SplitError
 
 _GRAD_SWITCHES = ("_set_grad_enabled", "_enter_inference_mode", "_exit_inference_mode")
@@ -43,11 +47,16 @@ def target_name(node: fx.Node) -> str:
     return getattr(target, "__name__", str(target))
 
 
-def normalize(graph: fx.GraphModule) -> None:
-    """Applies the rewrites above in place; the module stays runnable but for its autocast regions."""
+def normalize(graph: fx.GraphModule, *, numbers: Collection[int] = ()) -> None:
+    """Applies the rewrites above in place; the module stays runnable but for its autocast regions.
+
+    Args:
+        numbers: positions of outputs that the model returns as plain numbers.
+    """
     _inline_wrappers(graph)
     _lift_regions(graph.graph)
     _move_getitems(graph.graph)
+    _unwrap_numbers(graph.graph, numbers)
     _rename_in_place_results(graph.graph)
 
 
@@ -138,6 +147,21 @@ def _move_getitems(graph: fx.Graph) -> None:
                 if user.op == "call_function" and user.target is operator.getitem:
                     anchor.append(user)
                     anchor = user
+
+
+def _unwrap_numbers(graph: fx.Graph, numbers: Collection[int]) -> None:
+    output = graph.output_node()
+    items = list(output.args[0])  # type: ignore[arg-type]
+    for position in numbers:
+        carrier = items[position]
+        number = (
+            carrier.args[0]
+            if isinstance(carrier, fx.Node) and carrier.target is torch.scalar_tensor
+            else None
+        )
+        if isinstance(number, fx.Node) and isinstance(number.meta.get("example_value"), SYMBOLIC):
+            items[position] = number
+    output.args = (tuple(items),)
 
 
 def _rename_in_place_results(graph: fx.Graph) -> None:

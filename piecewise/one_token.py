@@ -10,6 +10,8 @@ from torch import fx
 
 from piecewise import torch_internals as internals
 from piecewise.aliases import tensors_in
+from piecewise.plan import ResultLeaf
+from piecewise.structure import Structure
 from piecewise.torch_internals import SYMBOLIC
 from piecewise.trace import Trace
 
@@ -41,15 +43,36 @@ class _Program:
                     (
                         node.op,
                         str(node.target),
+                        node.meta.get("autocast", ()),
                         self._argument(node.args),
                         self._argument(dict(node.kwargs)),
                         shapes,
                     )
                 )
-        self.result = (
-            self._argument(trace.graph.graph.output_node().args),
-            [(leaf.kind, leaf.index, leaf.value) for leaf in trace.result_leaves if leaf.kind != "const"],
-        )
+        self._outputs: Any = trace.graph.graph.output_node().args[0]
+        self.result = self._result(trace.result)
+
+    def _result(self, node: Structure) -> Any:
+        """The structure of the result, with each leaf as where it comes from, and numbers by value."""
+        if node.kind in ("tensor", "int"):
+            return self._result_leaf(self._trace.result_leaves[node.index])
+        if node.kind == "const":
+            is_number = type(node.value) in (int, float)
+            return ("number", self._number(node.value)) if is_number else ("const", node.value)
+        return (node.kind, node.type, node.keys, node.spec, tuple(map(self._result, node.children)))
+
+    def _result_leaf(self, leaf: ResultLeaf) -> Any:
+        if leaf.kind == "input":
+            return ("input", leaf.index)
+        if leaf.kind == "state":
+            return ("state", leaf.state.path if leaf.state is not None else "")
+        if leaf.kind == "const":
+            return ("number", self._number(leaf.value))
+        item = self._outputs[leaf.index]
+        value = item.meta.get("example_value") if isinstance(item, fx.Node) else item
+        if isinstance(value, torch.Tensor):
+            return ("tensor", leaf.value, self._argument(item))
+        return ("number", self._number(value))
 
     def _holds_tensors_or_writes(self, node: fx.Node) -> bool:
         return any(True for _ in tensors_in(node.meta.get("example_value"))) or any(

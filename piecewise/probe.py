@@ -542,9 +542,9 @@ def choose_probe_sizes(
         for padded in (real + 3, real + 4, *(bucket for bucket in sorted(buckets) if bucket > real)):
             if is_valid(padded):
                 return real, padded
-    for padded in sorted(buckets, reverse=True):
-        for real in (padded - 1, padded // 2):
-            if real >= 2 and is_valid(real) and is_valid(padded):
+    for padded in filter(is_valid, sorted(buckets)):
+        for real in range(padded - 1, 1, -1):
+            if is_valid(real):
                 return real, padded
     return None
 

@@ -210,7 +210,7 @@ def _plan_for(
         traced = signature.retrace(bucket)
         traced.probe([bucket], strict=context.config.strict)
         plan = traced.cut()
-        if not plan.is_valid(bucket, *other_sizes(plan, leaves)):
+        if not plan.is_valid(bucket, *other_sizes(plan, leaves)) or not _is_alike(signature.traced, traced):
             return plan, None
         check = state_check_of(plan)
     assert check is not None, "captures follow a trace of the model as it is"
@@ -237,8 +237,18 @@ def _warm_up_rows(plan: SegmentPlan, bucket: int, leaves: Sequence[Any]) -> int:
     return bucket
 
 
-def _matcher(traced: TracedModel, plan: SegmentPlan, example: ExampleCall) -> Callable[[tuple], Any]:
-    trace = traced.trace
+def _is_alike(first: TracedModel, other: TracedModel) -> bool:
+    """Whether calls are recognised and results rebuilt for both traces in the same way."""
+    rules, others = _leaf_rules(first), _leaf_rules(other)
+    return first.trace.result == other.trace.result and all(
+        rule.static == others[leaf].static and rule.exact == others[leaf].exact
+        for leaf, rule in rules.items()
+    )
+
+
+def _leaf_rules(traced: TracedModel) -> dict[int, LeafRule]:
+    """Leaf index → what it must be in a call that the trace is valid for."""
+    trace, example = traced.trace, traced.trace.example
     symbolic = internals.symbolic_ints(trace.shape_env)
     for placeholder in trace.placeholders:
         expr = internals.expression(placeholder.node.meta.get("example_value"), trace.shape_env)
@@ -254,6 +264,11 @@ def _matcher(traced: TracedModel, plan: SegmentPlan, example: ExampleCall) -> Ca
         else:
             expr = symbolic.get(index)
             rules[index] = LeafRule(leaf, static={}, exact=leaf if expr is None or expr.is_number else None)
+    return rules
+
+
+def _matcher(traced: TracedModel, plan: SegmentPlan, example: ExampleCall) -> Callable[[tuple], Any]:
+    rules = _leaf_rules(traced)
     token = plan.token_dim
     dims = []
     for rule in token.inputs:

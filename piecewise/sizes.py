@@ -43,3 +43,15 @@ class SizeFunctions:
     def keeps_strides(self, tensor: torch.Tensor) -> bool:
         """Whether leading rows of the padded tensor have the strides of the unpadded one."""
         return not any(self._symbol in expr.free_symbols for expr in self.exprs(tensor.stride()))
+
+
+def holds(conditions: Callable[..., tuple]) -> Callable[..., bool]:
+    """Whether all conditions hold; one that cannot be evaluated at these sizes (`n % (n // 4)`) does not."""
+
+    def check(*sizes: int) -> bool:
+        try:
+            return all(conditions(*sizes))
+        except (ZeroDivisionError, ValueError, OverflowError):
+            return False
+
+    return check

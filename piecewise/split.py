@@ -26,7 +26,7 @@ from piecewise.classify import Classifier, Verdict
 from piecewise.normalize import target_name
 from piecewise.plan import ComputedNumber, EagerReason, InputRule, Segment, SegmentPlan, TokenDim, ValueSpec
 from piecewise.segment_graph import SegmentWriter
-from piecewise.sizes import SizeFunctions
+from piecewise.sizes import SizeFunctions, holds
 from piecewise.token_dim import TokenSymbol
 from piecewise.trace import Trace
 from runners.state_check import StateRef
@@ -227,7 +227,7 @@ class Splitter:
         symbols = tuple(self.symbol_value(symbol) for symbol in known)
         return SegmentPlan(
             self._token_dim(), tuple(self.values), segments, self.trace.result, self.trace.result_leaves,
-            tuple(result_values), lambda *sizes: all(check(*sizes)), symbols, self.trace.state_facts,
+            tuple(result_values), holds(check), symbols, self.trace.state_facts,
             self._written_leaves(), self.num_dead_ops,
         )  # fmt: skip
 

@@ -6,8 +6,8 @@ version.
 
 from __future__ import annotations
 
-import os
 import dataclasses
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
