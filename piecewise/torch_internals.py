@@ -84,9 +84,13 @@ def mark_dynamic(tensor: torch.Tensor, dim: int) -> None:
     dynamo.maybe_mark_dynamic(tensor, dim)
 
 
-def forget_code(code: Any) -> None:
-    """Drops Dynamo's cache entry of one code object, and with it the graph module that it keeps alive."""
+def forget_compilation(code: Any, backend: Any) -> None:
+    """Drops what Dynamo keeps of one code object and its backend, and with it the graph and its inputs."""
     dynamo.reset_code(code)
+    backends = dynamo.eval_frame.cached_backends
+    for key, known in list(backends.items()):
+        if known is backend or getattr(known, "compiler_fn", None) is backend:
+            del backends[key]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -143,6 +147,17 @@ def shape_env_of(values: Sequence[Any]) -> ShapeEnv | None:
 
 def fake_mode_of(values: Sequence[Any]) -> Any:
     return detect_fake_mode([value for value in values if isinstance(value, torch.Tensor)])
+
+
+def forget_tensors(fake_mode: Any) -> None:
+    """Drops a fake mode's weak references to the real tensors that it stood in for.
+
+    `torch.utils.swap_tensors` refuses tensors with weak references, and the fakes of a trace stay alive.
+    """
+    if fake_mode is not None:
+        describer = fake_mode.fake_tensor_converter.meta_converter.describer
+        describer.lookup_tensor.clear()
+        describer.lookup_storage.clear()
 
 
 def expression(value: Any, shape_env: ShapeEnv | None) -> sympy.Expr | None:

@@ -151,7 +151,7 @@ def trace(
     finally:
         logger.setLevel(level)
         changes = snapshot.restore()
-        internals.forget_code(function.__code__)
+        internals.forget_compilation(function.__code__, collector)
         linecache.cache.pop(function.__code__.co_filename, None)
     if collector.graph is None:
         raise TraceError(
@@ -271,6 +271,7 @@ class _Collector:
         assert self.graph is not None
         fakes = [node.meta["example_value"] for node in self.graph.graph.find_nodes(op="placeholder")]
         shape_env = internals.shape_env_of(fakes)
+        internals.forget_tensors(internals.fake_mode_of(fakes))
         scope = self._scope()
         placeholders = tuple(
             self._placeholder(node, argument, scope)

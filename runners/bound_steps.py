@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from runners.engine import CapturedGraph
-from runners.state_check import StateChange, StateCheck
+from runners.state_check import StateChange, StateCheck, StateRef
 
 
 class StateChanged(Exception):
@@ -61,11 +61,19 @@ class Check:
 class Load:
     """Looks up tensors that only eager steps read; they are never recorded [I4]."""
 
-    sources: list[tuple[int, Any, Any]]
+    items: list[tuple[int, Any, Any]]
+    attributes: list[tuple[int, StateRef]]
+
+    @classmethod
+    def of(cls, slots: Sequence[tuple[int, StateRef]]) -> Load:
+        items = [(slot, ref.owner, ref.key) for slot, ref in slots if not ref.is_attribute]
+        return cls(items, [(slot, ref) for slot, ref in slots if ref.is_attribute])
 
     def replay(self, env: list[Any]) -> None:
-        for slot, owner, key in self.sources:
+        for slot, owner, key in self.items:
             env[slot] = owner[key]
+        for slot, ref in self.attributes:
+            env[slot] = ref.get()
 
 
 @dataclass(slots=True)

@@ -215,16 +215,17 @@ class _Binder:
         self._groups = _shared_results(plan.results)
         self._first_copy = plan.num_leaves + plan.num_values
         first_graph = next((i for i, step in enumerate(plan.steps) if isinstance(step, ReplayStep)), None)
-        check = Check(plan.check)
+        # The check goes before all look-ups: what it finds may be that a place is gone.
+        look: list[Any] = [Check(plan.check)]
+        if plan.state_slots:
+            look.append(Load.of(plan.state_slots))
+        if plan.size_slots:
+            look.append(Measure(plan.size_slots))
         self._early: list[Any] = []
         if plan.check_first or first_graph != 0:
-            self._early.append(check)
+            self._early = look
         else:  # its cost hides behind the first graph; nothing persistent is written before
-            self._steps.insert(1, check)
-        if plan.state_slots:
-            self._early.append(Load([(slot, ref.owner, ref.key) for slot, ref in plan.state_slots]))
-        if plan.size_slots:
-            self._early.append(Measure(plan.size_slots))
+            self._steps[1:1] = look
 
     def _template(self, step: CallStep) -> _CallTemplate:
         views = tuple(
