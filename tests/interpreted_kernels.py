@@ -6,10 +6,10 @@ chosen by TRITON_INTERPRET=1 as triton is imported, for the whole process.
 
 from __future__ import annotations
 
+# First, as it is about how triton is imported.
+import interpreter_fixes  # noqa: F401, I001
 import pytest
 import torch
-import triton.language as tl
-from triton.runtime import interpreter
 
 from boundary_ops import BoundaryOpError, PagedKVCache, PrefillBatch
 from boundary_ops.kernels import prefill, tuning
@@ -19,26 +19,6 @@ from boundary_ops.kernels.launcher import is_interpreted
 from boundary_ops.kernels.programs import prefill_program
 from boundary_ops.reference import naive_attn_inplace
 
-_patch_tensor = interpreter._patch_lang_tensor
-
-
-def _patch_tensor_for_numpy(tensor, scope):
-    """numpy 2.4 converts only 0-dimensional arrays to int; the interpreter's scalars have one dimension."""
-    _patch_tensor(tensor, scope)
-    scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.reshape(-1)[0]))
-
-
-_create_dot = interpreter.InterpreterBuilder.create_dot
-
-
-def _dot_of_bfloat16(self, a, b, *rest):
-    """The interpreter keeps bfloat16 as uint16, and would multiply those."""
-    a, b = (self.cast_impl(x, tl.float32) if x.dtype.scalar == tl.bfloat16 else x for x in (a, b))
-    return _create_dot(self, a, b, *rest)
-
-
-interpreter._patch_lang_tensor = _patch_tensor_for_numpy
-interpreter.InterpreterBuilder.create_dot = _dot_of_bfloat16
 SMALL = BlockConfig(16, 16, 4, 2)
 LENGTHS = ((13, 1, 22), (5, 18, 1))
 

@@ -98,6 +98,11 @@ class Plans:
         # Plans hold the block sizes that they were made with.
         self.by_look.clear()
 
+    def forget_measured(self) -> None:
+        """Goes back to the table's block sizes."""
+        self._measured.clear()
+        self.by_look.clear()
+
     def config_for(self, geometry: Geometry, num_tokens: int) -> BlockConfig:
         """The measured block sizes of the nearest measured size above, else those of the table."""
         sizes = self._measured.get(geometry, {})

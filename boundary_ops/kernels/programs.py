@@ -297,7 +297,8 @@ def prefill_program(
     own = tl.arange(0, WRITE_ROWS)
     is_own = (own < TILE_TOKENS) & (first + own < new)
     if SPLITS > 1:
-        is_own = is_own & (first_head == 0)
+        # Of the programs that share these tokens, the first one writes.
+        is_own = (own < tl.where(first_head == 0, TILE_TOKENS, 0)) & (first + own < new)
     slot = tl.load(slots + first_row + own, mask=is_own, other=0) * POOL_ROW
     own_mask = is_own[:, None] & (dim < DIM)[None, :]
     new_k = tl.load(

@@ -1,0 +1,25 @@
+"""What triton 3.6's interpreter lacks; imported for its effect where TRITON_INTERPRET=1 is set."""
+
+from __future__ import annotations
+
+import triton.language as tl
+from triton.runtime import interpreter
+
+_patch_tensor = interpreter._patch_lang_tensor
+_create_dot = interpreter.InterpreterBuilder.create_dot
+
+
+def _patch_tensor_for_numpy(tensor, scope):
+    """numpy 2.4 converts only 0-dimensional arrays to int; the interpreter's scalars have one dimension."""
+    _patch_tensor(tensor, scope)
+    scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.reshape(-1)[0]))
+
+
+def _dot_of_bfloat16(self, a, b, *rest):
+    """The interpreter keeps bfloat16 as uint16, and would multiply those."""
+    a, b = (self.cast_impl(x, tl.float32) if x.dtype.scalar == tl.bfloat16 else x for x in (a, b))
+    return _create_dot(self, a, b, *rest)
+
+
+interpreter._patch_lang_tensor = _patch_tensor_for_numpy
+interpreter.InterpreterBuilder.create_dot = _dot_of_bfloat16
