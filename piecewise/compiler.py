@@ -10,7 +10,7 @@ import torch
 from torch import fx, nn
 
 from piecewise import torch_internals as internals
-from piecewise.aliases import NodeFacts, find_facts, remove_dead_nodes
+from piecewise.aliases import NodeFacts, find_facts, remove_dead_nodes, tensors_in
 from piecewise.classify import Classifier, Verdict
 from piecewise.config import PiecewiseConfig
 from piecewise.normalize import normalize
@@ -33,6 +33,7 @@ class TracedModel:
     token: TokenSymbol
     num_dead_ops: int
     forced: dict[fx.Node, Verdict] = dataclasses.field(default_factory=dict)
+    static_ints: tuple[int, ...] = ()
 
     def cut(self) -> SegmentPlan:
         """The plan with what the probes have found so far."""
@@ -88,12 +89,35 @@ def trace_model(
 ) -> TracedModel:
     """Traces the example and finds its token symbol.
 
+    An int argument that decides on shapes or branches (`logits_to_keep`) is part of the signature: where the
+    first trace shows that, a second one takes it as a constant. One that ops only compute with may change.
+
     Raises:
         TraceError, TokenDimError: as `trace` and `find_token_symbol` say.
         ConfigError: `config.boundary_ops` names an op that is not registered.
     """
     _check_devices(model, example)
-    return prepare(trace(model, example, forward=forward), config)
+    traced = trace(model, example, forward=forward)
+    static = dict.fromkeys(_ints_that_decide(traced), ())
+    if static:
+        traced = trace(model, example, forward=forward, static_dims=static)
+    prepared = prepare(traced, config)
+    prepared.static_ints = tuple(static)
+    return prepared
+
+
+def _ints_that_decide(traced: Trace) -> list[int]:
+    """Int arguments whose symbol is in a guard or in the shape of some tensor."""
+    ints = {expr: leaf for leaf, expr in internals.symbolic_ints(traced.shape_env).items() if expr.is_Symbol}
+    seen = {
+        symbol for guard in internals.guard_expressions(traced.shape_env) for symbol in guard.free_symbols
+    }
+    for node in traced.graph.graph.nodes if ints else ():
+        for tensor in tensors_in(node.meta.get("example_value")):
+            for size in tensor.shape:
+                expr = internals.expression(size, traced.shape_env)
+                seen |= expr.free_symbols if expr is not None else set()
+    return sorted(leaf for symbol, leaf in ints.items() if symbol in seen)
 
 
 def prepare(traced: Trace, config: PiecewiseConfig) -> TracedModel:
@@ -129,7 +153,8 @@ def serves_one_token(traced: TracedModel, model: nn.Module, *, forward: Any, con
     no mark. A second trace, at one token and static, is compared op by op.
     """
     example = example_of_size(traced, 1)
-    static = {carried.leaf: tuple(carried.dims) for carried in traced.token.inputs}
+    static: dict[int, tuple[int, ...]] = {c.leaf: tuple(c.dims) for c in traced.token.inputs}
+    static |= dict.fromkeys(traced.static_ints, ())
     try:
         single = trace(model, example, forward=forward, static_dims=static)
     except TraceError:

@@ -117,7 +117,7 @@ def trace(
     Args:
         model: the module whose state the trace records.
         forward: the callable to trace; reached from `model` (the module itself, or its own forward).
-        static_dims: leaf index → dims that get no symbol.
+        static_dims: leaf index → dims that get no symbol; an int argument in here gets none either.
     Raises:
         TraceError: forward cannot be one graph, has side effects, or returns something that cannot be
             rebuilt.
@@ -140,7 +140,10 @@ def trace(
     logger = logging.getLogger("torch._guards")
     level = logger.level
     try:
-        int_names = [f"i{index}" for index, leaf in enumerate(leaves) if not isinstance(leaf, torch.Tensor)]
+        ints = [
+            i for i, leaf in enumerate(leaves) if not isinstance(leaf, torch.Tensor) and i not in static_dims
+        ]
+        int_names = [f"i{index}" for index in ints]
         with internals.tracing_config(int_names), torch.inference_mode(False), torch.no_grad():
             logger.setLevel(logging.CRITICAL)  # it prints a page before the exception that is re-raised below
             result = torch.compile(function, backend=collector, fullgraph=True)(model, *leaves)

@@ -246,8 +246,8 @@ def test_I10_tokens_are_found_wherever_they_are(name, example):
         arguments=INPUTS[name],
         example=example,
         sizes=(1, 2, 3, 5, 8, 9, 17),
-        # Nothing but the op's own view has told torch the hidden size, so its guards exclude one row.
-        eager=(1,) if embedded else (),
+        # Where a view flattens the tokens, nothing has told torch the hidden size yet: its guards exclude one row.
+        eager=(1,) if name == "embeds" else (),
         poison=example == 3,
     )
     # A view of the caller's own tensor is made anew on each call.
@@ -381,3 +381,29 @@ def test_I6_many_row_counts_keep_a_bounded_number_of_views():
             graphed(make_ids(min(n, 64)), torch.arange(min(n, 64)))
     steps = graphed._signatures[0].served[256].steps
     assert 0 < steps.num_bound <= steps.max_bound
+
+
+class KeepLast(Toy):
+    """`keep` rows of the result from the end, as `logits_to_keep` of transformers; 0 keeps all."""
+
+    def forward(self, ids, positions, keep=0):
+        return super().forward(ids, positions)[-keep:]
+
+
+def test_I10_an_int_that_decides_on_shapes_is_part_of_the_signature():
+    model = KeepLast(num_blocks=1).eval()
+    graphed = piecewise.compile(model, buckets=(8,), progress=False)
+    graphed.capture(make_ids(5), torch.arange(5), 0)
+    assert kinds(graphed) == "gbg"  # all rows, as with no slice at all
+    graphed.capture(make_ids(5), torch.arange(5), keep=2)
+    assert kinds(graphed, 1) == "gbge"
+    with torch.no_grad():
+        for n, keep in ((5, 0), (5, 2), (8, 2), (1, 0), (3, 1), (8, 0)):
+            compare(
+                graphed,
+                model,
+                (make_ids(n), torch.arange(n), keep),
+                exact=n == 8 or keep == 1,
+                where=f"{n}, {keep}",
+            )
+    assert graphed.stats.replays == 5 and graphed.stats.reasons == {FallbackReason.UNSEEN_SIGNATURE: 1}
