@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
+import sympy
 import torch
 from torch import fx
 from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
@@ -160,6 +161,9 @@ class Probe:
                 run.padded.pop(node, None)
 
     def _load_placeholders(self) -> None:
+        for (leaf, dim), expr in internals.symbolic_sizes(self.trace.shape_env).items():
+            value = self.trace.example.leaves[leaf]
+            self._note_symbol(expr, value if dim < 0 else value.shape[dim])
         read = {arg for node, fact in self.facts.items() if fact.boundary is None for arg in fact.reads}
         for placeholder in self.trace.placeholders:
             node, fake = placeholder.node, placeholder.node.meta.get("example_value")
@@ -187,7 +191,8 @@ class Probe:
                     )
 
     def _note_symbol(self, size: Any, actual: int) -> None:
-        expr = internals.expression(size, self.trace.shape_env)
+        is_expression = isinstance(size, sympy.Basic)
+        expr = size if is_expression else internals.expression(size, self.trace.shape_env)
         if expr is not None and expr.is_Symbol and expr != self.token.symbol:
             self.others[expr] = actual
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from piecewise.structure import MatchWriter, Namespace, Structure, build_source
+from piecewise.structure import PLAIN, MatchWriter, Namespace, Structure, build_source
 
 
 class _Missing:
@@ -31,12 +31,17 @@ def _sorted_keywords(keywords: dict[str, Any]) -> dict[str, Any]:
 
 
 class CallBinder:
-    """Binds calls to the parameters of `forward`; an argument that was not passed is `MISSING`."""
+    """Binds calls to the parameters of `forward`.
+
+    An argument that was not passed is the plain default that it has, so that leaving it out and passing it
+    are one call, and else `MISSING`. An int default is not passed: as an argument it would be a symbol.
+    """
 
     def __init__(self, forward: Callable[..., Any]) -> None:
         self.parameters = tuple(inspect.signature(forward).parameters.values())
         self.names = tuple(parameter.name for parameter in self.parameters)
         parts, returned = [], []
+        defaults: dict[str, Any] = {"_missing": MISSING, "_sorted": _sorted_keywords}
         last_kind = None
         for position, parameter in enumerate(self.parameters):
             kind, name = parameter.kind, parameter.name
@@ -52,13 +57,17 @@ class CallBinder:
             elif kind == parameter.VAR_KEYWORD:
                 parts.append(f"**{name}")
             else:
-                parts.append(f"{name}=_missing")
+                if isinstance(parameter.default, PLAIN) and kind != parameter.POSITIONAL_ONLY:
+                    defaults[f"_default{position}"] = parameter.default
+                    parts.append(f"{name}=_default{position}")
+                else:
+                    parts.append(f"{name}=_missing")
             returned.append(f"_sorted({name})" if kind == parameter.VAR_KEYWORD else name)
             last_kind = kind
             if position == len(self.parameters) - 1 and kind == parameter.POSITIONAL_ONLY:
                 parts.append("/")
         source = f"lambda {', '.join(parts)}: ({', '.join(returned)}{',' if len(returned) == 1 else ''})"
-        self.bind: Callable[..., tuple] = eval(source, {"_missing": MISSING, "_sorted": _sorted_keywords})
+        self.bind: Callable[..., tuple] = eval(source, defaults)
 
     def call_source(self, values: Structure, leaf_names: Sequence[str], namespace: Namespace) -> str:
         """The argument list, as source, that makes the bound call again: by keyword wherever forward
@@ -138,6 +147,7 @@ def write_matcher(
     anchor: tuple[int, int],
     token_dims: Sequence[tuple[int, int, Callable[[int], int]]] = (),
     distinct: Sequence[tuple[int, int]] = (),
+    apart_from: Sequence[Callable[[], int]] = (),
 ) -> Callable[[tuple], tuple[int, list[Any]] | None]:
     """Generates `match(bound)`: (token count, leaves), or None where the call is of another signature.
 
@@ -149,6 +159,7 @@ def write_matcher(
         anchor: (leaf, dim) that the token count is read from.
         token_dims: (leaf, dim, size as a function of the token count) of the other dims that carry tokens.
         distinct: pairs of tensor leaves that must not share memory, since the call writes one of them.
+        apart_from: addresses of memory that graphs write, which no leaf may lie in.
     """
     namespace = Namespace()
     writer = MatchWriter(namespace, lambda node, name: rules[node.index].mismatches(name, namespace))
@@ -159,6 +170,11 @@ def write_matcher(
     for left, right in distinct:
         one, other = writer.leaf_names[left], writer.leaf_names[right]
         writer.reject(f"{one}.untyped_storage().data_ptr() == {other}.untyped_storage().data_ptr()")
+    for address in apart_from:
+        name = namespace.name(address, "address")
+        for leaf, value in sorted(writer.leaf_names.items()):
+            if rules[leaf].kind == "tensor":
+                writer.reject(f"{value}.untyped_storage().data_ptr() == {name}()")
     leaves = ", ".join(writer.leaf_names[index] for index in sorted(writer.leaf_names))
     writer.lines.append(f"rows = {writer.leaf_names[anchor[0]]}.shape[{anchor[1]}]")
     for leaf, dim, size in token_dims:

@@ -21,6 +21,7 @@ from piecewise.structure import Namespace, build_source
 from piecewise.trace import ExampleCall
 from runners.buffers import StaticBuffers
 from runners.engine import GraphEngine, GraphPool
+from runners.errors import TraceError
 from runners.state_check import StateChange, StateCheck
 from runners.stats import FallbackReason
 from runners.step_plan import StepPlan
@@ -249,20 +250,23 @@ def _is_alike(first: TracedModel, other: TracedModel) -> bool:
 def _leaf_rules(traced: TracedModel) -> dict[int, LeafRule]:
     """Leaf index → what it must be in a call that the trace is valid for."""
     trace, example = traced.trace, traced.trace.example
-    symbolic = internals.symbolic_ints(trace.shape_env)
+    symbolic = internals.symbolic_sizes(trace.shape_env)
     for placeholder in trace.placeholders:
         expr = internals.expression(placeholder.node.meta.get("example_value"), trace.shape_env)
         if placeholder.kind == "input" and expr is not None:
-            symbolic[placeholder.leaf] = expr
+            symbolic[placeholder.leaf, -1] = expr
     read = {placeholder.leaf for placeholder in trace.placeholders if placeholder.kind == "input"}
     rules: dict[int, LeafRule] = {}
     for index, leaf in enumerate(example.leaves):
         if isinstance(leaf, torch.Tensor):
             sizes = trace.symbols_of_leaf(index) if index in read else ()
             static = {dim: int(expr) for dim, expr in enumerate(sizes) if expr.is_number}
+            if index in trace.leaves_seen and index not in read:  # Python read it, and no op
+                sized = {dim for (at, dim), expr in symbolic.items() if at == index and not expr.is_number}
+                static = {dim: size for dim, size in enumerate(leaf.shape) if dim not in sized}
             rules[index] = LeafRule(leaf, static=static, exact=None)
         else:
-            expr = symbolic.get(index)
+            expr = symbolic.get((index, -1))
             rules[index] = LeafRule(leaf, static={}, exact=leaf if expr is None or expr.is_number else None)
     return rules
 
@@ -278,8 +282,25 @@ def _matcher(traced: TracedModel, plan: SegmentPlan, example: ExampleCall) -> Ca
     tensors = [index for index, leaf in enumerate(example.leaves) if isinstance(leaf, torch.Tensor)]
     # A tensor passed twice is two inputs of equal content; only a call that writes one must keep them apart.
     distinct = [(written, other) for written in plan.written_leaves for other in tensors if other != written]
-    anchor = (token.leaf, token.dim)
-    return write_matcher(example.values, rules, anchor=anchor, token_dims=dims, distinct=distinct)
+    _refuse_shared_memory(example, distinct)
+    in_graphs = {memory for segment in plan.graph_segments() for memory in segment.writes}
+    state = [v.state for v in plan.values if v.state is not None and v.memory in in_graphs]
+    return write_matcher(
+        example.values, rules, anchor=(token.leaf, token.dim), token_dims=dims, distinct=distinct,
+        apart_from=[lambda ref=ref: ref.get().untyped_storage().data_ptr() for ref in state],
+    )  # fmt: skip
+
+
+def _refuse_shared_memory(example: ExampleCall, pairs: Sequence[tuple[int, int]]) -> None:
+    for pair in pairs:
+        one, other = (example.leaves[index].untyped_storage().data_ptr() for index in pair)
+        if one == other:
+            written, read = (f"'{example.names[index]}'" for index in pair)
+            raise TraceError(
+                f"inputs {written} and {read} share memory, and forward writes {written}",
+                rule="what a graph reads was written for this call [I2]",
+                fix="pass tensors of their own, or let forward write a copy",
+            )
 
 
 def _rebuilder(traced: TracedModel) -> Callable[[list[Any]], Any]:

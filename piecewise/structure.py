@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 
-_PLAIN = (
+PLAIN = (
     *(type(None), bool, float, complex, str, bytes, enum.Enum),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format),
 )
@@ -69,7 +69,7 @@ class _Flattener:
             return self.leaf("tensor", value)
         if cls is int or self.is_leaf(value):
             return self.leaf("int", value)
-        if isinstance(value, _PLAIN):
+        if isinstance(value, PLAIN):
             return Structure("const", value=value)
         if cls in (list, tuple):
             return Structure(cls.__name__, children=tuple(map(self.walk, value)))
@@ -205,7 +205,10 @@ class MatchWriter:
             self.reject(f"{name} is not {value!r}")
             return
         const = self._namespace.name(value)
-        if isinstance(value, _PLAIN):
+        if type(value) in (float, complex) and value == 0:  # 0.0 and -0.0 are equal, and divide differently
+            self.reject(f"type({name}) is not type({const}) or repr({name}) != {repr(value)!r}")
+            return
+        if isinstance(value, PLAIN):
             self.reject(f"{name} is not {const} and (type({name}) is not type({const}) or {name} != {const})")
         else:
             self.reject(f"{name} is not {const}")

@@ -231,13 +231,14 @@ def symbol_source(shape_env: ShapeEnv | None, symbol: sympy.Symbol) -> tuple[int
     return None
 
 
-def symbolic_ints(shape_env: ShapeEnv | None) -> dict[int, sympy.Expr]:
-    """Leaf index → simplified expression of each int argument that the trace held as a symbol."""
-    found: dict[int, sympy.Expr] = {}
+def symbolic_sizes(shape_env: ShapeEnv | None) -> dict[tuple[int, int], sympy.Expr]:
+    """(leaf, dim) → simplified expression of each size that the trace held as a symbol, whether the graph
+    reads the tensor or not; dim −1 for an int argument."""
+    found: dict[tuple[int, int], sympy.Expr] = {}
     for symbol in list(shape_env.var_to_sources) if shape_env is not None else []:
         source = symbol_source(shape_env, symbol)
-        if source is not None and source[1] < 0:
-            found[source[0]] = shape_env.simplify(symbol)  # type: ignore[union-attr]
+        if source is not None:
+            found[source] = shape_env.simplify(symbol)  # type: ignore[union-attr]
     return found
 
 

@@ -19,6 +19,7 @@ import dataclasses
 import itertools
 import linecache
 import logging
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -88,6 +89,7 @@ class Trace:
         shape_env: where symbols are simplified, None for a graph without any.
         state_facts: what the trace saw of the model's Python state.
         example: the call that was traced.
+        leaves_seen: input tensors that forward looked at, if only at their sizes.
     """
 
     graph: fx.GraphModule
@@ -97,6 +99,7 @@ class Trace:
     shape_env: ShapeEnv | None
     state_facts: StateFacts
     example: ExampleCall
+    leaves_seen: frozenset[int] = frozenset()
 
     def symbols_of_leaf(self, leaf: int) -> tuple[sympy.Expr, ...]:
         """The simplified size expressions of an input tensor; empty for one that the graph does not read."""
@@ -284,7 +287,11 @@ class _Collector:
         )
         structure, result_leaves = self._result(result, placeholders)
         facts = facts_read(self.guards, scope, self.model, skip_root=skip_root)
-        return Trace(self.graph, placeholders, structure, result_leaves, shape_env, facts, example)
+        seen = (re.match(r"L\['t(\d+)'\]", guard.source) for guard in self.guards)
+        return Trace(
+            self.graph, placeholders, structure, result_leaves, shape_env, facts, example,
+            leaves_seen=frozenset(int(found[1]) for found in seen if found),
+        )  # fmt: skip
 
     def _placeholder(self, node: fx.Node, argument: Any, scope: Scope) -> Placeholder:
         for index, leaf in enumerate(self.leaves):
