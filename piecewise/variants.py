@@ -1,0 +1,269 @@
+"""The ways to run one model that a benchmark compares, each as a call without arguments per token count.
+
+=================  ====================================================================================
+eager              the case's baseline: the unmodified model, where the case has one
+compile            the baseline under `torch.compile`, one graph for all sizes
+reduce-overhead    the same with torch's own CUDA graphs
+graphed            the case's model, boundary ops eager
+graphed-captured   the same with the boundary ops captured
+floor              the kernels of the graphed plan in one graph: what the cuts cost is above it
+breakable          the case's model through the package `breakable-cuda-graphs`, cut at the same ops
+=================  ====================================================================================
+
+What this version or machine cannot do is left out with its reason.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+import boundary_ops
+import piecewise
+from piecewise.config import PiecewiseConfig
+from piecewise.plan import SegmentPlan
+from piecewise.prefill_case import PrefillCase
+from runners.engine import engine_for
+from runners.errors import PiecewiseError
+
+Call = Callable[[], Any]
+DEFAULT_VARIANTS = ("eager", "compile", "reduce-overhead", "graphed", "graphed-captured", "floor")
+PEERS = ("breakable",)
+_WARM_UPS = 3
+
+
+class Unavailable(Exception):
+    """A variant cannot be run here; the text says why."""
+
+
+@dataclasses.dataclass(slots=True)
+class Prepared:
+    """A variant, ready to be called.
+
+    Attributes:
+        uses_baseline: whether it runs the case's baseline, so that inputs are made for that one.
+        prepare: num_tokens → a call with inputs of that many tokens; the inputs are made before it.
+        setup_s: seconds spent before the first call: tracing, compiling, capturing.
+        capture: how each bucket went, for graphed variants.
+        close: gives its memory back.
+    """
+
+    name: str
+    uses_baseline: bool
+    prepare: Callable[[int, tuple[Any, ...], dict[str, Any]], Call]
+    setup_s: float = 0.0
+    capture: dict[str, Any] | None = None
+    close: Callable[[], None] = lambda: None
+
+
+class VariantMaker:
+    """Prepares variants of one case; the graphed one is made once and lends its plan to the floor."""
+
+    def __init__(self, case: PrefillCase, config: PiecewiseConfig, sizes: Sequence[int]) -> None:
+        self.case, self.config, self.sizes = case, config, tuple(sizes)
+        self._made: dict[str, tuple[piecewise.GraphedModule, Any]] = {}
+
+    def prepare(self, name: str) -> Prepared:
+        """The variant, compiled and captured.
+
+        Raises:
+            Unavailable: this version, the machine or the model lacks what it needs.
+        """
+        makers: dict[str, Callable[[], Prepared]] = {
+            "eager": lambda: _eager(self.case),
+            "compile": lambda: _compiled(self.case, "compile", self.sizes),
+            "reduce-overhead": lambda: _compiled(self.case, "reduce-overhead", self.sizes),
+            "graphed": lambda: self._graphed("graphed"),
+            "graphed-captured": lambda: self._graphed("graphed-captured"),
+            "floor": self._floor,
+            "breakable": lambda: _breakable(self.case),
+        }
+        began = time.perf_counter()
+        made = makers[name]()
+        made.setup_s = time.perf_counter() - began
+        return made
+
+    def _captured(self, name: str) -> tuple[piecewise.GraphedModule, Any]:
+        if name not in self._made:
+            boundary = {"boundary": "captured"} if name == "graphed-captured" else {}
+            try:
+                config = PiecewiseConfig.from_any(self.config, **boundary)
+                graphed = piecewise.compile(self.case.model, config)
+                args, kwargs = self.case.inputs(max(min(self.sizes), 2))
+                self._made[name] = graphed, graphed.capture(*args, **kwargs)
+            except PiecewiseError as error:
+                raise Unavailable(_first_line(error)) from error
+        return self._made[name]
+
+    def _graphed(self, name: str) -> Prepared:
+        graphed, report = self._captured(name)
+
+        def prepare(n: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+            before = graphed.stats.replays
+            graphed(*args, **kwargs)
+            if graphed.stats.replays == before:
+                raise Unavailable(f"{n} tokens ran eagerly: {dict(graphed.stats.reasons)}")
+            return lambda: graphed(*args, **kwargs)
+
+        capture = {**report.asdict(), "coverage": graphed.report().coverage}
+        return Prepared(name, False, prepare, capture=capture, close=graphed.release)
+
+    def _floor(self) -> Prepared:
+        graphed, _ = self._captured("graphed")
+        device = device_of(self.case)
+        engine = engine_for("auto", device)
+        pool = engine.new_pool(device)
+        graphs: list[Any] = []
+
+        def prepare(n: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+            # Taking a call apart needs what the public interface hides.
+            (signature,) = graphed._signatures
+            matched = signature.match(graphed._bind(args, kwargs))
+            if matched is None or n not in signature.served:
+                raise Unavailable(f"{n} is no captured bucket")
+            plan, leaves = signature.served[n].plan, matched[1]
+            for _ in range(_WARM_UPS):
+                run_plan(plan, leaves, n)
+            try:
+                graph = engine.capture(
+                    lambda: run_plan(plan, leaves, n), pool=pool, segment=f"whole model, {n} tokens"
+                )
+            except Exception as error:
+                raise Unavailable(_first_line(error)) from error
+            pool.end_bucket()
+            graphs.append(graph)
+
+            def call() -> Any:
+                graph.replay()
+                return graph.outputs
+
+            return call
+
+        def close() -> None:
+            for graph in graphs:
+                graph.reset()
+            pool.release()
+
+        return Prepared("floor", False, prepare, close=close)
+
+
+def run_plan(plan: SegmentPlan, leaves: Sequence[Any], num_tokens: int) -> list[Any]:
+    """All segments of a plan in order, without padding: a call's kernels and nothing around them.
+
+    Returns:
+        The result's tensors.
+    """
+    made: dict[int, Any] = {}
+
+    def value(index: int) -> Any:
+        spec = plan.values[index]
+        if index in made:
+            return made[index]
+        if spec.state is not None:
+            return spec.state.get()
+        return leaves[spec.leaf] if spec.dim < 0 else leaves[spec.leaf].shape[spec.dim]
+
+    for segment in plan.segments:
+        outputs = segment.function(num_tokens, *map(value, segment.inputs))
+        made.update(zip(segment.outputs, outputs, strict=True) if segment.outputs else ())
+    return [value(source) for source in plan.result_values if isinstance(source, int)]
+
+
+def device_of(case: PrefillCase) -> torch.device:
+    """Where the case's model lives."""
+    first = next(case.model.parameters(), None)
+    return first.device if first is not None else torch.device("cpu")
+
+
+def wait_for(device: torch.device) -> None:
+    """Returns when the device has nothing left to do."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _eager(case: PrefillCase) -> Prepared:
+    model = (case.baseline or case).model
+    return Prepared("eager", True, lambda n, args, kwargs: lambda: model(*args, **kwargs))
+
+
+def _compiled(case: PrefillCase, name: str, sizes: Sequence[int]) -> Prepared:
+    source = case.baseline or case
+    if name == "reduce-overhead" and device_of(case).type != "cuda":
+        raise Unavailable("needs a CUDA device")
+    torch._dynamo.reset()
+    mode = "reduce-overhead" if name == "reduce-overhead" else None
+    compiled = torch.compile(source.model, dynamic=True, mode=mode)
+
+    def prepare(n: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+        def call() -> Any:
+            torch.compiler.cudagraph_mark_step_begin()
+            return compiled(*args, **kwargs)
+
+        return call
+
+    try:
+        for n in sizes:
+            args, kwargs = source.inputs(n)
+            for _ in range(_WARM_UPS):
+                prepare(n, args, kwargs)()
+            wait_for(device_of(case))
+    except Exception as error:
+        raise Unavailable(_first_line(error)) from error
+    return Prepared(name, True, prepare)
+
+
+class _BreakAtBoundaries(TorchFunctionMode):
+    """Sends calls of boundary ops through `wrapped`."""
+
+    def __init__(self, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+        super().__init__()
+        self._wrap = wrap
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        is_boundary = boundary_ops.lookup(func) is not None
+        return (self._wrap(func) if is_boundary else func)(*args, **(kwargs or {}))
+
+
+def _breakable(case: PrefillCase) -> Prepared:
+    try:
+        peer = importlib.import_module("breakable_cuda_graphs")
+    except ImportError as error:
+        raise Unavailable(_first_line(error)) from error
+    if device_of(case).type != "cuda":
+        raise Unavailable("needs a CUDA device")
+    graphs: list[Any] = []
+
+    def prepare(n: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+        for _ in range(_WARM_UPS):
+            case.model(*args, **kwargs)
+        graph = peer.BreakableCUDAGraph(pool=graphs[0].pool() if graphs else None)
+        try:
+            with _BreakAtBoundaries(peer.no_graph), peer.breakable_graph(graph):
+                result = case.model(*args, **kwargs)
+        except Exception as error:
+            raise Unavailable(_first_line(error)) from error
+        graphs.append(graph)
+
+        def call() -> Any:
+            graph.replay()
+            return result
+
+        return call
+
+    def close() -> None:
+        for graph in graphs:
+            graph.reset()
+
+    return Prepared("breakable", False, prepare, close=close)
+
+
+def _first_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:300]}"
