@@ -21,11 +21,13 @@ import torch
 from torch import nn
 
 import boundary_ops
+from piecewise.capture_limits import capturable
 from piecewise.config import PiecewiseConfig
 from piecewise.progress import progress_bar
 from piecewise.report import CaptureReport, PlanReport, Report
 from piecewise.signature import CallBinder, describe_call, is_plain_leaf
 from piecewise.structure import flatten_structure
+from piecewise.traffic_recorder import TrafficRecorder
 from runners.bound_steps import StateChanged
 from runners.buckets import TokenBuckets
 from runners.buffers import StaticBuffers
@@ -55,6 +57,7 @@ class GraphedModule:
         model: the user's module, unchanged; other attributes of this object are the model's.
         piecewise_config: the settings.
         stats: counters of calls; see `CallStats`.
+        traffic: the token counts of calls, for `piecewise buckets plan`; see `TrafficRecorder`.
     """
 
     def __init__(
@@ -66,9 +69,11 @@ class GraphedModule:
                 rule="graphs read weights through their modules", fix="wrap the function in an nn.Module",
             )  # fmt: skip
         _check_boundary_ops(config)
+        config, self._left_out = capturable(config)
         self.model = model
         self.piecewise_config = config
         self.stats = CallStats()
+        self.traffic = TrafficRecorder()
         self._forward: Callable[..., Any] = forward if forward is not None else model
         self._in_place = forward is not None
         self._buckets = TokenBuckets(config.buckets)
@@ -195,6 +200,7 @@ class GraphedModule:
 
     def _plan_for(self, position: int, num_tokens: int, leaves: list[Any], *, may_capture: bool) -> Any:
         signature = self._signatures[position]
+        self.traffic.record(num_tokens)
         if num_tokens <= 0:
             return FallbackReason.ZERO_TOKENS if num_tokens == 0 else FallbackReason.TOKEN_COUNT_MISMATCH
         bucket = self._buckets.bucket_for(num_tokens)
@@ -457,6 +463,7 @@ class GraphedModule:
             {self._describe_unseen(text): count for text, count in self._unseen.items()},
             tuple(self._changes),
             engine,
+            self._left_out,
         )
 
     def _describe_unseen(self, text: str) -> str:

@@ -18,8 +18,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from piecewise.capture_limits import capturable
 from piecewise.config import PiecewiseConfig
 from piecewise.report import CaptureReport, PlanReport, Report
+from piecewise.traffic_recorder import TrafficRecorder
 from runners.bound_steps import StateChanged
 from runners.buckets import TokenBuckets
 from runners.buffers import StaticBuffers
@@ -44,8 +46,10 @@ class BackendHandle:
     """Report and counters of one compiled model, over all graphs that Dynamo made of it."""
 
     def __init__(self, config: PiecewiseConfig) -> None:
-        self.piecewise_config = config
+        self.asked_for = config
+        self.piecewise_config, self._left_out = capturable(config)
         self.stats = CallStats()
+        self.traffic = TrafficRecorder()
         self.buffers = StaticBuffers()
         self.graphs: list[CompiledGraph] = []
         self.notes: dict[str, int] = {}
@@ -69,7 +73,7 @@ class BackendHandle:
         plans = tuple(PlanReport.of(graph.signature.plan, graph.names) for graph in ready if graph.signature)
         reports = tuple(graph.report for graph in ready)
         engine = self._engine.name if self._engine is not None else "none yet"
-        return Report(plans, reports, self.stats.snapshot(), dict(self.notes), (), engine)
+        return Report(plans, reports, self.stats.snapshot(), dict(self.notes), (), engine, self._left_out)
 
     def release(self) -> None:
         """Gives all graph memory back; later calls run eagerly or capture again, as configured."""
@@ -108,7 +112,7 @@ def piecewise_backend(
 
     owner = internals.compiled_object()
     found = _handles.get(owner) if owner is not None else None
-    if found is None or found.piecewise_config != config:
+    if found is None or found.asked_for != config:
         found = BackendHandle(config)
         if owner is not None:
             _handles[owner] = found
@@ -200,6 +204,7 @@ class CompiledGraph:
         if matched is None:
             return FallbackReason.UNSEEN_SIGNATURE
         num_tokens, leaves = matched
+        self._owner.traffic.record(num_tokens)
         bucket = self._buckets.bucket_for(max(num_tokens, 0))
         if bucket is None:
             return FallbackReason.ZERO_TOKENS if num_tokens <= 0 else FallbackReason.ABOVE_LARGEST_BUCKET

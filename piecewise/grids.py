@@ -72,7 +72,7 @@ def _vllm(top: int) -> tuple[int, ...]:
 
 def _up_to(top: int, *parts: range | list[int]) -> tuple[int, ...]:
     # A hostile limit must not make a list of 2**31 / 16 entries; one that long is refused anyway.
-    found = []
+    found: list[int] = []
     for size in chain(*parts):
         if size > top or len(found) > MAX_NUM_BUCKETS:
             break
@@ -86,4 +86,11 @@ ENGINE_GRIDS = {
     "tensorrt-llm": EngineGrid(3072, _tensorrt_llm),
     "sglang": EngineGrid(4096, _sglang),
     "vllm": EngineGrid(512, _vllm),
+}
+
+# What decode batch sizes are compared with.
+DECODE_GRIDS: dict[str, Callable[[int], tuple[int, ...]]] = {
+    "every size": lambda top: tuple(range(1, top + 1)),
+    "powers of two": lambda top: tuple(1 << power for power in range(top.bit_length())),
+    "vllm": _vllm,
 }

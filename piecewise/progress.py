@@ -1,8 +1,13 @@
-"""A progress bar for captures, which take seconds each; silent where the output is no terminal."""
+"""Progress bars, silent where the output is no terminal: for captures, which take seconds each, and for work
+that may."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+Item = TypeVar("Item")
 
 
 class _NoBar:
@@ -18,3 +23,28 @@ def progress_bar(total: int, *, enabled: bool) -> Any:
     from tqdm import tqdm
 
     return tqdm(total=total, disable=None, leave=False)  # None: silent where the output is no terminal
+
+
+class DelayedBars:
+    """Progress bars that show up only where the work takes more than a second, on a terminal."""
+
+    def __init__(self, *, enabled: bool) -> None:
+        self._enabled = enabled
+
+    def over(self, items: Iterable[Item], what: str, unit: str) -> Iterable[Item]:
+        if not self._enabled:
+            return items
+        from tqdm import tqdm
+
+        return tqdm(items, desc=what, unit=f" {unit}", delay=1, leave=False, disable=None)
+
+    @contextmanager
+    def counting(self, total: int, what: str, unit: str) -> Iterator[Callable[[int], object]]:
+        """Gives what is told how many more items are done."""
+        if not self._enabled:
+            yield lambda count: None
+            return
+        from tqdm import tqdm
+
+        with tqdm(total=total, desc=what, unit=f" {unit}", delay=1, leave=False, disable=None) as bar:
+            yield bar.update

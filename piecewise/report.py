@@ -97,7 +97,7 @@ class PlanReport:
             f"segments; {self.coverage:.1%} of ops in graphs; tokens in {self.token_dim}; "
             f"{self.num_dead_ops} dead ops removed"
         )
-        return _table(rows) + "\n" + summary
+        return text_table(rows) + "\n" + summary
 
     def to_markdown(self) -> str:
         lines = ["| segment | kind | ops | module path | reason |", "|---|---|---|---|---|"]
@@ -146,15 +146,15 @@ class CaptureReport:
                     str(report.num_graphs),
                     str(report.num_ops),
                     f"{report.capture_ms:.0f}",
-                    _bytes(report.grown_bytes),
-                    _bytes(report.device_bytes),
+                    shown_bytes(report.grown_bytes),
+                    shown_bytes(report.device_bytes),
                     report.reason.splitlines()[0] if report.reason else "",
                 )  # fmt: skip
             )
         one = "replay" if self.serves_one_token else "run eagerly, as another program"
-        sizes = f"pool {_bytes(self.pool_bytes)}, buffers {_bytes(self.buffer_bytes)}"
-        sizes += f", {_bytes(self.device_bytes)} of the device in all"
-        return f"{_table(rows)}\n{sizes}; calls of one token {one}"
+        sizes = f"pool {shown_bytes(self.pool_bytes)}, buffers {shown_bytes(self.buffer_bytes)}"
+        sizes += f", {shown_bytes(self.device_bytes)} of the device in all"
+        return f"{text_table(rows)}\n{sizes}; calls of one token {one}"
 
     def asdict(self) -> dict[str, Any]:
         return {**dataclasses.asdict(self), "captured": list(self.captured), "ok": self.ok}
@@ -165,7 +165,11 @@ class CaptureReport:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Report:
-    """Plans, captures and calls of one graphed model."""
+    """Plans, captures and calls of one graphed model.
+
+    Attributes:
+        left_out: listed sizes that are not captured for any signature, each with its reason.
+    """
 
     plans: tuple[PlanReport, ...]
     captures: tuple[CaptureReport, ...]
@@ -173,6 +177,7 @@ class Report:
     unseen: Mapping[str, int]
     changes: tuple[str, ...]
     engine: str
+    left_out: tuple[str, ...] = ()
 
     @property
     def coverage(self) -> float:
@@ -180,7 +185,7 @@ class Report:
         return self.plans[0].coverage if self.plans else 0.0
 
     def __str__(self) -> str:
-        parts = [f"engine: {self.engine}"]
+        parts = ["\n".join([f"engine: {self.engine}", *(f"left out: {text}" for text in self.left_out)])]
         for index, (plan, capture) in enumerate(zip(self.plans, self.captures, strict=True)):
             parts += [f"signature {index}", str(plan), str(capture)]
         parts.append(self._calls())
@@ -201,6 +206,7 @@ class Report:
     def asdict(self) -> dict[str, Any]:
         return {
             "engine": self.engine,
+            "left_out": list(self.left_out),
             "coverage": self.coverage,
             "plans": [plan.asdict() for plan in self.plans],
             "captures": [capture.asdict() for capture in self.captures],
@@ -213,20 +219,22 @@ class Report:
         return json.dumps(self.asdict(), indent=2)
 
     def to_markdown(self) -> str:
-        parts = ["# Graphed prefill report", ""]
+        parts = ["# Graphed prefill report", "", *(f"* left out: {text}" for text in self.left_out)]
         for index, (plan, capture) in enumerate(zip(self.plans, self.captures, strict=True)):
             parts += [f"## Signature {index}", "", plan.to_markdown(), "", "```", str(capture), "```", ""]
         return "\n".join([*parts, "## Calls", "", "```", self._calls(), "```", ""])
 
 
-def _table(rows: Sequence[Sequence[str]]) -> str:
+def text_table(rows: Sequence[Sequence[str]]) -> str:
+    """Rows in aligned columns; the first row is the heading."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
     )
 
 
-def _bytes(count: int) -> str:
+def shown_bytes(count: int) -> str:
+    """A size for readers, in binary units."""
     size = float(count)
     for unit in ("B", "KiB", "MiB"):
         if size < 1024:
