@@ -108,7 +108,8 @@ def trace_model(
 
 def _ints_that_decide(traced: Trace) -> list[int]:
     """Int arguments whose symbol is in a guard or in the shape of some tensor."""
-    ints = {expr: leaf for leaf, expr in internals.symbolic_ints(traced.shape_env).items() if expr.is_Symbol}
+    sizes = internals.symbolic_sizes(traced.shape_env)
+    ints = [(expr, leaf) for (leaf, dim), expr in sizes.items() if dim < 0 and expr.is_Symbol]
     seen = {
         symbol for guard in internals.guard_expressions(traced.shape_env) for symbol in guard.free_symbols
     }
@@ -117,7 +118,7 @@ def _ints_that_decide(traced: Trace) -> list[int]:
             for size in tensor.shape:
                 expr = internals.expression(size, traced.shape_env)
                 seen |= expr.free_symbols if expr is not None else set()
-    return sorted(leaf for symbol, leaf in ints.items() if symbol in seen)
+    return sorted(leaf for symbol, leaf in ints if symbol in seen)
 
 
 def prepare(traced: Trace, config: PiecewiseConfig) -> TracedModel:
