@@ -78,6 +78,8 @@ class PlanAssembler:
             CaptureError: a segment cannot be captured, or its real rows change with its padding. Nothing
                 of the bucket is left behind.
         """
+        for runner in self.runners.values():
+            runner.forget(bucket)  # it may have failed before
         self.pool.begin_bucket()
         shadows = {value.index: self._shadow_buffer(value, bucket) for value in self.shadowed}
         written = self._written_state()
@@ -87,7 +89,7 @@ class PlanAssembler:
             with torch.inference_mode(False), torch.no_grad(), unchanged_random_state(device):
                 self._warm_up(bucket, real_rows, shadows)
                 static = self._capture_segments(bucket, shadows, on_segment)
-        except Exception as error:
+        except BaseException as error:
             for runner in self.runners.values():
                 runner.discard(bucket, str(error))
             raise

@@ -123,12 +123,16 @@ class PiecewiseRunner:
 
         Raises:
             StateError: the bucket is captured, or its capture failed.
+            CaptureError: the segment fails at this size.
         """
         state = self.state_for(padded_num_tokens)
         if state.phase not in (BucketPhase.COLD, BucketPhase.WARMING):
             raise self._wrong_state("warm-up", padded_num_tokens, "a bucket that is cold or warming")
-        with torch.inference_mode(False), torch.no_grad():
-            outputs = tuple(self._fn(padded_num_tokens, *args))
+        try:
+            with torch.inference_mode(False), torch.no_grad():
+                outputs = tuple(self._fn(padded_num_tokens, *args))
+        except Exception as error:
+            raise self._failure(padded_num_tokens, error) from error
         self._states[padded_num_tokens] = BucketState(BucketPhase.WARMING, state.num_warmups + 1)
         return outputs
 
@@ -198,6 +202,11 @@ class PiecewiseRunner:
         if capture is not None:
             capture.graph.reset()
         self._states[padded_num_tokens] = BucketState(BucketPhase.EAGER_ONLY, reason=reason)
+
+    def forget(self, padded_num_tokens: int) -> None:
+        """Makes a bucket COLD again, whatever it was; its graph, if there is one, is reset."""
+        self.discard(padded_num_tokens, "")
+        del self._states[padded_num_tokens]
 
     def reset(self) -> None:
         """Resets all graphs; every bucket is COLD again. Idempotent."""

@@ -67,6 +67,8 @@ class TapePool:
         self.device = device
         self.arena = Arena(device)
         self.tapes: WeakSet[TapeGraph] = WeakSet()
+        self._of_bucket: WeakSet[TapeGraph] = WeakSet()
+        self._before_bucket = self.arena.begin()
         self.is_recording = False
         self._is_released = False
 
@@ -86,14 +88,24 @@ class TapePool:
         return None
 
     def begin_bucket(self) -> None:
-        """Nothing to do."""
+        """Notes what the arena holds, to return to should no tape of the bucket be kept."""
+        self._of_bucket = WeakSet()
+        self._before_bucket = self.arena.begin()
+
+    def add(self, tape: TapeGraph) -> None:
+        """Counts a new tape among those that use the arena."""
+        self.tapes.add(tape)
+        self._of_bucket.add(tape)
 
     def keep_only(self, tensors: Iterable[Tensor]) -> None:
         """Nothing to do: within a bucket no memory is reused, so that a late reader is not fooled."""
 
     def end_bucket(self) -> None:
-        """The next capture begins at the arena's first byte again [I9]."""
+        """The next capture begins at the arena's first byte again [I9]; a bucket that failed leaves no
+        memory [I8]."""
         self.check_usable("end a bucket of")
+        if all(tape.is_reset for tape in self._of_bucket):
+            self.arena.rewind(self._before_bucket)
         self.arena.restart()
 
     def release(self) -> None:
@@ -224,5 +236,5 @@ def _finished(outputs: Any, recorder: Recorder, pool: TapePool, segment: str) ->
             fix="return (tensor,) for a single output",
         )
     graph = TapeGraph(segment, tuple(outputs), fills, calls)
-    pool.tapes.add(graph)
+    pool.add(graph)
     return graph
