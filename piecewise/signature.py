@@ -68,6 +68,7 @@ class CallBinder:
                 parts.append("/")
         source = f"lambda {', '.join(parts)}: ({', '.join(returned)}{',' if len(returned) == 1 else ''})"
         self.bind: Callable[..., tuple] = eval(source, defaults)
+        self.bind.__qualname__ = "forward"  # a call that does not fit is told in forward's name
 
     def call_source(self, values: Structure, leaf_names: Sequence[str], namespace: Namespace) -> str:
         """The argument list, as source, that makes the bound call again: by keyword wherever forward

@@ -83,11 +83,17 @@ class Scope:
             self._known[text] = self._look_up(node, text)
         return self._known[text]
 
+    def _key(self, node: Any) -> Any:
+        try:
+            return ast.literal_eval(node)
+        except ValueError:  # a key that is an object, such as a member of an enum
+            return self._find(node)[0]
+
     def _look_up(self, node: Any, text: str) -> tuple[Any, StateRef | None]:
         if text in self._names:
             return self._names[text], None
         if isinstance(node, ast.Subscript):
-            owner, key = self._find(node.value)[0], ast.literal_eval(node.slice)
+            owner, key = self._find(node.value)[0], self._key(node.slice)
             value = owner[key]
             is_root = any(owner is names for names in self._names.values())
             return value, None if is_root else StateRef(owner, key, readable_path(text))

@@ -31,7 +31,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from piecewise import torch_internals as internals
 from piecewise.plan import ResultLeaf
 from piecewise.side_effects import StateSnapshot
-from piecewise.signature import CallBinder
+from piecewise.signature import CallBinder, is_plain_leaf
 from piecewise.state import Scope, facts_read, readable_path, resolve
 from piecewise.structure import Namespace, Structure, flatten_structure
 from runners.errors import PiecewiseError, TraceError
@@ -182,6 +182,14 @@ def _prepare_leaves(example: ExampleCall, static_dims: Mapping[int, Sequence[int
         if not isinstance(leaf, torch.Tensor):
             prepared.append(leaf)
             continue
+        if not is_plain_leaf(leaf):
+            raise TraceError(
+                f"input '{example.names[index]}'",
+                expected="a plain strided tensor",
+                got=f"a {type(leaf).__name__} of layout {leaf.layout}",
+                rule="graphs read static buffers, which are plain memory [I4]",
+                fix="convert it before the call, or keep it inside the model",
+            )
         with torch.inference_mode(False), torch.no_grad():
             twin = leaf.clone() if leaf.is_inference() else leaf.detach()
         for dim, size in enumerate(twin.shape):
@@ -268,9 +276,12 @@ class _Collector:
         scope = self._scope()
         for source in internals.sources_to_be_written():
             source = self._as_read(source)
-            place = resolve(source, scope)
+            try:
+                value, place = scope.find(source)
+            except (KeyError, AttributeError, IndexError, ValueError):
+                continue
+            self.snapshot.add(readable_path(source), value)
             if place is not None:
-                self.snapshot.add(readable_path(source), place.get())
                 self.snapshot.add(readable_path(source).rpartition(".")[0], place.owner)
 
     def finish(self, result: Any, example: ExampleCall, *, skip_root: bool) -> Trace:

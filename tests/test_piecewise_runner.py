@@ -259,7 +259,7 @@ def test_an_interrupt_is_not_a_failed_capture(runner: PiecewiseRunner, segment: 
 
 def test_a_failed_warm_up_counts_for_nothing(runner: PiecewiseRunner, segment: Segment) -> None:
     segment.fault = ValueError("bad shape")
-    with pytest.raises(ValueError, match="bad shape"):
+    with pytest.raises(CaptureError, match=r"segment 3.*bucket 4.*ValueError: bad shape"):
         runner.warm_up(4, (torch.randn(4, HIDDEN),))
     assert runner.state_for(4) == COLD
 
