@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -267,17 +267,19 @@ def remove_dead_nodes(graph: fx.Graph, facts: dict[fx.Node, NodeFacts]) -> int:
     return removed
 
 
-def view_chain(node: fx.Node, facts: Mapping[fx.Node, NodeFacts]) -> tuple[fx.Node, tuple[fx.Node, ...]]:
+def view_chain(
+    node: fx.Node, facts: Mapping[fx.Node, NodeFacts], *, is_link: Callable[[fx.Node], bool]
+) -> tuple[fx.Node, tuple[fx.Node, ...]]:
     """The base that a view looks at, and the view nodes from it to `node`, in order.
 
-    A getitem on a tuple of views (`split`, `chunk`) is part of the chain. A node that is no view is its
-    own base.
+    A getitem on a tuple of views (`split`, `chunk`) is part of the chain. A node that is no view, or for
+    which `is_link` is false (an eager view: made once, of real rows), is its own base.
     """
     chain: list[fx.Node] = []
     current = node
     while True:
         fact = facts.get(current)
-        if fact is None or not fact.is_view:
+        if fact is None or not fact.is_view or not is_link(current):
             return current, tuple(reversed(chain))
         held = [
             argument

@@ -247,6 +247,10 @@ class Classifier:
             and not node.meta.get("pinned")
         )
 
+    def view_chain(self, node: fx.Node) -> tuple[fx.Node, tuple[fx.Node, ...]]:
+        """The tensor that a view is made of in each segment, and the views in between, in order."""
+        return view_chain(node, self.facts, is_link=lambda link: self.verdicts[link].kind == "graph")
+
     def _pin_views(self) -> None:
         """Views that a boundary op or the caller takes are made once, where their base lives."""
         takers = [node for node, verdict in self.verdicts.items() if verdict.kind == "boundary"]
@@ -255,7 +259,7 @@ class Classifier:
             for argument in taker.all_input_nodes:
                 if argument not in self.verdicts or not self.is_floating(argument):
                     continue
-                base, _ = view_chain(argument, self.facts)
+                base, _ = self.view_chain(argument)
                 made_by = self.verdicts[base].kind if base in self.verdicts else "outside"
                 argument.meta["pinned"] = True
                 if made_by != "graph":

@@ -164,7 +164,7 @@ def serves_one_token(traced: TracedModel, model: nn.Module, *, forward: Any, con
     enabled = frozenset(config.boundary_ops) if config.boundary_ops is not None else None
     facts = find_facts(single.graph.graph, enabled=enabled)
     remove_dead_nodes(single.graph.graph, facts)
-    return has_same_program(traced.trace, single, traced.token.symbol)
+    return has_same_program(traced.trace, single, traced.token.symbol, facts=traced.facts, single_facts=facts)
 
 
 def _check_devices(model: nn.Module, example: ExampleCall) -> None:

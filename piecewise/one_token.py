@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import sympy
@@ -9,28 +10,33 @@ import torch
 from torch import fx
 
 from piecewise import torch_internals as internals
-from piecewise.aliases import tensors_in
+from piecewise.aliases import NodeFacts, storage_of, tensors_in
 from piecewise.plan import ResultLeaf
 from piecewise.structure import Structure
 from piecewise.torch_internals import SYMBOLIC
 from piecewise.trace import Trace
 
+Facts = Mapping[fx.Node, NodeFacts]
 
-def has_same_program(dynamic: Trace, single: Trace, symbol: sympy.Symbol) -> bool:
+
+def has_same_program(
+    dynamic: Trace, single: Trace, symbol: sympy.Symbol, *, facts: Facts, single_facts: Facts
+) -> bool:
     """True where both have the same ops on the same operands, with every size of `dynamic` taken at one
-    token."""
-    left = _Program(dynamic, symbol)
-    right = _Program(single, None)
+    token, and where each write reaches the same tensors."""
+    left = _Program(dynamic, symbol, facts)
+    right = _Program(single, None, single_facts)
     return left.lines == right.lines and left.result == right.result
 
 
 class _Program:
     """A graph as lines that compare: op, operands by position, numbers by value, result shapes."""
 
-    def __init__(self, trace: Trace, symbol: sympy.Symbol | None) -> None:
-        self._trace, self._symbol = trace, symbol
+    def __init__(self, trace: Trace, symbol: sympy.Symbol | None, facts: Facts) -> None:
+        self._trace, self._symbol, self._facts = trace, symbol, facts
         self._names: dict[fx.Node, Any] = {}
         self._at_one: dict[Any, Any] = {}
+        self._order = {node: position for position, node in enumerate(trace.graph.graph.nodes)}
         for placeholder in trace.placeholders:
             where = placeholder.state.path if placeholder.state is not None else placeholder.leaf
             self._names[placeholder.node] = (placeholder.kind, where)
@@ -47,10 +53,34 @@ class _Program:
                         self._argument(node.args),
                         self._argument(dict(node.kwargs)),
                         shapes,
+                        self._written(node),
                     )
                 )
         self._outputs: Any = trace.graph.graph.output_node().args[0]
-        self.result = self._result(trace.result)
+        self.result = (
+            self._result(trace.result),
+            self._aliases(trace.graph.graph.output_node().all_input_nodes),
+        )
+
+    def _written(self, node: fx.Node) -> Any:
+        """The tensors that a write reaches and that are read later: `contiguous()` of one row is no copy."""
+        fact = self._facts.get(node)
+        if fact is None or not fact.writes:
+            return ()
+        memory = {storage_of(t) for arg in fact.writes for t in tensors_in(arg.meta.get("example_value"))}
+        order = self._order
+        return sorted(
+            str(name)
+            for other, name in self._names.items()
+            if any(storage_of(t) in memory for t in tensors_in(other.meta.get("example_value")))
+            and any(order[user] > order[node] for user in other.users)
+        )
+
+    def _aliases(self, nodes: Sequence[fx.Node]) -> list[int]:
+        """Which of the tensors share memory, as numbers in order of appearance."""
+        seen: dict[int, int] = {}
+        found = [storage_of(t) for node in nodes for t in tensors_in(node.meta.get("example_value"))]
+        return [seen.setdefault(memory, len(seen)) for memory in found]
 
     def _result(self, node: Structure) -> Any:
         """The structure of the result, with each leaf as where it comes from, and numbers by value."""

@@ -10,7 +10,8 @@ rounding with the unpadded one.
 The first node that differs is to blame, since all that came before agreed. It is made eager on the spot,
 its result is taken from the unpadded run, and the walk goes on, so that one pass finds every such node.
 After a node that agrees, the padded runs are set to the unpadded result, so that rounding never piles up
-along the depth of the model.
+along the depth of the model, and their padded rows are poisoned anew: wherever the graph is cut, whatever is
+in padded rows there, real rows are safe.
 
 Boundary ops are not called: what they write is filled with random values, poisoned where padded. Nodes
 outside graphs run on real rows, on copies of whatever they write, with the random state put back
@@ -108,8 +109,10 @@ class Probe:
         self.forced: dict[fx.Node, Verdict] = {}
         self.others: dict[Any, int] = {}
         self._written_outside = self._find_written_outside()
-        self._last_use = _last_uses(trace.graph.graph, keep=self._written_outside)
         self._aliases = self._find_aliases()
+        self._last_use = _last_uses(
+            trace.graph.graph, keep=self._written_outside, together=list(self._aliases.values())
+        )
         self._places: dict[Any, bool] = {}
         self._generator = torch.Generator().manual_seed(0)
         self._scalar_functions: dict[Any, Callable[..., tuple]] = {}
@@ -234,6 +237,7 @@ class Probe:
             seen = self._run_padded(node)
             if seen is None:
                 self._agree(node)
+                self._poison_memory(node)
                 return
             self.forced[node] = Verdict("eager", "mixes_tokens", seen)
             self.kinds[node] = "eager"
@@ -375,6 +379,24 @@ class Probe:
                     for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
                 ):
                     tensor.copy_(real)
+
+    def _poison_memory(self, node: fx.Node) -> None:
+        """Poisons the padded rows of memory that graphs own and that the node has just made or written."""
+        written = {
+            storage_of(t) for arg in self.facts[node].writes for t in tensors_in(arg.meta["example_value"])
+        }
+        for memory in written | self.facts[node].storages:
+            owner = self._aliases[memory][0]
+            if self.kinds.get(owner) != "graph" or self.facts[owner].is_view or owner not in self.real.values:
+                continue
+            for position, fake in enumerate(tensors_in(owner.meta["example_value"])):
+                function = self.sizes.of(fake.shape)
+                if storage_of(fake) != memory or function is None or not fake.dtype.is_floating_point:
+                    continue
+                for run in self.runs:
+                    tensor = list(tensors_in(run.values[owner]))[position]
+                    for part in padded_parts(tensor, function(self.rows)) if can_be_numbered(tensor) else ():
+                        part.fill_(poison_value(tensor.dtype, run.poison or 0))
 
     def _follow_real(self, node: fx.Node) -> None:
         """An eager node in the padded runs: run again where it looks at or writes their memory, else
@@ -607,13 +629,19 @@ def _map_tensors(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) -
     return value
 
 
-def _last_uses(graph: fx.Graph, *, keep: frozenset[fx.Node]) -> dict[int, list[fx.Node]]:
-    """Position → nodes that nobody reads after it; the next call reads `keep`."""
+def _last_uses(
+    graph: fx.Graph, *, keep: frozenset[fx.Node], together: Sequence[Sequence[fx.Node]]
+) -> dict[int, list[fx.Node]]:
+    """Position → nodes that nobody reads after it; the next call reads `keep`. Nodes that share memory go
+    together."""
     position_of: dict[fx.Node, int] = {}
     for position, node in enumerate(graph.nodes):
         for argument in node.all_input_nodes:
             if argument not in keep:
                 position_of[argument] = position
+    for group in together:
+        last = max((position_of[node] for node in group if node in position_of), default=0)
+        position_of.update({node: last for node in group if node in position_of})
     found: dict[int, list[fx.Node]] = {}
     for node, position in position_of.items():
         found.setdefault(position, []).append(node)

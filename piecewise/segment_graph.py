@@ -21,7 +21,6 @@ from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 from torch.utils._sympy.interp import sympy_interp
 
 from piecewise import torch_internals as internals
-from piecewise.aliases import view_chain
 from piecewise.formulas import RowFormulas
 from piecewise.torch_internals import SYMBOLIC
 
@@ -83,7 +82,7 @@ class SegmentWriter:
             return self.copies[node]
         value = node.meta.get("example_value")
         if verdict is not None and self.splitter.classifier.is_floating(node):
-            base, chain = view_chain(node, self.splitter.facts)
+            base, chain = self.splitter.classifier.view_chain(node)
             self._argument(base)
             for view in chain:
                 if view not in self.copies:

@@ -246,7 +246,7 @@ def test_I10_tokens_are_found_wherever_they_are(name, example):
         arguments=INPUTS[name],
         example=example,
         sizes=(1, 2, 3, 5, 8, 9, 17),
-        # Where a view flattens the tokens, nothing has told torch the hidden size yet: its guards exclude one row.
+        # A view that flattens tokens before the hidden size is known has guards that exclude one row.
         eager=(1,) if name == "embeds" else (),
         poison=example == 3,
     )
