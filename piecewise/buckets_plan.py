@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from piecewise.buckets_steps import check_options, read_traffic, split_traffic, step_limit, steps_of
-from piecewise.config import PiecewiseConfig
+from piecewise.config import DEFAULT_BUCKETS, PiecewiseConfig
 from piecewise.grids import DECODE_GRIDS, ENGINE_GRIDS, Grid
 from piecewise.planner import Outcome, evaluate, plan_buckets
 from piecewise.progress import DelayedBars
@@ -84,7 +84,7 @@ def _settings(arguments: argparse.Namespace) -> PiecewiseConfig:
             rule="a chunk is one step, or part of one",
             fix="lower --chunk, or raise --max-num-tokens",
         )
-    return dataclasses.replace(base, buckets=PiecewiseConfig().buckets, decode_batch_sizes=None, **limits)
+    return dataclasses.replace(base, buckets=DEFAULT_BUCKETS, decode_batch_sizes=None, **limits)
 
 
 def _cost(arguments: argparse.Namespace) -> tuple[StepCost, GraphMemory | None]:

@@ -272,8 +272,8 @@ def _settle_buckets(checked: dict[str, Any], place: Place) -> list[Problem]:
     sizes, limit = checked.get("buckets", DEFAULT_BUCKETS), checked.get("max_num_tokens")
     if sizes is DEFAULT_BUCKETS:
         # Nobody asked for these sizes, so those above a limit that somebody set are not an error.
-        kept = tuple(size for size in sizes if limit is None or size <= limit)
-        checked["buckets"] = kept or (limit,)
+        if limit is not None and limit < sizes[-1]:
+            checked["buckets"] = tuple(size for size in sizes if size <= limit) or (limit,)
         return []
     if isinstance(sizes, Grid):
         checked["buckets"] = listed = sizes.sizes(limit)

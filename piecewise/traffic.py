@@ -111,8 +111,8 @@ class Histogram:
         """With this share of each step spread evenly over the counts near its own, up to `width` off.
 
         Traffic to come has other counts than traffic seen; a plan on this is less fitted to the very counts.
-        Steps of `cover` tokens stay whole, for full chunks come at that count only. The counts are in 1/1024
-        of a step.
+        Steps of `cover` tokens stay whole, for full chunks come at that count only. The counts are in small
+        fractions of a step.
         """
         if share == 0:
             return self
@@ -127,7 +127,9 @@ class Histogram:
         np.add.at(change, high + 1, -moved / (high - low + 1))
         counts = np.cumsum(change)[: top + 1]
         counts[self.sizes] += self.counts - moved
-        scaled = np.rint(counts * 1024).astype(np.int64)
+        # Fine enough for a step spread over a million sizes, and exact as a float in sum.
+        scale = min(2**20, max(2**52 // self.num_steps, 1))
+        scaled = np.rint(counts * scale).astype(np.int64)
         sizes = np.flatnonzero(scaled > 0).astype(np.int64)
         return Histogram(sizes, scaled[sizes])
 
