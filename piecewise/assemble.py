@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from piecewise.boundary_warm_up import warm_up_boundary
 from piecewise.plan import ComputedNumber, Segment, SegmentPlan, ValueSpec
 from piecewise.probe import int_candidates, resize_leaf, unchanged_random_state
 from runners.buffers import StaticBuffers
@@ -64,6 +65,7 @@ class PlanAssembler:
             if value.index in self.read_by_graphs and value.origin in ("input", "eager")
         ]
         self.last_use = _last_uses(plan)
+        self.warmed_up: set[tuple[Any, ...]] = set()
         self.graph_memory = {value.memory for value in plan.values if value.origin == "graph"}
 
     def capture(
@@ -81,6 +83,7 @@ class PlanAssembler:
         for runner in self.runners.values():
             runner.forget(bucket)  # it may have failed before
         self.pool.begin_bucket()
+        self.warmed_up.clear()
         shadows = {value.index: self._shadow_buffer(value, bucket) for value in self.shadowed}
         written = self._written_state()
         device = next(iter(shadows.values())).device if shadows else torch.device("cpu")
@@ -138,6 +141,7 @@ class PlanAssembler:
         for position, segment in enumerate(self.plan.segments):
             if segment.kind == "boundary":
                 self._stand_in_for(segment, made, real_rows)
+                self._warm_up_boundary(segment, made, bucket)
             elif segment.kind == "graph":
                 arguments = self._arguments(segment, made)
                 if segment.views_only:
@@ -200,6 +204,27 @@ class PlanAssembler:
             for part in padded_parts(tensor, sizes):
                 part.fill_(poison_value(tensor.dtype, 0) if tensor.dtype.is_floating_point else 0)
             narrow_to(tensor, sizes).copy_(_stand_in(sizes, tensor, seed=index))
+
+    def _warm_up_boundary(self, segment: Segment, made: dict[int, torch.Tensor], bucket: int) -> None:
+        """Once per kind of boundary segment: the layers of a model differ in their tensors only."""
+        arguments: list[Any] = []
+        for value in (self.plan.values[index] for index in segment.inputs):
+            if value.index in made:
+                arguments.append(made[value.index])
+            elif value.state is not None:
+                arguments.append(value.state.get())
+            elif value.origin == "input" and value.sizes is not None:
+                arguments.append(resize_leaf(self.leaves[value.leaf].detach(), value.sizes(bucket)))
+            elif value.origin in ("input", "symbol"):
+                leaf = self.leaves[value.leaf]
+                arguments.append(leaf if value.dim < 0 else leaf.shape[value.dim])
+            else:
+                return  # made by an eager segment, which is not run here
+        kinds = ((a.shape, a.dtype) if isinstance(a, torch.Tensor) else a for a in arguments)
+        key = segment.lowering_key, *kinds
+        if key not in self.warmed_up:
+            self.warmed_up.add(key)
+            warm_up_boundary(segment.function, bucket, arguments)
 
     def _arguments(self, segment: Segment, made: dict[int, torch.Tensor]) -> list[torch.Tensor]:
         return [
