@@ -20,6 +20,7 @@ from torch import fx
 import boundary_ops
 from piecewise import torch_internals as internals
 from piecewise.aliases import NodeFacts, storage_of, tensor_arguments, tensors_in
+from piecewise.normalize import target_name
 from piecewise.trace import Trace
 from runners.errors import TokenDimError
 
@@ -170,8 +171,7 @@ def _where(node: fx.Node) -> str:
     trace_text = node.meta.get("stack_trace") or ""
     lines = [line.strip() for line in trace_text.splitlines() if line.strip().startswith("File ")]
     theirs = [line for line in lines if own not in line]
-    name = getattr(node.target, "_qualified_op_name", None) or str(node.target)
-    return f"'{name}'" + (f" ({theirs[-1]})" if theirs else "")
+    return f"'{target_name(node)}'" + (f" ({theirs[-1]})" if theirs else "")
 
 
 def _describe_inputs(trace: Trace) -> str:

@@ -168,7 +168,7 @@ def test_I10_an_example_of_too_few_tokens(num_tokens):
     graphed = graph(new_model(), captured=False)
     with pytest.raises(piecewise.TokenDimError) as caught:
         graphed.capture(tokens(num_tokens))
-    assert_four_lines(caught.value, f"ids [{num_tokens}]", "state_models.attend", "two or more tokens")
+    assert_four_lines(caught.value, f"ids [{num_tokens}]", "state_models::attend", "two or more tokens")
 
 
 class NoOp(nn.Module):
@@ -235,7 +235,7 @@ REFUSED = [
         OnInputs,
         (torch.zeros(7, HIDDEN),),
         piecewise.TokenDimError,
-        ("state_models.attend", "test_trace_errors.py", "x [", "token_args"),
+        ("state_models::attend", "test_trace_errors.py", "x [", "token_args"),
     ),
     (Flattens, (tokens(6).view(2, 3),), piecewise.TokenDimError, ("ids [", "packed to [1, n]")),
     (Collects, (tokens(7),), piecewise.TraceError, ("Collection", "pytree")),
