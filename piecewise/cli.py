@@ -204,11 +204,11 @@ def _run_bench(arguments: argparse.Namespace) -> int:
         rounds=arguments.rounds,
         log=sys.stderr,
     )
+    print(result.table())
     if arguments.out is not None:
         result.write(arguments.out)
     if arguments.plot is not None:
         result.plot(arguments.plot)
-    print(result.table())
     return OK
 
 
