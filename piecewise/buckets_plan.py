@@ -13,7 +13,7 @@ from typing import Any
 from piecewise.buckets_steps import check_options, read_traffic, split_traffic, step_limit, steps_of
 from piecewise.config import DEFAULT_BUCKETS, PiecewiseConfig
 from piecewise.grids import DECODE_GRIDS, ENGINE_GRIDS, Grid
-from piecewise.planner import Outcome, evaluate, plan_buckets
+from piecewise.planner import BucketPlans, Outcome, evaluate
 from piecewise.progress import DelayedBars
 from piecewise.report import shown_bytes, text_table
 from piecewise.slots import SlotRate, slot_table
@@ -23,6 +23,9 @@ from runners.errors import ConfigError
 
 OK = 0
 _HOLDOUT_SMOOTHING = 0.3
+# Entries of the planner's table that are made in about two seconds; a plan of as many graphs as a peer's grid
+# has is only made within them.
+_QUICK = 25_000_000
 # Settings that the command line may set, and that are then written.
 _LIMITS = ("max_num_tokens", "max_num_seqs")
 
@@ -141,6 +144,7 @@ class _Planner:
             share = _HOLDOUT_SMOOTHING if arguments.holdout is not None else 0.0
         self.steps, self.cost, self.memory, self.cover, self.smoothing = steps, cost, memory, cover, share
         self._bars = bars
+        self._by_cover: dict[int, BucketPlans] = {}
         self.is_decode = arguments.phase == "decode"
         self.most_graphs = arguments.max_graphs
         if arguments.memory_budget is not None:
@@ -158,14 +162,21 @@ class _Planner:
 
     def of(self, num_graphs: int, cover: int | None = None) -> tuple[int, ...]:
         """The best list of at most so many sizes."""
-        cover = cover if cover is not None else self.cover
-        return plan_buckets(
-            self.steps.smoothed(cover, share=self.smoothing),
-            max_graphs=num_graphs,
-            cover=cover,
-            cost=self.cost,
+        return self._plans(cover).of(
+            num_graphs,
             watch=lambda layers: self._bars.over(layers, f"planning {num_graphs} graphs", "graphs"),
         )
+
+    def is_quick(self, num_graphs: int, cover: int) -> bool:
+        """Whether a list of so many sizes takes no more than a few seconds."""
+        return num_graphs * self._plans(cover).num_candidates <= _QUICK
+
+    def _plans(self, cover: int | None) -> BucketPlans:
+        cover = cover if cover is not None else self.cover
+        if cover not in self._by_cover:
+            steps = self.steps.smoothed(cover, share=self.smoothing)
+            self._by_cover[cover] = BucketPlans(steps, cover=cover, cost=self.cost)
+        return self._by_cover[cover]
 
     def chosen(self, rate: SlotRate | None) -> tuple[int, ...]:
         """The list for the file: as many graphs as are allowed, or as their memory is worth."""
@@ -212,7 +223,8 @@ def _compared(
     for name, sizes in grids.items():
         if sizes:
             yield line(name, sizes)
-            yield line("  plan, as many", planner.of(len(sizes), sizes[-1]))
+            if planner.is_quick(len(sizes), sizes[-1]):
+                yield line("  plan, as many", planner.of(len(sizes), sizes[-1]))
     yield line("plan", chosen)
 
 

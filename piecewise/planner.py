@@ -28,60 +28,91 @@ from runners.errors import ConfigError
 Choices = NDArray[np.int32]
 
 # Backtracking keeps one number per layer and candidate.
-_MAX_TABLE = 400_000_000
+_MAX_TABLE = 200_000_000
 
 
-def plan_buckets(
-    histogram: Histogram,
-    *,
-    max_graphs: int,
-    cover: int,
-    cost: StepCost | None = None,
-    watch: Callable[[Iterable[int]], Iterable[int]] | None = None,
-) -> tuple[int, ...]:
-    """The list of at most `max_graphs` sizes, ending at `cover`, under which the steps cost the least.
+class BucketPlans:
+    """The best lists of any number of sizes for the same steps; what one of them took serves the next.
 
     Every step of 1 to `cover` tokens is served, also those of counts not seen; steps above it run eagerly
-    under any plan and have no part in it. No smaller list costs as little.
+    under any plan and have no part in it.
 
     Args:
         histogram: the steps.
-        max_graphs: from 1 up.
-        cover: the largest bucket.
+        cover: the largest bucket of every list.
         cost: padded tokens where None.
-        watch: wraps the iteration over the layers, such as a progress bar does.
-
-    Raises:
-        ConfigError: the problem is too large for memory.
     """
-    cost = cost if cost is not None else PaddedTokens()
-    sizes, costs, steps = _candidates(histogram, cover, cost)
-    num_layers = min(max_graphs, len(sizes), MAX_NUM_BUCKETS)
-    if num_layers * len(sizes) > _MAX_TABLE:
-        raise ConfigError(
-            f"a plan of {num_layers} graphs over {len(sizes)} different sizes",
-            expected=f"at most {_MAX_TABLE} entries in its table",
-            got=str(num_layers * len(sizes)),
-            rule="the exact plan keeps one entry per graph and size",
-            fix="cut requests with --chunk, or ask for fewer graphs",
+
+    def __init__(self, histogram: Histogram, *, cover: int, cost: StepCost | None = None) -> None:
+        self._sizes, costs, steps = _candidates(
+            histogram, cover, cost if cost is not None else PaddedTokens()
         )
-    # Row and column 0 stand for "no bucket yet".
-    best, prefix, price = (np.concatenate([[0.0], each]) for each in (steps * costs, steps, costs))
-    choices: list[Choices] = [np.zeros(len(best), np.int32)]
-    layers: Iterable[int] = range(1, num_layers)
-    for _ in layers if watch is None else watch(layers):
-        better, choice = _layer(best, prefix, price, choices[-1])
-        if better[-1] >= best[-1]:
-            break  # the gain of one more graph only falls
-        best = better
-        choices.append(choice)
-    found, row = [], len(best) - 1
-    for choice in reversed(choices):
-        if row == 0:
-            break
-        found.append(int(sizes[row - 1]))
-        row = int(choice[row])
-    return tuple(reversed(found))
+        # Row and column 0 stand for "no bucket yet".
+        self._prefix, self._price, self._best = (
+            np.concatenate([[0.0], each]) for each in (steps, costs, steps * costs)
+        )
+        self._choices: list[Choices] = [np.zeros(len(self._best), np.int32)]
+        self._is_done = False
+
+    @property
+    def num_candidates(self) -> int:
+        """How many sizes a list may be made of."""
+        return len(self._sizes)
+
+    def of(
+        self, max_graphs: int, *, watch: Callable[[Iterable[int]], Iterable[int]] | None = None
+    ) -> tuple[int, ...]:
+        """The list of at most so many sizes under which the steps cost the least; no smaller one costs as
+        little.
+
+        Args:
+            max_graphs: from 1 up.
+            watch: wraps the iteration over the layers that are new, such as a progress bar does.
+
+        Raises:
+            ConfigError: the problem is too large for memory.
+        """
+        num_layers = min(max_graphs, len(self._sizes), MAX_NUM_BUCKETS)
+        if not self._is_done and num_layers > len(self._choices):
+            self._check_memory(num_layers)
+            layers: Iterable[int] = range(len(self._choices), num_layers)
+            for _ in layers if watch is None else watch(layers):
+                self._add_layer()
+                if self._is_done:
+                    break
+        found, row = [], len(self._best) - 1
+        for choice in reversed(self._choices[:num_layers]):
+            if row == 0:
+                break
+            found.append(int(self._sizes[row - 1]))
+            row = int(choice[row])
+        return tuple(reversed(found))
+
+    def _add_layer(self) -> None:
+        better, choice = _layer(self._best, self._prefix, self._price, self._choices[-1])
+        if better[-1] >= self._best[-1]:
+            self._is_done = True  # the gain of one more graph only falls
+            return
+        self._best = better
+        self._choices.append(choice)
+
+    def _check_memory(self, num_layers: int) -> None:
+        entries = num_layers * len(self._sizes)
+        if entries > _MAX_TABLE:
+            raise ConfigError(
+                f"a plan of {num_layers} graphs over {len(self._sizes)} different sizes",
+                expected=f"at most {_MAX_TABLE} entries in its table",
+                got=str(entries),
+                rule="the exact plan keeps one entry per graph and size",
+                fix="cut requests with --chunk, or ask for fewer graphs",
+            )
+
+
+def plan_buckets(
+    histogram: Histogram, *, max_graphs: int, cover: int, cost: StepCost | None = None
+) -> tuple[int, ...]:
+    """One list, as `BucketPlans` makes them."""
+    return BucketPlans(histogram, cover=cover, cost=cost).of(max_graphs)
 
 
 def _candidates(histogram: Histogram, cover: int, cost: StepCost) -> tuple[Ints, Floats, Floats]:

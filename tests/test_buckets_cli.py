@@ -306,7 +306,8 @@ def test_options_that_do_not_fit_are_refused(capsys, tmp_path, options, says):
     "options",
     [
         ("--max-graphs", "0"), ("--max-graphs", "4097"), ("--chunk", "-1"), ("--holdout", "1"),
-        ("--holdout", "x"), ("--memory-budget", "2 stones"), ("--memory-budget", "-1"), ("--step-ms", "nan"), ("--smooth", "2"),
+        ("--holdout", "x"), ("--memory-budget", "2 stones"),
+        ("--memory-budget", "-1"), ("--step-ms", "nan"), ("--smooth", "2"),
         ("--cover", "9" * 99), ("--phase", "both"),
     ],
 )  # fmt: skip
