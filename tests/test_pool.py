@@ -1,4 +1,4 @@
-"""[I9]: one pool for all buckets and signatures, as large as the largest bucket needs; it is given back whole."""
+"""[I9]: one pool for all buckets and signatures, as large as the largest needs; it is given back whole."""
 
 from __future__ import annotations
 
