@@ -6,9 +6,9 @@ For each bucket, in this order [I8, I9]:
 2. warm-ups, segment by segment, each with another poison in the padded rows; the real rows of the results
    must not change with it;
 3. capture of each graph segment on static memory;
-4. state that graph segments write is put back.
+4. state that graph and eager segments write is put back.
 
-Boundary ops and eager segments are not called: what they would write is filled with stand-in values.
+Boundary ops are not called (see `warm_up.py`).
 """
 
 from __future__ import annotations
@@ -18,14 +18,12 @@ from typing import Any
 
 import torch
 
-from piecewise.boundary_warm_up import warm_up_boundary
 from piecewise.plan import ComputedNumber, Segment, SegmentPlan, ValueSpec
-from piecewise.probe import int_candidates, resize_leaf, unchanged_random_state
+from piecewise.probe import unchanged_random_state
+from piecewise.warm_up import WarmUp, last_uses, state_tensor
 from runners.buffers import StaticBuffers
 from runners.engine import GraphEngine, GraphPool
-from runners.errors import CaptureError
 from runners.piecewise_runner import PiecewiseRunner
-from runners.rows import narrow_to, padded_parts, poison_value
 from runners.state_check import StateCheck, StateRef
 from runners.step_plan import CallStep, ReplayStep, ResultItem, Shadow, StaticArgument, StepPlan
 
@@ -58,14 +56,13 @@ class PlanAssembler:
             for segment in graphs
             if not segment.views_only
         }  # fmt: skip
-        self.warmup_steps = warmup_steps
+        self.warm_up = WarmUp(plan, self.runners, leaves=self.leaves, num_steps=warmup_steps)
         self.shadowed = [
             value
             for value in plan.values
             if value.index in self.read_by_graphs and value.origin in ("input", "eager")
         ]
-        self.last_use = _last_uses(plan)
-        self.warmed_up: set[tuple[Any, ...]] = set()
+        self.last_use = last_uses(plan)
         self.graph_memory = {value.memory for value in plan.values if value.origin == "graph"}
 
     def capture(
@@ -83,14 +80,13 @@ class PlanAssembler:
         for runner in self.runners.values():
             runner.forget(bucket)  # it may have failed before
         self.pool.begin_bucket()
-        self.warmed_up.clear()
         shadows = {value.index: self._shadow_buffer(value, bucket) for value in self.shadowed}
         written = self._written_state()
         device = next(iter(shadows.values())).device if shadows else torch.device("cpu")
         saved = [(tensor, tensor.clone()) for tensor in written]
         try:
             with torch.inference_mode(False), torch.no_grad(), unchanged_random_state(device):
-                self._warm_up(bucket, real_rows, shadows)
+                self.warm_up.run(bucket, real_rows, shadows)
                 static = self._capture_segments(bucket, shadows, on_segment)
         except BaseException as error:
             for runner in self.runners.values():
@@ -112,123 +108,14 @@ class PlanAssembler:
             key, sizes, strides or torch.empty(sizes, device="meta").stride(), value.dtype, value.device
         )
 
-    def _state_tensor(self, value: ValueSpec) -> torch.Tensor:
-        assert value.state is not None
-        return value.state.get().detach()
-
     def _written_state(self) -> list[torch.Tensor]:
-        memories = {memory for segment in self.plan.graph_segments() for memory in segment.writes}
-        return [
-            self._state_tensor(v) for v in self.plan.values if v.origin == "state" and v.memory in memories
-        ]
-
-    def _fill_shadows(self, shadows: dict[int, torch.Tensor], real_rows: int) -> None:
-        for value in self.shadowed:
-            buffer = shadows[value.index]
-            assert value.sizes is not None
-            sizes = value.sizes(real_rows)
-            if value.origin == "input":
-                rows = resize_leaf(self.leaves[value.leaf].detach(), sizes)
-            else:
-                rows = _stand_in(sizes, buffer, seed=value.index)
-            for part in padded_parts(buffer, sizes):
-                part.fill_(int_candidates(rows)[0] if _is_index(buffer) and value.origin == "input" else 0)
-            narrow_to(buffer, sizes).copy_(rows)
-
-    def _warm_up(self, bucket: int, real_rows: int, shadows: dict[int, torch.Tensor]) -> None:
-        self._fill_shadows(shadows, real_rows)
-        made: dict[int, torch.Tensor] = dict(shadows)
-        for position, segment in enumerate(self.plan.segments):
-            if segment.kind == "boundary":
-                self._stand_in_for(segment, made, real_rows)
-                self._warm_up_boundary(segment, made, bucket)
-            elif segment.kind == "graph":
-                arguments = self._arguments(segment, made)
-                if segment.views_only:
-                    outputs: Sequence[torch.Tensor] = segment.function(bucket, *arguments)
-                else:
-                    outputs = self._warm_up_segment(segment, bucket, real_rows, arguments)
-                made.update(zip(segment.outputs, outputs, strict=True))
-            for index in [index for index in made if self.last_use[index] <= position]:
-                del made[index]
-
-    def _warm_up_segment(
-        self, segment: Segment, bucket: int, real_rows: int, arguments: Sequence[torch.Tensor]
-    ) -> Sequence[torch.Tensor]:
-        runner = self.runners[segment.index]
-        values = [self.plan.values[index] for index in segment.inputs]
-        outputs_spec = [self.plan.values[index] for index in segment.outputs]
-        written = [
-            (tensor, tensor.clone())
-            for value, tensor in zip(values, arguments, strict=True)
-            if value.memory in segment.writes
-        ]
-        first: list[torch.Tensor] = []
-        outputs: Sequence[torch.Tensor] = ()
-        for step in range(max(self.warmup_steps, 1)):
-            for tensor, before in written:
-                tensor.copy_(before)
-            for value, tensor in zip(values, arguments, strict=True):
-                if value.token_dims and value.sizes is not None and tensor.dtype.is_floating_point:
-                    for part in padded_parts(tensor, value.sizes(real_rows)):
-                        part.fill_(poison_value(tensor.dtype, step))
-            outputs = (
-                runner.warm_up(bucket, arguments)
-                if step < self.warmup_steps
-                else segment.function(bucket, *arguments)
-            )
-            rows = [
-                _real_rows(spec, tensor, real_rows)
-                for spec, tensor in zip(outputs_spec, outputs, strict=True)
-            ]
-            if step == 0:
-                first = [row.clone() for row in rows]
-            for spec, before, now in zip(outputs_spec, first, rows, strict=True):
-                if not _same_bits(before, now):
-                    raise CaptureError(
-                        f"{segment.name}, bucket {bucket}, result '{spec.name}'",
-                        expected="real rows that do not depend on what padded rows hold",
-                        got=f"other values in warm-up {step + 1} than in warm-up 1",
-                        rule="no padded row reaches a real row [I3]",
-                        fix="the ops one by one are clean, so the lowering mixes rows: use lowering='eager'",
-                    )
-        return outputs
-
-    def _stand_in_for(self, segment: Segment, made: dict[int, torch.Tensor], real_rows: int) -> None:
-        """Fills what a boundary op would write: random real rows, poisoned padding."""
-        for index in segment.inputs:
-            value = self.plan.values[index]
-            if value.origin != "graph" or value.memory not in segment.writes or value.sizes is None:
-                continue
-            tensor, sizes = made[index], value.sizes(real_rows)
-            for part in padded_parts(tensor, sizes):
-                part.fill_(poison_value(tensor.dtype, 0) if tensor.dtype.is_floating_point else 0)
-            narrow_to(tensor, sizes).copy_(_stand_in(sizes, tensor, seed=index))
-
-    def _warm_up_boundary(self, segment: Segment, made: dict[int, torch.Tensor], bucket: int) -> None:
-        """Once per kind of boundary segment: the layers of a model differ in their tensors only."""
-        arguments: list[Any] = []
-        for value in (self.plan.values[index] for index in segment.inputs):
-            if value.index in made:
-                arguments.append(made[value.index])
-            elif value.state is not None:
-                arguments.append(value.state.get())
-            elif value.origin == "input" and value.sizes is not None:
-                arguments.append(resize_leaf(self.leaves[value.leaf].detach(), value.sizes(bucket)))
-            elif value.origin in ("input", "symbol"):
-                leaf = self.leaves[value.leaf]
-                arguments.append(leaf if value.dim < 0 else leaf.shape[value.dim])
-            else:
-                return  # made by an eager segment, which is not run here
-        kinds = ((a.shape, a.dtype) if isinstance(a, torch.Tensor) else a for a in arguments)
-        key = segment.lowering_key, *kinds
-        if key not in self.warmed_up:
-            self.warmed_up.add(key)
-            warm_up_boundary(segment.function, bucket, arguments)
+        segments = [segment for segment in self.plan.segments if segment.kind != "boundary"]
+        memories = {memory for segment in segments for memory in segment.writes}
+        return [state_tensor(v) for v in self.plan.values if v.origin == "state" and v.memory in memories]
 
     def _arguments(self, segment: Segment, made: dict[int, torch.Tensor]) -> list[torch.Tensor]:
         return [
-            made[index] if index in made else self._state_tensor(self.plan.values[index])
+            made[index] if index in made else state_tensor(self.plan.values[index])
             for index in segment.inputs
         ]
 
@@ -361,46 +248,5 @@ def state_check_of(plan: SegmentPlan) -> StateCheck:
     )
 
 
-def _last_uses(plan: SegmentPlan) -> list[int]:
-    """Per value, the position of the last segment that reads or makes something in its memory; results are
-    read after all segments."""
-    last: dict[int, int] = {}
-    for position, segment in enumerate(plan.segments):
-        for index in (*segment.inputs, *segment.outputs):
-            last[plan.values[index].memory] = position
-    for source in plan.result_values:
-        if isinstance(source, int):
-            last[plan.values[source].memory] = len(plan.segments)
-    return [last.get(value.memory, -1) for value in plan.values]
-
-
 def _read_by_graphs(plan: SegmentPlan) -> set[int]:
     return {index for segment in plan.graph_segments() for index in segment.inputs}
-
-
-def _is_index(tensor: torch.Tensor) -> bool:
-    return (
-        not tensor.dtype.is_floating_point and not tensor.dtype.is_complex and tensor.dtype is not torch.bool
-    )
-
-
-def _stand_in(sizes: Sequence[int], like: torch.Tensor, *, seed: int) -> torch.Tensor:
-    """Values that an op outside the graphs might have left: random floats, the index 0."""
-    if not like.dtype.is_floating_point:
-        return torch.zeros(tuple(sizes), dtype=like.dtype, device=like.device)
-    generator = torch.Generator(like.device).manual_seed(seed)
-    return torch.randn(tuple(sizes), generator=generator, device=like.device).to(like.dtype)
-
-
-def _real_rows(value: ValueSpec, tensor: torch.Tensor, real_rows: int) -> torch.Tensor:
-    return (
-        narrow_to(tensor, value.sizes(real_rows)) if value.token_dims and value.sizes is not None else tensor
-    )
-
-
-def _same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
-    if torch.equal(left, right):
-        return True
-    return left.dtype.is_floating_point and bool(
-        ((left == right) | ((left != left) & (right != right))).all()
-    )

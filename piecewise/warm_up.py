@@ -1,0 +1,263 @@
+"""Runs each segment ahead of its capture, on stand-in values, with poison in the padded rows [I3, I8].
+
+Three runs per graph segment, on the same real rows and other padding: what the probes found for each op
+has to hold for the segment as it was lowered, so the real rows of its results must be the same bits.
+
+Boundary ops are not called; what they write is filled with random real rows and poison. Eager segments are
+called, on
+the real rows and on copies of what belongs to the caller: what they make is often an index or an offset (a
+permutation, an expert's range), for which no made-up value would do. One that fails on stand-in values
+is left out, and what it makes is stood in for too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from piecewise.boundary_warm_up import warm_up_boundary
+from piecewise.plan import Segment, SegmentPlan, ValueSpec
+from piecewise.probe import int_candidates, resize_leaf
+from runners.errors import CaptureError
+from runners.piecewise_runner import PiecewiseRunner
+from runners.rows import has_strides, narrow_to, padded_parts, poison_value
+
+
+class WarmUp:
+    """Warm-ups of one plan; one `run` per bucket."""
+
+    def __init__(
+        self,
+        plan: SegmentPlan,
+        runners: Mapping[int, PiecewiseRunner],
+        *,
+        leaves: Sequence[Any],
+        num_steps: int,
+    ) -> None:
+        self.plan, self.runners, self.leaves, self.num_steps = plan, runners, tuple(leaves), num_steps
+        self.last_use = last_uses(plan)
+        self._warmed_up: set[tuple[Any, ...]] = set()
+
+    def run(self, bucket: int, real_rows: int, shadows: dict[int, torch.Tensor]) -> None:
+        """Warms up every segment at `bucket` rows, `real_rows` of them real.
+
+        Args:
+            shadows: value index → static buffer, of inputs and eager results that graphs read; filled here.
+        Raises:
+            CaptureError: the real rows of a segment change with its padding.
+        """
+        self._warmed_up.clear()
+        inputs = self._inputs(real_rows)
+        self._fill_shadows(shadows, inputs, real_rows)
+        made: dict[int, torch.Tensor] = dict(shadows)
+        eager: dict[int, Any] = dict(inputs)
+        for position, segment in enumerate(self.plan.segments):
+            if segment.kind == "boundary":
+                self._stand_in_for(segment, made, real_rows)
+                self._warm_up_boundary(segment, made, bucket)
+            elif segment.kind == "eager":
+                self._run_eager(segment, made, eager, shadows, real_rows)
+            else:
+                arguments = self._arguments(segment, made)
+                if segment.views_only:
+                    outputs: Sequence[torch.Tensor] = segment.function(bucket, *arguments)
+                else:
+                    outputs = self._warm_up_segment(segment, bucket, real_rows, arguments)
+                made.update(zip(segment.outputs, outputs, strict=True))
+            for index in [index for index in made if self.last_use[index] <= position]:
+                del made[index]
+
+    def _inputs(self, real_rows: int) -> dict[int, Any]:
+        """Value index → the example's input at `real_rows`; a copy where the call writes it."""
+        found: dict[int, Any] = {}
+        for value in self.plan.values:
+            if value.origin == "symbol":
+                leaf = self.leaves[value.leaf]
+                found[value.index] = leaf if value.dim < 0 else leaf.shape[value.dim]
+            elif value.origin == "input":
+                leaf = self.leaves[value.leaf]
+                if isinstance(leaf, torch.Tensor) and value.token_dims and value.sizes is not None:
+                    leaf = resize_leaf(leaf.detach(), value.sizes(real_rows))
+                written = value.leaf in self.plan.written_leaves and isinstance(leaf, torch.Tensor)
+                found[value.index] = leaf.clone() if written else leaf
+        return found
+
+    def _fill_shadows(
+        self, shadows: Mapping[int, torch.Tensor], inputs: Mapping[int, Any], real_rows: int
+    ) -> None:
+        for index, buffer in shadows.items():
+            value = self.plan.values[index]
+            assert value.sizes is not None
+            sizes = value.sizes(real_rows)
+            rows = inputs[index] if index in inputs else _stand_in(sizes, buffer, seed=index)
+            pad = int_candidates(rows)[0] if _is_index(buffer) and index in inputs else 0
+            for part in padded_parts(buffer, sizes):
+                part.fill_(pad)
+            narrow_to(buffer, sizes).copy_(rows)
+
+    def _run_eager(
+        self,
+        segment: Segment,
+        made: Mapping[int, torch.Tensor],
+        eager: dict[int, Any],
+        shadows: Mapping[int, torch.Tensor],
+        real_rows: int,
+    ) -> None:
+        arguments: list[Any] = []
+        copied_back: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for value in (self.plan.values[index] for index in segment.inputs):
+            if value.origin == "graph":
+                rows = _real_rows(value, made[value.index], real_rows)
+                wanted = tuple(value.strides(real_rows)) if value.strides is not None else rows.stride()
+                if not has_strides(rows, wanted):
+                    dense = rows.new_empty(0).new_empty_strided(tuple(rows.shape), wanted).copy_(rows)
+                    copied_back.append((rows, dense))
+                    rows = dense
+                arguments.append(rows)
+            elif value.origin == "state":
+                arguments.append(state_tensor(value))
+            elif value.index in eager:
+                arguments.append(eager[value.index])
+            else:
+                return  # made by an eager segment that was left out
+        try:
+            results = segment.function(real_rows, *arguments)
+        except Exception:  # the stand-ins do not suit it; the call itself will say what is wrong, if anything
+            return
+        for rows, dense in copied_back:
+            rows.copy_(dense)
+        eager.update(zip(segment.outputs, results, strict=True))
+        for index, buffer in shadows.items():
+            value = self.plan.values[index]
+            renewed = index in segment.outputs or value.memory in segment.writes
+            if renewed and index in eager and value.sizes is not None:
+                narrow_to(buffer, value.sizes(real_rows)).copy_(eager[index])
+
+    def _warm_up_segment(
+        self, segment: Segment, bucket: int, real_rows: int, arguments: Sequence[torch.Tensor]
+    ) -> Sequence[torch.Tensor]:
+        runner = self.runners[segment.index]
+        values = [self.plan.values[index] for index in segment.inputs]
+        outputs_spec = [self.plan.values[index] for index in segment.outputs]
+        written = [
+            (tensor, tensor.clone())
+            for value, tensor in zip(values, arguments, strict=True)
+            if value.memory in segment.writes
+        ]
+        first: list[torch.Tensor] = []
+        outputs: Sequence[torch.Tensor] = ()
+        for step in range(max(self.num_steps, 1)):
+            for tensor, before in written:
+                tensor.copy_(before)
+            for value, tensor in zip(values, arguments, strict=True):
+                if value.token_dims and value.sizes is not None and tensor.dtype.is_floating_point:
+                    for part in padded_parts(tensor, value.sizes(real_rows)):
+                        part.fill_(poison_value(tensor.dtype, step))
+            outputs = (
+                runner.warm_up(bucket, arguments)
+                if step < self.num_steps
+                else segment.function(bucket, *arguments)
+            )
+            rows = [
+                _real_rows(spec, tensor, real_rows)
+                for spec, tensor in zip(outputs_spec, outputs, strict=True)
+            ]
+            if step == 0:
+                first = [row.clone() for row in rows]
+            for spec, before, now in zip(outputs_spec, first, rows, strict=True):
+                if not _same_bits(before, now):
+                    raise CaptureError(
+                        f"{segment.name}, bucket {bucket}, result '{spec.name}'",
+                        expected="real rows that do not depend on what padded rows hold",
+                        got=f"other values in warm-up {step + 1} than in warm-up 1",
+                        rule="no padded row reaches a real row [I3]",
+                        fix="the ops one by one are clean, so the lowering mixes rows: use lowering='eager'",
+                    )
+        return outputs
+
+    def _stand_in_for(self, segment: Segment, made: dict[int, torch.Tensor], real_rows: int) -> None:
+        """Fills what a boundary op would write: random real rows, poisoned padding."""
+        for index in segment.inputs:
+            value = self.plan.values[index]
+            if value.origin != "graph" or value.memory not in segment.writes or value.sizes is None:
+                continue
+            tensor, sizes = made[index], value.sizes(real_rows)
+            for part in padded_parts(tensor, sizes):
+                part.fill_(poison_value(tensor.dtype, 0) if tensor.dtype.is_floating_point else 0)
+            narrow_to(tensor, sizes).copy_(_stand_in(sizes, tensor, seed=index))
+
+    def _warm_up_boundary(self, segment: Segment, made: dict[int, torch.Tensor], bucket: int) -> None:
+        """Once per kind of boundary segment: the layers of a model differ in their tensors only."""
+        arguments: list[Any] = []
+        for value in (self.plan.values[index] for index in segment.inputs):
+            if value.index in made:
+                arguments.append(made[value.index])
+            elif value.state is not None:
+                arguments.append(value.state.get())
+            elif value.origin == "input" and value.sizes is not None:
+                arguments.append(resize_leaf(self.leaves[value.leaf].detach(), value.sizes(bucket)))
+            elif value.origin in ("input", "symbol"):
+                leaf = self.leaves[value.leaf]
+                arguments.append(leaf if value.dim < 0 else leaf.shape[value.dim])
+            else:
+                return  # made by an eager segment
+        kinds = ((a.shape, a.dtype) if isinstance(a, torch.Tensor) else a for a in arguments)
+        key = segment.lowering_key, *kinds
+        if key not in self._warmed_up:
+            self._warmed_up.add(key)
+            warm_up_boundary(segment.function, bucket, arguments)
+
+    def _arguments(self, segment: Segment, made: Mapping[int, torch.Tensor]) -> list[torch.Tensor]:
+        return [
+            made[index] if index in made else state_tensor(self.plan.values[index])
+            for index in segment.inputs
+        ]
+
+
+def state_tensor(value: ValueSpec) -> torch.Tensor:
+    """The model's tensor behind a value of origin "state", as it is now."""
+    assert value.state is not None
+    return value.state.get().detach()
+
+
+def last_uses(plan: SegmentPlan) -> list[int]:
+    """Per value, the position of the last segment that reads or makes something in its memory; results are
+    read after all segments."""
+    last: dict[int, int] = {}
+    for position, segment in enumerate(plan.segments):
+        for index in (*segment.inputs, *segment.outputs):
+            last[plan.values[index].memory] = position
+    for source in plan.result_values:
+        if isinstance(source, int):
+            last[plan.values[source].memory] = len(plan.segments)
+    return [last.get(value.memory, -1) for value in plan.values]
+
+
+def _is_index(tensor: torch.Tensor) -> bool:
+    return (
+        not tensor.dtype.is_floating_point and not tensor.dtype.is_complex and tensor.dtype is not torch.bool
+    )
+
+
+def _stand_in(sizes: Sequence[int], like: torch.Tensor, *, seed: int) -> torch.Tensor:
+    """Values that an op outside the graphs might have left: random floats, the index 0."""
+    if not like.dtype.is_floating_point:
+        return torch.zeros(tuple(sizes), dtype=like.dtype, device=like.device)
+    generator = torch.Generator(like.device).manual_seed(seed)
+    return torch.randn(tuple(sizes), generator=generator, device=like.device).to(like.dtype)
+
+
+def _real_rows(value: ValueSpec, tensor: torch.Tensor, real_rows: int) -> torch.Tensor:
+    return (
+        narrow_to(tensor, value.sizes(real_rows)) if value.token_dims and value.sizes is not None else tensor
+    )
+
+
+def _same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
+    if torch.equal(left, right):
+        return True
+    return left.dtype.is_floating_point and bool(
+        ((left == right) | ((left != left) & (right != right))).all()
+    )
