@@ -47,13 +47,22 @@ def target_name(node: fx.Node) -> str:
     return getattr(target, "__name__", str(target))
 
 
+# They change what an earlier name of the tensor looks like, so one name would stand for two shapes.
+_RESHAPE_IN_PLACE = frozenset(
+    "unsqueeze_ squeeze_ t_ transpose_ swapaxes_ swapdims_ as_strided_ resize_ resize_as_ set_".split()
+)
+
+
 def normalize(graph: fx.GraphModule, *, numbers: Collection[int] = ()) -> None:
     """Applies the rewrites above in place; the module stays runnable but for its autocast regions.
 
     Args:
         numbers: positions of outputs that the model returns as plain numbers.
+    Raises:
+        SplitError: an op changes the shape or strides of a tensor in place.
     """
     _inline_wrappers(graph)
+    _refuse_reshaping_in_place(graph.graph)
     _lift_regions(graph.graph)
     _move_getitems(graph.graph)
     _unwrap_numbers(graph.graph, numbers)
@@ -113,6 +122,19 @@ def _wrapped_module(graph: fx.GraphModule, node: fx.Node) -> tuple[fx.GraphModul
             if isinstance(held, fx.GraphModule):
                 return held, [item for item in node.args[position + 1 :] if not isinstance(item, str)]
     return None, []
+
+
+def _refuse_reshaping_in_place(graph: fx.Graph) -> None:
+    for node in graph.nodes:
+        if node.op.startswith("call") and target_name(node).rsplit("::", 1)[-1] in _RESHAPE_IN_PLACE:
+            lines = [
+                line.strip() for line in (node.meta.get("stack_trace") or "").splitlines() if line.strip()
+            ]
+            raise SplitError(
+                f"forward calls '{target_name(node)}'" + (f" ({'; '.join(lines[-2:])})" if lines else ""),
+                rule="a tensor keeps its shape and strides while graphs are cut out of forward",
+                fix=f"use the form without the trailing underscore, '{target_name(node).rstrip('_')}'",
+            )
 
 
 def _lift_regions(graph: fx.Graph) -> None:

@@ -23,7 +23,7 @@ from toy_models import (
 
 import boundary_ops
 import piecewise
-from piecewise import TokenDimError
+from piecewise import SplitError, TokenDimError
 
 
 def _scatter_rows(index, values, out):
@@ -506,3 +506,17 @@ def test_I10_nested_graphs_with_several_results():
 
     graphed = check(how)
     assert "b" in kinds(graphed) and reasons(graphed) == {"mixes_tokens": 1, "consumes_token_dim": 1}
+
+
+@pytest.mark.parametrize("name", ["unsqueeze_", "squeeze_", "t_"])
+def test_I10_reshaping_in_place_is_refused_by_name(name):
+    def how(m, ids):
+        x = m.linear(m.embedding(ids))
+        out = _out_of(m, x, x, x)
+        getattr(out, name)(*((0,) if name != "t_" else ()))
+        return out * 2
+
+    graphed = piecewise.compile(model(how), buckets=(8,), progress=False)
+    with pytest.raises(SplitError, match=name) as error:
+        graphed.capture(make_ids(5))
+    assert "test_rows.py" in str(error.value) and f"'{name[:-1]}'" in str(error.value)
