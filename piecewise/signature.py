@@ -210,7 +210,8 @@ def describe_call(args: Any, kwargs: Any) -> str:
         if isinstance(value, dict):
             return "{" + ", ".join(f"{key}: {describe(item)}" for key, item in list(value.items())[:4]) + "}"
         text = repr(value)
-        return text if len(text) <= 40 else type(value).__name__
+        # An address would make each object another kind of call.
+        return text if len(text) <= 40 and " at 0x" not in text else type(value).__name__
 
     parts = [describe(value) for value in args] + [
         f"{key}={describe(value)}" for key, value in kwargs.items()
