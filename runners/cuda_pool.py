@@ -112,6 +112,7 @@ class CudaPool:
         with torch.cuda.device(device):
             # Freed blocks are reused on the stream of their allocation only, so one stream for all captures.
             self.stream = torch.cuda.Stream(device)
+            torch.cuda.current_blas_handle()  # cuBLAS cannot start inside a capture
         # A capture puts its generator into a mode in which other threads' draws fail; see `engine.capture`.
         self.scratch_generator = torch.Generator(device)
         self._handle: Any = None

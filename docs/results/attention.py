@@ -237,7 +237,12 @@ def capture(layers: Layers) -> Callable[[int], object]:
                 layers.op(layer)
             graphs.append(graph)
     step.load(layers.batch)
-    return lambda layer: graphs[layer].replay()
+
+    def replay(layer: int) -> None:
+        assert step.max_num_tokens == layers.rows  # holds the step: the graphs read its buffers
+        graphs[layer].replay()
+
+    return replay
 
 
 def clear(layers: Layers) -> None:
