@@ -1,0 +1,290 @@
+"""Each private torch API that the compile-time half uses does what its wrapper says, on this version."""
+
+from __future__ import annotations
+
+import weakref
+
+import pytest
+import sympy
+import torch
+import torch._dynamo as dynamo
+from torch import nn
+from torch.utils._sympy.functions import FloorDiv, IntTrueDiv, PythonMod
+
+from piecewise import torch_internals as internals
+
+
+def compile_with(function, *args, names=(), mark=()):
+    """Traces `function` and returns (what `look(graph)` saw inside the backend, the graph)."""
+    seen = {}
+
+    def backend(graph, example_inputs):
+        seen["graph"] = graph
+        seen["guards"] = internals.current_guards()
+        seen["writes"] = internals.sources_to_be_written()
+        seen["sources"] = {n.name: internals.source_name(n) for n in graph.graph.find_nodes(op="placeholder")}
+        seen["object"] = internals.compiled_object()
+        return graph.forward
+
+    for tensor, dim in mark:
+        internals.mark_dynamic(tensor, dim)
+    with internals.tracing_config(list(names)), torch.no_grad():
+        seen["result"] = torch.compile(function, backend=backend, fullgraph=True)(*args)
+    internals.forget_compilation(
+        getattr(function, "__code__", None) or type(function).forward.__code__, backend
+    )
+    return seen
+
+
+def fakes_of(graph):
+    return [node.meta["example_value"] for node in graph.graph.find_nodes(op="placeholder")]
+
+
+def test_a_marked_dim_has_a_symbol_of_its_own_and_an_unmarked_one_none():
+    def function(x, y):
+        return x.sum() + y.sum()
+
+    x, y = torch.zeros(5, 5), torch.zeros(5)
+    graph = compile_with(function, x, y, mark=[(x, 0), (x, 1), (y, 0)])["graph"]
+    shape_env = internals.shape_env_of(fakes_of(graph))
+    sizes = [
+        internals.expression(size, shape_env)
+        for fake in fakes_of(graph)
+        if isinstance(fake, torch.Tensor)
+        for size in fake.shape
+    ]
+    assert len(set(sizes)) == 3 and all(size.is_Symbol for size in sizes), "no duck sizing"
+
+    def other(x):
+        return x + 1
+
+    z = torch.zeros(6, 3)
+    (fake,) = (
+        f for f in fakes_of(compile_with(other, z, mark=[(z, 0)])["graph"]) if isinstance(f, torch.Tensor)
+    )
+    assert isinstance(fake.shape[0], torch.SymInt) and fake.shape[1] == 3
+
+
+def test_a_named_int_is_a_symbol_and_another_a_constant():
+    def function(t0, i0, i1):
+        return t0 * i0 + i1
+
+    graph = compile_with(function, torch.zeros(3), 7, 9, names=["i0"])["graph"]
+    shape_env = internals.shape_env_of(fakes_of(graph))
+    sizes = internals.symbolic_sizes(shape_env)
+    assert sizes[0, -1].is_Symbol and (1, -1) not in sizes
+    assert internals.symbol_source(shape_env, sizes[0, -1]) == (0, -1)
+
+
+def test_sizes_are_found_whether_an_op_reads_the_tensor_or_not():
+    def function(t0, t1):
+        return t0 * t1.shape[1]
+
+    t0, t1 = torch.zeros(4), torch.zeros(2, 6)
+    graph = compile_with(function, t0, t1, mark=[(t0, 0), (t1, 0), (t1, 1)])["graph"]
+    sizes = internals.symbolic_sizes(internals.shape_env_of(fakes_of(graph)))
+    assert (0, 0) in sizes and (1, 1) in sizes
+
+
+def test_scalars_and_data_dependent_sizes_stay_in_the_graph():
+    def function(x):
+        return x[x > 0] * x.sum().item()
+
+    assert compile_with(function, torch.arange(4.0))["result"].tolist() == [6.0, 12.0, 18.0]
+
+
+def test_unbacked_symbols_are_told_from_sizes():
+    def function(x):
+        return x.nonzero()
+
+    graph = compile_with(function, torch.arange(4.0))["graph"]
+    (node,) = (n for n in graph.graph.nodes if n.target == "nonzero")
+    shape_env = internals.shape_env_of([node.meta["example_value"]])
+    assert internals.is_unbacked(internals.expression(node.meta["example_value"].shape[0], shape_env))
+    assert not internals.is_unbacked(sympy.Symbol("s0"))
+
+
+def test_expressions_are_simplified_after_symbols_unify():
+    def function(x, y):
+        return x + y
+
+    x, y = torch.zeros(5), torch.zeros(5)
+    graph = compile_with(function, x, y, mark=[(x, 0), (y, 0)])["graph"]
+    shape_env = internals.shape_env_of(fakes_of(graph))
+    left, right = (f.shape[0] for f in fakes_of(graph) if isinstance(f, torch.Tensor))
+    assert internals.expression(left, shape_env) == internals.expression(right, shape_env)
+    assert internals.expression(3, shape_env) == 3 and internals.expression(True, shape_env) is None
+    assert internals.expression("x", shape_env) is None
+
+
+def test_guards_on_sizes_and_where_they_come_from():
+    def function(t0):
+        return t0 + 1 if t0.shape[0] < 10 else t0
+
+    t0 = torch.zeros(5)
+    graph = compile_with(function, t0, mark=[(t0, 0)])["graph"]
+    shape_env = internals.shape_env_of(fakes_of(graph))
+    symbol = internals.symbolic_sizes(shape_env)[0, 0]
+    check = internals.compile_expressions(internals.guard_expressions(shape_env), [symbol])
+    assert all(check(9)) and not all(check(10))
+    assert internals.guard_expressions(None) == [] and internals.symbolic_sizes(None) == {}
+
+
+def test_compiled_expressions_compute_what_sympy_computes():
+    n, m = sympy.Symbol("n", integer=True), sympy.Symbol("m", integer=True)
+    expressions = [n * 2 + m, n**2, PythonMod(n, 3), FloorDiv(n, m), IntTrueDiv(n, m), sympy.Eq(n, 5), n < m]
+    function = internals.compile_expressions(expressions, [n, m])
+    for values in ((5, 2), (16, 40)):
+        wanted = [expression.subs({n: values[0], m: values[1]}) for expression in expressions]
+        for got, want in zip(function(*values), wanted, strict=True):
+            assert got == (bool(want) if isinstance(got, bool) else pytest.approx(float(want)))
+    assert internals.compile_expressions([], [n])(1) == () and internals.compile_expressions([n], [n])(7) == (
+        7,
+    )
+
+
+class Reads(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.factor, self.items, self.calls = 2.0, [1.0], 0
+
+    def forward(self, x):
+        self.calls += 1
+        self.items.append(2.0)
+        return self.linear(x) * self.factor + (1 if hasattr(self, "extra") else 0)
+
+
+def test_guards_name_what_was_read_and_writes_what_will_be_written():
+    model = Reads()
+    seen = compile_with(lambda model, x: model(x), model, torch.zeros(2, 3))
+    guards = {(guard.source, guard.kind) for guard in seen["guards"]}
+    assert ("L['model'].factor", "CONSTANT_MATCH") in guards
+    asked = [guard for guard in seen["guards"] if guard.kind == "HASATTR"]
+    assert any("extra" in (guard.arguments.get("attr"), guard.source.rpartition(".")[2]) for guard in asked)
+    assert "L['model']" in seen["writes"] and "L['model'].items" in seen["writes"]
+    assert any(source.endswith("['linear']._parameters['weight']") for source in seen["sources"].values())
+    assert model.calls == 1, "Dynamo writes after the graph has run"
+
+
+def test_outside_a_backend_there_are_no_guards():
+    assert internals.current_guards() == [] and internals.compiled_object() is None
+
+
+def test_the_object_that_is_compiled():
+    class Outer(nn.Module):
+        def forward(self, x):
+            return x + 1
+
+    model = Outer()
+    seen = []
+
+    def backend(graph, example_inputs):
+        seen.append(internals.compiled_object())
+        return graph.forward
+
+    with torch.no_grad():
+        torch.compile(model, backend=backend)(torch.zeros(2, 3))
+    assert seen == [model]
+
+
+def test_what_is_forgotten_is_freed():
+    class Backend:
+        def __call__(self, graph, example_inputs):
+            self.graph = graph
+            return graph.forward
+
+    def function(x):
+        return x + 1
+
+    backend = Backend()
+    num_backends = len(dynamo.eval_frame.cached_backends)
+    with torch.no_grad():
+        torch.compile(function, backend=backend)(torch.zeros(3))
+    assert len(dynamo.eval_frame.cached_backends) == num_backends + 1
+    internals.forget_compilation(function.__code__, backend)
+    assert len(dynamo.eval_frame.cached_backends) == num_backends
+    gone = weakref.ref(backend)
+    del backend
+    assert gone() is None
+
+
+def test_a_forgotten_code_object_is_traced_again():
+    traces = []
+
+    def backend(graph, example_inputs):
+        traces.append(graph)
+        return graph.forward
+
+    def function(x):
+        return x + 1
+
+    for _ in range(2):
+        with torch.no_grad():
+            torch.compile(function, backend=backend)(torch.zeros(3))
+        internals.forget_compilation(function.__code__, backend)
+    assert len(traces) == 2
+
+
+def test_a_fake_mode_forgets_the_tensors_that_it_stood_in_for():
+    model = nn.Linear(3, 3)
+    graph = compile_with(lambda model, x: model(x), model, torch.zeros(2, 3))["graph"]
+    assert weakref.getweakrefs(model.weight)
+    internals.forget_tensors(internals.fake_mode_of(fakes_of(graph)))
+    assert not weakref.getweakrefs(model.weight)
+    internals.forget_tensors(None)
+
+
+@pytest.mark.parametrize("how", ["stance", "config"])
+def test_a_disabled_dynamo_is_seen(how):
+    assert internals.dynamo_is_disabled() is None
+    with torch.compiler.set_stance("force_eager") if how == "stance" else dynamo.config.patch(disable=True):
+        assert ("force_eager" if how == "stance" else "disabled") in internals.dynamo_is_disabled()
+    assert internals.dynamo_is_disabled() is None
+
+
+def test_global_state_is_compared_with_gradients_off():
+    state = internals.GlobalState()
+    with torch.no_grad():
+        assert state.check()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert not state.check()
+        with torch.device("meta"):
+            assert not state.check()
+            inside = internals.GlobalState()
+        with torch.device("meta"):
+            assert inside.check(), "the same device in another block"
+        with torch.device("cpu"):
+            assert not inside.check()
+        assert state.check() and not inside.check()
+    with torch.inference_mode():
+        assert state.check()
+
+
+def test_modes_that_see_functions_or_ops_are_global_state():
+    class Mode(torch.overrides.TorchFunctionMode):
+        pass
+
+    state = internals.GlobalState()
+    with torch.no_grad(), Mode():
+        assert not state.check()
+    assert internals.GlobalState()._modes == ()
+
+
+def test_the_tracing_config_is_put_back():
+    before = dynamo.config.capture_scalar_outputs, torch.compiler.config.dynamic_sources
+    with internals.tracing_config(["i0"]):
+        assert dynamo.config.capture_scalar_outputs and "i0" in torch.compiler.config.dynamic_sources
+    assert (dynamo.config.capture_scalar_outputs, torch.compiler.config.dynamic_sources) == before
+
+
+def test_what_fixes_a_size_is_told_with_its_line():
+    def function(t0):
+        return t0 * 2 if int(t0.shape[0]) == 5 else t0
+
+    t0 = torch.zeros(5)
+    line = function.__code__.co_firstlineno + 1
+    graph = compile_with(function, t0, mark=[(t0, 0)])["graph"]
+    places = internals.specialisation_places(internals.shape_env_of(fakes_of(graph)))
+    assert any("test_torch_internals.py" in place and f"line {line}" in place for place in places), places
+    assert internals.specialisation_places(None) == []
