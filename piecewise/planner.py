@@ -82,7 +82,7 @@ class BucketPlans:
                     break
         found, row = [], len(self._best) - 1
         for choice in reversed(self._choices[:num_layers]):
-            if row == 0:
+            if row == 0:  # rounding of equal costs may leave a layer idle
                 break
             found.append(int(self._sizes[row - 1]))
             row = int(choice[row])

@@ -7,13 +7,13 @@ from itertools import combinations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from traces import TRACES, needs_traces
 
 from piecewise.batching import chunked, packed
 from piecewise.grids import ENGINE_GRIDS, Grid
-from piecewise.planner import evaluate, plan_buckets
+from piecewise.planner import _LONG_ROWS, _layer, evaluate, plan_buckets
 from piecewise.slots import SlotRate, padded_slots
 from piecewise.step_cost import GraphMemory, MeasuredCost, PaddedTokens, read_bench
 from piecewise.traffic import Histogram, read_requests
@@ -62,6 +62,9 @@ curves = st.lists(
 ).map(sorted)
 
 
+# A size that costs more than a larger one would lead the search astray.
+@example({1: 22, 2: 37, 3: 28, 4: 12, 5: 32}, 2, [(1, 6), (2, 12), (3, 18), (4, 26), (5, 13)])
+@example({1: 55, 2: 42, 3: 33, 4: 3, 5: 31}, 2, [(1, 1), (2, 39), (3, 5), (4, 18), (5, 6), (10, 60)])
 @given(small, st.integers(1, 4), curves)
 @settings(deadline=None)
 def test_a_measured_curve_that_falls_and_rises_is_planned_exactly_too(counts, max_graphs, points):
@@ -87,6 +90,22 @@ def test_rows_far_apart_are_searched_as_those_near_by():
         )
         found = plan_buckets(steps, max_graphs=num_graphs, cover=9000)
         assert evaluate(found, steps).cost * steps.num_steps == pytest.approx(best[-1], rel=1e-12)
+
+
+def test_every_row_of_a_layer_has_its_least_column():
+    rng = np.random.default_rng(2)
+    num_rows = 4 * _LONG_ROWS + 7
+    prefix = np.cumsum(rng.integers(0, 5, num_rows)).astype(float)
+    price = np.cumsum(rng.integers(1, 4, num_rows)).astype(float)
+    prefix[0] = 0.0
+    best = prefix * price
+    floor = np.zeros(num_rows, np.int32)
+    for _ in range(3):
+        better, choice = _layer(best, prefix, price, floor)
+        for row in range(1, num_rows):
+            costs = best[:row] + (prefix[row] - prefix[:row]) * price[row]
+            assert better[row] == costs.min() == costs[choice[row]]
+        best, floor = better, choice
 
 
 def test_every_step_up_to_cover_is_served_and_larger_ones_play_no_part():
