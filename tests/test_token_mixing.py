@@ -256,7 +256,16 @@ def _boundary_writes_second_half(model, x):
     return both * 2
 
 
-@pytest.mark.parametrize("head", [_rows_of_workspace, _halves_of_buffer, _boundary_writes_second_half])
+def _boundary_writes_end_of_workspace(model, x):
+    workspace = torch.zeros(64, HIDDEN)
+    mix(x, x, x, workspace[-x.shape[0] :], model.blocks[0].cache)
+    return workspace * 2
+
+
+@pytest.mark.parametrize(
+    "head",
+    [_rows_of_workspace, _halves_of_buffer, _boundary_writes_second_half, _boundary_writes_end_of_workspace],
+)
 def test_I3_padded_rows_are_not_written_over_other_memory(head):
     check_sizes(toy(head))
 
@@ -267,6 +276,7 @@ class WithWorkspace(Toy):
     def __init__(self, head):
         super().__init__(head, num_blocks=1)
         self.register_buffer("workspace", torch.zeros(64, HIDDEN))
+        self.register_buffer("numbers", torch.zeros(64, dtype=torch.long))
 
 
 @pytest.mark.parametrize(
@@ -275,6 +285,8 @@ class WithWorkspace(Toy):
         (lambda m, x: x + m.workspace[: x.shape[0]], "gbg"),
         (lambda m, x: x + m.workspace[-x.shape[0] :], "gbgeg"),
         (lambda m, x: x + m.workspace[: x.shape[0]].flip(0), "gbgeg"),
+        (lambda m, x: x + m.numbers[: x.shape[0], None], "gbg"),
+        (lambda m, x: x + m.numbers[-x.shape[0] :, None], "gbgeg"),
     ],
 )
 def test_I3_rows_of_a_constant_table_are_told_apart(head, expected):
@@ -284,6 +296,7 @@ def test_I3_rows_of_a_constant_table_are_told_apart(head, expected):
     assert kinds(graphed) == expected
     with torch.no_grad():
         model.workspace.normal_()
+        model.numbers.random_(10)
         for n in (3, 8, 11):
             compare(graphed, model, (make_ids(n), torch.arange(n)), exact=n == 8, where=f"{n} tokens")
     assert graphed.stats.replays == 3
