@@ -17,7 +17,7 @@ from piecewise.planner import BucketPlans, Outcome, evaluate
 from piecewise.progress import DelayedBars
 from piecewise.report import shown_bytes, text_table
 from piecewise.slots import SlotRate, slot_table
-from piecewise.step_cost import GraphMemory, PaddedTokens, StepCost, read_bench
+from piecewise.step_cost import GraphMemory, MeasuredCost, PaddedTokens, StepCost, read_bench
 from piecewise.traffic import Histogram, Requests
 from runners.errors import ConfigError
 
@@ -258,10 +258,12 @@ def _notes(
         yield f"the memory budget allows {planner.most_graphs} graphs"
     if planner.smoothing:
         yield f"smoothed: {planner.smoothing:.0%} of each step spread over sizes within 5 %"
-    if arguments.cost:
-        size = cost.break_even()  # type: ignore[attr-defined]
+    if isinstance(cost, MeasuredCost):
+        size = cost.break_even()
         if size is None:
-            yield f"graphs pay at every measured size, up to {int(cost.knots[-1])} tokens"
+            yield f"graphs pay at the largest measured size, {int(cost.knots[-1])} tokens"
+        elif size == int(cost.knots[0]):
+            yield f"graphs pay at no measured size, from {size} tokens up"
         else:
             yield f"graphs no longer pay from {size} tokens on; --cover {max(size - 1, 1)} leaves those eager"
 

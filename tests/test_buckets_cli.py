@@ -190,6 +190,15 @@ def test_a_measured_cost_says_ms_memory_and_from_where_graphs_do_not_pay(capsys,
     assert plan["cost"] == pytest.approx(float(np.interp(served, [1, 400], [1.0, 9.0]).mean()))
 
 
+@pytest.mark.parametrize(
+    ("graphed", "says"), [(4.0, "graphs pay at the largest measured size, 400"), (7.0, "at no measured size")]
+)
+def test_a_measured_cost_may_favour_one_way_throughout(capsys, tmp_path, requests_file, graphed, says):
+    bench = bench_file(tmp_path, {1: graphed, 400: graphed}, {1: 5.0, 400: 6.0})
+    found = plan_json(capsys, "--traffic", requests_file, "--cost", bench)
+    assert any(says in note for note in found["notes"])
+
+
 def test_the_memory_budget_bounds_the_graphs(capsys, tmp_path, requests_file):
     bench = bench_file(tmp_path, {1: 1.0, 400: 2.0}, {1: 5.0, 400: 6.0})
     top = int(tokens_in(requests_file).max())
