@@ -21,6 +21,7 @@ import torch
 from torch import nn
 from torch.nn.modules import module as module_hooks
 
+from piecewise.structure import PLAIN
 from piecewise.torch_internals import SeenGuard
 from runners.state_check import StateFacts, StateRef, table_content
 
@@ -173,6 +174,16 @@ class FactFinder:
         self.add_table(module_hooks._global_forward_hooks, "the global forward hooks")
         self.add_table(module_hooks._global_forward_pre_hooks, "the global forward pre-hooks")
 
+    def _add_class(self, cls: type, path: str) -> None:
+        """Plain attributes of a class that forward names: torch 2.11 takes them for constants, unguarded."""
+        for base in cls.__mro__ if isinstance(cls, type) else ():
+            if base.__module__.partition(".")[0] in _SETTLED:
+                continue
+            for name, value in vars(base).items():
+                if isinstance(value, (int, *PLAIN)) and not name.startswith("__"):
+                    ref = StateRef(base, name, f"{path}.{name}", is_attribute=True)
+                    self.add_value(ref, value)
+
     def add_guard(self, guard: SeenGuard, scope: Scope) -> None:
         """Adds what one guard of the trace says, and the path that leads to it."""
         known = _VALUES | _TABLES | _PATHS | _MEMBERS | _ATTRIBUTES
@@ -197,6 +208,8 @@ class FactFinder:
             self.add_answer(hasattr, value, attribute, readable_path(source))
         elif attribute != "forward":  # which `add_module_tree` compares
             self.add_answer(operator.contains, value.__dict__, attribute, readable_path(source))
+        if guard.kind == "CLASS_MATCH":
+            self._add_class(value, readable_path(source))
         if guard.kind in ("CONSTANT_MATCH", "EQUALS_MATCH") and isinstance(value, (set, list, dict)):
             self.add_table(value, readable_path(source))
         for step, place in path:
