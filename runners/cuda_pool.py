@@ -44,6 +44,11 @@ def tensor_on(storage: torch.UntypedStorage, like: Tensor) -> Tensor:
     return empty.set_(storage, like.storage_offset(), like.shape, like.stride())
 
 
+def new_scratch(device: torch.device) -> Tensor:
+    """One number that a capture may write so that its graph is not empty."""
+    return torch.zeros(1, device=device)
+
+
 class AliasBook:
     """The owners of one bucket's outputs, and the aliases that were handed out for them.
 
@@ -112,6 +117,7 @@ class CudaPool:
         with torch.cuda.device(device):
             # Freed blocks are reused on the stream of their allocation only, so one stream for all captures.
             self.stream = torch.cuda.Stream(device)
+            self.scratch = new_scratch(device)
             torch.cuda.current_blas_handle()  # cuBLAS cannot start inside a capture
         # A capture puts its generator into a mode in which other threads' draws fail; see `engine.capture`.
         self.scratch_generator = torch.Generator(device)

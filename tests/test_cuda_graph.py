@@ -103,7 +103,7 @@ def test_I9_a_smaller_bucket_takes_no_memory(engine: Any, pool: Any, device: tor
         pool.end_bucket()
         graphs[rows] = x, first, second
         sizes.append(pool.allocated_bytes)
-    # torch keeps requests of at most 1 MiB in segments of their own, 2 MiB each: only the last bucket makes some.
+    # torch keeps requests of at most 1 MiB in segments of 2 MiB: only the last bucket makes such.
     assert sizes[0] > 0 and len(set(sizes[:3])) == 1 and sizes[3] <= sizes[0] + (4 << 20), sizes
     snapshot = torch.cuda.memory_snapshot()
     ours = [segment for segment in snapshot if tuple(segment["segment_pool_id"]) == tuple(pool._handle)]

@@ -59,7 +59,7 @@ def default_config(
     if head_dim <= 64:
         return BlockConfig(64, 64, 4, 3, not is_short) if is_short else BlockConfig(128, 128, 8, 3)
     if head_dim <= 128:
-        return BlockConfig(64, 64, 4, 2, False) if is_short else BlockConfig(128, 64, 8, 3)
+        return BlockConfig(64, 64, 4, 3, False)  # the fastest from 256 to 4096 tokens, and within 3 % below
     return BlockConfig(64, 32, 8, 2) if is_short else BlockConfig(128, 64, 8, 2)
 
 
