@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from piecewise.plan import ComputedNumber, Segment, SegmentPlan, ValueSpec
-from piecewise.probe import unchanged_random_state
+from piecewise.row_samples import unchanged_random_state
 from piecewise.warm_up import WarmUp, last_uses, state_tensor
 from runners.buffers import StaticBuffers
 from runners.engine import GraphEngine, GraphPool

@@ -16,7 +16,8 @@ from piecewise.config import PiecewiseConfig
 from piecewise.normalize import normalize
 from piecewise.one_token import has_same_program
 from piecewise.plan import SegmentPlan
-from piecewise.probe import Probe, choose_probe_sizes, report_strictly, resize_leaf
+from piecewise.probe import Probe, report_strictly
+from piecewise.row_samples import choose_probe_sizes, resize_leaf
 from piecewise.sizes import holds
 from piecewise.split import Splitter, module_path, source_line
 from piecewise.token_dim import TokenSymbol, find_token_symbol

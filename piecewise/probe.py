@@ -36,44 +36,17 @@ from piecewise.classify import Verdict
 from piecewise.index_bounds import CheckedIndices
 from piecewise.normalize import target_name
 from piecewise.positions import can_be_numbered, keeps_places, lie_alike, numbered_like, random_where_constant
+from piecewise.recordable import Recorders
+from piecewise.row_agreement import difference
+from piecewise.row_samples import map_tensors, resize_leaf, unchanged_random_state, with_padding
 from piecewise.sizes import SizeFunctions
 from piecewise.token_dim import TokenSymbol
 from piecewise.torch_internals import SYMBOLIC
 from piecewise.trace import Trace
-from runners.engine import GraphEngine, engine_for
 from runners.errors import CaptureError
 from runners.rows import narrow_to, padded_parts, poison_value
 
 NUM_POISONS = 3
-
-
-def _engines_for(device: torch.device) -> list[GraphEngine]:
-    """The engines that must be able to record a node: the tape, and the device's own."""
-    return [engine_for(name, device) for name in dict.fromkeys(("tape", engine_for("auto", device).name))]
-
-
-def resize_leaf(value: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
-    """The example's tensor at other sizes: leading rows, or its rows repeated in order."""
-    for dim, size in enumerate(sizes):
-        if size != value.shape[dim]:
-            index = torch.arange(size, device=value.device) % max(value.shape[dim], 1)
-            value = value.index_select(dim, index)
-    return value
-
-
-def int_candidates(value: torch.Tensor) -> tuple[int, int, int]:
-    """Valid values for padded rows of an integer tensor, different ones where possible."""
-    if value.numel() == 0:
-        return 0, 1, 0
-    low, high = int(value.min()), int(value.max())
-    return (high, low, 1 if high >= 1 else low) if low != high else (high, 0, 1)
-
-
-@contextmanager
-def unchanged_random_state(device: torch.device) -> Iterator[None]:
-    devices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices):
-        yield
 
 
 @dataclasses.dataclass(slots=True)
@@ -116,9 +89,8 @@ class Probe:
         self._places: dict[Any, bool] = {}
         self._generator = torch.Generator().manual_seed(0)
         self._scalar_functions: dict[Any, Callable[..., tuple]] = {}
-        self._recordable: dict[Any, str | None] = {}
         self._device = trace.example.leaves[token.anchor[0]].device
-        self._recorders = [(engine, engine.new_pool(self._device)) for engine in _engines_for(self._device)]
+        self._recorders = Recorders(self._device)
 
     def _find_written_outside(self) -> frozenset[fx.Node]:
         """Placeholders whose memory some op writes; boundary ops are not called here."""
@@ -153,8 +125,7 @@ class Probe:
                 elif node.op.startswith("call"):
                     self._step(node)
                 self._free(position)
-        for _, pool in self._recorders:
-            pool.release()
+        self._recorders.release()
         return self.forced
 
     def _free(self, position: int) -> None:
@@ -205,21 +176,7 @@ class Probe:
         rows = resize_leaf(value.detach(), function(self.rows)).clone()
         if run.poison is None:
             return rows
-        return self._with_padding(rows, function(self.padded_rows), None, run.poison)
-
-    def _with_padding(
-        self, rows: torch.Tensor, sizes: Sequence[int], strides: Sequence[int] | None, variant: int
-    ) -> torch.Tensor:
-        """A tensor of `sizes` whose leading part is `rows` and whose rest is poison."""
-        padded = torch.empty(tuple(sizes), dtype=rows.dtype, device=rows.device)
-        if strides is not None and 0 not in strides:
-            padded = torch.empty_strided(tuple(sizes), tuple(strides), dtype=rows.dtype, device=rows.device)
-        if rows.dtype.is_floating_point or rows.dtype in (torch.bool,) or rows.dtype.is_complex:
-            padded.fill_(poison_value(rows.dtype, variant))
-        else:
-            padded.fill_(int_candidates(rows)[variant])
-        narrow_to(padded, rows.shape).copy_(rows)
-        return padded
+        return with_padding(rows, function(self.padded_rows), None, run.poison)
 
     def _step(self, node: fx.Node) -> None:
         kind = self.kinds[node]
@@ -249,35 +206,17 @@ class Probe:
         self._follow_real(node)
 
     def _refused_recording(self, node: fx.Node) -> str | None:
-        """Why the node cannot be recorded, or None; asked once for nodes that differ only in their tensors.
-
-        The fakes do not show what a custom op's kernel does inside, and the tape does: reading values
-        back, say. On a CUDA device the node is also captured alone, after the tape has run it once: that
-        finds what only CUDA refuses.
-        """
-        key = node_key(node)
-        if key in self._recordable:
-            return self._recordable[key]
+        """Why the node cannot be recorded, or None; asked once per op and kind of operands."""
         copies: dict[int, torch.Tensor] = {}
 
         def own(tensor: torch.Tensor) -> torch.Tensor:
             return copies.setdefault(id(tensor), tensor.clone()) if self.facts[node].writes else tensor
 
-        args, kwargs = _map_tensors(self._operands(node, self.real, self.rows, padded=False), own)
-        refused = None
-        for engine, pool in self._recorders:
-            try:
-                graph = engine.capture(lambda: [self._call(node, args, kwargs)], pool=pool, segment=node.name)
-                graph.reset()
-            except CaptureError as error:
-                refused = refused or (f"{error.what}: {error.got}" if error.got else error.what)
-            except RuntimeError as error:
-                if engine.name == "tape":
-                    raise  # the node fails by itself
-                refused = refused or f"cannot be captured: {str(error).splitlines()[0]}"
-            pool.end_bucket()
-        self._recordable[key] = refused
-        return refused
+        def call() -> Any:
+            operands = self._operands(node, self.real, self.rows, padded=False)
+            return self._call(node, *map_tensors(operands, own))
+
+        return self._recorders.refusal_of(call, key=node_key(node), name=node.name)
 
     def _run_padded(self, node: fx.Node) -> str | None:
         """Runs the node in each padded run; what differs, or None."""
@@ -287,7 +226,7 @@ class Probe:
             except (RuntimeError, IndexError, ValueError) as error:
                 return f"fails on padded rows: {str(error).splitlines()[0]}"
         for what, real, padded in self._results(node):
-            seen = self._difference(real, padded)
+            seen = difference(real, padded)
             if seen is not None:
                 return f"{what}{seen}"
         if self.facts[node].is_view and not is_tuple_item(node) and not self._keeps_places(node):
@@ -324,10 +263,10 @@ class Probe:
             return all(map(lie_alike, made, tensors_in(run.values[node])))
         if not all(can_be_numbered(tensor) and tensor.dtype == made[0].dtype for tensor in bases):
             return True
-        real_args = _map_tensors(
+        real_args = map_tensors(
             self._operands(node, self.real, self.rows, padded=False), lambda t: numbered_like(t, t.shape)
         )
-        padded_args = _map_tensors(
+        padded_args = map_tensors(
             self._operands(node, run, self.padded_rows, padded=True), lambda t: numbered_like(t, held[id(t)])
         )
         return keeps_places(
@@ -355,17 +294,6 @@ class Probe:
                 if function is None:
                     continue
                 yield what, real, [tensors[index] for tensors in padded]
-
-    def _difference(self, real: torch.Tensor, padded: Sequence[torch.Tensor]) -> str | None:
-        first = padded[0]
-        if first.shape != real.shape:
-            return f"has {tuple(first.shape)} real elements where eager has {tuple(real.shape)}"
-        for other in padded[1:]:
-            if not _identical(first, other):
-                return "real rows change with what padded rows hold"
-        if not _close(real, first):
-            return "real rows differ from the result without padding"
-        return None
 
     def _agree(self, node: fx.Node) -> None:
         """Sets the padded runs' real rows to the unpadded result, where the memory is the node's own."""
@@ -415,7 +343,7 @@ class Probe:
                 self._execute(node, run, self.rows)
             else:
                 value = self.real.values[node]
-                run.values[node] = _map_tensors(value, torch.clone)
+                run.values[node] = map_tensors(value, torch.clone)
 
     def _execute(self, node: fx.Node, run: _Run, rows: int) -> None:
         padded = run.poison is not None and self.kinds[node] == "graph"
@@ -472,11 +400,11 @@ class Probe:
             function, strides = self.sizes.of(fake.shape), self.sizes.of(fake.stride())
             if function is None or not self.sizes.token_dims(fake):
                 return tensor
-            return self._with_padding(
+            return with_padding(
                 tensor, function(self.padded_rows), strides(self.padded_rows) if strides else None, variant
             )
 
-        return _map_tensors(value, pad)
+        return map_tensors(value, pad)
 
     def _narrow(self, value: Any, fakes: Any) -> Any:
         remaining = iter(list(tensors_in(fakes)))
@@ -489,7 +417,7 @@ class Probe:
             # Strided where eager's would be dense: the node must read and write the run's own memory here.
             return narrow_to(tensor, function(self.rows))
 
-        return _map_tensors(value, narrow)
+        return map_tensors(value, narrow)
 
     def _scalar(self, value: Any, rows: int) -> Any:
         if isinstance(value, (tuple, list)):
@@ -553,56 +481,6 @@ class Probe:
             tensor.copy_(before)
 
 
-def choose_probe_sizes(
-    example_num_tokens: int, buckets: Sequence[int], is_valid: Callable[[int], bool]
-) -> tuple[int, int] | None:
-    """(real, padded) row counts at which the trace holds: few rows, padded by at least one; None if there
-    are none."""
-    real_options = [
-        n
-        for n in (6, 5, 7, example_num_tokens, 3, 2)
-        if 2 <= n <= example_num_tokens or n == example_num_tokens
-    ]
-    for real in dict.fromkeys(real_options):
-        if not is_valid(real):
-            continue
-        for padded in (real + 3, real + 4, *(bucket for bucket in sorted(buckets) if bucket > real)):
-            if is_valid(padded):
-                return real, padded
-    for padded in filter(is_valid, sorted(buckets)):
-        for real in range(padded - 1, 1, -1):
-            if is_valid(real):
-                return real, padded
-    return None
-
-
-def _identical(left: torch.Tensor, right: torch.Tensor) -> bool:
-    if torch.equal(left, right):
-        return True
-    if not left.dtype.is_floating_point:
-        return False
-    return bool(((left == right) | ((left != left) & (right != right))).all())
-
-
-def _close(real: torch.Tensor, padded: torch.Tensor) -> bool:
-    """Equal up to the rounding of another kernel choice: 256 ulp of the largest value for fp32, 8 for
-    16-bit types."""
-    if not (real.dtype.is_floating_point or real.dtype.is_complex):
-        return bool(torch.equal(real, padded))
-    if real.numel() == 0:
-        return True
-    if real.dtype.itemsize == 1:
-        real, padded, ulps, eps = real.float(), padded.float(), 8, 0.125
-    else:
-        eps = torch.finfo(real.dtype).eps
-        ulps = 256 if real.dtype.itemsize >= 4 else 8
-    finite = torch.isfinite(real)
-    if not torch.equal(finite, torch.isfinite(padded)):
-        return False
-    scale = float(real[finite].abs().max()) if bool(finite.any()) else 0.0
-    return bool(torch.allclose(padded, real, rtol=0.0, atol=ulps * eps * max(scale, 1e-6), equal_nan=True))
-
-
 @contextmanager
 def _regions(regions: Sequence[tuple]) -> Iterator[None]:
     with ExitStack() as stack:
@@ -610,23 +488,6 @@ def _regions(regions: Sequence[tuple]) -> Iterator[None]:
             opened = _enter_autocast(*arguments)
             stack.callback(_exit_autocast, opened)
         yield
-
-
-def _map_tensors(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    if isinstance(value, torch.Tensor):
-        return function(value)
-    if isinstance(value, dict):
-        return {key: _map_tensors(item, function) for key, item in value.items()}
-    if isinstance(value, (tuple, list)):
-        items = [_map_tensors(item, function) for item in value]
-        return (
-            type(value)(*items)
-            if hasattr(value, "_fields")
-            else type(value)(items)
-            if type(value) in (tuple, list)
-            else tuple(items)
-        )
-    return value
 
 
 def _last_uses(

@@ -19,7 +19,7 @@ import torch
 
 from piecewise.boundary_warm_up import warm_up_boundary
 from piecewise.plan import Segment, SegmentPlan, ValueSpec
-from piecewise.probe import int_candidates, resize_leaf
+from piecewise.row_samples import int_candidates, resize_leaf
 from runners.errors import CaptureError
 from runners.piecewise_runner import PiecewiseRunner
 from runners.rows import has_strides, narrow_to, padded_parts, poison_value

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -257,10 +257,11 @@ class _Binder:
             value = item.value
             assert value is not None and value.sizes and value.strides and value.offset
             offset = value.offset(num_tokens)[0]
-            geometry = tuple(value.sizes(num_tokens)), tuple(value.strides(num_tokens)), offset
-            found.append((self._first_copy + position, rows.views[index], item.slot, *geometry))
-        begin = min(offset for *_, offset in found)
-        copies = [CopiedResult(*fields, offset - begin) for *fields, offset in found]
+            sizes, strides = tuple(value.sizes(num_tokens)), tuple(value.strides(num_tokens))
+            target = self._first_copy + position
+            found.append(CopiedResult(target, rows.views[index], item.slot, sizes, strides, offset))
+        begin = min(copied.offset for copied in found)
+        copies = [replace(copied, offset=copied.offset - begin) for copied in found]
         return CopyOut(copies, max(copy.offset + _num_spanned(copy.sizes, copy.strides) for copy in copies))
 
 

@@ -95,6 +95,8 @@ def make_index(x):
 # (head, codes of what must be eager)
 MIXING = {
     "last": (lambda m, x: x[-1:], {"consumes_token_dim": 1}),
+    "view_of_last": (lambda m, x: x + x[-1:][:, 2:3], {"consumes_token_dim": 1}),
+    "views_of_last_two": (lambda m, x: x + x.flip(0)[:, 4:6].sum(-1, keepdim=True), {"mixes_tokens": 1}),
     "amax": (lambda m, x: x - x.amax(0), {"consumes_token_dim": 1}),
     "mean": (lambda m, x: x - x.mean(0, keepdim=True), {"consumes_token_dim": 1}),
     "median": (lambda m, x: x - x.median(0)[0], {"consumes_token_dim": 1}),
