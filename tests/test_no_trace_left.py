@@ -17,11 +17,11 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 import piecewise
 from runners.mode import capturing, in_capture_window
 
-trouble = {"rows": None, "error": None}
+trouble = {"rows": None, "error": None, "in_capture": False}
 
 
 def _fragile(x):
-    if trouble["rows"] == x.shape[0]:
+    if trouble["rows"] == x.shape[0] and (capturing() is not None or not trouble["in_capture"]):
         raise trouble["error"]
     return x * 2
 
@@ -38,7 +38,7 @@ _library.impl("peeks", lambda x: torch.empty_like(x), "Meta")
 @pytest.fixture
 def fragile():
     """A model with an op in its second graph segment that fails at 16 rows."""
-    trouble.update(rows=16, error=RuntimeError("no room for 16 rows"))
+    trouble.update(rows=16, error=RuntimeError("no room for 16 rows"), in_capture=False)
     yield new_model(after=lambda model, x: torch.ops.state_failures.fragile(x))
     trouble.update(rows=None, error=None)
 
@@ -160,7 +160,9 @@ def test_I8_a_failed_bucket_is_eager_with_the_reason_and_the_rest_goes_on(fragil
     assert serve(graphed, tokens(12)) == "capture_failed"
 
 
-def test_I8_a_failed_bucket_leaves_no_graph_and_no_memory(fragile):
+@pytest.mark.parametrize("in_capture", [False, True], ids=["warm-up", "capture"])
+def test_I8_a_failed_bucket_leaves_no_graph_and_no_memory(fragile, in_capture):
+    trouble["in_capture"] = in_capture  # of the second segment: the first one is recorded already
     graphed = graph(fragile, captured=False, buckets=(16,))
     graphed.capture(tokens(7))
     assert graphed._pool.allocated_bytes == 0

@@ -613,6 +613,7 @@ def test_I10_a_changed_model_is_never_captured_from_the_old_trace():
         "module_state_changed",
         "module_state_changed",
     ]
+    assert graphed.stats.captured == (4,), "no bucket was captured in vain"
     assert graphed.capture(tokens(6)).captured == BUCKETS
     assert [serve(graphed, tokens(n)) for n in (3, 7)] == ["replay", "replay"]
 
