@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -22,7 +23,7 @@ from piecewise.trace import ExampleCall
 from runners.buffers import StaticBuffers
 from runners.engine import GraphEngine, GraphPool
 from runners.errors import TraceError
-from runners.state_check import StateChange, StateCheck
+from runners.state_check import StateChange, StateCheck, StateRef
 from runners.stats import FallbackReason
 from runners.step_plan import StepPlan
 
@@ -287,8 +288,12 @@ def _matcher(traced: TracedModel, plan: SegmentPlan, example: ExampleCall) -> Ca
     state = [v.state for v in plan.values if v.state is not None and v.memory in in_graphs]
     return write_matcher(
         example.values, rules, anchor=(token.leaf, token.dim), token_dims=dims, distinct=distinct,
-        apart_from=[lambda ref=ref: ref.get().untyped_storage().data_ptr() for ref in state],
+        apart_from=[functools.partial(_address_of, ref) for ref in state],
     )  # fmt: skip
+
+
+def _address_of(place: StateRef) -> int:
+    return int(place.get().untyped_storage().data_ptr())
 
 
 def _refuse_shared_memory(example: ExampleCall, pairs: Sequence[tuple[int, int]]) -> None:

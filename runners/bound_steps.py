@@ -15,7 +15,7 @@ from runners.state_check import StateChange, StateCheck, StateRef
 class StateChanged(Exception):
     """The check between two steps found that the model is no longer what was recorded."""
 
-    def __init__(self, change: StateChange | None) -> None:
+    def __init__(self, change: StateChange) -> None:
         super().__init__(change)
         self.change = change
 
