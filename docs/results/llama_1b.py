@@ -128,6 +128,7 @@ def main() -> int:
     parser.add_argument("--only", choices=("llama_1b", "llama_8b"), help="one of the models")
     parser.add_argument("--rounds", type=int, default=25)
     parser.add_argument("--peer", choices=("breakable",), help="measure this package too")
+    parser.add_argument("--quick", action="store_true", help="leave out the two torch.compile variants")
     parser.add_argument("--smoke", action="store_true", help="a tiny model, few rounds")
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
@@ -137,6 +138,8 @@ def main() -> int:
         "llama_1b": dict(sizes=SIZES, buckets=BUCKETS, rounds=arguments.rounds, peer=arguments.peer),
         "llama_8b": dict(sizes=SIZES, buckets=BUCKETS, rounds=arguments.rounds, variants=quick),
     }
+    if arguments.quick:
+        runs["llama_1b"] |= dict(variants=quick)
     if arguments.smoke:
         runs = {
             "smoke": dict(sizes=(4, 8), buckets=(4, 8, 16), rounds=3, variants=quick, peer=arguments.peer)
