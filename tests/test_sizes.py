@@ -81,6 +81,18 @@ def test_I10_one_token_runs_eagerly_where_the_model_branches_on_it(head):
     assert graphed.stats.reasons[FallbackReason.ONE_TOKEN_BRANCH] == 3
 
 
+def _copy_that_is_none_for_one_row(m, x):
+    x = x * 1
+    columns = x.T.contiguous()  # one row is contiguous already: the same memory
+    columns.mul_(2)
+    return x + columns.T
+
+
+def test_I10_one_token_runs_eagerly_where_a_write_would_reach_another_tensor():
+    graphed = check_sizes(toy(_copy_that_is_none_for_one_row), eager=(1,))
+    assert graphed.stats.reasons[FallbackReason.ONE_TOKEN_BRANCH] == 3
+
+
 def test_I10_one_token_runs_eagerly_where_rows_broadcast():
     check_sizes(toy(_broadcast), eager=(1,))
 
@@ -91,6 +103,7 @@ def test_I10_one_token_runs_eagerly_where_rows_broadcast():
         lambda m, x: x,
         lambda m, x: x - x.mean(0),
         lambda m, x: x[-1:],
+        lambda m, x: (x.T.contiguous() * 2).T,
         lambda m, x: (x, x.shape[0], x.shape[0] + 1),
         lambda m, x: {"hidden": x, "name": "toy", "half": x.shape[0] / 2},
     ],
