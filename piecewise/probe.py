@@ -36,7 +36,7 @@ from piecewise.classify import Verdict
 from piecewise.index_bounds import CheckedIndices
 from piecewise.normalize import target_name
 from piecewise.positions import can_be_numbered, keeps_places, lie_alike, numbered_like, random_where_constant
-from piecewise.recordable import Recorder
+from piecewise.recordable import Recorders
 from piecewise.row_agreement import difference
 from piecewise.row_samples import map_tensors, resize_leaf, unchanged_random_state, with_padding
 from piecewise.sizes import SizeFunctions
@@ -90,7 +90,7 @@ class Probe:
         self._generator = torch.Generator().manual_seed(0)
         self._scalar_functions: dict[Any, Callable[..., tuple]] = {}
         self._device = trace.example.leaves[token.anchor[0]].device
-        self._recorder = Recorder(self._device)
+        self._recorders = Recorders(self._device)
 
     def _find_written_outside(self) -> frozenset[fx.Node]:
         """Placeholders whose memory some op writes; boundary ops are not called here."""
@@ -125,7 +125,7 @@ class Probe:
                 elif node.op.startswith("call"):
                     self._step(node)
                 self._free(position)
-        self._recorder.release()
+        self._recorders.release()
         return self.forced
 
     def _free(self, position: int) -> None:
@@ -216,7 +216,7 @@ class Probe:
             operands = self._operands(node, self.real, self.rows, padded=False)
             return self._call(node, *map_tensors(operands, own))
 
-        return self._recorder.refusal_of(call, key=node_key(node), name=node.name)
+        return self._recorders.refusal_of(call, key=node_key(node), name=node.name)
 
     def _run_padded(self, node: fx.Node) -> str | None:
         """Runs the node in each padded run; what differs, or None."""

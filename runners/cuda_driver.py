@@ -75,17 +75,6 @@ def restart_capture(stream: int) -> None:
     _checked("cuStreamBeginCapture_v2", ctypes.c_void_p(stream), ctypes.c_int(_THREAD_LOCAL))
 
 
-def num_captured(stream: int) -> int:
-    """Nodes that the stream's capture holds so far, 0 where it is not being captured."""
-    status, serial = ctypes.c_int(0), ctypes.c_uint64(0)
-    graph, parents, num_parents = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_size_t(0)
-    _checked(
-        "cuStreamGetCaptureInfo_v2", ctypes.c_void_p(stream), ctypes.byref(status), ctypes.byref(serial),
-        ctypes.byref(graph), ctypes.byref(parents), ctypes.byref(num_parents),
-    )  # fmt: skip
-    return num_nodes(graph.value) if graph.value else 0
-
-
 def num_nodes(graph: int) -> int:
     """Nodes of a raw graph: kernels, copies, fills and joins."""
     count = ctypes.c_size_t(0)

@@ -77,7 +77,7 @@ class CudaGraph:
         self._pool = pool
         self._graph: torch.cuda.CUDAGraph | None = graph
         # Past the wrapper's Python.
-        self._launch: Callable[[], None] = partial(torch._C._CUDAGraph.replay, graph) if num_ops else _nothing
+        self._launch: Callable[[], None] = partial(torch._C._CUDAGraph.replay, graph)
 
     @property
     def is_empty(self) -> bool:
@@ -114,10 +114,6 @@ class CudaGraph:
         del self._launch
         self.outputs = ()
         graph.reset()
-
-
-def _nothing() -> None:
-    """The replay of a segment that makes views only."""
 
 
 class CudaEngine:
@@ -168,7 +164,8 @@ class CudaEngine:
             pool.is_recording = True
             try:
                 with _paused_gc(), capture_of(segment), torch.cuda.stream(pool.stream):
-                    graph, outputs, num_nodes = _captured(fn, pool, handle, segment)
+                    graph, outputs = _captured(fn, pool, handle, segment)
+                    num_nodes = cuda_driver.num_nodes(graph.raw_cuda_graph())
                 if num_nodes == 0:
                     _check_does_no_work(fn, graph, segment)
                 # The graph is counted first: its memory is asked for below.
@@ -182,12 +179,8 @@ class CudaEngine:
 
 def _captured(
     fn: Callable[[], Sequence[Any]], pool: CudaPool, handle: Any, segment: str
-) -> tuple[torch.cuda.CUDAGraph, Sequence[Any], int]:
-    """The graph of one run of `fn`, on the current stream, what `fn` returned, and its number of nodes.
-
-    A graph without nodes is never ended or instantiated as such: on torch 2.11 that corrupts the heap (a few
-    hundred captures of `x.view(-1)` crash the process). It gets one node that nobody replays.
-    """
+) -> tuple[torch.cuda.CUDAGraph, Sequence[Any]]:
+    """The instantiated graph of one run of `fn`, on the current stream, and what `fn` returned."""
     graph = torch.cuda.CUDAGraph(keep_graph=True)
     try:
         _begin(graph, pool, handle)
@@ -201,13 +194,9 @@ def _captured(
                 fix="return (tensor,) for a single output",
             )
         torch.cuda.set_stream(pool.stream)  # `fn` may have left another one
-        num_nodes = cuda_driver.num_captured(pool.stream.cuda_stream)
-        if num_nodes == 0:
-            pool.scratch.zero_()
         _end(graph)
-        if num_nodes:
-            graph.instantiate()
-        return graph, outputs, num_nodes
+        graph.instantiate()
+        return graph, outputs
     except BaseException as error:
         failure = translated(error, segment)
         _abandon(graph, pool, handle)
@@ -244,7 +233,6 @@ def _abandon(graph: torch.cuda.CUDAGraph, pool: CudaPool, handle: Any) -> None:
         if cuda_driver.capture_status(raw) is StreamCapture.INVALIDATED:
             cuda_driver.restart_capture(raw)
         if not is_over:
-            pool.scratch.zero_()  # see `_captured` on empty graphs
             _end(graph)
     except RuntimeError:
         # Work on a forked stream was not joined, which shows only when the capture ends.
@@ -272,7 +260,6 @@ def _end_unjoined(graph: torch.cuda.CUDAGraph, pool: CudaPool, handle: Any) -> N
     raw = pool.stream.cuda_stream
     try:
         cuda_driver.restart_capture(raw)
-        pool.scratch.zero_()
         _end(graph)
     except RuntimeError:
         cuda_driver.end_capture(raw)

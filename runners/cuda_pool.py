@@ -44,11 +44,6 @@ def tensor_on(storage: torch.UntypedStorage, like: Tensor) -> Tensor:
     return empty.set_(storage, like.storage_offset(), like.shape, like.stride())
 
 
-def new_scratch(device: torch.device) -> Tensor:
-    """One number that a capture may write so that its graph is not empty."""
-    return torch.zeros(1, device=device)
-
-
 class AliasBook:
     """The owners of one bucket's outputs, and the aliases that were handed out for them.
 
@@ -117,7 +112,6 @@ class CudaPool:
         with torch.cuda.device(device):
             # Freed blocks are reused on the stream of their allocation only, so one stream for all captures.
             self.stream = torch.cuda.Stream(device)
-            self.scratch = new_scratch(device)
             torch.cuda.current_blas_handle()  # cuBLAS cannot start inside a capture
         # A capture puts its generator into a mode in which other threads' draws fail; see `engine.capture`.
         self.scratch_generator = torch.Generator(device)
@@ -244,7 +238,9 @@ class CudaPool:
     def _segments(self) -> list[tuple[int, int]]:
         if self._handle is None:
             return []
-        found = torch.cuda.memory_snapshot(self._handle, include_traces=False)
+        # Of all pools: on torch 2.11 a snapshot of one pool alone corrupts the heap (a few hundred calls
+        # after captures end the process).
+        found = torch.cuda.memory_snapshot()
         return [
             (segment["address"], segment["address"] + segment["total_size"])
             for segment in found

@@ -15,7 +15,7 @@ import torch
 import torch._dynamo  # noqa: F401  (imported lazily by torch, and not while parts of it are replaced)
 from torch import Tensor
 
-from runners import cuda_driver, cuda_pool
+from runners import cuda_driver
 from runners.cuda_driver import StreamCapture
 from runners.cuda_graph import CudaEngine
 from runners.cuda_pool import CudaPool
@@ -162,8 +162,9 @@ def machine(request: Any, monkeypatch: Any) -> Machine:
         set_stream=lambda stream: None, synchronize=made.synchronize, empty_cache=lambda: None,
         mem_get_info=lambda device=None: (100, 200), graph_pool_handle=made.new_handle,
         default_generators=[Default()], current_blas_handle=lambda: 0,
-        memory_snapshot=lambda handle, include_traces: [
-            dict(address=0, total_size=1 << 62, segment_pool_id=handle, device=0)
+        memory_snapshot=lambda: [
+            dict(address=0, total_size=1 << 62, segment_pool_id=(0, number), device=0)
+            for number in range(1, made.num_handles + 1)
         ],
     )  # fmt: skip
     for name, value in cuda.items():
@@ -175,11 +176,10 @@ def machine(request: Any, monkeypatch: Any) -> Machine:
     for name, value in inner.items():
         monkeypatch.setattr(torch._C, name, value, raising=False)
     monkeypatch.setattr(torch, "Generator", Generator)
-    monkeypatch.setattr(cuda_pool, "new_scratch", lambda device: torch.zeros(1))
     monkeypatch.setattr(cuda_driver, "capture_status", lambda stream: made.status)
     monkeypatch.setattr(cuda_driver, "restart_capture", made.restart)
     monkeypatch.setattr(cuda_driver, "end_capture", made.drop)
-    monkeypatch.setattr(cuda_driver, "num_captured", lambda stream: made.num_nodes)
+    monkeypatch.setattr(cuda_driver, "num_nodes", lambda graph: made.num_nodes)
     return made
 
 

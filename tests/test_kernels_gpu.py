@@ -253,7 +253,11 @@ def test_a_call_is_one_launch(prefill):
                 layer.call(q, k, v, out, at)
     runtime = pytest.importorskip("cuda.bindings.runtime")
     _, _, count = runtime.cudaGraphGetNodes(graph.raw_cuda_graph())
-    assert count == 2
+    _, nodes, _ = runtime.cudaGraphGetNodes(graph.raw_cuda_graph(), count)
+    kinds = [runtime.cudaGraphNodeGetType(node)[1] for node in nodes]
+    kernel = runtime.cudaGraphNodeType.cudaGraphNodeTypeKernel
+    # The tiles of the step are copied once more for the capture's stream.
+    assert kinds.count(kernel) == 2 and len(kinds) <= 3
 
 
 def test_on_another_stream(prefill):
