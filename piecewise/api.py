@@ -10,9 +10,8 @@ A call takes one of two ways, and the results are the same on both [I6]:
 from __future__ import annotations
 
 import difflib
-import itertools
 import threading
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,33 +20,19 @@ import torch
 from torch import nn
 
 import boundary_ops
-from piecewise.capture_limits import capturable
 from piecewise.config import PiecewiseConfig
-from piecewise.progress import progress_bar
+from piecewise.graph_store import MAX_LISTED, GraphStore
 from piecewise.report import CaptureReport, PlanReport, Report
 from piecewise.signature import CallBinder, describe_call, is_plain_leaf
 from piecewise.structure import flatten_structure
-from piecewise.traffic_recorder import TrafficRecorder
 from runners.bound_steps import StateChanged
-from runners.buckets import TokenBuckets
-from runners.buffers import StaticBuffers
-from runners.engine import GraphEngine, GraphPool, engine_for
 from runners.errors import ConfigError, PiecewiseError, StateError
 from runners.mode import in_capture_window, is_eager_only, is_transforming
-from runners.state_check import StateChange
-from runners.stats import CallStats, FallbackReason
+from runners.stats import FallbackReason
 
 if TYPE_CHECKING:
-    from piecewise.signatures import CaptureContext, CapturedSignature
+    from piecewise.signatures import CapturedSignature
     from piecewise.trace import ExampleCall
-
-_CHANGE_REASONS = {
-    "moved_address": FallbackReason.MOVED_ADDRESS,
-    "module_state_changed": FallbackReason.MODULE_STATE_CHANGED,
-}
-_MAX_LISTED = 16
-# A bucket seen this often is worth its capture.
-_LAZY_CALLS = 3
 
 
 class GraphedModule:
@@ -69,28 +54,20 @@ class GraphedModule:
                 rule="graphs read weights through their modules", fix="wrap the function in an nn.Module",
             )  # fmt: skip
         _check_boundary_ops(config)
-        config, self._left_out = capturable(config)
+        graphs = GraphStore(config)
         self.model = model
-        self.piecewise_config = config
-        self.stats = CallStats()
-        self.traffic = TrafficRecorder()
+        self.piecewise_config = graphs.config
+        self.stats, self.traffic = graphs.stats, graphs.traffic
         self._forward: Callable[..., Any] = forward if forward is not None else model
         self._in_place = forward is not None
-        self._buckets = TokenBuckets(config.buckets)
         self._binder: CallBinder | None = None
-        self._signatures: list[CapturedSignature] = []
-        self._released = False
         self._to_refresh: list[tuple[ExampleCall, tuple[int, ...]]] = []
         self._untraceable: OrderedDict[str, str] = OrderedDict()
         self._unseen: OrderedDict[str, int] = OrderedDict()
-        self._changes: OrderedDict[str, None] = OrderedDict()
-        self._waiting: Counter[tuple[int, int]] = Counter()
         self._lock = threading.Lock()
         self._owner: int | None = None
         self._is_capturing = False
-        self._engine: GraphEngine | None = None
-        self._pool: GraphPool | None = None
-        self._buffers = StaticBuffers()
+        self._graphs = graphs
 
     def __getattr__(self, name: str) -> Any:
         if name == "model":  # not set yet: a failed __init__
@@ -99,7 +76,7 @@ class GraphedModule:
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Sets the model's attribute, as reading gives the model's, but for the few of this object."""
-        if name in self.__dict__ or "_buffers" not in self.__dict__:  # the last one that __init__ makes
+        if name in self.__dict__ or "_graphs" not in self.__dict__:  # the last one that __init__ makes
             object.__setattr__(self, name, value)
         else:
             setattr(self.model, name, value)
@@ -147,7 +124,7 @@ class GraphedModule:
                     try:
                         result = signature.rebuild(steps.replay(leaves, num_tokens))
                     except StateChanged as changed:
-                        found = self._note_change(changed.change)
+                        found = self._graphs.note_change(changed.change)
                     else:
                         self.stats.count_replay(steps.padded_num_tokens)
                         return result
@@ -168,23 +145,24 @@ class GraphedModule:
             return FallbackReason.GRAD_ENABLED
         if is_transforming():
             return FallbackReason.NESTED_TRACING
-        is_lazy = self.piecewise_config.capture == "lazy" and not self._released
+        graphs = self._graphs
+        is_lazy = self.piecewise_config.capture == "lazy" and not graphs.is_released
         may_capture = is_lazy or in_capture_window()
-        if not self._signatures and not may_capture:
-            return FallbackReason.RELEASED if self._released else FallbackReason.NOT_CAPTURED
+        if not graphs.signatures and not may_capture:
+            return FallbackReason.RELEASED if graphs.is_released else FallbackReason.NOT_CAPTURED
         try:
             bound = self._bind(args, kwargs)
         except TypeError:
             return FallbackReason.UNSEEN_SIGNATURE  # the model says what is wrong with the call
         position, matched = self._matching(bound)
-        if matched is None or (may_capture and not self._signatures[position].global_state.check()):
+        if matched is None or (may_capture and not graphs.signatures[position].global_state.check()):
             return self._unseen_signature(args, kwargs, may_capture)
-        return self._plan_for(position, *matched, may_capture=may_capture)
+        return graphs.plan_for(graphs.signatures[position], *matched, may_capture=may_capture)
 
     def _matching(self, bound: tuple) -> tuple[int, tuple[int, list[Any]] | None]:
         """The signature of a call, rather one of the present global state; gradients must be disabled."""
         found: tuple[int, tuple[int, list[Any]] | None] = (-1, None)
-        for position, signature in enumerate(self._signatures):
+        for position, signature in enumerate(self._graphs.signatures):
             matched = signature.match(bound)
             if matched is not None:
                 if signature.global_state.check():
@@ -198,63 +176,25 @@ class GraphedModule:
             self._binder = CallBinder(forward)
         return self._binder.bind(*args, **kwargs)
 
-    def _plan_for(self, position: int, num_tokens: int, leaves: list[Any], *, may_capture: bool) -> Any:
-        signature = self._signatures[position]
-        self.traffic.record(num_tokens)
-        if num_tokens <= 0:
-            return FallbackReason.ZERO_TOKENS if num_tokens == 0 else FallbackReason.TOKEN_COUNT_MISMATCH
-        bucket = self._buckets.bucket_for(num_tokens)
-        if bucket is None:
-            return FallbackReason.ABOVE_LARGEST_BUCKET
-        ratio = self.piecewise_config.max_padding_ratio
-        if ratio is not None and bucket > ratio * num_tokens:
-            return FallbackReason.PADDING_RATIO
-        if not signature.global_state.check():
-            return FallbackReason.GLOBAL_STATE_CHANGED
-        served = signature.served.get(bucket)
-        if served is None:
-            if bucket in signature.refused:
-                return signature.refused[bucket][0]
-            if not may_capture or not self._is_due(position, bucket):
-                return FallbackReason.NOT_CAPTURED
-            change = signature.find_change()
-            if change is not None:  # the trace is out of date: refresh() makes a new one
-                return self._note_change(change)
-            self._capture_buckets(position, [bucket])
-            served = signature.served.get(bucket)
-            if served is None:
-                return signature.refused[bucket][0]
-        if num_tokens == 1 and not signature.serves_one:
-            return FallbackReason.ONE_TOKEN_BRANCH
-        if not signature.is_valid(served, num_tokens, leaves):
-            return FallbackReason.SHAPE_GUARD
-        return signature, served.steps, num_tokens, leaves
-
-    def _is_due(self, position: int, bucket: int) -> bool:
-        if in_capture_window():
-            return True
-        self._waiting[position, bucket] += 1
-        return self._waiting[position, bucket] >= _LAZY_CALLS
-
     def _unseen_signature(self, args: Any, kwargs: Any, may_capture: bool) -> Any:
         text = describe_call(args, kwargs)
-        if text in self._unseen or len(self._unseen) < _MAX_LISTED:
+        if text in self._unseen or len(self._unseen) < MAX_LISTED:
             self._unseen[text] = self._unseen.get(text, 0) + 1
         if not all(map(is_plain_leaf, flatten_structure((args, kwargs))[1])):
             return FallbackReason.UNSUPPORTED_INPUT
         if not may_capture:
-            return FallbackReason.UNSEEN_SIGNATURE if self._signatures else FallbackReason.NOT_CAPTURED
-        if len(self._signatures) >= self.piecewise_config.max_signatures:
+            return FallbackReason.UNSEEN_SIGNATURE if self._graphs.signatures else FallbackReason.NOT_CAPTURED
+        if len(self._graphs.signatures) >= self.piecewise_config.max_signatures:
             return FallbackReason.SIGNATURE_LIMIT
         if not self._can_trace(text, args, kwargs):
             return FallbackReason.CAPTURE_FAILED
-        position = len(self._signatures) - 1
+        signature = self._graphs.signatures[-1]
         if in_capture_window():
-            self._capture_buckets(position, self._largest_first())
-        matched = self._signatures[position].match(self._bind(args, kwargs))
+            self._graphs.capture(signature, self._graphs.missing(signature))
+        matched = signature.match(self._bind(args, kwargs))
         if matched is None:
             return FallbackReason.UNSEEN_SIGNATURE
-        return self._plan_for(position, *matched, may_capture=True)
+        return self._graphs.plan_for(signature, *matched, may_capture=True)
 
     def _can_trace(self, text: str, args: Any, kwargs: Any) -> bool:
         """Adds the call's signature; false where it cannot be traced, which is noted and not tried again."""
@@ -268,23 +208,6 @@ class GraphedModule:
             self._untraceable[text] = str(error)
             return False
         return True
-
-    def _note_change(self, change: StateChange) -> FallbackReason:
-        """Lists the change; graphs that read moved memory are given up, so that the old weights can go."""
-        if change.detail in self._changes or len(self._changes) < _MAX_LISTED:
-            self._changes[change.detail] = None
-        if change.kind == "moved_address":
-            for signature in self._signatures:
-                moved = signature.find_change()
-                if moved is not None and moved.kind == "moved_address":
-                    signature.give_up(moved)
-            if not any(signature.served for signature in self._signatures):
-                self._release_pool()
-            self._note_captured()
-        return _CHANGE_REASONS[change.kind]
-
-    def _note_captured(self) -> None:
-        self.stats.captured = tuple(sorted({b for s in self._signatures for b in s.served}))
 
     def capture(self, *args: Any, **kwargs: Any) -> CaptureReport:
         """Captures every bucket for calls like this example: same structure, dtypes and options, any token
@@ -305,22 +228,22 @@ class GraphedModule:
         with self._exclusive("capture"):
             with torch.no_grad():
                 position, matched = self._matching(self._bind(args, kwargs))
-                is_known = matched is not None and self._signatures[position].global_state.check()
-            if is_known and self._signatures[position].find_change() is not None:
+                is_known = matched is not None and self._graphs.signatures[position].global_state.check()
+            if is_known and self._graphs.signatures[position].find_change() is not None:
                 self._renew(position)
             elif not is_known:
-                if len(self._signatures) >= self.piecewise_config.max_signatures:
+                if len(self._graphs.signatures) >= self.piecewise_config.max_signatures:
                     raise StateError(
-                        f"capture() of signature {len(self._signatures) + 1}",
+                        f"capture() of signature {len(self._graphs.signatures) + 1}",
                         expected=f"at most {self.piecewise_config.max_signatures} signatures",
                         got="one more kind of call",
                         rule="graphs are bounded in number [I10]",
                         fix="raise max_signatures, or make the calls alike",
                     )
                 self._add_signature(args, kwargs)
-                position = len(self._signatures) - 1
-            missing = [b for b in self._largest_first() if b not in self._signatures[position].served]
-            return self._capture_buckets(position, missing)
+                position = len(self._graphs.signatures) - 1
+            signature = self._graphs.signatures[position]
+            return self._graphs.capture(signature, self._graphs.missing(signature))
 
     def refresh(self) -> CaptureReport | None:
         """Captures again what was captured, after weights moved or the model changed; None where nothing was.
@@ -329,32 +252,32 @@ class GraphedModule:
         """
         with self._exclusive("refresh"):
             # Kept until done: a model that fails now can be refreshed again when it is whole.
-            self._to_refresh += [(s.traced.trace.example, s.buckets) for s in self._signatures]
+            self._to_refresh += [(s.traced.trace.example, s.buckets) for s in self._graphs.signatures]
             self._drop_graphs()
             report = None
             while self._to_refresh:
                 example, buckets = self._to_refresh[0]
-                self._signatures.append(self._traced(example))
+                self._graphs.signatures.append(self._traced(example))
                 del self._to_refresh[0]
-                report = self._capture_buckets(len(self._signatures) - 1, list(buckets))
+                report = self._graphs.capture(self._graphs.signatures[-1], list(buckets))
             return report
 
     def _renew(self, position: int) -> None:
         """Traces a signature again whose trace is out of date; its graphs go first."""
-        old = self._signatures[position]
+        old = self._graphs.signatures[position]
         old.reset()
-        self._signatures[position] = self._traced(old.traced.trace.example)
+        self._graphs.signatures[position] = self._traced(old.traced.trace.example)
 
     def release(self) -> None:
         """Gives all graph memory back; calls run eagerly until `capture()` is called again."""
         with self._exclusive("release"):
             self._drop_graphs()
             self._to_refresh.clear()
-            self._released = True
+            self._graphs.is_released = True
 
     def check_addresses(self) -> str | None:
         """What differs now from what was recorded, in words; None where nothing does."""
-        for signature in self._signatures:
+        for signature in self._graphs.signatures:
             change = signature.find_change()
             if change is not None:
                 return change.detail
@@ -363,32 +286,13 @@ class GraphedModule:
     def _exclusive(self, what: str) -> _Exclusive:
         return _Exclusive(self, what)
 
-    def _context(self) -> CaptureContext:
-        device = self._device()
-        if self._engine is None:
-            self._engine = engine_for(self.piecewise_config.engine, device)
-        if self._pool is None:
-            self._pool = self._engine.new_pool(device)
-        from piecewise.signatures import CaptureContext
-
-        return CaptureContext(self.piecewise_config, self._engine, self._pool, self._buffers)
-
-    def _largest_first(self) -> list[int]:
-        """The order of capture: memory of the largest bucket serves the rest [I9]."""
-        return sorted(self._buckets.sizes, reverse=True)
-
-    def _device(self) -> torch.device:
-        tensors = itertools.chain(self.model.parameters(), self.model.buffers())
-        first: torch.Tensor | None = next(tensors, None)
-        return first.device if first is not None else torch.device("cpu")
-
     def _traced(self, example: ExampleCall) -> CapturedSignature:
         from piecewise.signatures import trace_signature
 
         return trace_signature(self.model, example, forward=self._forward, config=self.piecewise_config)
 
     def _add_signature(self, args: Any, kwargs: Any) -> None:
-        self._signatures.append(self._traced(self._example(args, kwargs)))
+        self._graphs.signatures.append(self._traced(self._example(args, kwargs)))
 
     def _example(self, args: Any, kwargs: Any) -> ExampleCall:
         from piecewise.trace import ExampleCall
@@ -397,45 +301,10 @@ class GraphedModule:
         assert self._binder is not None
         return ExampleCall.from_call(self._binder, args, kwargs)
 
-    def _capture_buckets(self, position: int, buckets: list[int]) -> CaptureReport:
-        from piecewise.signatures import capture_bucket
-
-        signature, context = self._signatures[position], self._context()
-        bar = progress_bar(len(buckets), enabled=self.piecewise_config.progress)
-        try:
-            for bucket in buckets:
-                bar.set_description(f"capturing bucket {bucket}")
-                capture_bucket(context, signature, bucket)
-                bar.set_postfix_str(f"{context.pool.allocated_bytes / 2**20:.0f} MiB")
-                bar.update(1)
-        finally:
-            bar.close()
-            self._note_captured()
-        self._released = False
-        return self._capture_report(signature)
-
-    def _capture_report(self, signature: CapturedSignature) -> CaptureReport:
-        buckets = tuple(signature.bucket_reports[b] for b in sorted(signature.bucket_reports, reverse=True))
-        pool, buffer_bytes = self._pool, self._buffers.allocated_bytes
-        pool_bytes, device_bytes = (pool.allocated_bytes, pool.device_bytes) if pool is not None else (0, 0)
-        return CaptureReport(buckets, signature.serves_one, pool_bytes, buffer_bytes, device_bytes)
-
     def _drop_graphs(self) -> None:
-        for signature in self._signatures:
-            signature.reset()
-        self._signatures.clear()
-        self._waiting.clear()
-        self._changes.clear()
+        self._graphs.drop_graphs()
+        self._graphs.signatures.clear()
         self._untraceable.clear()
-        self._release_pool()
-        self._note_captured()
-
-    def _release_pool(self) -> None:
-        """Gives back the memory of graphs that were all reset."""
-        if self._pool is not None:
-            self._pool.release()
-        self._pool = None
-        self._buffers = StaticBuffers()
 
     def explain(self, *args: Any, **kwargs: Any) -> PlanReport:
         """The plan for calls like this one: segments, reasons, coverage. Nothing is captured and no state
@@ -454,16 +323,16 @@ class GraphedModule:
 
     def report(self) -> Report:
         """Plans, captures and calls so far."""
-        plans = tuple(PlanReport.of(s.plan, s.traced.trace.example.names) for s in self._signatures)
-        engine = self._engine.name if self._engine is not None else "none yet"
+        plans = tuple(PlanReport.of(s.plan, s.traced.trace.example.names) for s in self._graphs.signatures)
+        graphs = self._graphs
         return Report(
             plans,
-            tuple(map(self._capture_report, self._signatures)),
+            tuple(map(graphs.report_of, graphs.signatures)),
             self.stats.snapshot(),
             {self._describe_unseen(text): count for text, count in self._unseen.items()},
-            tuple(self._changes),
-            engine,
-            self._left_out,
+            tuple(graphs.changes),
+            graphs.engine_name,
+            graphs.left_out,
         )
 
     def _describe_unseen(self, text: str) -> str:

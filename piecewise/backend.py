@@ -18,28 +18,23 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from piecewise.capture_limits import capturable
 from piecewise.config import PiecewiseConfig
-from piecewise.report import CaptureReport, PlanReport, Report
-from piecewise.traffic_recorder import TrafficRecorder
+from piecewise.graph_store import GraphStore
+from piecewise.report import PlanReport, Report
 from runners.bound_steps import StateChanged
-from runners.buckets import TokenBuckets
-from runners.buffers import StaticBuffers
-from runners.engine import GraphEngine, GraphPool, engine_for
 from runners.errors import ConfigError, PiecewiseError, StateError
-from runners.mode import in_capture_window, is_eager_only
-from runners.stats import CallStats, FallbackReason
+from runners.mode import is_eager_only
+from runners.stats import FallbackReason
 
 if TYPE_CHECKING:
     from torch import fx
 
     from piecewise.compiler import TracedModel
-    from piecewise.signatures import CaptureContext, CapturedSignature
+    from piecewise.signatures import CapturedSignature
     from piecewise.trace import ExampleCall, Trace
 
 # The model or code that Dynamo compiles → its handle; dies with it.
 _handles: weakref.WeakKeyDictionary[Any, BackendHandle] = weakref.WeakKeyDictionary()
-_LAZY_CALLS = 3
 
 
 class BackendHandle:
@@ -47,44 +42,33 @@ class BackendHandle:
 
     def __init__(self, config: PiecewiseConfig) -> None:
         self.asked_for = config
-        self.piecewise_config, self._left_out = capturable(config)
-        self.stats = CallStats()
-        self.traffic = TrafficRecorder()
-        self.buffers = StaticBuffers()
+        self.store = GraphStore(config)
+        self.piecewise_config = self.store.config
+        self.stats, self.traffic = self.store.stats, self.store.traffic
         self.graphs: list[CompiledGraph] = []
         self.notes: dict[str, int] = {}
         self.lock = threading.Lock()
-        self._engine: GraphEngine | None = None
-        self._pool: GraphPool | None = None
-
-    def context(self, device: torch.device) -> CaptureContext:
-        """What a capture needs; engine and pool are made by the first one."""
-        from piecewise.signatures import CaptureContext
-
-        if self._engine is None:
-            self._engine = engine_for(self.piecewise_config.engine, device)
-        if self._pool is None:
-            self._pool = self._engine.new_pool(device)
-        return CaptureContext(self.piecewise_config, self._engine, self._pool, self.buffers)
 
     def report(self) -> Report:
         """Plans, captures and calls so far; a graph that could not be planned is listed with its reason."""
-        ready = [graph for graph in self.graphs if graph.signature is not None]
-        plans = tuple(PlanReport.of(graph.signature.plan, graph.names) for graph in ready if graph.signature)
-        reports = tuple(graph.report for graph in ready)
-        engine = self._engine.name if self._engine is not None else "none yet"
-        return Report(plans, reports, self.stats.snapshot(), dict(self.notes), (), engine, self._left_out)
+        store = self.store
+        plans = tuple(PlanReport.of(s.plan, s.traced.trace.example.names) for s in store.signatures)
+        reports = tuple(map(store.report_of, store.signatures))
+        changes = tuple(store.changes)
+        return Report(
+            plans,
+            reports,
+            self.stats.snapshot(),
+            dict(self.notes),
+            changes,
+            store.engine_name,
+            store.left_out,
+        )
 
     def release(self) -> None:
-        """Gives all graph memory back; later calls run eagerly or capture again, as configured."""
+        """Gives all graph memory back; buckets that are called again are captured again."""
         with self.lock:
-            for graph in self.graphs:
-                graph.reset()
-            if self._pool is not None:
-                self._pool.release()
-            self._pool = None
-            self.buffers = StaticBuffers()
-            self.stats.captured = ()
+            self.store.drop_graphs()
 
 
 def piecewise_backend(
@@ -155,12 +139,8 @@ class CompiledGraph:
 
         self._eager = graph
         self._owner = owner
-        self._buckets = TokenBuckets(owner.piecewise_config.buckets)
         self._arguments: list[Any] = []
-        self._waiting: dict[int, int] = {}
-        self.signature: CapturedSignature | None = None
-        self.report = CaptureReport((), False, 0, 0)
-        self.names: dict[int, str] = {}
+        self._signature: CapturedSignature | None = None
         self._refused: FallbackReason | None = None
         nodes = graph.graph.find_nodes(op="placeholder")
         self._sources = [internals.source_name(node) or node.name for node in nodes]
@@ -175,19 +155,13 @@ class CompiledGraph:
                 signature, steps, num_tokens, leaves = found
                 try:
                     result = signature.rebuild(steps.replay(leaves, num_tokens))
-                except StateChanged:
-                    found = FallbackReason.MOVED_ADDRESS
+                except StateChanged as changed:
+                    found = owner.store.note_change(changed.change)
                 else:
                     owner.stats.count_replay(steps.padded_num_tokens)
                     return result
             owner.stats.count_eager(found)
         return self._eager(*args)
-
-    def reset(self) -> None:
-        """Drops the graphs of every bucket; the plan stays."""
-        self._waiting.clear()
-        if self.signature is not None:
-            self.signature.reset()
 
     def _find_plan(self, args: tuple[Any, ...]) -> Any:
         if is_eager_only():
@@ -197,50 +171,13 @@ class CompiledGraph:
         if self._refused is not None:
             return self._refused
         self._arguments[:] = args
-        if self.signature is None and (refused := self._analyse(args)) is not None:
+        if self._signature is None and (refused := self._analyse(args)) is not None:
             return refused
-        assert self.signature is not None
-        matched = self.signature.match((tuple(args[position] for position in self._inputs),))
+        assert self._signature is not None
+        matched = self._signature.match((tuple(args[position] for position in self._inputs),))
         if matched is None:
             return FallbackReason.UNSEEN_SIGNATURE
-        num_tokens, leaves = matched
-        self._owner.traffic.record(num_tokens)
-        bucket = self._buckets.bucket_for(max(num_tokens, 0))
-        if bucket is None:
-            return FallbackReason.ZERO_TOKENS if num_tokens <= 0 else FallbackReason.ABOVE_LARGEST_BUCKET
-        ratio = self._owner.piecewise_config.max_padding_ratio
-        if ratio is not None and bucket > ratio * num_tokens:
-            return FallbackReason.PADDING_RATIO
-        served = self.signature.served.get(bucket) or self._capture_when_due(bucket)
-        if served is None:
-            return self.signature.refused.get(bucket, (FallbackReason.NOT_CAPTURED, ""))[0]
-        if not self.signature.is_valid(served, num_tokens, leaves):
-            return FallbackReason.SHAPE_GUARD
-        return self.signature, served.steps, num_tokens, leaves
-
-    def _capture_when_due(self, bucket: int) -> Any:
-        from piecewise.signatures import capture_bucket
-
-        assert self.signature is not None
-        if bucket in self.signature.refused:
-            return None
-        self._waiting[bucket] = self._waiting.get(bucket, 0) + 1
-        if not in_capture_window() and self._waiting[bucket] < _LAZY_CALLS:
-            return None
-        due = sorted(self._buckets.sizes, reverse=True) if in_capture_window() else [bucket]
-        device = self.signature.traced.trace.example.leaves[self.signature.plan.token_dim.leaf].device
-        context = self._owner.context(device)
-        for size in due:
-            if size not in self.signature.served and size not in self.signature.refused:
-                capture_bucket(context, self.signature, size)
-        buckets = tuple(
-            self.signature.bucket_reports[b] for b in sorted(self.signature.bucket_reports, reverse=True)
-        )
-        sizes = context.pool.allocated_bytes, self._owner.buffers.allocated_bytes
-        self.report = CaptureReport(buckets, False, *sizes)
-        captured = {b for g in self._owner.graphs if g.signature is not None for b in g.signature.served}
-        self._owner.stats.captured = tuple(sorted(captured))
-        return self.signature.served.get(bucket)
+        return self._owner.store.plan_for(self._signature, *matched, may_capture=True)
 
     def _analyse(self, args: tuple[Any, ...]) -> FallbackReason | None:
         """Plans the graph with the first call's arguments; a graph that cannot be planned stays eager for
@@ -261,7 +198,8 @@ class CompiledGraph:
                 )
 
             # One token is another graph: Dynamo specialises sizes of 0 and 1.
-            self.signature = signature_of(traced, serves_one=False, retrace=retrace)
+            self._signature = signature_of(traced, serves_one=False, retrace=retrace)
+            self._owner.store.signatures.append(self._signature)
         except PiecewiseError as error:
             if config.strict:
                 raise
@@ -281,12 +219,13 @@ class CompiledGraph:
         graph = _copy_graph(self._eager)
         nodes = graph.graph.find_nodes(op="placeholder")
         placeholders = []
+        names: dict[int, str] = {}
         for position, (node, source, value) in enumerate(zip(nodes, self._sources, args, strict=True)):
             if isinstance(value, torch.Tensor) and _is_state(source, value):
                 state = StateRef(self._arguments, position, readable_path(source))
                 placeholders.append(Placeholder(node, "state", state=state))
             else:
-                self.names[len(self._inputs)] = readable_path(source)
+                names[len(self._inputs)] = readable_path(source)
                 placeholders.append(Placeholder(node, "input", leaf=len(self._inputs)))
                 self._inputs.append(position)
         outputs = graph.graph.output_node().args[0]
@@ -294,7 +233,7 @@ class CompiledGraph:
         children = tuple(Structure("tensor", index=index) for index in range(len(outputs)))
         leaves = tuple(ResultLeaf("output", index) for index in range(len(outputs)))
         structure, flat = flatten_structure((tuple(args[position] for position in self._inputs),))
-        example = _example(structure, flat, self.names)
+        example = _example(structure, flat, names)
         shape_env = internals.shape_env_of(self._fakes)
         result = Structure("tuple", children=children)
         # No facts: Dynamo's guards compare the module's state before each call.

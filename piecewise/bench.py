@@ -154,11 +154,11 @@ def print_host_overhead(
 
 def _step_plan(graphed: GraphedModule) -> StepPlan:
     # Taking a call apart needs what the public interface hides.
-    return graphed._signatures[0].served[_BUCKET].steps
+    return graphed._graphs.signatures[0].served[_BUCKET].steps
 
 
 def _serve(graphed: GraphedModule, steps: StepPlan) -> None:
-    served = graphed._signatures[0].served
+    served = graphed._graphs.signatures[0].served
     served[_BUCKET] = dataclasses.replace(served[_BUCKET], steps=steps)
 
 

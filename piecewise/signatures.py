@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -58,6 +59,7 @@ class CapturedSignature:
         serves_one: whether one token may replay.
         retrace: traces again with the example resized, for a bucket that the first trace excludes.
         global_state: false from `check()` where grad mode, autocast or the like differ from the trace.
+        waiting: bucket → calls that a lazy capture has seen.
         check: what the trace saw of the model, None once the graphs were given up over a moved address.
     """
 
@@ -73,6 +75,7 @@ class CapturedSignature:
     refused: dict[int, tuple[FallbackReason, str]] = dataclasses.field(default_factory=dict)
     assemblers: list[PlanAssembler] = dataclasses.field(default_factory=list)
     bucket_reports: dict[int, BucketReport] = dataclasses.field(default_factory=dict)
+    waiting: Counter[int] = dataclasses.field(default_factory=Counter)
     _valid: dict[tuple[int, int], bool] = dataclasses.field(default_factory=dict)
 
     @property

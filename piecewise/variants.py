@@ -123,7 +123,7 @@ class VariantMaker:
 
         def prepare(n: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
             # Taking a call apart needs what the public interface hides.
-            (signature,) = graphed._signatures
+            (signature,) = graphed._graphs.signatures
             matched = signature.match(graphed._bind(args, kwargs))
             if matched is None or n not in signature.served:
                 raise Unavailable(f"{n} is no captured bucket")

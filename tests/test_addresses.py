@@ -286,16 +286,16 @@ def test_I4_old_weights_are_not_held_after_a_move(model, then):
 
 def test_I4_two_pools_never_exist_at_once(model):
     graphed = graph(model)
-    pools = [graphed._pool]
+    pools = [graphed._graphs.pool]
     live = []
-    make = graphed._engine.new_pool
+    make = graphed._graphs.engine.new_pool
 
     def new_pool(device):
         live.append([pool.allocated_bytes for pool in pools])
         pools.append(make(device))
         return pools[-1]
 
-    graphed._engine.new_pool = new_pool
+    graphed._graphs.engine.new_pool = new_pool
     graphed.refresh()
     rebind(model)
     serve(graphed, tokens(5))

@@ -34,7 +34,7 @@ def test_enable_swaps_forward_and_disable_restores_it_exactly():
     assert {name: id(tensor) for name, tensor in model.state_dict(keep_vars=True).items()} == state
     with torch.no_grad():
         torch.testing.assert_close(model(tokens(5)), want)
-    assert graphed.stats.replays == 1 and graphed._pool is None
+    assert graphed.stats.replays == 1 and graphed._graphs.pool is None
 
 
 def test_enable_keeps_forwards_signature_and_state_dict():

@@ -175,7 +175,7 @@ def below_the_branch(graphed):
 def failing():
     graphed = graph(new_model(), captured=False)
     graphed.capture(tokens(7))
-    (signature,) = graphed._signatures
+    (signature,) = graphed._graphs.signatures
     signature.served.pop(8)
     signature.refused[8] = (FallbackReason.CAPTURE_FAILED, "it failed")
     return graphed

@@ -125,7 +125,7 @@ def test_the_floor_runs_the_plans_kernels() -> None:
         maker = VariantMaker(case, config, [4])
         graphed, _ = maker._captured("graphed")
         args, kwargs = case.inputs(4)
-        (signature,) = graphed._signatures
+        (signature,) = graphed._graphs.signatures
         _, leaves = signature.match(graphed._bind(args, kwargs))
         (found,) = run_plan(signature.served[4].plan, leaves, 4)
         assert torch.equal(found, case.model(*args, **kwargs)["y"])

@@ -165,14 +165,14 @@ def test_I8_a_failed_bucket_leaves_no_graph_and_no_memory(fragile, in_capture):
     trouble["in_capture"] = in_capture  # of the second segment: the first one is recorded already
     graphed = graph(fragile, captured=False, buckets=(16,))
     graphed.capture(tokens(7))
-    assert graphed._pool.allocated_bytes == 0
-    assert not [tape for tape in graphed._pool.tapes if not tape.is_reset]
+    assert graphed._graphs.pool.allocated_bytes == 0
+    assert not [tape for tape in graphed._graphs.pool.tapes if not tape.is_reset]
     graphed.release()
 
     graphed = graph(fragile, captured=False, buckets=(8, 16))
     graphed.capture(tokens(7))
     alone = graph(new_model(after=lambda model, x: x * 2), buckets=(8,))
-    assert graphed._pool.allocated_bytes == alone._pool.allocated_bytes
+    assert graphed._graphs.pool.allocated_bytes == alone._graphs.pool.allocated_bytes
 
 
 def test_I8_a_failed_bucket_can_be_captured_later(fragile):
@@ -202,7 +202,7 @@ def test_I8_an_interrupt_passes_through_and_leaves_nothing(fragile, error):
     with pytest.raises(type(error)):
         graphed.capture(tokens(7))
     assert_untouched(fragile, before)
-    assert graphed._pool.allocated_bytes == 0
+    assert graphed._graphs.pool.allocated_bytes == 0
     assert graphed.stats.captured == ()
     assert serve(graphed, tokens(3)) == "not_captured"
     trouble["rows"] = None

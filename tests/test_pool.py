@@ -31,24 +31,24 @@ def test_I9_several_buckets_take_what_the_largest_takes(wide):
     alone = graph(wide(), buckets=(128,))
     together = graph(wide(), buckets=(8, 16, 32, 64, 128))
     small = graph(wide(), buckets=(8,))
-    assert together._pool.allocated_bytes == alone._pool.allocated_bytes
-    assert small._pool.allocated_bytes < alone._pool.allocated_bytes / 4
-    assert alone._pool.allocated_bytes > 10 * _MIN_CHUNK_BYTES, "large enough to tell"
+    assert together._graphs.pool.allocated_bytes == alone._graphs.pool.allocated_bytes
+    assert small._graphs.pool.allocated_bytes < alone._graphs.pool.allocated_bytes / 4
+    assert alone._graphs.pool.allocated_bytes > 10 * _MIN_CHUNK_BYTES, "large enough to tell"
     grown = {bucket.bucket: bucket.grown_bytes for bucket in together.report().captures[0].buckets}
-    assert grown[128] == together._pool.allocated_bytes and sum(grown.values()) == grown[128]
+    assert grown[128] == together._graphs.pool.allocated_bytes and sum(grown.values()) == grown[128]
 
 
 def test_I9_signatures_share_the_pool(wide):
     graphed = graph(wide(), buckets=(64, 128))
-    before, pool = graphed._pool.allocated_bytes, graphed._pool
+    before, pool = graphed._graphs.pool.allocated_bytes, graphed._graphs.pool
     graphed.capture(tokens(7).int())
-    assert graphed._pool is pool and pool.allocated_bytes == before
+    assert graphed._graphs.pool is pool and pool.allocated_bytes == before
     assert [serve(graphed, ids) for ids in (tokens(50), tokens(50).int(), tokens(50))] == ["replay"] * 3
 
 
 def test_I9_buckets_share_static_buffers():
     alone, together = graph(new_model(), buckets=(16,)), graph(new_model())
-    assert together._buffers.allocated_bytes == alone._buffers.allocated_bytes > 0
+    assert together._graphs.buffers.allocated_bytes == alone._graphs.buffers.allocated_bytes > 0
 
 
 def test_I9_release_gives_everything_back(wide):
@@ -56,14 +56,17 @@ def test_I9_release_gives_everything_back(wide):
     with torch.no_grad():
         result = graphed(tokens(50))
     kept = result.clone()
-    chunks = [*map(weak, graphed._pool.arena._chunks), *map(weak, graphed._buffers._storages.values())]
-    tapes = [weakref.ref(tape) for tape in graphed._pool.tapes]
+    chunks = [
+        *map(weak, graphed._graphs.pool.arena._chunks),
+        *map(weak, graphed._graphs.buffers._storages.values()),
+    ]
+    tapes = [weakref.ref(tape) for tape in graphed._graphs.pool.tapes]
     assert len(chunks) > 2 and tapes
     graphed.release()
     gc.collect()
     assert all(chunk.expired() for chunk in chunks)
     assert all(tape() is None for tape in tapes)
-    assert graphed._pool is None and graphed._buffers.allocated_bytes == 0
+    assert graphed._graphs.pool is None and graphed._graphs.buffers.allocated_bytes == 0
     assert torch.equal(result, kept), "the caller owns results"
     assert serve(graphed, tokens(50)) == "released"
 
@@ -80,7 +83,7 @@ def test_I9_dropping_the_graphed_module_gives_everything_back():
     graphed = graph(model)
     serve(graphed, tokens(5))
     gone = weakref.ref(graphed)
-    storage = weak(graphed._pool.arena._chunks[0])
+    storage = weak(graphed._graphs.pool.arena._chunks[0])
     del graphed
     gc.collect()
     assert gone() is None and storage.expired()
@@ -88,7 +91,7 @@ def test_I9_dropping_the_graphed_module_gives_everything_back():
 
 def test_I9_each_module_has_a_pool_of_its_own():
     one, other = graph(new_model()), graph(new_model())
-    assert one._pool is not other._pool
+    assert one._graphs.pool is not other._graphs.pool
     one.release()
     assert serve(other, tokens(5)) == "replay"
 
@@ -97,7 +100,7 @@ def test_I9_the_views_of_many_sizes_are_bounded():
     graphed = graph(new_model(), buckets=(256,))
     graphed.model.block.cache = torch.zeros(256, 8)
     graphed.refresh()
-    steps = graphed._signatures[0].served[256].steps
+    steps = graphed._graphs.signatures[0].served[256].steps
     with torch.no_grad():
         for size in range(1, 201):
             graphed(tokens(size))
@@ -129,8 +132,8 @@ def test_I7_views_are_handed_out_where_asked_for():
 
 def test_I9_a_refresh_takes_as_much_as_the_capture():
     graphed = graph(new_model())
-    before = graphed._pool.allocated_bytes, graphed._buffers.allocated_bytes
+    before = graphed._graphs.pool.allocated_bytes, graphed._graphs.buffers.allocated_bytes
     for _ in range(3):
         graphed.refresh()
-    assert (graphed._pool.allocated_bytes, graphed._buffers.allocated_bytes) == before
+    assert (graphed._graphs.pool.allocated_bytes, graphed._graphs.buffers.allocated_bytes) == before
     assert graphed.stats.captured == BUCKETS

@@ -148,7 +148,7 @@ def put_back(state):
 
 def spoil_static_memory(graphed):
     """Fills every static buffer with bytes that read as NaN or as numbers far out of range [I2]."""
-    for storage in graphed._buffers._storages.values():
+    for storage in graphed._graphs.buffers._storages.values():
         storage.fill_(0x7F)
 
 
@@ -162,7 +162,7 @@ class _PoisonedPad:
 
 def poison_copies(graphed, value):
     """From now on, padded rows of float inputs and eager results hold `value` instead of zeros [I3]."""
-    for signature in graphed._signatures:
+    for signature in graphed._graphs.signatures:
         for served in signature.served.values():
             for bound in served.steps._bound.values():
                 for step in bound.steps:
