@@ -60,7 +60,8 @@ class Order(enum.IntEnum):
 
 
 class Opaque:
-    pass
+    def __repr__(self) -> str:
+        return "Opaque()"  # test names must not hold addresses
 
 
 OPAQUE = Opaque()
