@@ -68,6 +68,9 @@ def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         metavar="N,N,...",
         help="token counts to capture (default: 16,32,64)",
     )
+    demo.add_argument(
+        "--device", choices=("cpu", "cuda"), help="where to run; the GPU where torch has one, else the CPU"
+    )
     demo.add_argument("--no-progress", action="store_true", help="no bar while capturing")
     demo.set_defaults(run=_run_demo)
 
@@ -163,6 +166,7 @@ def _run_demo(arguments: argparse.Namespace) -> int:
     from piecewise.demo import DEMO_BUCKETS, run_demo
 
     return run_demo(
+        device=arguments.device,
         model=arguments.model,
         buckets=DEMO_BUCKETS if arguments.buckets is None else arguments.buckets,
         progress=not arguments.no_progress,

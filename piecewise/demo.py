@@ -172,7 +172,7 @@ def run_demo(
     *,
     model: str | None = None,
     buckets: Sequence[int] = DEMO_BUCKETS,
-    device: str = "cpu",
+    device: str | None = None,
     progress: bool = True,
     file: TextIO | None = None,
 ) -> int:
@@ -181,7 +181,7 @@ def run_demo(
     Args:
         model: "smollm2", "random", or None for the first where it is installed and the second elsewhere.
         buckets: token counts to capture.
-        device: where both models run.
+        device: where both models run; None for the GPU where torch has one, else the CPU.
         progress: show a bar while capturing.
         file: standard output where None.
 
@@ -190,7 +190,8 @@ def run_demo(
     """
     file = file or sys.stdout
     config = PiecewiseConfig.from_any(buckets=list(buckets), progress=progress)
-    demo = load_demo_model(model, device=torch.device(device))
+    place = device if device is not None else "cuda" if torch.cuda.is_available() else "cpu"
+    demo = load_demo_model(model, device=torch.device(place))
     _print_heading(demo, config, asked=model, file=file)
     largest = config.buckets[-1]
     chunks = _fitting_chunks(demo, largest)
