@@ -16,5 +16,5 @@ def capturable(config: PiecewiseConfig) -> tuple[PiecewiseConfig, tuple[str, ...
         more = ", ..." if len(config.decode_batch_sizes) > 8 else ""
         left_out.append(f"decode batch sizes {listed}{more}: this version captures prefill only")
     if left_out:
-        warnings.warn("piecewise captures no graphs for " + "; ".join(left_out), stacklevel=4)
+        warnings.warn("piecewise captures no graphs for " + "; ".join(left_out), stacklevel=5)
     return kept, tuple(left_out)
