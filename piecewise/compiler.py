@@ -130,7 +130,7 @@ def prepare(traced: Trace, config: PiecewiseConfig) -> TracedModel:
     for placeholder in traced.placeholders:
         placeholder.node.meta["is_input"] = placeholder.kind == "input"
     numbers = [leaf.index for leaf in traced.result_leaves if leaf.kind == "output" and leaf.value is float]
-    normalize(traced.graph, numbers=numbers)
+    normalize(traced.graph, shape_env=traced.shape_env, numbers=numbers)
     facts = find_facts(traced.graph.graph, enabled=enabled)
     num_dead = remove_dead_nodes(traced.graph.graph, facts)
     token = find_token_symbol(traced, facts)

@@ -8,7 +8,9 @@
 3. A `getitem` on a tuple moves next to its producer, so that tuples never cross a segment border.
 4. A number computed from sizes that the result holds is a number, not the 0-dim tensor that Dynamo carries
    it in.
-5. Uses of an in-place op's result become uses of the tensor that it wrote: one name per memory.
+5. The value of a float attribute that Dynamo carries in a tensor (`dynamic=True`) is that number, where the
+   trace has fixed it.
+6. Uses of an in-place op's result become uses of the tensor that it wrote: one name per memory.
 """
 
 from __future__ import annotations
@@ -17,9 +19,12 @@ import operator
 from collections.abc import Collection
 from typing import Any
 
+import sympy
 import torch
 from torch import fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+from piecewise import torch_internals as internals
 from piecewise.aliases import storage_of
 from piecewise.torch_internals import SYMBOLIC
 from runners.errors import SplitError
@@ -53,10 +58,13 @@ _RESHAPE_IN_PLACE = frozenset(
 )
 
 
-def normalize(graph: fx.GraphModule, *, numbers: Collection[int] = ()) -> None:
+def normalize(
+    graph: fx.GraphModule, *, shape_env: ShapeEnv | None = None, numbers: Collection[int] = ()
+) -> None:
     """Applies the rewrites above in place; the module stays runnable but for its autocast regions.
 
     Args:
+        shape_env: where symbols are simplified.
         numbers: positions of outputs that the model returns as plain numbers.
     Raises:
         SplitError: an op changes the shape or strides of a tensor in place.
@@ -66,6 +74,7 @@ def normalize(graph: fx.GraphModule, *, numbers: Collection[int] = ()) -> None:
     _lift_regions(graph.graph)
     _move_getitems(graph.graph)
     _unwrap_numbers(graph.graph, numbers)
+    _fold_fixed_floats(graph.graph, shape_env)
     _rename_in_place_results(graph.graph)
 
 
@@ -184,6 +193,20 @@ def _unwrap_numbers(graph: fx.Graph, numbers: Collection[int]) -> None:
         if isinstance(number, fx.Node) and isinstance(number.meta.get("example_value"), SYMBOLIC):
             items[position] = number
     output.args = (tuple(items),)
+
+
+def _fold_fixed_floats(graph: fx.Graph, shape_env: ShapeEnv | None) -> None:
+    for node in list(graph.nodes):
+        value = node.meta.get("example_value")
+        if node.op != "call_method" or node.target != "item" or not isinstance(value, torch.SymFloat):
+            continue
+        # What data decides stays: eager would check it on each call.
+        if isinstance(value.node._expr, sympy.Expr) and internals.is_unbacked(value.node._expr):
+            continue
+        fixed = internals.expression(value, shape_env)
+        if fixed is not None and fixed.is_number:
+            node.replace_all_uses_with(float(fixed))  # type: ignore[arg-type]
+            graph.erase_node(node)
 
 
 def _rename_in_place_results(graph: fx.Graph) -> None:

@@ -196,8 +196,9 @@ def capture_bucket(context: CaptureContext, signature: CapturedSignature, bucket
     except Exception as error:
         if context.config.strict:
             raise
-        signature.refused[bucket] = (FallbackReason.CAPTURE_FAILED, str(error))
-        report = BucketReport(bucket, "failed", str(error))
+        detail = str(error) or f"{type(error).__name__} without a message"
+        signature.refused[bucket] = (FallbackReason.CAPTURE_FAILED, detail)
+        report = BucketReport(bucket, "failed", detail)
     report = dataclasses.replace(report, capture_ms=(time.perf_counter() - began) * 1e3)
     signature.bucket_reports[bucket] = report
     return report

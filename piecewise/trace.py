@@ -41,6 +41,7 @@ _serial = itertools.count()
 # Above any real size, below what float64 holds exactly: an int of the result that is one of these stands
 # for a symbol.
 _FIRST_DUMMY = 1 << 50
+_MAX_DETAIL = 400
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -410,6 +411,15 @@ def _refuse_opaque(node: Structure, given: Sequence[Any]) -> None:
         )
 
 
+def _first_words(lines: Sequence[str]) -> str:
+    """What Dynamo says went wrong: its headline, and the sentence that names the construct."""
+    for start in ("Explanation:", "Developer debug context:"):
+        detail = next((line[len(start) :].strip() for line in lines if line.startswith(start)), "")
+        if detail:
+            return f"{lines[0]}: {detail[:_MAX_DETAIL]}"
+    return lines[0] if lines else ""
+
+
 def _translate(error: Exception) -> TraceError:
     cause: BaseException = error
     while cause.__cause__ is not None and not str(cause):
@@ -421,7 +431,7 @@ def _translate(error: Exception) -> TraceError:
         rule, fix = (text.partition(":")[2].strip() for text in said.values())
         return TraceError(lines[0].partition(": ")[2] or lines[0], rule=rule, fix=fix)
     return TraceError(
-        f"forward cannot be traced: {lines[0] if lines else type(cause).__name__}"
+        f"forward cannot be traced: {_first_words(lines) or type(cause).__name__}"
         + (f" ({where})" if where else ""),
         rule="forward must be one graph: no graph breaks [I10]",
         fix="the cause names the construct; torch.compile(model, fullgraph=True) fails on the same line",

@@ -160,6 +160,13 @@ def test_I8_a_failed_bucket_is_eager_with_the_reason_and_the_rest_goes_on(fragil
     assert serve(graphed, tokens(12)) == "capture_failed"
 
 
+def test_I8_a_failure_without_a_message_has_a_reason_too(fragile):
+    trouble["error"] = AssertionError()
+    report = graph(fragile, captured=False).capture(tokens(7))
+    (failed,) = [bucket for bucket in report.buckets if bucket.status == "failed"]
+    assert "AssertionError" in failed.reason
+
+
 @pytest.mark.parametrize("in_capture", [False, True], ids=["warm-up", "capture"])
 def test_I8_a_failed_bucket_leaves_no_graph_and_no_memory(fragile, in_capture):
     trouble["in_capture"] = in_capture  # of the second segment: the first one is recorded already
