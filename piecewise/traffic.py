@@ -396,7 +396,7 @@ def _wrong(path: Path, line: int | None, expected: str, got: str, fix: str | Non
         expected=expected,
         got=got,
         rule=_RULE,
-        fix=fix or "correct the line, or say what the file is with --format and --column",
+        fix=fix or "correct the line, or say what the file is with --traffic-format and --column",
     )
 
 

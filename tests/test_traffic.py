@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import pickle
+import re
 import subprocess
 import sys
 
@@ -14,7 +16,7 @@ from hypothesis import strategies as st
 from traces import TRACES, needs_traces
 
 from piecewise.batching import chunked, decode_batches, packed
-from piecewise.buckets_parser import TRAFFIC_FORMATS
+from piecewise.buckets_parser import TRAFFIC_FORMATS, add_buckets
 from piecewise.traffic import FORMATS, Histogram, PrefixCache, Requests, read_requests
 from piecewise.traffic_recorder import EXACT_UP_TO, TrafficRecorder
 from runners.errors import ConfigError
@@ -134,6 +136,16 @@ def test_a_wrong_line_is_named(tmp_path, text, line, says):
     message = str(caught.value)
     assert f"traffic.txt:{line}: " in message and says in message and "Fix:" in message
     assert len(message) < 1200
+
+
+def test_the_fix_of_a_wrong_line_names_the_option_of_the_command(tmp_path):
+    commands = argparse.ArgumentParser().add_subparsers()
+    add_buckets(commands)
+    (parts,) = [a for a in commands.choices["buckets"]._actions if isinstance(a.choices, dict)]
+    options = set(parts.choices["plan"]._option_string_actions)
+    with pytest.raises(ConfigError) as caught:
+        read_requests(written(tmp_path, "x\ny\n"))
+    assert set(re.findall(r"--[\w-]+", str(caught.value))) == {"--traffic-format", "--column"} <= options
 
 
 @pytest.mark.parametrize(
