@@ -67,6 +67,12 @@ class GraphStore:
         """(signature, step plan, token count, leaves) where a plan serves the call, else the reason why
         not."""
         self.traffic.record(num_tokens)
+        return self.choose_plan(signature, num_tokens, leaves, may_capture=may_capture)
+
+    def choose_plan(
+        self, signature: CapturedSignature, num_tokens: int, leaves: list[Any], *, may_capture: bool
+    ) -> Any:
+        """As `plan_for`, for a call that is not counted as traffic."""
         if num_tokens <= 0:
             return FallbackReason.ZERO_TOKENS if num_tokens == 0 else FallbackReason.TOKEN_COUNT_MISMATCH
         bucket = self._buckets.bucket_for(num_tokens)

@@ -88,6 +88,11 @@ class Arena:
             self._spans.append((self._chunk, start, self._offset))
         return torch.from_dlpack(self._chunks[self._chunk][start : start + num_bytes])
 
+    def spoil(self) -> None:
+        """Fills everything with garbage."""
+        for chunk in self._chunks:
+            fill_with_garbage_(chunk[: chunk.numel() // 2 * 2].view(torch.int16))
+
     def spans(self) -> list[Tensor]:
         """What was handed out since `begin`, alignment gaps included, as int16 words."""
         return [self._chunks[chunk][start:end].view(torch.int16) for chunk, start, end in self._spans]

@@ -31,6 +31,10 @@ if TYPE_CHECKING:
     from runners.cuda_graph import CudaGraph
 
 
+# About 1e4 in float32 and bfloat16, and finite in the other float formats.
+_SPOILED_WORD = 0x461C
+
+
 def alias_of(storage: torch.UntypedStorage) -> torch.UntypedStorage:
     """A storage of the same bytes that does not own them."""
     make: Any = torch._C._construct_storage_from_data_pointer
@@ -191,6 +195,15 @@ class CudaPool:
             torch.cuda.empty_cache()
         self._is_open = False
         self._measure()
+
+    def spoil(self) -> None:
+        """Fills the pool with large finite floats, on the current stream."""
+        self._join_streams()
+        for start, end in self._segments():
+            make: Any = torch._C._construct_storage_from_data_pointer
+            storage = make(start, self.device, end - start)
+            words = torch.empty(0, dtype=torch.int16, device=self.device)
+            words.set_(storage, 0, ((end - start) // 2,), (1,)).fill_(_SPOILED_WORD)
 
     def release(self) -> None:
         """Gives all memory back to the device. Idempotent.

@@ -82,6 +82,10 @@ class GraphPool(Protocol):
         """Says that a bucket is complete: the next one captured here reuses its memory [I9]."""
         ...
 
+    def spoil(self) -> None:
+        """Overwrites all its memory, as a check that no replay reads what an earlier one left there."""
+        ...
+
     def release(self) -> None:
         """Gives the memory back; the pool cannot be captured into afterwards. Idempotent.
 

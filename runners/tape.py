@@ -108,6 +108,10 @@ class TapePool:
             self.arena.rewind(self._before_bucket)
         self.arena.restart()
 
+    def spoil(self) -> None:
+        """Fills the arena with garbage."""
+        self.arena.spoil()
+
     def release(self) -> None:
         """Gives the arena back. Idempotent.
 
