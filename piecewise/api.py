@@ -33,6 +33,7 @@ from runners.stats import FallbackReason
 if TYPE_CHECKING:
     from piecewise.signatures import CapturedSignature
     from piecewise.trace import ExampleCall
+    from piecewise.verify_report import VerifyReport
 
 
 class GraphedModule:
@@ -320,6 +321,22 @@ class GraphedModule:
             traced = trace_model(self.model, example, forward=self._forward, config=self.piecewise_config)
             traced.probe(self.piecewise_config.buckets, strict=False)
             return PlanReport.of(traced.cut(), example.names)
+
+    def verify(
+        self, *args: Any, make_inputs: Callable[..., Any] | None = None, **kwargs: Any
+    ) -> VerifyReport:
+        """Compares replays of this call with the model: results and all that it writes; see `verify.py`.
+
+        Nothing is captured, counted or left changed, but for the memory of `outputs="view"` results.
+
+        Args:
+            make_inputs: `make_inputs(num_tokens)` returns `(args, kwargs)`, as in `PrefillCase`: then each
+                bucket is compared at the sizes around its edge, too.
+        """
+        from piecewise.verify import verify
+
+        with self._exclusive("verify"):
+            return verify(self, args, kwargs, make_inputs)
 
     def report(self) -> Report:
         """Plans, captures and calls so far."""

@@ -11,6 +11,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 from boundary_ops.errors import BoundaryOpError
 from piecewise.buckets_parser import add_buckets
@@ -42,6 +43,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     _add_demo(commands)
     _add_explain(commands)
+    _add_verify(commands)
     _add_bench(commands)
     add_buckets(commands)
     return parser
@@ -106,6 +108,28 @@ def _add_explain(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="how to print it (default: text)",
     )
     explain.set_defaults(run=_run_explain)
+
+
+def _add_verify(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    verify = commands.add_parser(
+        "verify",
+        allow_abbrev=False,
+        help="prove that graphed calls equal the model's own, with poisoned padding",
+        description="Capture a model and compare replays with eager calls, at the sizes around each bucket's"
+        " edge: results, KV cache and all else that a call writes. Exit code 1 on any difference, and where"
+        " no call was replayed.",
+    )
+    verify.add_argument(
+        "spec",
+        metavar="SPEC",
+        help="'package.module:function'; it returns piecewise.PrefillCase(model, make_inputs)",
+    )
+    verify.add_argument("--config", metavar="FILE", help="a TOML file of settings")
+    verify.add_argument(
+        "--buckets", type=_sizes, metavar="N,N,...", help="token counts, instead of the file's"
+    )
+    verify.add_argument("--json", metavar="FILE", help="write the report here, too")
+    verify.set_defaults(run=_run_verify)
 
 
 def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -188,6 +212,17 @@ def _run_explain(arguments: argparse.Namespace) -> int:
     written = {"text": plan.__str__, "json": plan.to_json, "markdown": plan.to_markdown}
     print(written[arguments.format]())
     return OK
+
+
+def _run_verify(arguments: argparse.Namespace) -> int:
+    from piecewise.verify import verify_case
+
+    overrides = {} if arguments.buckets is None else {"buckets": arguments.buckets}
+    report = verify_case(arguments.spec, PiecewiseConfig.from_any(arguments.config, **overrides))
+    if arguments.json is not None:
+        Path(arguments.json).write_text(report.to_json() + "\n", encoding="utf-8")
+    print(report)
+    return OK if report.ok else DIFFERENT
 
 
 def _run_bench(arguments: argparse.Namespace) -> int:

@@ -1,0 +1,344 @@
+"""Which segment of a plan is the first that differs: each beside its own function on the real rows alone.
+
+For each segment, on what the plan holds at that point:
+
+    reference   function(num_tokens, real rows, laid out in memory of their own as in eager)   then put back
+    plan        the captured graph, or the call on views of static memory
+
+Both begin from equal inputs, so the rounding of earlier segments plays no part, and a fault shows in the
+segment that makes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from piecewise.assemble import PlanAssembler
+from piecewise.differences import TensorDifference, Tolerance, compare_tensors
+from piecewise.plan import Segment, ValueSpec
+from piecewise.poison import AS_SERVED, Poison, replay_with, shadows_of
+from piecewise.signatures import ServedBucket
+from piecewise.warm_up import state_tensor
+from runners.bound_steps import copy_elements
+from runners.rows import narrow_to
+
+
+@dataclass(frozen=True, slots=True)
+class Located:
+    """The first segment that differs.
+
+    Attributes:
+        op, tensor: as in `Difference`.
+        difference: how far, or None where the plan's step raised an error, told in `detail`.
+    """
+
+    segment: Segment
+    op: str
+    tensor: str
+    difference: TensorDifference | None
+    detail: str = ""
+
+
+class _Found(Exception):
+    """Ends a walk."""
+
+
+class SegmentWalk:
+    """Walks one call's plan.
+
+    Before each walk state, inputs and random numbers must be those of before the call: the caller sees to the
+    first walk, and a method that walks again calls its `prepare`.
+    """
+
+    def __init__(
+        self,
+        served: ServedBucket,
+        assembler: PlanAssembler,
+        *,
+        leaves: Sequence[Any],
+        num_tokens: int,
+        tolerance: Tolerance,
+    ) -> None:
+        self.plan, self.steps, self.assembler = served.plan, served.steps, assembler
+        self.leaves, self.num_tokens = list(leaves), num_tokens
+        self.bucket = served.steps.padded_num_tokens
+        self.device = leaves[served.plan.token_dim.leaf].device
+        self.tolerance = tolerance.for_one_segment()
+        self._by_name = {segment.name: segment for segment in self.plan.segments}
+        self._static = self._static_tensors()
+
+    def _static_tensors(self) -> dict[int, torch.Tensor]:
+        """Value index → what graphs read or made, as at the capture."""
+        static = {index: shadow.buffer for index, shadow in shadows_of(self.steps).items()}
+        for segment in self.plan.graph_segments():
+            if segment.views_only:
+                arguments = [
+                    static[i] if i in static else state_tensor(self.plan.values[i]) for i in segment.inputs
+                ]
+                outputs: Sequence[Any] = segment.function(self.bucket, *arguments)
+            else:
+                graph = self.assembler.runners[segment.index].graph_for(self.bucket)
+                outputs = graph.outputs if graph is not None else ()
+            static.update(zip(segment.outputs, outputs, strict=False))
+        return static
+
+    def beside_functions(self, poison: Poison, prepare: Callable[[], None]) -> Located | None:
+        """The first segment whose step is not its function on the real rows."""
+        found: list[Located] = []
+
+        def around(env: list[Any], name: str | None, run: Callable[[], None]) -> None:
+            if name is None:
+                run()
+                return
+            segment = self._by_name[name]
+            state = random_state(self.device)
+            expected = self._reference(segment, env)
+            set_random_state(self.device, state)
+            try:
+                run()
+            except Exception as error:
+                detail = f"{type(error).__name__}: {error}"
+                found.append(Located(segment, segment.op_names[0], "", None, detail))
+                raise _Found from error
+            for value, wanted in expected:
+                if (located := self._located(segment, value, wanted, env)) is not None:
+                    found.append(located)
+                    raise _Found
+
+        self._walk(poison, around)
+        if not found or found[0].segment.kind != "graph":
+            return found[0] if found else None
+        prepare()
+        op = self._first_mixing_op(found[0].segment, poison)
+        return found[0] if op is None else Located(found[0].segment, op, found[0].tensor, found[0].difference)
+
+    def beside_unpoisoned(self, poison: Poison, prepare: Callable[[], None]) -> Located | None:
+        """The first segment whose real rows change by any bit with what padded rows hold."""
+        before: list[list[tuple[ValueSpec, Any]]] = []
+        found: list[Located] = []
+
+        def note(env: list[Any], name: str | None, run: Callable[[], None]) -> None:
+            run()
+            if name is not None:
+                before.append([(v, _copied(self._now(v, env))) for v in self._changed(self._by_name[name])])
+
+        def compare(env: list[Any], name: str | None, run: Callable[[], None]) -> None:
+            run()
+            for value, wanted in before.pop(0) if name is not None else ():
+                located = self._located(self._by_name[name or ""], value, wanted, env, bits=True)
+                if located is not None:
+                    found.append(located)
+                    raise _Found
+
+        self._walk(AS_SERVED, note)
+        prepare()
+        self._walk(poison, compare)
+        if not found or found[0].segment.kind != "graph":
+            return found[0] if found else None
+        prepare()
+        op = self._first_mixing_op(found[0].segment, poison, bits=True)
+        return found[0] if op is None else Located(found[0].segment, op, found[0].tensor, found[0].difference)
+
+    def _walk(
+        self, poison: Poison, around: Callable[[list[Any], str | None, Callable[[], None]], None]
+    ) -> None:
+        try:
+            replay_with(self.steps, self.leaves, self.num_tokens, poison, around=around)
+        except _Found:
+            return
+
+    def _changed(self, segment: Segment) -> list[ValueSpec]:
+        """What a segment makes or writes, each tensor once."""
+        values = [self.plan.values[index] for index in (*segment.outputs, *segment.inputs)]
+        made = set(segment.outputs)
+        return [v for v in values if v.index in made or (v.is_tensor and v.memory in segment.writes)]
+
+    def _located(
+        self, segment: Segment, value: ValueSpec, wanted: Any, env: list[Any], *, bits: bool = False
+    ) -> Located | None:
+        found = self._now(value, env)
+        name = value.state.path if value.state is not None else value.name
+        op = _maker(segment, value.name)
+        if not isinstance(wanted, torch.Tensor) or not isinstance(found, torch.Tensor):
+            if wanted == found or (wanted != wanted and found != found):
+                return None
+            return Located(segment, op, name, None, f"{found!r} where eager has {wanted!r}")
+        dim = value.token_dims[0] if value.token_dims else 0
+        tolerance = None if bits else self.tolerance
+        difference = compare_tensors(wanted, found, tolerance, dim=dim)
+        return None if difference is None else Located(segment, op, name, difference)
+
+    def _now(self, value: ValueSpec, env: list[Any]) -> Any:
+        """The value's real rows as the plan holds them."""
+        if value.origin == "graph":
+            return self._real(value)
+        return self._outside(value, env)
+
+    def _real(self, value: ValueSpec) -> torch.Tensor:
+        tensor = self._static[value.index]
+        if not value.token_dims or value.sizes is None:
+            return tensor
+        return narrow_to(tensor, value.sizes(self.num_tokens))
+
+    def _outside(self, value: ValueSpec, env: list[Any]) -> Any:
+        if value.origin == "state":
+            return state_tensor(value)
+        if value.origin == "symbol" and value.dim >= 0:
+            return env[value.leaf].shape[value.dim]
+        return env[self.assembler._slot(value.index)]
+
+    def _reference(self, segment: Segment, env: list[Any]) -> list[tuple[ValueSpec, Any]]:
+        """What the segment's function makes and writes on the real rows; what it wrote is put back."""
+        arguments = self._arguments(segment, env)
+        values = [self.plan.values[index] for index in segment.inputs]
+        outside = [
+            argument
+            for value, argument in zip(values, arguments, strict=True)
+            if value.origin != "graph" and value.is_tensor and value.memory in segment.writes
+        ]
+        saved = [(tensor, tensor.clone()) for tensor in outside]
+        try:
+            results = segment.function(self.num_tokens, *arguments)
+            expected = [
+                (self.plan.values[index], _copied(result))
+                for index, result in zip(segment.outputs, results, strict=True)
+            ]
+            expected += [
+                (value, _copied(argument))
+                for value, argument in zip(values, arguments, strict=True)
+                if value.is_tensor and value.memory in segment.writes
+            ]
+        finally:
+            for tensor, before in saved:
+                tensor.copy_(before)
+        return expected
+
+    def _arguments(self, segment: Segment, env: list[Any]) -> list[Any]:
+        """The real rows of what graphs made, in memory laid out as eager's: those that share memory there
+        share it here."""
+        inputs = [self.plan.values[index] for index in segment.inputs]
+        groups: dict[Any, list[ValueSpec]] = {}
+        for value in inputs:
+            if value.origin == "graph" and value.sizes and value.strides and value.offset:
+                groups.setdefault((value.memory, value.dtype), []).append(value)
+        copies: dict[int, torch.Tensor] = {}
+        for group in groups.values():
+            copies.update(self._copies(group))
+        found = []
+        for value in inputs:
+            if value.index in copies:
+                found.append(copies[value.index])
+            elif value.origin == "graph":
+                found.append(self._real(value).clone())
+            else:
+                found.append(self._outside(value, env))
+        return found
+
+    def _copies(self, group: Sequence[ValueSpec]) -> dict[int, torch.Tensor]:
+        n = self.num_tokens
+        places = {}
+        for value in group:
+            assert value.sizes and value.strides and value.offset
+            places[value.index] = tuple(value.sizes(n)), tuple(value.strides(n)), value.offset(n)[0]
+        begin = min(offset for _, _, offset in places.values())
+        length = max(
+            offset - begin + 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
+            for sizes, strides, offset in places.values()
+            if 0 not in sizes
+        ) if any(0 not in sizes for sizes, _, _ in places.values()) else 0  # fmt: skip
+        first = self._static[group[0].index]
+        memory = torch.zeros(length, dtype=first.dtype, device=first.device)
+        found = {}
+        for value in group:
+            sizes, strides, offset = places[value.index]
+            found[value.index] = memory.as_strided(sizes, strides, offset - begin)
+            copy_elements(found[value.index], self._real(value))
+        return found
+
+    def _first_mixing_op(self, segment: Segment, poison: Poison, *, bits: bool = False) -> str | None:
+        """The first op of a graph segment whose real rows are others on padded rows than alone."""
+        found: list[str | None] = []
+
+        def around(env: list[Any], name: str | None, run: Callable[[], None]) -> None:
+            if name != segment.name:
+                run()
+                return
+            values = [self.plan.values[index] for index in segment.inputs]
+            padded = [
+                self._static[v.index].clone() if v.index in self._static else state_tensor(v).clone()
+                for v in values
+            ]
+            real = [
+                narrow_to(rows, v.sizes(self.num_tokens)).clone()
+                if v.token_dims and v.sizes
+                else rows.clone()
+                for v, rows in zip(values, padded, strict=True)
+            ]
+            alone, beside = _OpResults(), _OpResults()
+            with alone:
+                segment.function(self.num_tokens, *real)
+            with beside:
+                segment.function(self.bucket, *padded)
+            found.append(_first_different(alone, beside, None if bits else self.tolerance))
+            raise _Found
+
+        self._walk(poison, around)
+        return found[0] if found else None
+
+
+class _OpResults(TorchDispatchMode):
+    """Notes what each op returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.results: list[tuple[str, torch.Tensor]] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if "empty" not in str(func):
+            for item in result if isinstance(result, (tuple, list)) else (result,):
+                if isinstance(item, torch.Tensor):
+                    self.results.append((str(func), item.detach().clone()))
+        return result
+
+
+def _first_different(alone: _OpResults, beside: _OpResults, tolerance: Tolerance | None) -> str | None:
+    for (op, real), (other, padded) in zip(alone.results, beside.results, strict=False):
+        fits = op == other and real.dim() == padded.dim()
+        if not fits or any(size > room for size, room in zip(real.shape, padded.shape, strict=True)):
+            return None
+        if compare_tensors(real, narrow_to(padded, real.shape), tolerance) is not None:
+            return op
+    return None
+
+
+def _maker(segment: Segment, name: str) -> str:
+    """The op that made a tensor of this name, or all ops of the segment where no name tells."""
+    if len(segment.op_names) == 1:
+        return segment.op_names[0]
+    stem = name.rstrip("0123456789").rstrip("_")
+    named = [op for op in segment.op_names if op.split(".")[-1] == stem or op == stem]
+    return named[0] if named else f"one of {', '.join(dict.fromkeys(segment.op_names))}"
+
+
+def _copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else value
+
+
+def random_state(device: torch.device) -> list[torch.Tensor]:
+    """The states of the generators that a call may draw from, for `set_random_state`."""
+    states = [torch.get_rng_state()]
+    return [*states, torch.cuda.get_rng_state(device)] if device.type == "cuda" else states
+
+
+def set_random_state(device: torch.device, states: Sequence[torch.Tensor]) -> None:
+    torch.set_rng_state(states[0])
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(states[1], device)
