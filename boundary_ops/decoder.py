@@ -44,6 +44,10 @@ def find_decoder(model: nn.Module, cache: PagedKVCache) -> tuple[nn.Module, tupl
         BoundaryOpError: see `boundary_ops.huggingface.attach`.
     """
     title = f"attach({type(model).__name__}, cache)"
+    if not isinstance(cache, PagedKVCache):
+        _refuse(
+            title, "a PagedKVCache as 'cache'", type(cache).__name__, fix="boundary_ops.PagedKVCache(...)"
+        )
     config: Any = getattr(model, "config", None)
     if config is None or not hasattr(config, "_attn_implementation"):
         _refuse(title, "a transformers model", f"{type(model).__name__} without a transformers config")

@@ -128,6 +128,14 @@ def detach(model: nn.Module) -> nn.Module:
 
 
 def _find_attachment(model: nn.Module) -> _Attachment | None:
+    if not isinstance(model, nn.Module):
+        refuse(
+            "argument 'model'",
+            "a transformers model",
+            type(model).__name__,
+            "attach and detach change a model in place",
+            "pass the model itself, before piecewise.compile",
+        )
     found = (module.__dict__.get(ATTACHMENT) for module in model.modules())
     return next((attachment for attachment in found if attachment is not None), None)
 

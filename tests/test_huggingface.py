@@ -466,6 +466,18 @@ def test_a_cache_that_does_not_fit_is_refused_and_the_model_left_alone(changes, 
     assert {name: dict(module.__dict__) for name, module in model.named_modules()} == before
 
 
+def test_something_else_than_a_model_or_a_cache_is_refused_by_name():
+    model = build("Llama")
+    for cache in (None, [], torch.zeros(1)):
+        with pytest.raises(BoundaryOpError, match=f"PagedKVCache as 'cache', got {type(cache).__name__}"):
+            attach(model, cache)
+    for other in (None, "model", lambda x: x):
+        for act in (lambda other: attach(other, make_cache(model)), detach):
+            with pytest.raises(BoundaryOpError, match=f"'model'.*got {type(other).__name__}"):
+                act(other)
+    attach(model, make_cache(model))
+
+
 def test_attach_twice_and_detach_twice_are_refused():
     model, cache = attached()
     with pytest.raises(BoundaryOpError, match="attached already.*\n.*\n.*detach"):
