@@ -4,13 +4,14 @@ calls.
     compiled = torch.compile(model, backend="piecewise", options={"buckets": [64, 128]})
 
 Compared with `piecewise.compile`, Dynamo's guards run on each call (they cost 90 µs and more), and the
-token count has no symbol before Dynamo saw two sizes or a `mark_dynamic`. A graph that cannot be graphed
-runs as Dynamo gave it. Buckets are captured after their third call, or all at once at the first call
-inside `piecewise.capture_window()`.
+token count has no symbol before Dynamo saw two sizes, a `mark_dynamic` or `dynamic=True`. A graph that
+cannot be graphed runs as Dynamo gave it. Buckets are captured after their third call, or all at once at
+the first call inside `piecewise.capture_window()`.
 """
 
 from __future__ import annotations
 
+import math
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -66,9 +67,13 @@ class BackendHandle:
         )
 
     def release(self) -> None:
-        """Gives all graph memory back; buckets that are called again are captured again."""
+        """Gives all graph memory back; buckets that are called again are captured again, from the weights of
+        then."""
         with self.lock:
             self.store.drop_graphs()
+            self.store.signatures.clear()
+            for graph in self.graphs:
+                graph.forget()
 
 
 def piecewise_backend(
@@ -145,6 +150,8 @@ class CompiledGraph:
         nodes = graph.graph.find_nodes(op="placeholder")
         self._sources = [internals.source_name(node) or node.name for node in nodes]
         self._fakes = [node.meta.get("example_value") for node in nodes]
+        # Dynamo passes float attributes as tensors and does not guard their values: position → value seen.
+        self._numbers = {index: math.nan for index, node in enumerate(nodes) if internals.wraps_number(node)}
         self._inputs: list[int] = []
 
     def __call__(self, *args: Any) -> Any:
@@ -163,6 +170,11 @@ class CompiledGraph:
             owner.stats.count_eager(found)
         return self._eager(*args)
 
+    def forget(self) -> None:
+        """Drops the plan; the next call makes one again."""
+        self._signature = self._refused = None
+        self._inputs.clear()
+
     def _find_plan(self, args: tuple[Any, ...]) -> Any:
         if is_eager_only():
             return FallbackReason.EAGER_ONLY
@@ -174,6 +186,8 @@ class CompiledGraph:
         if self._signature is None and (refused := self._analyse(args)) is not None:
             return refused
         assert self._signature is not None
+        if any(args[position].item() != value for position, value in self._numbers.items()):
+            return FallbackReason.UNSEEN_SIGNATURE
         matched = self._signature.match((tuple(args[position] for position in self._inputs),))
         if matched is None:
             return FallbackReason.UNSEEN_SIGNATURE
@@ -221,7 +235,11 @@ class CompiledGraph:
         placeholders = []
         names: dict[int, str] = {}
         for position, (node, source, value) in enumerate(zip(nodes, self._sources, args, strict=True)):
-            if isinstance(value, torch.Tensor) and _is_state(source, value):
+            if position in self._numbers:
+                self._numbers[position] = value.item()
+                _fix_number(node)
+                placeholders.append(Placeholder(node, "symbol"))
+            elif isinstance(value, torch.Tensor) and _is_state(source, value):
                 state = StateRef(self._arguments, position, readable_path(source))
                 placeholders.append(Placeholder(node, "state", state=state))
             else:
@@ -248,6 +266,14 @@ def _copy_graph(graph: fx.GraphModule) -> fx.GraphModule:
     output = copied.graph_copy(graph.graph, {})
     copied.output(output)
     return fx.GraphModule(graph, copied)
+
+
+def _fix_number(placeholder: fx.Node) -> None:
+    """Lets the ShapeEnv know that a number is what it was in the example; each call compares it."""
+    for user in placeholder.users:
+        value = user.meta.get("example_value")
+        if isinstance(value, torch.SymFloat):
+            float(value)
 
 
 def _is_state(source: str, value: torch.Tensor) -> bool:

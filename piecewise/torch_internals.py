@@ -139,6 +139,11 @@ def source_name(node: torch.fx.Node) -> str | None:
     return name() if callable(name) else name
 
 
+def wraps_number(node: torch.fx.Node) -> bool:
+    """Whether a placeholder is a 0-dim tensor that stands for a Python number; only inside a backend."""
+    return bool(getattr(node.meta.get("grapharg"), "pass_arg_as_tensor", False))
+
+
 def shape_env_of(values: Sequence[Any]) -> ShapeEnv | None:
     """The ShapeEnv behind the first fake tensor among `values`."""
     fake_mode = detect_fake_mode([value for value in values if isinstance(value, torch.Tensor)])

@@ -189,3 +189,51 @@ def test_release_gives_the_memory_back_and_calls_stay_right():
         for _ in range(3):
             check_call(model, compiled, 6)
         assert handle.stats.captured == (8,)
+
+
+class Scaled(Model):
+    """Two floats of the model: one that a kernel takes, and one that is multiplied first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.scale = nn.LayerNorm(HIDDEN), 0.5
+
+    def forward(self, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+        x = self.norm(self.embedding(ids)) * (self.scale + 1)
+        for layer in self.layers:
+            x = layer(x)
+        return {"logits": self.head(x)}
+
+
+def test_floats_of_the_model_that_dynamo_passes_as_tensors_stay_in_the_graph():
+    model = Scaled().eval()
+    compiled = torch.compile(model, backend=piecewise_backend, options={"buckets": [8]}, dynamic=True)
+    with torch.no_grad():
+        with piecewise.capture_window():
+            compiled(torch.arange(5))
+        handle = piecewise.handle(compiled)
+        check_call(model, compiled, 7)
+        plan = handle.report().plans[0]
+        assert handle.stats.replays == 2 and plan.count("eager") == 0 and plan.coverage == 1.0
+        model.scale = 2.0
+        check_call(model, compiled, 7)
+        assert handle.stats.reasons == {FallbackReason.UNSEEN_SIGNATURE: 1}
+        model.scale = 0.5
+        check_call(model, compiled, 7)
+        assert handle.stats.replays == 3
+
+
+def test_I4_release_after_a_rebound_weight_captures_the_new_one():
+    model, compiled = compiled_model()
+    with torch.no_grad():
+        with piecewise.capture_window():
+            compiled(ids_of(5))
+        model.head.weight = nn.Parameter(torch.randn(VOCAB, HIDDEN))
+        check_call(model, compiled, 6)
+        handle = piecewise.handle(compiled)
+        assert handle.stats.reasons == {FallbackReason.MOVED_ADDRESS: 1}
+        handle.release()
+        with piecewise.capture_window():
+            check_call(model, compiled, 6)
+        check_call(model, compiled, 7)
+        assert handle.stats.replays == 3
