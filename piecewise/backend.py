@@ -96,6 +96,15 @@ def piecewise_backend(
             rule="the backend is configured by options alone",
             fix='torch.compile(model, backend="piecewise", options={"buckets": [64, 128]})',
         )
+    odd = [key for key in options or {} if not isinstance(key, str)]
+    if odd:
+        raise ConfigError(
+            f"option {odd[0]!r}",
+            expected="the name of a setting",
+            got=type(odd[0]).__name__,
+            rule="options are fields of PiecewiseConfig by name",
+            fix='options={"buckets": [64, 128]}',
+        )
     config = PiecewiseConfig.from_any(None, **dict(options or {}))
     from piecewise import torch_internals as internals
 

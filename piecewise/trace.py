@@ -171,7 +171,8 @@ def trace(
             f"{type(model).__name__}.forward changes {changes[0]}"
             + (f" and {len(changes) - 1} more" if changes[1:] else ""),
             rule="a replay runs none of the model's Python, so what forward stores would be stale [I8]",
-            fix="keep it in a registered buffer and write it with copy_(), or return it",
+            fix="keep it in a registered buffer and write that in place (self.count.add_(1), not +=), "
+            "or return it",
         )
     return collector.finish(result, example, skip_root=not isinstance(forward, nn.Module))
 

@@ -158,6 +158,12 @@ def test_an_unknown_option_lists_the_valid_ones():
     assert "warmup_steps" in str(raised.value)
 
 
+def test_an_option_that_is_no_name_is_refused():
+    compiled = torch.compile(Model(), backend=piecewise_backend, options={3: 4})
+    with pytest.raises(Exception, match="option 3: expected the name of a setting, got int"), torch.no_grad():
+        compiled(ids_of(5))
+
+
 def test_a_mode_is_refused():
     compiled = torch.compile(Model(), backend=piecewise_backend, mode="max-autotune")
     with pytest.raises(Exception, match="'mode'"), torch.no_grad():
