@@ -79,6 +79,9 @@ class Classifier:
         self._exprs: dict[int, frozenset[sympy.Symbol]] = {}
 
     def run(self) -> dict[fx.Node, Verdict]:
+        """One verdict per call node; marks the views that are pinned, afresh each time."""
+        for node in self.graph.nodes:
+            node.meta.pop("pinned", None)
         for node in self.graph.nodes:
             if node.op.startswith("call"):
                 self.verdicts[node] = self._verdict(node, self.facts[node])

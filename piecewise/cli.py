@@ -1,8 +1,7 @@
 """The `piecewise` command.
 
-Exit codes: 0 where all is well, 1 where a result differs from the unmodified model, 2 where the command
-    line, a
-setting, a spec or the model is wrong (the message says what to do).
+Exit codes: 0 where all is well, 1 where a result differs from the unmodified model, 2 where the command line,
+a setting, a spec or the model is wrong (the message says what to do).
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ from piecewise.config import PiecewiseConfig
 from runners.errors import PiecewiseError
 
 OK, DIFFERENT, WRONG = 0, 1, 2
+_SPEC_HELP = "'package.module:function'; it returns piecewise.PrefillCase(model, make_inputs)"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -77,6 +77,15 @@ def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     demo.set_defaults(run=_run_demo)
 
 
+def _add_spec(parser: argparse.ArgumentParser) -> None:
+    """The model to work on, and the settings for it."""
+    parser.add_argument("spec", metavar="SPEC", help=_SPEC_HELP)
+    parser.add_argument("--config", metavar="FILE", help="a TOML file of settings")
+    parser.add_argument(
+        "--buckets", type=_sizes, metavar="N,N,...", help="token counts, instead of the file's"
+    )
+
+
 def _add_explain(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     explain = commands.add_parser(
         "explain",
@@ -85,21 +94,13 @@ def _add_explain(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         description="Trace a model and print each segment: its kind, number of ops, module path and reason,"
         " and the share of ops in graphs. Nothing is captured.",
     )
-    explain.add_argument(
-        "spec",
-        metavar="SPEC",
-        help="'package.module:function'; it returns piecewise.PrefillCase(model, make_inputs)",
-    )
+    _add_spec(explain)
     explain.add_argument(
         "--tokens",
         type=_token_count,
         default=32,
         metavar="N",
         help="tokens of the example call (default: 32)",
-    )
-    explain.add_argument("--config", metavar="FILE", help="a TOML file of settings")
-    explain.add_argument(
-        "--buckets", type=_sizes, metavar="N,N,...", help="token counts, instead of the file's"
     )
     explain.add_argument(
         "--format",
@@ -119,15 +120,7 @@ def _add_verify(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         " edge: results, KV cache and all else that a call writes. Exit code 1 on any difference, and where"
         " no call was replayed.",
     )
-    verify.add_argument(
-        "spec",
-        metavar="SPEC",
-        help="'package.module:function'; it returns piecewise.PrefillCase(model, make_inputs)",
-    )
-    verify.add_argument("--config", metavar="FILE", help="a TOML file of settings")
-    verify.add_argument(
-        "--buckets", type=_sizes, metavar="N,N,...", help="token counts, instead of the file's"
-    )
+    _add_spec(verify)
     verify.add_argument("--json", metavar="FILE", help="write the report here, too")
     verify.set_defaults(run=_run_verify)
 
@@ -145,7 +138,7 @@ def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "spec",
         nargs="?",
         metavar="SPEC",
-        help="'package.module:function'; it returns piecewise.PrefillCase(model, make_inputs)",
+        help=_SPEC_HELP,
     )
     what.add_argument(
         "--host-overhead",

@@ -38,8 +38,9 @@ class TracedModel:
 
     def cut(self) -> SegmentPlan:
         """The plan with what the probes have found so far."""
+        classifier = self._classifier()
         return Splitter(
-            self.trace, self.facts, self.token, forced=self.forced, num_dead_ops=self.num_dead_ops
+            self.trace, self.facts, self.token, classifier=classifier, num_dead_ops=self.num_dead_ops
         ).cut()
 
     def probe(self, buckets: Sequence[int], *, strict: bool) -> None:
@@ -53,7 +54,7 @@ class TracedModel:
         if sizes is None:
             return  # no bucket can be served either, so nothing is ever padded
         while True:
-            verdicts = self._verdicts()
+            verdicts = self._classifier().run()
             found = Probe(
                 self.trace, self.facts, self.token, verdicts, num_tokens=sizes[0], padded_num_tokens=sizes[1]
             ).run()
@@ -64,7 +65,7 @@ class TracedModel:
                 raise report_strictly(node, seen.detail, source_line(node), module_path(node))
             self.forced |= found
 
-    def _verdicts(self) -> Any:
+    def _classifier(self) -> Classifier:
         leaf, _ = self.token.anchor
         return Classifier(
             self.trace.graph.graph,
@@ -73,7 +74,7 @@ class TracedModel:
             shape_env=self.trace.shape_env,
             device=self.trace.example.leaves[leaf].device,
             forced=self.forced,
-        ).run()
+        )
 
     def validity(self) -> Any:
         """num_tokens → whether the trace's guards on the token count alone hold."""
@@ -124,17 +125,20 @@ def _ints_that_decide(traced: Trace) -> list[int]:
 
 def prepare(traced: Trace, config: PiecewiseConfig) -> TracedModel:
     """Brings a traced graph into the form that is classified and cut."""
-    enabled = None
-    if config.boundary_ops is not None:
-        enabled = frozenset(config.boundary_ops)
     for placeholder in traced.placeholders:
         placeholder.node.meta["is_input"] = placeholder.kind == "input"
     numbers = [leaf.index for leaf in traced.result_leaves if leaf.kind == "output" and leaf.value is float]
     normalize(traced.graph, shape_env=traced.shape_env, numbers=numbers)
-    facts = find_facts(traced.graph.graph, enabled=enabled)
-    num_dead = remove_dead_nodes(traced.graph.graph, facts)
+    facts, num_dead = _living_facts(traced, config)
     token = find_token_symbol(traced, facts)
     return TracedModel(traced, facts, token, num_dead)
+
+
+def _living_facts(traced: Trace, config: PiecewiseConfig) -> tuple[dict[fx.Node, NodeFacts], int]:
+    """Facts of a normalized graph's nodes, dead ones removed, and how many those were."""
+    enabled = frozenset(config.boundary_ops) if config.boundary_ops is not None else None
+    facts = find_facts(traced.graph.graph, enabled=enabled)
+    return facts, remove_dead_nodes(traced.graph.graph, facts)
 
 
 def example_of_size(traced: TracedModel, num_tokens: int) -> ExampleCall:
@@ -162,9 +166,7 @@ def serves_one_token(traced: TracedModel, model: nn.Module, *, forward: Any, con
     except TraceError:
         return False
     normalize(single.graph)
-    enabled = frozenset(config.boundary_ops) if config.boundary_ops is not None else None
-    facts = find_facts(single.graph.graph, enabled=enabled)
-    remove_dead_nodes(single.graph.graph, facts)
+    facts, _ = _living_facts(single, config)
     return has_same_program(traced.trace, single, traced.token.symbol, facts=traced.facts, single_facts=facts)
 
 

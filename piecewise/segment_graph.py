@@ -34,7 +34,6 @@ class SegmentWriter:
 
     def __init__(self, splitter: Splitter, kind: str, nodes: Sequence[fx.Node]) -> None:
         self.splitter, self.kind, self.nodes = splitter, kind, tuple(nodes)
-        self.own = set(nodes)
         self.graph = fx.Graph()
         self.rows = self.graph.placeholder("num_rows")
         self.input_nodes: list[fx.Node] = []

@@ -13,7 +13,7 @@ inside from it.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import sympy
@@ -41,17 +41,11 @@ class Splitter:
         facts: Mapping[fx.Node, NodeFacts],
         token: TokenSymbol,
         *,
-        forced: Mapping[fx.Node, Verdict],
-        num_dead_ops: int = 0,
+        classifier: Classifier,
+        num_dead_ops: int,
     ) -> None:
         self.trace, self.facts, self.token, self.num_dead_ops = trace, facts, token, num_dead_ops
-        self.graph = trace.graph.graph
-        for node in self.graph.nodes:
-            node.meta.pop("pinned", None)
-        device = trace.example.leaves[token.anchor[0]].device
-        self.classifier = Classifier(
-            self.graph, facts, symbol=token.symbol, shape_env=trace.shape_env, device=device, forced=forced
-        )
+        self.graph, self.classifier = trace.graph.graph, classifier
         self.verdicts: dict[fx.Node, Verdict] = self.classifier.run()
         self.values: list[ValueSpec] = []
         self.index_of: dict[fx.Node, int] = {}
@@ -94,12 +88,15 @@ class Splitter:
     def symbol_value(self, symbol: sympy.Symbol) -> int:
         """Value index of a symbol that is not the token count: an int input, or a size of an input."""
         if symbol not in self.symbol_index:
-            leaf, dim = self._symbol_source(symbol)
+            source = self._symbol_source_for(symbol)
+            assert source is not None, f"symbol {symbol} belongs to no input"
+            leaf, dim = source
             index = self.symbol_index[symbol] = len(self.values)
             self.values.append(ValueSpec(index, str(symbol), "symbol", leaf=leaf, dim=dim))
         return self.symbol_index[symbol]
 
-    def _symbol_source(self, symbol: sympy.Symbol) -> tuple[int, int]:
+    def _symbol_source_for(self, symbol: sympy.Symbol) -> tuple[int, int] | None:
+        """(leaf, dim) of the input that gives the symbol its value; dim −1 for an int."""
         for placeholder in self.trace.placeholders:
             value = placeholder.node.meta.get("example_value")
             if placeholder.kind != "input":
@@ -110,12 +107,7 @@ class Splitter:
                         return placeholder.leaf, dim
             elif internals.expression(value, self.trace.shape_env) == symbol:
                 return placeholder.leaf, -1
-        found = internals.symbol_source(
-            self.trace.shape_env, symbol
-        )  # an input that the graph itself does not read
-        if found is not None:
-            return found
-        raise AssertionError(f"symbol {symbol} belongs to no input")
+        return internals.symbol_source(self.trace.shape_env, symbol)  # an input that the graph does not read
 
     def groups(self) -> list[tuple[str, list[fx.Node]]]:
         """Consecutive nodes of one kind; a boundary op is a group of its own; scalars and floating views
@@ -184,12 +176,7 @@ class Splitter:
         function: Any,
         key: str,
     ) -> Segment:
-        written = {
-            storage_of(t)
-            for n in nodes
-            for arg in self.facts[n].writes
-            for t in tensors_in(arg.meta["example_value"])
-        }
+        written = _written_storages(self.facts[node] for node in nodes)
         inputs = tuple(writer.input_values())
         memories = {self._memory[storage] for storage in written if storage in self._memory}
         counted = [node for node in nodes if not is_tuple_item(node)]
@@ -221,7 +208,7 @@ class Splitter:
             },
             key=str,
         )
-        known = [symbol for symbol in others if self._has_source(symbol)]
+        known = [symbol for symbol in others if self._symbol_source_for(symbol) is not None]
         usable = [g for g in guards if g.free_symbols <= {self.token.symbol, *known}]
         check = internals.compile_expressions(usable, [self.token.symbol, *known])
         symbols = tuple(self.symbol_value(symbol) for symbol in known)
@@ -230,13 +217,6 @@ class Splitter:
             tuple(result_values), holds(check), symbols, self.trace.state_facts,
             self._written_leaves(), self.num_dead_ops,
         )  # fmt: skip
-
-    def _has_source(self, symbol: sympy.Symbol) -> bool:
-        try:
-            self._symbol_source(symbol)
-        except AssertionError:
-            return False
-        return True
 
     def _result_value(self, item: Any) -> Any:
         if isinstance(item, fx.Node):
@@ -265,18 +245,18 @@ class Splitter:
         return TokenDim(str(self.token.symbol), leaf, dim, tuple(rules))
 
     def _written_leaves(self) -> tuple[int, ...]:
-        written = {
-            storage_of(t)
-            for fact in self.facts.values()
-            for arg in fact.writes
-            for t in tensors_in(arg.meta["example_value"])
-        }
+        written = _written_storages(self.facts.values())
         found = []
         for placeholder in self.trace.placeholders:
             held = {storage_of(t) for t in tensors_in(placeholder.node.meta.get("example_value"))}
             if placeholder.kind == "input" and held & written:
                 found.append(placeholder.leaf)
         return tuple(found)
+
+
+def _written_storages(facts: Iterable[NodeFacts]) -> set[int]:
+    written = (argument for fact in facts for argument in fact.writes)
+    return {storage_of(t) for argument in written for t in tensors_in(argument.meta["example_value"])}
 
 
 def _single(function: Any) -> Any:
