@@ -13,13 +13,14 @@ Boundary ops are not called (see `warm_up.py`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from piecewise.plan import ComputedNumber, Segment, SegmentPlan, ValueSpec
 from piecewise.row_samples import unchanged_random_state
+from piecewise.startup_times import StartupTimes
 from piecewise.warm_up import WarmUp, last_uses, state_tensor
 from runners.buffers import StaticBuffers
 from runners.engine import GraphEngine, GraphPool
@@ -29,12 +30,17 @@ from runners.step_plan import CallStep, ReplayStep, ResultItem, Shadow, StaticAr
 
 
 class PlanAssembler:
-    """Captures the buckets of one cut plan. One per trace; runners, pool and buffers outlive it."""
+    """Captures the buckets of one cut plan. One per trace; runners, pool and buffers outlive it.
+
+    Args:
+        functions: what runs in each graph segment, by the segment's index.
+    """
 
     def __init__(
         self,
         plan: SegmentPlan,
         *,
+        functions: Mapping[int, Callable[..., Sequence[Any]]],
         leaves: Sequence[Any],
         engine: GraphEngine,
         pool: GraphPool,
@@ -42,15 +48,16 @@ class PlanAssembler:
         check: StateCheck,
         warmup_steps: int,
         outputs: str,
+        times: StartupTimes,
     ) -> None:
-        self.plan, self.leaves, self.buffers = plan, tuple(leaves), buffers
-        self.outputs, self.pool, self.check = outputs, pool, check
+        self.plan, self.functions, self.leaves, self.buffers = plan, functions, tuple(leaves), buffers
+        self.outputs, self.pool, self.check, self.times = outputs, pool, check, times
         self.num_leaves = len(self.leaves)
         graphs = plan.graph_segments()
         self.read_by_graphs = _read_by_graphs(plan)
         self.runners = {
             segment.index: PiecewiseRunner(
-                segment.function, name=f"segment {segment.index}", engine=engine, pool=pool,
+                functions[segment.index], name=f"segment {segment.index}", engine=engine, pool=pool,
                 warmup_steps=warmup_steps, module_path=segment.module_path,
             )
             for segment in graphs
@@ -86,8 +93,10 @@ class PlanAssembler:
         saved = [(tensor, tensor.clone()) for tensor in written]
         try:
             with torch.inference_mode(False), torch.no_grad(), unchanged_random_state(device):
-                self.warm_up.run(bucket, real_rows, shadows)
-                static = self._capture_segments(bucket, shadows, on_segment)
+                with self.times.timed("warm_up"):
+                    self.warm_up.run(bucket, real_rows, shadows)
+                with self.times.timed("capture"):
+                    static = self._capture_segments(bucket, shadows, on_segment)
         except BaseException as error:
             for runner in self.runners.values():
                 runner.discard(bucket, str(error))

@@ -22,6 +22,7 @@ import torch
 from piecewise.config import PiecewiseConfig
 from piecewise.graph_store import GraphStore
 from piecewise.report import PlanReport, Report
+from piecewise.startup_times import StartupTimes
 from runners.bound_steps import StateChanged
 from runners.errors import ConfigError, PiecewiseError, StateError
 from runners.mode import is_eager_only
@@ -209,9 +210,12 @@ class CompiledGraph:
         from piecewise.signatures import signature_of
 
         config = self._owner.piecewise_config
+        times = StartupTimes()
         try:
-            traced = prepare(self._trace(args), config)
-            traced.probe(config.buckets, strict=config.strict)
+            with times.timed("trace"):
+                traced = prepare(self._trace(args), config)
+            with times.timed("probe"):
+                traced.probe(config.buckets, strict=config.strict)
 
             def retrace(bucket: int) -> TracedModel:
                 raise StateError(
@@ -221,7 +225,7 @@ class CompiledGraph:
                 )
 
             # One token is another graph: Dynamo specialises sizes of 0 and 1.
-            self._signature = signature_of(traced, serves_one=False, retrace=retrace)
+            self._signature = signature_of(traced, serves_one=False, retrace=retrace, times=times)
             self._owner.store.signatures.append(self._signature)
         except PiecewiseError as error:
             if config.strict:

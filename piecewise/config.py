@@ -57,7 +57,9 @@ class PiecewiseConfig:
         num_streams: streams to capture on; only 1 is available in this version.
         progress: show a bar while capturing.
         frontend: how the model becomes segments; only "trace" is available in this version.
-        lowering: what runs inside graph segments; only "eager" (torch's own kernels) in this version.
+        lowering: what runs inside graph segments: "eager" (torch's own kernels) or "inductor" (each distinct
+            segment is compiled, for any token count).
+        compile_sizes: buckets for which "inductor" compiles each segment once more, for that size alone.
         fusions: rewrites applied to graph segments; only () is available in this version.
         boundary_ops: names ("namespace::op") of the ops to cut at; None for all that are registered.
         boundary: how boundary ops run; only "eager" is available in this version.
@@ -99,9 +101,8 @@ class PiecewiseConfig:
     frontend: str = field(
         default="trace", metadata=_setting("compile", checks.choice("trace", later=("record",)))
     )
-    lowering: str = field(
-        default="eager", metadata=_setting("compile", checks.choice("eager", later=("inductor",)))
-    )
+    lowering: str = field(default="eager", metadata=_setting("compile", checks.choice("eager", "inductor")))
+    compile_sizes: tuple[int, ...] = field(default=(), metadata=_setting("compile", checks.some_sizes))
     fusions: tuple[str, ...] = field(default=(), metadata=_setting("compile", checks.only(())))
     boundary_ops: tuple[str, ...] | None = field(
         default=None, metadata=_setting("compile", checks.optional(checks.op_names))
@@ -191,7 +192,9 @@ class PiecewiseConfig:
         if not clamped:
             return self, ()
         sizes = decode.sizes if decode is not None else None
-        return replace(self, buckets=prefill.sizes, decode_batch_sizes=sizes), clamped
+        compiled = tuple(size for size in self.compile_sizes if size in prefill.sizes)
+        left = replace(self, buckets=prefill.sizes, decode_batch_sizes=sizes, compile_sizes=compiled)
+        return left, clamped
 
     @classmethod
     def from_any(
@@ -264,6 +267,7 @@ def _checked(
         problems += _settle_buckets(checked, place)
     if not problems:
         problems += _out_of_reach(checked, where)
+        problems += _compiled_in_vain(checked, where)
     return checked, problems
 
 
@@ -309,6 +313,20 @@ def _out_of_reach(checked: Mapping[str, Any], where: Mapping[str, Place]) -> lis
             got = f"{sizes[0]} as the smallest, so no call could reach any"
             found.append(Problem(place.shown(), expected, got, "add a smaller size or raise the limit"))
     return found
+
+
+def _compiled_in_vain(checked: Mapping[str, Any], where: Mapping[str, Place]) -> list[Problem]:
+    """Sizes to compile for that are no buckets, or that nothing compiles."""
+    sizes, place = checked.get("compile_sizes", ()), where.get("compile_sizes", Place("compile_sizes"))
+    if sizes and checked.get("lowering", "eager") == "eager":
+        fix = "set lowering to 'inductor', or leave compile_sizes out"
+        return [Problem(place.shown(), "() where lowering is 'eager'", f"{list(sizes)}", fix)]
+    buckets = checked.get("buckets", DEFAULT_BUCKETS)
+    return [
+        Problem(place.shown(f"[{index}]"), "one of the buckets", str(size), "add the bucket, or leave it out")
+        for index, size in enumerate(sizes)
+        if size not in buckets
+    ]
 
 
 def _refusals(refused: Refused, place: Place) -> list[Problem]:

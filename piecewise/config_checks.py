@@ -109,6 +109,11 @@ def sizes(value: Any) -> tuple[int, ...]:
     return tuple(value)
 
 
+def some_sizes(value: Any) -> tuple[int, ...]:
+    """As `sizes`, or an empty list."""
+    return () if isinstance(value, (list, tuple)) and not value else sizes(value)
+
+
 def buckets(value: Any) -> tuple[int, ...] | Grid:
     """A list of token counts, or a rule for them."""
     is_rule = isinstance(value, (Grid, dict)) or (isinstance(value, str) and value in ENGINE_GRIDS)

@@ -6,6 +6,7 @@ traces; from there on they are the same, and that is here.
 
 from __future__ import annotations
 
+import dataclasses
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,7 @@ from runners.state_check import StateChange
 from runners.stats import CallStats, FallbackReason
 
 if TYPE_CHECKING:
+    from piecewise.lowering import Lowering
     from piecewise.signatures import CaptureContext, CapturedSignature
 
 _CHANGE_REASONS = {
@@ -42,7 +44,8 @@ class GraphStore:
         stats, traffic: counters of calls, and of their token counts.
         changes: what was found changed since capture, in words.
         is_released: whether the graphs were given back, and nothing was captured since.
-        engine, pool, buffers: made by the first capture; the pool goes with the last graph.
+        engine, pool, buffers, lowering: made by the first capture; the pool goes with the last graph, what
+            was compiled stays.
     """
 
     def __init__(self, config: PiecewiseConfig) -> None:
@@ -55,6 +58,7 @@ class GraphStore:
         self.engine: GraphEngine | None = None
         self.pool: GraphPool | None = None
         self.buffers = StaticBuffers()
+        self.lowering: Lowering | None = None
         self._buckets = TokenBuckets(self.config.buckets)
 
     @property
@@ -144,8 +148,9 @@ class GraphStore:
         pool = self.pool
         pool_bytes, device_bytes = (pool.allocated_bytes, pool.device_bytes) if pool is not None else (0, 0)
         return CaptureReport(
-            buckets, signature.serves_one, pool_bytes, self.buffers.allocated_bytes, device_bytes
-        )
+            buckets, signature.serves_one, pool_bytes, self.buffers.allocated_bytes, device_bytes,
+            tuple(signature.lowerings), dataclasses.replace(signature.times),
+        )  # fmt: skip
 
     def note_change(self, change: StateChange) -> FallbackReason:
         """Lists the change; graphs that read moved memory are given up, so that the old weights can go."""
@@ -173,6 +178,7 @@ class GraphStore:
         self.stats.captured = tuple(sorted({b for s in self.signatures for b in s.served}))
 
     def _context(self, signature: CapturedSignature) -> CaptureContext:
+        from piecewise.lowering import Lowering
         from piecewise.signatures import CaptureContext
 
         device = signature.traced.trace.example.leaves[signature.plan.token_dim.leaf].device
@@ -180,7 +186,9 @@ class GraphStore:
             self.engine = engine_for(self.config.engine, device)
         if self.pool is None:
             self.pool = self.engine.new_pool(device)
-        return CaptureContext(self.config, self.engine, self.pool, self.buffers)
+        if self.lowering is None:
+            self.lowering = Lowering(self.config)
+        return CaptureContext(self.config, self.engine, self.pool, self.buffers, self.lowering)
 
     def _release_pool(self) -> None:
         if self.pool is not None:

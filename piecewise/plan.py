@@ -42,6 +42,7 @@ class ValueSpec:
         strides, offset: likewise, for eager's own tensor; `offset` is where it begins in its memory.
         token_dims: dims that carry tokens, ascending.
         memory: values with one number share memory; -1 for scalars.
+        geometry: sizes, strides and offset in words, with `n` for the row count; equal where they are.
     """
 
     index: int
@@ -57,6 +58,7 @@ class ValueSpec:
     dim: int = -1
     state: StateRef | None = None
     offset: Sizes | None = None
+    geometry: str = ""
 
     @property
     def is_tensor(self) -> bool:
@@ -81,7 +83,7 @@ class Segment:
     Attributes:
         kind: "graph", "boundary" or "eager".
         function: `function(num_rows, *inputs) -> tuple` with one result per entry of `outputs`.
-        lowering_key: equal for segments that are the same program on other tensors.
+        lowering_key: equal for segments that are the same program on other tensors, in every process.
         inputs, outputs: value indices.
         writes: indices of the inputs that it writes.
         num_ops: ops without views of views; 0 for a segment that only makes views.

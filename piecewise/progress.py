@@ -3,7 +3,7 @@ that may."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -23,6 +23,22 @@ def progress_bar(total: int, *, enabled: bool) -> Any:
     from tqdm import tqdm
 
     return tqdm(total=total, disable=None, leave=False)  # None: silent where the output is no terminal
+
+
+@contextmanager
+def steps_bar(steps: Sequence[str], *, enabled: bool) -> Iterator[Callable[[], None]]:
+    """A bar over named steps; gives what is called when the next one begins."""
+    bar, names = progress_bar(len(steps), enabled=enabled), iter(enumerate(steps))
+
+    def begin() -> None:
+        position, name = next(names)
+        bar.set_description(name)
+        bar.update(1 if position else 0)
+
+    try:
+        yield begin
+    finally:
+        bar.close()
 
 
 class DelayedBars:

@@ -8,7 +8,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from piecewise.lowering_report import LoweringReport
 from piecewise.plan import EagerReason, SegmentPlan
+from piecewise.startup_times import StartupTimes
 from runners.stats import CallStats
 
 
@@ -119,13 +121,19 @@ class PlanReport:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CaptureReport:
-    """What one `capture()` or `refresh()` did, bucket by bucket, largest first."""
+    """What one `capture()` or `refresh()` did, bucket by bucket, largest first.
+
+    Attributes:
+        lowerings: how the segments were lowered, once per trace; `times`: seconds spent on this signature.
+    """
 
     buckets: tuple[BucketReport, ...]
     serves_one_token: bool
     pool_bytes: int
     buffer_bytes: int
     device_bytes: int = 0
+    lowerings: tuple[LoweringReport, ...] = ()
+    times: StartupTimes = dataclasses.field(default_factory=StartupTimes)
 
     @property
     def captured(self) -> tuple[int, ...]:
@@ -154,7 +162,8 @@ class CaptureReport:
         one = "replay" if self.serves_one_token else "run eagerly, as another program"
         sizes = f"pool {shown_bytes(self.pool_bytes)}, buffers {shown_bytes(self.buffer_bytes)}"
         sizes += f", {shown_bytes(self.device_bytes)} of the device in all"
-        return f"{text_table(rows)}\n{sizes}; calls of one token {one}"
+        lines = [text_table(rows), f"{sizes}; calls of one token {one}"]
+        return "\n".join([*lines, *map(str, self.lowerings), f"start-up took {self.times}"])
 
     def asdict(self) -> dict[str, Any]:
         return {**dataclasses.asdict(self), "captured": list(self.captured), "ok": self.ok}

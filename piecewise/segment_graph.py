@@ -11,7 +11,8 @@ from __future__ import annotations
 import functools
 import hashlib
 import linecache
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import sympy
@@ -158,5 +159,26 @@ class SegmentWriter:
             holder = torch.nn.Module()
             for name, module in self._modules.items():
                 setattr(holder, name, module)
-            functions[key] = (functools.partial(names["forward"], holder), f"{self.kind}-{len(functions)}")
+            functions[key] = functools.partial(names["forward"], holder), self._stable_key(code, functions)
         return functions[key]
+
+    def _stable_key(self, code: Any, functions: Mapping[Any, Any]) -> str:
+        """A name of the program that is the same in each process, and in no other function of this cut."""
+        foreign = [f"{name} = {_named(value)}" for name, value in sorted(code.globals.items())]
+        foreign += [
+            f"self.{name} = {getattr(module, 'code', type(module).__qualname__)}"
+            for name, module in sorted(self._modules.items())
+        ]
+        digest = hashlib.sha256("\n".join([code.src, *foreign]).encode()).hexdigest()[:24]
+        key = f"{self.kind}-{digest}"
+        # Two objects may go by one name; what they do is then not known to be the same.
+        num_alike = sum(known.startswith(key) for _, known in functions.values())
+        return f"{key}-{num_alike}" if num_alike else key
+
+
+def _named(value: Any) -> str:
+    """A global of generated code, without its address."""
+    name = getattr(value, "__qualname__", None)
+    if name is not None:
+        return f"{getattr(value, '__module__', '')}.{name}"
+    return re.sub(r" at 0x\w+", "", repr(value))

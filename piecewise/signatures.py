@@ -16,9 +16,13 @@ from piecewise import torch_internals as internals
 from piecewise.assemble import PlanAssembler, state_check_of
 from piecewise.compiler import TracedModel, example_of_size, serves_one_token, trace_model
 from piecewise.config import PiecewiseConfig
+from piecewise.lowering import Lowering
+from piecewise.lowering_report import LoweringReport
 from piecewise.plan import SegmentPlan
+from piecewise.progress import steps_bar
 from piecewise.report import BucketReport
 from piecewise.signature import LeafRule, same_count, write_matcher
+from piecewise.startup_times import StartupTimes
 from piecewise.structure import Namespace, build_source
 from piecewise.trace import ExampleCall
 from runners.buffers import StaticBuffers
@@ -37,6 +41,7 @@ class CaptureContext:
     engine: GraphEngine
     pool: GraphPool
     buffers: StaticBuffers
+    lowering: Lowering
     on_segment: Callable[[], None] = lambda: None
 
 
@@ -61,6 +66,7 @@ class CapturedSignature:
         global_state: false from `check()` where grad mode, autocast or the like differ from the trace.
         waiting: bucket → calls that a lazy capture has seen.
         check: what the trace saw of the model, None once the graphs were given up over a moved address.
+        lowerings: how the segments of each plan were lowered; `times`: seconds spent on all this.
     """
 
     traced: TracedModel
@@ -76,6 +82,8 @@ class CapturedSignature:
     assemblers: list[PlanAssembler] = dataclasses.field(default_factory=list)
     bucket_reports: dict[int, BucketReport] = dataclasses.field(default_factory=dict)
     waiting: Counter[int] = dataclasses.field(default_factory=Counter)
+    lowerings: list[LoweringReport] = dataclasses.field(default_factory=list)
+    times: StartupTimes = dataclasses.field(default_factory=StartupTimes)
     _valid: dict[tuple[int, int], bool] = dataclasses.field(default_factory=dict)
 
     @property
@@ -138,27 +146,36 @@ def trace_signature(
         TraceError, TokenDimError: the model cannot be traced, or its token count not found.
         CaptureError: with `strict`, an op lets padding reach real rows.
     """
-    traced = trace_model(model, example, forward=forward, config=config)
-    traced.probe(config.buckets, strict=config.strict)
-    ratio = config.max_padding_ratio
-    one_is_in_range = ratio is None or config.buckets[0] <= ratio
-    serves_one = one_is_in_range and serves_one_token(traced, model, forward=forward, config=config)
+    times = StartupTimes()
+    with steps_bar(("tracing", "probing", "tracing one token"), enabled=config.progress) as begin:
+        begin()
+        with times.timed("trace"):
+            traced = trace_model(model, example, forward=forward, config=config)
+        begin()
+        with times.timed("probe"):
+            traced.probe(config.buckets, strict=config.strict)
+        begin()
+        ratio = config.max_padding_ratio
+        one_is_in_range = ratio is None or config.buckets[0] <= ratio
+        with times.timed("trace"):
+            serves_one = one_is_in_range and serves_one_token(traced, model, forward=forward, config=config)
 
     def retrace(bucket: int) -> TracedModel:
         return trace_model(model, example_of_size(traced, bucket), forward=forward, config=config)
 
-    return signature_of(traced, serves_one=serves_one, retrace=retrace)
+    return signature_of(traced, serves_one=serves_one, retrace=retrace, times=times)
 
 
 def signature_of(
-    traced: TracedModel, *, serves_one: bool, retrace: Callable[[int], TracedModel]
+    traced: TracedModel, *, serves_one: bool, retrace: Callable[[int], TracedModel], times: StartupTimes
 ) -> CapturedSignature:
     """The signature that a probed trace serves, under the global state (grad mode off) of now."""
-    plan = traced.cut()
+    with times.timed("trace"):
+        plan = traced.cut()
     matcher = _matcher(traced, plan, traced.trace.example)
     return CapturedSignature(
         traced, plan, matcher, _rebuilder(traced), internals.GlobalState(), state_check_of(plan), serves_one,
-        retrace,
+        retrace, times=times,
     )  # fmt: skip
 
 
@@ -213,15 +230,22 @@ def _plan_for(
             return assembler.plan, assembler
     traced, plan, check = signature.traced, signature.plan, signature.check
     if not plan.is_valid(bucket, *other_sizes(plan, leaves)):
-        traced = signature.retrace(bucket)
-        traced.probe([bucket], strict=context.config.strict)
+        with signature.times.timed("trace"):
+            traced = signature.retrace(bucket)
+        with signature.times.timed("probe"):
+            traced.probe([bucket], strict=context.config.strict)
         plan = traced.cut()
         if not plan.is_valid(bucket, *other_sizes(plan, leaves)) or not _is_alike(signature.traced, traced):
             return plan, None
         check = state_check_of(plan)
     assert check is not None, "captures follow a trace of the model as it is"
+    served = [size for size in context.config.buckets if plan.is_valid(size, *other_sizes(plan, leaves))]
+    with signature.times.timed("lowering"):
+        lowered = context.lowering.lower(plan, served)
+    signature.lowerings.append(lowered.report)
     assembler = PlanAssembler(
         plan,
+        functions=lowered.functions,
         leaves=traced.trace.example.leaves,
         engine=context.engine,
         pool=context.pool,
@@ -229,6 +253,7 @@ def _plan_for(
         check=check,
         warmup_steps=context.config.warmup_steps,
         outputs=context.config.outputs,
+        times=signature.times,
     )
     signature.assemblers.append(assembler)
     return plan, assembler

@@ -11,6 +11,8 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from piecewise import torch_internals as internals
 
+_ROWS = sympy.Symbol("n")
+
 
 class SizeFunctions:
     """Compiles size expressions of one trace once; equal ones share a function."""
@@ -29,6 +31,12 @@ class SizeFunctions:
             others = {symbol for expr in exprs for symbol in expr.free_symbols} - {self._symbol}
             self._known[exprs] = None if others else internals.compile_expressions(exprs, [self._symbol])
         return self._known[exprs]
+
+    def text(self, tensor: torch.Tensor) -> str:
+        """Sizes, strides and offset in words, with `n` for the row count."""
+        parts = (tensor.shape, tensor.stride(), (tensor.storage_offset(),))
+        shown = [[str(expr.xreplace({self._symbol: _ROWS})) for expr in self.exprs(part)] for part in parts]
+        return " ".join(f"[{', '.join(part)}]" for part in shown)
 
     def token_dims_of(self, value: Any) -> tuple[int, ...]:
         """As `token_dims`; none for what is no tensor."""

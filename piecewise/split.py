@@ -83,6 +83,7 @@ class Splitter:
         return ValueSpec(
             index, node.name, origin, fake.dtype, fake.device, sizes, strides, token_dims, memory,
             leaf=leaf, state=state, offset=self._sizes.of((fake.storage_offset(),)),
+            geometry=self._sizes.text(fake),
         )  # fmt: skip
 
     def symbol_value(self, symbol: sympy.Symbol) -> int:

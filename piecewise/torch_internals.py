@@ -16,8 +16,11 @@ from typing import Any
 import sympy
 import torch
 import torch._dynamo as dynamo
-from torch._guards import TracingContext, detect_fake_mode
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch._dynamo.source import LocalSource
+from torch._guards import TracingContext, detect_fake_mode, tracing
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.utils._device import DeviceContext
 from torch.utils._sympy.printers import PythonPrinter
 
@@ -258,3 +261,90 @@ def compiled_object() -> Any:
     arguments = root.f_code.co_varnames[: root.f_code.co_argcount]
     owner = root.f_locals.get(arguments[0]) if arguments else None
     return owner if isinstance(owner, torch.nn.Module) else root.f_code
+
+
+def new_fake_mode() -> FakeTensorMode:
+    """A fake mode with symbols of its own."""
+    return FakeTensorMode(shape_env=ShapeEnv())
+
+
+def symbolic_count(fake_mode: FakeTensorMode, name: str, hint: int) -> torch.SymInt:
+    """A fresh int symbol, 2 or more, whose name follows from `name` alone; `hint` is what it is taken for
+    where a choice needs a number."""
+    source, shape_env = LocalSource(name), fake_mode.shape_env
+    assert shape_env is not None
+    symbol = shape_env.create_symbol(hint, source, DimDynamic.DYNAMIC, None)
+    return shape_env.create_symintnode(symbol, hint=hint, source=source)  # type: ignore[return-value]
+
+
+def functional_aten_graph(
+    function: Callable[..., tuple], arguments: Sequence[Any], fake_mode: FakeTensorMode
+) -> torch.fx.GraphModule:
+    """The aten ops of `function` on fakes; what it writes into arguments is copied into them at the end.
+
+    Autocast of here and of regions inside is resolved into casts; torch's decompositions are not applied.
+    """
+    functional = torch.func.functionalize(function, remove="mutations")
+    with torch.inference_mode(False), torch.no_grad(), fake_mode:
+        return make_fx(functional)(*arguments)
+
+
+# Graphs of Inductor's own would nest in ours; strides must be those that the plan has recorded.
+_INDUCTOR_PATCHES = {
+    "triton.cudagraphs": False,
+    "triton.cudagraph_trees": False,
+    "graph_partition": False,
+    "freezing": False,
+    "keep_output_stride": True,
+}
+
+
+def compile_aten_graph(
+    graph: torch.fx.GraphModule, arguments: Sequence[Any], fake_mode: FakeTensorMode
+) -> Callable[..., Sequence[Any]]:
+    """Inductor's function of the graph, which it takes over. Its settings change for the compile alone.
+
+    Raises:
+        Exception: of any kind, where Inductor cannot compile it.
+    """
+    from torch._inductor.compile_fx import compile_fx
+
+    with tracing(TracingContext(fake_mode)), torch.inference_mode(False), torch.no_grad(), without_autocast():
+        compiled: Any = compile_fx(graph, list(arguments), config_patches=dict(_INDUCTOR_PATCHES))
+        return compiled
+
+
+def without_autocast() -> Any:
+    """A block in which autocast changes no op."""
+    return torch._C._DisableAutocast()  # type: ignore[attr-defined]
+
+
+def inductor_cache_counts() -> tuple[int, int]:
+    """How often, in this process, a compile was found on disk, and how often it was not."""
+    from torch._dynamo.utils import counters
+
+    # Of the two caches the outer one counts a hit of its own and of the inner one, where torch's own do.
+    found = counters["aot_autograd"]["autograd_cache_hit"] + counters["inductor"]["fxgraph_cache_hit"]
+    return found, counters["inductor"]["fxgraph_cache_miss"] + counters["inductor"]["fxgraph_cache_bypass"]
+
+
+def row_condition(fake_mode: FakeTensorMode, rows: Any) -> Callable[[int], bool]:
+    """Count → whether it may stand for `rows`: all guards of the fake mode's symbols hold, and its range."""
+    if isinstance(rows, int):
+        return lambda count: count == rows
+    symbol, shape_env = rows.node.expr, fake_mode.shape_env
+    assert shape_env is not None
+    if not symbol.is_Symbol or shape_env.simplify(symbol) != symbol:
+        known = int(shape_env.simplify(symbol))
+        return lambda count: count == known
+    bounds = shape_env.var_to_range[symbol]
+    conditions = compile_expressions(guard_expressions(shape_env), [symbol])
+    return lambda count: bool(bounds.lower <= count <= bounds.upper) and all(conditions(count))
+
+
+def numeric_settings(device: torch.device) -> str:
+    """The settings of here that decide on dtypes and kernels when a function is traced or compiled."""
+    kinds = sorted({"cpu", device.type})
+    casts = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds]
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    return f"{casts} {torch.get_default_dtype()} {torch.get_float32_matmul_precision()} {deterministic}"

@@ -7,14 +7,14 @@ return an argument without saying so.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from runners.arena import Arena, fill_with_garbage_
 from runners.errors import CaptureError
@@ -115,6 +115,25 @@ class Recorder(TorchDispatchMode):
             if func is torch.ops.aten.lift_fresh.default:
                 storages = set()
             return self._record(func, call, result, storages)
+
+    def record_call(self, function: Callable[..., Sequence[Any]], args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Runs an opaque call unwatched and notes it as one step; its fresh results move into the arena."""
+        call = partial(function, *_aliased(args))
+        storages = {tensor.untyped_storage()._cdata for tensor in tensors_in(args)}
+        with _disable_current_modes(), torch._C.DisableTorchFunction():
+            results = tuple(function(*args))
+            fresh = [
+                ((position,), leaf)
+                for position, leaf in enumerate(results)
+                if leaf.untyped_storage()._cdata not in storages
+            ]
+            recorded = self._recorded_for([leaf for _, leaf in fresh])
+            copies = []
+            for (path, leaf), mine in zip(fresh, recorded, strict=True):
+                copies.append((path, _copy_for(mine, leaf)))
+                copies[-1][1](leaf)
+            self._calls.append(_copying(call, copies))
+        return _replaced(results, {path: mine for (path, _), mine in zip(fresh, recorded, strict=True)})
 
     def _error(self, func: OpOverload, refusal: Refusal) -> CaptureError:
         error = refused(str(func), refusal, self._segment)
@@ -281,7 +300,7 @@ def _copy_for(recorded: Tensor, fresh: Tensor) -> Callable[[Tensor], object]:
 
 
 def _copying(
-    call: Callable[[], Any], copies: list[tuple[tuple[int, ...], Callable[[Tensor], object]]]
+    call: Callable[[], Any], copies: Sequence[tuple[tuple[int, ...], Callable[[Tensor], object]]]
 ) -> Callable[[], object]:
     if len(copies) == 1 and not copies[0][0]:
         copy_result = copies[0][1]

@@ -25,8 +25,8 @@ all others             run again, the result copied into the recorded tensor; or
 
 The recorded tensors are aliases of the model's, taken at the time of the op: a later ``unsqueeze_`` or
 ``.data =`` on the model's object changes nothing here. The tape sees the dispatcher's ops only: a kernel that
-writes through an address without being an op (compiled code called directly) is invisible and must be wrapped
-into an op first.
+writes through an address without being an op (compiled code called directly) is invisible: such code comes as
+an `OpaqueCall`, which is one step, run again as a whole, its results copied into the recorded tensors.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ from torch import Tensor
 from runners.arena import Arena
 from runners.errors import CaptureError, StateError
 from runners.mode import capture_of, capturing
+from runners.opaque_call import recording_calls
 from runners.readbacks import HostReads
 from runners.recorder import Recorder
 
@@ -217,7 +218,7 @@ class TapeEngine:
         try:
             # Outside inference mode, as tensors made in it could not be written by a replay outside.
             with capture_of(segment), torch.inference_mode(False), torch.no_grad():
-                with HostReads(recorder.refuse, segment), recorder:
+                with HostReads(recorder.refuse, segment), recorder, recording_calls(recorder):
                     outputs = fn()
                 return _finished(outputs, recorder, pool, segment)
         except BaseException:

@@ -20,7 +20,7 @@ from runners.errors import ConfigError
 FIELDS = {
     "buckets", "max_padding_ratio", "max_num_tokens", "max_num_seqs", "max_seq_len", "max_signatures",
     "warmup_steps", "capture", "engine", "num_streams", "progress", "frontend", "lowering", "fusions",
-    "boundary_ops", "boundary", "min_coverage", "outputs", "strict", "decode_batch_sizes",
+    "boundary_ops", "boundary", "min_coverage", "outputs", "strict", "decode_batch_sizes", "compile_sizes",
 }  # fmt: skip
 
 valid_settings = st.fixed_dictionaries(
@@ -142,7 +142,6 @@ def test_a_wrong_value_is_named(name, value, says):
 @pytest.mark.parametrize(
     ("name", "value", "available"),
     [
-        ("lowering", "inductor", "'eager'"),
         ("frontend", "record", "'trace'"),
         ("boundary", "captured", "'eager'"),
         ("num_streams", 2, "1"),
@@ -253,7 +252,8 @@ def test_writing_over_a_file_that_is_not_ours_changes_nothing(tmp_path, text):
         ("[" + "a." * 20_000 + "a]\n", "nesting deeper|unknown"),
         ("[limits]\nmax_batch_size = '4'\n", "[limits] max_batch_size: expected an int"),
         ("[limits]\nmax_batch_size = 4\nmax_num_seqs = 4\n", "one setting of max_num_seqs"),
-        ("[compile]\nlowering = 'inductor'\n", "does not have yet"),
+        ("[compile]\nfrontend = 'record'\n", "does not have yet"),
+        ("[compile]\ncompile_sizes = [8]\n", "[compile] compile_sizes: expected () where lowering"),
         ("[capture]\nprogress = 'yes'\n", "true or false"),
         ("# " + "x" * MAX_FILE_BYTES, f"more than {MAX_FILE_BYTES} bytes"),
     ],
@@ -442,7 +442,7 @@ def test_environment_values(monkeypatch, variable, text, field, value):
         ("PIECEWISE_STRICT", "maybe", "'maybe' (str)"),
         ("PIECEWISE_WARMUP_STEPS", "9" * 5000, "PIECEWISE_WARMUP_STEPS"),
         ("PIECEWISE_MAX_PADDING_RATIO", "nan", "finite"),
-        ("PIECEWISE_LOWERING", "inductor", "does not have yet"),
+        ("PIECEWISE_FRONTEND", "record", "does not have yet"),
     ],
 )
 def test_a_wrong_variable_is_named(monkeypatch, variable, text, says):

@@ -1,0 +1,75 @@
+"""A graph segment as a functional graph of aten ops: what rewrites change, and what a compiler is given.
+
+The graph takes the row count first (where it is a symbol) and then tensors that share no memory, whether they
+are weights or activations; it returns what it makes, as a tuple. `node.meta["val"]` has each node's fake.
+Autocast and sizes are resolved: only aten ops (and custom ones) on tensors, and on numbers computed from the
+row count, are left. Writes into arguments are one `aten.copy_` each, at the end.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from piecewise import torch_internals as internals
+from piecewise.plan import Segment
+from piecewise.segment_layout import SegmentLayout
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class AtenSegment:
+    """One segment's graph, for any row count or for one.
+
+    Attributes:
+        module: the graph; a rewrite edits `module.graph` in place and leaves placeholders and outputs as they
+            are.
+        rows: the row count: a symbol, which is then the first placeholder, or a number.
+        arguments: the fakes of all placeholders.
+    """
+
+    module: fx.GraphModule
+    rows: Any
+    arguments: tuple[Any, ...]
+    fake_mode: Any
+
+    @classmethod
+    def of(cls, segment: Segment, layout: SegmentLayout, *, rows: int, is_dynamic: bool) -> AtenSegment:
+        """Traces the segment on fakes, for `rows` rows, or for any count of which `rows` is one.
+
+        Raises:
+            Exception: of any kind, where the segment cannot be traced.
+        """
+        fake_mode = internals.new_fake_mode()
+        count = internals.symbolic_count(fake_mode, "num_rows", rows) if is_dynamic else rows
+        tensors = []
+        with fake_mode:
+            for position, members in enumerate(layout.arguments):
+                value = layout.inputs[members[0]]
+                sizes, strides = layout.argument_sizes(position, count)
+                tensors.append(torch.empty_strided(sizes, strides, dtype=value.dtype, device=value.device))
+
+        def program(*arguments: Any) -> tuple[torch.Tensor, ...]:
+            own_rows, *given = arguments if is_dynamic else (rows, *arguments)
+            outputs = segment.function(own_rows, *layout.inputs_of(own_rows, given))
+            return tuple(outputs[position] for position in layout.made)
+
+        placeholders = (count, *tensors) if is_dynamic else tuple(tensors)
+        module = internals.functional_aten_graph(program, placeholders, fake_mode)
+        return cls(module, count, placeholders, fake_mode)
+
+    def with_rows(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """`function(rows, *tensors)` of a function that takes the graph's placeholders."""
+        if isinstance(self.rows, int):
+            return lambda rows, *tensors: function(*tensors)
+        return function
+
+    def holds_for(self) -> Callable[[int], bool]:
+        """Row count → whether what was assumed about it while tracing and compiling holds.
+
+        torch takes a symbol to be 2 or more and records no guard for that.
+        """
+        return internals.row_condition(self.fake_mode, self.rows)

@@ -1,0 +1,226 @@
+"""Graph segment → callable: torch's own kernels, or Inductor's, compiled once per distinct segment.
+
+    segment ─layout─▶ no aliases ─trace─▶ aten graph ─rewrites─▶ aten graph ─▶ Inductor ─▶ callable
+                                              ▲
+                                     here rewrites change it (`Rewrite`), whatever the lowering
+
+Segments are distinct where their program, shapes, dtypes, strides or aliases differ; parameters are
+arguments, so the middle layers of a transformer are one. Each is compiled for any row count, and again for
+single counts that `compile_sizes` names or that the first compile excluded. One that cannot be compiled keeps
+eager kernels, alone, with its reason. What was compiled is kept for the next capture of the same model; over
+processes Inductor's own cache on disk does that, whose key is the aten graph: nothing in it depends on
+addresses or on the order of sets.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from piecewise import torch_internals as internals
+from piecewise.aten_segment import AtenSegment
+from piecewise.config import PiecewiseConfig
+from piecewise.lowering_report import KeptEager, LoweringReport
+from piecewise.plan import Segment, SegmentPlan, ValueSpec
+from piecewise.progress import progress_bar
+from piecewise.row_samples import unchanged_random_state
+from piecewise.segment_layout import SegmentLayout, Unlowerable
+from runners.errors import CaptureError
+from runners.opaque_call import OpaqueCall
+
+# Changes `segment.module.graph` in place, and returns whether it did.
+Rewrite = Callable[[AtenSegment], bool]
+
+# Settings on which the code of a segment depends, and those on which it does not. Row counts are among the
+# second: for which count something was compiled is part of its key.
+FIELDS_IN_KEY = frozenset({"lowering", "fusions"})
+FIELDS_NOT_IN_KEY = frozenset(
+    {
+        *("buckets", "max_padding_ratio", "max_num_tokens", "max_num_seqs", "max_seq_len", "compile_sizes"),
+        *("decode_batch_sizes", "max_signatures", "warmup_steps", "capture", "engine", "num_streams"),
+        *("progress", "frontend", "boundary_ops", "boundary", "min_coverage", "outputs", "strict"),
+    }
+)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LoweredPlan:
+    """`functions`: segment index → `function(num_rows, *inputs)`, for each graph segment."""
+
+    functions: Mapping[int, Callable[..., Sequence[torch.Tensor]]]
+    report: LoweringReport
+
+
+class LoweredSegment:
+    """A segment's function, put together from compiled ones: that of its row count, else that for any."""
+
+    def __init__(self, layout: SegmentLayout, by_rows: Mapping[int, Callable[..., Any]]) -> None:
+        self.layout, self.by_rows = layout, by_rows
+
+    def __call__(self, num_rows: int, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        with internals.without_autocast():
+            made = self.by_rows[num_rows](num_rows, *self.layout.arguments_of(num_rows, inputs))
+            return self.layout.results_of(num_rows, inputs, made)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Compiled:
+    """`function(num_rows, *arguments)`, for which row counts it holds, whether a rewrite changed it."""
+
+    function: Callable[..., Any]
+    holds_for: Callable[[int], bool]
+    is_rewritten: bool
+
+
+class Lowering:
+    """Lowers the plans of one graphed model, and keeps what it compiled.
+
+    Args:
+        config: of which `lowering`, `compile_sizes`, `strict` and `progress` count here.
+        rewrites: applied to each aten graph, in this order.
+    """
+
+    def __init__(self, config: PiecewiseConfig, rewrites: Sequence[Rewrite] = ()) -> None:
+        self.config, self.rewrites = config, tuple(rewrites)
+        self._compiled: dict[str, _Compiled | Unlowerable] = {}
+
+    def lower(self, plan: SegmentPlan, buckets: Sequence[int]) -> LoweredPlan:
+        """The functions of a plan's graph segments at these buckets.
+
+        Raises:
+            CaptureError: with `strict`, a segment cannot be lowered.
+        """
+        segments = [segment for segment in plan.graph_segments() if not segment.views_only]
+        functions: dict[int, Any] = {segment.index: segment.function for segment in plan.graph_segments()}
+        job = _Job(self.config, self.rewrites, self._compiled, plan, tuple(sorted(buckets)))
+        began = time.perf_counter()
+        if buckets and (self.config.lowering != "eager" or self.rewrites):
+            bar = progress_bar(len(segments), enabled=self.config.progress)
+            bar.set_description("lowering segments")
+            try:
+                for segment in segments:
+                    functions[segment.index] = job.lowered(segment)
+                    bar.update(1)
+            finally:
+                bar.close()
+        report = LoweringReport(
+            self.config.lowering, len(segments), len({segment_text(plan, segment) for segment in segments}),
+            job.num_compiled, job.num_from_disk, job.num_reused, time.perf_counter() - began,
+            tuple(job.kept_eager),
+        )  # fmt: skip
+        return LoweredPlan(functions, report)
+
+
+class _Job:
+    """One plan being lowered."""
+
+    def __init__(
+        self,
+        config: PiecewiseConfig,
+        rewrites: Sequence[Rewrite],
+        compiled: dict[str, _Compiled | Unlowerable],
+        plan: SegmentPlan,
+        buckets: tuple[int, ...],
+    ) -> None:
+        self.config, self.rewrites, self.plan, self.buckets = config, rewrites, plan, buckets
+        self.num_compiled = self.num_from_disk = self.num_reused = 0
+        self.kept_eager: list[KeptEager] = []
+        self._compiled, self._used = compiled, set[str]()
+        self._settings = ", ".join(f"{name}={getattr(config, name)!r}" for name in sorted(FIELDS_IN_KEY))
+
+    def lowered(self, segment: Segment) -> Callable[..., Sequence[torch.Tensor]]:
+        """The segment's function; its own eager one where it cannot be lowered, which is noted.
+
+        Raises:
+            CaptureError: with `strict`, it cannot be lowered.
+        """
+        try:
+            layout = SegmentLayout.of(self.plan, segment, self.buckets)
+            chosen = self._functions(segment, layout)
+        except Unlowerable as reason:
+            self.kept_eager.append(KeptEager(segment.name, str(reason)))
+            if self.config.strict:
+                raise CaptureError(
+                    segment.name,
+                    expected=f"a segment that lowering={self.config.lowering!r} can compile",
+                    got=str(reason),
+                    rule="with strict=True no segment silently keeps eager kernels",
+                    fix="use lowering='eager', or strict=False",
+                ) from reason
+            return segment.function
+        function = LoweredSegment(layout, {rows: compiled.function for rows, compiled in chosen.items()})
+        if self.config.lowering == "eager":
+            return function if any(c.is_rewritten for c in chosen.values()) else segment.function
+        return OpaqueCall(function)
+
+    def _functions(self, segment: Segment, layout: SegmentLayout) -> dict[int, _Compiled]:
+        """Bucket → the function that serves it: one for all, where that holds."""
+        largest = self.buckets[-1]
+        # torch knows no symbol that may be 1.
+        dynamic = self._function(segment, layout, largest, is_dynamic=True) if largest > 1 else None
+        found = {}
+        for rows in self.buckets:
+            if dynamic is None or rows in self.config.compile_sizes or not dynamic.holds_for(rows):
+                found[rows] = self._function(segment, layout, rows, is_dynamic=False)
+            else:
+                found[rows] = dynamic
+        return found
+
+    def _function(self, segment: Segment, layout: SegmentLayout, rows: int, *, is_dynamic: bool) -> _Compiled:
+        """The function for `rows` rows, or for any count of which `rows` is the likeliest."""
+        device = next((v.device for v in (*layout.outputs, *layout.inputs) if v.device), torch.device("cpu"))
+        count = f"any count such as {rows}" if is_dynamic else f"{rows} rows"
+        parts = (
+            self._settings, internals.numeric_settings(device), count, segment_text(self.plan, segment),
+            layout.arguments, layout.made,
+        )  # fmt: skip
+        key = hashlib.sha256("\n".join(map(str, parts)).encode()).hexdigest()
+        if key not in self._compiled:
+            before = internals.inductor_cache_counts()
+            with unchanged_random_state(device):
+                self._compiled[key] = self._compile(segment, layout, rows, is_dynamic=is_dynamic)
+            found, missed = map(int.__sub__, internals.inductor_cache_counts(), before)
+            self.num_compiled += 1
+            self.num_from_disk += bool(found and not missed)
+        elif key not in self._used:
+            self.num_reused += 1
+        self._used.add(key)
+        compiled = self._compiled[key]
+        if isinstance(compiled, Unlowerable):
+            raise compiled
+        return compiled
+
+    def _compile(
+        self, segment: Segment, layout: SegmentLayout, rows: int, *, is_dynamic: bool
+    ) -> _Compiled | Unlowerable:
+        try:
+            aten = AtenSegment.of(segment, layout, rows=rows, is_dynamic=is_dynamic)
+            is_rewritten = any([rewrite(aten) for rewrite in self.rewrites])
+            aten.module.graph.lint()
+            aten.module.recompile()
+            function: Callable[..., Any] = aten.module
+            if self.config.lowering == "inductor":
+                function = internals.compile_aten_graph(aten.module, aten.arguments, aten.fake_mode)
+        except Exception as error:  # whatever it is, the segment's own kernels do without
+            first = (str(error).strip().splitlines() or [""])[0]
+            return Unlowerable(f"{type(error).__name__}: {first[:300]}")
+        return _Compiled(aten.with_rows(function), aten.holds_for(), is_rewritten)
+
+
+def segment_text(plan: SegmentPlan, segment: Segment) -> str:
+    """What a segment computes and on what, without the tensors themselves: equal in every process."""
+    numbers: dict[int, int] = {}
+
+    def described(value: ValueSpec) -> str:
+        memory = numbers.setdefault(value.memory, len(numbers))
+        return f"{value.dtype} {value.device} {value.geometry} memory {memory}"
+
+    inputs = [described(plan.values[index]) for index in segment.inputs]
+    outputs = [described(plan.values[index]) for index in segment.outputs]
+    written = sorted(numbers[memory] for memory in segment.writes if memory in numbers)
+    return "\n".join([segment.lowering_key, *inputs, "->", *outputs, f"writes {written}"])

@@ -1,0 +1,309 @@
+"""How the tensors of a graph segment become arguments and results of a function that knows no aliases.
+
+A compiler sees each tensor as memory of its own. Where a segment's tensors share memory, that is settled
+here, outside of what is compiled, from the sizes, strides and offsets of the plan:
+
+=============================  =========================================================================
+inputs of one memory, written  one argument, flat, that covers them; the function makes the views
+results in an input's memory   views of the input, made afterwards
+results of one memory that     one result that covers the others, which become views of it; where none
+somebody writes, or that the   does, each is copied into one memory
+caller is given
+all other results              the function's own, with the plan's strides, no two in one memory
+=============================  =========================================================================
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from piecewise.plan import Segment, SegmentPlan, ValueSpec
+from runners.errors import CaptureError
+from runners.rows import has_strides, is_dense
+
+
+class Unlowerable(Exception):
+    """A segment that keeps eager kernels; the text says why."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Result:
+    """One result of a segment.
+
+    Attributes:
+        source: "made" (the function's result `index`), "input" (a view of input `index`), "cover" (a view of
+            the function's result `index`) or "copy" (result `index`, copied into memory `group`).
+        of: for views, the tensor that is viewed.
+    """
+
+    source: str
+    index: int
+    of: ValueSpec | None = None
+    group: int = -1
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SegmentLayout:
+    """Arguments and results of one segment's function; see the module's docstring.
+
+    Attributes:
+        inputs, outputs: the segment's values.
+        arguments: per argument the positions of its inputs: one, or several that share written memory, of
+            which the first lies first and the last ends last.
+        made: positions of the outputs that the function makes.
+        results: one per output.
+    """
+
+    inputs: tuple[ValueSpec, ...]
+    outputs: tuple[ValueSpec, ...]
+    arguments: tuple[tuple[int, ...], ...]
+    made: tuple[int, ...]
+    results: tuple[_Result, ...]
+
+    @classmethod
+    def of(cls, plan: SegmentPlan, segment: Segment, row_counts: Sequence[int]) -> SegmentLayout:
+        """The layout that holds for each of `row_counts`.
+
+        Raises:
+            Unlowerable: the segment has tensors that cannot be told apart in this way.
+        """
+        inputs = tuple(plan.values[index] for index in segment.inputs)
+        outputs = tuple(plan.values[index] for index in segment.outputs)
+        for value in (*inputs, *outputs):
+            if not value.is_tensor or not (value.sizes and value.strides and value.offset):
+                raise Unlowerable(f"'{value.name}' has a size that is not a function of the token count")
+            if value.state is not None and type(value.state.get()) not in _PLAIN:
+                raise Unlowerable(f"'{value.name}' is a {type(value.state.get()).__name__}, no plain tensor")
+        arguments = _arguments(inputs, set(segment.writes), row_counts)
+        written = {m for other in plan.segments if other is not segment for m in other.writes}
+        leaving = [index for index in plan.result_values if isinstance(index, int)]
+        given = [plan.values[index].memory for index in leaving]
+        kept = written | {memory for memory in given if given.count(memory) > 1}
+        made, results = _results(inputs, outputs, kept, row_counts)
+        return cls(inputs, outputs, arguments, made, results)
+
+    def argument_sizes(self, position: int, rows: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        """Sizes and strides of an argument at `rows`, an int or a symbol."""
+        members = [self.inputs[index] for index in self.arguments[position]]
+        if len(members) == 1:
+            return _sizes(members[0], rows), _strides(members[0], rows)
+        return (_end(members[-1], rows) - _offset(members[0], rows),), (1,)
+
+    def arguments_of(self, rows: int, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The function's arguments, made of the segment's inputs.
+
+        Raises:
+            CaptureError: inputs that share memory in the plan do not lie there as in the plan.
+        """
+        return [
+            inputs[members[0]] if len(members) == 1 else self._cover(members, rows, inputs)
+            for members in self.arguments
+        ]
+
+    def _cover(self, members: tuple[int, ...], rows: int, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
+        first, begin = inputs[members[0]], _offset(self.inputs[members[0]], rows)
+        for member in members:
+            tensor, value = inputs[member], self.inputs[member]
+            is_beside = tensor.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+            distance = tensor.storage_offset() - first.storage_offset()
+            if not is_beside or distance != _offset(value, rows) - begin:
+                raise CaptureError(
+                    f"input '{value.name}'",
+                    expected=f"memory shared with '{self.inputs[members[0]].name}', as in the trace",
+                    got="memory elsewhere",
+                    rule="tensors that share memory are lowered as one",
+                    fix="use lowering='eager', and report this model",
+                )
+        length = _end(self.inputs[members[-1]], rows) - begin
+        return first.as_strided((length,), (1,), first.storage_offset())
+
+    def inputs_of(self, rows: Any, arguments: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The segment's inputs, made of the function's arguments; traced as part of the function."""
+        found: dict[int, torch.Tensor] = {}
+        for members, argument in zip(self.arguments, arguments, strict=True):
+            begin = _offset(self.inputs[members[0]], rows) if len(members) > 1 else 0
+            for member in members:
+                value = self.inputs[member]
+                found[member] = argument if len(members) == 1 else argument.as_strided(
+                    _sizes(value, rows), _strides(value, rows), _offset(value, rows) - begin
+                )  # fmt: skip
+        return [found[position] for position in range(len(self.inputs))]
+
+    def results_of(
+        self, rows: int, inputs: Sequence[torch.Tensor], made: Sequence[torch.Tensor]
+    ) -> tuple[torch.Tensor, ...]:
+        """The segment's results, made of its inputs and of what the function made."""
+        own = self._own(rows, inputs, made)
+        groups = self._copies(rows, own)
+        found = []
+        for value, result in zip(self.outputs, self.results, strict=True):
+            if result.source == "made":
+                found.append(own[result.index])
+            elif result.source == "copy":
+                found.append(groups[result.index])
+            else:
+                assert result.of is not None
+                viewed = inputs[result.index] if result.source == "input" else own[result.index]
+                offset = viewed.storage_offset() + _offset(value, rows) - _offset(result.of, rows)
+                found.append(viewed.as_strided(_sizes(value, rows), _strides(value, rows), offset))
+        return tuple(found)
+
+    def _own(
+        self, rows: int, inputs: Sequence[torch.Tensor], made: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """What was made, with the plan's strides, and in memory that neither inputs nor results of another
+        memory have."""
+        owners: dict[int, int] = {tensor.untyped_storage().data_ptr(): -1 for tensor in inputs}
+        found = []
+        for position, tensor in zip(self.made, made, strict=True):
+            value = self.outputs[position]
+            strides = _strides(value, rows)
+            owner = owners.setdefault(tensor.untyped_storage().data_ptr(), value.memory)
+            if tensor.numel() and (owner != value.memory or not has_strides(tensor, strides)):
+                tensor = torch.empty_strided(
+                    tensor.shape, strides, dtype=tensor.dtype, device=tensor.device
+                ).copy_(tensor)
+            found.append(tensor)
+        return found
+
+    def _copies(self, rows: int, own: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
+        """Results that share memory and of which none covers the rest: by index in `made`."""
+        groups: dict[int, list[tuple[ValueSpec, int]]] = {}
+        for value, result in zip(self.outputs, self.results, strict=True):
+            if result.source == "copy":
+                groups.setdefault(result.group, []).append((value, result.index))
+        found: dict[int, torch.Tensor] = {}
+        for members in groups.values():
+            begin = min(_offset(value, rows) for value, _ in members)
+            length = max(_end(value, rows) for value, _ in members) - begin
+            memory = torch.zeros(length, dtype=own[members[0][1]].dtype, device=own[members[0][1]].device)
+            for value, index in members:
+                found[index] = memory.as_strided(
+                    _sizes(value, rows), _strides(value, rows), _offset(value, rows) - begin
+                )
+                found[index].copy_(own[index])
+        return found
+
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+
+
+def _arguments(
+    inputs: Sequence[ValueSpec], written: set[int], row_counts: Sequence[int]
+) -> tuple[tuple[int, ...], ...]:
+    groups: dict[int, list[int]] = {}
+    for position, value in enumerate(inputs):
+        # Inputs that nobody writes here may share memory unseen.
+        groups.setdefault(value.memory if value.memory in written else -1 - position, []).append(position)
+    return tuple(
+        tuple(members) if len(members) == 1 else _in_memory_order(members, inputs, row_counts)
+        for members in groups.values()
+    )
+
+
+def _in_memory_order(
+    members: Sequence[int], inputs: Sequence[ValueSpec], row_counts: Sequence[int]
+) -> tuple[int, ...]:
+    names = ", ".join(f"'{inputs[member].name}'" for member in members)
+    if len({inputs[member].dtype for member in members}) > 1:
+        raise Unlowerable(f"{names} share written memory under several dtypes")
+    first = _same_choice(min, lambda member, rows: _offset(inputs[member], rows), members, row_counts)
+    last = _same_choice(max, lambda member, rows: _end(inputs[member], rows), members, row_counts)
+    if first is None or last is None:
+        raise Unlowerable(f"{names} share written memory in an order that depends on the token count")
+    if first == last:  # it covers the others: named once, at both ends
+        return (first, *(member for member in members if member != first), first)
+    return (first, *(member for member in members if member not in (first, last)), last)
+
+
+def _same_choice(
+    choose: Callable[..., Any],
+    key: Callable[[int, int], int],
+    members: Sequence[int],
+    row_counts: Sequence[int],
+) -> int | None:
+    """The member that is chosen at each row count, or None where they differ."""
+    common = set(members)
+    for rows in row_counts:
+        best = choose(key(member, rows) for member in members)
+        common &= {member for member in members if key(member, rows) == best}
+    return min(common, default=None)
+
+
+def _results(
+    inputs: Sequence[ValueSpec],
+    outputs: Sequence[ValueSpec],
+    kept: set[int],
+    row_counts: Sequence[int],
+) -> tuple[tuple[int, ...], tuple[_Result, ...]]:
+    """`made` and `results` of a layout; views into the memories in `kept` must stay views of one memory."""
+    given: dict[int, int] = {}
+    for position, value in enumerate(inputs):
+        given.setdefault(value.memory, position)
+    shared: dict[int, list[int]] = {}
+    for position, value in enumerate(outputs):
+        if value.memory in kept and value.memory not in given:
+            shared.setdefault(value.memory, []).append(position)
+    covers = {memory: _cover_of(members, outputs, row_counts) for memory, members in shared.items()}
+    made: list[int] = []
+    for position, value in enumerate(outputs):
+        if value.memory not in given and covers.get(value.memory) in (None, position):
+            made.append(position)
+    results = []
+    for position, value in enumerate(outputs):
+        cover = covers.get(value.memory)
+        if value.memory in given:
+            viewed = inputs[given[value.memory]]
+            if viewed.dtype is not value.dtype:
+                raise Unlowerable(f"'{value.name}' is a view of '{viewed.name}' under another dtype")
+            results.append(_Result("input", given[value.memory], viewed))
+        elif cover is not None and cover != position:
+            results.append(_Result("cover", made.index(cover), outputs[cover]))
+        elif cover is None and len(shared.get(value.memory, ())) > 1:
+            results.append(_Result("copy", made.index(position), group=value.memory))
+        else:
+            results.append(_Result("made", made.index(position)))
+    return tuple(made), tuple(results)
+
+
+def _cover_of(members: Sequence[int], outputs: Sequence[ValueSpec], row_counts: Sequence[int]) -> int | None:
+    """The output whose memory holds all the others', at each row count; None where there is none."""
+    if len({outputs[member].dtype for member in members}) > 1:
+        raise Unlowerable(f"'{outputs[members[0]].name}' shares its memory with a result of another dtype")
+
+    def covers(whole: ValueSpec, part: ValueSpec, rows: int) -> bool:
+        is_inside = _offset(whole, rows) <= _offset(part, rows) and _end(part, rows) <= _end(whole, rows)
+        return is_inside and is_dense(_sizes(whole, rows), _strides(whole, rows))
+
+    for member in members:
+        whole = outputs[member]
+        if all(covers(whole, outputs[part], rows) for part in members for rows in row_counts):
+            return member
+    return None
+
+
+def _sizes(value: ValueSpec, rows: Any) -> tuple[Any, ...]:
+    assert value.sizes is not None
+    return tuple(value.sizes(rows))
+
+
+def _strides(value: ValueSpec, rows: Any) -> tuple[Any, ...]:
+    assert value.strides is not None
+    return tuple(value.strides(rows))
+
+
+def _offset(value: ValueSpec, rows: Any) -> Any:
+    assert value.offset is not None
+    return value.offset(rows)[0]
+
+
+def _end(value: ValueSpec, rows: Any) -> Any:
+    """Offset behind the last element; of a tensor that has some."""
+    reach = sum(
+        (size - 1) * stride for size, stride in zip(_sizes(value, rows), _strides(value, rows), strict=True)
+    )
+    return _offset(value, rows) + 1 + reach

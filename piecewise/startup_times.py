@@ -1,0 +1,44 @@
+"""Where the time before the first replay goes."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@dataclasses.dataclass(slots=True)
+class StartupTimes:
+    """Seconds spent on one signature so far, by part.
+
+    Attributes:
+        trace: Dynamo and the analysis of what it gives, second traces included; grows with the model's depth.
+        probe: the walks that look for ops which let padding reach real rows.
+        lowering: compiling distinct graph segments, or finding them in Inductor's cache.
+        warm_up: the runs before captures, where kernels are compiled and tuned at their first launch.
+        capture: recording.
+    """
+
+    trace: float = 0.0
+    probe: float = 0.0
+    lowering: float = 0.0
+    warm_up: float = 0.0
+    capture: float = 0.0
+
+    @contextmanager
+    def timed(self, part: str) -> Iterator[None]:
+        """Adds the seconds of this block to a part."""
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            setattr(self, part, getattr(self, part) + time.perf_counter() - began)
+
+    @property
+    def total(self) -> float:
+        return sum(dataclasses.astuple(self))
+
+    def __str__(self) -> str:
+        parts = (f"{name.replace('_', '-')} {took:.1f}" for name, took in dataclasses.asdict(self).items())
+        return f"{self.total:.1f} s: {', '.join(parts)}"

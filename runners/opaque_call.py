@@ -1,0 +1,49 @@
+"""Calls that a graph engine takes as they are: compiled code, which is no sequence of dispatcher ops.
+
+A CUDA graph records whatever kernels such a call launches. The tape sees the dispatcher's ops only, so it is
+told: while it records, the call is handed to its recorder, which notes one step on the recorded memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, Protocol
+
+
+class CallRecorder(Protocol):
+    """Records opaque calls."""
+
+    def record_call(self, function: Callable[..., Sequence[Any]], args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Runs the call, notes how to repeat it, and returns its results in recorded memory."""
+        ...
+
+
+_recorder: ContextVar[CallRecorder | None] = ContextVar("piecewise_call_recorder", default=None)
+
+
+@contextmanager
+def recording_calls(recorder: CallRecorder) -> Iterator[None]:
+    """Hands the opaque calls of this block to `recorder`."""
+    token = _recorder.set(recorder)
+    try:
+        yield
+    finally:
+        _recorder.reset(token)
+
+
+class OpaqueCall:
+    """A function of numbers and tensors that is recorded as one step.
+
+    Args:
+        function: returns a sequence of tensors: new ones, or views of its arguments. It may write its
+            arguments. It reads no other tensor, and does the same on each call with equal shapes.
+    """
+
+    def __init__(self, function: Callable[..., Sequence[Any]]) -> None:
+        self.function = function
+
+    def __call__(self, *args: Any) -> Sequence[Any]:
+        recorder = _recorder.get()
+        return self.function(*args) if recorder is None else recorder.record_call(self.function, args)
