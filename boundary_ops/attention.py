@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -271,6 +272,12 @@ def attend_on_cuda(*args: Any, **kwargs: Any) -> None:
     (attend_inplace if module is None else module.attend)(*args, **kwargs)
 
 
+def bind_on_cuda(*args: Any) -> Callable[..., object] | None:
+    """`attend_on_cuda` for calls that repeat; None where that is torch operators."""
+    module = _cuda_module()
+    return None if module is None else module.bind(*args)
+
+
 def warm_up(num_tokens: int, *args: Any, **kwargs: Any) -> None:
     """Compiles what a call with `num_tokens` new tokens launches on CUDA, so that no later call does.
 
@@ -291,4 +298,5 @@ attn_inplace = define(
     token_args={"q": 0, "k": 0, "v": 0, "out": 0},
     capture_safe=True,
     warm_up=warm_up,
+    bind={"cuda": bind_on_cuda},
 )

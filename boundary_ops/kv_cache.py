@@ -51,6 +51,7 @@ class PagedKVCache:
         k, v: one tensor per layer, [num_blocks, block_size, num_kv_heads, head_dim], owned by the cache and
             never re-allocated. Token `i` of a request lies at slot
             `blocks[i // block_size] * block_size + i % block_size`.
+        pool_addresses: the addresses of all of them.
 
     Raises:
         BoundaryOpError: a size is not a positive int, or the dtype is not a floating one.
@@ -102,14 +103,14 @@ class PagedKVCache:
             self.v = tuple(torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers))
         # "cuda" becomes "cuda:0" on a tensor; comparisons need the tensor's spelling.
         self.device = self.k[0].device
-        self._pool_addresses = self._addresses()
+        self.pool_addresses = self._addresses()
         self._free = list(range(num_blocks - 1, -1, -1))
         self._requests: dict[RequestId, CachedRequest] = {}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # A copy has pools of its own.
         self.__dict__.update(state)
-        self._pool_addresses = self._addresses()
+        self.pool_addresses = self._addresses()
 
     def _addresses(self) -> frozenset[int]:
         return frozenset(pool.data_ptr() for pool in (*self.k, *self.v))
@@ -259,7 +260,7 @@ class PagedKVCache:
 
     def owns_pool(self, pool: torch.Tensor) -> bool:
         """Whether a tensor is one of this cache's pools, told by its address."""
-        return pool.data_ptr() in self._pool_addresses
+        return pool.data_ptr() in self.pool_addresses
 
 
 def _is_int(value: object) -> bool:

@@ -7,19 +7,21 @@ itself is free to do anything (read metadata from Python, launch kernels of chan
 Ops are made with `torch.library.Library.define` and `impl`: calling one costs 3 µs, where `custom_op` costs
 31 µs. Each op that `define` made has one kernel for its whole life, which looks its implementation up at
 each call. So a module that is reloaded replaces the implementation, and graphs that hold the op see the new
-one.
+one. `BoundaryOp.bind` goes past the dispatcher for calls that repeat.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch._ops import OpOverload, OpOverloadPacket
 
+from boundary_ops.bound_op import BoundOp
 from boundary_ops.errors import BoundaryOpError
 from boundary_ops.schema import (
     Implementation,
@@ -32,6 +34,10 @@ from boundary_ops.schema import (
 )
 
 __all__ = ["BoundaryOp", "define", "lookup", "register", "registered", "unregister"]
+
+
+# Arguments of a call → what serves calls that look like it, or None where that is the implementation itself.
+Binder = Callable[..., Callable[..., object] | None]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -58,6 +64,19 @@ class BoundaryOp:
     def __call__(self, *args: Any, **kwargs: Any) -> None:
         self.overload(*args, **kwargs)
 
+    def bind(self, *args: Any) -> BoundOp:
+        """The op made ready for calls that repeat with arguments that look like these.
+
+        Args:
+            args: the schema's arguments, all positional, of a call that the op has just served.
+        """
+        definition = _definitions.get(self.name)
+        if definition is None:
+            return BoundOp(self.overload)
+        bound = BoundOp(_bound_function(self.name, definition, args))
+        definition.bound.add(bound)
+        return bound
+
 
 @dataclass(slots=True, eq=False)
 class _Definition:
@@ -67,6 +86,8 @@ class _Definition:
     library: torch.library.Library
     implementations: Mapping[str, Implementation] | Implementation
     token_args: Mapping[str, int] | None
+    bind: Mapping[str, Binder]
+    bound: WeakSet[BoundOp] = field(default_factory=WeakSet)
 
 
 _registered: dict[str, BoundaryOp] = {}
@@ -81,6 +102,7 @@ def define(
     token_args: Mapping[str, int] | None = None,
     capture_safe: bool = False,
     warm_up: Callable[[int], object] | None = None,
+    bind: Mapping[str, Binder] | None = None,
 ) -> BoundaryOp:
     """Makes a new in-place op and declares it as a boundary op.
 
@@ -97,6 +119,9 @@ def define(
             in a trace, which ties the arguments' symbols together.
         capture_safe: see `BoundaryOp`.
         warm_up: see `BoundaryOp`.
+        bind: per device, how to serve calls that repeat with less host time than `impl` takes: called with
+            the arguments of one such call, returns a function that is called in `impl`'s place with arguments
+            of the same shapes, strides, dtypes, devices and the same values that are no tensors; or None.
 
     Returns:
         The declared op; keep it or not, the registry keeps it.
@@ -118,7 +143,8 @@ def define(
                 rule="`define` makes new ops",
                 fix=f'declare the existing op with boundary_ops.register("{name}"), or choose another name',
             )
-        _definitions[name] = _define_in_torch(name, schema, parsed, implementations, tokens)
+        definition = _define_in_torch(name, schema, parsed, implementations, tokens)
+        _definitions[name] = definition
     elif definition.schema != str(parsed):
         raise BoundaryOpError(
             f"op '{name}' is already defined with another schema",
@@ -129,9 +155,12 @@ def define(
         )
     else:
         definition.implementations, definition.token_args = implementations, tokens
-    return _declare(
-        name, _overload(parsed.name, parsed.overload_name), tokens, capture_safe, warm_up, mutated
-    )
+    definition.bind = dict(bind or {})
+    op = _declare(name, _overload(parsed.name, parsed.overload_name), tokens, capture_safe, warm_up, mutated)
+    for bound in definition.bound:
+        bound.function = op.overload
+    definition.bound.clear()
+    return op
 
 
 def register(
@@ -232,7 +261,7 @@ def _define_in_torch(
 ) -> _Definition:
     namespace, local = parsed.name.split("::", 1)
     library = torch.library.Library(namespace, "FRAGMENT")
-    definition = _Definition(str(parsed), library, implementations, token_args)
+    definition = _Definition(str(parsed), library, implementations, token_args, {})
     names = tuple(argument.name for argument in parsed.arguments)
     library.define(_with_symbolic_ints(schema.strip()).removeprefix(f"{namespace}::"))
     library.impl(
@@ -253,24 +282,9 @@ def _kernel(name: str, definition: _Definition) -> Callable[..., None]:
     """The op's one kernel: chooses the implementation by the device of the first tensor."""
 
     def run(*args: Any, **kwargs: Any) -> None:
-        implementation = definition.implementations
-        if isinstance(implementation, Mapping):
-            device = "cpu"
-            # A plain loop: a generator costs three times as much, on each call of each layer.
-            for value in (*args, *kwargs.values()) if kwargs else args:
-                if isinstance(value, torch.Tensor):
-                    device = value.device.type
-                    break
-            found = implementation.get(device)
-            if found is None:
-                raise BoundaryOpError(
-                    f"op '{name}' has no implementation for device '{device}'",
-                    expected=f"tensors on one of {sorted(implementation)}",
-                    got=device,
-                    rule="an op runs only on the devices that it was defined for",
-                    fix=f'add "{device}" to the impl dict of boundary_ops.define, or move the model',
-                )
-            implementation = found
+        implementation = _implementation_for(
+            name, definition, _device_of((*args, *kwargs.values()) if kwargs else args)
+        )
         if torch.is_grad_enabled():
             # Otherwise autograd would record the writes, and a cache would keep every call's graph alive.
             with torch.no_grad():
@@ -279,6 +293,37 @@ def _kernel(name: str, definition: _Definition) -> Callable[..., None]:
             implementation(*args, **kwargs)
 
     return run
+
+
+def _device_of(values: tuple[Any, ...]) -> str:
+    # A plain loop: a generator costs three times as much, on each call of each layer.
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            return value.device.type
+    return "cpu"
+
+
+def _implementation_for(name: str, definition: _Definition, device: str) -> Implementation:
+    implementations = definition.implementations
+    if not isinstance(implementations, Mapping):
+        return implementations
+    found = implementations.get(device)
+    if found is None:
+        raise BoundaryOpError(
+            f"op '{name}' has no implementation for device '{device}'",
+            expected=f"tensors on one of {sorted(implementations)}",
+            got=device,
+            rule="an op runs only on the devices that it was defined for",
+            fix=f'add "{device}" to the impl dict of boundary_ops.define, or move the model',
+        )
+    return found
+
+
+def _bound_function(name: str, definition: _Definition, args: tuple[Any, ...]) -> Callable[..., object]:
+    device = _device_of(args)
+    binder = definition.bind.get(device)
+    served = binder(*args) if binder is not None else None
+    return served or _implementation_for(name, definition, device)
 
 
 def _fake(name: str, names: tuple[str, ...], definition: _Definition) -> Callable[..., None]:

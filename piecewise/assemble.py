@@ -18,10 +18,12 @@ from typing import Any
 
 import torch
 
-from piecewise.plan import ComputedNumber, Segment, SegmentPlan, ValueSpec
+import boundary_ops
+from piecewise.plan import ComputedNumber, InputAt, Segment, SegmentPlan, ValueSpec
 from piecewise.row_samples import unchanged_random_state
 from piecewise.startup_times import StartupTimes
 from piecewise.warm_up import WarmUp, last_uses, state_tensor
+from runners.bound_steps import DirectCall
 from runners.buffers import StaticBuffers
 from runners.engine import GraphEngine, GraphPool
 from runners.piecewise_runner import PiecewiseRunner
@@ -207,7 +209,20 @@ class PlanAssembler:
         ]
         copies = tuple(Shadow(self._slot(index), shadows[index], values[index]) for index in renewed)
         results = tuple(self._slot(index) for index in segment.outputs)
-        return CallStep(segment.function, segment.name, tuple(arguments), results, copies)
+        direct = self._direct_call(segment)
+        return CallStep(segment.function, segment.name, tuple(arguments), results, copies, direct)
+
+    def _direct_call(self, segment: Segment) -> DirectCall | None:
+        """How to call the op itself; only what graphs own, and state whose looks are checked, looks the same
+        at each call of one row count."""
+        call = segment.op_call
+        origins = {self.plan.values[index].origin for index in segment.inputs}
+        op = boundary_ops.lookup(call.name) if call is not None else None
+        if call is None or op is None or origins - {"graph", "state"}:
+            return None
+        places = tuple((at, x.position) for at, x in enumerate(call.arguments) if isinstance(x, InputAt))
+        arguments = tuple(None if isinstance(x, InputAt) else x for x in call.arguments)
+        return DirectCall(op.bind, arguments, places)
 
     def _result_item(self, leaf: Any, static: dict[int, torch.Tensor]) -> ResultItem:
         if leaf.kind == "input":

@@ -77,6 +77,26 @@ class EagerReason:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class InputAt:
+    """Stands for the segment's input at this position among an op's arguments."""
+
+    position: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class OpCall:
+    """A boundary segment that is one call of the op, with inputs and constants as its arguments.
+
+    Attributes:
+        name: the op's, as the registry spells it.
+        arguments: all of the schema's, up to the last one that is not the schema's default.
+    """
+
+    name: str
+    arguments: tuple[Any, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Segment:
     """A run of consecutive ops of one kind.
 
@@ -88,6 +108,7 @@ class Segment:
         writes: indices of the inputs that it writes.
         num_ops: ops without views of views; 0 for a segment that only makes views.
         reasons: why it is eager; empty for graphs and boundaries.
+        op_call: the same as `function` where a boundary op is called with nothing but inputs and constants.
     """
 
     index: int
@@ -102,6 +123,7 @@ class Segment:
     module_path: str
     reasons: tuple[EagerReason, ...] = ()
     views_only: bool = False
+    op_call: OpCall | None = None
 
     @property
     def name(self) -> str:

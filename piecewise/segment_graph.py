@@ -21,8 +21,10 @@ from torch import fx
 from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 from torch.utils._sympy.interp import sympy_interp
 
+import boundary_ops
 from piecewise import torch_internals as internals
 from piecewise.formulas import RowFormulas
+from piecewise.plan import InputAt, OpCall
 from piecewise.torch_internals import SYMBOLIC
 
 if TYPE_CHECKING:
@@ -144,6 +146,27 @@ class SegmentWriter:
     def input_values(self) -> list[int]:
         return [value for _, value in self._inputs]
 
+    def op_call(self) -> OpCall | None:
+        """The one call of a boundary op that the segment is; None where it computes anything beside."""
+        op = boundary_ops.lookup(self.nodes[0].target)
+        inside = [node for node in self.graph.nodes if node.op not in ("placeholder", "output")]
+        call = self.copies[self.nodes[0]]
+        if op is None or inside != [call]:
+            return None
+        schema = op.overload._schema.arguments
+        given = dict(zip((argument.name for argument in schema), call.args, strict=False)) | call.kwargs
+        places: dict[Any, Any] = {node: InputAt(at) for at, (node, _) in enumerate(self._inputs)}
+        arguments = []
+        for argument in schema:
+            value = given.get(argument.name, argument.default_value)
+            if argument.kwarg_only or isinstance(value, (list, tuple)) or value is self.rows:
+                return None
+            arguments.append(places.get(value, value))
+        # As the dispatcher does, so that an implementation is called in one way.
+        while arguments and _is_default(schema[len(arguments) - 1], arguments[-1]):
+            arguments.pop()
+        return OpCall(op.name, tuple(arguments))
+
     def finish(self, outputs: Sequence[fx.Node], functions: dict[Any, Any]) -> tuple[Any, str]:
         """Closes the graph and compiles it; equal sources share one function object through `functions`."""
         self.graph.output(tuple(self.copies[node] for node in outputs))
@@ -182,3 +205,9 @@ def _named(value: Any) -> str:
     if name is not None:
         return f"{getattr(value, '__module__', '')}.{name}"
     return re.sub(r" at 0x\w+", "", repr(value))
+
+
+def _is_default(argument: Any, value: Any) -> bool:
+    default = argument.default_value
+    has_default: bool = argument.has_default_value()
+    return has_default and type(value) is type(default) and bool(value == default)

@@ -187,6 +187,7 @@ class Splitter:
             tuple(sorted(memories)), len(counted), tuple(map(target_name, counted)), _module_path(nodes),
             reasons,
             views_only=kind == "graph" and all(self.facts[node].is_view for node in nodes),
+            op_call=writer.op_call() if kind == "boundary" else None,
         )  # fmt: skip
 
     def _reason(self, node: fx.Node) -> EagerReason:

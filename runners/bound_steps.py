@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
 
@@ -126,6 +126,66 @@ class Call:
             env[slot] = value
         for copy in self.copies:
             copy.replay(env)
+
+
+class RepeatedOp(Protocol):
+    """An op that is ready for calls that look like an earlier one."""
+
+    @property
+    def function(self) -> Callable[..., object]:
+        """To be read anew for each call."""
+
+
+@dataclass(frozen=True, slots=True)
+class DirectCall:
+    """An op's call without the segment's function around it.
+
+    Attributes:
+        bind: the op's arguments of a call that was served → the op, ready for more of them.
+        arguments: the op's, None where `places` has them.
+        places: (argument, index of the segment's input).
+    """
+
+    bind: Callable[..., RepeatedOp]
+    arguments: tuple[Any, ...]
+    places: tuple[tuple[int, int], ...]
+
+
+@dataclass(slots=True)
+class OpCall(Call):
+    """A boundary op whose arguments look the same at each call of this row count: bound after the first."""
+
+    direct: DirectCall
+    op: RepeatedOp | None = None
+    held: list[Any] = field(default_factory=list)
+    op_from_env: list[tuple[int, int]] = field(default_factory=list)
+
+    def replay(self, env: list[Any]) -> None:
+        op = self.op
+        if op is None:
+            Call.replay(self, env)
+            self._bind(env)
+            return
+        arguments = self.held.copy()
+        for position, slot in self.op_from_env:
+            arguments[position] = env[slot]
+        op.function(*arguments)
+        for copy in self.copies:
+            copy.replay(env)
+
+    def _bind(self, env: list[Any]) -> None:
+        slots = {position - 1: slot for position, slot in self.from_env}
+        held, from_env = list(self.direct.arguments), []
+        for position, source in self.direct.places:
+            if source in slots:
+                from_env.append((position, slots[source]))
+            else:
+                held[position] = self.arguments[source + 1]
+        arguments = held.copy()
+        for position, slot in from_env:
+            arguments[position] = env[slot]
+        op = self.direct.bind(*arguments)
+        self.held, self.op_from_env, self.op = held, from_env, op
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,8 +27,10 @@ from runners.bound_steps import (
     CopyIn,
     CopyOut,
     Dense,
+    DirectCall,
     Load,
     Measure,
+    OpCall,
     Replay,
     own_copy,
 )
@@ -79,6 +81,7 @@ class CallStep:
         arguments: per position, what graphs own or a slot of `env`.
         results: slots for what it returns.
         copies: results and written values that graphs read later.
+        direct: how to call the op itself, where all that it takes looks the same at each call.
     """
 
     function: Callable[..., Any]
@@ -86,6 +89,7 @@ class CallStep:
     arguments: tuple[StaticArgument | int, ...]
     results: tuple[int, ...] = ()
     copies: tuple[Shadow, ...] = ()
+    direct: DirectCall | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,7 +287,8 @@ def _call(template: _CallTemplate, num_tokens: int, rows: BoundRows) -> Call:
             for at in positions:
                 arguments[at] = None
     copies = [_copy_in(shadow, views[index]) for shadow, index in template.copies]
-    return Call(step.function, arguments, template.from_env, step.results, dense, copies)
+    parts = (step.function, arguments, template.from_env, step.results, dense, copies)
+    return Call(*parts) if step.direct is None or dense else OpCall(*parts, step.direct)
 
 
 def _reader(item: ResultItem, num_tokens: int, rows: torch.Tensor | None) -> Callable[[list[Any]], Any]:

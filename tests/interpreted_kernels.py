@@ -329,3 +329,49 @@ def test_I8_warm_up_leaves_no_trace(monkeypatch):
     assert torch.equal(torch.get_rng_state(), state)
     assert all((tensor == 7).all() for tensor in arguments[3:])
     assert layer.cache.request_ids == ()
+
+
+def test_a_bound_call_launches_what_a_plain_call_launches(monkeypatch):
+    """The interpreter has no launcher, so one that notes its arguments stands in for it."""
+    layer = Layer(window=40, sinks=True)
+    layer.step("abc", (13, 1, 22))
+    batch = PrefillBatch.build(layer.cache, "abc", (5, 18, 1))
+    q, k, v = layer.rows(24)
+    pools = layer.cache.k[0], layer.cache.v[0]
+    options = (layer.options["scale"], 40, 0.0, layer.options["sinks"])
+    noted = []
+    with batch:
+        arguments = (q, k, v, torch.empty(24, 4, 16), *pools, *options)
+        prefill.attend(*arguments)
+        call = prefill.bind(*arguments)
+        monkeypatch.setattr(prefill, "current_device", lambda: -1)
+        plan = list(prefill.plans.by_look.values())[-1]
+        plan.launches[True, 0] = (lambda *launch: noted.append(launch), ("constants",))
+        prefill.attend(*arguments)
+        call(*arguments)
+        # Not what the program was compiled for: off the 16 bytes that all addresses are divisible by.
+        moved = torch.empty(24 * 64 + 1)[1:].view(24, 4, 16)
+        call(*arguments[:3], moved, *arguments[4:])
+    assert len(noted) == 2 and noted[0] == noted[1]
+    expected = torch.empty(24, 4, 16)
+    with batch:
+        plan.launches.clear()
+        prefill.attend(*arguments[:3], expected, *arguments[4:])
+    assert torch.equal(moved, expected)
+
+
+def test_a_bound_call_refuses_what_a_plain_call_refuses():
+    layer = Layer()
+    batch = PrefillBatch.build(layer.cache, "a", (13,))
+    q, k, v = layer.rows(13)
+    pools = layer.cache.k[0], layer.cache.v[0]
+    arguments = (q, k, v, torch.empty(13, 4, 16), *pools, 0.25)
+    call = prefill.bind(*arguments)
+    with pytest.raises(BoundaryOpError, match="running `with batch:` block"):
+        call(*arguments)
+    with batch, pytest.raises(BoundaryOpError, match="pool of the cache"):
+        call(*arguments[:4], pools[0].clone(), pools[1], 0.25)
+    with PrefillBatch.build(layer.cache, "ab", (5, 2)), pytest.raises(BoundaryOpError, match="7 rows"):
+        call(*arguments)
+    assert prefill.bind(*arguments, 0, 0.0, None, True) is None
+    assert prefill.bind(*(rows[:0] for rows in arguments[:4]), *arguments[4:]) is None

@@ -356,3 +356,20 @@ def test_a_dtype_that_the_program_lacks_is_right_all_the_same(prefill):
     with batch:
         layer.call(q, k, v, out)
     assert ((out - expected).norm() / expected.norm()) < 1e-6
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+def test_a_bound_call_gives_the_bits_of_a_plain_call(prefill, sinks):
+    layer = Layer(**({"sinks": True} if sinks else {}))
+    layer.step("abcd", (130, 1, 300, 17))
+    options = (layer.options["scale"], 0, 0.0, *([layer.options["sinks"]] if sinks else []))
+    pools = layer.cache.k[0], layer.cache.v[0]
+    for lens in ((64, 200, 1, 63), (100, 100, 100, 28)):
+        batch = PrefillBatch.build(layer.cache, "abcd", lens)
+        q, k, v = layer.rows(328)
+        plain, bound = (torch.zeros(328, 32, 128, device="cuda", dtype=layer.dtype) for _ in range(2))
+        with batch:
+            attn_inplace(q, k, v, plain, *pools, *options)
+            repeated = attn_inplace.bind(q, k, v, plain, *pools, *options)
+            repeated.function(q, k, v, bound, *pools, *options)
+        assert torch.equal(plain, bound) and repeated.function.__name__ == "attend_again"

@@ -8,6 +8,7 @@ layer and shared by the others.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from boundary_ops.kernels.plans import Plan, Plans
 from boundary_ops.kernels.programs import prefill_program
 from boundary_ops.kernels.tiles import tiles_of
 
-__all__ = ["attend", "plans"]
+__all__ = ["attend", "bind", "plans"]
 
 # The one state of this module: programs are compiled once per process, whoever calls the op.
 plans = Plans()
@@ -54,20 +55,7 @@ def attend(
     step = StepBuffers.current()
     if step is None:
         batch = PrefillBatch.current(NAME)
-    look = (
-        q.shape, k.shape, v.shape, out.shape, k_cache.shape, v_cache.shape,
-        q.stride(), k.stride(), v.stride(), out.stride(), k_cache.stride(), v_cache.stride(),
-        q.dtype, k.dtype, v.dtype, out.dtype, k_cache.dtype, v_cache.dtype,
-        q.get_device(), k.get_device(), v.get_device(), out.get_device(),
-        k_cache.get_device(), v_cache.get_device(), scale, window, softcap,
-        None if sinks is None else (sinks.shape, sinks.stride(), sinks.dtype, sinks.get_device()),
-    )  # fmt: skip
-    plan = plans.by_look.get(look)
-    if plan is None:
-        check_tensors(q, k, v, out, k_cache, v_cache, sinks)
-        check_options(scale, window, softcap)
-        plan = plans.make(q, k, v, out, k_cache, v_cache, scale, window, softcap, sinks)
-        plans.add(look, plan)
+    plan = _plan_for(q, k, v, out, k_cache, v_cache, scale, window, softcap, sinks)
     tensors = (q, k, v, out, k_cache, v_cache)
     if step is not None:
         _attend_captured(plan, step, tensors, sinks, implied_positions)
@@ -82,6 +70,97 @@ def attend(
     tiles = tiles_of(batch, plan.tile_tokens, plan.window, stream)
     metadata = (batch.slot_mapping, tiles.records, batch.seq_lens, batch.block_tables)
     _launch(plan, tiles.num_tiles, tiles.has_context, 0, stream, tensors, metadata, sinks)
+
+
+def bind(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+    implied_positions: bool = False,
+) -> Callable[..., None] | None:
+    """`attend` for calls that repeat with arguments that look like these: no look-up and no check of shapes
+    is left, only those of the batch, the pools and the addresses. None where torch operators serve them.
+    """
+    plan = _plan_for(q, k, v, out, k_cache, v_cache, scale, window, softcap, sinks)
+    num_tokens, device = q.shape[0], plan.geometry.device_index
+    if plan.unsupported is not None or implied_positions or not num_tokens:
+        return None
+    options = (scale, window, softcap)
+    tail = (num_tokens, *plan.tail)
+
+    def attend_again(
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        scale: float,
+        window: int = 0,
+        softcap: float = 0.0,
+        sinks: torch.Tensor | None = None,
+        implied_positions: bool = False,
+    ) -> None:
+        batch = PrefillBatch.current(NAME)
+        new, pools = (q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr()), batch.cache.pool_addresses
+        k_pool, v_pool = k_cache.data_ptr(), v_cache.data_ptr()
+        if batch.num_tokens != num_tokens or k_pool not in pools or v_pool not in pools:
+            check_batch(batch, q, k_cache, v_cache, implied_positions)
+        stream = current_stream(device)
+        tiles = tiles_of(batch, plan.tile_tokens, plan.window, stream)
+        last = new[0] if sinks is None else sinks.data_ptr()
+        bits = plan.bits | new[0] | new[1] | new[2] | new[3] | k_pool | v_pool | last
+        found = plan.launches.get((tiles.has_context, 0))
+        if (
+            found is None
+            or (bits | tiles.address_bits) & 15
+            or StepBuffers.current() is not None
+            or current_device() != device
+        ):
+            attend(q, k, v, out, k_cache, v_cache, *options, sinks)
+            return
+        launch, constants = found
+        arguments = (*new, k_pool, v_pool, *tiles.addresses, last, tiles.table_stride, *tail, *constants)
+        launch(plan.programs_per_tile, tiles.num_tiles, stream, arguments)
+
+    return attend_again
+
+
+def _plan_for(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    scale: float,
+    window: int,
+    softcap: float,
+    sinks: torch.Tensor | None,
+) -> Plan:
+    """The plan of calls that look like this one; they are checked where there is none yet."""
+    look = (
+        q.shape, k.shape, v.shape, out.shape, k_cache.shape, v_cache.shape,
+        q.stride(), k.stride(), v.stride(), out.stride(), k_cache.stride(), v_cache.stride(),
+        q.dtype, k.dtype, v.dtype, out.dtype, k_cache.dtype, v_cache.dtype,
+        q.get_device(), k.get_device(), v.get_device(), out.get_device(),
+        k_cache.get_device(), v_cache.get_device(), scale, window, softcap,
+        None if sinks is None else (sinks.shape, sinks.stride(), sinks.dtype, sinks.get_device()),
+    )  # fmt: skip
+    plan = plans.by_look.get(look)
+    if plan is None:
+        check_tensors(q, k, v, out, k_cache, v_cache, sinks)
+        check_options(scale, window, softcap)
+        plan = plans.make(q, k, v, out, k_cache, v_cache, scale, window, softcap, sinks)
+        plans.add(look, plan)
+    return plan
 
 
 def _attend_captured(

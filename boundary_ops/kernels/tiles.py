@@ -22,19 +22,24 @@ RECORD = 8
 
 @dataclass(frozen=True, slots=True)
 class StepTiles:
-    """A step's tiles of one size on the device.
+    """A step's tiles of one size on the device, and where a launch finds the step.
 
     Attributes:
         records: int32 [num_tiles, 8], heaviest tile first.
-        address: where they lie.
         num_tiles: how many.
         has_context: whether any sequence has tokens in the pages.
+        addresses: of the batch's slot mapping, the records, the batch's lengths and its block tables, all of
+            which the batch keeps.
+        address_bits: all four or-ed together.
+        table_stride: elements from one sequence's block table to the next.
     """
 
     records: torch.Tensor
-    address: int
     num_tiles: int
     has_context: bool
+    addresses: tuple[int, int, int, int]
+    address_bits: int
+    table_stride: int
 
 
 def tile_records(
@@ -85,4 +90,13 @@ def _send(batch: PrefillBatch, records: np.ndarray) -> StepTiles:
             on_device = staged.to(device, non_blocking=True)
         else:
             on_device = torch.from_numpy(records).to(device)
-    return StepTiles(on_device, on_device.data_ptr(), len(records), any(batch.context_lens))
+    slots, lens, tables = batch.slot_mapping, batch.seq_lens, batch.block_tables
+    addresses = (slots.data_ptr(), on_device.data_ptr(), lens.data_ptr(), tables.data_ptr())
+    return StepTiles(
+        on_device,
+        len(records),
+        any(batch.context_lens),
+        addresses,
+        addresses[0] | addresses[1] | addresses[2] | addresses[3],
+        tables.stride(0),
+    )
