@@ -35,6 +35,8 @@ from runners.errors import ConfigError
 
 DEFAULT_SIZES = (16, 128, 512, 1024, 2048)
 _CALLS_PER_ROUND = 3
+# The largest of many rounding errors varies by a tenth from input to input.
+_NUM_DRAWS = 16
 
 
 def run_spec(
@@ -114,7 +116,7 @@ class LatencyBench:
         with torch.inference_mode():
             references = self._references()
             prepared = self._prepare_all()
-            results = [self._measure(n, prepared, references.get(n)) for n in self.sizes]
+            results = [self._measure(n, prepared, references.get(n, [])) for n in self.sizes]
             for variant in prepared:
                 variant.close()
         return BenchResult(
@@ -128,19 +130,24 @@ class LatencyBench:
     def _tell(self, text: str) -> None:
         print(f"[{time.perf_counter() - self._began:6.1f} s] {text}", file=self._log, flush=True)
 
-    def _references(self) -> dict[int, list[torch.Tensor]]:
-        """Float results of the baseline in float32, per size; on the CPU, so that they take no device
-        memory."""
+    @property
+    def _num_draws(self) -> int:
+        sources = [self.case, *([self.case.baseline] if self.case.baseline is not None else [])]
+        return _NUM_DRAWS if all(source.takes_seed for source in sources) else 1
+
+    def _references(self) -> dict[int, list[list[torch.Tensor]]]:
+        """Float results of the baseline in float32, per size and draw; on the CPU, so that they take no
+        device memory."""
         source = self.case.baseline
         if source is None:
             return {}
         self._tell("float32 reference")
         model = copy.deepcopy(source.model).float()
-        found = {}
+        found: dict[int, list[list[torch.Tensor]]] = {}
         for n in self.sizes:
-            args, kwargs = source.inputs(n)
-            args, kwargs = _pytree.tree_map(_to_float32, (args, kwargs))
-            found[n] = [leaf.cpu() for leaf in _float_leaves(model(*args, **kwargs))]
+            for seed in range(self._num_draws):
+                args, kwargs = _pytree.tree_map(_to_float32, source.inputs(n, seed=seed))
+                found.setdefault(n, []).append([x.cpu() for x in _float_leaves(model(*args, **kwargs))])
         del model
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -162,21 +169,28 @@ class LatencyBench:
         self._tell(f"{name} left out: {reason}")
 
     def _measure(
-        self, n: int, prepared: Sequence[Prepared], reference: list[torch.Tensor] | None
+        self, n: int, prepared: Sequence[Prepared], references: list[list[torch.Tensor]]
     ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         self._tell(f"{n} tokens")
         calls: dict[str, Call] = {}
-        plain = self.case.inputs(n)
-        baseline = self.case.baseline.inputs(n) if self.case.baseline is not None else plain
-        errors: dict[str, float | None] = {}
-        for variant in prepared:
-            try:
-                call = variant.prepare(n, *(baseline if variant.uses_baseline else plain))
-                errors[variant.name] = _distance(call(), reference)
-            except Unavailable as reason:
-                self._skip(f"{variant.name}, {n} tokens", reason)
-            else:
-                calls[variant.name] = call
+        # Per draw; inputs of the first one are made last, since the calls that are timed use them.
+        errors: dict[str, list[float]] = {variant.name: [] for variant in prepared}
+        for seed in reversed(range(max(len(references), 1))):
+            plain = self.case.inputs(n, seed=seed)
+            baseline = self.case.baseline.inputs(n, seed=seed) if self.case.baseline is not None else plain
+            for variant in prepared:
+                if seed and variant.holds_inputs or f"{variant.name}, {n} tokens" in self._skipped:
+                    continue
+                try:
+                    call = variant.prepare(n, *(baseline if variant.uses_baseline else plain))
+                    result = call()
+                except Unavailable as reason:
+                    self._skip(f"{variant.name}, {n} tokens", reason)
+                    continue
+                if references:
+                    errors[variant.name].append(_distance(result, references[seed]))
+                if not seed:
+                    calls[variant.name] = call
         samples = self._take_turns(calls)
         results = [
             {
@@ -184,7 +198,8 @@ class LatencyBench:
                 "variant": name,
                 "latency_ms": Spread.of([latency for latency, _ in taken]).asdict(),
                 "host_ms": Spread.of([host for _, host in taken]).asdict(),
-                "max_abs_error": errors[name],
+                "max_abs_error": statistics.fmean(errors[name]) if errors[name] else None,
+                "num_draws": len(errors[name]),
             }
             for name, taken in samples.items()
         ]
@@ -218,7 +233,7 @@ def _timed(call: Call, device: torch.device) -> tuple[float, float]:
 
 
 def _ratios(
-    n: int, samples: Mapping[str, list[tuple[float, float]]], errors: Mapping[str, float | None]
+    n: int, samples: Mapping[str, list[tuple[float, float]]], errors: Mapping[str, list[float]]
 ) -> Iterator[dict[str, Any]]:
     """Latency of the graphed variants over the floor, and of all others over graphed; errors over eager's."""
 
@@ -233,11 +248,16 @@ def _ratios(
             yield line(name, "floor")
         if name not in ("graphed", "floor") and "graphed" in samples:
             yield line(name, "graphed")
-    eager = errors.get("eager")
+    eager = errors.get("eager", [])
     for name in samples:
-        error = errors[name]
-        if name.startswith("graphed") and eager and error is not None:
-            yield {"num_tokens": n, "quantity": "error", "of": name, "over": "eager", "median": error / eager}
+        if name.startswith("graphed") and errors[name] and len(errors[name]) == len(eager):
+            ratio = _ratio(sum(errors[name]), sum(eager))
+            if ratio is not None:
+                yield {"num_tokens": n, "quantity": "error", "of": name, "over": "eager", "median": ratio}
+
+
+def _ratio(above: float, below: float) -> float | None:
+    return above / below if below else None
 
 
 def _memory(prepared: Sequence[Prepared]) -> dict[str, Any]:
@@ -261,10 +281,8 @@ def _to_float32(value: Any) -> Any:
     return value.float() if is_float else value
 
 
-def _distance(result: Any, reference: list[torch.Tensor] | None) -> float | None:
+def _distance(result: Any, reference: list[torch.Tensor]) -> float:
     """The largest absolute difference; infinite where a value is not finite or a shape differs."""
-    if reference is None:
-        return None
     worst = 0.0
     found = _float_leaves(result)
     if len(found) != len(reference):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,7 +29,8 @@ class PrefillCase:
         model: the module to graph; it is not copied.
         make_inputs: `make_inputs(num_tokens)` returns `(args, kwargs)` for one call of the model with that
             many tokens; called again for each call, so that it may allocate KV cache for it. A benchmark
-            repeats the call with the inputs made last.
+            repeats the call with the inputs made last. One that takes a keyword `seed`, an int, makes other
+            values for each seed, and the same ones for the same: a benchmark then measures errors over many.
         baseline: the unmodified model with its own attention and its inputs, where `model` was changed to
             be graphed: what a benchmark measures as eager, and what it takes the right results from.
 
@@ -37,7 +39,7 @@ class PrefillCase:
     """
 
     model: nn.Module
-    make_inputs: Callable[[int], tuple[Sequence[Any], Mapping[str, Any]]]
+    make_inputs: Callable[..., tuple[Sequence[Any], Mapping[str, Any]]]
     baseline: PrefillCase | None = None
 
     def __post_init__(self) -> None:
@@ -48,13 +50,27 @@ class PrefillCase:
         if self.baseline is not None and not isinstance(self.baseline, PrefillCase):
             raise _wrong("PrefillCase.baseline", "a PrefillCase or None", _typed(self.baseline))
 
-    def inputs(self, num_tokens: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    @property
+    def takes_seed(self) -> bool:
+        """Whether `make_inputs` makes other values for each seed."""
+        try:
+            parameter = inspect.signature(self.make_inputs).parameters.get("seed")
+        except (TypeError, ValueError):
+            return False
+        return parameter is not None and parameter.kind in (
+            parameter.KEYWORD_ONLY,
+            parameter.POSITIONAL_OR_KEYWORD,
+        )
+
+    def inputs(self, num_tokens: int, *, seed: int = 0) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments of one call with `num_tokens` tokens.
 
+        Args:
+            seed: which values, where `make_inputs` takes one.
         Raises:
             ConfigError: `make_inputs` returned something else than `(args, kwargs)`.
         """
-        made = self.make_inputs(num_tokens)
+        made = self.make_inputs(num_tokens, seed=seed) if self.takes_seed else self.make_inputs(num_tokens)
         where = f"make_inputs({num_tokens})"
         if not isinstance(made, tuple) or len(made) != 2:
             raise _wrong(where, "a pair (args, kwargs)", _typed(made))

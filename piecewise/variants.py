@@ -52,6 +52,7 @@ class Prepared:
         setup_s: seconds spent before the first call: tracing, compiling, capturing.
         capture: how each bucket went, for graphed variants.
         close: gives its memory back.
+        holds_inputs: a call reads what lay in its inputs when it was prepared, and preparing is expensive.
     """
 
     name: str
@@ -60,6 +61,7 @@ class Prepared:
     setup_s: float = 0.0
     capture: dict[str, Any] | None = None
     close: Callable[[], None] = lambda: None
+    holds_inputs: bool = False
 
 
 class VariantMaker:
@@ -95,11 +97,20 @@ class VariantMaker:
             try:
                 config = PiecewiseConfig.from_any(self.config, **boundary)
                 graphed = piecewise.compile(self.case.model, config)
+                self._load_kernels(config.buckets)
                 args, kwargs = self.case.inputs(max(min(self.sizes), 2))
                 self._made[name] = graphed, graphed.capture(*args, **kwargs)
             except PiecewiseError as error:
                 raise Unavailable(_first_line(error)) from error
         return self._made[name]
+
+    def _load_kernels(self, buckets: Sequence[int]) -> None:
+        """Runs the model eagerly at each size: CUDA loads a kernel's code on first use, and that memory is
+        the kernel's, whoever uses it first."""
+        if device_of(self.case).type == "cuda" and not self._made:
+            for n in buckets:
+                args, kwargs = self.case.inputs(n)
+                self.case.model(*args, **kwargs)
 
     def _graphed(self, name: str) -> Prepared:
         graphed, report = self._captured(name)
@@ -150,7 +161,7 @@ class VariantMaker:
                 graph.reset()
             pool.release()
 
-        return Prepared("floor", False, prepare, close=close)
+        return Prepared("floor", False, prepare, close=close, holds_inputs=True)
 
 
 def run_plan(plan: SegmentPlan, leaves: Sequence[Any], num_tokens: int) -> list[Any]:

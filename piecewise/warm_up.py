@@ -166,6 +166,7 @@ class WarmUp:
             ]
             if step == 0:
                 first = [row.clone() for row in rows]
+                continue
             for spec, before, now in zip(outputs_spec, first, rows, strict=True):
                 if not _same_bits(before, now):
                     raise CaptureError(

@@ -96,6 +96,30 @@ def test_a_wrong_result_shows_in_the_errors() -> None:
     assert wrong == [float("inf")] * 2
 
 
+def test_errors_are_the_mean_over_inputs_of_other_seeds() -> None:
+    plain = make_case()
+    seen: list[tuple[int, int]] = []
+
+    def inputs(n: int, *, seed: int) -> Any:
+        seen.append((n, seed))
+        generator = torch.Generator().manual_seed(seed)
+        return (torch.randn(n, HIDDEN, generator=generator).to(torch.bfloat16),), {}
+
+    case = piecewise.PrefillCase(plain.model, inputs, piecewise.PrefillCase(plain.baseline.model, inputs))
+    found = run(case, sizes=[4])
+    draws = {line["variant"]: line["num_draws"] for line in found.results}
+    assert draws == {"eager": 16, "graphed": 16, "floor": 1}
+    assert seen[-1] == (4, 0)  # those are timed
+    reference, errors = case.baseline.model.float(), []
+    for seed in range(16):
+        (x,), _ = inputs(4, seed=seed)
+        with torch.inference_mode():
+            errors.append(float((case.model(x)["y"].float() - reference(x.float())["y"]).abs().max()))
+    (graphed,) = [line["max_abs_error"] for line in found.results if line["variant"] == "graphed"]
+    assert graphed == pytest.approx(sum(errors) / 16)
+    assert len(set(errors)) > 1
+
+
 def test_what_cannot_be_measured_is_left_out_with_its_reason() -> None:
     names = ["eager", "reduce-overhead", "graphed", "floor", "breakable"]
     found = run(make_case(), sizes=[4, 6], variants=names)

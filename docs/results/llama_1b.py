@@ -87,10 +87,10 @@ def _case(sizes: dict[str, int]) -> piecewise.PrefillCase:
     boundary_ops.huggingface.attach(model, cache)
     ids_of = _ids(config.vocab_size, device)
 
-    def plain_inputs(num_tokens: int) -> tuple[tuple[()], dict[str, Any]]:
+    def plain_inputs(num_tokens: int, *, seed: int = 0) -> tuple[tuple[()], dict[str, Any]]:
         positions = torch.arange(num_tokens, device=device)[None]
         return (), dict(
-            input_ids=ids_of(num_tokens), position_ids=positions, logits_to_keep=1, use_cache=False
+            input_ids=ids_of(num_tokens, seed), position_ids=positions, logits_to_keep=1, use_cache=False
         )
 
     return piecewise.PrefillCase(
@@ -98,25 +98,29 @@ def _case(sizes: dict[str, int]) -> piecewise.PrefillCase:
     )
 
 
-def _ids(vocab_size: int, device: torch.device) -> Callable[[int], torch.Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    ids = torch.randint(vocab_size, (1, 8192), generator=generator).to(device)
-    return lambda num_tokens: ids[:, :num_tokens].clone()
+def _ids(vocab_size: int, device: torch.device) -> Callable[[int, int], torch.Tensor]:
+    """(num_tokens, seed) → random token ids, [1, num_tokens]."""
+
+    def ids_of(num_tokens: int, seed: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(seed + 1)
+        return torch.randint(vocab_size, (1, num_tokens), generator=generator).to(device)
+
+    return ids_of
 
 
 def _paged_inputs(
-    cache: boundary_ops.PagedKVCache, ids_of: Callable[[int], torch.Tensor]
-) -> Callable[[int], tuple[tuple[()], dict[str, Any]]]:
+    cache: boundary_ops.PagedKVCache, ids_of: Callable[[int, int], torch.Tensor]
+) -> Callable[..., tuple[tuple[()], dict[str, Any]]]:
     """Inputs of one sequence whose step stays the current one until the next inputs are made."""
     current = ExitStack()
 
-    def make_inputs(num_tokens: int) -> tuple[tuple[()], dict[str, Any]]:
+    def make_inputs(num_tokens: int, *, seed: int = 0) -> tuple[tuple[()], dict[str, Any]]:
         current.close()
         if cache.has_request("sequence"):
             cache.free("sequence")
         batch = boundary_ops.PrefillBatch.build(cache, ["sequence"], [num_tokens])
         current.enter_context(batch)
-        return (), dict(input_ids=ids_of(num_tokens), position_ids=batch.positions, logits_to_keep=1)
+        return (), dict(input_ids=ids_of(num_tokens, seed), position_ids=batch.positions, logits_to_keep=1)
 
     return make_inputs
 
