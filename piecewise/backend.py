@@ -225,7 +225,9 @@ class CompiledGraph:
                 )
 
             # One token is another graph: Dynamo specialises sizes of 0 and 1.
-            self._signature = signature_of(traced, serves_one=False, retrace=retrace, times=times)
+            self._signature = signature_of(
+                traced, serves_one=False, retrace=retrace, config=config, times=times
+            )
             self._owner.store.signatures.append(self._signature)
         except PiecewiseError as error:
             if config.strict:

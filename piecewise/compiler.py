@@ -15,11 +15,13 @@ from piecewise.classify import Classifier, Verdict
 from piecewise.config import PiecewiseConfig
 from piecewise.normalize import normalize
 from piecewise.one_token import has_same_program
+from piecewise.passes import passes_for
 from piecewise.plan import SegmentPlan
 from piecewise.probe import Probe, report_strictly
 from piecewise.row_samples import choose_probe_sizes, resize_leaf
 from piecewise.sizes import holds
 from piecewise.split import Splitter, module_path, source_line
+from piecewise.startup_times import StartupTimes
 from piecewise.token_dim import TokenSymbol, find_token_symbol
 from piecewise.trace import ExampleCall, Trace, trace
 from runners.errors import TraceError
@@ -42,6 +44,22 @@ class TracedModel:
         return Splitter(
             self.trace, self.facts, self.token, classifier=classifier, num_dead_ops=self.num_dead_ops
         ).cut()
+
+    def planned(self, config: PiecewiseConfig, times: StartupTimes, *, move_weights: bool) -> SegmentPlan:
+        """The plan with the fusions that the settings ask for.
+
+        Args:
+            move_weights: whether weights may be laid out anew for it; without that it is for reading only.
+        """
+        with times.timed("trace"):
+            plan = self.cut()
+        names = passes_for(config.fusions, config.lowering)
+        if not names:
+            return plan
+        from piecewise.fusions import fuse
+
+        with times.timed("lowering"):
+            return fuse(plan, names, num_rows=self.token.example_num_tokens, move_weights=move_weights)
 
     def probe(self, buckets: Sequence[int], *, strict: bool) -> None:
         """Finds the ops that let padding reach real rows, until a walk over the graph finds no more [I3].

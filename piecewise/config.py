@@ -60,7 +60,8 @@ class PiecewiseConfig:
         lowering: what runs inside graph segments: "eager" (torch's own kernels) or "inductor" (each distinct
             segment is compiled, for any token count).
         compile_sizes: buckets for which "inductor" compiles each segment once more, for that size alone.
-        fusions: rewrites applied to graph segments; only () is available in this version.
+        fusions: rewrites of graph segments by name ("pack_linears", ...), or ("auto",) for those that help
+            with `lowering`; () for none. Packed weights change their place in memory at capture.
         boundary_ops: names ("namespace::op") of the ops to cut at; None for all that are registered.
         boundary: how boundary ops run; only "eager" is available in this version.
         min_coverage: least share of ops in graphs; only None is available in this version.
@@ -103,7 +104,7 @@ class PiecewiseConfig:
     )
     lowering: str = field(default="eager", metadata=_setting("compile", checks.choice("eager", "inductor")))
     compile_sizes: tuple[int, ...] = field(default=(), metadata=_setting("compile", checks.some_sizes))
-    fusions: tuple[str, ...] = field(default=(), metadata=_setting("compile", checks.only(())))
+    fusions: tuple[str, ...] = field(default=(), metadata=_setting("compile", checks.fusions))
     boundary_ops: tuple[str, ...] | None = field(
         default=None, metadata=_setting("compile", checks.optional(checks.op_names))
     )

@@ -6,9 +6,11 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any
 
 from piecewise.grids import ENGINE_GRIDS, Grid
+from piecewise.passes import PASS_NAMES
 from piecewise.toml_lines import TomlLines
 from runners.buckets import MAX_BUCKET, MAX_NUM_BUCKETS, SIZES_FIX, find_problems
 from runners.errors import ConfigError
@@ -201,6 +203,23 @@ def only(default: Any) -> Check:
 def optional(check: Check) -> Check:
     """None, or what `check` accepts."""
     return lambda value: None if value is None else check(value)
+
+
+def fusions(value: Any) -> tuple[str, ...]:
+    """Names of passes, each once, or "auto" alone."""
+    allowed = ("auto", *PASS_NAMES)
+    if not isinstance(value, (list, tuple)):
+        raise Refused("a list of names of fusions", shown(value))
+    for index, name in enumerate(value):
+        if name not in allowed:
+            near = get_close_matches(name, allowed, n=1) if isinstance(name, str) else []
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise Refused(" or ".join(map(repr, allowed)), shown(name) + hint, part=f"[{index}]")
+        if name in value[:index]:
+            raise Refused("each name once", f"{name!r} again", part=f"[{index}]")
+    if "auto" in value and len(value) > 1:
+        raise Refused("'auto' alone, or names", shown(value))
+    return tuple(value)
 
 
 def op_names(value: Any) -> tuple[str, ...]:

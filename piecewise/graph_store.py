@@ -150,6 +150,7 @@ class GraphStore:
         return CaptureReport(
             buckets, signature.serves_one, pool_bytes, self.buffers.allocated_bytes, device_bytes,
             tuple(signature.lowerings), dataclasses.replace(signature.times),
+            signature.plan.fusions,
         )  # fmt: skip
 
     def note_change(self, change: StateChange) -> FallbackReason:

@@ -160,6 +160,23 @@ class ComputedNumber:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class FusionReport:
+    """What the passes over the graph segments found.
+
+    Attributes:
+        matches: (pass, matches in all segments), in the order of the passes.
+        notes: what a reader might have expected to be fused and was not, each said once.
+    """
+
+    matches: tuple[tuple[str, int], ...]
+    notes: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        counts = ", ".join(f"{name} {count}" for name, count in self.matches)
+        return "\n".join([f"fusions: {counts}", *(f"  {note}" for note in self.notes)])
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class SegmentPlan:
     """One trace, cut.
 
@@ -173,6 +190,7 @@ class SegmentPlan:
         symbols: value indices of the other symbols, in the order that `is_valid` takes them.
         state_facts: what the trace saw of the model's Python state.
         written_leaves: inputs that the call writes.
+        fusions: what was rewritten in the graph segments; None where nothing was to be.
     """
 
     token_dim: TokenDim
@@ -186,6 +204,7 @@ class SegmentPlan:
     state_facts: StateFacts
     written_leaves: tuple[int, ...]
     num_dead_ops: int
+    fusions: FusionReport | None = None
 
     def graph_segments(self) -> tuple[Segment, ...]:
         return tuple(segment for segment in self.segments if segment.kind == "graph")

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from piecewise.lowering_report import LoweringReport
-from piecewise.plan import EagerReason, SegmentPlan
+from piecewise.plan import EagerReason, FusionReport, SegmentPlan
 from piecewise.startup_times import StartupTimes
 from runners.stats import CallStats
 
@@ -51,12 +51,13 @@ class SegmentReport:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PlanReport:
-    """A cut plan: its segments and the share of ops in graphs."""
+    """A cut plan: its segments, the share of ops in graphs, and what was fused in them."""
 
     token_dim: str
     segments: tuple[SegmentReport, ...]
     coverage: float
     num_dead_ops: int
+    fusions: FusionReport | None = None
 
     @classmethod
     def of(cls, plan: SegmentPlan, input_names: Mapping[int, str]) -> PlanReport:
@@ -68,7 +69,7 @@ class PlanReport:
             f"{input_names.get(rule.leaf, rule.leaf)} dim {', '.join(map(str, rule.dims))}"
             for rule in plan.token_dim.inputs
         )
-        return cls(carried, segments, plan.coverage, plan.num_dead_ops)
+        return cls(carried, segments, plan.coverage, plan.num_dead_ops, plan.fusions)
 
     def count(self, kind: str) -> int:
         return sum(segment.kind == kind for segment in self.segments)
@@ -99,7 +100,8 @@ class PlanReport:
             f"segments; {self.coverage:.1%} of ops in graphs; tokens in {self.token_dim}; "
             f"{self.num_dead_ops} dead ops removed"
         )
-        return text_table(rows) + "\n" + summary
+        fused = [str(self.fusions)] if self.fusions is not None else []
+        return "\n".join([text_table(rows), summary, *fused])
 
     def to_markdown(self) -> str:
         lines = ["| segment | kind | ops | module path | reason |", "|---|---|---|---|---|"]
@@ -110,7 +112,8 @@ class PlanReport:
             lines.append(
                 f"| {segment.index} | {segment.kind} | {segment.num_ops} | {segment.module_path} | {reason} |"
             )
-        return "\n".join([*lines, "", f"{self.coverage:.1%} of ops in graphs."])
+        fused = [f"* {line.strip()}" for line in str(self.fusions).splitlines()] if self.fusions else []
+        return "\n".join([*lines, "", f"{self.coverage:.1%} of ops in graphs.", *fused])
 
     def to_json(self) -> str:
         return json.dumps(self.asdict(), indent=2)
@@ -125,6 +128,7 @@ class CaptureReport:
 
     Attributes:
         lowerings: how the segments were lowered, once per trace; `times`: seconds spent on this signature.
+        fusions: what was rewritten in the graph segments, None where nothing was to be.
     """
 
     buckets: tuple[BucketReport, ...]
@@ -134,6 +138,7 @@ class CaptureReport:
     device_bytes: int = 0
     lowerings: tuple[LoweringReport, ...] = ()
     times: StartupTimes = dataclasses.field(default_factory=StartupTimes)
+    fusions: FusionReport | None = None
 
     @property
     def captured(self) -> tuple[int, ...]:
@@ -162,7 +167,8 @@ class CaptureReport:
         one = "replay" if self.serves_one_token else "run eagerly, as another program"
         sizes = f"pool {shown_bytes(self.pool_bytes)}, buffers {shown_bytes(self.buffer_bytes)}"
         sizes += f", {shown_bytes(self.device_bytes)} of the device in all"
-        lines = [text_table(rows), f"{sizes}; calls of one token {one}"]
+        fused = [str(self.fusions)] if self.fusions is not None else []
+        lines = [text_table(rows), f"{sizes}; calls of one token {one}", *fused]
         return "\n".join([*lines, *map(str, self.lowerings), f"start-up took {self.times}"])
 
     def asdict(self) -> dict[str, Any]:

@@ -8,9 +8,7 @@ have equal source.
 
 from __future__ import annotations
 
-import functools
 import hashlib
-import linecache
 import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -23,6 +21,7 @@ from torch.utils._sympy.interp import sympy_interp
 
 import boundary_ops
 from piecewise import torch_internals as internals
+from piecewise.aten_graph import function_of
 from piecewise.formulas import RowFormulas
 from piecewise.plan import InputAt, OpCall
 from piecewise.torch_internals import SYMBOLIC
@@ -174,15 +173,7 @@ class SegmentWriter:
         foreign = tuple((name, id(value)) for name, value in sorted(code.globals.items()))
         key = (code.src, foreign, tuple((name, id(module)) for name, module in sorted(self._modules.items())))
         if key not in functions:
-            names = dict(code.globals)
-            # A name of its own, so that an error inside shows the op's line.
-            file = f"<piecewise segment {hashlib.sha256(code.src.encode()).hexdigest()[:12]}>"
-            linecache.cache[file] = (len(code.src), None, code.src.splitlines(keepends=True), file)
-            exec(compile(code.src, file, "exec"), names)
-            holder = torch.nn.Module()
-            for name, module in self._modules.items():
-                setattr(holder, name, module)
-            functions[key] = functools.partial(names["forward"], holder), self._stable_key(code, functions)
+            functions[key] = function_of(self.graph, self._modules), self._stable_key(code, functions)
         return functions[key]
 
     def _stable_key(self, code: Any, functions: Mapping[Any, Any]) -> str:

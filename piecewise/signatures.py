@@ -163,15 +163,19 @@ def trace_signature(
     def retrace(bucket: int) -> TracedModel:
         return trace_model(model, example_of_size(traced, bucket), forward=forward, config=config)
 
-    return signature_of(traced, serves_one=serves_one, retrace=retrace, times=times)
+    return signature_of(traced, serves_one=serves_one, retrace=retrace, config=config, times=times)
 
 
 def signature_of(
-    traced: TracedModel, *, serves_one: bool, retrace: Callable[[int], TracedModel], times: StartupTimes
+    traced: TracedModel,
+    *,
+    serves_one: bool,
+    retrace: Callable[[int], TracedModel],
+    config: PiecewiseConfig,
+    times: StartupTimes,
 ) -> CapturedSignature:
     """The signature that a probed trace serves, under the global state (grad mode off) of now."""
-    with times.timed("trace"):
-        plan = traced.cut()
+    plan = traced.planned(config, times, move_weights=True)
     matcher = _matcher(traced, plan, traced.trace.example)
     return CapturedSignature(
         traced, plan, matcher, _rebuilder(traced), internals.GlobalState(), state_check_of(plan), serves_one,
@@ -234,7 +238,7 @@ def _plan_for(
             traced = signature.retrace(bucket)
         with signature.times.timed("probe"):
             traced.probe([bucket], strict=context.config.strict)
-        plan = traced.cut()
+        plan = traced.planned(context.config, signature.times, move_weights=True)
         if not plan.is_valid(bucket, *other_sizes(plan, leaves)) or not _is_alike(signature.traced, traced):
             return plan, None
         check = state_check_of(plan)

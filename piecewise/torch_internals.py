@@ -1,7 +1,7 @@
 """Every private torch API that the compile-time half uses, in one place, for torch 2.11 to 2.13.
 
-Nothing here has a public equivalent; `tests/test_torch_internals.py` checks each of them on the installed
-version.
+Only the pattern matcher, which takes long to load, is elsewhere (`passes/matcher.py`). Nothing here has a
+public equivalent; `tests/test_torch_internals.py` checks each of them on the installed version.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 import sympy
 import torch
 import torch._dynamo as dynamo
+from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.source import LocalSource
 from torch._guards import TracingContext, detect_fake_mode, tracing
 from torch._subclasses import FakeTensorMode
@@ -348,3 +349,17 @@ def numeric_settings(device: torch.device) -> str:
     casts = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds]
     deterministic = torch.are_deterministic_algorithms_enabled()
     return f"{casts} {torch.get_default_dtype()} {torch.get_float32_matmul_precision()} {deterministic}"
+
+
+def trace_aten(
+    function: Callable[..., Any], arguments: Sequence[Any], fake_mode: Any
+) -> torch.fx.GraphModule:
+    """The aten ops that `function` runs on fakes and symbolic ints, gradients and autocast resolved, as a
+    graph with fakes in ``meta["val"]``; ops that write are left as they are."""
+    with fake_mode, enable_python_dispatcher(), torch.no_grad():
+        return make_fx(function)(*arguments)
+
+
+def num_storage_users(storage: torch.UntypedStorage) -> int:
+    """How many tensors look at a storage, beside the Python object that is passed."""
+    return int(torch._C._storage_Use_Count(storage._cdata)) - 1  # type: ignore[attr-defined]

@@ -145,7 +145,6 @@ def test_a_wrong_value_is_named(name, value, says):
         ("frontend", "record", "'trace'"),
         ("boundary", "captured", "'eager'"),
         ("num_streams", 2, "1"),
-        ("fusions", ("packed_linears",), "()"),
         ("min_coverage", 0.9, "None"),
     ],
 )

@@ -1,0 +1,178 @@
+"""Removes what computes nothing: dead code, casts and copies without effect, views that are there twice.
+
+Temporaries that are made and then written in place once (`mean.add_(eps)`) become plain results, as the
+writing op would otherwise be a wall that no pattern looks across.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from piecewise.passes.fakes import aten, geometry, memory_of, run_node, sizes, value_of
+from piecewise.passes.matcher import is_mutation_op
+
+_COPIES = (aten.clone.default, aten._to_copy.default)
+_SAME = (aten.alias.default, aten.detach.default, aten.view.default, aten._unsafe_view.default,
+         aten.reshape.default, aten.expand.default, aten.slice.Tensor)  # fmt: skip
+_CAST_OPTIONS = frozenset({"dtype", "layout", "device"})
+
+
+def sweep(module: fx.GraphModule) -> int:
+    """Makes all changes of the first kind that finds any; returns how many nodes it removed or replaced."""
+    steps = (remove_dead_nodes, _drop_needless_options, _make_temporaries_plain, _remove_no_ops, _share_views)
+    # One kind at a time: fakes are only true again when this returns.
+    return next((count for step in steps if (count := step(module.graph))), 0)
+
+
+def is_pure(node: fx.Node) -> bool:
+    """Whether nothing but its result tells that the node ran."""
+    if node.op != "call_function" or is_mutation_op(node):
+        return False
+    target: Any = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        if torch.Tag.nondeterministic_seeded in target.tags:
+            return False
+        return bool(target._schema.returns) and "assert" not in target._schema.name
+    # Arithmetic on sizes and items of tuples.
+    return getattr(target, "__module__", "") in ("_operator", "math", "builtins")
+
+
+def remove_dead_nodes(graph: fx.Graph) -> int:
+    """Erases nodes without users and without effects, last first; returns how many."""
+    removed = 0
+    for node in reversed(list(graph.nodes)):
+        if not node.users and is_pure(node):
+            graph.erase_node(node)
+            removed += 1
+    return removed
+
+
+def _drop_needless_options(graph: fx.Graph) -> int:
+    """A cast that names the layout and device that its input has (`type_as`) becomes a plain cast."""
+    changed = 0
+    for node in graph.find_nodes(op="call_function", target=aten._to_copy.default):
+        value, kwargs = value_of(node.args[0]), dict(node.kwargs)
+        for name in ("layout", "device"):
+            if name in kwargs and kwargs[name] == getattr(value, name):
+                del kwargs[name]
+                changed += 1
+        node.kwargs = kwargs
+    return changed
+
+
+def _make_temporaries_plain(graph: fx.Graph) -> int:
+    """`t = op(...); t.add_(x)`, with no other user of `t`, becomes `t.add(x)`."""
+    changed = 0
+    for node in list(graph.nodes):
+        plain = _plain_twin_for(node)
+        if plain is None:
+            continue
+        node.target = plain
+        del node.meta["val"]
+        changed += 1
+    return changed
+
+
+def _plain_twin_for(node: fx.Node) -> Any:
+    target: Any = node.target
+    if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload):
+        return None
+    name = target._schema.name
+    if target.namespace != "aten" or not name.endswith("_") or name.endswith("__") or not node.args:
+        return None
+    written = node.args[0]
+    if not isinstance(written, fx.Node) or len(written.users) > 1 or not _makes_memory(written):
+        return None
+    if value_of(node) is None:  # behind one that was just made plain
+        return None
+    packet = getattr(aten, name.removeprefix("aten::")[:-1], None)
+    plain = getattr(packet, target._overloadname, None) if packet is not None else None
+    if plain is None or plain._schema.is_mutable:
+        return None
+    # In place the result has the dtype of what is written; plainly it may be promoted.
+    result = run_node(node, value_of(node).fake_mode, target=plain)
+    return plain if geometry(result) == geometry(value_of(node)) else None
+
+
+def _makes_memory(node: fx.Node) -> bool:
+    """Whether a node's result lives in memory that it made itself."""
+    target: Any = node.target
+    if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload) or is_mutation_op(node):
+        return False
+    mine = memory_of(value_of(node))
+    return mine is not None and mine not in {memory_of(value_of(each)) for each in node.all_input_nodes}
+
+
+def _remove_no_ops(graph: fx.Graph) -> int:
+    outputs = {memory_of(value_of(node)) for node in graph.output_node().all_input_nodes}
+    writes = any(is_mutation_op(node) for node in graph.nodes)
+    removed = 0
+    for node in list(graph.nodes):
+        if node.op != "call_function":
+            continue
+        source = _source_of_no_op(node)
+        if source is None:
+            continue
+        # A copy has memory of its own: that must matter to nobody.
+        if node.target in _COPIES and (writes or memory_of(value_of(node)) in outputs):
+            continue
+        node.replace_all_uses_with(source)
+        graph.erase_node(node)
+        removed += 1
+    return removed
+
+
+def _source_of_no_op(node: fx.Node) -> fx.Node | None:
+    """The node that has the same values in the same geometry, if this op adds nothing to it."""
+    if node.target not in _COPIES and node.target not in _SAME:
+        return None
+    source: Any = node.args[0]
+    if node.target is aten._to_copy.default:
+        if not set(node.kwargs) <= _CAST_OPTIONS:
+            return None
+        inner = source
+        if inner.target is aten._to_copy.default and _widens(inner) and set(inner.kwargs) <= _CAST_OPTIONS:
+            source = inner.args[0]
+    return source if geometry(value_of(node)) == geometry(value_of(source)) else None
+
+
+def _widens(cast: fx.Node) -> bool:
+    """Whether a cast keeps every value exactly."""
+    before, after = value_of(cast.args[0]).dtype, value_of(cast).dtype
+    if not before.is_floating_point or not after.is_floating_point:
+        return False
+    return torch.promote_types(before, after) == after
+
+
+def _share_views(graph: fx.Graph) -> int:
+    """The second of two equal views of one tensor becomes the first."""
+    known: dict[Any, fx.Node] = {}
+    shared = 0
+    for node in list(graph.nodes):
+        target: Any = node.target
+        if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload):
+            continue
+        if not (target.is_view or target is aten._unsafe_view.default) or is_mutation_op(node):
+            continue
+        if memory_of(value_of(node)) is None or memory_of(value_of(node)) != memory_of(
+            value_of(node.args[0])
+        ):
+            continue
+        key = (target, _frozen(node.args), _frozen(node.kwargs))
+        first = known.setdefault(key, node)
+        if first is not node:
+            node.replace_all_uses_with(first)
+            graph.erase_node(node)
+            shared += 1
+    return shared
+
+
+def _frozen(value: Any) -> Any:
+    if isinstance(value, (tuple, list)):
+        return tuple(map(_frozen, value))
+    if isinstance(value, dict):
+        return tuple(sorted((name, _frozen(item)) for name, item in value.items()))
+    return sizes((value,)) if isinstance(value, torch.SymInt) else value

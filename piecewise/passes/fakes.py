@@ -1,0 +1,66 @@
+"""Keeps the fakes in ``meta["val"]`` true while a graph is rewritten."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+aten = torch.ops.aten
+
+# Views that need memory which allows them; after a rewrite their input may be a slice that does not.
+_STRICT_VIEWS = (aten.view.default, aten._unsafe_view.default)
+
+
+def value_of(node: Any) -> Any:
+    """The fake behind a node, or the constant itself."""
+    return node.meta.get("val") if isinstance(node, fx.Node) else node
+
+
+def run_node(node: fx.Node, fake_mode: Any, *, target: Any = None) -> Any:
+    """The result of a node for its inputs' fakes, or the one that another op would have."""
+    args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), value_of)
+    with fake_mode, torch.no_grad():
+        call: Any = target or node.target
+        return call(*args, **kwargs)
+
+
+def propagate(graph: fx.Graph, fake_mode: Any) -> None:
+    """Gives new nodes, and all that is computed from them, their fakes.
+
+    A view that its input's new strides do not allow becomes a reshape, which copies.
+    """
+    changed: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node.op != "call_function":
+            continue
+        if "val" in node.meta and not any(each in changed for each in node.all_input_nodes):
+            continue
+        try:
+            node.meta["val"] = run_node(node, fake_mode)
+        except (RuntimeError, ValueError):
+            if node.target not in _STRICT_VIEWS:
+                raise
+            node.target = aten.reshape.default
+            node.meta["val"] = run_node(node, fake_mode)
+        changed.add(node)
+
+
+def geometry(value: Any) -> Any:
+    """What an op may decide on: dtype, device, sizes and strides of a tensor, a scalar's expression."""
+    if isinstance(value, torch.Tensor):
+        return (value.dtype, value.device, sizes(value.shape), sizes(value.stride()))
+    if isinstance(value, (tuple, list)):
+        return tuple(map(geometry, value))
+    return sizes((value,))
+
+
+def sizes(values: Any) -> tuple[Any, ...]:
+    """Ints and symbolic ints in a form that compares without adding a guard."""
+    return tuple(value.node.expr if isinstance(value, torch.SymInt) else value for value in values)
+
+
+def memory_of(value: Any) -> int | None:
+    """Identity of the memory behind a fake tensor; None for anything else."""
+    return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else None

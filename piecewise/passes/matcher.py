@@ -1,0 +1,68 @@
+"""All that the passes use of `torch._inductor.pattern_matcher`, for torch 2.11 to 2.13.
+
+Its matcher never lets a match span an op that writes, so segments are rewritten without making them
+functional first: what they write, and who shares memory with whom, stays as the model has it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import fx
+from torch._inductor.pattern_matcher import (
+    MULTIPLE,
+    CallFunction,
+    KeywordArg,
+    Match,
+    PatternExpr,
+    PatternMatcherPass,
+    compute_mutation_region_ids,
+    is_mutation_op,
+    register_graph_pattern,
+    same_mutation_regions,
+)
+
+__all__ = [
+    "MULTIPLE",
+    "CallFunction",
+    "KeywordArg",
+    "Match",
+    "PatternExpr",
+    "PatternSet",
+    "find_regions",
+    "is_mutation_op",
+    "same_mutation_regions",
+]
+
+Rewrite = Callable[[Match], None]
+
+
+class PatternSet:
+    """Patterns with what is done where each matches; earlier ones are tried first at each node."""
+
+    def __init__(self, name: str) -> None:
+        self._patterns = PatternMatcherPass(pass_name=name)
+
+    def add(self, pattern: Any, check: Callable[[Match], bool], rewrite: Rewrite) -> None:
+        """Registers a pattern.
+
+        Args:
+            check: whether a structural match is one; asked before anything is changed.
+            rewrite: changes the graph; nodes that lose their last user are removed afterwards.
+        """
+
+        def apply(match: Match, **_: Any) -> None:
+            rewrite(match)
+
+        register_graph_pattern(pattern, extra_check=check, pass_dict=self._patterns)(apply)  # type: ignore[arg-type]
+
+    def sweep(self, module: fx.GraphModule) -> int:
+        """One walk over the graph; returns the number of matches."""
+        find_regions(module.graph)
+        return self._patterns.apply(module)
+
+
+def find_regions(graph: fx.Graph) -> None:
+    """Numbers the stretches between writing ops anew; `same_mutation_regions` compares two nodes' numbers."""
+    compute_mutation_region_ids(graph)

@@ -1,0 +1,44 @@
+"""Gives the results of a rewritten graph the strides that they had before."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils._sympy.interp import sympy_interp
+
+from piecewise.formulas import RowFormulas
+from piecewise.passes.fakes import aten, geometry, propagate, value_of
+
+
+def keep_geometry(graph: fx.Graph, wanted: Sequence[Any], fake_mode: Any) -> None:
+    """Copies results whose strides a rewrite changed: what reads a segment's results may count on them.
+
+    Args:
+        wanted: a fake of each result before the rewrite.
+    """
+    output = graph.output_node()
+    results = list(output.args[0])  # type: ignore[arg-type]
+    for position, (node, fake) in enumerate(zip(results, wanted, strict=True)):
+        if not isinstance(node, fx.Node) or geometry(value_of(node)) == geometry(fake):
+            continue
+        with graph.inserting_before(output):
+            sizes = [_as_argument(graph, size) for size in fake.shape]
+            strides = [_as_argument(graph, stride) for stride in fake.stride()]
+            dense = graph.call_function(aten.new_empty_strided.default, (node, sizes, strides))
+            results[position] = graph.call_function(aten.copy_.default, (dense, node))
+    output.args = (tuple(results),)
+    propagate(graph, fake_mode)
+
+
+def _as_argument(graph: fx.Graph, size: Any) -> Any:
+    """A size as an argument: a number, or ops on the row count, which is the first placeholder."""
+    if not isinstance(size, torch.SymInt):
+        return size
+    rows = next(iter(graph.nodes))
+    symbol = value_of(rows).node.expr
+    proxy = fx.Proxy(rows, fx.proxy.GraphAppendingTracer(graph))
+    found = sympy_interp(RowFormulas, {symbol: proxy}, size.node.expr)
+    return found.node if isinstance(found, fx.Proxy) else found
