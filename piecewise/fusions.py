@@ -53,7 +53,8 @@ class _Fusing:
         self.plan, self.names, self.num_rows, self.move_weights = plan, tuple(names), num_rows, move_weights
         self._key_mode = internals.new_fake_mode()
         self._key_rows = internals.symbolic_count(self._key_mode, "num_rows", num_rows)
-        self._traced: dict[Any, tuple[LinearGroup, ...] | NotTraceable] = {}
+        self._groups: dict[Any, tuple[LinearGroup, ...] | NotTraceable] = {}
+        self._ready: dict[Any, tuple[AtenGraph, Counter[str]]] = {}
         self._fused: dict[Any, _Fused | NotTraceable] = {}
         self._notes: dict[str, None] = {}
 
@@ -78,14 +79,14 @@ class _Fusing:
     def _fused_for(self, segment: Segment) -> _Fused | None:
         try:
             kind = self._kind(segment)
-            if kind not in self._traced:
-                self._traced[kind] = self._groups(segment)
-            groups = self._traced[kind]
+            if kind not in self._groups:
+                self._groups[kind] = self._find_groups(segment, kind)
+            groups = self._groups[kind]
             if isinstance(groups, NotTraceable):
                 raise groups
             packed = tuple(group for group in groups if self._pack(segment, group))
             if (kind, packed) not in self._fused:
-                self._fused[kind, packed] = self._rewrite(segment, packed)
+                self._fused[kind, packed] = self._rewrite(segment, kind, packed)
             fused = self._fused[kind, packed]
             if isinstance(fused, NotTraceable):
                 raise fused
@@ -112,7 +113,7 @@ class _Fusing:
         traced = trace_aten(segment, self.plan.values, num_rows=self.num_rows)
         return traced, run_passes(traced.module, passes_named(()), traced.fake_mode)
 
-    def _groups(self, segment: Segment) -> tuple[LinearGroup, ...] | NotTraceable:
+    def _find_groups(self, segment: Segment, kind: Any) -> tuple[LinearGroup, ...] | NotTraceable:
         if "pack_linears" not in self.names:
             return ()
         # The row count is placeholder 0.
@@ -123,9 +124,10 @@ class _Fusing:
             and self.plan.values[index].memory not in segment.writes
         }
         try:
-            return tuple(find_groups(self._trace(segment)[0].module.graph, read_only))
+            self._ready[kind] = self._trace(segment)
         except NotTraceable as reason:
             return reason
+        return tuple(find_groups(self._ready[kind][0].module.graph, read_only))
 
     def _pack(self, segment: Segment, group: LinearGroup) -> bool:
         """Packs the weights of a group, where all of them may be moved."""
@@ -144,9 +146,9 @@ class _Fusing:
         values = [self.plan.values[segment.inputs[position - 1]] for position in positions]
         return [value.state for value in values if value.state is not None]
 
-    def _rewrite(self, segment: Segment, groups: Sequence[LinearGroup]) -> _Fused | NotTraceable:
+    def _rewrite(self, segment: Segment, kind: Any, groups: Sequence[LinearGroup]) -> _Fused | NotTraceable:
         try:
-            traced, matches = self._trace(segment)
+            traced, matches = self._ready.pop(kind) if kind in self._ready else self._trace(segment)
         except NotTraceable as reason:
             return reason
         module, passes = traced.module, passes_named(self.names, groups=groups)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -339,8 +340,10 @@ def row_condition(fake_mode: FakeTensorMode, rows: Any) -> Callable[[int], bool]
         known = int(shape_env.simplify(symbol))
         return lambda count: count == known
     bounds = shape_env.var_to_range[symbol]
+    # As plain ints they compare with a symbol, too: a function that asks may be traced in its turn.
+    low, high = int(bounds.lower), int(bounds.upper) if bounds.upper.is_Integer else sys.maxsize
     conditions = compile_expressions(guard_expressions(shape_env), [symbol])
-    return lambda count: bool(bounds.lower <= count <= bounds.upper) and all(conditions(count))
+    return lambda count: low <= count <= high and all(conditions(count))
 
 
 def numeric_settings(device: torch.device) -> str:

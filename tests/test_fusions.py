@@ -14,6 +14,7 @@ from toy_models import HIDDEN, VOCAB, Block, Toy, check_sizes, kinds, make_ids, 
 import piecewise
 from piecewise.backend import piecewise_backend
 from piecewise.packed_weights import are_packed
+from piecewise.passes import PASS_NAMES
 from runners.errors import ConfigError
 from runners.stats import FallbackReason
 
@@ -149,6 +150,16 @@ def test_plain_models_give_the_results_of_eager(bias):
         torch.testing.assert_close(replayed(made, make_ids(n)), eagerly(model, make_ids(n)), **CLOSE)
     with torch.no_grad():
         assert made.verify(make_ids(7)).ok
+
+
+@pytest.mark.parametrize("name", PASS_NAMES)
+def test_each_fusion_alone_passes_verify(name):
+    model = Plain()
+    made, report = graphed(model, name)
+    assert report.ok and (matches(report)[name] > 0) is (name != "rotary")
+    with torch.no_grad():
+        found = made.verify(make_ids(7))
+    assert found.ok, str(found)
 
 
 def test_I1_I2_I3_hold_for_rewritten_segments():
@@ -345,3 +356,16 @@ def test_the_backend_of_torch_compile_packs_too():
     report = piecewise.handle(compiled).report()
     assert dict(report.plans[0].fusions.matches)["pack_linears"] == 4 and all(packs(model))
     assert piecewise.handle(compiled).stats.replays >= 3
+
+
+@pytest.mark.parametrize("fusions", [("auto",), PASS_NAMES], ids=["auto", "all"])
+def test_inductor_compiles_the_rewritten_segments(fusions):
+    model = Plain()
+    made, report = graphed(model, *fusions, lowering="inductor")
+    assert matches(report)["pack_linears"] == 4
+    assert not report.lowerings[0].kept_eager, str(report)
+    ids = make_ids(7)
+    with torch.no_grad():
+        assert made.verify(ids).ok
+        model.layers[0].v.weight.mul_(-1)
+    torch.testing.assert_close(replayed(made, ids), eagerly(model, ids), **CLOSE)

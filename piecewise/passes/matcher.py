@@ -55,7 +55,11 @@ class PatternSet:
         def apply(match: Match, **_: Any) -> None:
             rewrite(match)
 
-        register_graph_pattern(pattern, extra_check=check, pass_dict=self._patterns)(apply)  # type: ignore[arg-type]
+        def is_match(match: Match) -> bool:
+            # What an earlier match of this sweep left without users is dead, and not there to be matched.
+            return bool(match.output_node().users) and check(match)
+
+        register_graph_pattern(pattern, extra_check=is_match, pass_dict=self._patterns)(apply)  # type: ignore[arg-type]
 
     def sweep(self, module: fx.GraphModule) -> int:
         """One walk over the graph; returns the number of matches."""

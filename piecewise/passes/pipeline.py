@@ -4,6 +4,10 @@ Order                Why there
 clean_up             first, and again with all others: patterns are written for graphs without no-ops, and
                      dead code goes before anything could make an op's only effect a write
 pack_linears         before what reads linears' results, which become slices of one tensor
+rms_norm             before `add_rms_norm`, which joins its ops with the sums that they norm
+add_rms_norm         after it
+silu_and_mul         anywhere behind `pack_linears`
+rotary               likewise; behind the norms of q and k, whose ops it reads
 """
 
 from __future__ import annotations
@@ -15,7 +19,7 @@ from typing import Any
 
 from torch import fx
 
-from piecewise.passes import PASS_NAMES, clean_up, pack_linears
+from piecewise.passes import PASS_NAMES, clean_up, pack_linears, rms_norm, rotary, silu_and_mul
 from piecewise.passes.fakes import propagate
 
 # A pass that finds work this often does not converge.
@@ -38,8 +42,12 @@ class GraphPass:
     trigger: Callable[[fx.Graph], str | None]
 
 
+# What must have run before a pass finds anything.
+_NEEDS = {"add_rms_norm": ("rms_norm",)}
+
+
 def passes_named(names: Sequence[str], *, groups: Sequence[pack_linears.LinearGroup] = ()) -> list[GraphPass]:
-    """The passes of these names, in their order; `clean_up` is always one.
+    """The passes of these names and those that they need, in their order; `clean_up` is always one.
 
     Args:
         groups: the linears that may be packed, for `pack_linears`.
@@ -47,9 +55,14 @@ def passes_named(names: Sequence[str], *, groups: Sequence[pack_linears.LinearGr
     known = (
         GraphPass("clean_up", clean_up.sweep, lambda graph: None),
         GraphPass("pack_linears", lambda module: pack_linears.sweep(module, groups), pack_linears.trigger),
+        GraphPass("rms_norm", rms_norm.rms_norm_patterns().sweep, rms_norm.trigger),
+        GraphPass("add_rms_norm", rms_norm.add_rms_norm_patterns().sweep, rms_norm.add_trigger),
+        GraphPass("silu_and_mul", silu_and_mul.silu_and_mul_patterns().sweep, silu_and_mul.trigger),
+        GraphPass("rotary", rotary.sweep, rotary.trigger),
     )
     assert tuple(each.name for each in known) == PASS_NAMES
-    return [each for each in known if each.name == "clean_up" or each.name in names]
+    wanted = {"clean_up", *names, *(need for name in names for need in _NEEDS.get(name, ()))}
+    return [each for each in known if each.name in wanted]
 
 
 def run_passes(module: fx.GraphModule, passes: Sequence[GraphPass], fake_mode: Any) -> Counter[str]:

@@ -1,0 +1,72 @@
+"""The fused ops as torch sees them: `piecewise::rms_norm` and so on, with fakes.
+
+Without a GPU they are `reference.py`; on CUDA, where triton is installed, one launch each. Results are always
+memory of their own, with the strides that `empty_like` of the first input gives.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from piecewise.passes import reference
+
+_library = torch.library.Library("piecewise", "FRAGMENT")
+
+
+@functools.cache
+def _launches() -> Any:
+    """The launches, or None where there is no triton."""
+    try:
+        from piecewise.passes.kernels import launches
+    except ImportError:
+        return None
+    return launches
+
+
+def _define(name: str, arguments: str, results: str, cpu: Any, cuda: Any, fake: Any) -> Any:
+    _library.define(f"{name}({arguments}) -> {results}")
+    _library.impl(name, cpu, "CPU")
+    _library.impl(name, lambda *args: (cuda if _launches() is not None else cpu)(*args), "CUDA")
+    torch.library.register_fake(f"piecewise::{name}", fake, lib=_library)
+    return getattr(torch.ops.piecewise, name).default
+
+
+def _norm(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float, first: bool) -> torch.Tensor:
+    return _launches().norm(x, None, weight, eps=eps, offset=offset, round_first=first)[0]
+
+
+def _add_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, offset: float, first: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return _launches().norm(x, residual, weight, eps=eps, offset=offset, round_first=first)[:2]
+
+
+def _gated(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    return _launches().silu_and_mul(gate, up)
+
+
+def _rotated(tensors: Sequence[torch.Tensor], cos: torch.Tensor, sin: torch.Tensor) -> list[torch.Tensor]:
+    return _launches().rotate(tensors, cos, sin)
+
+
+rms_norm = _define(
+    "rms_norm", "Tensor x, Tensor weight, float eps, float offset, bool round_first", "Tensor",
+    reference.rms_norm, _norm, lambda x, *_: torch.empty_like(x),
+)  # fmt: skip
+add_rms_norm = _define(
+    "add_rms_norm", "Tensor x, Tensor residual, Tensor weight, float eps, float offset, bool round_first",
+    "(Tensor, Tensor)", reference.add_rms_norm, _add_norm,
+    lambda x, *_: (torch.empty_like(x), torch.empty_like(x)),
+)  # fmt: skip
+silu_and_mul = _define(
+    "silu_and_mul", "Tensor gate, Tensor up", "Tensor", reference.silu_and_mul, _gated,
+    lambda gate, up: torch.empty_like(gate),
+)  # fmt: skip
+rotate = _define(
+    "rotate", "Tensor[] tensors, Tensor cos, Tensor sin", "Tensor[]", reference.rotate, _rotated,
+    lambda tensors, cos, sin: [torch.empty_like(each) for each in tensors],
+)  # fmt: skip

@@ -1,0 +1,114 @@
+"""The rotary embedding of q and k, as transformers writes it, becomes one op for both.
+
+    before   q * cos + cat(-q[half:], q[:half]) * sin · the same with k
+    after    rotate([q, k], cos, sin)
+
+q and k may be slices of a packed linear's result, and normed heads (Qwen3).
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+from piecewise.passes import ops
+from piecewise.passes.fakes import aten, geometry, value_of
+from piecewise.passes.matcher import CallFunction, KeywordArg, Match, PatternSet, find_regions
+from piecewise.passes.matcher import same_mutation_regions as same_regions
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+@functools.cache
+def rotation_patterns() -> PatternSet:
+    """One tensor's rotation."""
+    patterns = PatternSet("rotary")
+    right = CallFunction(aten.slice.Tensor, KeywordArg("x"), KeywordArg("dim1"), KeywordArg("begin"),
+                         KeywordArg("end"))  # fmt: skip
+    left = CallFunction(aten.slice.Tensor, KeywordArg("x"), KeywordArg("dim2"), 0, KeywordArg("middle"))
+    turned = CallFunction(aten.cat.default, [CallFunction(aten.neg.default, right), left], KeywordArg("dim3"))
+    cos, sin = KeywordArg("cos"), KeywordArg("sin")
+    straights = [CallFunction(aten.mul.Tensor, *pair) for pair in _orders(KeywordArg("x"), cos)]
+    turneds = [CallFunction(aten.mul.Tensor, *pair) for pair in _orders(turned, sin)]
+    for straight, other in itertools.product(straights, turneds):
+        for pair in _orders(straight, other):
+            patterns.add(CallFunction(aten.add.Tensor, *pair), _is_rotation, _replace)
+    return patterns
+
+
+def sweep(module: fx.GraphModule) -> int:
+    """Finds rotations, and joins those of one cos and sin in pairs; returns how many tensors are rotated."""
+    found = rotation_patterns().sweep(module)
+    if found:
+        _join_pairs(module.graph)
+    return found
+
+
+def trigger(graph: fx.Graph) -> str | None:
+    for node in graph.find_nodes(op="call_function", target=aten.cat.default):
+        parts = node.args[0]
+        if any(isinstance(part, fx.Node) and part.target is aten.neg.default for part in parts):  # type: ignore[union-attr]
+            return "halves that are turned (neg, cat)"
+    return None
+
+
+def _orders(one: Any, other: Any) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
+    return (one, other), (other, one)
+
+
+def _is_rotation(match: Match) -> bool:
+    found = match.kwargs
+    x, cos, sin = (value_of(found[name]) for name in ("x", "cos", "sin"))
+    if not all(isinstance(each, torch.Tensor) for each in (x, cos, sin)):
+        return False
+    result = value_of(match.output_node())
+    width, last = x.shape[-1], x.dim() - 1
+    if isinstance(width, torch.SymInt) or width % 2 or x.dtype not in _DTYPES:
+        return False
+    dims = all(found[name] in (last, -1) for name in ("dim1", "dim2", "dim3"))
+    halves = found["begin"] == found["middle"] == width // 2 and found["end"] >= width
+    fits = all(
+        each.dtype is x.dtype and each.shape[-1] == width and each.dim() <= x.dim() for each in (cos, sin)
+    )
+    return dims and halves and fits and geometry(result)[2] == geometry(x)[2]
+
+
+def _replace(match: Match) -> None:
+    last, found = match.output_node(), match.kwargs
+    with last.graph.inserting_before(last):
+        both = last.graph.call_function(ops.rotate, ([found["x"]], found["cos"], found["sin"]))
+        last.replace_all_uses_with(last.graph.call_function(operator.getitem, (both, 0)))
+    last.graph.erase_node(last)
+
+
+def _join_pairs(graph: fx.Graph) -> None:
+    """Joins two rotations of one tensor each by the same cos and sin."""
+    find_regions(graph)
+    alone: dict[Any, fx.Node] = {}
+    for node in list(graph.find_nodes(op="call_function", target=ops.rotate)):
+        tensors, cos, sin = node.args
+        if len(tensors) > 1:  # type: ignore[arg-type]
+            continue
+        first = alone.get((cos, sin))
+        if first is None or not same_regions(first, node) or not _can_move(first, node):
+            alone[cos, sin] = node
+            continue
+        del alone[cos, sin]
+        with graph.inserting_before(node):
+            both = graph.call_function(ops.rotate, ([*first.args[0], *tensors], cos, sin))  # type: ignore[misc]
+            for position, single in enumerate((first, node)):
+                item = graph.call_function(operator.getitem, (both, position))
+                for user in list(single.users):
+                    user.replace_all_uses_with(item)
+                    graph.erase_node(user)
+                graph.erase_node(single)
+
+
+def _can_move(first: fx.Node, second: fx.Node) -> bool:
+    """Whether all that reads the first rotation comes after the second one."""
+    return all(second < reader for item in first.users for reader in item.users)

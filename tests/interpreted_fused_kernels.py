@@ -1,0 +1,118 @@
+"""The fused programs under triton's interpreter, on the CPU, against the reference in torch operators.
+
+Not collected by name: `test_fused_ops.py` runs this file in a process of its own, because the interpreter is
+chosen by TRITON_INTERPRET=1 as triton is imported, for the whole process.
+"""
+
+from __future__ import annotations
+
+# First, as it is about how triton is imported.
+import interpreter_fixes  # noqa: F401, I001
+import pytest
+import torch
+
+from piecewise.passes import reference
+from piecewise.passes.kernels import launches
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+# One unit in the last place of a result near 1: where a sum is made in another order, rounding may turn over.
+ULP = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
+
+
+def layouts(rows, width, dtype):
+    """Tensors of one shape in memory of different kinds; what is between the rows is NaN."""
+    packed = torch.full((rows, 3 * width), float("nan")).to(dtype)
+    packed[:, width : 2 * width] = torch.randn(rows, width).to(dtype)
+    heads = torch.randn(1, rows, 3, width).to(dtype).transpose(1, 2)
+    return {
+        "dense": torch.randn(rows, width).to(dtype),
+        "slice": packed[:, width : 2 * width],
+        "heads": heads,
+        "heads of a slice": torch.randn(1, rows, 5, width).to(dtype)[:, :, 1:4].transpose(1, 2),
+        "columns": torch.randn(width, rows).to(dtype).t(),
+        "no two steps": torch.randn(2, 3, 2, 5, width).to(dtype)[:, :2, :, ::2],
+    }
+
+
+def assert_close(found, expected, dtype, scale=1):
+    assert found.dtype is expected.dtype and found.shape == expected.shape
+    torch.testing.assert_close(
+        found.float(), expected.float(), rtol=scale * ULP[dtype], atol=scale * ULP[dtype]
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("width", [16, 96, 257, 4096])
+@pytest.mark.parametrize(("offset", "round_first"), [(0.0, True), (0.0, False), (1.0, False)])
+def test_norms(dtype, width, offset, round_first):
+    weight = torch.randn(width).to(dtype)
+    options = dict(eps=1e-6, offset=offset, round_first=round_first)
+    for name, x in layouts(3, width, dtype).items():
+        found = launches.norm(x, None, weight, **options)[0]
+        expected = reference.rms_norm(x, weight, 1e-6, offset, round_first)
+        assert_close(found, expected, dtype, 4)
+        assert found.stride() == torch.empty_like(x).stride(), name
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_sums_are_rounded_before_they_are_normed_and_returned(dtype):
+    weight = torch.randn(96).to(dtype)
+    kinds = layouts(3, 96, dtype)
+    pairs = (("dense", "slice"), ("slice", "dense"), ("columns", "dense"), ("heads", "heads of a slice"))
+    for x, residual in [(kinds[one], kinds[other]) for one, other in pairs]:
+        normed, total, _ = launches.norm(x, residual, weight, eps=1e-5, offset=0.0, round_first=True)
+        expected, added = reference.add_rms_norm(x, residual, weight, 1e-5, 0.0, True)
+        assert torch.equal(total, added)
+        assert_close(normed, expected, dtype, 4)
+
+
+def test_the_widest_and_the_narrowest_rows():
+    for width in (2, 16384):
+        x, weight = torch.randn(2, width), torch.randn(width)
+        found = launches.norm(x, None, weight, eps=1e-6, offset=0.0, round_first=False)[0]
+        assert_close(found, reference.rms_norm(x, weight, 1e-6, 0.0, False), torch.float32, 8)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("width", [16, 96, 1025])
+def test_gated_units(dtype, width):
+    kinds = layouts(3, width, dtype)
+    for one, other in (
+        ("dense", "dense"),
+        ("slice", "slice"),
+        ("columns", "slice"),
+        ("heads", "heads of a slice"),
+    ):
+        found = launches.silu_and_mul(kinds[one], kinds[other])
+        expected = reference.silu_and_mul(kinds[one], kinds[other])
+        assert_close(found, expected, dtype, 4)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("width", [8, 64, 80])
+@pytest.mark.parametrize("kind", ["heads", "heads of a slice"])
+def test_rotations(dtype, width, kind):
+    rows = 5
+    q, other = layouts(rows, width, dtype)[kind], layouts(rows, width, dtype)["heads"]
+    k = other[:, :1]
+    angles = torch.randn(1, 1, rows, width)
+    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+    for tensors in ([q, k], [k, q], [q]):
+        found = launches.rotate(tensors, cos, sin)
+        expected = reference.rotate(tensors, cos, sin)
+        assert len(found) == len(expected)
+        for ours, theirs, given in zip(found, expected, tensors, strict=True):
+            assert_close(ours, theirs, dtype)
+            assert ours.stride() == torch.empty_like(given).stride()
+
+
+def test_rotations_of_rows_that_come_first_and_of_cosines_in_columns():
+    x, cos = torch.randn(5, 3, 16), torch.randn(16, 5).t()[:, None]
+    assert_close(launches.rotate([x], cos, cos)[0], reference.rotate([x], cos, cos)[0], torch.float32)
+
+
+def test_no_rows_are_no_launch():
+    empty, weight = torch.empty(0, 16), torch.ones(16)
+    assert launches.norm(empty, None, weight, eps=1e-6, offset=0.0, round_first=False)[0].shape == (0, 16)
+    assert launches.silu_and_mul(empty, empty).shape == (0, 16)
+    assert launches.rotate([empty, empty], torch.ones(16), torch.ones(16))[0].shape == (0, 16)
