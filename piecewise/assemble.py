@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 import boundary_ops
+from piecewise import torch_internals as internals
 from piecewise.plan import ComputedNumber, InputAt, Segment, SegmentPlan, ValueSpec
 from piecewise.row_samples import unchanged_random_state
 from piecewise.startup_times import StartupTimes
@@ -268,7 +269,10 @@ def state_check_of(plan: SegmentPlan) -> StateCheck:
             place = tensors if value.index in in_graphs else looked_up
             place[id(value.state.owner), value.state.key] = value.state
     return StateCheck(
-        tensors=tuple(tensors.values()), looked_up=tuple(looked_up.values()), facts=plan.state_facts
+        tensors=tuple(tensors.values()),
+        looked_up=tuple(looked_up.values()),
+        facts=plan.state_facts,
+        number_dicts=internals.number_dicts if internals.dict_numbers_tell() else None,
     )
 
 

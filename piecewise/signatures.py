@@ -201,6 +201,7 @@ def capture_bucket(context: CaptureContext, signature: CapturedSignature, bucket
         else:
             real = _warm_up_rows(plan, bucket, assembler.leaves)
             steps = assembler.capture(bucket, real, on_segment=context.on_segment)
+            steps.check.settle()
             signature.served[bucket] = ServedBucket(steps, plan)
             signature.refused.pop(bucket, None)
             num_ops = sum(

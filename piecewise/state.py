@@ -161,6 +161,8 @@ class FactFinder:
                 self.add_value(StateRef(module._modules, key, f"{name}.{key}"), child)
             # The values above say which keys these are.
             self.add_table(module._modules, f"the submodules of {name}", length_only=True)
+            for key in _MODULE_TABLES:
+                self.add_value(StateRef(names, key, f"{name}.{key}"), names[key])
             self.add_value(StateRef(names, "training", f"{name}.training"), module.training)
             self._types.setdefault(id(module), (module, type(module), name))
             if path or not skip_root:

@@ -7,6 +7,7 @@ public equivalent; `tests/test_torch_internals.py` checks each of them on the in
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import re
 import sys
@@ -27,6 +28,7 @@ from torch.utils._device import DeviceContext
 from torch.utils._sympy.printers import PythonPrinter
 
 _TORCH = os.path.dirname(torch.__file__)
+_guards = torch._C._dynamo.guards  # type: ignore[attr-defined]
 SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
@@ -366,3 +368,58 @@ def trace_aten(
 def num_storage_users(storage: torch.UntypedStorage) -> int:
     """How many tensors look at a storage, beside the Python object that is passed."""
     return int(torch._C._storage_Use_Count(storage._cdata)) - 1  # type: ignore[attr-defined]
+
+
+def number_dicts(
+    dicts: Sequence[dict], objects: Sequence[Any], classes: Sequence[type]
+) -> Callable[[], bool]:
+    """A function that is true while no dict is written, no object gets another `__dict__`, and each is of its
+    class; one call in C for all of them.
+
+    What is written and put back counts as written, as far as `dict_numbers_tell`. Dicts and objects are held.
+    """
+    from torch._dynamo.guards import GuardManagerType
+
+    kind = GuardManagerType.GUARD_MANAGER
+    root = _guards.RootGuardManager()
+    attributes = {id(item.__dict__) for item in objects}
+    others = [owner for owner in dicts if id(owner) not in attributes]
+    items = [*others, *objects]
+    # No example value: it would make the nodes compare numbers of their own.
+    nodes = [
+        root.list_getitem_manager(key=at, source=str(at), example_value=None, guard_manager_enum=kind)
+        for at in range(len(items))
+    ]
+    for node, owner in zip(nodes, others, strict=False):
+        node.add_dict_version_guard(owner, [], None)
+    for node, item, cls in zip(nodes[len(others) :], objects, classes, strict=True):
+        node.add_type_match_guard(id(cls), [], None)
+        inner = node.get_generic_dict_manager(source="", example_value=None, guard_manager_enum=kind)
+        inner.add_dict_version_guard(item.__dict__, [], None)
+    return functools.partial(root.check, items)
+
+
+class _Plain:
+    """An object with attributes."""
+
+    value = 0
+
+
+@functools.cache
+def dict_numbers_tell() -> bool:
+    """Whether each write shows in a dict's number.
+
+    On Python 3.13.0 one through an attribute does not (https://github.com/python/cpython/issues/125608).
+    """
+    item, owner = _Plain(), {"key": 0}
+    # Beyond the point where the interpreter specialises the store. The same value again need not show.
+    for value in range(1, 100):
+        is_same = number_dicts([owner, item.__dict__], [item], [_Plain])
+        item.value = value
+        if is_same():
+            return False
+        is_same = number_dicts([owner, item.__dict__], [item], [_Plain])
+        owner["key"] = value
+        if is_same():
+            return False
+    return True

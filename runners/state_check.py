@@ -3,20 +3,31 @@
 
 A graph reads fixed addresses and holds values that Python read while tracing. Both can change behind its
 back: `module.weight = other`, `.data =`, `.to()`, `swap_tensors`, a flag flipped, a submodule replaced, a
-hook added. What was seen is kept in flat lists, so that checking it is a handful of `map` calls with no
-Python frame per entry.
+hook added. What lies in plain dicts, nearly all of it, is compared by the dicts' version numbers
+(`watched_dicts.py`). The rest is kept in flat lists, so that checking it is a handful of `map` calls with no
+Python frame per entry; what cannot change, such as an item of a tuple, is not compared. Each tensor is asked
+for its address and its geometry: no number tells of `.data =`.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import operator
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Any
 
 import torch
 
+from runners.watched_dicts import NumberDicts, WatchedDicts
+
+_NOTHING_THERE = (KeyError, IndexError, TypeError, AttributeError, ValueError)
 _PLAIN = (bool, int, float, complex, str, bytes, tuple, frozenset, torch.dtype, torch.device, torch.Size)
+# What they hold is theirs for good.
+_IMMUTABLE = (tuple, str, bytes, frozenset, range)
+# Their truth is that they hold anything.
+_CONTAINERS = (dict, OrderedDict, list, set, deque)
 # Type, dispatch keys, dtype, device, sizes and strides of many tensors in one call; Dynamo's own guard.
 _TensorGuards = torch._C._dynamo.guards.TensorGuards  # type: ignore[attr-defined]
 
@@ -36,9 +47,20 @@ class StateRef:
     def get(self) -> Any:
         """The value there now, or None where it is gone."""
         try:
-            return getattr(self.owner, self.key) if self.is_attribute else self.owner[self.key]
-        except (KeyError, IndexError, TypeError, AttributeError, ValueError):
+            return self._read()
+        except _NOTHING_THERE:
             return None
+
+    def is_empty(self) -> bool:
+        """Whether there is nothing, not even None."""
+        try:
+            self._read()
+        except _NOTHING_THERE:
+            return True
+        return False
+
+    def _read(self) -> Any:
+        return getattr(self.owner, self.key) if self.is_attribute else self.owner[self.key]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -82,6 +104,7 @@ class StateCheck:
         looked_up: places whose tensor is read anew on each call; only its kind must stay: dtype, device and
             shape, as the trace may hold them as constants.
         facts: what the trace saw.
+        number_dicts: how to compare dicts by number, where that is to be had.
     """
 
     def __init__(
@@ -90,6 +113,7 @@ class StateCheck:
         tensors: Sequence[StateRef] = (),
         looked_up: Sequence[StateRef] = (),
         facts: StateFacts = StateFacts(),  # noqa: B008
+        number_dicts: NumberDicts | None = None,
     ) -> None:
         # The recorded tensors and, since `.data =` leaves a tensor another one, their storages are held: a
         # replay that began before the mismatch was noticed must never touch freed memory.
@@ -97,22 +121,26 @@ class StateCheck:
         self._tensors = [ref.get() for ref in self._tensor_refs]
         self._storages = [tensor.untyped_storage() for tensor in self._tensors]
         self._addresses = [tensor.data_ptr() for tensor in self._tensors]
-        self._places = _Places([(ref, tensor) for ref, tensor in zip(tensors, self._tensors, strict=True)])
         self._looked_up_refs = tuple(looked_up)
+        self._look_up = _LookUp(self._looked_up_refs)
         self._kinds = [_kind(tensor) for tensor in (*self._tensors, *self._looked_up())]
         self._guards: dict[bool, Any] = {}
         self._facts = facts
         self._values = [value for _, value in facts.values]
-        self._value_places = _Places(list(facts.values))
-        self._tables = [table for table, _, _ in facts.tables]
-        self._table_sizes = [
-            content if isinstance(content, int) else len(content) for _, content, _ in facts.tables
-        ]
-        self._keyed = [
-            (table, content) for table, content, _ in facts.tables if content and not isinstance(content, int)
-        ]
-        self._objects = [item for item, _, _ in facts.types]
-        self._types = [cls for _, cls, _ in facts.types]
+        self._dicts = WatchedDicts(number_dicts)
+        self._places = _Places(self._dicts)
+        for ref, tensor in zip(self._tensor_refs, self._tensors, strict=True):
+            self._places.add(ref, tensor)
+        self._value_columns = [self._places.add(ref, value) for ref, value in facts.values]
+        self._attributes = [getattr(item, "__dict__", None) for item, _, _ in facts.types]
+        without_dict = [i for i, names in enumerate(self._attributes) if type(names) is not dict]
+        self._objects = [facts.types[i][0] for i in without_dict]
+        self._types = [facts.types[i][1] for i in without_dict]
+        for (item, cls, _), attributes in zip(facts.types, self._attributes, strict=True):
+            if type(attributes) is dict:
+                self._dicts.add_object(item, cls)
+        self._tables = _Tables(facts.tables, self._dicts)
+        self._questions = _Questions(facts.answers, self._dicts)
 
     @property
     def num_entries(self) -> int:
@@ -126,17 +154,21 @@ class StateCheck:
         `find_change`."""
         try:
             return (
-                self._places.are_unchanged()
+                self._dicts.are_unchanged()
                 and list(map(torch.Tensor.data_ptr, self._tensors)) == self._addresses
                 and self._are_of_their_kind()
-                and self._value_places.are_unchanged()
+                and self._places.are_unchanged()
                 and all(map(operator.is_, map(type, self._objects), self._types))
-                and list(map(len, self._tables)) == self._table_sizes
-                and all(table_content(table) == content for table, content in self._keyed)
-                and all(ask(item, what) is answer for ask, item, what, answer, _ in self._facts.answers)
+                and self._tables.are_unchanged()
+                and self._questions.are_unchanged()
             )
-        except (KeyError, IndexError, TypeError, AttributeError, ValueError):
+        except _NOTHING_THERE:
             return False
+
+    def settle(self) -> None:
+        """Does what the first comparison would do once for all that follow, in the mode of now."""
+        if not self.is_unchanged() and self.find_change() is None:
+            self.is_unchanged()
 
     def find_change(self) -> StateChange | None:
         """The first entry that differs, or None.
@@ -146,8 +178,8 @@ class StateCheck:
         """
         return self._find_moved() or self._find_changed_value() or self._find_changed_structure()
 
-    def _looked_up(self) -> list[Any]:
-        return [ref.get() for ref in self._looked_up_refs]
+    def _looked_up(self) -> Iterable[Any]:
+        return self._look_up.values()
 
     def _are_of_their_kind(self) -> bool:
         if not self._kinds:
@@ -182,14 +214,17 @@ class StateCheck:
                 continue
             if not _is_equal_value(now, seen):
                 return StateChange("module_state_changed", f"{ref.path} was {_brief(seen)}, is {_brief(now)}")
-            self._values[position] = now
-            self._value_places.adopt(position, now)
+            column, index = self._value_columns[position]
+            self._values[position] = column[index] = now
         return None
 
     def _find_changed_structure(self) -> StateChange | None:
-        for item, cls, path in self._facts.types:
+        for (item, cls, path), attributes in zip(self._facts.types, self._attributes, strict=True):
             if type(item) is not cls:
                 detail = f"{path} was a {cls.__name__}, is a {type(item).__name__}"
+                return StateChange("module_state_changed", detail)
+            if type(attributes) is dict and item.__dict__ is not attributes:
+                detail = f"the attributes of {path} were replaced as a whole"
                 return StateChange("module_state_changed", detail)
         for table, content, path in self._facts.tables:
             now = len(table) if isinstance(content, int) else table_content(table)
@@ -206,33 +241,102 @@ class StateCheck:
 class _Places:
     """Places with the objects expected there, split by how the look-up is done at C speed."""
 
-    def __init__(self, expected: Sequence[tuple[StateRef, Any]]) -> None:
-        self._in_dicts: tuple[list[dict], list[Any], list[Any]] = ([], [], [])
-        self._in_lists: tuple[list[list], list[Any], list[Any]] = ([], [], [])
+    def __init__(self, dicts: WatchedDicts) -> None:
+        self._dicts = dicts
+        self._attributes: tuple[list[Any], list[str], list[Any]] = ([], [], [])
+        self._items: tuple[list[Any], list[Any], list[Any]] = ([], [], [])
         self._others: tuple[list[StateRef], list[Any]] = ([], [])
-        self._index: list[tuple[list[Any], int]] = []
-        for ref, value in expected:
-            group: Any = self._others
-            if not ref.is_attribute and type(ref.owner) in (dict, list):
-                group = self._in_dicts if type(ref.owner) is dict else self._in_lists
-            entry = (ref, value) if group is self._others else (ref.owner, ref.key, value)
-            self._index.append((group[-1], len(group[-1])))
-            for column, item in zip(group, entry, strict=True):
-                column.append(item)
+
+    def add(self, ref: StateRef, value: Any) -> tuple[list[Any], int]:
+        """Where the expected object is kept: a list and an index into it."""
+        if not ref.is_attribute and type(ref.owner) is dict:
+            return self._dicts.add_value(ref.owner, ref.key, value)
+        if not ref.is_attribute and type(ref.owner) in _IMMUTABLE and ref.get() is value:
+            return [value], 0
+        group: Any = self._attributes if ref.is_attribute else self._items
+        entry: Any = (ref.owner, ref.key, value)
+        if ref.is_empty():  # which the look-ups in C do not take for None
+            group, entry = self._others, (ref, value)
+        for column, item in zip(group, entry, strict=True):
+            column.append(item)
+        return group[-1], len(group[-1]) - 1
 
     def are_unchanged(self) -> bool:
-        dicts, dict_keys, in_dicts = self._in_dicts
-        lists, indices, in_lists = self._in_lists
+        owners, names, values = self._attributes
+        containers, keys, in_containers = self._items
         refs, in_others = self._others
         return (
-            all(map(operator.is_, map(dict.get, dicts, dict_keys), in_dicts))
-            and all(map(operator.is_, map(operator.getitem, lists, indices), in_lists))
+            all(map(operator.is_, map(getattr, owners, names), values))
+            and all(map(operator.is_, map(operator.getitem, containers, keys), in_containers))
             and all(map(operator.is_, map(StateRef.get, refs), in_others))
         )
 
-    def adopt(self, position: int, value: Any) -> None:
-        column, index = self._index[position]
-        column[index] = value
+
+class _LookUp:
+    """What is in some places now, without a Python frame for those in dicts."""
+
+    def __init__(self, refs: Sequence[StateRef]) -> None:
+        in_dicts = all(not ref.is_attribute and type(ref.owner) is dict for ref in refs)
+        self._refs = refs if not in_dicts else None
+        self._owners, self._keys = [ref.owner for ref in refs], [ref.key for ref in refs]
+
+    def values(self) -> Iterable[Any]:
+        if self._refs is None:
+            return map(dict.get, self._owners, self._keys)
+        return map(StateRef.get, self._refs)
+
+
+class _Tables:
+    """Containers with the content expected in them, or just its length."""
+
+    def __init__(self, tables: Sequence[tuple[Any, Any, str]], dicts: WatchedDicts) -> None:
+        self._empty: list[Any] = []
+        self._sized: tuple[list[Any], list[int]] = ([], [])
+        self._keyed: list[tuple[Any, Any]] = []
+        for table, content, _ in tables:
+            size = content if isinstance(content, int) else len(content)
+            if size == 0 and type(table) in _CONTAINERS:
+                self._empty.append(table)
+            elif type(table) is dict:
+                read = len if isinstance(content, int) else table_content
+                dicts.add_answer(table, functools.partial(read, table), content)
+            elif type(table) not in _IMMUTABLE or len(table) != size:
+                self._sized[0].append(table)
+                self._sized[1].append(size)
+                if not isinstance(content, int):
+                    self._keyed.append((table, content))
+
+    def are_unchanged(self) -> bool:
+        tables, sizes = self._sized
+        return (
+            not any(self._empty)
+            and list(map(len, tables)) == sizes
+            and all(table_content(table) == content for table, content in self._keyed)
+        )
+
+
+class _Questions:
+    """Questions with the answers expected to them."""
+
+    def __init__(
+        self,
+        answers: Sequence[tuple[Callable[[Any, Any], bool], Any, Any, bool, str]],
+        dicts: WatchedDicts,
+    ) -> None:
+        self._columns: dict[Any, tuple[list[Any], list[Any], list[bool]]] = {}
+        for ask, item, what, answer, _ in answers:
+            is_member = ask is operator.contains
+            if is_member and type(item) is dict:
+                dicts.add_answer(item, functools.partial(ask, item, what), answer)
+            elif not (is_member and type(item) in _IMMUTABLE and ask(item, what) is answer):
+                columns = self._columns.setdefault(ask, ([], [], []))
+                for column, entry in zip(columns, (item, what, answer), strict=True):
+                    column.append(entry)
+
+    def are_unchanged(self) -> bool:
+        return all(
+            list(map(ask, items, whats)) == answers for ask, (items, whats, answers) in self._columns.items()
+        )
 
 
 def _kind(tensor: Any) -> Any:

@@ -63,6 +63,19 @@ def delete_bias(model):
     model.projection.bias = None
 
 
+def replace_parameters_as_a_whole(model):
+    weights = model.projection._parameters
+    model.projection._parameters = {name: nn.Parameter(w.detach() * 2) for name, w in weights.items()}
+
+
+def replace_attributes_as_a_whole(model):
+    names = dict(model.projection.__dict__)
+    names["_parameters"] = {
+        name: nn.Parameter(weight.detach() * 2) for name, weight in model.projection._parameters.items()
+    }
+    model.projection.__dict__ = names
+
+
 MOVES = [
     rebind,
     rebind_through_the_table,
@@ -101,6 +114,36 @@ def test_I4_capture_after_a_move_traces_again(model, move):
     assert graphed.capture(tokens(6)).captured == (4, 8, 16)
     assert serve(graphed, tokens(5)) == "replay"
     assert len(graphed.report().plans) == 1
+
+
+@pytest.mark.parametrize(
+    ("replace", "words"),
+    [
+        (replace_parameters_as_a_whole, "model.projection._parameters was"),
+        (replace_attributes_as_a_whole, "the attributes of model.projection were replaced as a whole"),
+    ],
+    ids=["parameters", "attributes"],
+)
+def test_I4_a_dict_of_weights_replaced_as_a_whole_is_noticed(model, replace, words):
+    graphed = graph(model)
+    assert serve(graphed, tokens(5)) == "replay"
+    replace(model)
+    assert words in graphed.check_addresses()
+    assert serve(graphed, tokens(5)) == "module_state_changed"
+    assert graphed.refresh().captured == (4, 8, 16)
+    assert serve(graphed, tokens(5)) == "replay"
+
+
+def test_I4_a_model_that_notes_something_on_each_call_replays(model):
+    graphed = graph(model)
+    for _ in range(40):
+        model.block.note = object()
+        with torch.no_grad():
+            graphed(tokens(5))
+    assert graphed.stats.replays == 40
+    rebind(model)
+    model.block.note = object()
+    assert serve(graphed, tokens(5)) == "moved_address"
 
 
 def test_I4_a_move_names_what_moved(model):

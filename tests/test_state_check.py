@@ -3,18 +3,35 @@
 from __future__ import annotations
 
 import collections
+import copy
 import dataclasses
+import functools
 import operator
 
 import pytest
 import torch
 from torch import nn
 
+from piecewise import torch_internals as internals
+from runners import state_check
 from runners.state_check import StateCheck, StateFacts, StateRef, table_content
+
+
+@pytest.fixture(autouse=True, params=["numbers", "values"])
+def each_way(request, monkeypatch):
+    """Dicts compared by their numbers, and by their values as where the numbers tell nothing."""
+    if request.param == "numbers" and internals.dict_numbers_tell():
+        check = functools.partial(state_check.StateCheck, number_dicts=internals.number_dicts)
+        monkeypatch.setitem(globals(), "StateCheck", check)
 
 
 @dataclasses.dataclass(slots=True)
 class Slots:
+    value: object
+
+
+@dataclasses.dataclass(slots=True)
+class OtherSlots:
     value: object
 
 
@@ -122,10 +139,29 @@ def test_I10_a_value_that_appears_where_there_was_none():
         ([1], lambda table: table.append(2)),
         (collections.deque([1]), lambda table: table.clear()),
         ({}, lambda table: table.update(a=1)),
+        (set(), lambda table: table.add(1)),
+        ([], lambda table: table.append(1)),
+        (collections.OrderedDict(), lambda table: table.update(a=1)),
+        (collections.OrderedDict(a=1, b=2), lambda table: table.move_to_end("a")),
+        (collections.UserDict(), lambda table: table.update(a=1)),
     ],
-    ids=["added", "renamed", "reordered", "replaced", "appended", "cleared", "filled"],
+    ids=[
+        "added",
+        "renamed",
+        "reordered",
+        "replaced",
+        "appended",
+        "cleared",
+        "filled",
+        "set filled",
+        "list filled",
+        "ordered filled",
+        "ordered reordered",
+        "mapping filled",
+    ],
 )
 def test_I10_tables(table, change):
+    table = copy.copy(table)
     facts = StateFacts(tables=((table, table_content(table), "the table"),))
     check = settle(StateCheck(facts=facts))
     change(table)
@@ -154,6 +190,72 @@ def test_I10_classes():
     assert_changed(check, "module_state_changed", "model.linear was a Linear, is a Other")
 
 
+def test_I10_the_attributes_of_a_module_replaced_as_a_whole():
+    module = nn.Linear(2, 2)
+    check = settle(StateCheck(facts=StateFacts(types=((module, nn.Linear, "model.linear"),))))
+    module.note = "unread"
+    assert check.is_unchanged()
+    module.__dict__ = dict(module.__dict__)
+    assert_changed(check, "module_state_changed", "the attributes of model.linear were replaced")
+
+
+def test_I10_a_class_without_attributes_of_its_own():
+    thing = Slots(1)
+    check = settle(StateCheck(facts=StateFacts(types=((thing, Slots, "the thing"),))))
+    thing.__class__ = OtherSlots
+    assert_changed(check, "module_state_changed", "the thing was a Slots, is a OtherSlots")
+
+
+def test_I10_a_constant_container_that_never_held_what_was_seen():
+    facts = StateFacts(values=((place((1.0,), 0), 2.0),))
+    assert_changed(StateCheck(facts=facts), "module_state_changed", "was 2.0, is 1.0")
+    facts = StateFacts(tables=(((1, 2), 3, "the tuple"),))
+    assert_changed(StateCheck(facts=facts), "module_state_changed", "the tuple were 3, are 2")
+    facts = StateFacts(answers=((operator.contains, "text", "x", False, "the text"),))
+    assert_changed(StateCheck(facts=facts), "module_state_changed", "'x' was not in the text")
+
+
+@pytest.mark.parametrize("kind", ["dict", "slot", "class", "mapping"])
+def test_I10_none_becomes_a_value_and_a_value_goes(kind):
+    owner = {
+        "dict": {"value": None},
+        "slot": Slots(None),
+        "class": type("Kind", (), {"value": None}),
+        "mapping": collections.UserDict(value=None),
+    }[kind]
+    is_attribute = kind in ("slot", "class")
+    ref = place(owner, "value", is_attribute=is_attribute)
+    put = setattr if is_attribute else operator.setitem
+    remove = delattr if is_attribute else operator.delitem
+    check = settle(StateCheck(facts=StateFacts(values=((ref, None),))))
+    put(owner, "value", 3)
+    assert_changed(check, "module_state_changed", "was None, is 3")
+    check = settle(StateCheck(facts=StateFacts(values=((ref, 3),))))
+    remove(owner, "value")
+    assert_changed(check, "module_state_changed", "was 3, is None")
+
+
+def test_I10_a_value_that_appears_in_a_place_of_any_kind():
+    for owner, is_attribute in ((Thing(), True), (collections.UserDict(), False)):
+        ref = place(owner, "value", is_attribute=is_attribute)
+        check = settle(StateCheck(facts=StateFacts(values=((ref, None),))))
+        (setattr if is_attribute else operator.setitem)(owner, "value", 3)
+        assert_changed(check, "module_state_changed", "was None, is 3")
+
+
+def test_I10_a_base_class_of_which_an_attribute_counts():
+    parent = type("Parent", (), {"value": 1.0})
+    child = type("Child", (parent,), {})
+    ref = place(child, "value", is_attribute=True)
+    check = settle(StateCheck(facts=StateFacts(values=((ref, child.value),))))
+    parent.value = 2.0
+    assert_changed(check, "module_state_changed", "was 1.0, is 2.0")
+    parent.value = 1.0
+    assert check.find_change() is None
+    child.value = 3.0
+    assert_changed(check, "module_state_changed", "was 1.0, is 3.0")
+
+
 def test_I10_questions():
     thing, table = Thing(), {}
     facts = StateFacts(
@@ -168,6 +270,18 @@ def test_I10_questions():
     del thing.x
     table["x"] = 1
     assert_changed(check, "module_state_changed", "'x' was not in the table")
+
+
+def test_I10_a_check_that_was_settled_is_fast_from_its_first_call():
+    owner = {"k": 1000, "t": torch.zeros(2)}
+    facts = StateFacts(values=((place(owner), int("1000")),))
+    check = StateCheck(tensors=[place(owner, "t")], facts=facts)
+    assert not check.is_unchanged()
+    check.settle()
+    assert check.is_unchanged()
+    owner["k"] = 3
+    check.settle()
+    assert_changed(check, "module_state_changed", "was 1000, is 3")
 
 
 def test_I4_nothing_to_compare_is_unchanged():

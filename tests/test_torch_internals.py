@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 
 import pytest
@@ -288,3 +289,72 @@ def test_what_fixes_a_size_is_told_with_its_line():
     places = internals.specialisation_places(internals.shape_env_of(fakes_of(graph)))
     assert any("test_torch_internals.py" in place and f"line {line}" in place for place in places), places
     assert internals.specialisation_places(None) == []
+
+
+class Thing:
+    pass
+
+
+class Other(Thing):
+    pass
+
+
+def thing(**attributes):
+    made = Thing()
+    made.__dict__.update(attributes)
+    return made
+
+
+needs_numbers = pytest.mark.skipif(
+    not internals.dict_numbers_tell(), reason="this Python's dict numbers do not tell of all writes"
+)
+
+
+def test_dict_numbers_tell_on_all_pythons_but_one():
+    assert internals.dict_numbers_tell() == (sys.version_info[:3] != (3, 13, 0))
+
+
+DICT_WRITES = {
+    "replaced": lambda owner: owner.update(a=object()),
+    "added": lambda owner: owner.update(b=1),
+    "deleted": lambda owner: owner.pop("a"),
+    "by default": lambda owner: owner.setdefault("c", 3),
+    "cleared": lambda owner: owner.clear(),
+    "reordered": lambda owner: owner.update(a=owner.pop("a")),
+}
+
+
+@needs_numbers
+@pytest.mark.parametrize("write", DICT_WRITES)
+@pytest.mark.parametrize("which", [0, 1, 2])
+def test_numbers_tell_of_each_write_to_each_dict(write, which):
+    dicts = [{"a": 1, "z": 2} for _ in range(3)]
+    is_same = internals.number_dicts(dicts, [], [])
+    assert is_same() and dicts[which]["a"] == 1 and is_same()
+    DICT_WRITES[write](dicts[which])
+    assert not is_same()
+
+
+OBJECT_CHANGES = {
+    "attribute set": lambda item: setattr(item, "a", 2.0),
+    "attribute added": lambda item: setattr(item, "b", 2.0),
+    "attribute deleted": lambda item: delattr(item, "a"),
+    "written through the dict": lambda item: item.__dict__.update(a=2.0),
+    "other attributes": lambda item: setattr(item, "__dict__", dict(item.__dict__)),
+    "other class": lambda item: setattr(item, "__class__", Other),
+}
+
+
+@needs_numbers
+@pytest.mark.parametrize("change", OBJECT_CHANGES)
+@pytest.mark.parametrize("which", [0, 1])
+def test_numbers_tell_of_each_change_of_each_object(change, which):
+    items = [thing(a=1.0), thing(a=1.0)]
+    is_same = internals.number_dicts([items[0].__dict__, items[1].__dict__, {}], items, [Thing, Thing])
+    assert is_same()
+    OBJECT_CHANGES[change](items[which])
+    assert not is_same()
+
+
+def test_a_class_that_is_not_the_expected_one_is_told_at_once():
+    assert not internals.number_dicts([], [thing()], [Other])()
