@@ -145,6 +145,10 @@ class CudaPool:
         return sum(not graph.is_reset for graph in self.graphs)
 
     @property
+    def _has_live(self) -> bool:
+        return any(not graph.is_reset for graph in self.graphs)
+
+    @property
     def begin_call(self) -> Callable[[], None]:
         """Makes the caller's stream wait for the last one, where it is another."""
         return self._join_streams
@@ -175,7 +179,7 @@ class CudaPool:
             torch._C._cuda_clearCublasWorkspaces()
             torch.cuda.empty_cache()
             self._is_open = True
-        if self._handle is None or not self.num_live:
+        if self._handle is None or not self._has_live:
             self._handle = torch.cuda.graph_pool_handle()
             self._ranges = []
         return self._handle
@@ -190,7 +194,7 @@ class CudaPool:
         self._join_streams()
         self.book.clear()
         torch._C._cuda_clearCublasWorkspaces()
-        if not self.num_live:
+        if not self._has_live:
             self._handle = None
             torch.cuda.empty_cache()
         self._is_open = False
