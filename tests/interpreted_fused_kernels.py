@@ -116,3 +116,25 @@ def test_no_rows_are_no_launch():
     assert launches.norm(empty, None, weight, eps=1e-6, offset=0.0, round_first=False)[0].shape == (0, 16)
     assert launches.silu_and_mul(empty, empty).shape == (0, 16)
     assert launches.rotate([empty, empty], torch.ones(16), torch.ones(16))[0].shape == (0, 16)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", ["dense", "slice", "heads"])
+def test_norms_in_float8(dtype, kind):
+    x = layouts(3, 96, dtype)[kind]
+    weight = torch.randn(96).to(dtype)
+    for scale, residual in ((torch.tensor([0.01]), None), (None, None), (None, x * 0.5)):
+        options = dict(quant=2 if scale is None else 1, scale=scale, least_peak=1e-10)
+        found, total, scales = launches.norm(
+            x, residual, weight, eps=1e-6, offset=0.0, round_first=True, **options
+        )
+        summed = x if residual is None else x + residual
+        expected, wanted = reference.rms_norm_quant(summed, weight, 1e-6, 0.0, True, scale, 1e-10, 0.0)
+        assert found.dtype is torch.float8_e4m3fn and found.stride() == torch.empty_like(x).stride()
+        if residual is not None:
+            assert torch.equal(total, summed)
+        # One step of float8 where a 16 bit value turned over.
+        torch.testing.assert_close(found.float(), expected.float(), rtol=0.126, atol=0.002)
+        assert (found.float() != expected.float()).float().mean() < 0.02
+        if scale is None:
+            torch.testing.assert_close(scales, wanted, rtol=1e-2, atol=0)

@@ -53,6 +53,22 @@ def test_gated_units_and_rotations_of_slices(dtype):
         assert_close(found, expected)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("width", [64, 2048, 16384])
+def test_norms_in_float8(dtype, width):
+    x, residual, weight = rows(33, width, dtype=dtype), rows(33, width, dtype=dtype), rows(width, dtype=dtype)
+    for scale in (torch.tensor([0.02], device="cuda"), None):
+        options = (weight, 1e-6, 0.0, True, scale, 1e-10, 0.0)
+        found, scales, total = ops.add_rms_norm_quant(x, residual, *options)
+        expected, wanted, summed = reference.add_rms_norm_quant(x, residual, *options)
+        assert found.dtype is torch.float8_e4m3fn and torch.equal(total, summed)
+        # One step of float8 where a value turned over.
+        torch.testing.assert_close(found.float(), expected.float(), rtol=0.126, atol=0.002)
+        assert (found.float() != expected.float()).float().mean() < 0.02
+        torch.testing.assert_close(scales, wanted, rtol=1e-2, atol=0)
+        assert ops.rms_norm_quant(x, *options)[0].dtype is torch.float8_e4m3fn
+
+
 def test_fusing_adds_no_error_in_bfloat16():
     x, residual = (rows(512, 2048, dtype=torch.bfloat16) for _ in range(2))
     weight = rows(2048, dtype=torch.bfloat16)

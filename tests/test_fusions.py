@@ -156,7 +156,7 @@ def test_plain_models_give_the_results_of_eager(bias):
 def test_each_fusion_alone_passes_verify(name):
     model = Plain()
     made, report = graphed(model, name)
-    assert report.ok and (matches(report)[name] > 0) is (name != "rotary")
+    assert report.ok and (matches(report)[name] > 0) is (name not in ("rotary", "add_rms_norm_quant"))
     with torch.no_grad():
         found = made.verify(make_ids(7))
     assert found.ok, str(found)

@@ -6,7 +6,15 @@ Only the names are here, so that settings can be checked without loading what re
 from __future__ import annotations
 
 # In the order in which they run; `pipeline.py` says why.
-PASS_NAMES = ("clean_up", "pack_linears", "rms_norm", "add_rms_norm", "silu_and_mul", "rotary")
+PASS_NAMES = (
+    "clean_up",
+    "pack_linears",
+    "rms_norm",
+    "add_rms_norm",
+    "add_rms_norm_quant",
+    "silu_and_mul",
+    "rotary",
+)
 
 # What "auto" stands for with each lowering. Inductor joins the ops of norms, gated units and rotations with
 # what is around them, which fused ops would hide from it; they can be named.

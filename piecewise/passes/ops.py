@@ -45,6 +45,34 @@ def _add_norm(
     return _launches().norm(x, residual, weight, eps=eps, offset=offset, round_first=first)[:2]
 
 
+def _norm_quant(x: torch.Tensor, *options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    quantised, scales, _ = _quantised(x, None, *options)
+    return quantised, scales
+
+
+def _quantised(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    eps: float,
+    offset: float,
+    first: bool,
+    scale: torch.Tensor | None,
+    least_peak: float,
+    least_step: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    found, total, scales = _launches().norm(
+        x, residual, weight, eps=eps, offset=offset, round_first=first, quant=1 if scale is not None else 2,
+        scale=scale, least_peak=least_peak, least_step=least_step,
+    )  # fmt: skip
+    return found, scales if scale is None else x.new_empty(0, dtype=torch.float32), total
+
+
+def _quant_fake(x: torch.Tensor, scale: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    sizes = (0,) if scale is not None else (*x.shape[:-1], 1)
+    return torch.empty_like(x, dtype=torch.float8_e4m3fn), x.new_empty(sizes, dtype=torch.float32)
+
+
 def _gated(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     return _launches().silu_and_mul(gate, up)
 
@@ -61,6 +89,19 @@ add_rms_norm = _define(
     "add_rms_norm", "Tensor x, Tensor residual, Tensor weight, float eps, float offset, bool round_first",
     "(Tensor, Tensor)", reference.add_rms_norm, _add_norm,
     lambda x, *_: (torch.empty_like(x), torch.empty_like(x)),
+)  # fmt: skip
+_QUANT = (
+    "Tensor weight, float eps, float offset, bool round_first, "
+    "Tensor? scale, float least_peak, float least_step"
+)
+rms_norm_quant = _define(
+    "rms_norm_quant", f"Tensor x, {_QUANT}", "(Tensor, Tensor)", reference.rms_norm_quant, _norm_quant,
+    lambda x, weight, eps, offset, first, scale, *_: _quant_fake(x, scale),
+)  # fmt: skip
+add_rms_norm_quant = _define(
+    "add_rms_norm_quant", f"Tensor x, Tensor residual, {_QUANT}", "(Tensor, Tensor, Tensor)",
+    reference.add_rms_norm_quant, _quantised,
+    lambda x, residual, weight, eps, offset, first, scale, *_: (*_quant_fake(x, scale), torch.empty_like(x)),
 )  # fmt: skip
 silu_and_mul = _define(
     "silu_and_mul", "Tensor gate, Tensor up", "Tensor", reference.silu_and_mul, _gated,

@@ -6,6 +6,7 @@ clean_up             first, and again with all others: patterns are written for 
 pack_linears         before what reads linears' results, which become slices of one tensor
 rms_norm             before `add_rms_norm`, which joins its ops with the sums that they norm
 add_rms_norm         after it
+add_rms_norm_quant   after both, over the ops that they left
 silu_and_mul         anywhere behind `pack_linears`
 rotary               likewise; behind the norms of q and k, whose ops it reads
 """
@@ -19,7 +20,15 @@ from typing import Any
 
 from torch import fx
 
-from piecewise.passes import PASS_NAMES, clean_up, pack_linears, rms_norm, rotary, silu_and_mul
+from piecewise.passes import (
+    PASS_NAMES,
+    clean_up,
+    pack_linears,
+    rms_norm,
+    rms_norm_quant,
+    rotary,
+    silu_and_mul,
+)
 from piecewise.passes.fakes import propagate
 
 # A pass that finds work this often does not converge.
@@ -43,7 +52,7 @@ class GraphPass:
 
 
 # What must have run before a pass finds anything.
-_NEEDS = {"add_rms_norm": ("rms_norm",)}
+_NEEDS = {"add_rms_norm": ("rms_norm",), "add_rms_norm_quant": ("rms_norm", "add_rms_norm")}
 
 
 def passes_named(names: Sequence[str], *, groups: Sequence[pack_linears.LinearGroup] = ()) -> list[GraphPass]:
@@ -57,6 +66,7 @@ def passes_named(names: Sequence[str], *, groups: Sequence[pack_linears.LinearGr
         GraphPass("pack_linears", lambda module: pack_linears.sweep(module, groups), pack_linears.trigger),
         GraphPass("rms_norm", rms_norm.rms_norm_patterns().sweep, rms_norm.trigger),
         GraphPass("add_rms_norm", rms_norm.add_rms_norm_patterns().sweep, rms_norm.add_trigger),
+        GraphPass("add_rms_norm_quant", rms_norm_quant.patterns().sweep, rms_norm_quant.trigger),
         GraphPass("silu_and_mul", silu_and_mul.silu_and_mul_patterns().sweep, silu_and_mul.trigger),
         GraphPass("rotary", rotary.sweep, rotary.trigger),
     )

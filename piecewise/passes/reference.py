@@ -6,6 +6,8 @@ Each rounds where the unfused model does, so that fusing adds no error:
   dtype before it is multiplied with the weight (transformers' Llama and Qwen3), else there is one rounding,
   at the end (Gemma, `torch.nn.RMSNorm`). The factor is `weight + offset` in float32 (Gemma: 1).
 * `add_rms_norm`: the sum is rounded to x's dtype, and that is what is normed.
+* quantised: the normed value is rounded to x's dtype, divided by the scale in float32, clamped to float8's
+  range and rounded. The scale is given, or made for each row from its largest value.
 * `silu_and_mul`: silu in float32, rounded, times `up`, rounded.
 * `rotate`: both products and their sum are rounded, as transformers' `rotate_half` formulation has it.
 """
@@ -13,6 +15,7 @@ Each rounds where the unfused model does, so that fusing adds no error:
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -43,6 +46,33 @@ def add_rms_norm(
     """(norm of x + residual, x + residual)."""
     total = x + residual
     return rms_norm(total, weight, eps, offset, round_first), total
+
+
+def rms_norm_quant(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    offset: float,
+    round_first: bool,
+    scale: torch.Tensor | None,
+    least_peak: float,
+    least_step: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(the norm in float8, the scale of each row [..., 1] in float32); no such scales where one is given."""
+    wide = rms_norm(x, weight, eps, offset, round_first).float()
+    step, scales = scale, x.new_empty(0, dtype=torch.float32)
+    if step is None:
+        peak = wide.abs().amax(-1, keepdim=True).clamp(min=least_peak)
+        step = scales = (peak / MAX_FLOAT8).clamp(min=least_step)
+    return (wide / step).clamp(-MAX_FLOAT8, MAX_FLOAT8).to(torch.float8_e4m3fn), scales
+
+
+def add_rms_norm_quant(
+    x: torch.Tensor, residual: torch.Tensor, *options: Any
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(as `rms_norm_quant` of x + residual, x + residual); `options` are those of `rms_norm_quant`."""
+    total = x + residual
+    return (*rms_norm_quant(total, *options), total)
 
 
 def silu_and_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:

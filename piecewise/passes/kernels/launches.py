@@ -82,13 +82,16 @@ def norm(
     round_first: bool,
     quant: int = 0,
     scale: torch.Tensor | None = None,
+    least_peak: float = 0.0,
+    least_step: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(normed, x + residual, scale per row); the last two are made where they are asked for.
 
     Args:
         x, residual: [..., width], width at most `reference.MAX_WIDTH`.
         weight: [width], dense.
-        quant: 0 for x's dtype, 1 for float8 by `scale`, 2 for float8 by a scale per row.
+        quant: 0 for x's dtype, 1 for float8 by `scale`, 2 for float8 by a scale per row, which is made from
+            the row's peak, of at least `least_peak`, and is at least `least_step`.
     """
     width = x.shape[-1]
     assert width <= MAX_WIDTH
@@ -104,7 +107,7 @@ def norm(
         rows = max(_TILE // columns, 1)
         norm_program[(triton.cdiv(num_rows, rows),)](
             x, added, weight, scale if scale is not None else x, out, total, scales,
-            num_rows, width, eps, offset, MAX_FLOAT8,
+            num_rows, width, eps, offset, MAX_FLOAT8, least_peak, least_step,
             *x_steps, *added_steps, *_steps_of(out), *_steps_of(total),
             ROWS=rows, WIDTH=columns, HAS_RESIDUAL=residual is not None, ROUND_FIRST=round_first, QUANT=quant,
             num_warps=_num_warps(rows * columns),

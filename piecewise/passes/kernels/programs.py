@@ -24,7 +24,8 @@ def _begin(row, inner, outer_step, inner_step):
 
 @triton.jit
 def norm_program(
-    x, residual, weight, scale, out, total, scales, num_rows, width, eps, offset, quant_max,
+    x, residual, weight, scale, out, total, scales, num_rows, width,
+    eps, offset, quant_max, least_peak, least_step,
     x_inner, x_outer_step, x_inner_step, residual_inner, residual_outer_step, residual_inner_step,
     out_inner, out_outer_step, out_inner_step, total_inner, total_outer_step, total_inner_step,
     ROWS: constexpr, WIDTH: constexpr, HAS_RESIDUAL: constexpr, ROUND_FIRST: constexpr, QUANT: constexpr,
@@ -57,7 +58,8 @@ def norm_program(
         if QUANT == 1:
             wide = wide / tl.load(scale).to(tl.float32)
         else:
-            step = tl.maximum(tl.max(tl.abs(wide), axis=1), eps) / quant_max
+            peak = tl.maximum(tl.max(tl.abs(wide), axis=1), least_peak)
+            step = tl.maximum(peak / quant_max, least_step)
             tl.store(scales + row, step, row < num_rows)
             wide = wide / step[:, None]
         wide = tl.minimum(tl.maximum(wide, -quant_max), quant_max)
