@@ -358,3 +358,60 @@ def test_numbers_tell_of_each_change_of_each_object(change, which):
 
 def test_a_class_that_is_not_the_expected_one_is_told_at_once():
     assert not internals.number_dicts([], [thing()], [Other])()
+
+
+def test_the_users_of_a_storage_are_counted():
+    tensor = torch.randn(4, 8)
+    storage = tensor.untyped_storage()
+    assert internals.num_storage_users(storage) == 1
+    view = tensor[1:]
+    assert internals.num_storage_users(storage) == 2
+    parameter = torch.nn.Parameter(tensor)
+    assert internals.num_storage_users(storage) == 3
+    del view, parameter
+    assert internals.num_storage_users(storage) == 1
+
+
+def test_an_aten_graph_keeps_what_writes_and_takes_a_symbolic_count():
+    fake_mode = internals.new_fake_mode()
+    rows = internals.symbolic_count(fake_mode, "rows", 5)
+    with fake_mode:
+        x = torch.empty(rows, 8)
+
+    def function(count, x):
+        x.add_(1)
+        return (x.view(count * 8).to(torch.bfloat16),)
+
+    graph = internals.trace_aten(function, (rows, x), fake_mode).graph
+    names = [node.target._schema.name for node in graph.nodes if hasattr(node.target, "_schema")]
+    assert names == ["aten::add_", "aten::view", "aten::_to_copy"]
+    assert str(graph.output_node().args[0][0].meta["val"].shape[0]) == f"8*{rows}"
+    holds = internals.row_condition(fake_mode, rows)
+    assert [holds(count) for count in (1, 2, 1000)] == [False, True, True]
+
+
+def test_no_pattern_matches_across_an_op_that_writes():
+    from piecewise.passes.matcher import CallFunction, KeywordArg, PatternSet
+
+    aten = torch.ops.aten
+    patterns = PatternSet("sums of sines")
+    pattern = CallFunction(aten.add.Tensor, CallFunction(aten.sin.default, KeywordArg("x")), KeywordArg("y"))
+    found = []
+    patterns.add(pattern, lambda match: match.kwargs["y"] is not match.kwargs["x"], found.append)
+
+    def swept(function):
+        fake_mode = internals.new_fake_mode()
+        with fake_mode:
+            x, y = torch.empty(4), torch.empty(4)
+        return patterns.sweep(internals.trace_aten(function, (x, y), fake_mode))
+
+    assert swept(lambda x, y: (x.sin() + y,)) == len(found) == 1
+    assert found[0].output_node().target is aten.add.Tensor
+    assert swept(lambda x, y: (x.sin() + x,)) == 0
+
+    def written_between(x, y):
+        sine = x.sin()
+        x.add_(1)
+        return (sine + y,)
+
+    assert swept(written_between) == 0
