@@ -7,6 +7,8 @@ imports neither transformers nor triton.
 from boundary_ops import huggingface
 from boundary_ops.attention import attn_inplace
 from boundary_ops.batch import PrefillBatch
+from boundary_ops.capture import CapturedForm, CaptureLimits, Misfit, StepMetadata
+from boundary_ops.captured_attention import attn_captured
 from boundary_ops.errors import BoundaryOpError, CacheExhaustedError
 from boundary_ops.kv_cache import PagedKVCache
 from boundary_ops.registry import BoundaryOp, define, lookup, register, registered, unregister
@@ -15,8 +17,13 @@ __all__ = [
     "BoundaryOp",
     "BoundaryOpError",
     "CacheExhaustedError",
+    "CaptureLimits",
+    "CapturedForm",
+    "Misfit",
     "PagedKVCache",
     "PrefillBatch",
+    "StepMetadata",
+    "attn_captured",
     "attn_inplace",
     "define",
     "huggingface",

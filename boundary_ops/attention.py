@@ -12,23 +12,20 @@ one Triton program instead (`boundary_ops.kernels`), where triton is installed.
 
 from __future__ import annotations
 
-import functools
-import logging
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
+from boundary_ops.attention_checks import NAME, check_batch, check_options, check_tensors
+from boundary_ops.attention_on_cuda import cuda_module, warm_up
 from boundary_ops.batch import PrefillBatch
-from boundary_ops.errors import BoundaryOpError
-from boundary_ops.kv_cache import PagedKVCache
+from boundary_ops.captured_attention import FORM
 from boundary_ops.registry import define
 
 __all__ = ["attn_inplace"]
 
-_log = logging.getLogger("boundary_ops")
-NAME = "piecewise::attn_inplace"
 SCHEMA = (
     f"{NAME}(Tensor q, Tensor k, Tensor v, Tensor(a!) out, Tensor(b!) k_cache, Tensor(c!) v_cache, "
     "float scale, int window=0, float softcap=0.0, Tensor? sinks=None, bool implied_positions=False) -> ()"
@@ -154,142 +151,16 @@ def _attend_by_hand(
     return torch.matmul(scores.softmax(-1), v)
 
 
-def check_tensors(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    sinks: torch.Tensor | None,
-) -> None:
-    """Raises unless shapes, dtypes and devices agree."""
-    if q.dim() != 3 or k.dim() != 3:
-        name, tensor = ("q", q) if q.dim() != 3 else ("k", k)
-        raise _mismatch(name, "[num_tokens, heads, head_dim]", str(list(tensor.shape)))
-    (num_tokens, heads, dim), kv_heads = q.shape, k.shape[1]
-    new_rows = (num_tokens, kv_heads, dim)
-    shapes = {"k": (k, new_rows), "v": (v, new_rows), "out": (out, (num_tokens, heads, dim))}
-    for name, (tensor, shape) in shapes.items():
-        if tensor.shape != shape:
-            fitting = f"{list(shape)}, as q is {list(q.shape)} and k {list(k.shape)}"
-            raise _mismatch(name, fitting, str(list(tensor.shape)))
-    if not kv_heads or heads % kv_heads:
-        raise _mismatch("q", f"a multiple of the {kv_heads} K/V heads", f"{heads} query heads")
-    for name, pool in (("k_cache", k_cache), ("v_cache", v_cache)):
-        if pool.dim() != 4 or pool.shape[2:] != (kv_heads, dim):
-            raise _mismatch(name, f"[num_blocks, block_size, {kv_heads}, {dim}]", str(list(pool.shape)))
-    if sinks is not None and sinks.shape != (heads,):
-        raise _mismatch("sinks", f"[{heads}], one per query head", str(list(sinks.shape)))
-    if not q.dtype.is_floating_point:
-        raise _mismatch("q", "a floating dtype", str(q.dtype))
-    for name, tensor in (("k", k), ("v", v), ("out", out), ("k_cache", k_cache), ("v_cache", v_cache)):
-        if tensor.dtype != q.dtype or tensor.device != q.device:
-            raise _mismatch(name, f"{q.dtype} on {q.device}, as q", f"{tensor.dtype} on {tensor.device}")
-
-
-def check_options(scale: float, window: int, softcap: float) -> None:
-    """Raises unless scale, window and soft cap are numbers that make sense."""
-    if window < 0:
-        raise _mismatch("window", "0 (none) or a positive number of tokens", str(window))
-    # Written so that NaN is refused too.
-    if not 0.0 <= softcap < float("inf"):
-        raise _mismatch("softcap", "0.0 (none) or a positive number", str(softcap))
-    if not abs(scale) < float("inf"):
-        raise _mismatch("scale", "a finite number", str(scale))
-
-
-def check_batch(
-    batch: PrefillBatch,
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    implied_positions: bool,
-) -> None:
-    """Raises unless the call fits the step that is running."""
-    if q.shape[0] != batch.num_tokens:
-        raise BoundaryOpError(
-            f"op '{NAME}', argument 'q'",
-            expected=f"{batch.num_tokens} rows, the tokens of the current PrefillBatch",
-            got=f"{q.shape[0]}",
-            rule="the op gets exactly the step's tokens, without padding",
-            fix="call the model with batch.pack(prompts), inside the `with` block of that same batch",
-        )
-    check_pools(batch.cache, k_cache, v_cache)
-    if implied_positions:
-        check_implied_positions(batch)
-
-
-def check_pools(cache: PagedKVCache, k_cache: torch.Tensor, v_cache: torch.Tensor) -> None:
-    """Raises unless both are pools of the cache that the running step belongs to."""
-    for name, pool in (("k_cache", k_cache), ("v_cache", v_cache)):
-        if not cache.owns_pool(pool):
-            raise BoundaryOpError(
-                f"op '{NAME}', argument '{name}'",
-                expected="a pool of the cache that the current PrefillBatch was built for",
-                got=f"another tensor, {list(pool.shape)}",
-                rule="slots and block tables mean nothing in another cache",
-                fix="build the batch with the cache that the model is attached to",
-            )
-
-
-def check_implied_positions(batch: PrefillBatch) -> None:
-    """Raises unless numbering the step's tokens 0, 1, 2, ... is what their positions are."""
-    if batch.num_seqs > 1 or any(batch.context_lens):
-        raise BoundaryOpError(
-            "model input 'position_ids'",
-            expected="the positions of a packed or continued step",
-            got=f"none, with {batch.num_seqs} sequences and context lengths {batch.context_lens}",
-            rule="without position_ids a model numbers the tokens 0, 1, 2, ... as one new sequence",
-            fix="pass position_ids=batch.positions",
-        )
-
-
-def _mismatch(argument: str, expected: str, got: str) -> BoundaryOpError:
-    return BoundaryOpError(
-        f"op '{NAME}', argument '{argument}'",
-        expected=expected,
-        got=got,
-        rule="q, k, v, out and the layer's pools agree in heads, head_dim, dtype and device",
-        fix="pass this layer's tensors, and make the cache with the model's sizes, dtype and device",
-    )
-
-
-@functools.cache
-def _cuda_module() -> Any:
-    """The module of the CUDA implementation, or None without triton; triton is imported by the first call."""
-    try:
-        from boundary_ops.kernels import prefill
-    except ImportError as error:
-        _log.warning("op '%s' runs as torch operators on CUDA, which is slow: %s", NAME, error)
-        return None
-    return prefill
-
-
 def attend_on_cuda(*args: Any, **kwargs: Any) -> None:
     """`attend_inplace` as one Triton program; as torch operators where there is no triton."""
-    module = _cuda_module()
+    module = cuda_module()
     (attend_inplace if module is None else module.attend)(*args, **kwargs)
 
 
 def bind_on_cuda(*args: Any) -> Callable[..., object] | None:
     """`attend_on_cuda` for calls that repeat; None where that is torch operators."""
-    module = _cuda_module()
+    module = cuda_module()
     return None if module is None else module.bind(*args)
-
-
-def warm_up(num_tokens: int, *args: Any, **kwargs: Any) -> None:
-    """Compiles what a call with `num_tokens` new tokens launches on CUDA, so that no later call does.
-
-    Args:
-        args, kwargs: the arguments of such a call, looked at and not touched. Without them, every layer shape
-            that the op has been called or warmed up with is warmed up.
-    """
-    module = _cuda_module() if torch.cuda.is_available() else None
-    if module is not None:
-        from boundary_ops.kernels.tuning import warm_up as compile_ahead
-
-        compile_ahead(num_tokens, *args, **kwargs)
 
 
 attn_inplace = define(
@@ -299,4 +170,5 @@ attn_inplace = define(
     capture_safe=True,
     warm_up=warm_up,
     bind={"cuda": bind_on_cuda},
+    captured_form=FORM,
 )

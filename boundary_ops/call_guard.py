@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from boundary_ops.attention import check_implied_positions
+from boundary_ops.attention_checks import check_implied_positions
 from boundary_ops.batch import PrefillBatch
 from boundary_ops.errors import refuse
 

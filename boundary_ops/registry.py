@@ -22,9 +22,11 @@ import torch
 from torch._ops import OpOverload, OpOverloadPacket
 
 from boundary_ops.bound_op import BoundOp
+from boundary_ops.capture import CapturedForm
 from boundary_ops.errors import BoundaryOpError
 from boundary_ops.schema import (
     Implementation,
+    check_captured_form,
     check_implementations,
     check_token_args,
     find_mutated,
@@ -48,9 +50,13 @@ class BoundaryOp:
         name: "ns::op", or "ns::op.overload" for an overload that is not the default one.
         overload: the torch op.
         token_args: argument name -> the dim of it that counts tokens; None where the trace has to find that.
-        capture_safe: the op may be captured into a graph: it takes padded rows and writes nothing for them.
+        capture_safe: the op may be captured into a graph: it takes padded rows, finds the step's token count
+            and lengths on the device, writes nothing for a padded row, and its launch depends on shapes
+            alone. Its metadata are tensors among its arguments, or it has a `captured_form`.
         warm_up: called with `num_tokens` before capture, works on scratch memory; None where nothing
             compiles on first use.
+        captured_form: what is captured in its place, where its metadata is Python state; None where the op
+            itself can be captured, or nothing can.
         mutated: names of the arguments that the schema marks as written, in schema order.
     """
 
@@ -60,6 +66,7 @@ class BoundaryOp:
     capture_safe: bool
     warm_up: Callable[[int], object] | None
     mutated: tuple[str, ...]
+    captured_form: CapturedForm | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
         self.overload(*args, **kwargs)
@@ -103,6 +110,7 @@ def define(
     capture_safe: bool = False,
     warm_up: Callable[[int], object] | None = None,
     bind: Mapping[str, Binder] | None = None,
+    captured_form: CapturedForm | None = None,
 ) -> BoundaryOp:
     """Makes a new in-place op and declares it as a boundary op.
 
@@ -117,8 +125,7 @@ def define(
             schema's arguments, trailing ones left out where they equal the schema's default.
         token_args: which dim of which tensor argument counts tokens. Those dims are then known to be equal
             in a trace, which ties the arguments' symbols together.
-        capture_safe: see `BoundaryOp`.
-        warm_up: see `BoundaryOp`.
+        capture_safe, warm_up, captured_form: see `BoundaryOp`.
         bind: per device, how to serve calls that repeat with less host time than `impl` takes: called with
             the arguments of one such call, returns a function that is called in `impl`'s place with arguments
             of the same shapes, strides, dtypes, devices and the same values that are no tensors; or None.
@@ -127,14 +134,15 @@ def define(
         The declared op; keep it or not, the registry keeps it.
 
     Raises:
-        BoundaryOpError: the schema cannot be parsed, returns something or writes nothing, `impl` or
-            `token_args` do not fit it, or the name is taken by an op with another schema.
+        BoundaryOpError: the schema cannot be parsed, returns something or writes nothing, `impl`,
+            `token_args` or `captured_form` do not fit it, or the name is taken by an op with another schema.
     """
     parsed = parse(schema)
     name = qualified(parsed.name, parsed.overload_name)
     mutated = find_mutated(name, parsed)
     tokens = check_token_args(name, parsed, token_args)
     implementations = check_implementations(name, impl)
+    check_captured_form(name, mutated, capture_safe, captured_form)
     definition = _definitions.get(name)
     if definition is None:
         if name in _existing_names():
@@ -156,7 +164,8 @@ def define(
     else:
         definition.implementations, definition.token_args = implementations, tokens
     definition.bind = dict(bind or {})
-    op = _declare(name, _overload(parsed.name, parsed.overload_name), tokens, capture_safe, warm_up, mutated)
+    overload = _overload(parsed.name, parsed.overload_name)
+    op = _declare(name, overload, tokens, capture_safe, warm_up, mutated, captured_form)
     for bound in definition.bound:
         bound.function = op.overload
     definition.bound.clear()
@@ -169,6 +178,7 @@ def register(
     token_args: Mapping[str, int] | None = None,
     capture_safe: bool = False,
     warm_up: Callable[[int], object] | None = None,
+    captured_form: CapturedForm | None = None,
 ) -> BoundaryOp:
     """Declares an op that exists already as a boundary op. Registering a name again replaces the declaration.
 
@@ -176,18 +186,18 @@ def register(
         name: "ns::op" or "ns::op.overload". Without an overload: the default one, or the only one there is.
         token_args: as for `define`, but read by the splitter only: the op keeps the fake kernel that its
             library gave it.
-        capture_safe: see `BoundaryOp`.
-        warm_up: see `BoundaryOp`.
+        capture_safe, warm_up, captured_form: see `BoundaryOp`.
 
     Raises:
-        BoundaryOpError: there is no such op, it returns something or writes nothing, or `token_args` do not
-            fit it.
+        BoundaryOpError: there is no such op, it returns something or writes nothing, or `token_args` or
+            `captured_form` do not fit it.
     """
     overload = _find_overload(name)
     full_name = qualified(overload._schema.name, overload._schema.overload_name)
     mutated = find_mutated(full_name, overload._schema)
     tokens = check_token_args(full_name, overload._schema, token_args)
-    return _declare(full_name, overload, tokens, capture_safe, warm_up, mutated)
+    check_captured_form(full_name, mutated, capture_safe, captured_form)
+    return _declare(full_name, overload, tokens, capture_safe, warm_up, mutated, captured_form)
 
 
 def registered() -> tuple[BoundaryOp, ...]:
@@ -239,6 +249,7 @@ def _declare(
     capture_safe: bool,
     warm_up: Callable[[int], object] | None,
     mutated: tuple[str, ...],
+    captured_form: CapturedForm | None,
 ) -> BoundaryOp:
     op = BoundaryOp(
         name=name,
@@ -247,6 +258,7 @@ def _declare(
         capture_safe=capture_safe,
         warm_up=warm_up,
         mutated=mutated,
+        captured_form=captured_form,
     )
     _registered[name] = op
     return op

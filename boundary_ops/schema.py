@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from boundary_ops.capture import CapturedForm
 from boundary_ops.errors import BoundaryOpError
 
 DEVICES = ("cpu", "cuda", "xpu", "mps")
@@ -122,6 +123,24 @@ def check_implementations(name: str, impl: Any) -> Mapping[str, Implementation] 
         rule="each device that the op runs on has an implementation",
         fix='pass one callable for all devices, or for example {"cpu": f, "cuda": g}',
     )
+
+
+def check_captured_form(
+    name: str, mutated: tuple[str, ...], capture_safe: bool, form: CapturedForm | None
+) -> None:
+    """Raises unless the form, where there is one, can stand for the op in a graph."""
+    if form is None:
+        return
+    if not capture_safe or not form.op.capture_safe or form.op.mutated != mutated:
+        writes = ", ".join(mutated)
+        raise BoundaryOpError(
+            f"op '{name}', captured_form",
+            expected=f"capture_safe=True for both ops, and a form that writes {writes}",
+            got=f"capture_safe={capture_safe}, and '{form.op.name}' with capture_safe={form.op.capture_safe} "
+            f"that writes {', '.join(form.op.mutated)}",
+            rule="the form does in a graph what the op does outside of it",
+            fix="declare both capture_safe=True, and give what they write the same names",
+        )
 
 
 def qualified(name: str, overload_name: str) -> str:

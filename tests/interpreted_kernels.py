@@ -13,11 +13,11 @@ import torch
 
 from boundary_ops import BoundaryOpError, PagedKVCache, PrefillBatch
 from boundary_ops.kernels import prefill, tuning
-from boundary_ops.kernels.captured import StepBuffers
 from boundary_ops.kernels.configs import BlockConfig
 from boundary_ops.kernels.launcher import is_interpreted
 from boundary_ops.kernels.programs import prefill_program
 from boundary_ops.reference import naive_attn_inplace
+from boundary_ops.step_buffers import StepBuffers
 
 SMALL = BlockConfig(16, 16, 4, 2)
 LENGTHS = ((13, 1, 22), (5, 18, 1))
@@ -231,8 +231,8 @@ def run_captured(layer, step, arguments, padding, padded_rows):
         for tensor in arguments
     ]
     out = torch.full_like(padded[0], 7.0)
-    with step:
-        prefill.attend(*padded, out, layer.cache.k[0], layer.cache.v[0], **layer.options)
+    pools = layer.cache.k[0], layer.cache.v[0]
+    prefill.attend_captured(*padded, out, *pools, **step.tensors, **layer.options)
     return out
 
 
@@ -240,7 +240,7 @@ def run_captured(layer, step, arguments, padding, padded_rows):
 @pytest.mark.parametrize("padding", [float("nan"), 1e4])
 def test_I1_captured_equals_eager_and_writes_no_padded_row(options, padding):
     layer = Layer(**options)
-    step = StepBuffers(layer.cache, max_num_seqs=5, max_num_tokens=64, max_seq_len=64)
+    step = StepBuffers((*layer.cache.k, *layer.cache.v), max_num_seqs=5, max_num_tokens=64, max_seq_len=64)
     addresses = [tensor.data_ptr() for tensor in (step.cu_seqlens_q, step.slot_mapping, step.block_tables)]
     for ids, lens in (("abc", (13, 1, 22)), ("abc", (5, 18, 1)), ("d", (40,)), ("abcde", (1, 1, 1, 1, 1))):
         batch = PrefillBatch.build(layer.cache, ids, lens)
@@ -263,7 +263,7 @@ def test_I1_captured_equals_eager_and_writes_no_padded_row(options, padding):
 
 def test_I8_captured_with_no_sequences_nothing_is_written():
     layer = Layer(poison=False)
-    step = StepBuffers(layer.cache, max_num_seqs=3, max_num_tokens=64, max_seq_len=64)
+    step = StepBuffers((*layer.cache.k, *layer.cache.v), max_num_seqs=3, max_num_tokens=64, max_seq_len=64)
     for loaded in (False, True):
         if loaded:
             step.load(PrefillBatch.build(layer.cache, "ab", (9, 20)))
@@ -275,36 +275,53 @@ def test_I8_captured_with_no_sequences_nothing_is_written():
 
 def test_captured_rows_bound_what_is_written():
     layer = Layer(poison=False)
-    step = StepBuffers(layer.cache, max_num_seqs=3, max_num_tokens=64, max_seq_len=64)
+    step = StepBuffers((*layer.cache.k, *layer.cache.v), max_num_seqs=3, max_num_tokens=64, max_seq_len=64)
     batch = PrefillBatch.build(layer.cache, "ab", (9, 20))
     step.load(batch)
     # A step larger than the captured rows: the caller's mistake, which must not reach memory beyond them.
     memory = torch.full((40, layer.heads, layer.dim), 7.0)
     q, k, v = layer.rows(16)
-    with step:
-        prefill.attend(q, k, v, memory[:16], layer.cache.k[0], layer.cache.v[0], 0.3)
+    pools = layer.cache.k[0], layer.cache.v[0]
+    prefill.attend_captured(q, k, v, memory[:16], *pools, **step.tensors, scale=0.3)
     assert (memory[16:] == 7).all()
     others = torch.ones(24 * 16, dtype=torch.bool)
     others[batch.slot_mapping[:16]] = False
     assert (layer.cache.k[0].flatten(0, 1)[others] == 7).all()
 
 
-def test_captured_calls_that_cannot_be_are_refused():
+def test_captured_calls_that_do_not_fit_are_refused():
     layer = Layer()
-    step = StepBuffers(layer.cache, max_num_seqs=2, max_num_tokens=16, max_seq_len=32)
-    q, k, v = layer.rows(16)
     pools = layer.cache.k[0], layer.cache.v[0]
-    with step:
-        with pytest.raises(BoundaryOpError, match="at most 16 rows.*17"):
-            big = layer.rows(17)
-            prefill.attend(*big, torch.empty_like(big[0]), *pools, 0.3)
-        with pytest.raises(BoundaryOpError, match="position_ids"):
-            prefill.attend(q, k, v, torch.empty_like(q), *pools, 0.3, implied_positions=True)
-        with pytest.raises(BoundaryOpError, match="side by side"):
-            odd = q.repeat_interleave(2, dim=2)[..., ::2]
-            prefill.attend(odd, k, v, torch.empty_like(q), *pools, 0.3)
-        with pytest.raises(BoundaryOpError, match="another tensor"):
-            prefill.attend(q, k, v, torch.empty_like(q), pools[0].clone(), pools[1], 0.3)
+    step = StepBuffers(pools, max_num_seqs=2, max_num_tokens=16, max_seq_len=32)
+    q, k, v = layer.rows(17)
+    with pytest.raises(BoundaryOpError, match="17 or more.*16"):
+        prefill.attend_captured(q, k, v, torch.empty_like(q), *pools, **step.tensors, scale=0.3)
+    for name, wrong in (
+        ("seq_lens", step.seq_lens[:1]),
+        ("cu_seqlens_q", step.cu_seqlens_q.long()),
+        ("block_tables", step.block_tables[:, ::2]),
+    ):
+        tensors = {**step.tensors, name: wrong}
+        with pytest.raises(BoundaryOpError, match="argument '(cu_seqlens_q|seq_lens|block_tables)'"):
+            rows = [tensor[:16] for tensor in (q, k, v, torch.empty_like(q))]
+            prefill.attend_captured(*rows, *pools, **tensors, scale=0.3)
+
+
+def test_what_the_program_cannot_run_is_captured_as_torch_operators():
+    layer = Layer()
+    pools = layer.cache.k[0], layer.cache.v[0]
+    step = StepBuffers(pools, max_num_seqs=4, max_num_tokens=16, max_seq_len=32)
+    batch = PrefillBatch.build(layer.cache, "ab", (9, 4))
+    q, k, v = (torch.cat((rows, torch.full_like(rows[:3], float("nan")))) for rows in layer.rows(13))
+    odd = q.repeat_interleave(2, dim=2)[..., ::2]
+    expected, keys, values = naive_attn_inplace(batch, q[:13], k[:13], v[:13], *pools, scale=0.3)
+    out = torch.full_like(q, 7.0)
+    step.load(batch)
+    prefill.attend_captured(odd, k, v, out, *pools, **step.tensors, scale=0.3)
+    torch.testing.assert_close(out[:13].double(), expected, rtol=1e-5, atol=1e-5)
+    assert (out[13:] == 7).all()
+    assert torch.equal(pools[0].nan_to_num(9.0), keys.nan_to_num(9.0))
+    assert torch.equal(pools[1].nan_to_num(9.0), values.nan_to_num(9.0))
 
 
 def test_I8_warm_up_leaves_no_trace(monkeypatch):
@@ -322,9 +339,7 @@ def test_I8_warm_up_leaves_no_trace(monkeypatch):
     assert [(g.heads, g.head_dim, g.window, g.softcap, g.sinks) for g in geometries] == [
         (2, 64, True, True, torch.float32)
     ]
-    # Without arguments: whatever was seen before, and inside a captured step too.
-    with StepBuffers(layer.cache, max_num_seqs=2, max_num_tokens=16, max_seq_len=32):
-        tuning.warm_up(5)
+    tuning.warm_up(5)  # without arguments: whatever was seen before
     assert list(prefill.plans.geometries) == geometries
     assert torch.equal(torch.get_rng_state(), state)
     assert all((tensor == 7).all() for tensor in arguments[3:])

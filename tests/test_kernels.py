@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 import torch
 
-from boundary_ops import BoundaryOpError, PagedKVCache, PrefillBatch, attention
-from boundary_ops.kernels.captured import StepBuffers
+from boundary_ops import BoundaryOpError, PagedKVCache, PrefillBatch, attention, attention_on_cuda
 from boundary_ops.kernels.configs import BlockConfig, candidates, default_config, fitted
 from boundary_ops.kernels.geometry import Geometry, power_of_two
 from boundary_ops.kernels.tiles import tile_records, tiles_of
+from boundary_ops.step_buffers import StepBuffers
 
 INTERPRETED = Path(__file__).with_name("interpreted_kernels.py")
 needs_triton = pytest.mark.skipif(
@@ -237,11 +237,11 @@ def test_tiles_are_made_once_per_batch_size_and_stream():
 
 def test_step_buffers_hold_a_batch_and_nothing_of_the_one_before():
     cache = make_cache()
-    step = StepBuffers(cache, max_num_seqs=3, max_num_tokens=20, max_seq_len=24)
+    step = StepBuffers((*cache.k, *cache.v), max_num_seqs=3, max_num_tokens=20, max_seq_len=24)
     assert step.cu_seqlens_q.tolist() == [0, 0, 0, 0] and step.block_tables.shape == (3, 6)
     for ids, lens in (("abc", (5, 9, 6)), ("ab", (2, 1)), ([], [])):
         with PrefillBatch.build(cache, ids, lens) as batch:
-            step.load(PrefillBatch.current())
+            step.load()
         count, rows, width = batch.num_seqs, batch.num_tokens, batch.block_tables.shape[1]
         assert step.cu_seqlens_q.tolist() == batch.cu_seqlens_q.tolist() + [rows] * (3 - count)
         assert step.seq_lens.tolist() == batch.seq_lens.tolist() + [0] * (3 - count)
@@ -255,7 +255,7 @@ def test_step_buffers_hold_a_batch_and_nothing_of_the_one_before():
 
 def test_a_step_beyond_the_buffers_is_refused_and_changes_nothing():
     cache = make_cache()
-    step = StepBuffers(cache, max_num_seqs=2, max_num_tokens=8, max_seq_len=12)
+    step = StepBuffers((*cache.k, *cache.v), max_num_seqs=2, max_num_tokens=8, max_seq_len=12)
     step.load(PrefillBatch.build(cache, "a", [3]))
     before = step._all.clone()
     cache.allocate("old", 12)
@@ -273,7 +273,7 @@ def test_a_step_beyond_the_buffers_is_refused_and_changes_nothing():
     assert torch.equal(step._all, before)
     for wrong in (0, True, 2.0):
         with pytest.raises(BoundaryOpError, match="max_num_seqs"):
-            StepBuffers(cache, max_num_seqs=wrong, max_num_tokens=8, max_seq_len=12)
+            StepBuffers((*cache.k, *cache.v), max_num_seqs=wrong, max_num_tokens=8, max_seq_len=12)
 
 
 # --- what needs no triton -----------------------------------------------------------------------------------
@@ -281,7 +281,7 @@ def test_a_step_beyond_the_buffers_is_refused_and_changes_nothing():
 
 def test_importing_the_packages_imports_no_triton():
     code = (
-        "import sys, boundary_ops, boundary_ops.kernels.captured, boundary_ops.kernels.tiles\n"
+        "import sys, boundary_ops, boundary_ops.kernels.tiles\n"
         "assert 'triton' not in sys.modules, 'triton was imported'"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
@@ -291,9 +291,9 @@ def test_without_triton_the_cuda_op_runs_as_torch_operators(monkeypatch):
     monkeypatch.setitem(sys.modules, "triton", None)
     monkeypatch.delitem(sys.modules, "boundary_ops.kernels.prefill", raising=False)
     monkeypatch.delitem(sys.modules, "boundary_ops.kernels.launcher", raising=False)
-    attention._cuda_module.cache_clear()
+    attention_on_cuda.cuda_module.cache_clear()
     warned = []
-    monkeypatch.setattr(attention._log, "warning", lambda text, *args: warned.append(text % args))
+    monkeypatch.setattr(attention_on_cuda._log, "warning", lambda text, *args: warned.append(text % args))
     try:
         cache = make_cache()
         q, k, v = torch.randn(5, 4, 8), torch.randn(5, 2, 8), torch.randn(5, 2, 8)
@@ -303,7 +303,7 @@ def test_without_triton_the_cuda_op_runs_as_torch_operators(monkeypatch):
             attention.attend_on_cuda(q, k, v, found, cache.k[0], cache.v[0], 0.3)
             attention.attend_inplace(q, k, v, expected, cache.k[0], cache.v[0], 0.3)
     finally:
-        attention._cuda_module.cache_clear()
+        attention_on_cuda.cuda_module.cache_clear()
     assert torch.equal(found, expected)
     assert len(warned) == 1 and "torch operators" in warned[0]
 

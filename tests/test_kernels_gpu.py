@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from boundary_ops import PagedKVCache, PrefillBatch, attn_inplace
-from boundary_ops.attention import warm_up
-from boundary_ops.kernels.captured import StepBuffers
+from boundary_ops import PagedKVCache, PrefillBatch, attn_captured, attn_inplace
+from boundary_ops.attention_on_cuda import warm_up
+from boundary_ops.step_buffers import StepBuffers
 
 pytestmark = pytest.mark.gpu
 TOLERANCE = {torch.bfloat16: 6e-3, torch.float16: 1e-3, torch.float32: 5e-6}
@@ -285,16 +285,19 @@ def test_on_another_stream(prefill):
 @pytest.mark.parametrize("padding", [float("nan"), 1e4])
 def test_I1_a_captured_op_equals_the_eager_one_at_each_replay(prefill, options, padding):
     layer = Layer(**options)
-    step = StepBuffers(layer.cache, max_num_seqs=8, max_num_tokens=512, max_seq_len=2048)
+    pools = (layer.cache.k[0], layer.cache.v[0])
+    step = StepBuffers(pools, max_num_seqs=8, max_num_tokens=512, max_seq_len=2048)
     q, k, v = layer.rows(512)
     out = torch.full_like(q, 7.0)
-    pools = (layer.cache.k[0], layer.cache.v[0])
     former = [pool.clone() for pool in pools]
     graph = torch.cuda.CUDAGraph()
-    with step:
-        layer.call(q, k, v, out)
-        with torch.cuda.graph(graph):
-            layer.call(q, k, v, out)
+
+    def captured():
+        attn_captured(q, k, v, out, *pools, **step.tensors, **layer.options)
+
+    captured()
+    with torch.cuda.graph(graph):
+        captured()
     graph.replay()
     # No sequence is loaded yet: nothing is written.
     assert (out == 7).all()

@@ -13,23 +13,16 @@ from typing import Any
 
 import torch
 
-from boundary_ops.attention import (
-    NAME,
-    attend_inplace,
-    check_batch,
-    check_options,
-    check_pools,
-    check_tensors,
-)
+from boundary_ops import captured_attention
+from boundary_ops.attention import attend_inplace
+from boundary_ops.attention_checks import NAME, check_batch, check_options, check_tensors
 from boundary_ops.batch import PrefillBatch
-from boundary_ops.errors import BoundaryOpError
-from boundary_ops.kernels.captured import StepBuffers
 from boundary_ops.kernels.launcher import current_device, current_stream, jit_launch
 from boundary_ops.kernels.plans import Plan, Plans
 from boundary_ops.kernels.programs import prefill_program
 from boundary_ops.kernels.tiles import tiles_of
 
-__all__ = ["attend", "bind", "plans"]
+__all__ = ["attend", "attend_captured", "bind", "plans"]
 
 # The one state of this module: programs are compiled once per process, whoever calls the op.
 plans = Plans()
@@ -48,18 +41,10 @@ def attend(
     sinks: torch.Tensor | None = None,
     implied_positions: bool = False,
 ) -> None:
-    """The op's implementation on CUDA. Arguments, effects and errors are those of `attend_inplace`.
-
-    Inside `with StepBuffers:` rows may be padded and lengths come from the device.
-    """
-    step = StepBuffers.current()
-    if step is None:
-        batch = PrefillBatch.current(NAME)
+    """The op's implementation on CUDA. Arguments, effects and errors are those of `attend_inplace`."""
+    batch = PrefillBatch.current(NAME)
     plan = _plan_for(q, k, v, out, k_cache, v_cache, scale, window, softcap, sinks)
     tensors = (q, k, v, out, k_cache, v_cache)
-    if step is not None:
-        _attend_captured(plan, step, tensors, sinks, implied_positions)
-        return
     check_batch(batch, q, k_cache, v_cache, implied_positions)
     if not batch.num_tokens:
         return
@@ -118,12 +103,7 @@ def bind(
         last = new[0] if sinks is None else sinks.data_ptr()
         bits = plan.bits | new[0] | new[1] | new[2] | new[3] | k_pool | v_pool | last
         found = plan.launches.get((tiles.has_context, 0))
-        if (
-            found is None
-            or (bits | tiles.address_bits) & 15
-            or StepBuffers.current() is not None
-            or current_device() != device
-        ):
+        if found is None or (bits | tiles.address_bits) & 15 or current_device() != device:
             attend(q, k, v, out, k_cache, v_cache, *options, sinks)
             return
         launch, constants = found
@@ -163,35 +143,35 @@ def _plan_for(
     return plan
 
 
-def _attend_captured(
-    plan: Plan,
-    step: StepBuffers,
-    tensors: tuple[torch.Tensor, ...],
-    sinks: torch.Tensor | None,
-    implied_positions: bool,
+def attend_captured(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    seq_lens: torch.Tensor,
+    block_tables: torch.Tensor,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
 ) -> None:
-    rows = tensors[0].shape[0]
-    check_pools(step.cache, tensors[4], tensors[5])
-    if rows > step.max_num_tokens:
-        raise BoundaryOpError(
-            f"op '{NAME}', argument 'q'",
-            expected=f"at most {step.max_num_tokens} rows, the max_num_tokens of the StepBuffers",
-            got=str(rows),
-            rule="a captured step is bounded when it is captured",
-            fix="make the StepBuffers with max_num_tokens of the largest bucket",
-        )
-    if plan.unsupported is not None or implied_positions:
-        reason = plan.unsupported or "the model numbered the tokens itself, without position_ids"
-        raise BoundaryOpError(
-            f"op '{NAME}' cannot be captured: {reason}",
-            rule="a captured op knows a step by its device metadata alone",
-            fix="run this op eagerly, between the graphs; where positions are missing, pass position_ids",
-        )
+    """The captured form on CUDA. Arguments, effects and errors are those of the one in torch operators."""
+    metadata = (slot_mapping, cu_seqlens_q, seq_lens, block_tables)
+    captured_attention.check_metadata(q, *metadata)
+    tensors = (q, k, v, out, k_cache, v_cache)
+    plan = _plan_for(*tensors, scale, window, softcap, sinks)
+    if plan.unsupported is not None:
+        captured_attention.attend_captured(*tensors, *metadata, scale, window, softcap, sinks)
+        return
+    rows, max_num_seqs = q.shape[0], seq_lens.shape[0]
     if rows:
-        metadata = (step.slot_mapping, step.cu_seqlens_q, step.seq_lens, step.block_tables)
-        num_tiles = rows // plan.tile_tokens + min(step.max_num_seqs, rows)
+        num_tiles = rows // plan.tile_tokens + min(max_num_seqs, rows)
         stream = current_stream(plan.geometry.device_index)
-        _launch(plan, num_tiles, True, step.max_num_seqs, stream, tensors, metadata, sinks)
+        _launch(plan, num_tiles, True, max_num_seqs, stream, tensors, metadata, sinks)
 
 
 def _launch(

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from boundary_ops.batch import PrefillBatch
-from boundary_ops.kernels.captured import StepBuffers, without_step_buffers
 from boundary_ops.kernels.configs import BlockConfig, candidates, fitted
 from boundary_ops.kernels.geometry import Geometry
 from boundary_ops.kernels.launcher import OutOfResources
@@ -27,10 +26,8 @@ def warm_up(num_tokens: int, *args: Any, **kwargs: Any) -> None:
 
     Args:
         args, kwargs: the arguments of a call, looked at and not touched; without them, every layer shape seen
-            so far. Inside `with StepBuffers:` the captured program is compiled as well.
+            so far.
     """
-    step = StepBuffers.current()
-    max_seqs = 0 if step is None else step.max_num_seqs
     for geometry in _geometries(args, kwargs):
         # A smaller step may take other block sizes; each choice holds for some power of two.
         counts = sorted({1 << bit for bit in range(num_tokens.bit_length())} | {num_tokens} - {0})
@@ -43,9 +40,6 @@ def warm_up(num_tokens: int, *args: Any, **kwargs: Any) -> None:
                 if (geometry, config, has_context, 0) not in plans.compiled:
                     scratch = scratch or _Scratch(geometry, count)
                     scratch.run(has_context=has_context)
-            if max_seqs and (geometry, config, True, max_seqs) not in plans.compiled:
-                scratch = scratch or _Scratch(geometry, count)
-                scratch.run_captured(max_seqs)
 
 
 def tune(
@@ -120,22 +114,14 @@ class _Scratch:
             self.cache.allocate("context", self.num_tokens)
             self.cache.append("context", self.num_tokens)
         name = "context" if has_context else "new"
-        with without_step_buffers(), PrefillBatch.build(self.cache, [name], [self.num_tokens]):
+        with PrefillBatch.build(self.cache, [name], [self.num_tokens]):
             self._attend()
         self.cache.free(name)
-
-    def run_captured(self, max_seqs: int) -> None:
-        """One call on padded rows, with no sequence loaded."""
-        step = StepBuffers(
-            self.cache, max_num_seqs=max_seqs, max_num_tokens=self.num_tokens, max_seq_len=self.num_tokens
-        )
-        with step:
-            self._attend()
 
     def time(self, repeats: int, launches: int = 20) -> float:
         """Microseconds of device time per call without context, the median."""
         taken = []
-        with without_step_buffers(), PrefillBatch.build(self.cache, ["new"], [self.num_tokens]):
+        with PrefillBatch.build(self.cache, ["new"], [self.num_tokens]):
             self._attend()
             for _ in range(repeats):
                 begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

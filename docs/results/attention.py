@@ -40,9 +40,9 @@ if "--smoke" in sys.argv:
 import torch
 import triton
 
-from boundary_ops import PagedKVCache, PrefillBatch, attn_inplace
+from boundary_ops import PagedKVCache, PrefillBatch, attn_captured, attn_inplace
 from boundary_ops.kernels import prefill, tuning
-from boundary_ops.kernels.captured import StepBuffers
+from boundary_ops.step_buffers import StepBuffers
 
 SMOKE = "--smoke" in sys.argv
 DEVICE = torch.device("cpu" if SMOKE else "cuda")
@@ -218,24 +218,25 @@ def measure(calls: dict[str, Callable[[int], object]], layers: int) -> dict[str,
 
 def capture(layers: Layers) -> Callable[[int], object]:
     """One CUDA graph per layer of the captured form, on the step's own rows."""
-    step = StepBuffers(layers.cache, max_num_seqs=16, max_num_tokens=layers.rows, max_seq_len=layers.rows)
+    pools = (*layers.cache.k, *layers.cache.v)
+    step = StepBuffers(pools, max_num_seqs=16, max_num_tokens=layers.rows, max_seq_len=layers.rows)
+
+    def captured(layer: int) -> None:
+        op = prefill.attend_captured if SMOKE else attn_captured
+        tensors = (*layers.inputs[layer], layers.out[layer], layers.cache.k[layer], layers.cache.v[layer])
+        op(*tensors, **step.tensors, scale=DIM**-0.5)
+
     if SMOKE:
         step.load(layers.batch)
-
-        def interpreted(layer: int) -> None:
-            with step:
-                layers.op(layer)
-
-        return interpreted
+        return captured
     graphs = []
-    with step:
-        layers.op(0)
-        torch.cuda.synchronize()
-        for layer in range(layers.count):
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                layers.op(layer)
-            graphs.append(graph)
+    captured(0)
+    torch.cuda.synchronize()
+    for layer in range(layers.count):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured(layer)
+        graphs.append(graph)
     step.load(layers.batch)
 
     def replay(layer: int) -> None:

@@ -1,0 +1,40 @@
+"""The way from the attention ops to their CUDA half, which alone needs triton."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from typing import Any
+
+import torch
+
+from boundary_ops.attention_checks import NAME
+
+__all__ = ["cuda_module", "warm_up"]
+
+_log = logging.getLogger("boundary_ops")
+
+
+@functools.cache
+def cuda_module() -> Any:
+    """The module of the CUDA implementation, or None without triton; triton is imported by the first call."""
+    try:
+        from boundary_ops.kernels import prefill
+    except ImportError as error:
+        _log.warning("op '%s' runs as torch operators on CUDA, which is slow: %s", NAME, error)
+        return None
+    return prefill
+
+
+def warm_up(num_tokens: int, *args: Any, **kwargs: Any) -> None:
+    """Compiles what a call with `num_tokens` new tokens launches on CUDA, so that no later call does.
+
+    Args:
+        args, kwargs: the arguments of such a call, looked at and not touched. Without them, every layer shape
+            that the op has been called or warmed up with is warmed up.
+    """
+    module = cuda_module() if torch.cuda.is_available() else None
+    if module is not None:
+        from boundary_ops.kernels.tuning import warm_up as compile_ahead
+
+        compile_ahead(num_tokens, *args, **kwargs)
