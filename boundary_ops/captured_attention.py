@@ -97,9 +97,7 @@ def attend_captured(
         out[part].copy_(torch.where(is_real[part, None, None], result.to(out.dtype), out[part]))
 
 
-def _write_rows(
-    pool: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor, is_real: torch.Tensor
-) -> None:
+def _write_rows(pool: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor, is_real: torch.Tensor) -> None:
     """Real rows to their slots. The others repeat what the first row writes, which without any real row is
     what its slot holds already."""
     lines = pool.view(-1, *pool.shape[2:])

@@ -262,10 +262,6 @@ class PagedKVCache:
         """Whether a tensor is one of this cache's pools, told by its address."""
         return pool.data_ptr() in self.pool_addresses
 
-    def owns_pools(self, addresses: frozenset[int]) -> bool:
-        """Whether all these are addresses of this cache's pools."""
-        return addresses <= self._pool_addresses
-
 
 def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)

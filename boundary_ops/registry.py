@@ -52,9 +52,10 @@ class BoundaryOp:
         token_args: argument name -> the dim of it that counts tokens; None where the trace has to find that.
         capture_safe: the op may be captured into a graph: it takes padded rows, finds the step's token count
             and lengths on the device, writes nothing for a padded row, and its launch depends on shapes
-            alone. Its metadata are tensors among its arguments, or it has a `captured_form`.
-        warm_up: called with `num_tokens` before capture, works on scratch memory; None where nothing
-            compiles on first use.
+            alone. Its metadata are tensors among its arguments, for which zeros are a step of no tokens, or
+            it has a `captured_form`. Its `token_args` name all arguments that carry tokens.
+        warm_up: called with `num_tokens` before capture, and where it takes more, with the arguments of such
+            a call, to look at; works on scratch memory. None where nothing compiles on first use.
         captured_form: what is captured in its place, where its metadata is Python state; None where the op
             itself can be captured, or nothing can.
         mutated: names of the arguments that the schema marks as written, in schema order.
@@ -64,7 +65,7 @@ class BoundaryOp:
     overload: OpOverload
     token_args: Mapping[str, int] | None
     capture_safe: bool
-    warm_up: Callable[[int], object] | None
+    warm_up: Callable[..., object] | None
     mutated: tuple[str, ...]
     captured_form: CapturedForm | None = None
 
@@ -108,7 +109,7 @@ def define(
     *,
     token_args: Mapping[str, int] | None = None,
     capture_safe: bool = False,
-    warm_up: Callable[[int], object] | None = None,
+    warm_up: Callable[..., object] | None = None,
     bind: Mapping[str, Binder] | None = None,
     captured_form: CapturedForm | None = None,
 ) -> BoundaryOp:
@@ -177,7 +178,7 @@ def register(
     *,
     token_args: Mapping[str, int] | None = None,
     capture_safe: bool = False,
-    warm_up: Callable[[int], object] | None = None,
+    warm_up: Callable[..., object] | None = None,
     captured_form: CapturedForm | None = None,
 ) -> BoundaryOp:
     """Declares an op that exists already as a boundary op. Registering a name again replaces the declaration.
@@ -247,7 +248,7 @@ def _declare(
     overload: OpOverload,
     token_args: Mapping[str, int] | None,
     capture_safe: bool,
-    warm_up: Callable[[int], object] | None,
+    warm_up: Callable[..., object] | None,
     mutated: tuple[str, ...],
     captured_form: CapturedForm | None,
 ) -> BoundaryOp:

@@ -129,7 +129,7 @@ class StepBuffers:
         self._num_tables = 0
 
     def _is_of_the_cache(self, batch: PrefillBatch) -> bool:
-        return batch.cache.owns_pools(self._pool_addresses)
+        return self._pool_addresses <= batch.cache.pool_addresses
 
     def _check(self, batch: PrefillBatch) -> None:
         if not self._is_of_the_cache(batch):

@@ -8,7 +8,8 @@ For each bucket, in this order [I8, I9]:
 3. capture of each graph segment on static memory;
 4. state that graph and eager segments write is put back.
 
-Boundary ops are not called (see `warm_up.py`).
+Boundary ops are not called, but for those that are captured: they run on a step of zero sequences (see
+`warm_up.py`).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 
 import boundary_ops
+from boundary_ops.capture import StepMetadata
 from piecewise import torch_internals as internals
 from piecewise.plan import ComputedNumber, InputAt, Segment, SegmentPlan, ValueSpec
 from piecewise.row_samples import unchanged_random_state
@@ -49,12 +51,14 @@ class PlanAssembler:
         pool: GraphPool,
         buffers: StaticBuffers,
         check: StateCheck,
+        step_metadata: Sequence[StepMetadata],
         warmup_steps: int,
         outputs: str,
         times: StartupTimes,
     ) -> None:
         self.plan, self.functions, self.leaves, self.buffers = plan, functions, tuple(leaves), buffers
         self.outputs, self.pool, self.check, self.times = outputs, pool, check, times
+        self.step_metadata = tuple(step_metadata)
         self.num_leaves = len(self.leaves)
         graphs = plan.graph_segments()
         self.read_by_graphs = _read_by_graphs(plan)
@@ -96,6 +100,8 @@ class PlanAssembler:
         saved = [(tensor, tensor.clone()) for tensor in written]
         try:
             with torch.inference_mode(False), torch.no_grad(), unchanged_random_state(device):
+                for metadata in self.step_metadata:
+                    metadata.clear()
                 with self.times.timed("warm_up"):
                     self.warm_up.run(bucket, real_rows, shadows)
                 with self.times.timed("capture"):
@@ -123,6 +129,7 @@ class PlanAssembler:
     def _written_state(self) -> list[torch.Tensor]:
         segments = [segment for segment in self.plan.segments if segment.kind != "boundary"]
         memories = {memory for segment in segments for memory in segment.writes}
+        memories -= self.plan.unwritten_by_empty_steps
         return [state_tensor(v) for v in self.plan.values if v.origin == "state" and v.memory in memories]
 
     def _arguments(self, segment: Segment, made: dict[int, torch.Tensor]) -> list[torch.Tensor]:
@@ -185,6 +192,7 @@ class PlanAssembler:
             tuple((self._slot(index), ref) for index, ref in looked_up.items()), sizes,
             tuple(self._result_item(leaf, static) for leaf in self.plan.result_leaves),
             self.check, self._writes_state_first(), self.outputs, self.pool.begin_call,
+            step_metadata=self.step_metadata,
         )  # fmt: skip
 
     def _call_step(

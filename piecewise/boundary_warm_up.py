@@ -9,7 +9,7 @@ where it takes more: the arguments of such a call, to look at and not to touch.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -40,14 +40,21 @@ class _InsteadOfCalls(TorchFunctionMode):
         op = boundary_ops.lookup(func)
         if op is None:
             return func(*args, **(kwargs or {}))
-        if op.warm_up is None:
-            return None
-        if _takes_more(op.warm_up):
-            warm_up: Callable[..., object] = op.warm_up
-            warm_up(self._num_tokens, *args, **(kwargs or {}))
-        else:
-            op.warm_up(self._num_tokens)
+        call_warm_up(op, self._num_tokens, args, kwargs or {})
         return None
+
+
+def call_warm_up(
+    op: boundary_ops.BoundaryOp, num_tokens: int, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> None:
+    """Calls an op's `warm_up`, if it has one, with as much of the call as it takes."""
+    if op.warm_up is None:
+        return
+    if _takes_more(op.warm_up):
+        warm_up: Callable[..., object] = op.warm_up
+        warm_up(num_tokens, *args, **kwargs)
+    else:
+        op.warm_up(num_tokens)
 
 
 @lru_cache(maxsize=64)

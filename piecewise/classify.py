@@ -36,6 +36,8 @@ REASONS: Mapping[str, str] = {
     "shared_with_eager": "writes memory that an eager op or the caller also holds",
     "mixes_tokens": "padded rows or the padded count reach real rows; found by the probes [I3]",
     "not_recordable": "does something inside that a graph cannot repeat; found by the probes",
+    "not_capture_safe": "is not declared capture_safe",
+    "not_capturable": "this call of it cannot be captured",
     "view_for_boundary": "is a view of a tensor that graphs do not own",
 }
 
@@ -53,7 +55,7 @@ _READS_METADATA = frozenset({"new_zeros", "new_ones", "new_empty", "new_full"})
 @dataclasses.dataclass(frozen=True, slots=True)
 class Verdict:
     """`kind` is "graph", "boundary", "eager" or "scalar"; an eager one has a code of `REASONS` and a
-    detail."""
+    detail, and so has a boundary op that is not in a graph where it might have been."""
 
     kind: str
     code: str = ""
@@ -72,9 +74,10 @@ class Classifier:
         shape_env: ShapeEnv | None,
         device: torch.device,
         forced: Mapping[fx.Node, Verdict],
+        captures_boundaries: bool = False,
     ) -> None:
         self.graph, self.facts, self.symbol, self.shape_env = graph, facts, symbol, shape_env
-        self.device, self.forced = device, forced
+        self.device, self.forced, self.captures_boundaries = device, forced, captures_boundaries
         self.verdicts: dict[fx.Node, Verdict] = {}
         self._exprs: dict[int, frozenset[sympy.Symbol]] = {}
 
@@ -115,7 +118,7 @@ class Classifier:
     def _verdict(self, node: fx.Node, fact: NodeFacts) -> Verdict:
         value = node.meta.get("example_value")
         if fact.boundary is not None:
-            return Verdict("boundary")
+            return self._boundary_verdict(node, fact)
         if is_tuple_item(node):
             return self.verdicts[node.args[0]]  # type: ignore[index]
         if node in self.forced:
@@ -125,6 +128,24 @@ class Classifier:
             return Verdict("scalar")
         code = code or self._by_symbols(node, fact, value)
         return Verdict("eager", code, REASONS[code]) if code else Verdict("graph")
+
+    def _boundary_verdict(self, node: fx.Node, fact: NodeFacts) -> Verdict:
+        """In a graph where it is asked for and can be; what it writes beside tokens is its own affair."""
+        if not self.captures_boundaries or fact.boundary is None:
+            return Verdict("boundary")
+        if "kept_out" in node.meta:
+            return Verdict("boundary", "not_capturable", node.meta["kept_out"])
+        if not fact.boundary.capture_safe:
+            return Verdict("boundary", "not_capture_safe", REASONS["not_capture_safe"])
+        code = self._unrecordable(node, fact, None)
+        tensors = [t for argument in fact.reads for t in tensors_in(argument.meta["example_value"])]
+        if code is None and self.device.type != "cpu" and any(t.device.type == "cpu" for t in tensors):
+            code = "cpu"
+        if code is None and any(self.symbols(tensor) - {self.symbol} for tensor in tensors):
+            code = "other_dynamic_dim"
+        if code is None and self._uses_count_as_value(node, ""):
+            code = "token_count_as_value"
+        return Verdict("boundary", code, REASONS[code]) if code else Verdict("graph")
 
     def _unrecordable(self, node: fx.Node, fact: NodeFacts, value: Any) -> str | None:
         if isinstance(node.target, torch._ops.HigherOrderOperator):
@@ -198,7 +219,8 @@ class Classifier:
                 for t in tensors_in(arg.meta["example_value"])
             }
             if touched & held:
-                self.verdicts[node] = Verdict("eager", "shared_with_eager", REASONS["shared_with_eager"])
+                kind = "eager" if self.facts[node].boundary is None else "boundary"
+                self.verdicts[node] = Verdict(kind, "shared_with_eager", REASONS["shared_with_eager"])
                 changed = True
         return changed
 

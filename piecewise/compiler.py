@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from boundary_ops.capture import StepMetadata
 from piecewise import torch_internals as internals
 from piecewise.aliases import NodeFacts, find_facts, remove_dead_nodes, tensors_in
+from piecewise.captured_ops import enabled_ops, fix_metadata_inputs, write_captured_forms
 from piecewise.classify import Classifier, Verdict
 from piecewise.config import PiecewiseConfig
 from piecewise.normalize import normalize
@@ -29,7 +31,12 @@ from runners.errors import TraceError
 
 @dataclasses.dataclass(slots=True)
 class TracedModel:
-    """One trace, ready to be cut: dead code removed, token symbol known."""
+    """One trace, ready to be cut: dead code removed, token symbol known.
+
+    Attributes:
+        captures_boundaries: whether boundary ops that are capture-safe go into graphs.
+        step_metadata: what is loaded before each replay, for those that have a captured form.
+    """
 
     trace: Trace
     facts: dict[fx.Node, NodeFacts]
@@ -37,6 +44,8 @@ class TracedModel:
     num_dead_ops: int
     forced: dict[fx.Node, Verdict] = dataclasses.field(default_factory=dict)
     static_ints: tuple[int, ...] = ()
+    captures_boundaries: bool = False
+    step_metadata: tuple[StepMetadata, ...] = ()
 
     def cut(self) -> SegmentPlan:
         """The plan with what the probes have found so far."""
@@ -92,6 +101,7 @@ class TracedModel:
             shape_env=self.trace.shape_env,
             device=self.trace.example.leaves[leaf].device,
             forced=self.forced,
+            captures_boundaries=self.captures_boundaries,
         )
 
     def validity(self) -> Any:
@@ -114,7 +124,8 @@ def trace_model(
 
     Raises:
         TraceError, TokenDimError: as `trace` and `find_token_symbol` say.
-        ConfigError: `config.boundary_ops` names an op that is not registered.
+        ConfigError: `config.boundary_ops` names an op that is not registered, or a captured op needs a limit
+            that `config` leaves out.
     """
     _check_devices(model, example)
     traced = trace(model, example, forward=forward)
@@ -147,15 +158,20 @@ def prepare(traced: Trace, config: PiecewiseConfig) -> TracedModel:
         placeholder.node.meta["is_input"] = placeholder.kind == "input"
     numbers = [leaf.index for leaf in traced.result_leaves if leaf.kind == "output" and leaf.value is float]
     normalize(traced.graph, shape_env=traced.shape_env, numbers=numbers)
+    step_metadata = write_captured_forms(traced, config)
     facts, num_dead = _living_facts(traced, config)
     token = find_token_symbol(traced, facts)
-    return TracedModel(traced, facts, token, num_dead)
+    is_captured = config.boundary == "captured"
+    if is_captured:
+        fix_metadata_inputs(traced, facts, token.symbol)
+    return TracedModel(
+        traced, facts, token, num_dead, captures_boundaries=is_captured, step_metadata=step_metadata
+    )
 
 
 def _living_facts(traced: Trace, config: PiecewiseConfig) -> tuple[dict[fx.Node, NodeFacts], int]:
     """Facts of a normalized graph's nodes, dead ones removed, and how many those were."""
-    enabled = frozenset(config.boundary_ops) if config.boundary_ops is not None else None
-    facts = find_facts(traced.graph.graph, enabled=enabled)
+    facts = find_facts(traced.graph.graph, enabled=enabled_ops(config))
     return facts, remove_dead_nodes(traced.graph.graph, facts)
 
 
@@ -184,6 +200,7 @@ def serves_one_token(traced: TracedModel, model: nn.Module, *, forward: Any, con
     except TraceError:
         return False
     normalize(single.graph)
+    write_captured_forms(single, config)
     facts, _ = _living_facts(single, config)
     return has_same_program(traced.trace, single, traced.token.symbol, facts=traced.facts, single_facts=facts)
 

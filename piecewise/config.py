@@ -63,7 +63,10 @@ class PiecewiseConfig:
         fusions: rewrites of graph segments by name ("pack_linears", ...), or ("auto",) for those that help
             with `lowering`; () for none. Packed weights change their place in memory at capture.
         boundary_ops: names ("namespace::op") of the ops to cut at; None for all that are registered.
-        boundary: how boundary ops run; only "eager" is available in this version.
+        boundary: "eager" runs boundary ops between the graphs; "captured" puts those that are declared
+            capture_safe into the graphs, one graph per bucket where all are. A step is then bounded by
+            max_num_seqs, max_num_tokens (without one: the largest bucket) and max_seq_len, which ops with a
+            captured form need, as the built-in attention; larger steps run eagerly.
         min_coverage: least share of ops in graphs; only None is available in this version.
         outputs: "copy" gives the caller its own tensors; "view" static memory, valid until the next call.
         strict: an op that would silently leave the graphs is an error instead.
@@ -108,9 +111,7 @@ class PiecewiseConfig:
     boundary_ops: tuple[str, ...] | None = field(
         default=None, metadata=_setting("compile", checks.optional(checks.op_names))
     )
-    boundary: str = field(
-        default="eager", metadata=_setting("compile", checks.choice("eager", later=("captured",)))
-    )
+    boundary: str = field(default="eager", metadata=_setting("compile", checks.choice("eager", "captured")))
     min_coverage: float | None = field(default=None, metadata=_setting("compile", checks.only(None)))
     outputs: str = field(default="copy", metadata=_setting("compile", checks.choice("copy", "view")))
     strict: bool = field(default=False, metadata=_setting("compile", checks.flag))

@@ -10,6 +10,7 @@ import dataclasses
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Any
 
+from boundary_ops.capture import Misfit
 from piecewise.capture_limits import capturable
 from piecewise.config import PiecewiseConfig
 from piecewise.progress import progress_bar
@@ -97,7 +98,18 @@ class GraphStore:
             return FallbackReason.ONE_TOKEN_BRANCH
         if not signature.is_valid(served, num_tokens, leaves):
             return FallbackReason.SHAPE_GUARD
+        for metadata in served.steps.step_metadata:
+            misfit = metadata.misfit(num_tokens)
+            if misfit is not None:
+                return self._misfit_reason(signature, misfit)
         return signature, served.steps, num_tokens, leaves
+
+    def _misfit_reason(self, signature: CapturedSignature, misfit: Misfit) -> FallbackReason:
+        """Why the running step cannot be loaded; a cache that was replaced is a change of the model."""
+        if misfit is Misfit.TOO_LARGE:
+            return FallbackReason.STEP_LIMIT
+        change = signature.find_change()
+        return self.note_change(change) if change is not None else FallbackReason.STEP_MISMATCH
 
     def _refusal(
         self, signature: CapturedSignature, bucket: int, *, may_capture: bool

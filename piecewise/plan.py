@@ -107,7 +107,8 @@ class Segment:
         inputs, outputs: value indices.
         writes: indices of the inputs that it writes.
         num_ops: ops without views of views; 0 for a segment that only makes views.
-        reasons: why it is eager; empty for graphs and boundaries.
+        reasons: why it is eager, or why a boundary op is not in a graph where such ops may be.
+        captured_ops: boundary ops in a graph segment.
         op_call: the same as `function` where a boundary op is called with nothing but inputs and constants.
     """
 
@@ -124,6 +125,7 @@ class Segment:
     reasons: tuple[EagerReason, ...] = ()
     views_only: bool = False
     op_call: OpCall | None = None
+    captured_ops: int = 0
 
     @property
     def name(self) -> str:
@@ -191,6 +193,9 @@ class SegmentPlan:
         state_facts: what the trace saw of the model's Python state.
         written_leaves: inputs that the call writes.
         fusions: what was rewritten in the graph segments; None where nothing was to be.
+        unwritten_by_empty_steps: memory that only captured boundary ops write, which write nothing while the
+            step that is loaded has no sequences.
+        metadata_leaves: inputs without tokens that captured boundary ops read; zeros are a step of no tokens.
     """
 
     token_dim: TokenDim
@@ -205,6 +210,8 @@ class SegmentPlan:
     written_leaves: tuple[int, ...]
     num_dead_ops: int
     fusions: FusionReport | None = None
+    unwritten_by_empty_steps: frozenset[int] = frozenset()
+    metadata_leaves: frozenset[int] = frozenset()
 
     def graph_segments(self) -> tuple[Segment, ...]:
         return tuple(segment for segment in self.segments if segment.kind == "graph")

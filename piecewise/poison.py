@@ -66,6 +66,8 @@ def call_steps(steps: StepPlan) -> list[CallStep]:
 def spoil_static_memory(steps: StepPlan, pool: Any, poison: Poison) -> None:
     """Overwrites the pool and the plan's static buffers; the next replay must write all that it reads."""
     pool.spoil()
+    for metadata in steps.step_metadata:
+        metadata.clear()
     variant = poison.variant if poison.variant is not None else 1
     for shadow in shadows_of(steps).values():
         dtype = shadow.buffer.dtype

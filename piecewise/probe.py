@@ -182,7 +182,7 @@ class Probe:
         kind = self.kinds[node]
         if kind == "scalar":
             return
-        if kind == "boundary":
+        if self.facts[node].boundary is not None:  # in a graph or not
             self._fill_written(node)
             return
         if kind == "graph" and (refused := self._refused_recording(node)) is not None:
@@ -439,7 +439,7 @@ class Probe:
         outside = {  # the model's and the caller's own tensors: KV pools, never touched here
             p.node
             for p in self.trace.placeholders
-            if not self.sizes.token_dims_of(p.node.meta.get("example_value"))
+            if p.kind == "state" or not self.sizes.token_dims_of(p.node.meta.get("example_value"))
         }
         for target in self.facts[node].writes:
             fake = target.meta["example_value"]

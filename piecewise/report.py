@@ -47,6 +47,16 @@ class SegmentReport:
     module_path: str
     ops: tuple[str, ...]
     reasons: tuple[EagerReason, ...]
+    captured_ops: int = 0
+
+    def notes(self, quote: str = "") -> list[str]:
+        """Why each op is not in a graph, or what is special about the graph; ops between `quote` marks."""
+        if self.kind == "boundary":
+            why = f", not captured: {self.reasons[0].detail}" if self.reasons else ""
+            return [f"{quote}{self.ops[0]}{quote}: a registered boundary op{why}"]
+        if self.captured_ops:
+            return [f"{self.captured_ops} boundary ops captured"]
+        return [f"{quote}{reason.op}{quote}: {reason.detail}" for reason in self.reasons]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -62,7 +72,7 @@ class PlanReport:
     @classmethod
     def of(cls, plan: SegmentPlan, input_names: Mapping[int, str]) -> PlanReport:
         segments = tuple(
-            SegmentReport(s.index, s.kind, s.num_ops, s.module_path, s.op_names, s.reasons)
+            SegmentReport(s.index, s.kind, s.num_ops, s.module_path, s.op_names, s.reasons, s.captured_ops)
             for s in plan.segments
         )
         carried = ", ".join(
@@ -80,19 +90,17 @@ class PlanReport:
     def __str__(self) -> str:
         rows = [("segment", "kind", "ops", "module path", "reason")]
         for segment in self.segments:
-            first = segment.reasons[0] if segment.reasons else None
-            reason = f"{first.op}: {first.detail}" if first else ""
-            if segment.kind == "boundary":
-                reason = f"{segment.ops[0]}: a registered boundary op"
-            more = f" (+{len(segment.reasons) - 1})" if len(segment.reasons) > 1 else ""
-            where = f" at {first.source}" if first and first.source else ""
+            notes = segment.notes()
+            more = f" (+{len(notes) - 1})" if len(notes) > 1 else ""
+            source = segment.reasons[0].source if segment.reasons and segment.kind == "eager" else ""
+            where = f" at {source}" if source else ""
             rows.append(
                 (
                     str(segment.index),
                     segment.kind,
                     str(segment.num_ops),
                     segment.module_path,
-                    reason + more + where,
+                    (notes[0] if notes else "") + more + where,
                 )
             )
         summary = (
@@ -106,9 +114,7 @@ class PlanReport:
     def to_markdown(self) -> str:
         lines = ["| segment | kind | ops | module path | reason |", "|---|---|---|---|---|"]
         for segment in self.segments:
-            reason = "; ".join(f"`{r.op}`: {r.detail}" for r in segment.reasons)
-            if segment.kind == "boundary":
-                reason = f"`{segment.ops[0]}`: a registered boundary op"
+            reason = "; ".join(segment.notes("`"))
             lines.append(
                 f"| {segment.index} | {segment.kind} | {segment.num_ops} | {segment.module_path} | {reason} |"
             )

@@ -148,7 +148,7 @@ def write_matcher(
     anchor: tuple[int, int],
     token_dims: Sequence[tuple[int, int, Callable[[int], int]]] = (),
     distinct: Sequence[tuple[int, int]] = (),
-    apart_from: Sequence[Callable[[], int]] = (),
+    apart_from: frozenset[int] = frozenset(),
 ) -> Callable[[tuple], tuple[int, list[Any]] | None]:
     """Generates `match(bound)`: (token count, leaves), or None where the call is of another signature.
 
@@ -171,11 +171,11 @@ def write_matcher(
     for left, right in distinct:
         one, other = writer.leaf_names[left], writer.leaf_names[right]
         writer.reject(f"{one}.untyped_storage().data_ptr() == {other}.untyped_storage().data_ptr()")
-    for address in apart_from:
-        name = namespace.name(address, "address")
+    if apart_from:
+        name = namespace.name(apart_from, "addresses")
         for leaf, value in sorted(writer.leaf_names.items()):
             if rules[leaf].kind == "tensor":
-                writer.reject(f"{value}.untyped_storage().data_ptr() == {name}()")
+                writer.reject(f"{value}.untyped_storage().data_ptr() in {name}")
     leaves = ", ".join(writer.leaf_names[index] for index in sorted(writer.leaf_names))
     writer.lines.append(f"rows = {writer.leaf_names[anchor[0]]}.shape[{anchor[1]}]")
     for leaf, dim, size in token_dims:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -256,6 +255,7 @@ def _plan_for(
         pool=context.pool,
         buffers=context.buffers,
         check=check,
+        step_metadata=traced.step_metadata,
         warmup_steps=context.config.warmup_steps,
         outputs=context.config.outputs,
         times=signature.times,
@@ -319,10 +319,11 @@ def _matcher(traced: TracedModel, plan: SegmentPlan, example: ExampleCall) -> Ca
     distinct = [(written, other) for written in plan.written_leaves for other in tensors if other != written]
     _refuse_shared_memory(example, distinct)
     in_graphs = {memory for segment in plan.graph_segments() for memory in segment.writes}
-    state = [v.state for v in plan.values if v.state is not None and v.memory in in_graphs]
+    # At the addresses of now: a call finds a moved one, and runs eagerly, before it writes.
+    written = {_address_of(v.state) for v in plan.values if v.state is not None and v.memory in in_graphs}
     return write_matcher(
         example.values, rules, anchor=(token.leaf, token.dim), token_dims=dims, distinct=distinct,
-        apart_from=[functools.partial(_address_of, ref) for ref in state],
+        apart_from=frozenset(written),
     )  # fmt: skip
 
 

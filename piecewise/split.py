@@ -181,13 +181,15 @@ class Splitter:
         inputs = tuple(writer.input_values())
         memories = {self._memory[storage] for storage in written if storage in self._memory}
         counted = [node for node in nodes if not is_tuple_item(node)]
-        reasons = tuple(self._reason(node) for node in counted) if kind == "eager" else ()
+        told = [node for node in counted if self.verdicts[node].code]
+        reasons = tuple(self._reason(node) for node in told)
         return Segment(
             index, kind, function, key, inputs, tuple(self._value(node) for node in outputs),
             tuple(sorted(memories)), len(counted), tuple(map(target_name, counted)), _module_path(nodes),
             reasons,
             views_only=kind == "graph" and all(self.facts[node].is_view for node in nodes),
             op_call=writer.op_call() if kind == "boundary" else None,
+            captured_ops=sum(kind == "graph" and self.facts[node].boundary is not None for node in nodes),
         )  # fmt: skip
 
     def _reason(self, node: fx.Node) -> EagerReason:
@@ -218,7 +220,17 @@ class Splitter:
             self._token_dim(), tuple(self.values), segments, self.trace.result, self.trace.result_leaves,
             tuple(result_values), holds(check), symbols, self.trace.state_facts,
             self._written_leaves(), self.num_dead_ops,
+            unwritten_by_empty_steps=self._unwritten_by_empty_steps(),
+            metadata_leaves=frozenset(p.leaf for p in self.trace.placeholders if "is_metadata" in p.node.meta),
         )  # fmt: skip
+
+    def _unwritten_by_empty_steps(self) -> frozenset[int]:
+        """Memory that only captured forms write, which write nothing without sequences."""
+        written: dict[bool, set[int]] = {True: set(), False: set()}
+        for node, fact in self.facts.items():
+            is_form = "writes_nothing_without_sequences" in node.meta
+            written[is_form] |= _written_storages([fact])
+        return frozenset(self._memory[s] for s in written[True] - written[False] if s in self._memory)
 
     def _result_value(self, item: Any) -> Any:
         if isinstance(item, fx.Node):

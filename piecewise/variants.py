@@ -5,7 +5,8 @@ eager              the case's baseline: the unmodified model, where the case has
 compile            the baseline under `torch.compile`, one graph for all sizes
 reduce-overhead    the same with torch's own CUDA graphs
 graphed            the case's model, boundary ops eager
-graphed-captured   the same with the boundary ops captured
+graphed-captured   the same with the boundary ops captured; limits that the settings leave out are 16
+                   sequences, and twice the largest bucket for one sequence
 floor              the kernels of the graphed plan in one graph: what the cuts cost is above it
 breakable          the case's model through the package `breakable-cuda-graphs`, cut at the same ops
 =================  ====================================================================================
@@ -36,6 +37,7 @@ Call = Callable[[], Any]
 DEFAULT_VARIANTS = ("eager", "compile", "reduce-overhead", "graphed", "graphed-captured", "floor")
 PEERS = ("breakable",)
 _WARM_UPS = 3
+_MAX_NUM_SEQS = 16
 
 
 class Unavailable(Exception):
@@ -93,15 +95,20 @@ class VariantMaker:
 
     def _captured(self, name: str) -> tuple[piecewise.GraphedModule, Any]:
         if name not in self._made:
-            boundary = {"boundary": "captured"} if name == "graphed-captured" else {}
+            is_captured = name == "graphed-captured"
             try:
-                config = PiecewiseConfig.from_any(self.config, **boundary)
+                config = _with_captured_boundary(self.config) if is_captured else self.config
                 graphed = piecewise.compile(self.case.model, config)
                 self._load_kernels(config.buckets)
                 args, kwargs = self.case.inputs(max(min(self.sizes), 2))
-                self._made[name] = graphed, graphed.capture(*args, **kwargs)
+                report = graphed.capture(*args, **kwargs)
             except PiecewiseError as error:
                 raise Unavailable(_first_line(error)) from error
+            segments = graphed.report().plans[0].segments
+            if is_captured and not any(segment.captured_ops for segment in segments):
+                notes = next(segment.notes() for segment in segments if segment.kind == "boundary")
+                raise Unavailable(notes[0])
+            self._made[name] = graphed, report
         return self._made[name]
 
     def _load_kernels(self, buckets: Sequence[int]) -> None:
@@ -162,6 +169,14 @@ class VariantMaker:
             pool.release()
 
         return Prepared("floor", False, prepare, close=close, holds_inputs=True)
+
+
+def _with_captured_boundary(config: PiecewiseConfig) -> PiecewiseConfig:
+    limits = {
+        "max_num_seqs": config.max_num_seqs or _MAX_NUM_SEQS,
+        "max_seq_len": config.max_seq_len or 2 * max(config.buckets),
+    }
+    return PiecewiseConfig.from_any(config, boundary="captured", **limits)
 
 
 def run_plan(plan: SegmentPlan, leaves: Sequence[Any], num_tokens: int) -> list[Any]:

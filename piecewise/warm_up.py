@@ -3,21 +3,23 @@
 Three runs per graph segment, on the same real rows and other padding: what the probes found for each op
 has to hold for the segment as it was lowered, so the real rows of its results must be the same bits.
 
-Boundary ops are not called; what they write is filled with random real rows and poison. Eager segments are
-called, on
-the real rows and on copies of what belongs to the caller: what they make is often an index or an offset (a
-permutation, an expert's range), for which no made-up value would do. One that fails on stand-in values
-is left out, and what it makes is stood in for too.
+Boundary ops between graphs are not called; what they write is filled with random real rows and poison. Those
+in graphs run on a step of zero sequences (`captured_warm_up.py`). Eager segments are called, on the real
+rows and on copies of what belongs to the caller: what they make is often an index or an offset (a
+permutation, an expert's range), for which no made-up value would do. One that fails on stand-in values is
+left out, and what it makes is stood in for too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 
 from piecewise.boundary_warm_up import warm_up_boundary
+from piecewise.captured_warm_up import CapturedWarmUp
 from piecewise.plan import Segment, SegmentPlan, ValueSpec
 from piecewise.row_samples import int_candidates, resize_leaf
 from runners.errors import CaptureError
@@ -90,6 +92,9 @@ class WarmUp:
         for index, buffer in shadows.items():
             value = self.plan.values[index]
             assert value.sizes is not None
+            if value.origin == "input" and value.leaf in self.plan.metadata_leaves:
+                buffer.zero_()
+                continue
             sizes = value.sizes(real_rows)
             rows = inputs[index] if index in inputs else _stand_in(sizes, buffer, seed=index)
             pad = int_candidates(rows)[0] if _is_index(buffer) and index in inputs else 0
@@ -155,11 +160,13 @@ class WarmUp:
                 if value.token_dims and value.sizes is not None and tensor.dtype.is_floating_point:
                     for part in padded_parts(tensor, value.sizes(real_rows)):
                         part.fill_(poison_value(tensor.dtype, step))
-            outputs = (
-                runner.warm_up(bucket, arguments)
-                if step < self.num_steps
-                else segment.function(bucket, *arguments)
-            )
+            stand_in = CapturedWarmUp(arguments, num_rows=bucket, real_rows=real_rows, variant=step)
+            with stand_in if segment.captured_ops else nullcontext():
+                outputs = (
+                    runner.warm_up(bucket, arguments)
+                    if step < self.num_steps
+                    else segment.function(bucket, *arguments)
+                )
             rows = [
                 _real_rows(spec, tensor, real_rows)
                 for spec, tensor in zip(outputs_spec, outputs, strict=True)

@@ -76,6 +76,32 @@ class Load:
             env[slot] = ref.get()
 
 
+class Loadable(Protocol):
+    """A step's metadata at fixed addresses, which ops in graphs read."""
+
+    def misfit(self, num_tokens: int) -> Any:
+        """Why the running step cannot be loaded for a call of so many tokens; None where it can."""
+        ...
+
+    def load(self) -> None:
+        """Copies the running step to the addresses, on the current stream."""
+        ...
+
+    def clear(self) -> None:
+        """Goes back to a step of zero sequences, for which those ops write nothing."""
+        ...
+
+
+@dataclass(slots=True)
+class LoadStep:
+    """Loads the metadata of the running step; the copy runs while the host goes on to the first graph."""
+
+    metadata: Loadable
+
+    def replay(self, env: list[Any]) -> None:
+        self.metadata.load()
+
+
 @dataclass(slots=True)
 class Measure:
     """Reads sizes of inputs that are not the token count."""

@@ -73,6 +73,16 @@ class FallbackReason(str, Enum):
         "Inputs that carry the token dim disagree about the token count, so there is no bucket for them.",
         "Pass inputs whose token dims agree; the eager call shows what the model makes of these.",
     )
+    STEP_LIMIT = (
+        "step_limit",
+        "The step has more sequences or tokens, or a longer sequence, than captured ops have room for.",
+        "Raise max_num_seqs, max_num_tokens or max_seq_len and capture again, or split the step.",
+    )
+    STEP_MISMATCH = (
+        "step_mismatch",
+        "Captured boundary ops find no step that is this call's: none, one of another token count or cache.",
+        "Call inside `with batch:`, with the batch's own tokens and the cache that was captured.",
+    )
     GRAD_ENABLED = (
         "grad_enabled",
         "Gradients are enabled, and graphs serve no_grad and inference_mode only [I10].",

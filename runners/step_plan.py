@@ -29,6 +29,8 @@ from runners.bound_steps import (
     Dense,
     DirectCall,
     Load,
+    Loadable,
+    LoadStep,
     Measure,
     OpCall,
     Replay,
@@ -139,6 +141,7 @@ class StepPlan:
         results: one per leaf of the result.
         check: what is compared while the first graph runs; before everything where `check_first`.
         begin_call: called before each replay, where the engine needs it: `GraphPool.begin_call`.
+        step_metadata: loaded before each replay, for ops in graphs that read it at fixed addresses.
         max_bound: how many row counts keep their views.
     """
 
@@ -154,6 +157,7 @@ class StepPlan:
     check_first: bool
     outputs: str = "copy"
     begin_call: Callable[[], None] | None = None
+    step_metadata: tuple[Loadable, ...] = ()
     max_bound: int = 64
     _bound: OrderedDict[int, _Bound] = field(default_factory=OrderedDict)
     _binder: _Binder = field(init=False)
@@ -207,6 +211,7 @@ class _Binder:
 
     def __init__(self, plan: StepPlan) -> None:
         self._views = RowViews()
+        self._loads = [LoadStep(metadata) for metadata in plan.step_metadata]
         self._copy_ins = [(shadow, self._views.add(shadow.buffer, shadow.value)) for shadow in plan.copy_ins]
         self._steps: list[Any] = [
             Replay(step.graph) if isinstance(step, ReplayStep) else self._template(step)
@@ -242,7 +247,8 @@ class _Binder:
 
     def bind(self, num_tokens: int) -> _Bound:
         rows = self._views.bind(num_tokens)
-        steps: list[Any] = [_copy_in(shadow, rows.views[index]) for shadow, index in self._copy_ins]
+        steps: list[Any] = list(self._loads)
+        steps += [_copy_in(shadow, rows.views[index]) for shadow, index in self._copy_ins]
         steps += self._early
         for step in self._steps:
             steps.append(_call(step, num_tokens, rows) if isinstance(step, _CallTemplate) else step)

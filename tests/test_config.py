@@ -127,6 +127,7 @@ def test_values_are_normalised_hashed_copied_and_pickled():
         ("outputs", None, "None (NoneType)"),
         ("progress", 1, "true or false"),
         ("strict", "yes", "true or false"),
+        ("boundary", "graphed", "'eager' or 'captured'"),
         ("boundary_ops", "toy::attn", "list of op names"),
         ("boundary_ops", [], "None for all registered"),
         ("boundary_ops", ["attn"], "boundary_ops[0]"),
@@ -143,7 +144,6 @@ def test_a_wrong_value_is_named(name, value, says):
     ("name", "value", "available"),
     [
         ("frontend", "record", "'trace'"),
-        ("boundary", "captured", "'eager'"),
         ("num_streams", 2, "1"),
         ("min_coverage", 0.9, "None"),
     ],

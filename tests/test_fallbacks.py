@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from paged_models import captured_paged
 from state_models import (
     HIDDEN,
     before_each_attend,
@@ -19,6 +20,7 @@ from torch import nn
 
 import boundary_ops
 import piecewise
+from boundary_ops import PrefillBatch
 from runners.stats import FallbackReason
 
 
@@ -181,7 +183,25 @@ def failing():
     return graphed
 
 
+def in_a_step(graphed, lens, *, names="abc"):
+    """A call of the paged model inside a step of these lengths."""
+    before = graphed.stats.snapshot()
+    batch = PrefillBatch.build(graphed.model.cache, names[: len(lens)], lens)
+    with torch.no_grad(), batch:
+        graphed(torch.ones(sum(lens), dtype=torch.long), batch.positions[0])
+    return what_was_counted(graphed, before)
+
+
+def without_a_step(graphed):
+    before = graphed.stats.snapshot()
+    with torch.no_grad(), pytest.raises(boundary_ops.BoundaryOpError, match="running `with batch:` block"):
+        graphed(torch.ones(5, dtype=torch.long), torch.arange(5))
+    return what_was_counted(graphed, before)
+
+
 CASES = {
+    FallbackReason.STEP_LIMIT: (captured_paged, lambda graphed: in_a_step(graphed, (1, 1, 1))),
+    FallbackReason.STEP_MISMATCH: (captured_paged, without_a_step),
     FallbackReason.ZERO_TOKENS: (plain, zero_tokens),
     FallbackReason.ABOVE_LARGEST_BUCKET: (plain, above_the_largest),
     FallbackReason.PADDING_RATIO: (lambda: graph(new_model(), max_padding_ratio=1.5), padded_too_much),

@@ -21,6 +21,8 @@ CODES = {
     "signature_limit",
     "unsupported_input",
     "token_count_mismatch",
+    "step_limit",
+    "step_mismatch",
     "grad_enabled",
     "eager_only",
     "disabled",
