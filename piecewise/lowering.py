@@ -140,6 +140,11 @@ class _Job:
             CaptureError: with `strict`, it cannot be lowered.
         """
         try:
+            if segment.captured_ops:
+                # Functional graphs copy what an op writes, and that would be whole KV pools.
+                raise Unlowerable(
+                    "it holds captured boundary ops, which write memory that must not be copied"
+                )
             layout = SegmentLayout.of(self.plan, segment, self.buckets)
             chosen = self._functions(segment, layout)
         except Unlowerable as reason:

@@ -513,6 +513,12 @@ def test_without_grad_mode_and_in_inference_mode():
     assert graphed.stats.replays == 1 and graphed.stats.reasons == {"grad_enabled": 1}
 
 
+def test_segments_with_captured_ops_keep_their_kernels_and_say_so():
+    graphed = capture(new_paged(after=lambda x: x[-1:]), lowering="inductor", buckets=(8,))
+    assert serve_step(graphed, "ab", (3, 4)) == "replay"
+    assert "it holds captured boundary ops" in str(graphed.report())
+
+
 @pytest.mark.parametrize("name", ["Llama", "Qwen3"])
 def test_transformers_models(name):
     transformers = pytest.importorskip("transformers")
