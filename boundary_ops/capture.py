@@ -72,7 +72,8 @@ class CapturedForm:
 
     Attributes:
         op: a boundary op with the arguments of the first, as far as it has them, and the names of
-            `StepMetadata.tensors`. With metadata of zero sequences it writes nothing.
+            `StepMetadata.tensors`. With metadata of zero sequences it writes nothing; else, in tensors of
+            the model, only what belongs to the step, so that running the step again overwrites it.
         metadata: `metadata(limits, calls)` makes what the calls of one model share. A call is a mapping from
             argument name to value: the model's own tensors and constants, not what forward computes.
         refusal: why one such call cannot be captured, in words, or None. It stays eager then.

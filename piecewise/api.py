@@ -214,7 +214,8 @@ class GraphedModule:
         """Captures every bucket for calls like this example: same structure, dtypes and options, any token
         count.
 
-        The model is traced, not run; boundary ops are not called, and no attention metadata is needed.
+        The model is traced, not run; boundary ops are not called (captured ones on a step of zero sequences),
+        and no attention metadata is needed.
 
         Args:
             args, kwargs: the model's own arguments, with two or more tokens.
@@ -223,6 +224,7 @@ class GraphedModule:
         Raises:
             TraceError: the model cannot be one graph, or tensors are on two devices.
             TokenDimError: the token count cannot be found in the example.
+            ConfigError: `boundary="captured"` without a limit that an op needs.
             CaptureError: with `strict`, an op lets padding reach real rows, or a bucket fails.
             StateError: `max_signatures` are captured already, or a call is in progress.
         """

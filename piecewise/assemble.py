@@ -129,7 +129,7 @@ class PlanAssembler:
     def _written_state(self) -> list[torch.Tensor]:
         segments = [segment for segment in self.plan.segments if segment.kind != "boundary"]
         memories = {memory for segment in segments for memory in segment.writes}
-        memories -= self.plan.unwritten_by_empty_steps
+        memories -= self.plan.step_memory
         return [state_tensor(v) for v in self.plan.values if v.origin == "state" and v.memory in memories]
 
     def _arguments(self, segment: Segment, made: dict[int, torch.Tensor]) -> list[torch.Tensor]:
@@ -260,6 +260,8 @@ class PlanAssembler:
     def _writes_state_first(self) -> bool:
         first = next(iter(self.plan.graph_segments()), None)
         state = {value.memory for value in self.plan.values if value.origin == "state"}
+        # A step that turns out to run eagerly after all writes the same places again.
+        state -= self.plan.step_memory
         return first is not None and bool(state & set(first.writes))
 
     def reset(self) -> None:

@@ -144,4 +144,4 @@ def _rewrite(node: fx.Node, form: CapturedForm, values: Mapping[str, Any]) -> No
     node.target = overload
     node.args = tuple(values[argument.name] for argument in overload._schema.arguments)
     node.kwargs = {}
-    node.meta["writes_nothing_without_sequences"] = True
+    node.meta["is_captured_form"] = True

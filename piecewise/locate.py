@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import boundary_ops
 from piecewise.assemble import PlanAssembler
 from piecewise.differences import TensorDifference, Tolerance, compare_tensors
 from piecewise.plan import Segment, ValueSpec
@@ -292,7 +293,7 @@ class SegmentWalk:
 
 
 class _OpResults(TorchDispatchMode):
-    """Notes what each op returns."""
+    """Notes what each op returns, and what a boundary op writes of the tokens."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -303,10 +304,19 @@ class _OpResults(TorchDispatchMode):
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         if "empty" not in str(func):
-            for item in result if isinstance(result, (tuple, list)) else (result,):
+            made = result if isinstance(result, (tuple, list)) else (result,)
+            for item in (*made, *_written_tokens(func, args, kwargs or {})):
                 if isinstance(item, torch.Tensor):
                     self.results.append((str(func), item.detach().clone()))
         return result
+
+
+def _written_tokens(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    op = boundary_ops.lookup(func)
+    if op is None:
+        return []
+    bound = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
+    return [bound.get(name) for name in op.mutated if name in (op.token_args or op.mutated)]
 
 
 def _first_different(alone: _OpResults, beside: _OpResults, tolerance: Tolerance | None) -> str | None:

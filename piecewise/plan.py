@@ -193,8 +193,8 @@ class SegmentPlan:
         state_facts: what the trace saw of the model's Python state.
         written_leaves: inputs that the call writes.
         fusions: what was rewritten in the graph segments; None where nothing was to be.
-        unwritten_by_empty_steps: memory that only captured boundary ops write, which write nothing while the
-            step that is loaded has no sequences.
+        step_memory: state that only captured forms of boundary ops write: nothing while the step that is
+            loaded has no sequences, else what belongs to that step and is overwritten where it runs again.
         metadata_leaves: inputs without tokens that captured boundary ops read; zeros are a step of no tokens.
     """
 
@@ -210,7 +210,7 @@ class SegmentPlan:
     written_leaves: tuple[int, ...]
     num_dead_ops: int
     fusions: FusionReport | None = None
-    unwritten_by_empty_steps: frozenset[int] = frozenset()
+    step_memory: frozenset[int] = frozenset()
     metadata_leaves: frozenset[int] = frozenset()
 
     def graph_segments(self) -> tuple[Segment, ...]:

@@ -220,15 +220,15 @@ class Splitter:
             self._token_dim(), tuple(self.values), segments, self.trace.result, self.trace.result_leaves,
             tuple(result_values), holds(check), symbols, self.trace.state_facts,
             self._written_leaves(), self.num_dead_ops,
-            unwritten_by_empty_steps=self._unwritten_by_empty_steps(),
+            step_memory=self._step_memory(),
             metadata_leaves=frozenset(p.leaf for p in self.trace.placeholders if "is_metadata" in p.node.meta),
         )  # fmt: skip
 
-    def _unwritten_by_empty_steps(self) -> frozenset[int]:
-        """Memory that only captured forms write, which write nothing without sequences."""
+    def _step_memory(self) -> frozenset[int]:
+        """Memory that captured forms write, and no other op."""
         written: dict[bool, set[int]] = {True: set(), False: set()}
         for node, fact in self.facts.items():
-            is_form = "writes_nothing_without_sequences" in node.meta
+            is_form = "is_captured_form" in node.meta
             written[is_form] |= _written_storages([fact])
         return frozenset(self._memory[s] for s in written[True] - written[False] if s in self._memory)
 

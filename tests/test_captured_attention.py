@@ -16,6 +16,10 @@ HEADS, KV_HEADS, DIM, PAGE, ROWS = 4, 2, 8, 4, 24
 STEPS = (("abc", (7, 1, 9)), ("ca", (3, 5)), ("b", (20,)), ("d", (24,)), ("abcd", (1, 1, 1, 1)), ("a", (1,)))
 
 
+def same(left, right):
+    return torch.equal(left.nan_to_num(9.0), right.nan_to_num(9.0))
+
+
 class Case:
     """A cache whose unwritten rows are NaN, the metadata, and padded rows of one call."""
 
@@ -51,7 +55,7 @@ class Case:
         torch.testing.assert_close(self.out[:count].double(), expected, rtol=tolerance, atol=tolerance)
         assert (self.out[count:] == 7).all()
         for pool, wanted in zip(self.pools, (keys, values), strict=True):
-            assert torch.equal(pool.nan_to_num(9.0), wanted.nan_to_num(9.0))
+            assert same(pool, wanted)
 
 
 @pytest.mark.parametrize("padding", [float("nan"), 1e4])
@@ -72,9 +76,7 @@ def test_I1_recorded_once_it_serves_every_step(monkeypatch, padding, options, ch
     graph = engine.capture(lambda: [case.call(**options)], pool=pool, segment="the op")
     # A recording runs the op once, on a step of zero sequences.
     assert (case.out == 7).all()
-    assert all(
-        torch.equal(a.nan_to_num(9.0), b.nan_to_num(9.0)) for a, b in zip(before, case.pools, strict=True)
-    )
+    assert all(map(same, before, case.pools))
     assert graph.num_ops == 1
     case.replay = graph.replay
     for names, lens in STEPS:
@@ -86,9 +88,7 @@ def test_I1_recorded_once_it_serves_every_step(monkeypatch, padding, options, ch
     before = [tensor.clone() for tensor in case.pools]
     graph.replay()
     assert (case.out == 7).all()
-    assert all(
-        torch.equal(a.nan_to_num(9.0), b.nan_to_num(9.0)) for a, b in zip(before, case.pools, strict=True)
-    )
+    assert all(map(same, before, case.pools))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

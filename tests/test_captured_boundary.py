@@ -24,7 +24,7 @@ from torch import nn
 
 import boundary_ops
 import piecewise
-from boundary_ops import BoundaryOpError, Misfit, PagedKVCache, PrefillBatch
+from boundary_ops import BoundaryOpError, Misfit, PagedKVCache, PrefillBatch, captured_attention
 from boundary_ops.step_buffers import StepBuffers
 from piecewise.backend import handle as find_handle
 from piecewise.backend import piecewise_backend
@@ -111,6 +111,22 @@ def test_verify_finds_metadata_that_was_not_loaded(monkeypatch):
         report = graphed.verify(torch.arange(3), batch.positions[0])
     assert not report.ok
     assert "segment 0" in str(report) or "the plan as a whole is not what the model computes" in str(report)
+
+
+def test_verify_names_a_captured_op_that_is_wrong_on_padded_rows(monkeypatch):
+    graphed = captured_paged()
+    serve_step(graphed, "a", (4,))
+
+    def wrong(q, *args):
+        return attend(q, *args) * (2 if len(q) == 8 else 1)
+
+    attend = captured_attention._attend_rows
+    monkeypatch.setattr(captured_attention, "_attend_rows", wrong)
+    batch = PrefillBatch.build(graphed.model.cache, "ab", (3, 4))
+    with batch, torch.no_grad():
+        difference = graphed.verify(torch.arange(7), batch.positions[0]).first_difference
+    assert difference is not None and difference.segment.startswith("segment 0")
+    assert difference.op == "piecewise.attn_captured.default"
 
 
 def test_an_eager_slice_and_an_op_that_is_not_capture_safe_stay_outside():
@@ -574,3 +590,26 @@ def test_paged_is_what_the_fixtures_say():
         one = model(ids, batch.positions[0])
         other = model(torch.tensor([5, 2, 3, 4]), batch.positions[0])
     assert (one[3] - other[3]).abs().max() > 1e-3
+
+
+def test_I4_weights_that_moved_are_noticed_beside_the_graph_and_the_step_is_right_all_the_same():
+    graphed = captured_paged()
+    assert serve_step(graphed, "a", (5,)) == "replay"
+    layer = graphed.model.layers[0]
+    with torch.no_grad():
+        layer.qkv.weight.copy_(torch.randn_like(layer.qkv.weight))
+    assert serve_step(graphed, "ab", (2, 3)) == "replay", "an update in place just works"
+    layer.qkv.weight = nn.Parameter(torch.randn_like(layer.qkv.weight))
+    assert serve_step(graphed, "ab", (3, 2)) == "moved_address"
+    assert graphed.refresh().ok
+    assert serve_step(graphed, "ab", (1, 4)) == "replay"
+
+
+def test_fusions_leave_captured_ops_where_they_are():
+    graphed = capture(new_paged(), fusions=("pack_linears",))
+    assert kinds(graphed) == ("g", 2)
+    for names, lens in CHUNKS:
+        assert serve_step(graphed, names, lens) == "replay"
+    batch = PrefillBatch.build(graphed.model.cache, "ab", (3, 2))
+    with batch, torch.no_grad():
+        assert graphed.verify(torch.arange(5), batch.positions[0]).ok
