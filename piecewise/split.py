@@ -221,7 +221,11 @@ class Splitter:
             tuple(result_values), holds(check), symbols, self.trace.state_facts,
             self._written_leaves(), self.num_dead_ops,
             step_memory=self._step_memory(),
-            metadata_leaves=frozenset(p.leaf for p in self.trace.placeholders if "is_metadata" in p.node.meta),
+            metadata_leaves=frozenset(
+                placeholder.leaf
+                for placeholder in self.trace.placeholders
+                if "is_metadata" in placeholder.node.meta
+            ),
         )  # fmt: skip
 
     def _step_memory(self) -> frozenset[int]:
