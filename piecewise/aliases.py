@@ -208,21 +208,8 @@ def _run_on_fakes(node: fx.Node, reads: Sequence[fx.Node], fake_mode: Any) -> _F
     if isinstance(node.target, torch._ops.HigherOrderOperator):
         return _Footprint((), False, True, True, from_host)  # control flow reads its predicate back
 
-    def fake(argument: fx.Node) -> Any:
-        return argument.meta.get("example_value")
-
-    args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), fake)
-    shape_env = getattr(fake_mode, "shape_env", None)
     mode = _RecordOps()
-    with (
-        shape_env.suppress_guards() if shape_env is not None else nullcontext(),
-        shape_env.ignore_fresh_unbacked_symbols() if shape_env is not None else nullcontext(),
-        torch.no_grad(),
-        fake_mode if fake_mode is not None else nullcontext(),
-        mode,
-    ):
-        call: Any = getattr(args[0], str(node.target)) if node.op == "call_method" else node.target
-        call(*(args[1:] if node.op == "call_method" else args), **kwargs)
+    call_on_fakes(node, fake_mode, mode)
     written = tuple(
         index
         for index, argument in enumerate(reads)
@@ -232,6 +219,25 @@ def _run_on_fakes(node: fx.Node, reads: Sequence[fx.Node], fake_mode: Any) -> _F
     item = torch.Tag.data_dependent_output in mode.tags
     random = torch.Tag.nondeterministic_seeded in mode.tags or _has_dropout(node)
     return _Footprint(written, random, item, dynamic or item, from_host)
+
+
+def call_on_fakes(node: fx.Node, fake_mode: Any, mode: Any = None) -> Any:
+    """The node's result on its arguments' fakes; no guard or symbol is left behind."""
+
+    def fake(argument: fx.Node) -> Any:
+        return argument.meta.get("example_value")
+
+    args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), fake)
+    shape_env = getattr(fake_mode, "shape_env", None)
+    with (
+        shape_env.suppress_guards() if shape_env is not None else nullcontext(),
+        shape_env.ignore_fresh_unbacked_symbols() if shape_env is not None else nullcontext(),
+        torch.no_grad(),
+        fake_mode if fake_mode is not None else nullcontext(),
+        mode if mode is not None else nullcontext(),
+    ):
+        call: Any = getattr(args[0], str(node.target)) if node.op == "call_method" else node.target
+        return call(*(args[1:] if node.op == "call_method" else args), **kwargs)
 
 
 def _has_dropout(node: fx.Node) -> bool:

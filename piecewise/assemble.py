@@ -218,8 +218,11 @@ class PlanAssembler:
         ]
         copies = tuple(Shadow(self._slot(index), shadows[index], values[index]) for index in renewed)
         results = tuple(self._slot(index) for index in segment.outputs)
+        taken = {values[index].memory for index in segment.inputs}
+        made = enumerate(values[index] for index in segment.outputs)
+        owned = tuple(at for at, value in made if value.is_tensor and value.memory not in taken)
         direct = self._direct_call(segment)
-        return CallStep(segment.function, segment.name, tuple(arguments), results, copies, direct)
+        return CallStep(segment.function, segment.name, tuple(arguments), results, copies, direct, owned)
 
     def _direct_call(self, segment: Segment) -> DirectCall | None:
         """How to call the op itself; only what graphs own, and state whose looks are checked, looks the same

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -59,6 +59,9 @@ class TensorDifference:
         rows: the first rows that differ, along `dim`; `num_rows` is how many do.
         position: index of the largest difference.
         size, allowed: the largest difference, infinite where only one of the two is finite, and the bound.
+        written, left_alone: for a tensor that existed before the call, the first rows that differ where eager
+            writes them, and where eager leaves them as they were: in a KV cache, rows that this call puts
+            in use, and rows that are another's or nobody's. `num_written`, `num_left_alone` are how many.
         detail: what is wrong where it is no matter of size; empty otherwise.
     """
 
@@ -69,16 +72,26 @@ class TensorDifference:
     size: float
     allowed: float
     detail: str = ""
+    written: tuple[int, ...] = ()
+    num_written: int = 0
+    left_alone: tuple[int, ...] = ()
+    num_left_alone: int = 0
 
 
 def compare_tensors(
-    expected: torch.Tensor, found: torch.Tensor, tolerance: Tolerance | None, *, dim: int = 0
+    expected: torch.Tensor,
+    found: torch.Tensor,
+    tolerance: Tolerance | None,
+    *,
+    dim: int = 0,
+    before: torch.Tensor | None = None,
 ) -> TensorDifference | None:
     """Where `found` is not `expected` to rounding; None where it is nowhere.
 
     Args:
         tolerance: None for equal bits (NaNs of any payload are equal).
         dim: which dim counts rows.
+        before: what both were before the call, to tell rows that `expected` writes from those that it leaves.
     """
     if expected.shape != found.shape or expected.dtype != found.dtype:
         got = f"{_kind(found)} where eager has {_kind(expected)}"
@@ -106,10 +119,24 @@ def compare_tensors(
     if not wrong.dim():
         return TensorDifference(0, (), 0, (), float(distance.max()), allowed)
     dim = dim if dim < wrong.dim() else 0
-    others = [other for other in range(wrong.dim()) if other != dim]
-    rows = (wrong.any(dim=others) if others else wrong).nonzero().reshape(-1).tolist()
+    rows = _rows_of(wrong, dim)
     size = float(distance.reshape(-1)[worst])
-    return TensorDifference(dim, tuple(rows[:_MAX_ROWS]), len(rows), position, size, allowed)
+    seen = TensorDifference(dim, tuple(rows[:_MAX_ROWS]), len(rows), position, size, allowed)
+    if before is None:
+        return seen
+    before = before.to(expected.device)
+    kept = (before == expected) | ((before != before) & (expected != expected))
+    written, left_alone = _rows_of(wrong & ~kept, dim), _rows_of(wrong & kept, dim)
+    return replace(
+        seen, written=tuple(written[:_MAX_ROWS]), num_written=len(written),
+        left_alone=tuple(left_alone[:_MAX_ROWS]), num_left_alone=len(left_alone),
+    )  # fmt: skip
+
+
+def _rows_of(wrong: torch.Tensor, dim: int) -> list[int]:
+    """The indices along `dim` at which something is wrong."""
+    others = [other for other in range(wrong.dim()) if other != dim]
+    return (wrong.any(dim=others) if others else wrong).nonzero().reshape(-1).tolist()
 
 
 def reduction_length(weights: Sequence[torch.Tensor], num_tokens: int) -> int:

@@ -50,7 +50,8 @@ class _Found(Exception):
 
 
 class SegmentWalk:
-    """Walks one call's plan.
+    """Walks one call's plan, with the replay of its graphs or, without `uses_graphs`, with a call of their
+    functions on the same padded memory.
 
     Before each walk state, inputs and random numbers must be those of before the call: the caller sees to the
     first walk, and a method that walks again calls its `prepare`.
@@ -64,7 +65,9 @@ class SegmentWalk:
         leaves: Sequence[Any],
         num_tokens: int,
         tolerance: Tolerance,
+        uses_graphs: bool = True,
     ) -> None:
+        self.uses_graphs = uses_graphs
         self.plan, self.steps, self.assembler = served.plan, served.steps, assembler
         self.leaves, self.num_tokens = list(leaves), num_tokens
         self.bucket = served.steps.padded_num_tokens
@@ -106,8 +109,8 @@ class SegmentWalk:
                 detail = f"{type(error).__name__}: {error}"
                 found.append(Located(segment, segment.op_names[0], "", None, detail))
                 raise _Found from error
-            for value, wanted in expected:
-                if (located := self._located(segment, value, wanted, env)) is not None:
+            for value, wanted, before in expected:
+                if (located := self._located(segment, value, wanted, env, before=before)) is not None:
                     found.append(located)
                     raise _Found
 
@@ -149,9 +152,43 @@ class SegmentWalk:
         self, poison: Poison, around: Callable[[list[Any], str | None, Callable[[], None]], None]
     ) -> None:
         try:
-            replay_with(self.steps, self.leaves, self.num_tokens, poison, around=around)
+            self._run(poison, around)
         except _Found:
             return
+
+    def result(self, poison: Poison) -> list[Any]:
+        """The call served by this walk: the result's leaves.
+
+        Raises:
+            StateChanged: as `StepPlan.replay`.
+        """
+        return self._run(poison, lambda env, name, run: run())
+
+    def _run(
+        self, poison: Poison, around: Callable[[list[Any], str | None, Callable[[], None]], None]
+    ) -> list[Any]:
+        def step(env: list[Any], name: str | None, run: Callable[[], None]) -> None:
+            segment = self._by_name[name] if name is not None else None
+            if segment is not None and segment.kind == "graph" and not self.uses_graphs:
+                around(env, name, lambda: self._call_function(segment))
+            else:
+                around(env, name, run)
+
+        return replay_with(self.steps, self.leaves, self.num_tokens, poison, around=step)
+
+    def _call_function(self, segment: Segment) -> None:
+        """What the segment's graph does, done by its function: reads and writes static memory."""
+        results = segment.function(self.bucket, *self._padded_arguments(segment))
+        for index, made in zip(segment.outputs, results, strict=True):
+            static = self._static[index]
+            if static.data_ptr() != made.data_ptr():
+                copy_elements(static, made)
+
+    def _padded_arguments(self, segment: Segment) -> list[torch.Tensor]:
+        return [
+            self._static[i] if i in self._static else state_tensor(self.plan.values[i])
+            for i in segment.inputs
+        ]
 
     def _changed(self, segment: Segment) -> list[ValueSpec]:
         """What a segment makes or writes, each tensor once."""
@@ -160,7 +197,14 @@ class SegmentWalk:
         return [v for v in values if v.index in made or (v.is_tensor and v.memory in segment.writes)]
 
     def _located(
-        self, segment: Segment, value: ValueSpec, wanted: Any, env: list[Any], *, bits: bool = False
+        self,
+        segment: Segment,
+        value: ValueSpec,
+        wanted: Any,
+        env: list[Any],
+        *,
+        bits: bool = False,
+        before: torch.Tensor | None = None,
     ) -> Located | None:
         found = self._now(value, env)
         name = value.state.path if value.state is not None else value.name
@@ -171,7 +215,7 @@ class SegmentWalk:
             return Located(segment, op, name, None, f"{found!r} where eager has {wanted!r}")
         dim = value.token_dims[0] if value.token_dims else 0
         tolerance = None if bits else self.tolerance
-        difference = compare_tensors(wanted, found, tolerance, dim=dim)
+        difference = compare_tensors(wanted, found, tolerance, dim=dim, before=before)
         return None if difference is None else Located(segment, op, name, difference)
 
     def _now(self, value: ValueSpec, env: list[Any]) -> Any:
@@ -193,30 +237,28 @@ class SegmentWalk:
             return env[value.leaf].shape[value.dim]
         return env[self.assembler._slot(value.index)]
 
-    def _reference(self, segment: Segment, env: list[Any]) -> list[tuple[ValueSpec, Any]]:
-        """What the segment's function makes and writes on the real rows; what it wrote is put back."""
+    def _reference(self, segment: Segment, env: list[Any]) -> list[tuple[ValueSpec, Any, Any]]:
+        """What the segment's function makes and writes on the real rows, and what state and inputs that it
+        writes were before, None for others; these are put back."""
         arguments = self._arguments(segment, env)
         values = [self.plan.values[index] for index in segment.inputs]
-        outside = [
-            argument
+        written = [
+            (value, argument)
             for value, argument in zip(values, arguments, strict=True)
-            if value.origin != "graph" and value.is_tensor and value.memory in segment.writes
+            if value.is_tensor and value.memory in segment.writes
         ]
-        saved = [(tensor, tensor.clone()) for tensor in outside]
+        saved = {value.index: argument.clone() for value, argument in written if value.origin != "graph"}
         try:
             results = segment.function(self.num_tokens, *arguments)
             expected = [
-                (self.plan.values[index], _copied(result))
+                (self.plan.values[index], _copied(result), None)
                 for index, result in zip(segment.outputs, results, strict=True)
             ]
-            expected += [
-                (value, _copied(argument))
-                for value, argument in zip(values, arguments, strict=True)
-                if value.is_tensor and value.memory in segment.writes
-            ]
+            expected += [(v, argument.clone(), saved.get(v.index)) for v, argument in written]
         finally:
-            for tensor, before in saved:
-                tensor.copy_(before)
+            for value, argument in written:
+                if value.index in saved:
+                    argument.copy_(saved[value.index])
         return expected
 
     def _arguments(self, segment: Segment, env: list[Any]) -> list[Any]:
@@ -270,10 +312,7 @@ class SegmentWalk:
                 run()
                 return
             values = [self.plan.values[index] for index in segment.inputs]
-            padded = [
-                self._static[v.index].clone() if v.index in self._static else state_tensor(v).clone()
-                for v in values
-            ]
+            padded = [tensor.clone() for tensor in self._padded_arguments(segment)]
             real = [
                 narrow_to(rows, v.sizes(self.num_tokens)).clone()
                 if v.token_dims and v.sizes

@@ -10,7 +10,9 @@
    it in.
 5. The value of a float attribute that Dynamo carries in a tensor (`dynamic=True`) is that number, where the
    trace has fixed it.
-6. Uses of an in-place op's result become uses of the tensor that it wrote: one name per memory.
+6. Uses of a dropout that drops nothing become uses of what it was given: eager returns that very tensor, but
+   its fake is a copy.
+7. Uses of an in-place op's result become uses of the tensor that it wrote: one name per memory.
 """
 
 from __future__ import annotations
@@ -21,11 +23,12 @@ from typing import Any
 
 import sympy
 import torch
+import torch.nn.functional as F
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from piecewise import torch_internals as internals
-from piecewise.aliases import storage_of
+from piecewise.aliases import call_on_fakes, storage_of, tensors_in
 from piecewise.torch_internals import SYMBOLIC
 from runners.errors import SplitError
 
@@ -52,6 +55,8 @@ def target_name(node: fx.Node) -> str:
     return getattr(target, "__name__", str(target))
 
 
+_DROPOUTS = (F.dropout, torch.dropout, torch.dropout_, torch.ops.aten.dropout, torch.ops.aten.dropout.default)
+
 # They change what an earlier name of the tensor looks like, so one name would stand for two shapes.
 _RESHAPE_IN_PLACE = frozenset(
     "unsqueeze_ squeeze_ t_ transpose_ swapaxes_ swapdims_ as_strided_ resize_ resize_as_ set_".split()
@@ -75,6 +80,7 @@ def normalize(
     _move_getitems(graph.graph)
     _unwrap_numbers(graph.graph, numbers)
     _fold_fixed_floats(graph.graph, shape_env)
+    _unwrap_idle_dropout(graph.graph)
     _rename_in_place_results(graph.graph)
 
 
@@ -207,6 +213,28 @@ def _fold_fixed_floats(graph: fx.Graph, shape_env: ShapeEnv | None) -> None:
         if fixed is not None and fixed.is_number:
             node.replace_all_uses_with(float(fixed))  # type: ignore[arg-type]
             graph.erase_node(node)
+
+
+def _unwrap_idle_dropout(graph: fx.Graph) -> None:
+    for node in list(graph.nodes):
+        if node.op != "call_function" or node.target not in _DROPOUTS:
+            continue
+        given = dict(zip(("input", "p", "training", "inplace"), node.args, strict=False)) | node.kwargs
+        training = given.get("training", given.get("train", True))
+        if training is False or (training is True and given.get("p") == 0):
+            copied = {storage_of(tensor) for tensor in tensors_in(node.meta.get("example_value"))}
+            node.replace_all_uses_with(given["input"])  # type: ignore[arg-type]
+            graph.erase_node(node)
+            _renew_views(graph, copied)
+
+
+def _renew_views(graph: fx.Graph, memory: set[int]) -> None:
+    """Makes the fakes that lie in `memory` again, from those of their arguments as they are now."""
+    fake_mode = internals.fake_mode_of([node.meta.get("example_value") for node in graph.nodes])
+    for node in graph.nodes:
+        fakes = tensors_in(node.meta.get("example_value"))
+        if node.op.startswith("call") and any(storage_of(tensor) in memory for tensor in fakes):
+            node.meta["example_value"] = call_on_fakes(node, fake_mode)
 
 
 def _rename_in_place_results(graph: fx.Graph) -> None:

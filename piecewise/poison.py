@@ -7,7 +7,7 @@ one shows. Weights, state and inputs are never touched.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -22,14 +22,25 @@ from runners.step_plan import CallStep, Shadow, StaticArgument, StepPlan
 
 @dataclass(frozen=True, slots=True)
 class Poison:
-    """What padded rows hold; `variant` as in `poison_value`, None for what the plan itself puts there."""
+    """What padded rows hold; `variant` as in `poison_value`, None for what the plan itself puts there, or
+    real rows in another order where `is_shuffled`."""
 
     name: str
     variant: int | None
+    is_shuffled: bool = False
+
+    @property
+    def is_served(self) -> bool:
+        return self.variant is None and not self.is_shuffled
 
     def fill_(self, rows: torch.Tensor, pads: list[torch.Tensor]) -> None:
-        """Fills padded rows: floats with the poison, integers with a value that a real row has."""
-        if self.variant is None or not pads:
+        """Fills padded rows: floats with the poison, integers with a value that a real row has; all with
+        other rows where `is_shuffled`."""
+        if self.is_served or not pads:
+            return
+        if self.variant is None:
+            for pad in pads:
+                pad.copy_(_shuffled(rows, pad.shape))
             return
         dtype = rows.dtype
         is_other = dtype.is_floating_point or dtype.is_complex or dtype is torch.bool
@@ -39,12 +50,29 @@ class Poison:
 
 
 AS_SERVED = Poison("padding as served", None)
-_FINITE = (Poison("padding of 1e4", 1), Poison("padding of -1e4", 2))
+_FINITE = (
+    Poison("padding of 1e4", 1),
+    Poison("padding of -1e4", 2),
+    Poison("padding of shuffled rows", None, is_shuffled=True),
+)
+
+
+def _shuffled(rows: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
+    """Real rows in another order, as many as `sizes` says: what looks right is the harder poison for an op
+    that asks whether a row is sound."""
+    if rows.shape == torch.Size(sizes):
+        return rows.flip(0)
+    for dim, size in enumerate(sizes):
+        if rows.shape[dim] != size:
+            order = torch.randperm(rows.shape[dim], generator=torch.Generator().manual_seed(dim))
+            order = order.repeat(-(-size // max(len(order), 1)))[:size]
+            rows = rows.index_select(dim, order.to(rows.device))
+    return rows
 
 
 def poisons_for(engine: str, *, is_padded: bool) -> tuple[Poison, ...]:
-    """The runs of one call: as it is served, then with poison; NaN on the tape alone, since one that becomes
-    an index ends all use of a CUDA device."""
+    """The replays of one call: as it is served, then with poison; NaN on the tape alone, since one that
+    becomes an index ends all use of a CUDA device."""
     if not is_padded:
         return (AS_SERVED,)
     nan = (Poison("padding of nan", 0),) if engine == "tape" else ()
@@ -132,7 +160,7 @@ def replay_with(
     if steps.begin_call is not None:
         steps.begin_call()
     bound = steps._bound.get(num_tokens) or steps._bind(num_tokens)
-    pads = pads_after(bound, steps, num_tokens) if poison.variant is not None else {}
+    pads = {} if poison.is_served else pads_after(bound, steps, num_tokens)
     env = leaves + [None] * (steps.num_values + len(steps.results))
     names = iter(step.name for step in steps.steps)
     for position, step in enumerate(bound.steps):

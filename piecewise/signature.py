@@ -170,12 +170,13 @@ def write_matcher(
         writer.write(child, name)
     for left, right in distinct:
         one, other = writer.leaf_names[left], writer.leaf_names[right]
-        writer.reject(f"{one}.untyped_storage().data_ptr() == {other}.untyped_storage().data_ptr()")
+        # Tensors without elements are all at address 0, and share nothing.
+        writer.reject(f"0 != {one}.untyped_storage().data_ptr() == {other}.untyped_storage().data_ptr()")
     if apart_from:
         name = namespace.name(apart_from, "addresses")
         for leaf, value in sorted(writer.leaf_names.items()):
             if rules[leaf].kind == "tensor":
-                writer.reject(f"{value}.untyped_storage().data_ptr() in {name}")
+                writer.reject(f"0 != {value}.untyped_storage().data_ptr() in {name}")
     leaves = ", ".join(writer.leaf_names[index] for index in sorted(writer.leaf_names))
     writer.lines.append(f"rows = {writer.leaf_names[anchor[0]]}.shape[{anchor[1]}]")
     for leaf, dim, size in token_dims:

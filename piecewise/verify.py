@@ -3,13 +3,15 @@
 For each size, from the same state, inputs and random numbers:
 
     eager     the model itself
-    replays   as served; then with NaN (tape), +1e4 and -1e4 in every padded row; before each of them all
-              static memory is overwritten
+    padded    the plan on padded rows, with a call of each graph segment's function in place of its graph
+    replays   as served; then with NaN (tape), +1e4, -1e4 and shuffled real rows in every padded row
 
-Compared are the results, and every tensor that boundary ops or eager segments write, inputs and model
-state, in full: rows in use and rows that are not. Real rows must be eager's to rounding (`differences.py`),
-and the same bits whatever padded rows hold. What differs is then looked for segment by segment
-(`locate.py`). All is put back afterwards, and no call is counted.
+Before each run but eager all static memory is overwritten. Compared are the results, and every tensor that
+boundary ops or eager segments write, inputs and model state, in full: rows in use and rows that are not.
+Real rows must be eager's to rounding (`differences.py`), and the same bits whatever padded rows hold. Where
+a replay differs, the padded run with the same poison tells a fault of the plan or its padding from one of
+capture or replay, and the segment is looked for one by one (`locate.py`). All is put back afterwards, and no
+call is counted.
 """
 
 from __future__ import annotations
@@ -22,17 +24,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from boundary_ops import PrefillBatch
-from piecewise.differences import (
-    TensorDifference,
-    Tolerance,
-    compare_tensors,
-    reduction_length,
-)
+from piecewise.differences import TensorDifference, Tolerance, reduction_length
 from piecewise.locate import Located, SegmentWalk, random_state, set_random_state
+from piecewise.outcome import Outcome, has_same_bits, stored
 from piecewise.plan import SegmentPlan
 from piecewise.poison import AS_SERVED, Poison, poisons_for, replay_with, spoil_static_memory
 from piecewise.row_samples import unchanged_random_state
-from piecewise.structure import Structure, flatten_structure
 from piecewise.verify_report import Difference, SizeCheck, VerifyReport
 from runners.bound_steps import StateChanged, copy_elements
 from runners.stats import FallbackReason
@@ -140,12 +137,15 @@ def _uncounted_step() -> Iterator[None]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Seen:
-    """What one run left: the result's structure and leaves, and copies of the watched tensors."""
+class _Run:
+    """One run to compare with eager: with graphs or without, and what padded rows hold."""
 
-    structure: Structure
-    leaves: list[Any]
-    watched: dict[str, torch.Tensor]
+    poison: Poison
+    uses_graphs: bool = True
+
+    @property
+    def name(self) -> str:
+        return self.poison.name if self.uses_graphs else f"no graphs, {self.poison.name}"
 
 
 class _SizeVerifier:
@@ -165,7 +165,7 @@ class _SizeVerifier:
         self.device = leaves[served.plan.token_dim.leaf].device
         self.tolerance = _tolerance_for(served.plan, num_tokens, self.device)
         self.watched = self._find_watched()
-        self.before = {name: _stored(tensor) for name, tensor in self.watched.items()}
+        self.before = {name: stored(tensor) for name, tensor in self.watched.items()}
         self._random = random_state(self.device)
 
     def _find_watched(self) -> dict[str, torch.Tensor]:
@@ -194,41 +194,47 @@ class _SizeVerifier:
     def run(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> SizeCheck:
         engine = self.graphed._graphs.engine_name
         poisons = poisons_for(engine, is_padded=self.num_tokens < self.bucket)
+        runs = [_Run(AS_SERVED, uses_graphs=False), *map(_Run, poisons)]
         with unchanged_random_state(self.device):
             try:
-                eager = self._seen(lambda: self.graphed._forward(*args, **kwargs))
-                served: _Seen | None = None
-                difference = None
-                for poison in poisons:
-                    self._prepare(poison)
-                    try:
-                        seen = self._seen(lambda p=poison: self._replay(p))  # type: ignore[misc]
-                    except StateChanged as changed:
-                        return SizeCheck(self.num_tokens, self.bucket, changed.change.kind)
-                    except Exception as error:
-                        difference = self._explained(poison, "the call", f"{type(error).__name__}: {error}")
-                        break
-                    difference = self._compare(poison, eager, seen)
-                    if difference is None and served is not None:
-                        difference = self._compare_bits(poison, served, seen)
-                    served = served if served is not None else seen
-                    if difference is not None:
-                        break
-                identical = served is not None and not _differing(eager, served, None)
+                eager = Outcome.of(lambda: self.graphed._forward(*args, **kwargs), self.watched)
+                served, difference = self._compare_runs(runs, eager)
+                identical = served is not None and not eager.differing(served, None)
+            except StateChanged as changed:
+                return SizeCheck(self.num_tokens, self.bucket, changed.change.kind)
             finally:
                 self.restore()
         dtypes = {x.dtype for x in [*eager.leaves, *eager.watched.values()] if isinstance(x, torch.Tensor)}
         floats = sorted((d for d in dtypes if d.is_floating_point or d.is_complex), key=str)
         return SizeCheck(
-            self.num_tokens, self.bucket, "graph", tuple(poison.name for poison in poisons),
+            self.num_tokens, self.bucket, "graph", tuple(run.name for run in runs),
             len(eager.leaves) + len(eager.watched), identical,
             tuple((str(d).removeprefix("torch."), self.tolerance.relative(d)) for d in floats), difference,
         )  # fmt: skip
 
+    def _compare_runs(self, runs: Sequence[_Run], eager: Outcome) -> tuple[Outcome | None, Difference | None]:
+        """The replay as it is served, where it came so far, and the first difference."""
+        served: Outcome | None = None
+        for run in runs:
+            try:
+                found = self._outcome(run)
+            except StateChanged:
+                raise
+            except Exception as error:
+                detail = f"{type(error).__name__}: {error}"
+                return served, self._explained(run, eager, "the call", detail)
+            difference = self._compare(run, eager, found)
+            if difference is None and served is not None:
+                difference = self._compare_bits(run, served, found)
+            served = found if run.uses_graphs and served is None else served
+            if difference is not None:
+                return served, difference
+        return served, None
+
     def restore(self) -> None:
         """Puts inputs, state and random numbers back to what they were."""
         for name, tensor in self.watched.items():
-            if not _same_bits(tensor, self.before[name]):
+            if not has_same_bits(tensor, self.before[name]):
                 copy_elements(tensor, self.before[name])
         set_random_state(self.device, self._random)
 
@@ -238,78 +244,83 @@ class _SizeVerifier:
         spoil_static_memory(self.served.steps, self.graphed._graphs.pool, poison)
         self.restore()  # an input may lie in static memory, where outputs="view"
 
-    def _replay(self, poison: Poison) -> Any:
-        steps = self.served.steps
-        if poison is AS_SERVED:
-            leaves = steps.replay(list(self.leaves), self.num_tokens)
-        else:
-            leaves = replay_with(steps, list(self.leaves), self.num_tokens, poison)
-        return self.signature.rebuild(leaves)
+    def _outcome(self, run: _Run) -> Outcome:
+        self._prepare(run.poison)
+        return Outcome.of(lambda: self.signature.rebuild(self._leaves(run)), self.watched)
 
-    def _seen(self, call: Callable[[], Any]) -> _Seen:
-        structure, leaves = flatten_structure(call())
-        # Copies: the next run may overwrite what a result is a view of.
-        leaves = [_stored(x.detach()) if isinstance(x, torch.Tensor) else x for x in leaves]
-        return _Seen(structure, leaves, {name: _stored(t) for name, t in self.watched.items()})
+    def _leaves(self, run: _Run) -> list[Any]:
+        steps, leaves = self.served.steps, list(self.leaves)
+        if not run.uses_graphs:
+            return self._walk(run).result(run.poison)
+        if run.poison is AS_SERVED:
+            return steps.replay(leaves, self.num_tokens)
+        return replay_with(steps, leaves, self.num_tokens, run.poison)
 
-    def _compare(self, poison: Poison, eager: _Seen, seen: _Seen) -> Difference | None:
-        if eager.structure != seen.structure:
-            return self._explained(poison, "the result", "its structure is not eager's")
-        wrong = _differing(eager, seen, self.tolerance)
+    def _compare(self, run: _Run, eager: Outcome, found: Outcome) -> Difference | None:
+        if eager.structure != found.structure:
+            return self._explained(run, eager, "the result", "its structure is not eager's")
+        wrong = eager.differing(found, self.tolerance, before=self.before)
         if not wrong:
             return None
         what, difference = wrong[0]
-        detail = difference.detail
-        if what in self.before and _is_alone(self.before[what], eager.watched[what], difference):
-            detail = detail or "eager leaves the first of these rows as they were"
-        self._prepare(poison)
-        located = self._walk().beside_functions(poison, lambda: self._prepare(poison))
-        return self._difference(poison, what, difference, located, detail)
+        self._prepare(run.poison)
+        located = self._walk(run).beside_functions(run.poison, lambda: self._prepare(run.poison))
+        return self._difference(run, what, difference, located, difference.detail, self._cause(run, eager))
 
-    def _compare_bits(self, poison: Poison, served: _Seen, seen: _Seen) -> Difference | None:
-        wrong = _differing(served, seen, None)
-        if not wrong:
-            return None
-        self._prepare(poison)
-        if _differing(served, self._seen(lambda: self._replay(AS_SERVED)), None):
-            return None  # an op that sums in another order each time: bits say nothing
+    def _compare_bits(self, run: _Run, served: Outcome, found: Outcome) -> Difference | None:
+        wrong = served.differing(found, None, before=self.before)
+        if not wrong or served.differing(self._outcome(_Run(AS_SERVED)), None):
+            return None  # nothing, or an op that sums in another order each time: bits say nothing
         what, difference = wrong[0]
-        self._prepare(poison)
-        located = self._walk().beside_unpoisoned(poison, lambda: self._prepare(poison))
+        self._prepare(run.poison)
+        located = self._walk(run).beside_unpoisoned(run.poison, lambda: self._prepare(run.poison))
         detail = "within rounding of eager, but it changes with what padded rows hold"
-        return self._difference(poison, what, difference, located, detail)
+        return self._difference(run, what, difference, located, detail, "plan")
 
-    def _explained(self, poison: Poison, what: str, detail: str) -> Difference:
+    def _explained(self, run: _Run, eager: Outcome, what: str, detail: str) -> Difference:
         """A difference that is no number: where it begins, if a segment shows it."""
-        self._prepare(poison)
+        self._prepare(run.poison)
         try:
-            located = self._walk().beside_functions(poison, lambda: self._prepare(poison))
+            located = self._walk(run).beside_functions(run.poison, lambda: self._prepare(run.poison))
         except Exception:  # the segment's own function fails in the same way
             located = None
-        return self._difference(poison, what, None, located, detail)
+        return self._difference(run, what, None, located, detail, self._cause(run, eager))
 
-    def _walk(self) -> SegmentWalk:
+    def _cause(self, run: _Run, eager: Outcome) -> str:
+        """Whether the run's difference shows without graphs, too."""
+        if not run.uses_graphs:
+            return "plan"
+        try:
+            found = self._outcome(_Run(run.poison, uses_graphs=False))
+        except Exception:
+            return "plan"
+        is_right = eager.structure == found.structure and not eager.differing(found, self.tolerance)
+        return "graphs" if is_right else "plan"
+
+    def _walk(self, run: _Run) -> SegmentWalk:
         assembler = next(a for a in self.signature.assemblers if a.plan is self.served.plan)
         return SegmentWalk(
-            self.served, assembler, leaves=self.leaves, num_tokens=self.num_tokens, tolerance=self.tolerance
-        )
+            self.served, assembler, leaves=self.leaves, num_tokens=self.num_tokens, tolerance=self.tolerance,
+            uses_graphs=run.uses_graphs,
+        )  # fmt: skip
 
     def _difference(
         self,
-        poison: Poison,
+        run: _Run,
         what: str,
         difference: TensorDifference | None,
         located: Located | None,
         detail: str,
+        cause: str,
     ) -> Difference:
-        call = self.num_tokens, self.bucket, poison.name, what
+        call = self.num_tokens, self.bucket, run.name, what
         if located is None:
             missing = "each segment alone agrees: the plan as a whole is not what the model computes"
             detail = "; ".join(filter(None, (detail, missing)))
-            return Difference(*call, detail=detail, **_numbers(difference, what))
+            return Difference(*call, cause=cause, detail=detail, **_numbers(difference, what))
         segment = located.segment
         return Difference(
-            *call, segment=segment.name, kind=segment.kind, op=located.op,
+            *call, segment=segment.name, kind=segment.kind, op=located.op, cause=cause,
             detail="; ".join(filter(None, (detail, located.detail))),
             **_numbers(located.difference, located.tensor),
         )  # fmt: skip
@@ -321,39 +332,9 @@ def _numbers(difference: TensorDifference | None, tensor: str) -> dict[str, Any]
     return dict(
         tensor=tensor, dim=difference.dim, rows=difference.rows, num_rows=difference.num_rows,
         position=difference.position, size=difference.size, allowed=difference.allowed,
+        written=difference.written, num_written=difference.num_written,
+        left_alone=difference.left_alone, num_left_alone=difference.num_left_alone,
     )  # fmt: skip
-
-
-def _differing(
-    wanted: _Seen, found: _Seen, tolerance: Tolerance | None
-) -> list[tuple[str, TensorDifference]]:
-    """What differs, results first, by name."""
-    pairs = [
-        (f"result leaf {i}", a, b) for i, (a, b) in enumerate(zip(wanted.leaves, found.leaves, strict=True))
-    ]
-    pairs += [(name, tensor, found.watched[name]) for name, tensor in wanted.watched.items()]
-    wrong = []
-    for name, left, right in pairs:
-        if isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor):
-            difference = compare_tensors(left, right, tolerance)
-        elif left == right or (left != left and right != right):
-            difference = None
-        else:
-            difference = TensorDifference(
-                0, (), 0, (), float("inf"), 0.0, f"{right!r} where eager has {left!r}"
-            )
-        if difference is not None:
-            wrong.append((name, difference))
-    return wrong
-
-
-def _is_alone(before: torch.Tensor, after: torch.Tensor, difference: TensorDifference) -> bool:
-    """Whether eager did not write the first row that differs."""
-    if not difference.rows:
-        return False
-    row = difference.rows[0]
-    kept, now = before.select(difference.dim, row), after.select(difference.dim, row)
-    return compare_tensors(kept, now, None) is None
 
 
 def _tolerance_for(plan: SegmentPlan, num_tokens: int, device: torch.device) -> Tolerance:
@@ -365,19 +346,3 @@ def _tolerance_for(plan: SegmentPlan, num_tokens: int, device: torch.device) -> 
     has_tf32 = device.type == "cuda" and torch.backends.cuda.matmul.allow_tf32
     segments = len(plan.graph_segments())
     return Tolerance(reduction_length(weights, num_tokens), segments, has_tf32)
-
-
-def _stored(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy; on the host where the device has too little room left for three of it."""
-    if tensor.device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(tensor.device)
-        if 3 * tensor.numel() * tensor.element_size() > free:
-            return tensor.cpu()
-    return tensor.clone()
-
-
-def _same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
-    right = right.to(left.device)
-    if not torch.equal(left, right):
-        return False
-    return not left.dtype.is_floating_point or torch.equal(left.signbit(), right.signbit())

@@ -24,6 +24,11 @@ class Difference:
         dim, rows, num_rows: the first rows of it that differ, along a dim, and how many do.
         position: index of the largest difference.
         size, allowed: the largest difference, and what rounding explains.
+        written, num_written, left_alone, num_left_alone: for state and inputs, the rows that differ and that
+            eager writes in this call (in a KV cache: rows put in use), and those that it leaves alone (rows
+            of others, or in nobody's use).
+        cause: "plan" where the same padded call without graphs differs, too: the plan, an op that it calls or
+            what padded rows do in it is at fault; "graphs" where it does not: a capture or a replay is.
         detail: in words, where no number says it (an error, another shape, a row that eager leaves alone).
     """
 
@@ -41,6 +46,11 @@ class Difference:
     position: tuple[int, ...] = ()
     size: float = math.nan
     allowed: float = math.nan
+    written: tuple[int, ...] = ()
+    num_written: int = 0
+    left_alone: tuple[int, ...] = ()
+    num_left_alone: int = 0
+    cause: str = ""
     detail: str = ""
 
     def __str__(self) -> str:
@@ -50,15 +60,31 @@ class Difference:
         if self.tensor:
             lines.append(f"  tensor    {self.tensor}")
         if self.num_rows:
-            more = ", ..." if self.num_rows > len(self.rows) else ""
-            rows = ", ".join(map(str, self.rows))
-            lines.append(f"  rows      {rows}{more} along dim {self.dim} ({self.num_rows} in all)")
+            lines.append(f"  rows      {_listed(self.rows, self.num_rows)} along dim {self.dim}")
+        if self.num_written:
+            lines.append(f"  in use    {_listed(self.written, self.num_written)}: eager writes them, too")
+        if self.num_left_alone:
+            lines.append(
+                f"  not used  {_listed(self.left_alone, self.num_left_alone)}: eager leaves them alone"
+            )
         if not math.isnan(self.size):
             where = f" at {list(self.position)}" if self.position else ""
             lines.append(f"  size      {self.size:.3g}{where}, rounding explains {self.allowed:.3g}")
+        if self.cause:
+            lines.append(f"  cause     {self.cause}: {_CAUSES[self.cause]}")
         if self.detail:
             lines.append(f"  detail    {self.detail}")
         return "\n".join(lines)
+
+
+_CAUSES = {
+    "plan": "the same padded rows without graphs differ from eager, too",
+    "graphs": "the same padded rows without graphs are right",
+}
+
+
+def _listed(rows: tuple[int, ...], num_rows: int) -> str:
+    return f"{', '.join(map(str, rows))}{', ...' if num_rows > len(rows) else ''} ({num_rows} in all)"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -68,7 +94,8 @@ class SizeCheck:
     Attributes:
         bucket: what served it, or None.
         path: "graph", or the code of the reason why the call runs eagerly: then there is nothing to compare.
-        runs: what padded rows held in the replays that were compared.
+        runs: what was compared with eager: the plan on padded rows without graphs, then replays, by what
+            padded rows held.
         num_tensors: results, state and inputs that were compared in each.
         identical: whether the call as it is served equals eager bit for bit.
         tolerance: per dtype, the share of the largest value that rounding explains.
@@ -126,7 +153,7 @@ class VerifyReport:
         return json.dumps(self.asdict(), indent=2)
 
     def __str__(self) -> str:
-        lines = ["tokens  bucket  path                   replays  tensors  result       rounding explains"]
+        lines = ["tokens  bucket  path                   runs  tensors  result       rounding explains"]
         for check in self.checks:
             bounds = ", ".join(f"{dtype} {share:.1e}" for dtype, share in check.tolerance)
             result = "-"
@@ -135,7 +162,7 @@ class VerifyReport:
             if check.difference is not None:
                 result = "DIFFERENT"
             lines.append(
-                f"{check.num_tokens:6}  {check.bucket or '-':>6}  {check.path:<21}  {len(check.runs):7}  "
+                f"{check.num_tokens:6}  {check.bucket or '-':>6}  {check.path:<21}  {len(check.runs):4}  "
                 f"{check.num_tensors:7}  {result:<11}  {bounds}".rstrip()
             )
         if self.first_difference is not None:

@@ -84,6 +84,7 @@ class CallStep:
         results: slots for what it returns.
         copies: results and written values that graphs read later.
         direct: how to call the op itself, where all that it takes looks the same at each call.
+        owned: positions in `results` of what lies in memory of its own by the plan.
     """
 
     function: Callable[..., Any]
@@ -92,6 +93,7 @@ class CallStep:
     results: tuple[int, ...] = ()
     copies: tuple[Shadow, ...] = ()
     direct: DirectCall | None = None
+    owned: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,8 +295,28 @@ def _call(template: _CallTemplate, num_tokens: int, rows: BoundRows) -> Call:
             for at in positions:
                 arguments[at] = None
     copies = [_copy_in(shadow, views[index]) for shadow, index in template.copies]
-    parts = (step.function, arguments, template.from_env, step.results, dense, copies)
+    # Of one row, `contiguous()` or `sum_to_size` return what they were given, where the plan has a copy.
+    function = (
+        _with_own_memory(step.function, step.owned) if num_tokens == 1 and step.owned else step.function
+    )
+    parts = (function, arguments, template.from_env, step.results, dense, copies)
     return Call(*parts) if step.direct is None or dense else OpCall(*parts, step.direct)
+
+
+def _with_own_memory(function: Callable[..., Any], owned: tuple[int, ...]) -> Callable[..., Any]:
+    """`function`, with the results at the positions `owned` copied where they lie in an argument's memory:
+    graphs may reuse that before a later step, or the caller, reads the result."""
+
+    def call(*arguments: Any) -> list[Any]:
+        results = list(function(*arguments))
+        held = {a.untyped_storage().data_ptr() for a in arguments if isinstance(a, torch.Tensor)}
+        for position in owned:
+            result = results[position]
+            if isinstance(result, torch.Tensor) and result.untyped_storage().data_ptr() in held:
+                results[position] = result.clone()
+        return results
+
+    return call
 
 
 def _reader(item: ResultItem, num_tokens: int, rows: torch.Tensor | None) -> Callable[[list[Any]], Any]:

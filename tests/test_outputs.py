@@ -9,6 +9,7 @@ import typing
 
 import pytest
 import torch
+import torch.nn.functional as F
 from toy_models import (
     HIDDEN,
     Toy,
@@ -395,3 +396,73 @@ def test_I6_each_way_of_falling_back_gives_the_eager_result():
         FallbackReason.GRAD_ENABLED: 2,
     }
     assert graphed.stats.replays == 1 and kinds(graphed) == "gbg"
+
+
+def test_I7_a_dropout_that_drops_nothing_returns_what_it_was_given():
+    """As eager's does; torch's fake of it is a copy."""
+    model = Toy(lambda m, x: (x, F.dropout(x, 0.2, m.training), F.dropout(x, 0.0, True)), project=False)
+    graphed = check_sizes(model.eval(), sizes=(1, 5, 8))
+    with torch.no_grad():
+        first, second, third = graphed(make_ids(5), torch.arange(5))
+        first.add_(1)
+    assert torch.equal(first, second) and torch.equal(first, third)
+    assert graphed.report().coverage == 1.0
+
+
+@pytest.mark.parametrize(
+    "result",
+    [
+        lambda m, x: (F.dropout(x, 0.2, False).view(-1, 4, 4), x[0], x),
+        lambda m, x: (F.dropout(x[:, ::2], 0.2, False).unbind(1)[3], x),
+        lambda m, x: (F.dropout(x.T, 0.2, False).mul_(2), x),
+        lambda m, x: (F.dropout(x.flip(0), p=0.2, training=False, inplace=True)[-1].add_(1), x),
+    ],
+)
+def test_I7_views_of_a_dropout_that_drops_nothing_are_views_of_what_it_was_given(result):
+    graphed = check_sizes(Toy(result, project=False).eval(), sizes=(2, 5, 8))
+    with torch.no_grad():
+        pairs = graphed(make_ids(5), torch.arange(5)), graphed.model(make_ids(5), torch.arange(5))
+    for tensors in pairs:
+        tensors[-1].fill_(3)
+    assert_same(*pairs, exact=False, where="after a write to one of them")
+
+
+@pytest.mark.parametrize("is_read_later", [False, True])
+def test_I7_a_result_of_one_row_that_is_no_copy_is_not_static_memory(is_read_later):
+    """The sum over one row is that row's own tensor, which graphs use again."""
+
+    def head(model, x):
+        total = x.sum_to_size(1, HIDDEN)
+        for layer in range(3 * is_read_later):
+            x = torch.tanh(x * (layer + 2))
+            shift(x, again := torch.empty_like(x))
+            x = again * 0.5
+        return total * 1 if is_read_later else total, x * 1
+
+    graphed = check_sizes(Toy(head, num_blocks=1, project=False).eval(), sizes=(1, 2, 8))
+    with torch.no_grad():
+        total, _ = graphed(make_ids(1), torch.arange(1))
+        kept = total.clone()
+        graphed(make_ids(1) + 1, torch.arange(1))
+        graphed(make_ids(8), torch.arange(8))
+    assert torch.equal(total, kept) and graphed.stats.eager_calls == 0
+
+
+def test_I6_no_tokens_are_told_as_such_where_the_call_writes_an_input():
+    """Tensors without elements share the address 0, and no memory."""
+
+    class Writing(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = torch.nn.Linear(HIDDEN, HIDDEN)
+
+        def forward(self, x, y):
+            x = self.linear(x.mul_(2))
+            shift(x, out := torch.empty_like(x))
+            return out + y
+
+    graphed = piecewise.compile(Writing().eval(), buckets=(8,), progress=False)
+    graphed.capture(torch.ones(5, HIDDEN), torch.ones(5, HIDDEN))
+    with torch.no_grad():
+        assert graphed(torch.ones(0, HIDDEN), torch.ones(0, HIDDEN)).shape == (0, HIDDEN)
+    assert graphed.stats.reasons == {FallbackReason.ZERO_TOKENS: 1}

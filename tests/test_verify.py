@@ -51,7 +51,7 @@ def test_every_bucket_is_compared_around_its_edge():
         (n, 8 if n <= 8 else 16, "graph") for n in (1, 2, 7, 8, 9, 10, 15, 16)
     ]
     padded = [check for check in report.checks if check.num_tokens != check.bucket]
-    assert all(len(check.runs) == 4 for check in padded)
+    assert all(len(check.runs) == 6 for check in padded)
     assert all(check.identical for check in report.checks if check.num_tokens == check.bucket)
     # The result, two inputs and two caches.
     assert {check.num_tensors for check in report.checks} == {5}
@@ -318,7 +318,7 @@ def test_a_boundary_op_that_writes_other_kv_rows_is_found_and_named(name):
     assert (found.num_tokens, found.bucket) == (5, 8)
     if name == "whole_rows":
         assert found.rows == (5, 6, 7) and found.num_rows == 3  # rows that are not in use
-        assert "eager leaves" in found.detail
+        assert found.left_alone == (5, 6, 7) and found.num_written == 0
     else:
         assert found.num_rows == 2
     assert not bool(graphed.model.cache.any()), "the cache is put back"
@@ -332,6 +332,85 @@ def capture_with(monkeypatch, segment, change):
         made(self, change(fn) if name == f"segment {segment}" else fn, name=name, **options)
 
     monkeypatch.setattr(PiecewiseRunner, "__init__", init)
+
+
+def test_a_difference_tells_a_wrong_plan_from_a_wrong_replay(monkeypatch):
+    """The padded rows run without graphs, too: a step that calls the wrong thing is wrong there as well."""
+    graphed = graph()
+    call = next(step for step in plan_steps(graphed, 8)._bind(5).steps if isinstance(step, Call))
+    call.arguments[2], call.arguments[3] = call.arguments[3], call.arguments[2]
+    found = graphed.verify(*arguments(5)[0]).first_difference
+    assert found.cause == "plan" and found.run == "no graphs, padding as served"
+
+    with monkeypatch.context() as patch:
+        capture_with(patch, 2, lambda fn: lambda n, *inputs: tuple(x * 2 for x in fn(n, *inputs)))
+        graphed = piecewise.compile(OneOp(mixed), buckets=[8], progress=False)
+        graphed.capture(*floats(5)[0])
+    report = graphed.verify(*floats(5)[0])
+    found = report.first_difference
+    assert found.cause == "graphs" and found.run == "padding as served"
+    assert found.segment.startswith("segment 2")
+    assert "cause     graphs" in str(report) and report.asdict()["first_difference"]["cause"] == "graphs"
+
+
+def test_I3_padding_that_looks_like_real_rows_finds_what_other_poison_does_not(monkeypatch):
+    class Guarded(nn.Module):
+        """Sums all later rows that are sound: zeros, NaN and numbers out of range are not."""
+
+        def __init__(self):
+            super().__init__()
+            self.linear, self.cache = nn.Linear(8, 8), torch.zeros(CACHE_ROWS, 8)
+
+        def forward(self, x):
+            x = self.linear(x)
+            mixed(x, out := torch.empty_like(x), self.cache)
+            sound = torch.where((out.abs() < 100) & (out != 0), out, 0.0)
+            return sound.flip(0).cumsum(0).flip(0)
+
+    graphed = unprobed(monkeypatch, Guarded())
+    found = graphed.verify(*floats(5)[0]).first_difference
+    assert found.run == "padding of shuffled rows" and found.cause == "plan" and found.kind == "graph"
+
+
+def test_I3_shuffled_rows_are_real_ones_in_another_order():
+    rows = torch.arange(6.0).reshape(3, 2)
+    pads = [torch.empty(2, 2), torch.empty(3, 2), torch.empty(7, 2)]
+    shuffled = poison.poisons_for("cuda", is_padded=True)[-1]
+    shuffled.fill_(rows, pads)
+    for pad in pads:
+        assert all(any(torch.equal(row, real) for real in rows) for row in pad), "each is a real row"
+    assert not torch.equal(pads[1], rows)
+    numbers = [torch.empty(4, dtype=torch.long)]
+    shuffled.fill_(torch.tensor([7, 9]), numbers)
+    assert set(numbers[0].tolist()) == {7, 9}
+
+
+def test_rows_in_use_and_rows_not_in_use_are_told_apart():
+    class Stray(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = OneOp(mixed)
+
+        def forward(self, x):
+            return self.body(x)
+
+    graphed = graph(Stray(), example=floats(5)[0])
+    call = next(step for step in plan_steps(graphed, 8)._bind(5).steps if isinstance(step, Call))
+    right = call.function
+
+    def wrong(n, *rest):
+        results = right(n, *rest)
+        cache = next(tensor for tensor in rest if tensor.shape[0] == CACHE_ROWS)
+        cache[[1, 9, 11]] = 7.0
+        return results
+
+    call.function = wrong
+    report = graphed.verify(*floats(5)[0])
+    found = report.first_difference
+    assert found.rows == (1, 9, 11) and found.tensor == "model.body.cache"
+    assert (found.written, found.num_written) == ((1,), 1)
+    assert (found.left_alone, found.num_left_alone) == ((9, 11), 2)
+    assert "in use    1 (1 in all)" in str(report) and "not used  9, 11 (2 in all)" in str(report)
 
 
 def test_I3_a_graph_that_mixes_padding_into_real_rows_is_found_and_named(monkeypatch):
