@@ -63,7 +63,8 @@ class _Program:
         )
 
     def _written(self, node: fx.Node) -> Any:
-        """The tensors that a write reaches and that are read later: `contiguous()` of one row is no copy."""
+        """The tensors that a write reaches and that are read later, by the caller if inputs or state:
+        `contiguous()` of one row is no copy."""
         fact = self._facts.get(node)
         if fact is None or not fact.writes:
             return ()
@@ -73,7 +74,7 @@ class _Program:
             str(name)
             for other, name in self._names.items()
             if any(storage_of(t) in memory for t in tensors_in(other.meta.get("example_value")))
-            and any(order[user] > order[node] for user in other.users)
+            and (other.op == "placeholder" or any(order[user] > order[node] for user in other.users))
         )
 
     def _aliases(self, nodes: Sequence[fx.Node]) -> list[int]:

@@ -28,7 +28,7 @@ class Difference:
             eager writes in this call (in a KV cache: rows put in use), and those that it leaves alone (rows
             of others, or in nobody's use).
         cause: "plan" where the same padded call without graphs differs, too: the plan, an op that it calls or
-            what padded rows do in it is at fault; "graphs" where it does not: a lowering, capture or replay is.
+            what padded rows do in it is at fault; "graphs" where it does not: lowering, capture or replay is.
         detail: in words, where no number says it (an error, another shape, a row that eager leaves alone).
     """
 

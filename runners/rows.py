@@ -55,10 +55,12 @@ def padded_parts(tensor: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tenso
 def poison_value(dtype: torch.dtype, variant: int) -> float | int | bool:
     """What to put into padded rows to see whether they reach real ones: NaN, +1e4 and −1e4 for floats.
 
-    Two values would miss an ascending sort, where both go last.
+    Two values would miss an ascending sort, where both go last. A dtype that ends below 1e4 (FP8) takes its
+    largest and smallest numbers.
     """
     if dtype.is_floating_point or dtype.is_complex:
-        return (float("nan"), 1e4, -1e4)[variant % 3]
+        limits = torch.finfo(dtype)
+        return (float("nan"), min(1e4, limits.max), max(-1e4, limits.min))[variant % 3]
     if dtype is torch.bool:
         return variant % 2 == 0
     return (0, 1, 0)[variant % 3]

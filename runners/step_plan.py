@@ -296,21 +296,22 @@ def _call(template: _CallTemplate, num_tokens: int, rows: BoundRows) -> Call:
                 arguments[at] = None
     copies = [_copy_in(shadow, views[index]) for shadow, index in template.copies]
     # Of one row, `contiguous()` or `sum_to_size` return what they were given, where the plan has a copy.
-    function = (
-        _with_own_memory(step.function, step.owned) if num_tokens == 1 and step.owned else step.function
-    )
+    function = _with_own_memory(step) if num_tokens == 1 and step.owned else step.function
     parts = (function, arguments, template.from_env, step.results, dense, copies)
     return Call(*parts) if step.direct is None or dense else OpCall(*parts, step.direct)
 
 
-def _with_own_memory(function: Callable[..., Any], owned: tuple[int, ...]) -> Callable[..., Any]:
-    """`function`, with the results at the positions `owned` copied where they lie in an argument's memory:
-    graphs may reuse that before a later step, or the caller, reads the result."""
+def _with_own_memory(step: CallStep) -> Callable[..., Any]:
+    """The step's function, with results that the plan has in memory of their own copied where they lie in
+    what graphs own: those may reuse it before a later step, or the caller, reads the result."""
+    static = [
+        at for at, argument in enumerate(step.arguments, start=1) if isinstance(argument, StaticArgument)
+    ]
 
     def call(*arguments: Any) -> list[Any]:
-        results = list(function(*arguments))
-        held = {a.untyped_storage().data_ptr() for a in arguments if isinstance(a, torch.Tensor)}
-        for position in owned:
+        results = list(step.function(*arguments))
+        held = {arguments[at].untyped_storage().data_ptr() for at in static}
+        for position in step.owned:
             result = results[position]
             if isinstance(result, torch.Tensor) and result.untyped_storage().data_ptr() in held:
                 results[position] = result.clone()

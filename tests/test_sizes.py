@@ -15,6 +15,7 @@ from toy_models import (
     kinds,
     log,
     make_ids,
+    mix,
     pack,
     reasons,
 )
@@ -91,6 +92,24 @@ def _copy_that_is_none_for_one_row(m, x):
 def test_I10_one_token_runs_eagerly_where_a_write_would_reach_another_tensor():
     graphed = check_sizes(toy(_copy_that_is_none_for_one_row), eager=(1,))
     assert graphed.stats.reasons[FallbackReason.ONE_TOKEN_BRANCH] == 3
+
+
+def test_I10_one_token_runs_eagerly_where_a_write_would_reach_an_input():
+    class Columns(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.cache = nn.Linear(HIDDEN, HIDDEN), torch.zeros(CACHE_ROWS, HIDDEN)
+
+        def forward(self, x):
+            columns = x.T.contiguous()  # of one row, this is the caller's memory
+            columns[:, -1].mul_(2)
+            out = torch.empty_like(x)
+            mix(x, x, x, out, self.cache)
+            return self.linear(out), x
+
+    rows = lambda n: (torch.randn(n, HIDDEN, generator=torch.Generator().manual_seed(n)),)  # noqa: E731
+    graphed = check_sizes(Columns().eval(), arguments=rows, sizes=(1, 2, 8), eager=(1,))
+    assert graphed.stats.reasons == {FallbackReason.ONE_TOKEN_BRANCH: 3}
 
 
 def test_I10_one_token_runs_eagerly_where_rows_broadcast():

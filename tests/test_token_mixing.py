@@ -54,6 +54,25 @@ def _int8_per_row(model, x):
     return (x / scale).round().clamp(-128, 127).to(torch.int8).float() * scale
 
 
+def _fp8(x, scale):
+    return (x / scale).to(torch.float8_e4m3fn).to(x.dtype) * scale
+
+
+def _route_by_topk(model, x):
+    weights, experts = x.softmax(-1).topk(2, -1)  # a padded row of NaN has experts, too
+    return (model.places.weight[experts] * weights[..., None]).sum(1)
+
+
+def _experts_choose(model, x):
+    weights, rows = x[:, :4].topk(1, 0)
+    return x.index_add(0, rows.flatten(), weights.flatten()[:, None].expand(-1, HIDDEN))
+
+
+def _attention(model, x):
+    causal = torch.ones(x.shape[0], x.shape[0]).tril()
+    return (x @ x.T).masked_fill(causal == 0, float("-inf")).softmax(-1) @ x
+
+
 def _causal_conv(model, x):
     return F.conv1d(F.pad(x.T[None], (2, 0)), torch.full((HIDDEN, HIDDEN, 3), 0.1))[0].T
 
@@ -81,6 +100,11 @@ ROW_WISE = {
     "capacity_by_cumsum": _capacity,
     "causal_conv": _causal_conv,
     "int8_per_row": _int8_per_row,
+    "fp8_per_row": lambda m, x: _fp8(x, x.abs().amax(-1, keepdim=True) / 448),
+    "route_by_topk": _route_by_topk,
+    "rms_norm": lambda m, x: F.rms_norm(x, (HIDDEN,)),
+    "forward_logcumsumexp": lambda m, x: x.logcumsumexp(0) * 0.1,
+    "forward_cumprod": lambda m, x: x.tanh().cumprod(0),
     "front_row_added": lambda m, x: torch.cat([torch.ones(1, HIDDEN), x]),
     "rows_repeated_in_place": lambda m, x: x.repeat_interleave(2, 0),
     "heads_swapped_twice": lambda m, x: x.view(-1, 4, 4).transpose(0, 1).transpose(0, 1).flatten(1),
@@ -98,6 +122,39 @@ MIXING = {
     "view_of_last": (lambda m, x: x + x[-1:][:, 2:3], {"consumes_token_dim": 1}),
     "views_of_last_two": (lambda m, x: x + x.flip(0)[:, 4:6].sum(-1, keepdim=True), {"mixes_tokens": 1}),
     "amax": (lambda m, x: x - x.amax(0), {"consumes_token_dim": 1}),
+    "sum": (lambda m, x: x - x.sum(0) * 0.1, {"consumes_token_dim": 1}),
+    "logsumexp": (lambda m, x: x - x.logsumexp(0), {"consumes_token_dim": 1}),
+    "norm_of_all": (lambda m, x: x / x.norm(), {"consumes_token_dim": 1}),
+    "quantile": (lambda m, x: x - x.quantile(0.5, dim=0), {"consumes_token_dim": 1}),
+    "fp8_per_tensor": (lambda m, x: _fp8(x, x.abs().amax() / 448), {"consumes_token_dim": 1}),
+    "experts_choose_rows": (_experts_choose, {"consumes_token_dim": 1}),
+    "expert_load": (
+        lambda m, x: x * F.one_hot(x.argmax(-1), HIDDEN).float().mean(0),
+        {"consumes_token_dim": 1},
+    ),
+    "attention": (_attention, {"mixes_tokens": 2}),
+    "fused_attention": (
+        lambda m, x: F.scaled_dot_product_attention(x[None], x[None], x[None], is_causal=True)[0],
+        {"mixes_tokens": 1},
+    ),
+    "einsum": (lambda m, x: torch.einsum("nh,mh,mk->nk", x, x, x) * 0.01, {"mixes_tokens": 1}),
+    "distances": (lambda m, x: torch.cdist(x, x) @ x * 0.01, {"mixes_tokens": 1}),
+    "renorm": (lambda m, x: x.renorm(2, 1, 1.0), {"mixes_tokens": 1}),
+    "all_but_the_last": (
+        lambda m, x: x * (torch.arange(x.shape[0])[:, None] < x.shape[0] - 1),
+        {"token_count_as_value": 1},
+    ),
+    "clamped_positions": (
+        lambda m, x: x + m.places(torch.arange(1, x.shape[0] + 1).clamp(max=x.shape[0] - 1)),
+        {"token_count_as_value": 1},
+    ),
+    "places_by_share": (
+        lambda m, x: x + (torch.arange(x.shape[0]) / x.shape[0])[:, None],
+        {"token_count_as_value": 1},
+    ),
+    "full_like_of_count": (lambda m, x: x + torch.full_like(x, x.shape[0]), {"token_count_as_value": 1}),
+    "over_num_elements": (lambda m, x: x / x.numel(), {"token_count_as_value": 1}),
+    "times_len": (lambda m, x: x * len(x), {"token_count_as_value": 1}),
     "mean": (lambda m, x: x - x.mean(0, keepdim=True), {"consumes_token_dim": 1}),
     "median": (lambda m, x: x - x.median(0)[0], {"consumes_token_dim": 1}),
     "std_of_all": (lambda m, x: x / x.std(), {"consumes_token_dim": 1}),
@@ -170,6 +227,11 @@ def test_I3_a_scale_over_all_tokens_is_the_only_eager_part_of_int8_quantisation(
     graphed = check_sizes(toy(_int8_per_tensor))
     assert reasons(graphed) == {"consumes_token_dim": 1}
     assert kinds(graphed) == EAGER_ONE
+
+
+def test_I3_a_norm_over_all_rows_takes_the_count_as_a_value():
+    graphed = check_sizes(toy(lambda m, x: F.layer_norm(x, x.shape)), eager=(1,))
+    assert reasons(graphed) == {"token_count_as_value": 1} and kinds(graphed) == EAGER_ONE
 
 
 def test_I3_a_boolean_mask_makes_the_rest_data_dependent():
