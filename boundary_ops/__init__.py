@@ -1,7 +1,7 @@
 """In-place ops that a model is cut at, and what they work on: a paged KV cache and a step's metadata.
 
 The package knows nothing of graphs. `import boundary_ops` defines the op `piecewise::attn_inplace`; it
-imports neither transformers nor triton.
+imports neither transformers nor triton nor another attention library.
 """
 
 from boundary_ops import huggingface

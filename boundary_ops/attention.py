@@ -7,7 +7,8 @@ nothing that changes per step.
 
 The implementation here is written in torch operators, one sequence at a time, with float32 accumulation. It
 runs on every device and reads no device tensor back: lengths are on the host in the batch. On CUDA the op is
-one Triton program instead (`boundary_ops.kernels`), where triton is installed.
+one Triton program instead (`boundary_ops.kernels`), where triton is installed. A cache may name another back
+end, which the op keeps to for all steps of that cache (`boundary_ops.backends`).
 """
 
 from __future__ import annotations
@@ -20,8 +21,11 @@ import torch.nn.functional as F
 
 from boundary_ops.attention_checks import NAME, check_batch, check_options, check_tensors
 from boundary_ops.attention_on_cuda import cuda_module, warm_up
+from boundary_ops.backends.library import LibraryAttention
 from boundary_ops.batch import PrefillBatch
 from boundary_ops.captured_attention import FORM
+from boundary_ops.kv_cache import PagedKVCache
+from boundary_ops.pages import write_pages
 from boundary_ops.registry import define
 
 __all__ = ["attn_inplace"]
@@ -73,8 +77,7 @@ def attend_inplace(
     check_batch(batch, q, k_cache, v_cache, implied_positions)
     if not batch.num_tokens:
         return
-    k_cache.view(-1, *k.shape[1:]).index_copy_(0, batch.slot_mapping, k)
-    v_cache.view(-1, *v.shape[1:]).index_copy_(0, batch.slot_mapping, v)
+    write_pages(batch, k, v, k_cache, v_cache)
     start = 0
     for at, (new, context) in enumerate(zip(batch.query_lens, batch.context_lens, strict=True)):
         rows = slice(start, start + new)
@@ -157,18 +160,94 @@ def attend_on_cuda(*args: Any, **kwargs: Any) -> None:
     (attend_inplace if module is None else module.attend)(*args, **kwargs)
 
 
-def bind_on_cuda(*args: Any) -> Callable[..., object] | None:
-    """`attend_on_cuda` for calls that repeat; None where that is torch operators."""
+def attend_by_library(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+    implied_positions: bool = False,
+) -> None:
+    """`attend_inplace` by the library that the running step's cache has named.
+
+    Raises:
+        BoundaryOpError: as `attend_inplace`, and where the library lacks what the layer asks for.
+    """
+    batch = PrefillBatch.current(NAME)
+    library = batch.cache.library
+    assert library is not None, "the cache has named a library"
+    check_tensors(q, k, v, out, k_cache, v_cache, sinks)
+    check_options(scale, window, softcap)
+    check_batch(batch, q, k_cache, v_cache, implied_positions)
+    library.check_call(q, out, scale, softcap, sinks)
+    if batch.num_tokens:
+        write_pages(batch, k, v, k_cache, v_cache)
+        library.attend(batch, q, out, k_cache, v_cache, scale, window, softcap)
+
+
+def _bind_library(library: LibraryAttention) -> Callable[..., object]:
+    """`attend_by_library` for calls that repeat: only what depends on the step is checked."""
+
+    def attend_again(
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        scale: float,
+        window: int = 0,
+        softcap: float = 0.0,
+        sinks: torch.Tensor | None = None,
+        implied_positions: bool = False,
+    ) -> None:
+        batch = PrefillBatch.current(NAME)
+        if batch.cache.library is not library:
+            attend_by_choice(q, k, v, out, k_cache, v_cache, scale, window, softcap, sinks, implied_positions)
+            return
+        check_batch(batch, q, k_cache, v_cache, implied_positions)
+        if batch.num_tokens:
+            write_pages(batch, k, v, k_cache, v_cache)
+            library.attend(batch, q, out, k_cache, v_cache, scale, window, softcap)
+
+    return attend_again
+
+
+def attend_by_choice(*args: Any, **kwargs: Any) -> None:
+    """The op's implementation: the back end that the running step's cache has chosen."""
+    cache = PrefillBatch.current(NAME).cache
+    if cache.library is not None:
+        attend_by_library(*args, **kwargs)
+    elif cache.device.type == "cuda" and cache.attention_backend != "torch":
+        attend_on_cuda(*args, **kwargs)
+    else:
+        attend_inplace(*args, **kwargs)
+
+
+def bind(*args: Any) -> Callable[..., object] | None:
+    """`attend_by_choice` for calls that repeat; None where that is torch operators."""
+    cache = PagedKVCache.owner_of(args[4])
+    if cache is None or cache.attention_backend == "torch":
+        return None
+    if cache.library is not None:
+        return _bind_library(cache.library)
+    if cache.device.type != "cuda":
+        return None
     module = cuda_module()
     return None if module is None else module.bind(*args)
 
 
 attn_inplace = define(
     SCHEMA,
-    {"cpu": attend_inplace, "cuda": attend_on_cuda, "xpu": attend_inplace, "mps": attend_inplace},
+    dict.fromkeys(("cpu", "cuda", "xpu", "mps"), attend_by_choice),
     token_args={"q": 0, "k": 0, "v": 0, "out": 0},
     capture_safe=True,
     warm_up=warm_up,
-    bind={"cuda": bind_on_cuda},
+    bind={"cpu": bind, "cuda": bind},
     captured_form=FORM,
 )

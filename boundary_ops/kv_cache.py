@@ -11,17 +11,24 @@ So a step that raises has changed no count, and repeating it writes the same slo
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from boundary_ops.backends.choice import choose
+from boundary_ops.backends.library import LibraryAttention, PoolLook
 from boundary_ops.errors import BoundaryOpError, CacheExhaustedError
 
 __all__ = ["PagedKVCache", "RequestId"]
 
 RequestId = Hashable
+
+# Where a pool's storage keeps a weak reference to its cache: whatever view of the pool an op is given leads
+# back to it, and a copy of the pool does not.
+_OWNER = "paged_kv_cache"
 
 
 @dataclass(slots=True, eq=False)
@@ -46,15 +53,24 @@ class PagedKVCache:
         head_dim: size of one head.
         dtype: a floating dtype, the one that the model's attention produces K and V in.
         device: where the pools live.
+        attention_backend: what computes `piecewise::attn_inplace` for this cache.
+            "auto": the Triton program on CUDA where triton is installed, else torch operators.
+            "triton", "torch": that one, on every device that it has.
+            "varlen": `torch.nn.attention.varlen.varlen_attn_out` (torch 2.13), on CUDA.
+            "flashinfer": FlashInfer's paged prefill, on CUDA, where it is installed.
+            Only "auto" chooses. A back end that is named and lacks something raises: here, or in the first
+            call that asks for it.
 
     Attributes:
         k, v: one tensor per layer, [num_blocks, block_size, num_kv_heads, head_dim], owned by the cache and
             never re-allocated. Token `i` of a request lies at slot
             `blocks[i // block_size] * block_size + i % block_size`.
         pool_addresses: the addresses of all of them.
+        library: what attends where `attention_backend` names a library, else None.
 
     Raises:
-        BoundaryOpError: a size is not a positive int, or the dtype is not a floating one.
+        BoundaryOpError: a size is not a positive int, the dtype is not a floating one, or the back end is
+            unknown, not available here, or not made for such pools.
     """
 
     def __init__(
@@ -67,6 +83,7 @@ class PagedKVCache:
         head_dim: int,
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
+        attention_backend: str = "auto",
     ) -> None:
         sizes = {
             "num_layers": num_layers,
@@ -94,6 +111,10 @@ class PagedKVCache:
             )
         self.num_layers, self.num_blocks, self.block_size = num_layers, num_blocks, block_size
         self.num_kv_heads, self.head_dim, self.dtype = num_kv_heads, head_dim, dtype
+        # "cuda" becomes "cuda:0" on a tensor; comparisons need the tensor's spelling.
+        self.device = torch.empty(0, device=device).device
+        self.attention_backend = attention_backend
+        self.library = self._choose_library()
         # Tensors made under inference mode could never be written outside it. Zeros, because a kernel may
         # read a whole block and mask the rows that nobody wrote: garbage there could be NaN, and 0 * NaN is
         # NaN.
@@ -101,25 +122,49 @@ class PagedKVCache:
             shape = (num_blocks, block_size, num_kv_heads, head_dim)
             self.k = tuple(torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers))
             self.v = tuple(torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers))
-        # "cuda" becomes "cuda:0" on a tensor; comparisons need the tensor's spelling.
-        self.device = self.k[0].device
+        self._claim_pools()
         self.pool_addresses = self._addresses()
         self._free = list(range(num_blocks - 1, -1, -1))
         self._requests: dict[RequestId, CachedRequest] = {}
 
+    def __getstate__(self) -> dict[str, Any]:
+        # A library's workspaces and plans are this cache's alone.
+        return {name: value for name, value in self.__dict__.items() if name != "library"}
+
     def __setstate__(self, state: dict[str, Any]) -> None:
-        # A copy has pools of its own.
+        # A copy has pools of its own, and may have come to another place.
         self.__dict__.update(state)
+        self.device = self.k[0].device
+        self.library = self._choose_library()
+        self._claim_pools()
         self.pool_addresses = self._addresses()
+
+    def _choose_library(self) -> LibraryAttention | None:
+        return choose(
+            self.attention_backend, PoolLook(self.device, self.dtype, self.block_size, self.head_dim)
+        )
+
+    def _claim_pools(self) -> None:
+        """Makes the pools known as this cache's."""
+        for pool in (*self.k, *self.v):
+            setattr(pool.untyped_storage(), _OWNER, weakref.ref(self))
 
     def _addresses(self) -> frozenset[int]:
         return frozenset(pool.data_ptr() for pool in (*self.k, *self.v))
+
+    @staticmethod
+    def owner_of(pool: torch.Tensor) -> PagedKVCache | None:
+        """The cache whose pool a tensor is, or is a view of; None for any other tensor."""
+        reference = getattr(pool.untyped_storage(), _OWNER, None)
+        owner: PagedKVCache | None = None if reference is None else reference()
+        return owner
 
     def __repr__(self) -> str:
         return (
             f"PagedKVCache(num_layers={self.num_layers}, num_blocks={self.num_blocks}, "
             f"block_size={self.block_size}, num_kv_heads={self.num_kv_heads}, head_dim={self.head_dim}, "
-            f"dtype={self.dtype}, device={self.device}, num_free_blocks={self.num_free_blocks})"
+            f"dtype={self.dtype}, device={self.device}, "
+            f"attention_backend={self.attention_backend!r}, num_free_blocks={self.num_free_blocks})"
         )
 
     @property

@@ -17,9 +17,11 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 
+from boundary_ops.attention_on_cuda import cuda_module
 from boundary_ops.batch import PrefillBatch
 from boundary_ops.capture import Misfit
 from boundary_ops.errors import BoundaryOpError
+from boundary_ops.kv_cache import PagedKVCache
 
 __all__ = ["StepBuffers"]
 
@@ -44,7 +46,8 @@ class StepBuffers:
     All four belong to the buffers, never move, and hold a step of zero sequences at first.
 
     Raises:
-        BoundaryOpError: a size is not a positive int, or there is no pool.
+        BoundaryOpError: a size is not a positive int, there is no pool, or their cache has named a back
+            end that cannot be captured.
     """
 
     def __init__(
@@ -60,6 +63,7 @@ class StepBuffers:
                     rule="a captured step is bounded when it is captured",
                     fix="take the bounds from the scheduler's limits, and the pools from the cache",
                 )
+        _check_backend(pools[0])
         device, block_size = pools[0].device, pools[0].shape[1]
         self.max_num_seqs, self.max_num_tokens, self.max_seq_len = max_num_seqs, max_num_tokens, max_seq_len
         self.max_blocks = -(-max_seq_len // block_size)
@@ -154,6 +158,24 @@ class StepBuffers:
                     rule="a captured step is bounded when it is captured",
                     fix=f"run this step eagerly, or capture with a larger {bound}",
                 )
+
+
+def _check_backend(pool: torch.Tensor) -> None:
+    """Raises where the captured op is another program than the one that the pool's cache has named."""
+    cache = PagedKVCache.owner_of(pool)
+    if cache is None:
+        return
+    is_triton = cache.device.type == "cuda" and cuda_module() is not None
+    if cache.library is not None or (cache.attention_backend == "torch" and is_triton):
+        raise BoundaryOpError(
+            f"StepBuffers, argument 'pools', attention_backend='{cache.attention_backend}'",
+            expected="pools of a cache with attention_backend 'auto' or 'triton'"
+            if is_triton
+            else "pools of a cache with attention_backend 'auto' or 'torch'",
+            got=repr(cache.attention_backend),
+            rule="a captured op is the Triton program or torch operators; no other back end steps in",
+            fix="make the cache with that, or keep the op between the graphs: boundary='eager'",
+        )
 
 
 def _spans(*counts: int) -> list[slice]:

@@ -390,3 +390,38 @@ def test_a_bound_call_refuses_what_a_plain_call_refuses():
         call(*arguments)
     assert prefill.bind(*arguments, 0, 0.0, None, True) is None
     assert prefill.bind(*(rows[:0] for rows in arguments[:4]), *arguments[4:]) is None
+
+
+def test_a_bound_call_goes_to_the_back_end_of_the_running_steps_cache(monkeypatch):
+    layer = Layer(poison=False)
+    q, k, v = layer.rows(5)
+    out, served = torch.empty_like(q), []
+    monkeypatch.setattr(prefill, "attend_by_choice", lambda *args, **kwargs: served.append("choice"))
+    monkeypatch.setattr(prefill, "attend", lambda *args, **kwargs: served.append("program"))
+    call = prefill.bind(q, k, v, out, layer.cache.k[0], layer.cache.v[0], 0.3)
+    for backend, wanted in (("auto", "program"), ("torch", "choice"), ("auto", "program")):
+        layer.cache.attention_backend = backend
+        with PrefillBatch.build(layer.cache, "a", [5]):
+            call(q, k, v, out, layer.cache.k[0], layer.cache.v[0], 0.3)
+        assert served.pop() == wanted and not served
+
+
+def test_triton_by_name_is_not_replaced_and_auto_says_once_that_it_is(monkeypatch):
+    layer = Layer(poison=False)
+    q, k, v = layer.rows(5)
+    out, warned = torch.full((5, layer.heads, 2 * layer.dim), 7.0)[:, :, ::2], []
+    arguments = (q, k, v, out, layer.cache.k[0], layer.cache.v[0], 0.3)
+    monkeypatch.setattr(prefill.plans, "_warned", set())
+    monkeypatch.setattr("boundary_ops.kernels.plans._log.warning", lambda text, why: warned.append(why))
+    layer.cache.attention_backend = "triton"
+    with (
+        pytest.raises(BoundaryOpError, match="attention_backend='triton'.*\n.*no other one steps in"),
+        PrefillBatch.build(layer.cache, "a", [5]),
+    ):
+        prefill.attend(*arguments)
+    assert not warned and (out == 7).all() and not (layer.cache.k[0] != 7).any()
+    layer.cache.attention_backend = "auto"
+    for _ in range(2):
+        with PrefillBatch.build(layer.cache, "a", [5]):
+            prefill.attend(*arguments)
+    assert len(warned) == 1 and "side by side" in warned[0] and not (out == 7).any()

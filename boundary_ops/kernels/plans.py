@@ -17,7 +17,7 @@ from boundary_ops.kernels.configs import BlockConfig, default_config, fitted
 from boundary_ops.kernels.geometry import Geometry
 from boundary_ops.kernels.launcher import DirectLaunch
 
-__all__ = ["Plan", "Plans", "device_limits"]
+__all__ = ["Plan", "Plans", "device_limits", "why_pools_unsupported"]
 
 _log = logging.getLogger("boundary_ops")
 LOG2_E = 1.4426950408889634
@@ -73,17 +73,18 @@ class Plans:
         self._warned: set[str] = set()
 
     def add(self, look: Any, plan: Plan) -> None:
-        """Keeps a plan; says once why the program cannot run a kind of call."""
+        """Keeps a plan."""
         if len(self.by_look) >= MAX_PLANS:
             self.by_look.clear()
         self.by_look[look] = plan
         if plan.unsupported is None:
             self.geometries[plan.geometry] = None
-        elif plan.unsupported not in self._warned:
-            self._warned.add(plan.unsupported)
-            _log.warning(
-                "piecewise::attn_inplace runs as torch operators, which is slow: %s", plan.unsupported
-            )
+
+    def warn(self, unsupported: str) -> None:
+        """Says once that calls of a kind that the program cannot run are served by torch operators."""
+        if unsupported not in self._warned:
+            self._warned.add(unsupported)
+            _log.warning("piecewise::attn_inplace runs as torch operators, which is slow: %s", unsupported)
 
     def adopt(self, plan: Plan, has_context: bool, max_seqs: int) -> Compiled | None:
         """A compiled program that another plan has left, from now on this one's too; None without one."""
@@ -174,17 +175,25 @@ def _why_unsupported(
     pools: tuple[torch.Tensor, ...],
     sinks: torch.Tensor | None,
 ) -> str | None:
-    if geometry.dtype not in DTYPES:
-        return f"the program has no {geometry.dtype}"
-    if geometry.head_dim > MAX_HEAD_DIM:
-        return f"head_dim {geometry.head_dim} is above {MAX_HEAD_DIM}"
+    why = why_pools_unsupported(geometry.dtype, geometry.head_dim, geometry.device_index)
+    if why is not None:
+        return why
     if any(tensor.stride(2) != 1 for tensor in rows):
         return "the elements of a head do not lie side by side in q, k, v or out"
     if any(not pool.is_contiguous() for pool in pools):
         return "a pool of the cache is not contiguous"
     if sinks is not None and not (sinks.is_contiguous() and sinks.dtype.is_floating_point):
         return "sinks are not contiguous floating-point numbers"
-    if geometry.device_index >= 0 and torch.cuda.get_device_capability(geometry.device_index) < (8, 0):
+    return None
+
+
+def why_pools_unsupported(dtype: torch.dtype, head_dim: int, device_index: int) -> str | None:
+    """Why no call on pools of that kind can run as the program, or None; -1 is the CPU, interpreted."""
+    if dtype not in DTYPES:
+        return f"the program has no {dtype}"
+    if head_dim > MAX_HEAD_DIM:
+        return f"head_dim {head_dim} is above {MAX_HEAD_DIM}"
+    if device_index >= 0 and torch.cuda.get_device_capability(device_index) < (8, 0):
         return "the device's compute capability is below 8.0"
     return None
 

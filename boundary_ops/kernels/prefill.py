@@ -14,13 +14,15 @@ from typing import Any
 import torch
 
 from boundary_ops import captured_attention
-from boundary_ops.attention import attend_inplace
+from boundary_ops.attention import attend_by_choice, attend_inplace
 from boundary_ops.attention_checks import NAME, check_batch, check_options, check_tensors
+from boundary_ops.backends.library import refuse_call
 from boundary_ops.batch import PrefillBatch
 from boundary_ops.kernels.launcher import current_device, current_stream, jit_launch
 from boundary_ops.kernels.plans import Plan, Plans
 from boundary_ops.kernels.programs import prefill_program
 from boundary_ops.kernels.tiles import tiles_of
+from boundary_ops.kv_cache import PagedKVCache
 
 __all__ = ["attend", "attend_captured", "bind", "plans"]
 
@@ -49,6 +51,9 @@ def attend(
     if not batch.num_tokens:
         return
     if plan.unsupported is not None:
+        if batch.cache.attention_backend == "triton":
+            refuse_call("triton", "q", "a call that the program serves", plan.unsupported)
+        plans.warn(plan.unsupported)
         attend_inplace(*tensors, scale, window, softcap, sinks, implied_positions)
         return
     stream = current_stream(plan.geometry.device_index)
@@ -72,12 +77,15 @@ def bind(
 ) -> Callable[..., None] | None:
     """`attend` for calls that repeat with arguments that look like these: no look-up and no check of shapes
     is left, only those of the batch, the pools and the addresses. None where torch operators serve them.
+
+    A step of a cache with another back end than these pools' goes to that one.
     """
     plan = _plan_for(q, k, v, out, k_cache, v_cache, scale, window, softcap, sinks)
     num_tokens, device = q.shape[0], plan.geometry.device_index
     if plan.unsupported is not None or implied_positions or not num_tokens:
         return None
-    options = (scale, window, softcap)
+    options, cache = (scale, window, softcap), PagedKVCache.owner_of(k_cache)
+    backend = None if cache is None else cache.attention_backend
     tail = (num_tokens, *plan.tail)
 
     def attend_again(
@@ -94,6 +102,9 @@ def bind(
         implied_positions: bool = False,
     ) -> None:
         batch = PrefillBatch.current(NAME)
+        if batch.cache.attention_backend != backend:
+            attend_by_choice(q, k, v, out, k_cache, v_cache, *options, sinks)
+            return
         new, pools = (q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr()), batch.cache.pool_addresses
         k_pool, v_pool = k_cache.data_ptr(), v_cache.data_ptr()
         if batch.num_tokens != num_tokens or k_pool not in pools or v_pool not in pools:
@@ -165,6 +176,7 @@ def attend_captured(
     tensors = (q, k, v, out, k_cache, v_cache)
     plan = _plan_for(*tensors, scale, window, softcap, sinks)
     if plan.unsupported is not None:
+        plans.warn(plan.unsupported)
         captured_attention.attend_captured(*tensors, *metadata, scale, window, softcap, sinks)
         return
     rows, max_num_seqs = q.shape[0], seq_lens.shape[0]
