@@ -9,9 +9,7 @@ A call takes one of two ways, and the results are the same on both [I6]:
 
 from __future__ import annotations
 
-import difflib
 import threading
-from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,18 +17,21 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-import boundary_ops
 from piecewise.config import PiecewiseConfig
-from piecewise.graph_store import MAX_LISTED, GraphStore
+from piecewise.coverage import CoverageError
+from piecewise.exclusive import Exclusive
+from piecewise.graph_store import GraphStore
 from piecewise.report import CaptureReport, PlanReport, Report
 from piecewise.signature import CallBinder, describe_call, is_plain_leaf
 from piecewise.structure import flatten_structure
+from piecewise.unseen_calls import UnseenCalls
 from runners.bound_steps import StateChanged
 from runners.errors import ConfigError, PiecewiseError, StateError
 from runners.mode import in_capture_window, is_eager_only, is_transforming
 from runners.stats import FallbackReason
 
 if TYPE_CHECKING:
+    from piecewise.address_check import AddressReport
     from piecewise.signatures import CapturedSignature
     from piecewise.trace import ExampleCall
     from piecewise.verify_report import VerifyReport
@@ -54,7 +55,6 @@ class GraphedModule:
                 "argument 'model'", expected="a torch.nn.Module", got=type(model).__name__,
                 rule="graphs read weights through their modules", fix="wrap the function in an nn.Module",
             )  # fmt: skip
-        _check_boundary_ops(config)
         graphs = GraphStore(config)
         self.model = model
         self.piecewise_config = graphs.config
@@ -63,8 +63,7 @@ class GraphedModule:
         self._in_place = forward is not None
         self._binder: CallBinder | None = None
         self._to_refresh: list[tuple[ExampleCall, tuple[int, ...]]] = []
-        self._untraceable: OrderedDict[str, str] = OrderedDict()
-        self._unseen: OrderedDict[str, int] = OrderedDict()
+        self._unseen = UnseenCalls(graphs.config.max_signatures)
         self._lock = threading.Lock()
         self._owner: int | None = None
         self._is_capturing = False
@@ -126,6 +125,7 @@ class GraphedModule:
                         result = signature.rebuild(steps.replay(leaves, num_tokens))
                     except StateChanged as changed:
                         found = self._graphs.note_change(changed.change)
+                        self.stats.place_eager(steps.padded_num_tokens, found)
                     else:
                         self.stats.count_replay(steps.padded_num_tokens)
                         return result
@@ -147,6 +147,8 @@ class GraphedModule:
         if is_transforming():
             return FallbackReason.NESTED_TRACING
         graphs = self._graphs
+        if graphs.is_suspended:
+            return FallbackReason.SUSPENDED
         is_lazy = self.piecewise_config.capture == "lazy" and not graphs.is_released
         may_capture = is_lazy or in_capture_window()
         if not graphs.signatures and not may_capture:
@@ -178,17 +180,18 @@ class GraphedModule:
         return self._binder.bind(*args, **kwargs)
 
     def _unseen_signature(self, args: Any, kwargs: Any, may_capture: bool) -> Any:
-        text = describe_call(args, kwargs)
-        if text in self._unseen or len(self._unseen) < MAX_LISTED:
-            self._unseen[text] = self._unseen.get(text, 0) + 1
+        text, limit = describe_call(args, kwargs), self.piecewise_config.max_signatures
+        is_full = len(self._graphs.signatures) >= limit
+        self._unseen.note(text, f"beyond max_signatures = {limit}" if is_full else "")
         if not all(map(is_plain_leaf, flatten_structure((args, kwargs))[1])):
             return FallbackReason.UNSUPPORTED_INPUT
         if not may_capture:
             return FallbackReason.UNSEEN_SIGNATURE if self._graphs.signatures else FallbackReason.NOT_CAPTURED
-        if len(self._graphs.signatures) >= self.piecewise_config.max_signatures:
+        if is_full:
             return FallbackReason.SIGNATURE_LIMIT
-        if not self._can_trace(text, args, kwargs):
-            return FallbackReason.CAPTURE_FAILED
+        refused = self._try_to_add(text, args, kwargs)
+        if refused is not None:
+            return refused
         signature = self._graphs.signatures[-1]
         if in_capture_window():
             self._graphs.capture(signature, self._graphs.missing(signature))
@@ -197,18 +200,22 @@ class GraphedModule:
             return FallbackReason.UNSEEN_SIGNATURE
         return self._graphs.plan_for(signature, *matched, may_capture=True)
 
-    def _can_trace(self, text: str, args: Any, kwargs: Any) -> bool:
-        """Adds the call's signature; false where it cannot be traced, which is noted and not tried again."""
-        if text in self._untraceable or len(self._untraceable) >= self.piecewise_config.max_signatures:
-            return False
+    def _try_to_add(self, text: str, args: Any, kwargs: Any) -> FallbackReason | None:
+        """Adds the call's signature, or notes why that fails, so that it is not tried again."""
+        refused = self._unseen.refusal_for(text)
+        if refused is not None:
+            return refused
         try:
             self._add_signature(args, kwargs)
+        except CoverageError as error:
+            self._unseen.refuse(text, FallbackReason.LOW_COVERAGE, error)
+            raise
         except PiecewiseError as error:
             if self.piecewise_config.strict:
                 raise
-            self._untraceable[text] = str(error)
-            return False
-        return True
+            self._unseen.refuse(text, FallbackReason.CAPTURE_FAILED, error)
+            return FallbackReason.CAPTURE_FAILED
+        return None
 
     def capture(self, *args: Any, **kwargs: Any) -> CaptureReport:
         """Captures every bucket for calls like this example: same structure, dtypes and options, any token
@@ -225,10 +232,12 @@ class GraphedModule:
             TraceError: the model cannot be one graph, or tensors are on two devices.
             TokenDimError: the token count cannot be found in the example.
             ConfigError: `boundary="captured"` without a limit that an op needs.
-            CaptureError: with `strict`, an op lets padding reach real rows, or a bucket fails.
-            StateError: `max_signatures` are captured already, or a call is in progress.
+            CaptureError: with `strict`, an op lets padding reach real rows, or a bucket fails; with
+                `min_coverage`, too few ops are in graphs. Then nothing of this capture is kept.
+            StateError: `max_signatures` are captured already, a call is in progress, or it is suspended.
         """
         with self._exclusive("capture"):
+            self._graphs.refuse_suspended("capture")
             with torch.no_grad():
                 position, matched = self._matching(self._bind(args, kwargs))
                 is_known = matched is not None and self._graphs.signatures[position].global_state.check()
@@ -254,13 +263,14 @@ class GraphedModule:
         The old graphs and their memory go first, so two pools never exist at once.
         """
         with self._exclusive("refresh"):
+            self._graphs.refuse_suspended("refresh")
             # Kept until done: a model that fails now can be refreshed again when it is whole.
             self._to_refresh += [(s.traced.trace.example, s.buckets) for s in self._graphs.signatures]
             self._drop_graphs()
             report = None
             while self._to_refresh:
                 example, buckets = self._to_refresh[0]
-                self._graphs.signatures.append(self._traced(example))
+                self._graphs.add(self._traced(example))
                 del self._to_refresh[0]
                 report = self._graphs.capture(self._graphs.signatures[-1], list(buckets))
             return report
@@ -269,25 +279,69 @@ class GraphedModule:
         """Traces a signature again whose trace is out of date; its graphs go first."""
         old = self._graphs.signatures[position]
         old.reset()
-        self._graphs.signatures[position] = self._traced(old.traced.trace.example)
+        self._graphs.add(self._traced(old.traced.trace.example), position=position)
+
+    def suspend(self) -> None:
+        """Gives all graph memory back, for a trainer that needs it, until `resume()`; calls run eagerly.
+
+        `release()` forgets what was captured; this keeps the traces, which are what takes long, and the list
+        of buckets. Nothing of the model's tensors is held meanwhile, so they may be moved away and back, or
+        be bound anew. Calling it again changes nothing.
+
+        Raises:
+            StateError: from inside a call of the same thread. A call in another thread is waited for.
+        """
+        with self._exclusive("suspend"):
+            self._graphs.suspend()
+
+    def resume(self) -> CaptureReport | None:
+        """Captures the buckets again that `suspend()` gave back; None where nothing was captured.
+
+        A trace is made again only where the model changed meanwhile: tensors of another kind or device, or
+        Python state that the trace read. What was captured under another autocast, default dtype or the like
+        than those of now comes back at the next call under them.
+
+        Raises:
+            StateError: it is not suspended.
+            TraceError, TokenDimError, CaptureError: as for `capture`, where a trace is made again; it stays
+                suspended then.
+        """
+        with self._exclusive("resume"):
+            return self._graphs.resume(lambda old: self._traced(old.traced.trace.example))
 
     def release(self) -> None:
-        """Gives all graph memory back; calls run eagerly until `capture()` is called again."""
+        """Gives all graph memory back and forgets what was captured, traces included; calls run eagerly until
+        `capture()` is called again. Ends a suspension, too."""
         with self._exclusive("release"):
             self._drop_graphs()
             self._to_refresh.clear()
             self._graphs.is_released = True
 
-    def check_addresses(self) -> str | None:
-        """What differs now from what was recorded, in words; None where nothing does."""
-        for signature in self._graphs.signatures:
-            change = signature.find_change()
-            if change is not None:
-                return change.detail
-        return None
+    def check_addresses(self) -> AddressReport:
+        """Compares the model with what was captured, deeper than calls do: the model is traced again.
 
-    def _exclusive(self, what: str) -> _Exclusive:
-        return _Exclusive(self, what)
+        Each call compares the tensors that graphs read (which object, address, dtype, geometry), and the
+        Python state that Dynamo guards. This finds also what no guard names: patched functions of torch or of
+        Python's library, their constants, attributes of unguarded objects. It takes as long as a trace does.
+        Neither sees Python state that a custom op reads inside its kernel: `verify()` does.
+
+        Raises:
+            StateError: it is suspended, or a call of the same thread is in progress.
+        """
+        from piecewise.address_check import check_signatures
+        from piecewise.compiler import trace_model
+
+        with self._exclusive("check_addresses"):
+            self._graphs.refuse_suspended("check_addresses")
+            return check_signatures(
+                self._graphs.signatures,
+                lambda example: trace_model(
+                    self.model, example, forward=self._forward, config=self.piecewise_config
+                ),
+            )
+
+    def _exclusive(self, what: str) -> Exclusive:
+        return Exclusive(self, what)
 
     def _traced(self, example: ExampleCall) -> CapturedSignature:
         from piecewise.signatures import trace_signature
@@ -295,7 +349,7 @@ class GraphedModule:
         return trace_signature(self.model, example, forward=self._forward, config=self.piecewise_config)
 
     def _add_signature(self, args: Any, kwargs: Any) -> None:
-        self._graphs.signatures.append(self._traced(self._example(args, kwargs)))
+        self._graphs.add(self._traced(self._example(args, kwargs)))
 
     def _example(self, args: Any, kwargs: Any) -> ExampleCall:
         from piecewise.trace import ExampleCall
@@ -307,7 +361,7 @@ class GraphedModule:
     def _drop_graphs(self) -> None:
         self._graphs.drop_graphs()
         self._graphs.signatures.clear()
-        self._untraceable.clear()
+        self._unseen.forget_refusals()
 
     def explain(self, *args: Any, **kwargs: Any) -> PlanReport:
         """The plan for calls like this one: segments, reasons, coverage. Nothing is captured and no state
@@ -344,43 +398,7 @@ class GraphedModule:
 
     def report(self) -> Report:
         """Plans, captures and calls so far."""
-        plans = tuple(PlanReport.of(s.plan, s.traced.trace.example.names) for s in self._graphs.signatures)
-        graphs = self._graphs
-        return Report(
-            plans,
-            tuple(map(graphs.report_of, graphs.signatures)),
-            self.stats.snapshot(),
-            {self._describe_unseen(text): count for text, count in self._unseen.items()},
-            tuple(graphs.changes),
-            graphs.engine_name,
-            graphs.left_out,
-        )
-
-    def _describe_unseen(self, text: str) -> str:
-        error = self._untraceable.get(text)
-        return f"{text}, cannot be traced: {error.splitlines()[0]}" if error else text
-
-
-class _Exclusive:
-    """Holds the module's lock for a capture; a call from inside one, or a capture from inside a call, is
-    refused."""
-
-    def __init__(self, graphed: GraphedModule, what: str) -> None:
-        self._graphed, self._what = graphed, what
-
-    def __enter__(self) -> None:
-        if self._graphed._owner == threading.get_ident():
-            raise StateError(
-                f"{self._what}() inside a call of the same module",
-                rule="capture replaces the memory that the running call uses",
-                fix="call it between calls",
-            )
-        self._graphed._lock.acquire()
-        self._graphed._owner, self._graphed._is_capturing = threading.get_ident(), True
-
-    def __exit__(self, *_: object) -> None:
-        self._graphed._owner, self._graphed._is_capturing = None, False
-        self._graphed._lock.release()
+        return self._graphs.report(self._unseen.listed())
 
 
 def compile(
@@ -404,18 +422,3 @@ def explain(model: nn.Module, *args: Any, config: PiecewiseConfig | None = None,
 
 def _copied(model: nn.Module, config: PiecewiseConfig, forward: Callable[..., Any] | None) -> GraphedModule:
     return GraphedModule(model, config, forward=forward)
-
-
-def _check_boundary_ops(config: PiecewiseConfig) -> None:
-    """Refuses names in `boundary_ops` that are not registered, with the ones that are."""
-    known = [op.name for op in boundary_ops.registered()]
-    for name in config.boundary_ops or ():
-        if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            raise ConfigError(
-                f"boundary op '{name}' in 'boundary_ops'",
-                expected=f"a registered op ({', '.join(known) or 'none is'})",
-                got="an unknown name" + (f"; did you mean '{near[0]}'?" if near else ""),
-                rule="graphs are cut at registered ops",
-                fix="declare it with boundary_ops.define or boundary_ops.register first",
-            )

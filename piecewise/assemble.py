@@ -91,8 +91,7 @@ class PlanAssembler:
             CaptureError: a segment cannot be captured, or its real rows change with its padding. Nothing
                 of the bucket is left behind.
         """
-        for runner in self.runners.values():
-            runner.forget(bucket)  # it may have failed before
+        self.forget(bucket)  # it may have failed before
         self.pool.begin_bucket()
         shadows = {value.index: self._shadow_buffer(value, bucket) for value in self.shadowed}
         written = self._written_state()
@@ -266,6 +265,11 @@ class PlanAssembler:
         # A step that turns out to run eagerly after all writes the same places again.
         state -= self.plan.step_memory
         return first is not None and bool(state & set(first.writes))
+
+    def forget(self, bucket: int) -> None:
+        """Drops what was captured of one bucket."""
+        for runner in self.runners.values():
+            runner.forget(bucket)
 
     def reset(self) -> None:
         for runner in self.runners.values():

@@ -19,9 +19,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from boundary_ops.registry import lookup
 from piecewise.config import PiecewiseConfig
+from piecewise.coverage import CoverageError
 from piecewise.graph_store import GraphStore
-from piecewise.report import PlanReport, Report
+from piecewise.report import Report
 from piecewise.startup_times import StartupTimes
 from runners.bound_steps import StateChanged
 from runners.errors import ConfigError, PiecewiseError, StateError
@@ -53,23 +55,28 @@ class BackendHandle:
 
     def report(self) -> Report:
         """Plans, captures and calls so far; a graph that could not be planned is listed with its reason."""
-        store = self.store
-        plans = tuple(PlanReport.of(s.plan, s.traced.trace.example.names) for s in store.signatures)
-        reports = tuple(map(store.report_of, store.signatures))
-        changes = tuple(store.changes)
-        return Report(
-            plans,
-            reports,
-            self.stats.snapshot(),
-            dict(self.notes),
-            changes,
-            store.engine_name,
-            store.left_out,
-        )
+        return self.store.report(self.notes)
+
+    def suspend(self) -> None:
+        """Gives all graph memory back and keeps the plans; calls run eagerly until `resume()`."""
+        with self.lock:
+            self.store.suspend()
+            for graph in self.graphs:
+                graph.let_go()
+
+    def resume(self) -> None:
+        """Lets each graph capture the buckets again that it had, at its next call: the weights come with the
+        call's arguments.
+
+        Raises:
+            StateError: it is not suspended.
+        """
+        with self.lock:
+            self.store.resume_at_calls()
 
     def release(self) -> None:
-        """Gives all graph memory back; buckets that are called again are captured again, from the weights of
-        then."""
+        """Gives all graph memory back and forgets the plans; buckets that are called again are captured anew,
+        from the weights of then."""
         with self.lock:
             self.store.drop_graphs()
             self.store.signatures.clear()
@@ -174,6 +181,7 @@ class CompiledGraph:
                     result = signature.rebuild(steps.replay(leaves, num_tokens))
                 except StateChanged as changed:
                     found = owner.store.note_change(changed.change)
+                    owner.stats.place_eager(steps.padded_num_tokens, found)
                 else:
                     owner.stats.count_replay(steps.padded_num_tokens)
                     return result
@@ -185,6 +193,10 @@ class CompiledGraph:
         self._signature = self._refused = None
         self._inputs.clear()
 
+    def let_go(self) -> None:
+        """Holds no argument of the last call any more, weights among them."""
+        self._arguments[:] = [None] * len(self._arguments)
+
     def _find_plan(self, args: tuple[Any, ...]) -> Any:
         if is_eager_only():
             return FallbackReason.EAGER_ONLY
@@ -192,6 +204,8 @@ class CompiledGraph:
             return FallbackReason.GRAD_ENABLED
         if self._refused is not None:
             return self._refused
+        if self._owner.store.is_suspended:
+            return FallbackReason.SUSPENDED
         self._arguments[:] = args
         if self._signature is None and (refused := self._analyse(args)) is not None:
             return refused
@@ -225,17 +239,29 @@ class CompiledGraph:
                 )
 
             # One token is another graph: Dynamo specialises sizes of 0 and 1.
-            self._signature = signature_of(
-                traced, serves_one=False, retrace=retrace, config=config, times=times
-            )
-            self._owner.store.signatures.append(self._signature)
+            one_token = "Dynamo makes a graph of its own for one token"
+            signature = signature_of(traced, one_token=one_token, retrace=retrace, config=config, times=times)
+            self._owner.store.add(signature)
+            self._signature = signature
         except PiecewiseError as error:
-            if config.strict:
+            note = str(error).splitlines()[0]
+            self._owner.notes[note] = self._owner.notes.get(note, 0) + 1
+            self._refused = self._refusal(error)
+            if config.strict or self._refused is FallbackReason.LOW_COVERAGE:
                 raise
-            self._owner.notes[str(error).splitlines()[0]] = self._owner.notes.get(str(error), 0) + 1
-            self._refused = FallbackReason.DISABLED
             return self._refused
         return None
+
+    def _refusal(self, error: PiecewiseError) -> FallbackReason:
+        """The reason under which calls of a graph that cannot be planned are counted."""
+        if isinstance(error, CoverageError):
+            return FallbackReason.LOW_COVERAGE
+        targets = [node.target for node in self._eager.graph.nodes if node.op == "call_function"]
+        if not any(lookup(target) is not None for target in targets):
+            return FallbackReason.DISABLED  # what a graph break left beside the boundary ops
+        sizes = [size for fake in self._fakes if isinstance(fake, torch.Tensor) for size in fake.shape]
+        is_static = not any(isinstance(size, torch.SymInt) for size in (*sizes, *self._fakes))
+        return FallbackReason.STATIC_TOKEN_COUNT if is_static else FallbackReason.CAPTURE_FAILED
 
     def _trace(self, args: tuple[Any, ...]) -> Trace:
         from piecewise import torch_internals as internals

@@ -16,11 +16,11 @@ from piecewise.captured_ops import enabled_ops, fix_metadata_inputs, write_captu
 from piecewise.classify import Classifier, Verdict
 from piecewise.config import PiecewiseConfig
 from piecewise.normalize import normalize
-from piecewise.one_token import has_same_program
 from piecewise.passes import passes_for
 from piecewise.plan import SegmentPlan
 from piecewise.probe import Probe, report_strictly
 from piecewise.row_samples import choose_probe_sizes, resize_leaf
+from piecewise.same_program import has_same_program
 from piecewise.sizes import holds
 from piecewise.split import Splitter, module_path, source_line
 from piecewise.startup_times import StartupTimes
@@ -182,27 +182,34 @@ def example_of_size(traced: TracedModel, num_tokens: int) -> ExampleCall:
         sizes = list(leaves[carried.leaf].shape)
         for dim, expr in carried.dims.items():
             sizes[dim] = int(expr.subs(traced.token.symbol, num_tokens))
-        leaves[carried.leaf] = resize_leaf(leaves[carried.leaf], sizes)
+        passed, resized = leaves[carried.leaf], resize_leaf(leaves[carried.leaf], sizes)
+        leaves = [resized if leaf is passed else leaf for leaf in leaves]  # also where it is passed twice
     return traced.trace.example.with_leaves(leaves)
 
 
-def serves_one_token(traced: TracedModel, model: nn.Module, *, forward: Any, config: PiecewiseConfig) -> bool:
-    """Whether one token runs the same program as several [I10].
+def one_token_refusal(traced: TracedModel, model: nn.Module, *, forward: Any, config: PiecewiseConfig) -> str:
+    """Why one token does not run the same program as several; empty where it does [I10].
 
     torch assumes two or more and records no guard for it, so `if n > 1`, `squeeze(0)` and broadcasts leave
     no mark. A second trace, at one token and static, is compared op by op.
     """
+    ratio = config.max_padding_ratio
+    if ratio is not None and config.buckets[0] > ratio:
+        return f"max_padding_ratio = {ratio:g} excludes it from the smallest bucket, {config.buckets[0]}"
     example = example_of_size(traced, 1)
     static: dict[int, tuple[int, ...]] = {c.leaf: tuple(c.dims) for c in traced.token.inputs}
     static |= dict.fromkeys(traced.static_ints, ())
     try:
         single = trace(model, example, forward=forward, static_dims=static)
-    except TraceError:
-        return False
+    except TraceError as error:
+        return f"it cannot be traced with one: {error.what}"
     normalize(single.graph)
     write_captured_forms(single, config)
     facts, _ = _living_facts(single, config)
-    return has_same_program(traced.trace, single, traced.token.symbol, facts=traced.facts, single_facts=facts)
+    is_same = has_same_program(
+        traced.trace, single, traced.token.symbol, facts=traced.facts, single_facts=facts
+    )
+    return "" if is_same else "the model runs another program with one token than with several"
 
 
 def _check_devices(model: nn.Module, example: ExampleCall) -> None:

@@ -52,7 +52,8 @@ class PiecewiseConfig:
             them; `compile` warns that it does not capture them.
         max_signatures: how many kinds of call (structures, dtypes, static shapes) are traced and captured.
         warmup_steps: runs of each segment before its capture, each with another poison in the pad rows.
-        capture: "startup" captures in `capture()`; "lazy" also at the third call of a bucket.
+        capture: "startup" captures in `capture()`; "lazy" also at the third call of a bucket: one bucket in a
+            call, and none where less than 5 % of a CUDA device's memory is free then.
         engine: "auto" takes what the model's device has: "cuda" (real graphs) or "tape" (no GPU needed).
         num_streams: streams to capture on; only 1 is available in this version.
         progress: show a bar while capturing.
@@ -67,7 +68,8 @@ class PiecewiseConfig:
             capture_safe into the graphs, one graph per bucket where all are. A step is then bounded by
             max_num_seqs, max_num_tokens (without one: the largest bucket) and max_seq_len, which ops with a
             captured form need, as the built-in attention; larger steps run eagerly.
-        min_coverage: least share of ops in graphs; only None is available in this version.
+        min_coverage: least share of the model's ops in graphs, above 0 and at most 1, in the plan and in each
+            bucket that is captured; less is an error at `capture()`, or once at the call that would capture.
         outputs: "copy" gives the caller its own tensors; "view" static memory, valid until the next call.
         strict: an op that would silently leave the graphs is an error instead.
 
@@ -112,7 +114,9 @@ class PiecewiseConfig:
         default=None, metadata=_setting("compile", checks.optional(checks.op_names))
     )
     boundary: str = field(default="eager", metadata=_setting("compile", checks.choice("eager", "captured")))
-    min_coverage: float | None = field(default=None, metadata=_setting("compile", checks.only(None)))
+    min_coverage: float | None = field(
+        default=None, metadata=_setting("compile", checks.optional(checks.share))
+    )
     outputs: str = field(default="copy", metadata=_setting("compile", checks.choice("copy", "view")))
     strict: bool = field(default=False, metadata=_setting("compile", checks.flag))
 
@@ -241,6 +245,11 @@ class PiecewiseConfig:
             else:
                 problems.append(_unknown(f"option {name!r}", name, names))
         return _built(values, where, problems)
+
+
+def environment() -> dict[str, str]:
+    """The process's environment as it is now; for a model whose forward reads it."""
+    return dict(os.environ)
 
 
 def _built(

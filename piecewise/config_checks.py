@@ -175,6 +175,14 @@ def number(*, at_least: float) -> Check:
     return check
 
 
+def share(value: Any) -> float:
+    """A number above 0 and at most 1, as a float."""
+    valid = isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value <= 1
+    if not valid:
+        raise Refused("a number above 0 and at most 1", shown(value))
+    return float(value)
+
+
 def choice(*available: str, later: tuple[str, ...] = ()) -> Check:
     """One of `available`; those in `later` are known names that this version lacks."""
 

@@ -8,22 +8,27 @@ from __future__ import annotations
 
 import dataclasses
 from collections import OrderedDict
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from boundary_ops.capture import Misfit
-from piecewise.capture_limits import capturable
+from piecewise.capture_limits import capturable, check_boundary_ops, lack_of_memory
 from piecewise.config import PiecewiseConfig
+from piecewise.coverage import CoverageError, require_buckets, require_plan
 from piecewise.progress import progress_bar
-from piecewise.report import CaptureReport
+from piecewise.report import BucketReport, CaptureReport, PlanReport, Report
 from piecewise.traffic_recorder import TrafficRecorder
 from runners.buckets import TokenBuckets
 from runners.buffers import StaticBuffers
 from runners.engine import GraphEngine, GraphPool, engine_for
+from runners.errors import StateError
 from runners.mode import in_capture_window
 from runners.state_check import StateChange
 from runners.stats import CallStats, FallbackReason
 
 if TYPE_CHECKING:
+    import torch
+
     from piecewise.lowering import Lowering
     from piecewise.signatures import CaptureContext, CapturedSignature
 
@@ -44,18 +49,22 @@ class GraphStore:
         signatures: the kinds of calls that were traced.
         stats, traffic: counters of calls, and of their token counts.
         changes: what was found changed since capture, in words.
-        is_released: whether the graphs were given back, and nothing was captured since.
+        is_released: whether the graphs were given back for good, and nothing was captured since.
+        is_suspended: whether they were given back until `resume`.
         engine, pool, buffers, lowering: made by the first capture; the pool goes with the last graph, what
             was compiled stays.
     """
 
     def __init__(self, config: PiecewiseConfig) -> None:
+        check_boundary_ops(config)
         self.config, self.left_out = capturable(config)
+        self._left_out_buckets = {each.size: str(each) for each in config.prefill_sizes().clamped}
+        self._advertised = tuple(sorted(config.buckets, reverse=True))
         self.signatures: list[CapturedSignature] = []
         self.stats = CallStats()
         self.traffic = TrafficRecorder()
         self.changes: OrderedDict[str, None] = OrderedDict()
-        self.is_released = False
+        self.is_released = self.is_suspended = False
         self.engine: GraphEngine | None = None
         self.pool: GraphPool | None = None
         self.buffers = StaticBuffers()
@@ -72,12 +81,21 @@ class GraphStore:
         """(signature, step plan, token count, leaves) where a plan serves the call, else the reason why
         not."""
         self.traffic.record(num_tokens)
-        return self.choose_plan(signature, num_tokens, leaves, may_capture=may_capture)
+        if signature.suspended is not None and not self.is_suspended and signature.global_state.check():
+            self._resume_at_call(signature)
+        found = self.choose_plan(signature, num_tokens, leaves, may_capture=may_capture)
+        if isinstance(found, FallbackReason):
+            bucket = self._buckets.bucket_for(max(num_tokens, 0))
+            if bucket is not None:
+                self.stats.place_eager(bucket, found)
+        return found
 
     def choose_plan(
         self, signature: CapturedSignature, num_tokens: int, leaves: list[Any], *, may_capture: bool
     ) -> Any:
         """As `plan_for`, for a call that is not counted as traffic."""
+        if self.is_suspended:
+            return FallbackReason.SUSPENDED
         if num_tokens <= 0:
             return FallbackReason.ZERO_TOKENS if num_tokens == 0 else FallbackReason.TOKEN_COUNT_MISMATCH
         bucket = self._buckets.bucket_for(num_tokens)
@@ -94,7 +112,7 @@ class GraphStore:
             if refused is not None:
                 return refused
             served = signature.served[bucket]
-        if num_tokens == 1 and not signature.serves_one:
+        if num_tokens == 1 and signature.one_token:
             return FallbackReason.ONE_TOKEN_BRANCH
         if not signature.is_valid(served, num_tokens, leaves):
             return FallbackReason.SHAPE_GUARD
@@ -123,8 +141,22 @@ class GraphStore:
         if change is not None:  # the trace is out of date: a refresh makes a new one
             return self.note_change(change)
         untried = [size for size in self.missing(signature) if size not in signature.refused]
-        self.capture(signature, untried if in_capture_window() else [bucket])
+        if in_capture_window():
+            self.capture(signature, untried)
+        elif (lack := lack_of_memory(_device_of(signature))) is not None:
+            signature.refuse(bucket, FallbackReason.OUT_OF_MEMORY, lack)
+        else:
+            self._capture_lazily(signature, bucket)
         return None if bucket in signature.served else signature.refused[bucket][0]
+
+    def _capture_lazily(self, signature: CapturedSignature, bucket: int) -> None:
+        try:
+            self.capture(signature, [bucket])
+        except CoverageError as error:  # told once: a call is no capture() that somebody waits for
+            if signature not in self.signatures:
+                self.signatures.append(signature)
+            signature.refuse(bucket, FallbackReason.LOW_COVERAGE, str(error))
+            raise
 
     def _is_due(self, signature: CapturedSignature, bucket: int) -> bool:
         if in_capture_window():
@@ -136,34 +168,162 @@ class GraphStore:
         """Buckets that are not captured, largest first: its memory serves the rest [I9]."""
         return [size for size in sorted(self._buckets.sizes, reverse=True) if size not in signature.served]
 
-    def capture(self, signature: CapturedSignature, buckets: list[int]) -> CaptureReport:
-        """Captures `buckets` in this order; one that fails is refused, with its reason in the report."""
+    def add(self, signature: CapturedSignature, *, position: int | None = None) -> None:
+        """Adds a traced signature, or puts it in the place of one.
+
+        Raises:
+            CoverageError: its plan has less than `min_coverage` of the ops in graphs.
+        """
+        require_plan(signature.plan, self.config.min_coverage)
+        if position is None:
+            self.signatures.append(signature)
+        else:
+            self.signatures[position] = signature
+
+    def capture(
+        self, signature: CapturedSignature, buckets: list[int], *, doing: str = "capturing"
+    ) -> CaptureReport:
+        """Captures `buckets` in this order; one that fails is refused, with its reason in the report.
+
+        Raises:
+            CoverageError: a bucket has less than `min_coverage` of its ops in graphs; none of these is kept.
+        """
         from piecewise.signatures import capture_bucket
 
         context = self._context(signature)
         bar = progress_bar(len(buckets), enabled=self.config.progress)
         try:
             for bucket in buckets:
-                bar.set_description(f"capturing bucket {bucket}")
+                bar.set_description(f"{doing} bucket {bucket}")
                 capture_bucket(context, signature, bucket)
                 bar.set_postfix_str(f"{context.pool.allocated_bytes / 2**20:.0f} MiB")
                 bar.update(1)
+            reports = [signature.bucket_reports[bucket] for bucket in buckets]
+            require_buckets(reports, self.config.min_coverage)
+        except CoverageError:
+            self._take_back(signature, buckets)
+            raise
         finally:
             bar.close()
             self._note_captured()
         self.is_released = False
         return self.report_of(signature)
 
+    def _take_back(self, signature: CapturedSignature, buckets: list[int]) -> None:
+        """Leaves nothing of a capture: no bucket, no signature without one, no memory [I8]."""
+        for bucket in buckets:
+            signature.take_back(bucket)
+        if not signature.served:
+            signature.reset()
+            self.signatures.remove(signature)
+        if not any(each.served for each in self.signatures):
+            self._release_pool()
+
+    def suspend(self) -> None:
+        """Gives all graph memory back and keeps the traces. Idempotent."""
+        for signature in self.signatures:
+            signature.suspend()
+        self._release_pool()
+        self._note_captured()
+        self.is_suspended = True
+
+    def resume(self, retrace: Callable[[CapturedSignature], CapturedSignature]) -> CaptureReport | None:
+        """Captures again what `suspend` gave back; a signature whose model changed is traced again first, and
+        one that was traced under another global state is captured at its next call.
+
+        Raises:
+            StateError: it is not suspended.
+            Whatever `retrace` raises: then everything stays suspended, and this can be called again.
+        """
+        if not self.is_suspended:
+            raise _not_suspended()
+        # A graph is captured under the autocast, default dtype and so on of its trace; where those differ, it
+        # has to wait for a call under them.
+        now = [position for position, each in enumerate(self.signatures) if each.is_of_this_state()]
+        for position in now:
+            old = self.signatures[position]
+            assert old.suspended is not None
+            if not old.holds():
+                renewed = retrace(old)
+                renewed.suspended = dataclasses.replace(old.suspended, places=(), kinds=())
+                self.add(renewed, position=position)
+        self.is_suspended = False
+        report = None
+        for signature, buckets in [(each, each.resume()) for each in map(self.signatures.__getitem__, now)]:
+            report = self.capture(signature, buckets, doing="capturing again:")
+        return report
+
+    def _resume_at_call(self, signature: CapturedSignature) -> None:
+        if signature.holds():
+            self.capture(signature, signature.resume(), doing="capturing again:")
+            return
+        for bucket in signature.resume():
+            detail = "the model changed while it was suspended; refresh() captures again"
+            signature.refuse(bucket, FallbackReason.MODULE_STATE_CHANGED, detail)
+        signature.check = None
+
+    def resume_at_calls(self) -> None:
+        """Lets each signature capture again what it had, at its next call.
+
+        Raises:
+            StateError: it is not suspended.
+        """
+        if not self.is_suspended:
+            raise _not_suspended()
+        self.is_suspended = False
+
+    def refuse_suspended(self, what: str) -> None:
+        """Raises StateError while suspended."""
+        if self.is_suspended:
+            raise StateError(
+                f"{what}() while suspended",
+                expected="graphs, or none asked for",
+                got="a model whose graphs wait for resume()",
+                rule="suspend() promised the memory to somebody else until resume()",
+                fix="call resume() first, or release() to give the graphs up for good",
+            )
+
     def report_of(self, signature: CapturedSignature) -> CaptureReport:
-        """How the captures of one signature went."""
-        buckets = tuple(signature.bucket_reports[b] for b in sorted(signature.bucket_reports, reverse=True))
+        """How each advertised bucket of one signature stands, largest first."""
         pool = self.pool
         pool_bytes, device_bytes = (pool.allocated_bytes, pool.device_bytes) if pool is not None else (0, 0)
+        buckets = tuple(self._bucket_report(signature, b) for b in self._advertised)
         return CaptureReport(
-            buckets, signature.serves_one, pool_bytes, self.buffers.allocated_bytes, device_bytes,
+            buckets, not signature.one_token, pool_bytes, self.buffers.allocated_bytes, device_bytes,
             tuple(signature.lowerings), dataclasses.replace(signature.times),
-            signature.plan.fusions,
+            signature.plan.fusions, signature.one_token,
         )  # fmt: skip
+
+    def _bucket_report(self, signature: CapturedSignature, bucket: int) -> BucketReport:
+        known = signature.bucket_reports.get(bucket)
+        if known is not None:
+            return known
+        if bucket in self._left_out_buckets:
+            return BucketReport(bucket, "left out", self._left_out_buckets[bucket], code="left_out")
+        detail = "capture() was not asked for it"
+        if self.config.capture == "lazy":
+            detail = f"{signature.waiting[bucket]} of the {_LAZY_CALLS} calls that a lazy capture waits for"
+        return BucketReport(bucket, "waiting", detail, code=FallbackReason.NOT_CAPTURED.value)
+
+    def report(self, unseen: Mapping[str, int]) -> Report:
+        """Plans, captures and calls so far; `unseen` are the kinds of call that no signature serves."""
+        return Report(
+            tuple(PlanReport.of(s.plan, s.traced.trace.example.names) for s in self.signatures),
+            tuple(map(self.report_of, self.signatures)),
+            self.stats.snapshot(),
+            dict(unseen),
+            tuple(self.changes),
+            self.engine_name,
+            self.left_out,
+            self.state,
+        )
+
+    @property
+    def state(self) -> str:
+        """Where the graphs are: "suspended", "released", "captured" or "not captured"."""
+        if self.is_suspended or self.is_released:
+            return "suspended" if self.is_suspended else "released"
+        return "captured" if self.stats.captured else "not captured"
 
     def note_change(self, change: StateChange) -> FallbackReason:
         """Lists the change; graphs that read moved memory are given up, so that the old weights can go."""
@@ -184,6 +344,7 @@ class GraphStore:
         for signature in self.signatures:
             signature.reset()
         self.changes.clear()
+        self.is_suspended = False
         self._release_pool()
         self._note_captured()
 
@@ -194,7 +355,7 @@ class GraphStore:
         from piecewise.lowering import Lowering
         from piecewise.signatures import CaptureContext
 
-        device = signature.traced.trace.example.leaves[signature.plan.token_dim.leaf].device
+        device = _device_of(signature)
         if self.engine is None:
             self.engine = engine_for(self.config.engine, device)
         if self.pool is None:
@@ -208,3 +369,18 @@ class GraphStore:
             self.pool.release()
         self.pool = None
         self.buffers = StaticBuffers()
+
+
+def _device_of(signature: CapturedSignature) -> torch.device:
+    device: torch.device = signature.traced.trace.example.leaves[signature.plan.token_dim.leaf].device
+    return device
+
+
+def _not_suspended() -> StateError:
+    return StateError(
+        "resume()",
+        expected="a model that suspend() was called on",
+        got="one that is not suspended",
+        rule="resume() undoes suspend()",
+        fix="call capture() to capture, or refresh() to capture again",
+    )

@@ -19,8 +19,11 @@ class BucketReport:
     """How the capture of one bucket went.
 
     Attributes:
-        status: "captured", "eager" (the trace excludes it) or "failed".
-        reason: why it is not captured.
+        status: "captured"; "eager" (the model or its trace excludes it); "failed" (so did its capture);
+            "suspended"; "waiting" (nobody asked for it yet); or "left out" (the limits exclude it).
+        reason: why it is not captured, in words.
+        code: the same for programs: a `FallbackReason`, or "left_out"; empty where it is captured.
+        coverage: share of the model's ops that its graphs hold.
         grown_bytes: by how much the shared pool grew for it.
         device_bytes: by how much the device's free memory shrank for it: pool, static buffers and the
             driver's share. The same as `grown_bytes` where there is no device to ask.
@@ -35,6 +38,7 @@ class BucketReport:
     device_bytes: int = 0
     capture_ms: float = 0.0
     coverage: float = 0.0
+    code: str = ""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -87,6 +91,17 @@ class PlanReport:
     def reasons(self) -> Counter[str]:
         return Counter(reason.code for segment in self.segments for reason in segment.reasons)
 
+    def shares(self) -> dict[str, float]:
+        """Reason code → share of the model's ops that are eager for it; with `coverage` they add up to 1."""
+        total = sum(segment.num_ops for segment in self.segments if segment.kind != "boundary")
+        eager = [segment for segment in self.segments if segment.kind == "eager"]
+        found: dict[str, float] = {}
+        for segment in eager:
+            for code, count in Counter(reason.code for reason in segment.reasons).items():
+                part = segment.num_ops * count / len(segment.reasons) / total
+                found[code] = found.get(code, 0.0) + part
+        return found
+
     def __str__(self) -> str:
         rows = [("segment", "kind", "ops", "module path", "reason")]
         for segment in self.segments:
@@ -108,8 +123,9 @@ class PlanReport:
             f"segments; {self.coverage:.1%} of ops in graphs; tokens in {self.token_dim}; "
             f"{self.num_dead_ops} dead ops removed"
         )
+        eager = "".join(f"; {share:.1%} eager: {code}" for code, share in sorted(self.shares().items()))
         fused = [str(self.fusions)] if self.fusions is not None else []
-        return "\n".join([text_table(rows), summary, *fused])
+        return "\n".join([text_table(rows), summary + eager, *fused])
 
     def to_markdown(self) -> str:
         lines = ["| segment | kind | ops | module path | reason |", "|---|---|---|---|---|"]
@@ -118,23 +134,25 @@ class PlanReport:
             lines.append(
                 f"| {segment.index} | {segment.kind} | {segment.num_ops} | {segment.module_path} | {reason} |"
             )
+        eager = "".join(f" {share:.1%} eager: `{code}`." for code, share in sorted(self.shares().items()))
         fused = [f"* {line.strip()}" for line in str(self.fusions).splitlines()] if self.fusions else []
-        return "\n".join([*lines, "", f"{self.coverage:.1%} of ops in graphs.", *fused])
+        return "\n".join([*lines, "", f"{self.coverage:.1%} of ops in graphs.{eager}", *fused])
 
     def to_json(self) -> str:
         return json.dumps(self.asdict(), indent=2)
 
     def asdict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
+        return {**dataclasses.asdict(self), "eager_shares": self.shares()}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CaptureReport:
-    """What one `capture()` or `refresh()` did, bucket by bucket, largest first.
+    """How each bucket that the settings list stands for one signature, largest first.
 
     Attributes:
         lowerings: how the segments were lowered, once per trace; `times`: seconds spent on this signature.
         fusions: what was rewritten in the graph segments, None where nothing was to be.
+        one_token: why calls of one token run eagerly; empty where they replay.
     """
 
     buckets: tuple[BucketReport, ...]
@@ -145,6 +163,7 @@ class CaptureReport:
     lowerings: tuple[LoweringReport, ...] = ()
     times: StartupTimes = dataclasses.field(default_factory=StartupTimes)
     fusions: FusionReport | None = None
+    one_token: str = ""
 
     @property
     def captured(self) -> tuple[int, ...]:
@@ -153,10 +172,10 @@ class CaptureReport:
     @property
     def ok(self) -> bool:
         """Whether every bucket that was asked for has graphs."""
-        return all(report.status == "captured" for report in self.buckets)
+        return all(report.status in ("captured", "waiting", "left out") for report in self.buckets)
 
     def __str__(self) -> str:
-        rows = [("bucket", "status", "graphs", "ops", "ms", "pool grew", "device", "reason")]
+        rows = [("bucket", "status", "graphs", "ops", "in graphs", "ms", "pool grew", "device", "reason")]
         for report in self.buckets:
             rows.append(
                 (
@@ -164,13 +183,14 @@ class CaptureReport:
                     report.status,
                     str(report.num_graphs),
                     str(report.num_ops),
+                    f"{report.coverage:.1%}",
                     f"{report.capture_ms:.0f}",
                     shown_bytes(report.grown_bytes),
                     shown_bytes(report.device_bytes),
                     report.reason.splitlines()[0] if report.reason else "",
                 )  # fmt: skip
             )
-        one = "replay" if self.serves_one_token else "run eagerly, as another program"
+        one = "replay" if self.serves_one_token else f"run eagerly: {self.one_token}"
         sizes = f"pool {shown_bytes(self.pool_bytes)}, buffers {shown_bytes(self.buffer_bytes)}"
         sizes += f", {shown_bytes(self.device_bytes)} of the device in all"
         fused = [str(self.fusions)] if self.fusions is not None else []
@@ -190,6 +210,7 @@ class Report:
 
     Attributes:
         left_out: listed sizes that are not captured for any signature, each with its reason.
+        state: "captured", "not captured", "suspended" or "released".
     """
 
     plans: tuple[PlanReport, ...]
@@ -199,6 +220,7 @@ class Report:
     changes: tuple[str, ...]
     engine: str
     left_out: tuple[str, ...] = ()
+    state: str = "captured"
 
     @property
     def coverage(self) -> float:
@@ -206,20 +228,72 @@ class Report:
         return self.plans[0].coverage if self.plans else 0.0
 
     def __str__(self) -> str:
-        parts = ["\n".join([f"engine: {self.engine}", *(f"left out: {text}" for text in self.left_out)])]
+        parts = ["\n".join([f"engine: {self.engine}; {self._state()}", *self._left_out()])]
         for index, (plan, capture) in enumerate(zip(self.plans, self.captures, strict=True)):
             parts += [f"signature {index}", str(plan), str(capture)]
         parts.append(self._calls())
         return "\n\n".join(parts)
 
+    @property
+    def replayed(self) -> float:
+        """Share of calls that were replayed; 0 where there were none."""
+        total = self.stats.replays + self.stats.eager_calls
+        return self.stats.replays / total if total else 0.0
+
+    def calls_by_bucket(self) -> list[dict[str, Any]]:
+        """Per bucket that a call came to, ascending: counts, shares of all calls, and why calls were eager.
+
+        `op_coverage` is the share of the model's ops that the bucket's graphs hold, of the signature that has
+        most: what a replay of it replays.
+        """
+        total = max(self.stats.replays + self.stats.eager_calls, 1)
+        found = []
+        for bucket in sorted({*self.stats.calls_by_bucket, *self.stats.eager_by_bucket}):
+            replayed = self.stats.calls_by_bucket.get(bucket, 0)
+            reasons = self.stats.eager_by_bucket.get(bucket, Counter())
+            reports = [report for capture in self.captures for report in capture.buckets]
+            found.append(
+                {
+                    "bucket": bucket,
+                    "replayed": replayed,
+                    "eager": sum(reasons.values()),
+                    "share_of_calls": (replayed + sum(reasons.values())) / total,
+                    "share_replayed": replayed / max(replayed + sum(reasons.values()), 1),
+                    "op_coverage": max((r.coverage for r in reports if r.bucket == bucket), default=0.0),
+                    "reasons": {str(code): count for code, count in sorted(reasons.items())},
+                }
+            )
+        return found
+
+    def shares_of_calls(self) -> dict[str, float]:
+        """Reason code → share of all calls that ran eagerly for it; with `replayed` they add up to 1."""
+        total = self.stats.replays + self.stats.eager_calls
+        return {str(code): count / total for code, count in sorted(self.stats.reasons.items())}
+
+    def _state(self) -> str:
+        told = {
+            "suspended": "suspended: the graphs' memory was given back until resume()",
+            "released": "released: the graphs were given back until the next capture()",
+        }
+        return told.get(self.state, self.state)
+
+    def _left_out(self) -> list[str]:
+        return [f"left out: {text}" for text in self.left_out]
+
     def _calls(self) -> str:
         total = self.stats.replays + self.stats.eager_calls
-        share = f" ({self.stats.replays / total:.1%})" if total else ""
+        share = f" ({self.replayed:.1%})" if total else ""
         lines = [f"calls: {self.stats.replays} replayed of {total}{share}"]
-        for bucket, count in sorted(self.stats.calls_by_bucket.items()):
-            lines.append(f"  bucket {bucket}: {count}")
+        for row in self.calls_by_bucket():
+            eager = ", ".join(f"{code} {count}" for code, count in row["reasons"].items())
+            lines.append(
+                f"  bucket {row['bucket']}: {row['replayed']} replayed, {row['eager']} eager"
+                f"{f' ({eager})' if eager else ''}; {row['share_of_calls']:.1%} of calls, "
+                f"{row['share_replayed']:.1%} of them replayed with {row['op_coverage']:.1%} of ops in graphs"
+            )
         for code, count in self.stats.reasons.most_common():
-            lines.append(f"  eager, {code.value}: {count}. {code.explanation} {code.fix}")
+            part = self.shares_of_calls()[code.value]
+            lines.append(f"  eager, {code.value}: {count} ({part:.1%}). {code.explanation} {code.fix}")
         lines += [f"  unseen signature, {count} calls: {text}" for text, count in self.unseen.items()]
         lines += [f"  changed since capture: {text}" for text in self.changes]
         return "\n".join(lines)
@@ -227,11 +301,17 @@ class Report:
     def asdict(self) -> dict[str, Any]:
         return {
             "engine": self.engine,
+            "state": self.state,
             "left_out": list(self.left_out),
             "coverage": self.coverage,
             "plans": [plan.asdict() for plan in self.plans],
             "captures": [capture.asdict() for capture in self.captures],
-            "calls": self.stats.asdict(),
+            "calls": {
+                **self.stats.asdict(),
+                "share_replayed": self.replayed,
+                "shares_by_reason": self.shares_of_calls(),
+                "buckets": self.calls_by_bucket(),
+            },
             "unseen_signatures": dict(self.unseen),
             "changes": list(self.changes),
         }
@@ -240,7 +320,7 @@ class Report:
         return json.dumps(self.asdict(), indent=2)
 
     def to_markdown(self) -> str:
-        parts = ["# Graphed prefill report", "", *(f"* left out: {text}" for text in self.left_out)]
+        parts = ["# Graphed prefill report", "", f"* {self._state()}", *(f"* {x}" for x in self._left_out())]
         for index, (plan, capture) in enumerate(zip(self.plans, self.captures, strict=True)):
             parts += [f"## Signature {index}", "", plan.to_markdown(), "", "```", str(capture), "```", ""]
         return "\n".join([*parts, "## Calls", "", "```", self._calls(), "```", ""])

@@ -70,6 +70,15 @@ class CallBinder:
         self.bind: Callable[..., tuple] = eval(source, defaults)
         self.bind.__qualname__ = "forward"  # a call that does not fit is told in forward's name
 
+    def absent(self, bound: tuple) -> list[str]:
+        """Names of the parameters that have no default and no value in this bound call."""
+        variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+        return [
+            parameter.name
+            for parameter, value in zip(self.parameters, bound, strict=True)
+            if value is MISSING and parameter.default is parameter.empty and parameter.kind not in variable
+        ]
+
     def call_source(self, values: Structure, leaf_names: Sequence[str], namespace: Namespace) -> str:
         """The argument list, as source, that makes the bound call again: by keyword wherever forward
         allows it."""
@@ -117,11 +126,15 @@ class LeafRule:
     Attributes:
         static: dim → size that the trace holds as a constant.
         exact: the int's value, where the trace burned it in.
+        plain: whether a Parameter, or a tensor that requires grad, is another kind of input.
     """
 
-    __slots__ = ("contiguous", "device", "dtype", "exact", "kind", "rank", "static")
+    __slots__ = ("contiguous", "device", "dtype", "exact", "kind", "plain", "rank", "static")
 
-    def __init__(self, value: Any, *, static: Mapping[int, int], exact: int | None) -> None:
+    def __init__(
+        self, value: Any, *, static: Mapping[int, int], exact: int | None, plain: bool = False
+    ) -> None:
+        self.plain = plain
         self.kind = "tensor" if isinstance(value, torch.Tensor) else "int"
         self.static, self.exact = dict(static), exact
         if self.kind == "tensor":
@@ -132,12 +145,13 @@ class LeafRule:
         if self.kind == "int":
             wrong_value = f" or {name} != {self.exact}" if self.exact is not None else ""
             return [f"type({name}) is not int{wrong_value}"]
-        types = namespace.name((torch.Tensor, torch.nn.Parameter))
+        types = namespace.name((torch.Tensor,) if self.plain else (torch.Tensor, torch.nn.Parameter))
+        flags = f" or {name}.requires_grad" if self.plain else ""
         dims = "".join(f" or {name}.shape[{dim}] != {size}" for dim, size in self.static.items())
         return [
             f"type({name}) not in {types} or {name}.dtype is not {namespace.name(self.dtype)}"
             f" or {name}.device != {namespace.name(self.device)} or {name}.dim() != {self.rank}{dims}"
-            f" or {name}.is_contiguous() is not {self.contiguous}"
+            f" or {name}.is_contiguous() is not {self.contiguous}{flags}"
         ]
 
 
@@ -149,6 +163,7 @@ def write_matcher(
     token_dims: Sequence[tuple[int, int, Callable[[int], int]]] = (),
     distinct: Sequence[tuple[int, int]] = (),
     apart_from: frozenset[int] = frozenset(),
+    same: Sequence[Sequence[int]] = (),
 ) -> Callable[[tuple], tuple[int, list[Any]] | None]:
     """Generates `match(bound)`: (token count, leaves), or None where the call is of another signature.
 
@@ -161,6 +176,7 @@ def write_matcher(
         token_dims: (leaf, dim, size as a function of the token count) of the other dims that carry tokens.
         distinct: pairs of tensor leaves that must not share memory, since the call writes one of them.
         apart_from: addresses of memory that graphs write, which no leaf may lie in.
+        same: tensor leaves in groups: those of one group are one object, those of two are not.
     """
     namespace = Namespace()
     writer = MatchWriter(namespace, lambda node, name: rules[node.index].mismatches(name, namespace))
@@ -177,6 +193,12 @@ def write_matcher(
         for leaf, value in sorted(writer.leaf_names.items()):
             if rules[leaf].kind == "tensor":
                 writer.reject(f"0 != {value}.untyped_storage().data_ptr() in {name}")
+    for first, *rest in same:
+        for leaf in rest:
+            writer.reject(f"{writer.leaf_names[leaf]} is not {writer.leaf_names[first]}")
+    if len(same) > 1:
+        ids = ", ".join(f"id({writer.leaf_names[group[0]]})" for group in same)
+        writer.reject(f"len({{{ids}}}) != {len(same)}")
     leaves = ", ".join(writer.leaf_names[index] for index in sorted(writer.leaf_names))
     writer.lines.append(f"rows = {writer.leaf_names[anchor[0]]}.shape[{anchor[1]}]")
     for leaf, dim, size in token_dims:

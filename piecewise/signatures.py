@@ -13,21 +13,21 @@ from torch import nn
 
 from piecewise import torch_internals as internals
 from piecewise.assemble import PlanAssembler, state_check_of
-from piecewise.compiler import TracedModel, example_of_size, serves_one_token, trace_model
+from piecewise.call_rules import is_alike, matcher_of
+from piecewise.compiler import TracedModel, example_of_size, one_token_refusal, trace_model
 from piecewise.config import PiecewiseConfig
 from piecewise.lowering import Lowering
 from piecewise.lowering_report import LoweringReport
 from piecewise.plan import SegmentPlan
 from piecewise.progress import steps_bar
 from piecewise.report import BucketReport
-from piecewise.signature import LeafRule, same_count, write_matcher
 from piecewise.startup_times import StartupTimes
 from piecewise.structure import Namespace, build_source
+from piecewise.suspension import Suspended
 from piecewise.trace import ExampleCall
 from runners.buffers import StaticBuffers
 from runners.engine import GraphEngine, GraphPool
-from runners.errors import TraceError
-from runners.state_check import StateChange, StateCheck, StateRef
+from runners.state_check import StateChange, StateCheck
 from runners.stats import FallbackReason
 from runners.step_plan import StepPlan
 
@@ -52,6 +52,14 @@ class ServedBucket:
     plan: SegmentPlan
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class ResizedTrace:
+    """A trace of the example at another size, and the plan cut from it."""
+
+    traced: TracedModel
+    plan: SegmentPlan
+
+
 @dataclasses.dataclass(slots=True)
 class CapturedSignature:
     """One signature, its traces and the buckets that it serves.
@@ -60,11 +68,14 @@ class CapturedSignature:
         match: bound values → (token count, leaves) or None.
         rebuild: result leaves → the result.
         served: bucket → plan; `refused`: bucket → why it runs eagerly.
-        serves_one: whether one token may replay.
+        one_token: why one token runs eagerly; empty where it may replay.
         retrace: traces again with the example resized, for a bucket that the first trace excludes.
         global_state: false from `check()` where grad mode, autocast or the like differ from the trace.
         waiting: bucket → calls that a lazy capture has seen.
-        check: what the trace saw of the model, None once the graphs were given up over a moved address.
+        check: what the trace saw of the model, None once the graphs were given up over a moved address, and
+            while suspended.
+        resized: traces at other sizes, for buckets that the first trace excludes.
+        suspended: what `resume` captures again; None where it is not suspended.
         lowerings: how the segments of each plan were lowered; `times`: seconds spent on all this.
     """
 
@@ -74,7 +85,7 @@ class CapturedSignature:
     rebuild: Callable[[list[Any]], Any]
     global_state: internals.GlobalState
     check: StateCheck | None
-    serves_one: bool
+    one_token: str
     retrace: Callable[[int], TracedModel]
     served: dict[int, ServedBucket] = dataclasses.field(default_factory=dict)
     refused: dict[int, tuple[FallbackReason, str]] = dataclasses.field(default_factory=dict)
@@ -83,6 +94,8 @@ class CapturedSignature:
     waiting: Counter[int] = dataclasses.field(default_factory=Counter)
     lowerings: list[LoweringReport] = dataclasses.field(default_factory=list)
     times: StartupTimes = dataclasses.field(default_factory=StartupTimes)
+    resized: list[ResizedTrace] = dataclasses.field(default_factory=list)
+    suspended: Suspended | None = None
     _valid: dict[tuple[int, int], bool] = dataclasses.field(default_factory=dict)
 
     @property
@@ -115,16 +128,72 @@ class CapturedSignature:
         """Drops the graphs, and with them what holds the old weights; the buckets run eagerly from now on."""
         reason = FallbackReason.MOVED_ADDRESS
         for bucket in self.buckets:
-            self.refused[bucket] = (reason, change.detail)
-            self.bucket_reports[bucket] = BucketReport(bucket, "eager", change.detail)
+            self.refuse(bucket, reason, change.detail)
         self.reset()
         self.check = None
+
+    def suspend(self) -> None:
+        """Drops the graphs and all that holds the model's tensors; the traces stay. Idempotent."""
+        if self.suspended is not None:
+            return
+        is_valid = self.find_change() is None
+        again = [b for b in self.buckets if b in self.served or self.refused[b][0] in _WORTH_ANOTHER_TRY]
+        self.suspended = Suspended.of(again if is_valid else self.buckets, self._plans(), is_valid=is_valid)
+        for bucket in again:
+            detail = "its memory was given back by suspend(); resume() captures it again"
+            self.bucket_reports[bucket] = BucketReport(
+                bucket, "suspended", detail, code=FallbackReason.SUSPENDED.value
+            )
+        self.reset()
+        self.lowerings.clear()  # one comes with each assembler
+        self.check = None
+
+    def is_of_this_state(self) -> bool:
+        """Whether autocast, default dtype and the like are now what they were for the trace."""
+        with torch.no_grad():
+            return self.global_state.check()
+
+    def holds(self) -> bool:
+        """Whether the traces of a suspended signature are of the model as it is."""
+        assert self.suspended is not None
+        return self.suspended.holds() and all(
+            state_check_of(plan).find_change() is None for plan in self._plans()
+        )
+
+    def resume(self) -> list[int]:
+        """Ends the suspension of traces that hold; returns the buckets to capture, largest first."""
+        assert self.suspended is not None
+        again, self.suspended = list(self.suspended.buckets), None
+        self.check = state_check_of(self.plan)
+        # It knows the addresses that graphs write.
+        self.match = matcher_of(self.traced, self.plan, self.traced.trace.example)
+        return again
+
+    def _plans(self) -> list[SegmentPlan]:
+        return [self.plan, *(resized.plan for resized in self.resized)]
+
+    def refuse(self, bucket: int, reason: FallbackReason, detail: str) -> None:
+        """Serves a bucket eagerly from now on."""
+        self.refused[bucket] = (reason, detail)
+        self.bucket_reports[bucket] = BucketReport(bucket, "eager", detail, code=reason.value)
+
+    def take_back(self, bucket: int) -> None:
+        """Drops a bucket's graphs, and that it was ever asked for."""
+        self.served.pop(bucket, None)
+        self.refused.pop(bucket, None)
+        self.bucket_reports.pop(bucket, None)
+        for assembler in self.assemblers:
+            assembler.forget(bucket)
 
     def reset(self) -> None:
         for assembler in self.assemblers:
             assembler.reset()
         self.served.clear()
         self.assemblers.clear()
+
+
+# Refusals that are not the model's own: another capture may do better.
+_WORTH_ANOTHER_TRY = (FallbackReason.CAPTURE_FAILED, FallbackReason.OUT_OF_MEMORY)
 
 
 def other_sizes(plan: SegmentPlan, leaves: Sequence[Any]) -> list[int]:
@@ -154,30 +223,28 @@ def trace_signature(
         with times.timed("probe"):
             traced.probe(config.buckets, strict=config.strict)
         begin()
-        ratio = config.max_padding_ratio
-        one_is_in_range = ratio is None or config.buckets[0] <= ratio
         with times.timed("trace"):
-            serves_one = one_is_in_range and serves_one_token(traced, model, forward=forward, config=config)
+            one_token = one_token_refusal(traced, model, forward=forward, config=config)
 
     def retrace(bucket: int) -> TracedModel:
         return trace_model(model, example_of_size(traced, bucket), forward=forward, config=config)
 
-    return signature_of(traced, serves_one=serves_one, retrace=retrace, config=config, times=times)
+    return signature_of(traced, one_token=one_token, retrace=retrace, config=config, times=times)
 
 
 def signature_of(
     traced: TracedModel,
     *,
-    serves_one: bool,
+    one_token: str,
     retrace: Callable[[int], TracedModel],
     config: PiecewiseConfig,
     times: StartupTimes,
 ) -> CapturedSignature:
     """The signature that a probed trace serves, under the global state (grad mode off) of now."""
     plan = traced.planned(config, times, move_weights=True)
-    matcher = _matcher(traced, plan, traced.trace.example)
+    matcher = matcher_of(traced, plan, traced.trace.example)
     return CapturedSignature(
-        traced, plan, matcher, _rebuilder(traced), internals.GlobalState(), state_check_of(plan), serves_one,
+        traced, plan, matcher, _rebuilder(traced), internals.GlobalState(), state_check_of(plan), one_token,
         retrace, times=times,
     )  # fmt: skip
 
@@ -186,17 +253,20 @@ def capture_bucket(context: CaptureContext, signature: CapturedSignature, bucket
     """Captures one bucket, from the signature's trace or, where that excludes the bucket, from one at its
     size."""
     began = time.perf_counter()
+    if bucket == 1 and signature.one_token:  # no call could reach its graphs
+        signature.refuse(bucket, FallbackReason.ONE_TOKEN_BRANCH, signature.one_token)
+        return signature.bucket_reports[bucket]
     before = context.pool.allocated_bytes, context.pool.device_bytes
     try:
         plan, assembler = _plan_for(context, signature, bucket)
         if assembler is None:
             detail = "the model branches on the token count, and no trace at this size holds"
             signature.refused[bucket] = (FallbackReason.SHAPE_GUARD, detail)
-            report = BucketReport(bucket, "eager", detail)
+            report = BucketReport(bucket, "eager", detail, code=FallbackReason.SHAPE_GUARD.value)
         elif not assembler.runners:
             detail = "no op can be in a graph; explain() has the reason for each"
             signature.refused[bucket] = (FallbackReason.DISABLED, detail)
-            report = BucketReport(bucket, "eager", detail)
+            report = BucketReport(bucket, "eager", detail, code=FallbackReason.DISABLED.value)
         else:
             real = _warm_up_rows(plan, bucket, assembler.leaves)
             steps = assembler.capture(bucket, real, on_segment=context.on_segment)
@@ -218,11 +288,21 @@ def capture_bucket(context: CaptureContext, signature: CapturedSignature, bucket
         if context.config.strict:
             raise
         detail = str(error) or f"{type(error).__name__} without a message"
-        signature.refused[bucket] = (FallbackReason.CAPTURE_FAILED, detail)
-        report = BucketReport(bucket, "failed", detail)
+        reason = FallbackReason.OUT_OF_MEMORY if _is_out_of_memory(error) else FallbackReason.CAPTURE_FAILED
+        signature.refused[bucket] = (reason, detail)
+        report = BucketReport(bucket, "failed", detail, code=reason.value)
     report = dataclasses.replace(report, capture_ms=(time.perf_counter() - began) * 1e3)
     signature.bucket_reports[bucket] = report
     return report
+
+
+def _is_out_of_memory(error: BaseException | None) -> bool:
+    """Whether an allocation that failed is behind an error of ours."""
+    while error is not None:
+        if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+            return True
+        error = error.__cause__
+    return False
 
 
 def _plan_for(
@@ -234,14 +314,10 @@ def _plan_for(
             return assembler.plan, assembler
     traced, plan, check = signature.traced, signature.plan, signature.check
     if not plan.is_valid(bucket, *other_sizes(plan, leaves)):
-        with signature.times.timed("trace"):
-            traced = signature.retrace(bucket)
-        with signature.times.timed("probe"):
-            traced.probe([bucket], strict=context.config.strict)
-        plan = traced.planned(context.config, signature.times, move_weights=True)
-        if not plan.is_valid(bucket, *other_sizes(plan, leaves)) or not _is_alike(signature.traced, traced):
+        resized = _resized_for(context, signature, bucket)
+        if resized is None:
             return plan, None
-        check = state_check_of(plan)
+        traced, plan, check = resized.traced, resized.plan, state_check_of(resized.plan)
     assert check is not None, "captures follow a trace of the model as it is"
     served = [size for size in context.config.buckets if plan.is_valid(size, *other_sizes(plan, leaves))]
     with signature.times.timed("lowering"):
@@ -264,6 +340,23 @@ def _plan_for(
     return plan, assembler
 
 
+def _resized_for(context: CaptureContext, signature: CapturedSignature, bucket: int) -> ResizedTrace | None:
+    """A trace that holds for a bucket which the first one excludes: a known one, else made at its size."""
+    example = signature.traced.trace.example.leaves
+    for known in signature.resized:
+        if known.plan.is_valid(bucket, *other_sizes(known.plan, example)):
+            return known
+    with signature.times.timed("trace"):
+        traced = signature.retrace(bucket)
+    with signature.times.timed("probe"):
+        traced.probe([bucket], strict=context.config.strict)
+    plan = traced.planned(context.config, signature.times, move_weights=True)
+    if not plan.is_valid(bucket, *other_sizes(plan, example)) or not is_alike(signature.traced, traced):
+        return None
+    signature.resized.append(ResizedTrace(traced, plan))
+    return signature.resized[-1]
+
+
 def _warm_up_rows(plan: SegmentPlan, bucket: int, leaves: Sequence[Any]) -> int:
     """How many rows of a warm-up are real: about half, where the trace allows that count."""
     others = other_sizes(plan, leaves)
@@ -271,76 +364,6 @@ def _warm_up_rows(plan: SegmentPlan, bucket: int, leaves: Sequence[Any]) -> int:
         if 1 < rows <= bucket and plan.is_valid(rows, *others):
             return rows
     return bucket
-
-
-def _is_alike(first: TracedModel, other: TracedModel) -> bool:
-    """Whether calls are recognised and results rebuilt for both traces in the same way."""
-    rules, others = _leaf_rules(first), _leaf_rules(other)
-    return first.trace.result == other.trace.result and all(
-        rule.static == others[leaf].static and rule.exact == others[leaf].exact
-        for leaf, rule in rules.items()
-    )
-
-
-def _leaf_rules(traced: TracedModel) -> dict[int, LeafRule]:
-    """Leaf index → what it must be in a call that the trace is valid for."""
-    trace, example = traced.trace, traced.trace.example
-    symbolic = internals.symbolic_sizes(trace.shape_env)
-    for placeholder in trace.placeholders:
-        expr = internals.expression(placeholder.node.meta.get("example_value"), trace.shape_env)
-        if placeholder.kind == "input" and expr is not None:
-            symbolic[placeholder.leaf, -1] = expr
-    read = {placeholder.leaf for placeholder in trace.placeholders if placeholder.kind == "input"}
-    rules: dict[int, LeafRule] = {}
-    for index, leaf in enumerate(example.leaves):
-        if isinstance(leaf, torch.Tensor):
-            sizes = trace.symbols_of_leaf(index) if index in read else ()
-            static = {dim: int(expr) for dim, expr in enumerate(sizes) if expr.is_number}
-            if index in trace.leaves_seen and index not in read:  # Python read it, and no op
-                sized = {dim for (at, dim), expr in symbolic.items() if at == index and not expr.is_number}
-                static = {dim: size for dim, size in enumerate(leaf.shape) if dim not in sized}
-            rules[index] = LeafRule(leaf, static=static, exact=None)
-        else:
-            expr = symbolic.get((index, -1))
-            rules[index] = LeafRule(leaf, static={}, exact=leaf if expr is None or expr.is_number else None)
-    return rules
-
-
-def _matcher(traced: TracedModel, plan: SegmentPlan, example: ExampleCall) -> Callable[[tuple], Any]:
-    rules = _leaf_rules(traced)
-    token = plan.token_dim
-    dims = []
-    for rule in token.inputs:
-        for dim, size in rule.dims.items():
-            if (rule.leaf, dim) != (token.leaf, token.dim):
-                dims.append((rule.leaf, dim, same_count if dim == rule.anchor_dim else size))
-    tensors = [index for index, leaf in enumerate(example.leaves) if isinstance(leaf, torch.Tensor)]
-    # A tensor passed twice is two inputs of equal content; only a call that writes one must keep them apart.
-    distinct = [(written, other) for written in plan.written_leaves for other in tensors if other != written]
-    _refuse_shared_memory(example, distinct)
-    in_graphs = {memory for segment in plan.graph_segments() for memory in segment.writes}
-    # At the addresses of now: a call finds a moved one, and runs eagerly, before it writes.
-    written = {_address_of(v.state) for v in plan.values if v.state is not None and v.memory in in_graphs}
-    return write_matcher(
-        example.values, rules, anchor=(token.leaf, token.dim), token_dims=dims, distinct=distinct,
-        apart_from=frozenset(written),
-    )  # fmt: skip
-
-
-def _address_of(place: StateRef) -> int:
-    return int(place.get().untyped_storage().data_ptr())
-
-
-def _refuse_shared_memory(example: ExampleCall, pairs: Sequence[tuple[int, int]]) -> None:
-    for pair in pairs:
-        one, other = (example.leaves[index].untyped_storage().data_ptr() for index in pair)
-        if one == other:
-            written, read = (f"'{example.names[index]}'" for index in pair)
-            raise TraceError(
-                f"inputs {written} and {read} share memory, and forward writes {written}",
-                rule="what a graph reads was written for this call [I2]",
-                fix="pass tensors of their own, or let forward write a copy",
-            )
 
 
 def _rebuilder(traced: TracedModel) -> Callable[[list[Any]], Any]:

@@ -145,7 +145,7 @@ def _only(candidates: set[sympy.Symbol], trace: Trace, node: fx.Node) -> sympy.S
             got=f"sizes fixed by the example; inputs: {described}" + _specialised_at(trace),
             rule="the token count must be traced as a symbol [I10]",
             fix="pass an example of two or more tokens, and remove what fixes the count (int(n), log(n), "
-            "x.unbind(0), a slice of constant length)",
+            "x.unbind(0), a slice of constant length)" + _ints_in_schema(node),
         )
     if len(candidates) > 1:
         names = ", ".join(sorted(map(str, candidates)))
@@ -163,6 +163,20 @@ def _only(candidates: set[sympy.Symbol], trace: Trace, node: fx.Node) -> sympy.S
 def _specialised_at(trace: Trace) -> str:
     places = internals.specialisation_places(trace.shape_env)
     return f"; fixed at {', '.join(places)}" if places else ""
+
+
+def _ints_in_schema(node: fx.Node) -> str:
+    """What to do about `int` arguments of the op: a trace fixes them, and the count they are made of."""
+    op = boundary_ops.lookup(node.target)
+    names = (
+        [argument.name for argument in op.overload._schema.arguments if str(argument.type) == "int"]
+        if op
+        else []
+    )
+    if not names:
+        return ""
+    listed = ", ".join(map(repr, names))
+    return f"; an int argument fixes what it is computed from: declare {listed} as SymInt in the op's schema"
 
 
 def _where(node: fx.Node) -> str:

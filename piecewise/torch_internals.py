@@ -13,6 +13,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from types import CodeType
 from typing import Any
 
 import sympy
@@ -118,6 +119,19 @@ def current_guards() -> list[SeenGuard]:
         SeenGuard(guard.name, guard.create_fn_name(), getattr(guard.create_fn, "keywords", {}))
         for guard in context.guards_context.dynamo_guards
     ]
+
+
+def traced_code() -> list[CodeType]:
+    """Each function's code that the trace in progress went through; only inside a backend."""
+    return list(TracingContext.get_traced_code() or ())
+
+
+def tied_sources(guard: SeenGuard) -> tuple[str, ...]:
+    """The two sources of one tensor, where the guard says that both give the same; else none."""
+    if guard.kind != "DUPLICATE_INPUT":
+        return ()
+    name = guard.arguments["source_b"].name
+    return guard.source, name() if callable(name) else name
 
 
 def sources_to_be_written() -> list[str]:

@@ -34,6 +34,8 @@ from piecewise.side_effects import StateSnapshot
 from piecewise.signature import CallBinder, is_plain_leaf
 from piecewise.state import Scope, facts_read, readable_path, resolve
 from piecewise.structure import Namespace, Structure, flatten_structure
+from piecewise.trace_errors import refuse_flags, refuse_opaque, translated
+from piecewise.unguarded import compares_identity, facts_unguarded, names_read, reads_flags
 from runners.errors import PiecewiseError, TraceError
 from runners.state_check import StateFacts, StateRef
 
@@ -41,7 +43,6 @@ _serial = itertools.count()
 # Above any real size, below what float64 holds exactly: an int of the result that is one of these stands
 # for a symbol.
 _FIRST_DUMMY = 1 << 50
-_MAX_DETAIL = 400
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -61,9 +62,29 @@ class ExampleCall:
 
     @classmethod
     def from_call(cls, binder: CallBinder, args: Sequence[Any], kwargs: Mapping[str, Any]) -> ExampleCall:
-        """Binds and flattens a call; raises TypeError as forward would."""
-        values, leaves = flatten_structure(binder.bind(*args, **kwargs))
+        """Binds and flattens a call.
+
+        Raises:
+            TypeError: an argument that forward does not have, as calling it would raise.
+            TraceError: an argument that forward needs is not there.
+        """
+        bound = binder.bind(*args, **kwargs)
+        absent = binder.absent(bound)
+        if absent:
+            raise TraceError(
+                f"an example call without {', '.join(map(repr, absent))}",
+                expected=f"forward's arguments ({', '.join(binder.names)})",
+                rule="the model is traced with the example, so each argument without a default is needed",
+                fix="pass to capture() what you pass to the model",
+            )
+        values, leaves = flatten_structure(bound)
         return cls(binder, values, tuple(leaves), binder.leaf_paths(values))
+
+    @property
+    def passes_one_twice(self) -> bool:
+        """Whether two of the leaves are one tensor."""
+        ids = [id(leaf) for leaf in self.leaves if isinstance(leaf, torch.Tensor)]
+        return len(set(ids)) < len(ids)
 
     def with_leaves(self, leaves: Sequence[Any]) -> ExampleCall:
         return dataclasses.replace(self, leaves=tuple(leaves))
@@ -91,6 +112,8 @@ class Trace:
         state_facts: what the trace saw of the model's Python state.
         example: the call that was traced.
         leaves_seen: input tensors that forward looked at, if only at their sizes.
+        reads_flags: whether forward may ask if an input is a Parameter or requires grad.
+        compares_identity: whether forward may ask if two inputs are one object.
     """
 
     graph: fx.GraphModule
@@ -101,6 +124,8 @@ class Trace:
     state_facts: StateFacts
     example: ExampleCall
     leaves_seen: frozenset[int] = frozenset()
+    reads_flags: bool = False
+    compares_identity: bool = False
 
     def symbols_of_leaf(self, leaf: int) -> tuple[sympy.Expr, ...]:
         """The simplified size expressions of an input tensor; empty for one that the graph does not read."""
@@ -113,7 +138,12 @@ class Trace:
 
 
 def trace(
-    model: nn.Module, example: ExampleCall, *, forward: Any, static_dims: Mapping[int, Sequence[int]] = {}
+    model: nn.Module,
+    example: ExampleCall,
+    *,
+    forward: Any,
+    static_dims: Mapping[int, Sequence[int]] = {},
+    keeps_identity: bool = False,
 ) -> Trace:
     """Traces `forward(model's call)` with the example's structure; the model is not run and its state is
     unchanged.
@@ -122,6 +152,8 @@ def trace(
         model: the module whose state the trace records.
         forward: the callable to trace; reached from `model` (the module itself, or its own forward).
         static_dims: leaf index → dims that get no symbol; an int argument in here gets none either.
+        keeps_identity: whether a tensor that the example passes twice is one for forward, too. The trace is
+            made again in this way where forward may ask for it.
     Raises:
         TraceError: forward cannot be one graph, has side effects, or returns something that cannot be
             rebuilt.
@@ -135,7 +167,7 @@ def trace(
             rule="the graph comes from one torch.compile trace",
             fix="leave that mode around capture(), or run the model eagerly",
         )
-    leaves = _prepare_leaves(example, static_dims)
+    leaves = _prepare_leaves(example, static_dims, keeps_identity=keeps_identity)
     function = _traced_function(example, forward)
     snapshot = StateSnapshot(model)
     collector = _Collector(
@@ -154,7 +186,7 @@ def trace(
     except PiecewiseError:
         raise
     except Exception as error:
-        raise _translate(error) from error
+        raise translated(error) from error
     finally:
         logger.setLevel(level)
         changes = snapshot.restore()
@@ -174,12 +206,19 @@ def trace(
             fix="keep it in a registered buffer and write that in place (self.count.add_(1), not +=), "
             "or return it",
         )
+    if collector.compares_identity and not keeps_identity and example.passes_one_twice:
+        return trace(model, example, forward=forward, static_dims=static_dims, keeps_identity=True)
+    if reads_flags(collector.names_read):
+        refuse_flags(example.leaves, example.names)
     return collector.finish(result, example, skip_root=not isinstance(forward, nn.Module))
 
 
-def _prepare_leaves(example: ExampleCall, static_dims: Mapping[int, Sequence[int]]) -> list[Any]:
+def _prepare_leaves(
+    example: ExampleCall, static_dims: Mapping[int, Sequence[int]], *, keeps_identity: bool
+) -> list[Any]:
     """Detached twins of the tensors, dims marked; the caller's objects are never marked."""
     prepared: list[Any] = []
+    twins: dict[int, torch.Tensor] = {}
     for index, leaf in enumerate(example.leaves):
         if not isinstance(leaf, torch.Tensor):
             prepared.append(leaf)
@@ -192,8 +231,10 @@ def _prepare_leaves(example: ExampleCall, static_dims: Mapping[int, Sequence[int
                 rule="graphs read static buffers, which are plain memory [I4]",
                 fix="convert it before the call, or keep it inside the model",
             )
-        with torch.inference_mode(False), torch.no_grad():
-            twin = leaf.clone() if leaf.is_inference() else leaf.detach()
+        if not keeps_identity or id(leaf) not in twins:
+            with torch.inference_mode(False), torch.no_grad():
+                twins[id(leaf)] = leaf.clone() if leaf.is_inference() else leaf.detach()
+        twin = twins[id(leaf)]
         for dim, size in enumerate(twin.shape):
             if size > 1 and dim not in static_dims.get(index, ()):
                 internals.mark_dynamic(twin, dim)
@@ -244,6 +285,8 @@ class _Collector:
         self.graph: fx.GraphModule | None = None
         self.sources: dict[str, str | None] = {}
         self.guards: list[internals.SeenGuard] = []
+        self.names_read: frozenset[str] = frozenset()
+        self.compares_identity = False
         self.arguments: tuple[Any, ...] = ()
         self.dummies: list[Any] = []
 
@@ -256,6 +299,8 @@ class _Collector:
             dataclasses.replace(guard, source=self._as_read(guard.source))
             for guard in internals.current_guards()
         ]
+        code = internals.traced_code()
+        self.names_read, self.compares_identity = names_read(code), compares_identity(code)
         self._note_writes()
         outputs = graph.graph.output_node().args[0]
         fakes = [node.meta.get("example_value") if isinstance(node, fx.Node) else node for node in outputs]  # type: ignore[union-attr]
@@ -269,6 +314,18 @@ class _Collector:
 
     def _as_read(self, source: str) -> str:
         return source.replace(self.own_name, "L['model']") if self.own_name else source
+
+    def _facts(self, placeholders: Sequence[Placeholder], scope: Scope, *, skip_root: bool) -> StateFacts:
+        facts = facts_read(self.guards, scope, self.model, skip_root=skip_root)
+        places = {
+            id(argument): placeholder.state
+            for placeholder, argument in zip(placeholders, self.arguments, strict=True)
+            if placeholder.state is not None
+        }
+        ties = [tuple(map(self._as_read, sources)) for sources in map(internals.tied_sources, self.guards)]
+        return facts_unguarded(
+            facts, self.model, names=self.names_read, ties=ties, places=places, scope=scope
+        )
 
     def _scope(self) -> Scope:
         return Scope({"model": self.model}, self.function.__globals__)
@@ -299,11 +356,12 @@ class _Collector:
             )
         )
         structure, result_leaves = self._result(result, placeholders)
-        facts = facts_read(self.guards, scope, self.model, skip_root=skip_root)
+        facts = self._facts(placeholders, scope, skip_root=skip_root)
         seen = (re.match(r"L\['t(\d+)'\]", guard.source) for guard in self.guards)
         return Trace(
             self.graph, placeholders, structure, result_leaves, shape_env, facts, example,
             leaves_seen=frozenset(int(found[1]) for found in seen if found),
+            reads_flags=reads_flags(self.names_read), compares_identity=self.compares_identity,
         )  # fmt: skip
 
     def _placeholder(self, node: fx.Node, argument: Any, scope: Scope) -> Placeholder:
@@ -334,7 +392,7 @@ class _Collector:
         structure, leaves = flatten_structure(
             result, is_leaf=lambda value: type(value) is float and value in numbers, share=True
         )
-        _refuse_opaque(structure, self.leaves)
+        refuse_opaque(structure, self.leaves)
         found = []
         for leaf in leaves:
             if id(leaf) in by_id:
@@ -390,50 +448,3 @@ def _dummy_for(fake: Any, index: int) -> Any:
             else torch.empty(0)
         )
     return _FIRST_DUMMY + index if isinstance(fake, (int, torch.SymInt)) else float(_FIRST_DUMMY + index)
-
-
-def _refuse_opaque(node: Structure, given: Sequence[Any]) -> None:
-    for child in node.children:
-        _refuse_opaque(child, given)
-    known = (type(None), bool, float, complex, str, bytes, torch.dtype, torch.device, type, torch.Size)
-    if (
-        node.kind == "const"
-        and not isinstance(node.value, known)
-        and not any(node.value is item for item in given)
-    ):
-        if type(node.value).__module__.split(".")[0] == "enum" or hasattr(type(node.value), "__members__"):
-            return
-        raise TraceError(
-            f"forward returns an object of type {type(node.value).__name__}",
-            expected="tensors, numbers and containers of them",
-            rule="the result is rebuilt on each call; an object with state of its own would be stale [I7]",
-            fix="return its tensors, register it with torch.utils._pytree, "
-            "or pass use_cache=False to a transformers model",
-        )
-
-
-def _first_words(lines: Sequence[str]) -> str:
-    """What Dynamo says went wrong: its headline, and the sentence that names the construct."""
-    for start in ("Explanation:", "Developer debug context:"):
-        detail = next((line[len(start) :].strip() for line in lines if line.startswith(start)), "")
-        if detail:
-            return f"{lines[0]}: {detail[:_MAX_DETAIL]}"
-    return lines[0] if lines else ""
-
-
-def _translate(error: Exception) -> TraceError:
-    cause: BaseException = error
-    while cause.__cause__ is not None and not str(cause):
-        cause = cause.__cause__
-    lines = [line.strip() for line in str(cause).strip().splitlines() if line.strip()]
-    where = next((line for line in reversed(lines) if line.startswith("File ")), None)
-    said = {word: next((line for line in lines if line.startswith(word)), "") for word in ("Rule:", "Fix:")}
-    if all(said.values()):  # an error of ours, raised by code that Dynamo was tracing through
-        rule, fix = (text.partition(":")[2].strip() for text in said.values())
-        return TraceError(lines[0].partition(": ")[2] or lines[0], rule=rule, fix=fix)
-    return TraceError(
-        f"forward cannot be traced: {_first_words(lines) or type(cause).__name__}"
-        + (f" ({where})" if where else ""),
-        rule="forward must be one graph: no graph breaks [I10]",
-        fix="the cause names the construct; torch.compile(model, fullgraph=True) fails on the same line",
-    )

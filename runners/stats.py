@@ -133,10 +133,25 @@ class FallbackReason(str, Enum):
         "The call was made while this module was being captured, by its own capture or another thread.",
         "Serve calls before or after capture, not during it.",
     )
-    INPUT_MUTATION = (
-        "input_mutation",
-        "The model writes into one of its inputs in a way that cannot be copied back [I7].",
-        "Clone the input in the model before writing into it.",
+    OUT_OF_MEMORY = (
+        "out_of_memory",
+        "The device had no memory to capture this bucket, or for a lazy capture too little.",
+        "Free memory or leave out large buckets, then call capture() again.",
+    )
+    LOW_COVERAGE = (
+        "low_coverage",
+        "Fewer of the model's ops can be in graphs than min_coverage asks for; the error was raised once.",
+        "Do what the error says, or lower min_coverage; capture() raises it again.",
+    )
+    STATIC_TOKEN_COUNT = (
+        "static_token_count",
+        "Dynamo made a graph for exactly this count, as it does for one token, and until it saw two counts.",
+        "Mark the token dim with torch._dynamo.mark_dynamic, or pass dynamic=True; one token stays eager.",
+    )
+    SUSPENDED = (
+        "suspended",
+        "The graphs' memory was given back by suspend(), and the traces wait for resume().",
+        "Call resume().",
     )
     RELEASED = (
         "released",
@@ -152,11 +167,6 @@ class FallbackReason(str, Enum):
         "reentrant_call",
         "The module was called from inside its own call, while its static buffers were in use.",
         "Make the inner call on another copy of the module.",
-    )
-    OTHER_THREAD = (
-        "other_thread",
-        "Another thread is in a call of this module, and both would share the static buffers.",
-        "Call one module from one thread at a time.",
     )
     RANK_DISAGREEMENT = (
         "rank_disagreement",
@@ -175,6 +185,8 @@ class CallStats:
         reasons: one count per eager call, by `FallbackReason`.
         captured: the buckets that have graphs, in the order of capture.
         calls_by_bucket: replays per bucket.
+        eager_by_bucket: per bucket, one count by reason of each eager call that it would have served. Calls
+            whose token count was not looked at (gradients on, an unseen signature) are in `reasons` only.
     """
 
     replays: int = 0
@@ -182,6 +194,7 @@ class CallStats:
     reasons: Counter[FallbackReason] = field(default_factory=Counter)
     captured: tuple[int, ...] = ()
     calls_by_bucket: Counter[int] = field(default_factory=Counter)
+    eager_by_bucket: dict[int, Counter[FallbackReason]] = field(default_factory=dict)
 
     def count_replay(self, padded_num_tokens: int) -> None:
         """Counts a call that the plan of this bucket served."""
@@ -193,11 +206,16 @@ class CallStats:
         self.eager_calls += 1
         self.reasons[reason] += 1
 
+    def place_eager(self, padded_num_tokens: int, reason: FallbackReason) -> None:
+        """Says which bucket an eager call would have been served by; `count_eager` counts the call."""
+        self.eager_by_bucket.setdefault(padded_num_tokens, Counter())[reason] += 1
+
     def reset(self) -> None:
         """Sets the call counters to zero; `captured` says what exists and stays."""
         self.replays = self.eager_calls = 0
         self.reasons.clear()
         self.calls_by_bucket.clear()
+        self.eager_by_bucket.clear()
 
     def snapshot(self) -> CallStats:
         """A copy that later calls do not change."""
@@ -207,6 +225,7 @@ class CallStats:
             reasons=Counter(self.reasons),
             captured=self.captured,
             calls_by_bucket=Counter(self.calls_by_bucket),
+            eager_by_bucket={size: Counter(reasons) for size, reasons in self.eager_by_bucket.items()},
         )
 
     def asdict(self) -> dict[str, Any]:
@@ -217,4 +236,8 @@ class CallStats:
             "reasons": {str(reason): count for reason, count in sorted(self.reasons.items())},
             "captured": list(self.captured),
             "calls_by_bucket": {str(size): count for size, count in sorted(self.calls_by_bucket.items())},
+            "eager_by_bucket": {
+                str(size): {str(reason): count for reason, count in sorted(reasons.items())}
+                for size, reasons in sorted(self.eager_by_bucket.items())
+            },
         }

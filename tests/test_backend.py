@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 from torch import nn
@@ -147,8 +150,95 @@ def test_a_static_first_trace_runs_eagerly_and_says_why():
     with torch.no_grad():
         check_call(model, compiled, 5)
     handle = piecewise.handle(compiled)
-    assert handle.stats.reasons == {FallbackReason.DISABLED: 1}
+    assert handle.stats.reasons == {FallbackReason.STATIC_TOKEN_COUNT: 1}
     assert "no symbolic dim" in next(iter(handle.notes))
+
+
+def test_one_token_is_a_graph_of_its_own_and_says_so():
+    model, compiled = compiled_model()
+    with torch.no_grad():
+        with piecewise.capture_window():
+            compiled(ids_of(5))
+        check_call(model, compiled, 1)
+        check_call(model, compiled, 1)
+    handle = piecewise.handle(compiled)
+    assert handle.stats.reasons == {FallbackReason.STATIC_TOKEN_COUNT: 2} and handle.stats.replays == 1
+    assert list(handle.notes.values()) == [1], "planned once, in vain"
+    assert "calls of one token run eagerly: Dynamo makes a graph of its own" in str(handle.report())
+
+
+def test_a_graph_without_a_boundary_op_is_one_without_a_plan():
+    class Rows(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * 2
+
+    model = Rows()
+    compiled = torch.compile(model, backend=piecewise_backend, options={"buckets": [8]}, dynamic=True)
+    with torch.no_grad():
+        x = torch.randn(5, HIDDEN)
+        torch.testing.assert_close(compiled(x), model(x))
+        handle = piecewise.handle(compiled)
+        assert handle.stats.reasons == {FallbackReason.DISABLED: 1}
+
+
+def test_suspend_and_resume_capture_again_at_the_next_call():
+    model, compiled = compiled_model()
+    with torch.no_grad():
+        with piecewise.capture_window():
+            compiled(ids_of(5))
+        handle = piecewise.handle(compiled)
+        with pytest.raises(piecewise.StateError, match=r"(?s)resume\(\).*not suspended"):
+            handle.resume()
+        handle.suspend()
+        handle.suspend()
+        assert handle.store.pool is None and handle.stats.captured == ()
+        old = weakref.ref(model.head.weight)
+        check_call(model, compiled, 6)
+        with piecewise.capture_window():
+            check_call(model, compiled, 6)
+        assert handle.stats.reasons == {FallbackReason.SUSPENDED: 2}
+        assert handle.report().state == "suspended" and "suspended" in str(handle.report())
+        model.head.weight = nn.Parameter(torch.randn(VOCAB, HIDDEN))
+        gc.collect()
+        assert old() is None, "nothing holds the weights while suspended"
+        handle.resume()
+        assert handle.stats.captured == ()
+        plans = [signature.traced for signature in handle.store.signatures]
+        check_call(model, compiled, 6)
+        assert handle.stats.captured == (8, 16) and handle.stats.replays == 2
+        check_call(model, compiled, 12)
+        assert handle.stats.replays == 3
+        assert [signature.traced for signature in handle.store.signatures] == plans, "no new trace"
+
+
+def test_release_ends_a_suspension():
+    model, compiled = compiled_model()
+    with torch.no_grad():
+        with piecewise.capture_window():
+            compiled(ids_of(5))
+        handle = piecewise.handle(compiled)
+        handle.suspend()
+        handle.release()
+        for _ in range(3):
+            check_call(model, compiled, 6)
+        assert handle.stats.captured == (8,)
+
+
+def test_a_plan_with_too_few_ops_in_graphs_is_an_error_once():
+    model, compiled = compiled_model(min_coverage=0.99)  # x[-1:] is eager
+    with torch.no_grad():
+        with pytest.raises(piecewise.CaptureError, match=r"(?s)coverage.*consumes_token_dim.*min_coverage"):
+            compiled(ids_of(5))
+        check_call(model, compiled, 6)
+    handle = piecewise.handle(compiled)
+    assert handle.stats.reasons == {FallbackReason.LOW_COVERAGE: 1}
+    assert handle.store.signatures == [] and handle.store.pool is None
+
+
+def test_an_unknown_boundary_op_is_refused():
+    _, compiled = compiled_model(boundary_ops=["test_backend::mixx"])
+    with pytest.raises(Exception, match=r"(?s)test_backend::mixx.*did you mean"), torch.no_grad():
+        compiled(ids_of(5))
 
 
 def test_an_unknown_option_lists_the_valid_ones():

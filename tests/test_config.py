@@ -145,12 +145,30 @@ def test_a_wrong_value_is_named(name, value, says):
     [
         ("frontend", "record", "'trace'"),
         ("num_streams", 2, "1"),
-        ("min_coverage", 0.9, "None"),
     ],
 )
 def test_a_value_for_later_is_refused_with_what_is_available(name, value, available):
     message = refusal(PiecewiseConfig, **{name: value})
     assert message.startswith(f"{name}: expected {available}") and "this version" in message
+
+
+@pytest.mark.parametrize("value", [0, 0.0, -0.1, 1.01, True, "0.9", float("nan"), float("inf")])
+def test_a_share_is_above_0_and_at_most_1(value):
+    message = refusal(PiecewiseConfig, min_coverage=value)
+    assert message.startswith("min_coverage: expected a number above 0 and at most 1")
+
+
+def test_min_coverage_from_a_file_the_environment_and_an_argument(tmp_path, monkeypatch):
+    path = tmp_path / "settings.toml"
+    path.write_text("[compile]\nmin_coverage = 0.9\n")
+    assert PiecewiseConfig.from_toml(path).min_coverage == 0.9
+    PiecewiseConfig(min_coverage=1).to_toml(tmp_path / "written.toml")
+    assert PiecewiseConfig.from_toml(tmp_path / "written.toml").min_coverage == 1.0
+    monkeypatch.setenv("PIECEWISE_MIN_COVERAGE", "0.75")
+    assert PiecewiseConfig.from_any(path).min_coverage == 0.75
+    assert PiecewiseConfig.from_any(path, min_coverage=None).min_coverage is None
+    monkeypatch.setenv("PIECEWISE_MIN_COVERAGE", "75%")
+    assert "PIECEWISE_MIN_COVERAGE" in refusal(PiecewiseConfig.from_any, None)
 
 
 def test_all_problems_come_in_one_error():

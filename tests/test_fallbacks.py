@@ -102,6 +102,18 @@ def released(graphed):
     return serve(graphed, tokens(5))
 
 
+def suspended(graphed):
+    graphed.suspend()
+    return serve(graphed, tokens(5))
+
+
+def without_memory(graphed):
+    (signature,) = graphed._graphs.signatures
+    signature.served.pop(8)
+    signature.refuse(8, FallbackReason.OUT_OF_MEMORY, "there was none")
+    return serve(graphed, tokens(5))
+
+
 def transformed(graphed):
     before = graphed.stats.snapshot()
     with torch.no_grad():
@@ -225,16 +237,18 @@ CASES = {
     FallbackReason.GLOBAL_STATE_CHANGED: (plain, other_global_state),
     FallbackReason.CAPTURE_FAILED: (failing, at_a_failed_bucket),
     FallbackReason.RELEASED: (plain, released),
+    FallbackReason.SUSPENDED: (plain, suspended),
+    FallbackReason.OUT_OF_MEMORY: (plain, without_memory),
     FallbackReason.NESTED_TRACING: (lambda: graph(Linear().eval(), captured=False), transformed),
     FallbackReason.REENTRANT_CALL: (plain, called_from_inside),
 }
-# Not of these models: a plan without any graph and a call inside a capture have tests of their own below;
-# inputs that cannot be copied back and callers on other threads are served; ranks come with several devices.
+# Not of these models: a plan without any graph and a call inside a capture have tests of their own below; a
+# graph of Dynamo's is the backend's; an error comes before low coverage; ranks come with several devices.
 ELSEWHERE = {
     FallbackReason.DISABLED,
     FallbackReason.CAPTURE_IN_PROGRESS,
-    FallbackReason.INPUT_MUTATION,
-    FallbackReason.OTHER_THREAD,
+    FallbackReason.STATIC_TOKEN_COUNT,
+    FallbackReason.LOW_COVERAGE,
     FallbackReason.RANK_DISAGREEMENT,
 }
 

@@ -10,6 +10,7 @@ import torch
 from torch._guards import detect_fake_mode
 
 import boundary_ops
+import piecewise
 from boundary_ops import BoundaryOpError, define, lookup, register, registered, unregister
 
 # Ops of "another library", made with torch alone.
@@ -290,3 +291,69 @@ def test_importing_the_package_imports_neither_transformers_nor_triton_nor_dynam
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "[]"
     assert boundary_ops.attn_inplace in registered()
+
+
+class IntArgument(torch.nn.Module):
+    """Hands its op a number made of the token count, or one that the caller passes."""
+
+    def __init__(self, op):
+        super().__init__()
+        self.linear, self.op = torch.nn.Linear(4, 4), op
+
+    def forward(self, x, number=None):
+        x = self.linear(x)
+        out = torch.empty_like(x)
+        self.op(x, x.shape[0] * 2 if number is None else number, out)
+        return self.linear(out)
+
+
+def _times(x, number, out):
+    out.copy_(x * number)
+
+
+_ints = torch.library.Library("registry_ints", "DEF")
+_ints.define("times(Tensor x, int number, Tensor(a!) out) -> ()")
+_ints.impl("times", _times, "CPU")
+
+
+@pytest.fixture
+def foreign_times():
+    boundary_ops.register("registry_ints::times")
+    yield torch.ops.registry_ints.times
+    boundary_ops.unregister("registry_ints::times")
+
+
+def test_I10_an_int_of_a_foreign_op_that_fixes_the_token_count_is_refused(foreign_times):
+    graphed = piecewise.compile(IntArgument(foreign_times).eval(), buckets=(8,), progress=False)
+    with pytest.raises(piecewise.TokenDimError, match=r"(?s)test_registry.py.*Fix:.*'number' as SymInt"):
+        graphed.capture(torch.randn(7, 4))
+
+
+def test_I10_an_int_of_a_foreign_op_that_the_caller_passes_is_part_of_the_signature(foreign_times):
+    model = IntArgument(foreign_times).eval()
+    graphed = piecewise.compile(model, buckets=(8,), progress=False)
+    graphed.capture(torch.randn(7, 4), number=3)
+    for number, replays in ((3, 1), (5, 1)):
+        x = torch.randn(5, 4)
+        with torch.no_grad():
+            torch.testing.assert_close(graphed(x, number=number), model(x, number=number))
+        assert graphed.stats.replays == replays
+    assert graphed.stats.reasons == {"unseen_signature": 1}
+
+
+def test_I10_an_int_of_an_op_defined_here_follows_the_token_count():
+    op = boundary_ops.define(
+        "registry_defined::times(Tensor x, int number, Tensor(a!) out) -> ()", _times,
+        token_args={"x": 0, "out": 0},
+    )  # fmt: skip
+    try:
+        model = IntArgument(op).eval()
+        graphed = piecewise.compile(model, buckets=(8,), progress=False)
+        graphed.capture(torch.randn(7, 4))
+        for size in (1, 5, 8):
+            x = torch.randn(size, 4)
+            with torch.no_grad():
+                torch.testing.assert_close(graphed(x), model(x))
+        assert graphed.stats.replays == 3
+    finally:
+        boundary_ops.unregister("registry_defined::times")

@@ -33,11 +33,13 @@ CODES = {
     "global_state_changed",
     "capture_failed",
     "capture_in_progress",
-    "input_mutation",
+    "out_of_memory",
+    "low_coverage",
+    "static_token_count",
+    "suspended",
     "released",
     "nested_tracing",
     "reentrant_call",
-    "other_thread",
     "rank_disagreement",
 }
 
@@ -80,19 +82,22 @@ def test_a_snapshot_does_not_move() -> None:
     stats = CallStats(captured=(128, 64))
     stats.count_replay(64)
     stats.count_eager(FallbackReason.EAGER_ONLY)
+    stats.place_eager(64, FallbackReason.EAGER_ONLY)
     before = stats.snapshot()
     assert before == stats
     stats.count_replay(64)
+    stats.place_eager(64, FallbackReason.EAGER_ONLY)
     stats.count_eager(FallbackReason.EAGER_ONLY)
     assert (before.replays, before.eager_calls) == (1, 1)
     assert before.calls_by_bucket == {64: 1} and before.reasons == {"eager_only": 1}
-    assert before.captured == (128, 64)
+    assert before.captured == (128, 64) and before.eager_by_bucket == {64: {"eager_only": 1}}
 
 
 def test_reset_keeps_what_is_captured() -> None:
     stats = CallStats(captured=(64,))
     stats.count_replay(64)
     stats.count_eager(FallbackReason.EAGER_ONLY)
+    stats.place_eager(64, FallbackReason.EAGER_ONLY)
     stats.reset()
     assert stats == CallStats(captured=(64,))
 
@@ -102,6 +107,7 @@ def test_asdict_is_plain_json() -> None:
     stats.count_replay(128)
     stats.count_replay(64)
     stats.count_eager(FallbackReason.ZERO_TOKENS)
+    stats.place_eager(64, FallbackReason.ZERO_TOKENS)
     plain = stats.asdict()
     assert json.loads(json.dumps(plain)) == plain
     assert plain == {
@@ -110,6 +116,7 @@ def test_asdict_is_plain_json() -> None:
         "reasons": {"zero_tokens": 1},
         "captured": [128, 64],
         "calls_by_bucket": {"64": 1, "128": 1},
+        "eager_by_bucket": {"64": {"zero_tokens": 1}},
     }
     assert all(type(code) is str for code in plain["reasons"])
 

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 import torch
-from state_models import before_each_attend, graph, new_model, serve, tokens, what_was_counted
+from state_models import Block, before_each_attend, graph, new_model, serve, tokens, what_was_counted
 
 
 def test_I7_two_threads_get_their_own_results():
@@ -122,6 +122,44 @@ def test_I7_an_exception_in_a_boundary_op_leaves_the_next_call_right(error):
     assert graphed.stats.replays == graphed.stats.eager_calls == 0, "no call was served"
     assert [serve(graphed, tokens(size)) for size in (5, 12, 3)] == ["replay"] * 3
     assert graphed.refresh().ok
+
+
+@pytest.mark.parametrize("error", [ValueError("no blocks left"), Stop(), KeyboardInterrupt()], ids=repr)
+@pytest.mark.parametrize("at", [1, 2, 3])
+def test_I7_an_exception_between_layers_leaves_the_next_call_right(error, at):
+    """The caches of the layers before are written then, as eager's would be."""
+
+    class Deep(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner, self.second, self.third = new_model(), Block(), Block()
+
+        def forward(self, ids):
+            x = self.third(self.second(self.inner.block(self.inner.embedding(ids))))
+            return self.inner.projection(x)
+
+    torch.manual_seed(0)
+    model = Deep().eval()
+    graphed = graph(model)
+    caches = [model.inner.block.cache, model.second.cache, model.third.cache]
+    count = []
+
+    def fail():
+        count.append(None)
+        if len(count) == at:
+            raise error
+
+    written = []
+    for call in (model, graphed):
+        for cache in caches:
+            cache.zero_()
+        count.clear()
+        with torch.no_grad(), before_each_attend(fail), pytest.raises(type(error)):
+            call(tokens(5))
+        written.append([bool(cache.any()) for cache in caches])
+    assert written[0] == written[1] == [layer + 1 < at for layer in range(3)]
+    assert graphed.stats.replays == graphed.stats.eager_calls == 0
+    assert [serve(graphed, tokens(size)) for size in (5, 12, 3)] == ["replay"] * 3
 
 
 def test_I7_an_exception_in_an_eager_segment_leaves_the_next_call_right():

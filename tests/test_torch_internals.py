@@ -25,6 +25,7 @@ def compile_with(function, *args, names=(), mark=()):
         seen["writes"] = internals.sources_to_be_written()
         seen["sources"] = {n.name: internals.source_name(n) for n in graph.graph.find_nodes(op="placeholder")}
         seen["object"] = internals.compiled_object()
+        seen["code"] = internals.traced_code()
         return graph.forward
 
     for tensor, dim in mark:
@@ -170,6 +171,34 @@ def test_guards_name_what_was_read_and_writes_what_will_be_written():
 
 def test_outside_a_backend_there_are_no_guards():
     assert internals.current_guards() == [] and internals.compiled_object() is None
+    assert internals.traced_code() == []
+
+
+def test_the_sources_of_a_tensor_that_is_read_at_two_places():
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(3))
+            self.again, self.other = self.weight, nn.Parameter(torch.ones(3))
+
+        def forward(self, x):
+            return x * self.weight + self.again + self.other
+
+    seen = compile_with(Tied(), torch.zeros(2, 3))
+    (sources,) = filter(None, map(internals.tied_sources, seen["guards"]))
+    assert sorted("again" in source for source in sources) == [False, True]
+    assert all("_parameters" in source for source in sources)
+
+
+def test_the_code_that_a_trace_went_through():
+    def called(x):
+        return x + 1
+
+    def function(x):
+        return called(x)
+
+    code = compile_with(function, torch.zeros(2, 3))["code"]
+    assert function.__code__ in code and called.__code__ in code
 
 
 def test_the_object_that_is_compiled():

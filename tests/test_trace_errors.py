@@ -318,7 +318,7 @@ def test_a_call_that_does_not_fit_forward_is_told_in_its_name():
     graphed = graph(new_model(), captured=False)
     with pytest.raises(TypeError, match=r"forward\(\)"):
         graphed.capture(tokens(7), 3)
-    with pytest.raises(piecewise.TraceError, match="bind arguments.*function forward"):
+    with pytest.raises(piecewise.TraceError, match="without 'ids': expected forward's arguments"):
         graphed.capture()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import os
 import types
 
 import pytest
@@ -14,6 +15,7 @@ from state_models import BUCKETS, HIDDEN, Model, Mood, graph, new_model, serve, 
 from torch import nn
 
 import piecewise
+from piecewise import unguarded
 
 
 def test_I10_positional_and_keyword_calls_are_one():
@@ -254,6 +256,76 @@ def test_I10_aliased_inputs(write, at_capture):
         assert outcome in ("replay", "unseen_signature")
         if kind == at_capture:
             assert outcome == "replay"
+
+
+def test_I10_whether_two_inputs_are_one_object_is_part_of_the_signature():
+    model = new_model(after=lambda model, x, a, b, c: x * (2 if a is b else 3) + (c if b is c else 0))
+    graphed = graph(model, captured=False, buckets=(8,), max_signatures=5)
+    one, two, three = (torch.full((HIDDEN,), float(value)) for value in (1, 2, 3))
+    patterns = [(one, two, three), (one, one, two), (one, two, two), (one, two, one), (one, one, one)]
+    for pattern in patterns:
+        with torch.no_grad():
+            arguments = dict(zip("abc", pattern, strict=True))
+            state_models.assert_equal(graphed(tokens(5), **arguments), model(tokens(5), **arguments))
+            assert graphed.stats.replays == 0, "captured for other patterns only"
+        graphed.capture(tokens(7), **arguments)
+        with torch.no_grad():
+            state_models.assert_equal(graphed(tokens(5), **arguments), model(tokens(5), **arguments))
+        assert graphed.stats.replays == 1
+        graphed.stats.reset()
+
+
+def test_I10_a_tensor_passed_twice_counts_as_two_where_forward_does_not_ask():
+    model = new_model(after=lambda model, x, a, b: x + a * 2 + b if a is not None else x)
+    graphed = graph(model, captured=False)
+    one, two = torch.ones(HIDDEN), torch.full((HIDDEN,), 2.0)
+    graphed.capture(tokens(7), a=one, b=one)
+    assert serve(graphed, tokens(5), a=one, b=two) == "replay"
+    assert serve(graphed, tokens(5), a=two, b=two) == "replay"
+
+
+@pytest.mark.parametrize(
+    ("function", "asks"),
+    [
+        (lambda a, b: a is b, True),
+        (lambda a, b: a.x is not b.x, True),
+        (lambda a, b: a["x"] is b["y"], True),
+        (lambda a, b: id(a) == id(b), True),
+        (lambda a, b: lambda: a is b, False),  # its own code asks, once it is traced
+        (lambda a, b: [a is None, a is not None, a is True, b is ...], False),
+        (lambda a, b: a.dtype is torch.float32, False),
+        (lambda a, b: type(a) is b, False),
+        (lambda a, b: type(a).forward is b, False),
+        (lambda a, b: a == b, False),
+    ],
+)
+def test_I10_which_code_may_ask_whether_two_inputs_are_one(function, asks):
+    assert unguarded.compares_identity([function.__code__]) is asks
+
+
+def test_I10_torchs_own_code_may_ask_whether_inputs_are_one():
+    attention = nn.MultiheadAttention(HIDDEN, 2).eval()
+    model = new_model(after=lambda model, x, q, k: x + model.attention(q, k, k)[0].sum(0))
+    model.attention = attention
+    graphed = graph(model, captured=False, buckets=(8,))
+    one, two = torch.randn(3, HIDDEN), torch.randn(3, HIDDEN)
+    graphed.capture(tokens(7), q=one, k=two)
+    for q, k in ((one, two), (one, one)):
+        with torch.no_grad():
+            state_models.assert_equal(graphed(tokens(5), q=q, k=k), model(tokens(5), q=q, k=k))
+    assert graphed.stats.reasons == {"unseen_signature": 1} and graphed.stats.replays == 1
+
+
+def test_I10_a_token_input_passed_twice_is_one_input_at_every_size():
+    model = new_model(after=lambda model, x, a, b: x * 2 if a is b else x + a + b)
+    graphed = graph(model, captured=False)
+    rows7 = torch.ones(7, HIDDEN)
+    assert graphed.capture(tokens(7), a=rows7, b=rows7).ok
+    for size in (1, 5, 8, 12):
+        a = torch.ones(size, HIDDEN)
+        with torch.no_grad():
+            state_models.assert_equal(graphed(tokens(size), a=a, b=a), model(tokens(size), a=a, b=a))
+    assert graphed.stats.replays == 4
 
 
 def copy_pair(pair):
@@ -524,6 +596,145 @@ def test_I10_state_that_forward_read_is_compared(what, in_place):
     assert serve(graphed, tokens(5)) == "replay"
 
 
+@pytest.mark.parametrize("method", ["capture", "explain"])
+def test_I10_an_example_without_a_needed_argument_names_it(method):
+    graphed = graph(new_model(), captured=False)
+    with pytest.raises(piecewise.TraceError, match=r"(?s)without 'ids'.*Rule:.*Fix:"):
+        getattr(graphed, method)()
+    with pytest.raises(TypeError, match="no_such"):
+        getattr(graph(Linear().eval(), captured=False), method)(no_such=1)
+    with torch.no_grad(), piecewise.capture_window(), pytest.raises(TypeError, match="ids"):
+        graphed()
+    assert graphed.capture(tokens(7)).ok
+
+
+class Linear(nn.Module):
+    def forward(self, x, *, bias=None):
+        return x if bias is None else x + bias
+
+
+class Tied(nn.Module):
+    """Embedding and head share their weight, or share none that a graph has read twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.head = Model(), nn.Linear(HIDDEN, 32, bias=False)
+        self.head.weight = self.inner.embedding.weight
+        self.other = state_models.Block()
+        self.other.cache = self.inner.block.cache
+
+    def forward(self, ids):
+        return self.head(self.other(self.inner.block(self.inner.embedding(ids))))
+
+
+def untie_by_assignment(model):
+    model.head.weight = nn.Parameter(model.head.weight.detach() * 2)
+
+
+def untie_through_the_table(model):
+    model.head._parameters["weight"] = nn.Parameter(model.head.weight.detach() * 2)
+
+
+def untie_the_first_place(model):
+    model.inner.embedding.weight = nn.Parameter(model.head.weight.detach() * 2)
+
+
+@pytest.mark.parametrize(
+    "untie", [untie_by_assignment, untie_through_the_table, untie_the_first_place], ids=lambda f: f.__name__
+)
+def test_I4_tied_weights_that_are_untied_are_noticed(untie):
+    torch.manual_seed(0)
+    model = Tied().eval()
+    graphed = graph(model, buckets=(8,))
+    assert serve(graphed, tokens(5)) == "replay"
+    untie(model)
+    assert serve(graphed, tokens(5)) in ("module_state_changed", "moved_address")
+    assert "weight" in str(graphed.report().changes)
+    graphed.refresh()
+    assert serve(graphed, tokens(5)) == "replay"
+
+
+def test_I4_a_kv_pool_that_two_layers_share_may_be_bound_anew_and_not_be_split():
+    torch.manual_seed(0)
+    model = Tied().eval()
+    graphed = graph(model, buckets=(8,))
+    model.inner.block.cache = model.other.cache = torch.zeros_like(model.other.cache)
+    assert serve(graphed, tokens(5)) == "replay"
+    model.other.cache = torch.zeros_like(model.other.cache)
+    assert serve(graphed, tokens(5)) == "module_state_changed"
+    assert "the tensor of model.other.cache was in model.inner.block.cache" in str(graphed.report())
+
+
+# What forward reads and no guard of Dynamo's compares: (how x is scaled, a change of what was read)
+UNGUARDED = {
+    "flag of a weight": (
+        lambda m, x: x * 2 if m.projection.weight.requires_grad else x * 3,
+        lambda m, patch: m.projection.weight.requires_grad_(False),
+    ),
+    "flag of a buffer": (
+        lambda m, x: x * 2 if m.scale.requires_grad else x * 3,
+        lambda m, patch: m.scale.requires_grad_(True),
+    ),
+    "member of __dict__": (
+        lambda m, x: x * 2 if "loud" in m.__dict__ else x * 3,
+        lambda m, patch: setattr(m, "loud", 1),
+    ),
+    "member of vars of a config": (
+        lambda m, x: x * 2 if "loud" in vars(m.config) else x * m.config.factor,
+        lambda m, patch: setattr(m.config, "loud", 1),
+    ),
+    "environment": (
+        lambda m, x: x * 2 if os.environ.get("STATE_MODELS_LOUD") else x * 3,
+        lambda m, patch: patch.setenv("STATE_MODELS_LOUD", "1"),
+    ),
+    "getenv": (
+        lambda m, x: x * 2 if os.getenv("STATE_MODELS_LOUD") else x * 3,
+        lambda m, patch: patch.setenv("STATE_MODELS_LOUD", "1"),
+    ),
+}
+
+
+@pytest.mark.parametrize("what", UNGUARDED)
+def test_I10_what_no_guard_compares_is_compared_where_forward_reads_it(what, monkeypatch):
+    scale, change = UNGUARDED[what]
+    model = new_model(before=scale)
+    model.config = Config()
+    graphed = graph(model, buckets=(8,))
+    assert serve(graphed, tokens(5)) == "replay"
+    change(model, monkeypatch)
+    assert serve(graphed, tokens(5)) == "module_state_changed"
+    graphed.refresh()
+    assert serve(graphed, tokens(5)) == "replay"
+
+
+def test_I10_what_forward_does_not_read_is_not_compared(monkeypatch):
+    model = new_model()
+    graphed = graph(model, buckets=(8,))
+    model.projection.weight.requires_grad_(False)
+    model.loud = 1
+    monkeypatch.setenv("STATE_MODELS_LOUD", "1")
+    assert serve(graphed, tokens(5)) == "replay"
+
+
+@pytest.mark.parametrize("asks", ["requires_grad", "Parameter", "nothing"])
+def test_I10_flags_of_an_input_are_part_of_the_signature_where_forward_asks_for_them(asks):
+    questions = {
+        "requires_grad": lambda model, x, a: x * 2 if a.requires_grad else x * 3,
+        "Parameter": lambda model, x, a: x * 2 if isinstance(a, nn.Parameter) else x * 3,
+        "nothing": lambda model, x, a: x * 3,
+    }
+    model = new_model(after=questions[asks])
+    graphed = graph(model, captured=False, buckets=(8,))
+    graphed.capture(tokens(7), a=torch.ones(HIDDEN))
+    for a in (torch.ones(HIDDEN), nn.Parameter(torch.ones(HIDDEN))):
+        with torch.no_grad():
+            state_models.assert_equal(graphed(tokens(5), a=a), model(tokens(5), a=a))
+    assert graphed.stats.replays == (2 if asks == "nothing" else 1)
+    if asks != "nothing":
+        with pytest.raises(piecewise.TraceError, match=r"(?s)'a'.*Rule:.*Fix:"):
+            graphed.capture(tokens(7), a=nn.Parameter(torch.ones(HIDDEN)))
+
+
 def test_I10_state_that_is_put_back_replays_again():
     model = new_model()
     graphed = graph(model)
@@ -574,6 +785,15 @@ def test_I10_a_forward_replaced_on_the_class():
     Special.forward = lambda self, ids: original(self, ids) * 2
     assert serve(graphed, tokens(5)) == "module_state_changed"
     Special.forward = original
+    assert serve(graphed, tokens(5)) == "replay"
+
+
+def test_I10_a_call_replaced_on_the_class(monkeypatch):
+    graphed = graph(new_model(), buckets=(8,))
+    original = state_models.Block.__call__
+    with monkeypatch.context() as patch:
+        patch.setattr(state_models.Block, "__call__", lambda self, x: original(self, x) * 2)
+        assert serve(graphed, tokens(5)) == "module_state_changed"
     assert serve(graphed, tokens(5)) == "replay"
 
 

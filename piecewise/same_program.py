@@ -1,7 +1,9 @@
-"""Is a static trace at one token the same program as the symbolic one? Compared op by op."""
+"""Are two traces the same program? Compared op by op: a static one at one token with a symbolic one, or a
+trace of now with an earlier one."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,7 +13,9 @@ from torch import fx
 
 from piecewise import torch_internals as internals
 from piecewise.aliases import NodeFacts, storage_of, tensors_in
+from piecewise.normalize import target_name
 from piecewise.plan import ResultLeaf
+from piecewise.split import source_line
 from piecewise.structure import Structure
 from piecewise.torch_internals import SYMBOLIC
 from piecewise.trace import Trace
@@ -29,13 +33,37 @@ def has_same_program(
     return left.lines == right.lines and left.result == right.result
 
 
+def first_difference(
+    earlier: Trace, now: Trace, symbols: Sequence[sympy.Symbol], *, facts: Sequence[Facts], num_tokens: int
+) -> str | None:
+    """The first op in which two traces of one call differ, in words; None where they are the same program.
+
+    Args:
+        symbols, facts: of the earlier trace and of the one of now.
+        num_tokens: the count at which sizes are compared, two or more.
+    """
+    left = _Program(earlier, symbols[0], facts[0], num_tokens=num_tokens)
+    right = _Program(now, symbols[1], facts[1], num_tokens=num_tokens)
+    for position, (seen, found) in enumerate(itertools.zip_longest(left.lines, right.lines)):
+        if seen != found:
+            node = (right if found is not None else left).nodes[position]
+            was = target_name(left.nodes[position]) if seen is not None else "nothing"
+            got = target_name(node) if found is not None else "nothing"
+            where = f" at {source}" if (source := source_line(node)) else ""
+            return f"op {position} was {was}, is {got}{' of other operands' if was == got else ''}{where}"
+    return None if left.result == right.result else "the result is put together in another way"
+
+
 class _Program:
     """A graph as lines that compare: op, operands by position, numbers by value, result shapes."""
 
-    def __init__(self, trace: Trace, symbol: sympy.Symbol | None, facts: Facts) -> None:
-        self._trace, self._symbol, self._facts = trace, symbol, facts
+    def __init__(
+        self, trace: Trace, symbol: sympy.Symbol | None, facts: Facts, *, num_tokens: int = 1
+    ) -> None:
+        self._trace, self._symbol, self._facts, self._num_tokens = trace, symbol, facts, num_tokens
         self._names: dict[fx.Node, Any] = {}
-        self._at_one: dict[Any, Any] = {}
+        self._known: dict[Any, Any] = {}
+        self.nodes: list[fx.Node] = []
         self._order = {node: position for position, node in enumerate(trace.graph.graph.nodes)}
         for placeholder in trace.placeholders:
             where = placeholder.state.path if placeholder.state is not None else placeholder.leaf
@@ -44,6 +72,7 @@ class _Program:
         for node in trace.graph.graph.nodes:
             if node.op.startswith("call") and self._holds_tensors_or_writes(node):
                 self._names[node] = len(self.lines)
+                self.nodes.append(node)
                 shapes = [self._sizes(tensor.shape) for tensor in tensors_in(node.meta.get("example_value"))]
                 self.lines.append(
                     (
@@ -117,12 +146,12 @@ class _Program:
         expr = internals.expression(value, self._trace.shape_env)
         if expr is None:
             return repr(value)
-        if expr not in self._at_one:
-            at_one = expr.subs(self._symbol, 1) if self._symbol is not None else expr
-            self._at_one[expr] = (
-                int(at_one) if at_one.is_Integer else float(at_one) if at_one.is_number else str(at_one)
+        if expr not in self._known:
+            taken = expr.subs(self._symbol, self._num_tokens) if self._symbol is not None else expr
+            self._known[expr] = (
+                int(taken) if taken.is_Integer else float(taken) if taken.is_number else str(taken)
             )
-        return self._at_one[expr]
+        return self._known[expr]
 
     def _argument(self, value: Any) -> Any:
         if isinstance(value, fx.Node):

@@ -1,0 +1,66 @@
+"""What a suspended signature keeps, and whether its traces still hold when graphs are wanted again.
+
+While graphs exist, a changed address makes them wrong, and the recorded tensors are held. A trace needs less:
+the same kinds of tensors, tied and sharing memory as before, and the Python state that it read. So a trainer
+may move weights away and back, or bind new ones, and the graphs are captured again without a new trace;
+nothing of the old weights is held meanwhile.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from piecewise.plan import SegmentPlan
+from runners.state_check import StateRef
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Suspended:
+    """What is to be captured again, and what must be found for that to need no trace.
+
+    Attributes:
+        buckets: largest first.
+        places: of the model's tensors that the traces read.
+        kinds: what `kinds_of` those places were; None where the trace was out of date already.
+    """
+
+    buckets: tuple[int, ...]
+    places: tuple[StateRef, ...] = ()
+    kinds: tuple[Any, ...] | None = None
+
+    @classmethod
+    def of(cls, buckets: Iterable[int], plans: Iterable[SegmentPlan], *, is_valid: bool) -> Suspended:
+        """The tensors of these plans as they are now; they are not held."""
+        found = {
+            (id(value.state.owner), value.state.key): value.state
+            for plan in plans
+            for value in plan.values
+            if value.state is not None
+        }
+        places = tuple(found.values())
+        return cls(tuple(buckets), places, kinds_of(places) if is_valid else None)
+
+    def holds(self) -> bool:
+        """Whether the model's tensors are of the kinds that the traces were made with."""
+        return self.kinds is not None and kinds_of(self.places) == self.kinds
+
+
+def kinds_of(places: Iterable[StateRef]) -> tuple[Any, ...]:
+    """Each tensor's type, dtype, device and geometry, and which ones are one tensor or share memory."""
+    found: list[Any] = []
+    tensors: dict[int, int] = {}
+    memories: dict[int, int] = {}
+    for place in places:
+        tensor = place.get()
+        if not isinstance(tensor, torch.Tensor):
+            found.append(None)
+            continue
+        memory = tensor.untyped_storage().data_ptr()
+        same = tensors.setdefault(id(tensor), len(tensors)), memories.setdefault(memory, len(memories))
+        geometry = tuple(tensor.shape), tensor.stride(), tensor.storage_offset()
+        found.append((type(tensor), tensor.dtype, tensor.device, geometry, same))
+    return tuple(found)

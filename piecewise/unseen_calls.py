@@ -1,0 +1,63 @@
+"""Kinds of call that no signature serves, with how often each came and why it has none. Bounded."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import OrderedDict
+
+from runners.errors import PiecewiseError
+from runners.stats import FallbackReason
+
+_MAX_LISTED = 16
+
+
+@dataclasses.dataclass(slots=True)
+class _Kind:
+    count: int = 0
+    note: str = ""
+
+
+class UnseenCalls:
+    """Keyed by `describe_call`'s line.
+
+    Args:
+        max_refused: how many kinds may be tried in vain; after that none is.
+    """
+
+    def __init__(self, max_refused: int) -> None:
+        self._kinds: OrderedDict[str, _Kind] = OrderedDict()
+        self._refused: dict[str, tuple[FallbackReason, str]] = {}
+        self._max_refused = max_refused
+
+    def note(self, text: str, note: str = "") -> None:
+        """Counts one call; `note` says why no graph serves it, where more is known than that it is new."""
+        if text in self._kinds or len(self._kinds) < _MAX_LISTED:
+            kind = self._kinds.setdefault(text, _Kind())
+            kind.count += 1
+            kind.note = note or kind.note
+
+    def refuse(self, text: str, reason: FallbackReason, error: PiecewiseError) -> None:
+        """Notes that a capture of this kind failed, so that it is not tried again."""
+        self._refused[text] = reason, str(error).splitlines()[0]
+
+    def refusal_for(self, text: str) -> FallbackReason | None:
+        """Why this kind is not to be captured, or None where it may be tried."""
+        if text in self._refused:
+            return self._refused[text][0]
+        return FallbackReason.CAPTURE_FAILED if len(self._refused) >= self._max_refused else None
+
+    def forget_refusals(self) -> None:
+        """Lets every kind be tried again."""
+        self._refused.clear()
+
+    def listed(self) -> dict[str, int]:
+        """Each kind in words, with the count of its calls."""
+        found = {}
+        for text, kind in self._kinds.items():
+            note = f", {kind.note}" if kind.note else ""
+            if text in self._refused:
+                reason, error = self._refused[text]
+                untraced = reason is FallbackReason.CAPTURE_FAILED
+                note = f", {'cannot be traced' if untraced else 'not captured'}: {error}"
+            found[text + note] = kind.count
+        return found
