@@ -249,5 +249,6 @@ attn_inplace = define(
     capture_safe=True,
     warm_up=warm_up,
     bind={"cpu": bind, "cuda": bind},
+    repeatable=True,
     captured_form=FORM,
 )

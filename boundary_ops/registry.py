@@ -59,6 +59,9 @@ class BoundaryOp:
         captured_form: what is captured in its place, where its metadata is Python state; None where the op
             itself can be captured, or nothing can.
         mutated: names of the arguments that the schema marks as written, in schema order.
+        repeatable: what the op leaves behind belongs to the running step: nobody else reads it before the
+            step is over, and the step, repeated from its first op, writes it anew. So a call may run ahead of
+            the check that its graphs are still right, and run eagerly after all.
     """
 
     name: str
@@ -68,6 +71,7 @@ class BoundaryOp:
     warm_up: Callable[..., object] | None
     mutated: tuple[str, ...]
     captured_form: CapturedForm | None = None
+    repeatable: bool = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
         self.overload(*args, **kwargs)
@@ -112,6 +116,7 @@ def define(
     warm_up: Callable[..., object] | None = None,
     bind: Mapping[str, Binder] | None = None,
     captured_form: CapturedForm | None = None,
+    repeatable: bool = False,
 ) -> BoundaryOp:
     """Makes a new in-place op and declares it as a boundary op.
 
@@ -126,7 +131,7 @@ def define(
             schema's arguments, trailing ones left out where they equal the schema's default.
         token_args: which dim of which tensor argument counts tokens. Those dims are then known to be equal
             in a trace, which ties the arguments' symbols together.
-        capture_safe, warm_up, captured_form: see `BoundaryOp`.
+        capture_safe, warm_up, captured_form, repeatable: see `BoundaryOp`.
         bind: per device, how to serve calls that repeat with less host time than `impl` takes: called with
             the arguments of one such call, returns a function that is called in `impl`'s place with arguments
             of the same shapes, strides, dtypes, devices and the same values that are no tensors; or None.
@@ -166,7 +171,7 @@ def define(
         definition.implementations, definition.token_args = implementations, tokens
     definition.bind = dict(bind or {})
     overload = _overload(parsed.name, parsed.overload_name)
-    op = _declare(name, overload, tokens, capture_safe, warm_up, mutated, captured_form)
+    op = _declare(name, overload, tokens, capture_safe, warm_up, mutated, captured_form, repeatable)
     for bound in definition.bound:
         bound.function = op.overload
     definition.bound.clear()
@@ -180,6 +185,7 @@ def register(
     capture_safe: bool = False,
     warm_up: Callable[..., object] | None = None,
     captured_form: CapturedForm | None = None,
+    repeatable: bool = False,
 ) -> BoundaryOp:
     """Declares an op that exists already as a boundary op. Registering a name again replaces the declaration.
 
@@ -187,7 +193,7 @@ def register(
         name: "ns::op" or "ns::op.overload". Without an overload: the default one, or the only one there is.
         token_args: as for `define`, but read by the splitter only: the op keeps the fake kernel that its
             library gave it.
-        capture_safe, warm_up, captured_form: see `BoundaryOp`.
+        capture_safe, warm_up, captured_form, repeatable: see `BoundaryOp`.
 
     Raises:
         BoundaryOpError: there is no such op, it returns something or writes nothing, or `token_args` or
@@ -198,7 +204,7 @@ def register(
     mutated = find_mutated(full_name, overload._schema)
     tokens = check_token_args(full_name, overload._schema, token_args)
     check_captured_form(full_name, mutated, capture_safe, captured_form)
-    return _declare(full_name, overload, tokens, capture_safe, warm_up, mutated, captured_form)
+    return _declare(full_name, overload, tokens, capture_safe, warm_up, mutated, captured_form, repeatable)
 
 
 def registered() -> tuple[BoundaryOp, ...]:
@@ -251,6 +257,7 @@ def _declare(
     warm_up: Callable[..., object] | None,
     mutated: tuple[str, ...],
     captured_form: CapturedForm | None,
+    repeatable: bool,
 ) -> BoundaryOp:
     op = BoundaryOp(
         name=name,
@@ -260,6 +267,7 @@ def _declare(
         warm_up=warm_up,
         mutated=mutated,
         captured_form=captured_form,
+        repeatable=repeatable,
     )
     _registered[name] = op
     return op

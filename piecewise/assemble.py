@@ -166,6 +166,7 @@ class PlanAssembler:
     ) -> StepPlan:
         values = self.plan.values
         steps: list[ReplayStep | CallStep] = []
+        taken: list[Segment] = []
         looked_up: dict[int, StateRef] = {}
         available = {value.index for value in self.shadowed if value.origin == "input"}
         for segment in self.plan.segments:
@@ -173,7 +174,9 @@ class PlanAssembler:
                 graph = None if segment.views_only else self.runners[segment.index].graph_for(bucket)
                 if graph is not None and not graph.is_empty:
                     steps.append(ReplayStep(graph, segment.name))
+                    taken.append(segment)
                 continue
+            taken.append(segment)
             for index in segment.inputs:
                 state = values[index].state
                 if values[index].origin == "state" and state is not None:
@@ -190,7 +193,7 @@ class PlanAssembler:
             bucket, self.num_leaves, len(values), copy_ins, tuple(steps),
             tuple((self._slot(index), ref) for index, ref in looked_up.items()), sizes,
             tuple(self._result_item(leaf, static) for leaf in self.plan.result_leaves),
-            self.check, self._writes_state_first(), self.outputs, self.pool.begin_call,
+            self.check, self._check_before(taken), self.outputs, self.pool.begin_call,
             step_metadata=self.step_metadata,
         )  # fmt: skip
 
@@ -259,12 +262,20 @@ class PlanAssembler:
             "slot", slot=slot, value=value, clone=clone, number_type=is_number, memory=value.memory
         )
 
-    def _writes_state_first(self) -> bool:
-        first = next(iter(self.plan.graph_segments()), None)
-        state = {value.memory for value in self.plan.values if value.origin == "state"}
-        # A step that turns out to run eagerly after all writes the same places again.
-        state -= self.plan.step_memory
-        return first is not None and bool(state & set(first.writes))
+    def _check_before(self, segments: Sequence[Segment]) -> int:
+        """The position of the first segment that may leave something behind which the same call would not
+        write anew if it ran eagerly after all."""
+        for position, segment in enumerate(segments):
+            op = boundary_ops.lookup(segment.op_call.name) if segment.op_call is not None else None
+            is_repeatable = op is not None and op.repeatable
+            written = set(segment.writes) - self.plan.step_memory
+            origins = {value.origin for value in self.plan.values if value.memory in written}
+            lasting = origins - ({"graph", "state"} if is_repeatable else {"graph"})
+            # An op that nobody described may write what is none of its arguments.
+            is_known = is_repeatable or segment.kind == "graph" or all(map(_is_torchs, segment.op_names))
+            if lasting or not is_known:
+                return position
+        return len(segments)
 
     def forget(self, bucket: int) -> None:
         """Drops what was captured of one bucket."""
@@ -274,6 +285,10 @@ class PlanAssembler:
     def reset(self) -> None:
         for runner in self.runners.values():
             runner.reset()
+
+
+def _is_torchs(op_name: str) -> bool:
+    return "::" not in op_name or op_name.startswith("aten::")
 
 
 def state_check_of(plan: SegmentPlan) -> StateCheck:

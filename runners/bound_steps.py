@@ -52,9 +52,25 @@ class Check:
 
     def replay(self, env: list[Any]) -> None:
         if not self.check.is_unchanged():
-            change = self.check.find_change()
-            if change is not None:
-                raise StateChanged(change)
+            raise_change(self.check)
+
+
+@dataclass(slots=True)
+class CheckLookedUp:
+    """The same for what is looked up next; all else is compared by a `Check` that comes later."""
+
+    check: StateCheck
+
+    def replay(self, env: list[Any]) -> None:
+        if not self.check.looked_up_fit():
+            raise_change(self.check)
+
+
+def raise_change(check: StateCheck) -> None:
+    """Raises `StateChanged` if anything did change."""
+    change = check.find_change()
+    if change is not None:
+        raise StateChanged(change)
 
 
 @dataclass(slots=True)

@@ -124,7 +124,8 @@ class StateCheck:
         self._looked_up_refs = tuple(looked_up)
         self._look_up = _LookUp(self._looked_up_refs)
         self._kinds = [_kind(tensor) for tensor in (*self._tensors, *self._looked_up())]
-        self._guards: dict[bool, Any] = {}
+        # One for the recorded tensors and one for those looked up, per mode.
+        self._guards: dict[bool, tuple[Any, Any]] = {}
         self._facts = facts
         self._values = [value for _, value in facts.values]
         self._dicts = WatchedDicts(number_dicts)
@@ -156,12 +157,24 @@ class StateCheck:
             return (
                 self._dicts.are_unchanged()
                 and list(map(torch.Tensor.data_ptr, self._tensors)) == self._addresses
-                and self._are_of_their_kind()
+                and self._recorded_fit()
+                and self.looked_up_fit()
                 and self._places.are_unchanged()
                 and all(map(operator.is_, map(type, self._objects), self._types))
                 and self._tables.are_unchanged()
                 and self._questions.are_unchanged()
             )
+        except _NOTHING_THERE:
+            return False
+
+    def looked_up_fit(self) -> bool:
+        """True where each tensor that is read anew on each call is there and of its kind: all that a call
+        relies on whose results are thrown away if `is_unchanged` turns out false."""
+        if not self._looked_up_refs:
+            return True
+        guards = self._guards.get(torch.is_inference_mode_enabled())
+        try:
+            return guards is not None and bool(guards[1].check(*self._looked_up()))
         except _NOTHING_THERE:
             return False
 
@@ -181,13 +194,12 @@ class StateCheck:
     def _looked_up(self) -> Iterable[Any]:
         return self._look_up.values()
 
-    def _are_of_their_kind(self) -> bool:
-        if not self._kinds:
+    def _recorded_fit(self) -> bool:
+        if not self._tensors:
             return True
         # The guard compares dispatch keys, which inference mode changes.
-        mode = torch.is_inference_mode_enabled()
-        guards = self._guards.get(mode)
-        return guards is not None and bool(guards.check(*self._tensors, *self._looked_up()))
+        guards = self._guards.get(torch.is_inference_mode_enabled())
+        return guards is not None and bool(guards[0].check(*self._tensors))
 
     def _find_moved(self) -> StateChange | None:
         for ref, tensor, address in zip(self._tensor_refs, self._tensors, self._addresses, strict=True):
@@ -202,9 +214,8 @@ class StateCheck:
                 code = "moved_address" if position < len(self._tensors) else "module_state_changed"
                 return StateChange(code, f"{ref.path} was {_described(kind)}, is {_described(_kind(tensor))}")
         if self._kinds:
-            self._guards[torch.is_inference_mode_enabled()] = _TensorGuards(
-                *now, dynamic_dims_sizes=None, dynamic_dims_strides=None
-            )
+            count = len(self._tensors)
+            self._guards[torch.is_inference_mode_enabled()] = _guard(now[:count]), _guard(now[count:])
         return None
 
     def _find_changed_value(self) -> StateChange | None:
@@ -337,6 +348,12 @@ class _Questions:
         return all(
             list(map(ask, items, whats)) == answers for ask, (items, whats, answers) in self._columns.items()
         )
+
+
+def _guard(tensors: Sequence[torch.Tensor]) -> Any:
+    if not tensors:
+        return None
+    return _TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
 
 
 def _kind(tensor: Any) -> Any:

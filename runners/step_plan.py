@@ -23,6 +23,7 @@ import torch
 from runners.bound_steps import (
     Call,
     Check,
+    CheckLookedUp,
     CopiedResult,
     CopyIn,
     CopyOut,
@@ -34,7 +35,9 @@ from runners.bound_steps import (
     Measure,
     OpCall,
     Replay,
+    StateChanged,
     own_copy,
+    raise_change,
 )
 from runners.engine import CapturedGraph
 from runners.row_views import BoundRows, RowViews, SizedValue
@@ -141,7 +144,9 @@ class StepPlan:
         state_slots: (slot, place) of tensors that only eager steps read.
         size_slots: (slot, leaf, dim) of sizes that eager steps read.
         results: one per leaf of the result.
-        check: what is compared while the first graph runs; before everything where `check_first`.
+        check: what is compared on each call, before the step at `check_before`: the first that leaves
+            something which a call that runs eagerly after all would not write anew. As late as that, so that
+            the device has work meanwhile.
         begin_call: called before each replay, where the engine needs it: `GraphPool.begin_call`.
         step_metadata: loaded before each replay, for ops in graphs that read it at fixed addresses.
         max_bound: how many row counts keep their views.
@@ -156,7 +161,7 @@ class StepPlan:
     size_slots: tuple[tuple[int, int, int], ...]
     results: tuple[ResultItem, ...]
     check: StateCheck
-    check_first: bool
+    check_before: int
     outputs: str = "copy"
     begin_call: Callable[[], None] | None = None
     step_metadata: tuple[Loadable, ...] = ()
@@ -186,8 +191,15 @@ class StepPlan:
         else:
             self._bound.move_to_end(num_tokens)
         env = leaves + [None] * (self.num_values + len(self.results))
-        for step in bound.steps:
-            step.replay(env)
+        try:
+            for step in bound.steps:
+                step.replay(env)
+        except StateChanged:
+            raise
+        except Exception:
+            # It may be no fault of the call: the model changed, which was not looked at yet.
+            raise_change(self.check)
+            raise
         return [read(env) for read in bound.results]
 
     def _bind(self, num_tokens: int) -> _Bound:
@@ -225,18 +237,20 @@ class _Binder:
         ]
         self._groups = _shared_results(plan.results)
         self._first_copy = plan.num_leaves + plan.num_values
-        first_graph = next((i for i, step in enumerate(plan.steps) if isinstance(step, ReplayStep)), None)
-        # The check goes before all look-ups: what it finds may be that a place is gone.
-        look: list[Any] = [Check(plan.check)]
-        if plan.state_slots:
-            look.append(Load.of(plan.state_slots))
+        first_call = next(
+            (i for i, step in enumerate(plan.steps) if isinstance(step, CallStep)), len(plan.steps)
+        )
+        look: list[Any] = [Load.of(plan.state_slots)] if plan.state_slots else []
         if plan.size_slots:
             look.append(Measure(plan.size_slots))
-        self._early: list[Any] = []
-        if plan.check_first or first_graph != 0:
-            self._early = look
-        else:  # its cost hides behind the first graph; nothing persistent is written before
-            self._steps[1:1] = look
+        # A check goes before all look-ups: what it finds may be that a place is gone.
+        if plan.check_before <= first_call:
+            look.insert(0, Check(plan.check))
+            self._steps[plan.check_before : plan.check_before] = look
+        else:
+            look.insert(0, CheckLookedUp(plan.check))
+            self._steps.insert(plan.check_before, Check(plan.check))
+            self._steps[first_call:first_call] = look
 
     def _template(self, step: CallStep) -> _CallTemplate:
         views = tuple(
@@ -251,7 +265,6 @@ class _Binder:
         rows = self._views.bind(num_tokens)
         steps: list[Any] = list(self._loads)
         steps += [_copy_in(shadow, rows.views[index]) for shadow, index in self._copy_ins]
-        steps += self._early
         for step in self._steps:
             steps.append(_call(step, num_tokens, rows) if isinstance(step, _CallTemplate) else step)
         readers = [_reader(item, num_tokens, rows.views[index]) for item, index in self._results]
