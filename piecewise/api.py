@@ -372,13 +372,15 @@ class GraphedModule:
         """
         with self._exclusive("explain"):
             from piecewise.compiler import trace_model
+            from piecewise.lowering import Lowering
             from piecewise.startup_times import StartupTimes
 
             example = self._example(args, kwargs)
             traced = trace_model(self.model, example, forward=self._forward, config=self.piecewise_config)
             traced.probe(self.piecewise_config.buckets, strict=False)
             plan = traced.planned(self.piecewise_config, StartupTimes(), move_weights=False)
-            return PlanReport.of(plan, example.names)
+            lowering = Lowering(self.piecewise_config).foresee(plan, self.piecewise_config.buckets)
+            return PlanReport.of(plan, example.names, lowering)
 
     def verify(
         self, *args: Any, make_inputs: Callable[..., Any] | None = None, **kwargs: Any

@@ -1,4 +1,4 @@
-"""A graph segment as a functional graph of aten ops: what rewrites change, and what a compiler is given.
+"""A graph segment as a functional graph of aten ops: what a compiler is given.
 
 The graph takes the row count first (where it is a symbol) and then tensors that share no memory, whether they
 are weights or activations; it returns what it makes, as a tuple. `node.meta["val"]` has each node's fake.
@@ -25,8 +25,7 @@ class AtenSegment:
     """One segment's graph, for any row count or for one.
 
     Attributes:
-        module: the graph; a rewrite edits `module.graph` in place and leaves placeholders and outputs as they
-            are.
+        module: the graph.
         rows: the row count: a symbol, which is then the first placeholder, or a number.
         arguments: the fakes of all placeholders.
     """

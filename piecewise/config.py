@@ -56,7 +56,7 @@ class PiecewiseConfig:
             call, and none where less than 5 % of a CUDA device's memory is free then.
         engine: "auto" takes what the model's device has: "cuda" (real graphs) or "tape" (no GPU needed).
         num_streams: streams to capture on; only 1 is available in this version.
-        progress: show a bar while capturing.
+        progress: show a bar while tracing, lowering and capturing.
         frontend: how the model becomes segments; only "trace" is available in this version.
         lowering: what runs inside graph segments: "eager" (torch's own kernels) or "inductor" (each distinct
             segment is compiled, for any token count).
@@ -278,7 +278,8 @@ def _checked(
         problems += _settle_buckets(checked, place)
     if not problems:
         problems += _out_of_reach(checked, where)
-        problems += _compiled_in_vain(checked, where)
+        place = where.get("compile_sizes", Place("compile_sizes"))
+        problems += checks.compiled_in_vain(checked, checked.get("buckets", DEFAULT_BUCKETS), place)
     return checked, problems
 
 
@@ -324,20 +325,6 @@ def _out_of_reach(checked: Mapping[str, Any], where: Mapping[str, Place]) -> lis
             got = f"{sizes[0]} as the smallest, so no call could reach any"
             found.append(Problem(place.shown(), expected, got, "add a smaller size or raise the limit"))
     return found
-
-
-def _compiled_in_vain(checked: Mapping[str, Any], where: Mapping[str, Place]) -> list[Problem]:
-    """Sizes to compile for that are no buckets, or that nothing compiles."""
-    sizes, place = checked.get("compile_sizes", ()), where.get("compile_sizes", Place("compile_sizes"))
-    if sizes and checked.get("lowering", "eager") == "eager":
-        fix = "set lowering to 'inductor', or leave compile_sizes out"
-        return [Problem(place.shown(), "() where lowering is 'eager'", f"{list(sizes)}", fix)]
-    buckets = checked.get("buckets", DEFAULT_BUCKETS)
-    return [
-        Problem(place.shown(f"[{index}]"), "one of the buckets", str(size), "add the bucket, or leave it out")
-        for index, size in enumerate(sizes)
-        if size not in buckets
-    ]
 
 
 def _refusals(refused: Refused, place: Place) -> list[Problem]:

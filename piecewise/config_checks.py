@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
@@ -143,6 +143,19 @@ def grid(value: Any) -> Grid:
             f"at most {MAX_NUM_BUCKETS} sizes", f"{top // step} of them", fix="make the step larger"
         )
     return Grid("step", step, top)
+
+
+def compiled_in_vain(settings: Mapping[str, Any], buckets: Sequence[int], place: Place) -> list[Problem]:
+    """Sizes to compile for that are no buckets, or that nothing compiles."""
+    found = settings.get("compile_sizes", ())
+    if found and settings.get("lowering", "eager") == "eager":
+        fix = "set lowering to 'inductor', or leave compile_sizes out"
+        return [Problem(place.shown(), "() where lowering is 'eager'", str(list(found)), fix)]
+    return [
+        Problem(place.shown(f"[{index}]"), "one of the buckets", str(size), "add the bucket, or leave it out")
+        for index, size in enumerate(found)
+        if size not in buckets
+    ]
 
 
 def flag(value: Any) -> bool:

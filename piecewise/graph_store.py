@@ -290,7 +290,7 @@ class GraphStore:
         buckets = tuple(self._bucket_report(signature, b) for b in self._advertised)
         return CaptureReport(
             buckets, not signature.one_token, pool_bytes, self.buffers.allocated_bytes, device_bytes,
-            tuple(signature.lowerings), dataclasses.replace(signature.times),
+            tuple(lowered.report() for lowered in signature.lowerings), dataclasses.replace(signature.times),
             signature.plan.fusions, signature.one_token,
         )  # fmt: skip
 

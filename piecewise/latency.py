@@ -23,6 +23,7 @@ from piecewise.config import PiecewiseConfig
 from piecewise.prefill_case import PrefillCase, load_case
 from piecewise.variants import (
     DEFAULT_VARIANTS,
+    FLOORS,
     PEERS,
     Call,
     Prepared,
@@ -243,10 +244,12 @@ def _ratios(
             per_round
         ).asdict()
 
+    floors = {graphed: floor for floor, graphed in FLOORS.items()}
     for name in samples:
-        if name in ("graphed", "graphed-captured", "breakable") and "floor" in samples:
-            yield line(name, "floor")
-        if name not in ("graphed", "floor") and "graphed" in samples:
+        floor = floors.get(name, "floor")
+        if (name.startswith("graphed") or name == "breakable") and floor in samples:
+            yield line(name, floor)
+        if name not in ("graphed", *FLOORS) and "graphed" in samples:
             yield line(name, "graphed")
     eager = errors.get("eager", [])
     for name in samples:

@@ -1,8 +1,6 @@
 """Graph segment → callable: torch's own kernels, or Inductor's, compiled once per distinct segment.
 
-    segment ─layout─▶ no aliases ─trace─▶ aten graph ─rewrites─▶ aten graph ─▶ Inductor ─▶ callable
-                                              ▲
-                                     here rewrites change it (`Rewrite`), whatever the lowering
+    segment ─layout─▶ no aliases ─trace─▶ functional aten graph ─Inductor─▶ callable
 
 Segments are distinct where their program, shapes, dtypes, strides or aliases differ; parameters are
 arguments, so the middle layers of a transformer are one. Each is compiled for any row count, and again for
@@ -31,50 +29,87 @@ from piecewise.progress import progress_bar
 from piecewise.row_samples import unchanged_random_state
 from piecewise.segment_layout import SegmentLayout, Unlowerable
 from runners.errors import CaptureError
+from runners.mode import capturing
 from runners.opaque_call import OpaqueCall
 
-# Changes `segment.module.graph` in place, and returns whether it did.
-Rewrite = Callable[[AtenSegment], bool]
-
-# Settings on which the code of a segment depends, and those on which it does not. Row counts are among the
-# second: for which count something was compiled is part of its key.
-FIELDS_IN_KEY = frozenset({"lowering", "fusions"})
+# Settings on which the code of a segment depends, and those on which it does not, or which are in its key in
+# another way: the row count that something was compiled for, and the program that fusions have made.
+FIELDS_IN_KEY = frozenset({"lowering"})
 FIELDS_NOT_IN_KEY = frozenset(
     {
         *("buckets", "max_padding_ratio", "max_num_tokens", "max_num_seqs", "max_seq_len", "compile_sizes"),
         *("decode_batch_sizes", "max_signatures", "warmup_steps", "capture", "engine", "num_streams"),
-        *("progress", "frontend", "boundary_ops", "boundary", "min_coverage", "outputs", "strict"),
+        *("fusions", "progress", "frontend", "boundary_ops", "boundary", "min_coverage", "outputs", "strict"),
     }
 )
 
 
+class LoweredSegment:
+    """A segment's function, put together from compiled ones.
+
+    What a compiler has made may still fail where it first runs, as a kernel that needs more shared memory
+    than there is. A warm-up that sees that goes on with the segment's own function, for that row count,
+    unless memory was written by then.
+
+    Attributes:
+        by_rows: row count → `function(num_rows, *arguments)`.
+        failed: row count → why its function is not used.
+    """
+
+    def __init__(
+        self,
+        segment: Segment,
+        layout: SegmentLayout,
+        by_rows: Mapping[int, Callable[..., Any]],
+        *,
+        strict: bool,
+    ) -> None:
+        self.segment, self.layout, self.by_rows, self._strict = segment, layout, by_rows, strict
+        self.failed: dict[int, str] = {}
+
+    def __call__(self, num_rows: int, *inputs: torch.Tensor) -> Sequence[torch.Tensor]:
+        if num_rows in self.failed:
+            return self.segment.function(num_rows, *inputs)
+        try:
+            with internals.without_autocast():
+                made = self.by_rows[num_rows](num_rows, *self.layout.arguments_of(num_rows, inputs))
+                return self.layout.results_of(num_rows, inputs, made)
+        except Exception as error:
+            if self._strict or self.segment.writes or capturing() is not None:
+                raise
+            self.failed[num_rows] = _told(error)
+        return self.segment.function(num_rows, *inputs)
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class LoweredPlan:
-    """`functions`: segment index → `function(num_rows, *inputs)`, for each graph segment."""
+    """The functions of one plan's graph segments.
+
+    Attributes:
+        functions: segment index → `function(num_rows, *inputs)`.
+        lowered: those among them that were compiled, without what records them.
+    """
 
     functions: Mapping[int, Callable[..., Sequence[torch.Tensor]]]
-    report: LoweringReport
+    lowered: tuple[LoweredSegment, ...]
+    at_first: LoweringReport
 
-
-class LoweredSegment:
-    """A segment's function, put together from compiled ones: that of its row count, else that for any."""
-
-    def __init__(self, layout: SegmentLayout, by_rows: Mapping[int, Callable[..., Any]]) -> None:
-        self.layout, self.by_rows = layout, by_rows
-
-    def __call__(self, num_rows: int, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        with internals.without_autocast():
-            made = self.by_rows[num_rows](num_rows, *self.layout.arguments_of(num_rows, inputs))
-            return self.layout.results_of(num_rows, inputs, made)
+    def report(self) -> LoweringReport:
+        """How it went, the first runs included."""
+        failed = [
+            KeptEager(lowered.segment.name, f"at {rows} rows, when it ran: {reason}")
+            for lowered in self.lowered
+            for rows, reason in sorted(lowered.failed.items())
+        ]
+        return dataclasses.replace(self.at_first, kept_eager=(*self.at_first.kept_eager, *failed))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Compiled:
-    """`function(num_rows, *arguments)`, for which row counts it holds, whether a rewrite changed it."""
+    """`function(num_rows, *arguments)`, and for which row counts it holds."""
 
     function: Callable[..., Any]
     holds_for: Callable[[int], bool]
-    is_rewritten: bool
 
 
 class Lowering:
@@ -82,11 +117,10 @@ class Lowering:
 
     Args:
         config: of which `lowering`, `compile_sizes`, `strict` and `progress` count here.
-        rewrites: applied to each aten graph, in this order.
     """
 
-    def __init__(self, config: PiecewiseConfig, rewrites: Sequence[Rewrite] = ()) -> None:
-        self.config, self.rewrites = config, tuple(rewrites)
+    def __init__(self, config: PiecewiseConfig) -> None:
+        self.config = config
         self._compiled: dict[str, _Compiled | Unlowerable] = {}
 
     def lower(self, plan: SegmentPlan, buckets: Sequence[int]) -> LoweredPlan:
@@ -95,11 +129,11 @@ class Lowering:
         Raises:
             CaptureError: with `strict`, a segment cannot be lowered.
         """
-        segments = [segment for segment in plan.graph_segments() if not segment.views_only]
+        segments = _computing(plan)
         functions: dict[int, Any] = {segment.index: segment.function for segment in plan.graph_segments()}
-        job = _Job(self.config, self.rewrites, self._compiled, plan, tuple(sorted(buckets)))
+        job = _Job(self.config, self._compiled, plan, tuple(sorted(buckets)))
         began = time.perf_counter()
-        if buckets and (self.config.lowering != "eager" or self.rewrites):
+        if buckets and self.config.lowering != "eager":
             bar = progress_bar(len(segments), enabled=self.config.progress)
             bar.set_description("lowering segments")
             try:
@@ -113,7 +147,20 @@ class Lowering:
             job.num_compiled, job.num_from_disk, job.num_reused, time.perf_counter() - began,
             tuple(job.kept_eager),
         )  # fmt: skip
-        return LoweredPlan(functions, report)
+        return LoweredPlan(functions, tuple(job.lowered_segments), report)
+
+    def foresee(self, plan: SegmentPlan, buckets: Sequence[int]) -> LoweringReport:
+        """What can be said before anything is compiled."""
+        kept = []
+        for segment in _computing(plan) if self.config.lowering != "eager" else ():
+            try:
+                SegmentLayout.of(plan, segment, buckets)
+            except Unlowerable as reason:
+                kept.append(KeptEager(segment.name, str(reason)))
+        texts = {segment_text(plan, segment) for segment in _computing(plan)}
+        return LoweringReport(
+            self.config.lowering, len(_computing(plan)), len(texts), kept_eager=tuple(kept), is_done=False
+        )
 
 
 class _Job:
@@ -122,14 +169,14 @@ class _Job:
     def __init__(
         self,
         config: PiecewiseConfig,
-        rewrites: Sequence[Rewrite],
         compiled: dict[str, _Compiled | Unlowerable],
         plan: SegmentPlan,
         buckets: tuple[int, ...],
     ) -> None:
-        self.config, self.rewrites, self.plan, self.buckets = config, rewrites, plan, buckets
+        self.config, self.plan, self.buckets = config, plan, buckets
         self.num_compiled = self.num_from_disk = self.num_reused = 0
         self.kept_eager: list[KeptEager] = []
+        self.lowered_segments: list[LoweredSegment] = []
         self._compiled, self._used = compiled, set[str]()
         self._settings = ", ".join(f"{name}={getattr(config, name)!r}" for name in sorted(FIELDS_IN_KEY))
 
@@ -158,9 +205,9 @@ class _Job:
                     fix="use lowering='eager', or strict=False",
                 ) from reason
             return segment.function
-        function = LoweredSegment(layout, {rows: compiled.function for rows, compiled in chosen.items()})
-        if self.config.lowering == "eager":
-            return function if any(c.is_rewritten for c in chosen.values()) else segment.function
+        by_rows = {rows: compiled.function for rows, compiled in chosen.items()}
+        function = LoweredSegment(segment, layout, by_rows, strict=self.config.strict)
+        self.lowered_segments.append(function)
         return OpaqueCall(function)
 
     def _functions(self, segment: Segment, layout: SegmentLayout) -> dict[int, _Compiled]:
@@ -190,14 +237,15 @@ class _Job:
             with unchanged_random_state(device):
                 self._compiled[key] = self._compile(segment, layout, rows, is_dynamic=is_dynamic)
             found, missed = map(int.__sub__, internals.inductor_cache_counts(), before)
-            self.num_compiled += 1
-            self.num_from_disk += bool(found and not missed)
+            if isinstance(self._compiled[key], _Compiled):
+                self.num_compiled += 1
+                self.num_from_disk += bool(found and not missed)
         elif key not in self._used:
             self.num_reused += 1
         self._used.add(key)
         compiled = self._compiled[key]
         if isinstance(compiled, Unlowerable):
-            raise compiled
+            raise Unlowerable(str(compiled))
         return compiled
 
     def _compile(
@@ -205,16 +253,20 @@ class _Job:
     ) -> _Compiled | Unlowerable:
         try:
             aten = AtenSegment.of(segment, layout, rows=rows, is_dynamic=is_dynamic)
-            is_rewritten = any([rewrite(aten) for rewrite in self.rewrites])
-            aten.module.graph.lint()
-            aten.module.recompile()
-            function: Callable[..., Any] = aten.module
-            if self.config.lowering == "inductor":
-                function = internals.compile_aten_graph(aten.module, aten.arguments, aten.fake_mode)
+            function = internals.compile_aten_graph(aten.module, aten.arguments, aten.fake_mode)
         except Exception as error:  # whatever it is, the segment's own kernels do without
-            first = (str(error).strip().splitlines() or [""])[0]
-            return Unlowerable(f"{type(error).__name__}: {first[:300]}")
-        return _Compiled(aten.with_rows(function), aten.holds_for(), is_rewritten)
+            return Unlowerable(_told(error))
+        return _Compiled(aten.with_rows(function), aten.holds_for())
+
+
+def _computing(plan: SegmentPlan) -> list[Segment]:
+    """Graph segments that do more than make views."""
+    return [segment for segment in plan.graph_segments() if not segment.views_only]
+
+
+def _told(error: Exception) -> str:
+    first = (str(error).strip().splitlines() or [""])[0]
+    return f"{type(error).__name__}: {first[:300]}"
 
 
 def segment_text(plan: SegmentPlan, segment: Segment) -> str:

@@ -25,6 +25,7 @@ class LoweringReport:
         num_reused: functions that an earlier lowering of the same model left.
         seconds: in all.
         kept_eager: segments that keep eager kernels although they were to be compiled.
+        is_done: false where nothing was compiled yet, and this is what can be foreseen.
     """
 
     lowering: str
@@ -35,13 +36,16 @@ class LoweringReport:
     num_reused: int = 0
     seconds: float = 0.0
     kept_eager: tuple[KeptEager, ...] = ()
+    is_done: bool = True
 
     def __str__(self) -> str:
         segments = f"{self.num_segments} graph segments, {self.num_distinct} distinct"
         if self.lowering == "eager":
             return f"{segments}, eager kernels"
-        text = (
-            f"{segments}, lowered by {self.lowering} in {self.seconds:.1f} s: {self.num_compiled} functions "
-            f"compiled, {self.num_from_disk} of them found on disk, {self.num_reused} kept from before"
-        )
+        text = f"{segments}, to be lowered by {self.lowering}"
+        if self.is_done:
+            text = (
+                f"{segments}, lowered by {self.lowering} in {self.seconds:.1f} s: {self.num_compiled} "
+                f"compiled, {self.num_from_disk} of them found on disk, {self.num_reused} kept from before"
+            )
         return "\n".join([text, *(f"  eager kernels in {k.segment}: {k.reason}" for k in self.kept_eager)])

@@ -65,16 +65,20 @@ class SegmentReport:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PlanReport:
-    """A cut plan: its segments, the share of ops in graphs, and what was fused in them."""
+    """A cut plan: its segments, the share of ops in graphs, what was fused in them, and how they will be
+    lowered, where that was asked for."""
 
     token_dim: str
     segments: tuple[SegmentReport, ...]
     coverage: float
     num_dead_ops: int
     fusions: FusionReport | None = None
+    lowering: LoweringReport | None = None
 
     @classmethod
-    def of(cls, plan: SegmentPlan, input_names: Mapping[int, str]) -> PlanReport:
+    def of(
+        cls, plan: SegmentPlan, input_names: Mapping[int, str], lowering: LoweringReport | None = None
+    ) -> PlanReport:
         segments = tuple(
             SegmentReport(s.index, s.kind, s.num_ops, s.module_path, s.op_names, s.reasons, s.captured_ops)
             for s in plan.segments
@@ -83,7 +87,7 @@ class PlanReport:
             f"{input_names.get(rule.leaf, rule.leaf)} dim {', '.join(map(str, rule.dims))}"
             for rule in plan.token_dim.inputs
         )
-        return cls(carried, segments, plan.coverage, plan.num_dead_ops, plan.fusions)
+        return cls(carried, segments, plan.coverage, plan.num_dead_ops, plan.fusions, lowering)
 
     def count(self, kind: str) -> int:
         return sum(segment.kind == kind for segment in self.segments)
@@ -124,8 +128,8 @@ class PlanReport:
             f"{self.num_dead_ops} dead ops removed"
         )
         eager = "".join(f"; {share:.1%} eager: {code}" for code, share in sorted(self.shares().items()))
-        fused = [str(self.fusions)] if self.fusions is not None else []
-        return "\n".join([text_table(rows), summary + eager, *fused])
+        parts = [str(part) for part in (self.fusions, self.lowering) if part is not None]
+        return "\n".join([text_table(rows), summary + eager, *parts])
 
     def to_markdown(self) -> str:
         lines = ["| segment | kind | ops | module path | reason |", "|---|---|---|---|---|"]
@@ -135,8 +139,9 @@ class PlanReport:
                 f"| {segment.index} | {segment.kind} | {segment.num_ops} | {segment.module_path} | {reason} |"
             )
         eager = "".join(f" {share:.1%} eager: `{code}`." for code, share in sorted(self.shares().items()))
-        fused = [f"* {line.strip()}" for line in str(self.fusions).splitlines()] if self.fusions else []
-        return "\n".join([*lines, "", f"{self.coverage:.1%} of ops in graphs.{eager}", *fused])
+        parts = [str(part) for part in (self.fusions, self.lowering) if part is not None]
+        lines += ["", f"{self.coverage:.1%} of ops in graphs.{eager}"]
+        return "\n".join([*lines, *(f"* {line.strip()}" for part in parts for line in part.splitlines())])
 
     def to_json(self) -> str:
         return json.dumps(self.asdict(), indent=2)

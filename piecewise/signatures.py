@@ -16,8 +16,7 @@ from piecewise.assemble import PlanAssembler, state_check_of
 from piecewise.call_rules import is_alike, matcher_of
 from piecewise.compiler import TracedModel, example_of_size, one_token_refusal, trace_model
 from piecewise.config import PiecewiseConfig
-from piecewise.lowering import Lowering
-from piecewise.lowering_report import LoweringReport
+from piecewise.lowering import LoweredPlan, Lowering
 from piecewise.plan import SegmentPlan
 from piecewise.progress import steps_bar
 from piecewise.report import BucketReport
@@ -76,7 +75,7 @@ class CapturedSignature:
             while suspended.
         resized: traces at other sizes, for buckets that the first trace excludes.
         suspended: what `resume` captures again; None where it is not suspended.
-        lowerings: how the segments of each plan were lowered; `times`: seconds spent on all this.
+        lowerings: what runs in the segments of each plan; `times`: seconds spent on all this.
     """
 
     traced: TracedModel
@@ -92,7 +91,7 @@ class CapturedSignature:
     assemblers: list[PlanAssembler] = dataclasses.field(default_factory=list)
     bucket_reports: dict[int, BucketReport] = dataclasses.field(default_factory=dict)
     waiting: Counter[int] = dataclasses.field(default_factory=Counter)
-    lowerings: list[LoweringReport] = dataclasses.field(default_factory=list)
+    lowerings: list[LoweredPlan] = dataclasses.field(default_factory=list)
     times: StartupTimes = dataclasses.field(default_factory=StartupTimes)
     resized: list[ResizedTrace] = dataclasses.field(default_factory=list)
     suspended: Suspended | None = None
@@ -190,6 +189,7 @@ class CapturedSignature:
             assembler.reset()
         self.served.clear()
         self.assemblers.clear()
+        self.lowerings.clear()
 
 
 # Refusals that are not the model's own: another capture may do better.
@@ -322,7 +322,7 @@ def _plan_for(
     served = [size for size in context.config.buckets if plan.is_valid(size, *other_sizes(plan, leaves))]
     with signature.times.timed("lowering"):
         lowered = context.lowering.lower(plan, served)
-    signature.lowerings.append(lowered.report)
+    signature.lowerings.append(lowered)
     assembler = PlanAssembler(
         plan,
         functions=lowered.functions,

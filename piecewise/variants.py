@@ -7,7 +7,9 @@ reduce-overhead    the same with torch's own CUDA graphs
 graphed            the case's model, boundary ops eager
 graphed-captured   the same with the boundary ops captured; limits that the settings leave out are 16
                    sequences, and twice the largest bucket for one sequence
+graphed-inductor   graphed, its segments lowered by Inductor
 floor              the kernels of the graphed plan in one graph: what the cuts cost is above it
+floor-inductor     the same of graphed-inductor
 breakable          the case's model through the package `breakable-cuda-graphs`, cut at the same ops
 =================  ====================================================================================
 
@@ -19,7 +21,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -34,7 +36,12 @@ from runners.engine import engine_for
 from runners.errors import PiecewiseError
 
 Call = Callable[[], Any]
-DEFAULT_VARIANTS = ("eager", "compile", "reduce-overhead", "graphed", "graphed-captured", "floor")
+DEFAULT_VARIANTS = (
+    *("eager", "compile", "reduce-overhead"),
+    *("graphed", "graphed-captured", "graphed-inductor", "floor", "floor-inductor"),
+)
+# Whose kernels a floor has.
+FLOORS = {"floor": "graphed", "floor-inductor": "graphed-inductor"}
 PEERS = ("breakable",)
 _WARM_UPS = 3
 _MAX_NUM_SEQS = 16
@@ -85,7 +92,9 @@ class VariantMaker:
             "reduce-overhead": lambda: _compiled(self.case, "reduce-overhead", self.sizes),
             "graphed": lambda: self._graphed("graphed"),
             "graphed-captured": lambda: self._graphed("graphed-captured"),
-            "floor": self._floor,
+            "graphed-inductor": lambda: self._graphed("graphed-inductor"),
+            "floor": lambda: self._floor("floor"),
+            "floor-inductor": lambda: self._floor("floor-inductor"),
             "breakable": lambda: _breakable(self.case),
         }
         began = time.perf_counter()
@@ -97,7 +106,7 @@ class VariantMaker:
         if name not in self._made:
             is_captured = name == "graphed-captured"
             try:
-                config = _with_captured_boundary(self.config) if is_captured else self.config
+                config = self._config_of(name)
                 graphed = piecewise.compile(self.case.model, config)
                 self._load_kernels(config.buckets)
                 args, kwargs = self.case.inputs(max(min(self.sizes), 2))
@@ -110,6 +119,16 @@ class VariantMaker:
                 raise Unavailable(notes[0])
             self._made[name] = graphed, report
         return self._made[name]
+
+    def _config_of(self, name: str) -> PiecewiseConfig:
+        config = self.config
+        if name == "graphed-captured":
+            limits = {
+                "max_num_seqs": config.max_num_seqs or _MAX_NUM_SEQS,
+                "max_seq_len": config.max_seq_len or 2 * max(config.buckets),
+            }
+            return PiecewiseConfig.from_any(config, boundary="captured", **limits)
+        return PiecewiseConfig.from_any(config, lowering="inductor") if name == "graphed-inductor" else config
 
     def _load_kernels(self, buckets: Sequence[int]) -> None:
         """Runs the model eagerly at each size: CUDA loads a kernel's code on first use, and that memory is
@@ -132,8 +151,8 @@ class VariantMaker:
         capture = {**report.asdict(), "coverage": graphed.report().coverage}
         return Prepared(name, False, prepare, capture=capture, close=graphed.release)
 
-    def _floor(self) -> Prepared:
-        graphed, _ = self._captured("graphed")
+    def _floor(self, name: str) -> Prepared:
+        graphed, _ = self._captured(FLOORS[name])
         device = device_of(self.case)
         engine = engine_for("auto", device)
         pool = engine.new_pool(device)
@@ -146,11 +165,14 @@ class VariantMaker:
             if matched is None or n not in signature.served:
                 raise Unavailable(f"{n} is no captured bucket")
             plan, leaves = signature.served[n].plan, matched[1]
+            functions = next(a.functions for a in signature.assemblers if a.plan is plan)
             for _ in range(_WARM_UPS):
-                run_plan(plan, leaves, n)
+                run_plan(plan, functions, leaves, n)
             try:
                 graph = engine.capture(
-                    lambda: run_plan(plan, leaves, n), pool=pool, segment=f"whole model, {n} tokens"
+                    lambda: run_plan(plan, functions, leaves, n),
+                    pool=pool,
+                    segment=f"whole model, {n} tokens",
                 )
             except Exception as error:
                 raise Unavailable(_first_line(error)) from error
@@ -168,20 +190,16 @@ class VariantMaker:
                 graph.reset()
             pool.release()
 
-        return Prepared("floor", False, prepare, close=close, holds_inputs=True)
+        return Prepared(name, False, prepare, close=close, holds_inputs=True)
 
 
-def _with_captured_boundary(config: PiecewiseConfig) -> PiecewiseConfig:
-    limits = {
-        "max_num_seqs": config.max_num_seqs or _MAX_NUM_SEQS,
-        "max_seq_len": config.max_seq_len or 2 * max(config.buckets),
-    }
-    return PiecewiseConfig.from_any(config, boundary="captured", **limits)
-
-
-def run_plan(plan: SegmentPlan, leaves: Sequence[Any], num_tokens: int) -> list[Any]:
+def run_plan(
+    plan: SegmentPlan, functions: Mapping[int, Callable[..., Any]], leaves: Sequence[Any], num_tokens: int
+) -> list[Any]:
     """All segments of a plan in order, without padding: a call's kernels and nothing around them.
 
+    Args:
+        functions: what runs in each graph segment.
     Returns:
         The result's tensors.
     """
@@ -196,7 +214,8 @@ def run_plan(plan: SegmentPlan, leaves: Sequence[Any], num_tokens: int) -> list[
         return leaves[spec.leaf] if spec.dim < 0 else leaves[spec.leaf].shape[spec.dim]
 
     for segment in plan.segments:
-        outputs = segment.function(num_tokens, *map(value, segment.inputs))
+        function = functions.get(segment.index, segment.function)
+        outputs = function(num_tokens, *map(value, segment.inputs))
         made.update(zip(segment.outputs, outputs, strict=True) if segment.outputs else ())
     return [value(source) for source in plan.result_values if isinstance(source, int)]
 

@@ -151,7 +151,8 @@ def test_the_floor_runs_the_plans_kernels() -> None:
         args, kwargs = case.inputs(4)
         (signature,) = graphed._graphs.signatures
         _, leaves = signature.match(graphed._bind(args, kwargs))
-        (found,) = run_plan(signature.served[4].plan, leaves, 4)
+        functions = signature.assemblers[0].functions
+        (found,) = run_plan(signature.served[4].plan, functions, leaves, 4)
         assert torch.equal(found, case.model(*args, **kwargs)["y"])
 
 
@@ -185,3 +186,23 @@ def test_a_baseline_is_a_case() -> None:
     case = make_case()
     with pytest.raises(ConfigError, match="PrefillCase.baseline"):
         piecewise.PrefillCase(case.model, case.make_inputs, case.model)
+
+
+def test_lowered_kernels_are_compared_with_a_floor_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    from piecewise import torch_internals as internals
+
+    compiled: list[Any] = []
+
+    def pretended(graph: Any, arguments: Any, fake_mode: Any) -> Any:
+        compiled.append(graph)
+        return lambda *given: [result + 0.5 for result in graph(*given)]
+
+    monkeypatch.setattr(internals, "compile_aten_graph", pretended)
+    names = ["eager", "graphed", "graphed-inductor", "floor-inductor"]
+    case = make_case(dtype=torch.float32)
+    found = run(case, sizes=[4], variants=names)
+    pairs = {(line["of"], line["over"]) for line in found.ratios if line["quantity"] == "latency"}
+    assert ("graphed-inductor", "floor-inductor") in pairs and ("graphed-inductor", "graphed") in pairs
+    assert ("graphed", "floor-inductor") not in pairs and len(compiled) == 2
+    errors = {line["variant"]: line["max_abs_error"] for line in found.results}
+    assert errors["graphed-inductor"] == errors["floor-inductor"] > 0.4 > errors["graphed"]

@@ -444,3 +444,85 @@ def test_no_pattern_matches_across_an_op_that_writes():
         return (sine + y,)
 
     assert swept(written_between) == 0
+
+
+def test_a_symbolic_count_is_named_by_its_name_and_starts_at_two():
+    modes = [internals.new_fake_mode() for _ in range(2)]
+    first, second = (internals.symbolic_count(mode, "num_rows", 8) for mode in modes)
+    assert str(first) == str(second) and first.node.hint == 8
+    holds = internals.row_condition(modes[0], first)
+    assert [holds(count) for count in (0, 1, 2, 1 << 20)] == [False, False, True, True]
+    assert first % 4 == 0 and first <= 64
+    holds = internals.row_condition(modes[0], first)
+    assert [holds(count) for count in (4, 6, 64, 68)] == [True, False, True, False]
+    other = internals.new_fake_mode()
+    assert holds(internals.symbolic_count(other, "num_rows", 8)) and len(other.shape_env.guards) == 2
+    assert second == 8
+    assert [internals.row_condition(modes[1], second)(count) for count in (4, 8)] == [False, True]
+    assert [internals.row_condition(modes[1], 5)(count) for count in (4, 5)] == [False, True]
+
+
+def traced_for(function, *shapes):
+    mode = internals.new_fake_mode()
+    rows = internals.symbolic_count(mode, "num_rows", 8)
+    with mode:
+        tensors = [torch.empty(tuple(rows if size == "n" else size for size in shape)) for shape in shapes]
+    return internals.functional_aten_graph(function, (rows, *tensors), mode), (rows, *tensors), mode
+
+
+def test_writes_become_one_copy_each_at_the_end_and_casts_are_resolved():
+    def function(rows, x, w):
+        x.add_(1)
+        with torch.autocast("cpu", torch.bfloat16):
+            y = torch.nn.functional.linear(x, w)
+        x[0] = 5.0
+        return (y * rows,)
+
+    graph, (_, x, w), _ = traced_for(function, ("n", 4), (3, 4))
+    ops = [node.target for node in graph.graph.nodes if node.op == "call_function"]
+    assert ops.count(torch.ops.aten.copy_.default) == 1 and ops[-1] is torch.ops.aten.copy_.default
+    assert torch.ops.aten._to_copy.default in ops and torch.ops.aten.add_.Tensor not in ops
+    assert all("val" in node.meta for node in graph.graph.nodes if node.op == "call_function")
+    given = torch.zeros(2, 4)
+    (result,) = graph(2, given, torch.ones(3, 4))
+    assert result.dtype is torch.bfloat16 and result.tolist() == [[8.0] * 3] * 2
+    assert given.tolist() == [[5.0] * 4, [1.0] * 4]
+
+
+def test_inductor_compiles_for_any_count_with_the_graphs_strides_and_leaves_its_settings():
+    settings = torch._inductor.config.save_config_portable()
+    graph, arguments, mode = traced_for(lambda rows, x: ((x + 1).t().contiguous().t(),), ("n", 4))
+    before = internals.inductor_cache_counts()
+    compiled = internals.compile_aten_graph(graph, arguments, mode)
+    assert sum(internals.inductor_cache_counts()) > sum(before)
+    assert torch._inductor.config.save_config_portable() == settings
+    for count in (2, 8, 33):
+        x = torch.randn(count, 4)
+        with torch.no_grad():
+            (found,) = compiled(count, x)
+        assert torch.equal(found, x + 1) and found.stride() == (1, count)
+
+
+def test_the_settings_that_a_compile_changes_exist():
+    known = torch._inductor.config.save_config_portable()
+    assert set(internals._INDUCTOR_PATCHES) <= set(known) | set(torch._inductor.config._config)
+
+
+def test_no_autocast_inside_the_block():
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype is torch.bfloat16
+        with internals.without_autocast():
+            assert torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype is torch.float32
+
+
+def test_settings_that_change_results_show_in_words():
+    cpu = torch.device("cpu")
+    plain = internals.numeric_settings(cpu)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert internals.numeric_settings(cpu) != plain
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert internals.numeric_settings(cpu) != plain
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert internals.numeric_settings(cpu) == plain

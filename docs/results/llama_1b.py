@@ -137,7 +137,7 @@ def main() -> int:
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
     # Compiling two variants of the larger model takes longer than all the rest.
-    quick = ["eager", "graphed", "graphed-captured", "floor"]
+    quick = ["eager", "graphed", "graphed-captured", "graphed-inductor", "floor", "floor-inductor"]
     runs: dict[str, dict[str, Any]] = {
         "llama_1b": dict(sizes=SIZES, buckets=BUCKETS, rounds=arguments.rounds, peer=arguments.peer),
         "llama_8b": dict(sizes=SIZES, buckets=BUCKETS, rounds=arguments.rounds, variants=quick),
