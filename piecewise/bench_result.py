@@ -8,10 +8,11 @@ environment     python, torch, transformers and triton versions, device, number 
 sizes, rounds   token counts measured; samples per size and variant
 skipped         variant, or "variant, n tokens" → why it was not measured
 variants        name → setup_s, and for graphed ones the capture report: buckets with capture_ms, num_graphs,
-                num_ops, grown_bytes, device_bytes; pool_bytes, buffer_bytes, device_bytes, coverage
+                num_ops, grown_bytes, device_bytes; pool_bytes, buffer_bytes, device_bytes, coverage; the
+                same of a second capture, again, when all kernels were loaded and compiled
 reference       what errors are measured against
 memory          device_bytes of all buckets (free memory before minus after), of the largest alone, their
-                ratio; the kernels of all sizes were loaded before
+                ratio; of the second capture, since CUDA's memory for a kernel's code is the kernel's
 results         num_tokens, variant, latency_ms and host_ms {median, low, high}; max_abs_error: the largest
                 difference from the reference, its mean over num_draws inputs
 ratios          num_tokens, quantity, of, over, median, low, high: per round, then the median over rounds; for

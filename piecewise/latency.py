@@ -264,13 +264,15 @@ def _ratio(above: float, below: float) -> float | None:
 
 
 def _memory(prepared: Sequence[Prepared]) -> dict[str, Any]:
-    """Of all buckets, and of the largest alone, which was captured first."""
+    """Of all buckets, and of the largest alone, which was captured first; of the second capture."""
     capture = next((v.capture for v in prepared if v.name == "graphed"), None)
     if capture is None:
         return {}
-    found = {name: capture[name] for name in ("device_bytes", "pool_bytes", "buffer_bytes")}
-    alone = capture["buckets"][0]["device_bytes"]
-    ratio = capture["device_bytes"] / alone if alone else None
+    again = capture["again"]
+    found = {"device_bytes": again["device_bytes"], "pool_bytes": again["pool_bytes"]}
+    found["buffer_bytes"] = capture["buffer_bytes"]
+    alone = again["buckets"][0]["device_bytes"]
+    ratio = again["device_bytes"] / alone if alone else None
     return {**found, "buckets": capture["captured"], "largest_alone_device_bytes": alone, "ratio": ratio}
 
 

@@ -15,7 +15,7 @@ import torch
 
 from piecewise.plan import ValueSpec
 from piecewise.row_samples import int_candidates
-from runners.bound_steps import Call, CopyIn, Replay
+from runners.bound_steps import Call, CopyIn, CopyInputs, Replay
 from runners.rows import padded_parts, poison_value
 from runners.step_plan import CallStep, Shadow, StaticArgument, StepPlan
 
@@ -110,8 +110,9 @@ def pads_after(
     found: dict[int, list[tuple[torch.Tensor, list[torch.Tensor]]]] = {}
     planned = iter(steps.steps)
     for position, step in enumerate(bound.steps):
-        if isinstance(step, CopyIn):
-            found[position] = [_split(step.rows, _whole(step, steps))]
+        if isinstance(step, (CopyIn, CopyInputs)):
+            copies = step.copies if isinstance(step, CopyInputs) else [step]
+            found[position] = [_split(copy.rows, _whole(copy, steps)) for copy in copies]
         elif isinstance(step, (Replay, Call)):
             plan_step = next(planned)
             if isinstance(step, Call) and isinstance(plan_step, CallStep):

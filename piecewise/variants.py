@@ -108,7 +108,6 @@ class VariantMaker:
             try:
                 config = self._config_of(name)
                 graphed = piecewise.compile(self.case.model, config)
-                self._load_kernels(config.buckets)
                 args, kwargs = self.case.inputs(max(min(self.sizes), 2))
                 report = graphed.capture(*args, **kwargs)
             except PiecewiseError as error:
@@ -130,14 +129,6 @@ class VariantMaker:
             return PiecewiseConfig.from_any(config, boundary="captured", **limits)
         return PiecewiseConfig.from_any(config, lowering="inductor") if name == "graphed-inductor" else config
 
-    def _load_kernels(self, buckets: Sequence[int]) -> None:
-        """Runs the model eagerly at each size: CUDA loads a kernel's code on first use, and that memory is
-        the kernel's, whoever uses it first."""
-        if device_of(self.case).type == "cuda" and not self._made:
-            for n in buckets:
-                args, kwargs = self.case.inputs(n)
-                self.case.model(*args, **kwargs)
-
     def _graphed(self, name: str) -> Prepared:
         graphed, report = self._captured(name)
 
@@ -149,6 +140,11 @@ class VariantMaker:
             return lambda: graphed(*args, **kwargs)
 
         capture = {**report.asdict(), "coverage": graphed.report().coverage}
+        # The same once more, now that the kernels of every bucket are loaded and compiled.
+        graphed.suspend()
+        again = graphed.resume()
+        if again is not None:
+            capture["again"] = {key: again.asdict()[key] for key in ("buckets", "device_bytes", "pool_bytes")}
         return Prepared(name, False, prepare, capture=capture, close=graphed.release)
 
     def _floor(self, name: str) -> Prepared:

@@ -26,6 +26,7 @@ from runners.bound_steps import (
     CheckLookedUp,
     CopiedResult,
     CopyIn,
+    CopyInputs,
     CopyOut,
     Dense,
     DirectCall,
@@ -264,7 +265,8 @@ class _Binder:
     def bind(self, num_tokens: int) -> _Bound:
         rows = self._views.bind(num_tokens)
         steps: list[Any] = list(self._loads)
-        steps += [_copy_in(shadow, rows.views[index]) for shadow, index in self._copy_ins]
+        copies = [_copy_in(shadow, rows.views[index]) for shadow, index in self._copy_ins]
+        steps += [CopyInputs(copies)] if len(copies) > 1 else copies
         for step in self._steps:
             steps.append(_call(step, num_tokens, rows) if isinstance(step, _CallTemplate) else step)
         readers = [_reader(item, num_tokens, rows.views[index]) for item, index in self._results]

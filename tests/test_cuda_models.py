@@ -188,8 +188,16 @@ def test_I8_an_op_that_waits_inside_runs_eagerly_and_the_rest_in_graphs(inner: s
         check_equal(graphed, n)
 
 
-@pytest.mark.parametrize(("inner", "says"), [("greedy", "memory"), ("failing", "sixteen rows are too many")])
-def test_I8_a_bucket_that_fails_is_served_eagerly_and_the_rest_go_on(inner: str, says: str) -> None:
+@pytest.mark.parametrize(
+    ("inner", "says", "reason"),
+    [
+        ("greedy", "memory", FallbackReason.OUT_OF_MEMORY),
+        ("failing", "sixteen rows are too many", FallbackReason.CAPTURE_FAILED),
+    ],
+)
+def test_I8_a_bucket_that_fails_is_served_eagerly_and_the_rest_go_on(
+    inner: str, says: str, reason: FallbackReason
+) -> None:
     graphed, report = compiled(make(inner=INNER[inner]))
     assert report.captured == (8, 32)
     failed = next(bucket for bucket in report.buckets if bucket.bucket == 16)
@@ -197,7 +205,7 @@ def test_I8_a_bucket_that_fails_is_served_eagerly_and_the_rest_go_on(inner: str,
     for n in (8, 7, 32, 17):
         check_equal(graphed, n)
     check_equal(graphed, 9, replayed=False)
-    assert graphed.stats.reasons[FallbackReason.CAPTURE_FAILED] == 1
+    assert graphed.stats.reasons[reason] == 1
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
 

@@ -20,7 +20,7 @@ from piecewise import cli, poison
 from piecewise.differences import Tolerance, compare_tensors
 from piecewise.probe import Probe
 from piecewise.verify import edge_sizes
-from runners.bound_steps import Call, CopyIn
+from runners.bound_steps import Call, CopyInputs
 from runners.piecewise_runner import PiecewiseRunner
 
 BUCKETS = (8, 16)
@@ -480,7 +480,8 @@ def test_I2_a_static_buffer_that_is_not_renewed_is_found():
     steps = plan_steps(graphed, 8)
     with torch.no_grad():
         graphed(*arguments(5)[0])  # leaves the right values in the buffer
-    copies = [step for step in steps._bind(5).steps if isinstance(step, CopyIn)]
+    (inputs,) = [step for step in steps._bind(5).steps if isinstance(step, CopyInputs)]
+    copies = inputs.copies
     copies[-1].rows = copies[-1].rows.clone()  # this input's copy goes elsewhere
     found = graphed.verify(*arguments(5)[0]).first_difference
     assert found is not None and found.kind == "graph" and found.segment.startswith("segment 0")

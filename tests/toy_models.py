@@ -17,7 +17,7 @@ from torch import nn
 
 import boundary_ops
 import piecewise
-from runners.bound_steps import CopyIn
+from runners.bound_steps import CopyIn, CopyInputs
 
 HIDDEN, VOCAB, CACHE_ROWS = 16, 50, 64
 
@@ -176,18 +176,21 @@ def poison_copies(graphed, value):
 @contextlib.contextmanager
 def padding_of(value):
     """In this block padded rows of float inputs and eager results hold `value` instead of zeros [I3]."""
-    replay = CopyIn.replay
+    plain = {kind: kind.replay for kind in (CopyIn, CopyInputs)}
 
     def poisoned(step, env):
-        replay(step, env)
-        for pad in step.pads if step.rows.dtype.is_floating_point else ():
-            pad.fill_(value)
+        plain[type(step)](step, env)
+        for copy_in in getattr(step, "copies", [step]):
+            for pad in copy_in.pads if copy_in.rows.dtype.is_floating_point else ():
+                pad.fill_(value)
 
-    CopyIn.replay = poisoned
+    for kind in plain:
+        kind.replay = poisoned
     try:
         yield
     finally:
-        CopyIn.replay = replay
+        for kind, replay in plain.items():
+            kind.replay = replay
 
 
 @contextlib.contextmanager
