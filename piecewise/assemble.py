@@ -273,7 +273,9 @@ class PlanAssembler:
             lasting = origins - ({"graph", "state"} if is_repeatable else {"graph"})
             # An op that nobody described may write what is none of its arguments.
             is_known = is_repeatable or segment.kind == "graph" or all(map(_is_torchs, segment.op_names))
-            if lasting or not is_known:
+            # Drawn once here, random numbers would be other ones in the eager call.
+            draws = any(reason.code in ("random", "control_flow") for reason in segment.reasons)
+            if lasting or draws or not is_known:
                 return position
         return len(segments)
 

@@ -9,7 +9,19 @@ import weakref
 
 import pytest
 import torch
-from state_models import HIDDEN, Model, before_each_attend, calls, graph, new_model, serve, tokens
+from state_models import (
+    CACHE_ROWS,
+    HIDDEN,
+    VOCAB,
+    Model,
+    attend,
+    before_each_attend,
+    calls,
+    graph,
+    new_model,
+    serve,
+    tokens,
+)
 from torch import nn
 
 import piecewise
@@ -516,3 +528,35 @@ def test_I9_refresh_after_a_move_never_holds_two_pools(model, move):
     graphed._graphs.engine.new_pool = new_pool
     graphed.refresh()
     assert held == [0] and graphed._graphs.pool is not old
+
+
+@pytest.mark.parametrize("change", ["weight", "training"])
+def test_I4_a_change_is_found_before_random_numbers_are_drawn(change):
+    """Drawn by the replay that is given up, they would be missing in the eager call."""
+
+    class Noisy(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embedding, self.linear = nn.Embedding(VOCAB, HIDDEN), nn.Linear(HIDDEN, HIDDEN)
+            self.cache = torch.zeros(CACHE_ROWS, HIDDEN)
+
+        def forward(self, ids):
+            x = self.embedding(ids) * (2 if self.training else 1)
+            x = self.linear(x + torch.rand(x.shape[0], 1))
+            attend(x, x, x, out := torch.empty_like(x), self.cache)
+            return out
+
+    model = Noisy().eval()
+    graphed = piecewise.compile(model, buckets=(8,), progress=False)
+    ids = torch.arange(5)
+    with torch.no_grad():
+        graphed.capture(ids)
+        if change == "weight":
+            model.linear.weight = nn.Parameter(model.linear.weight + 1)
+        else:
+            model.train()
+        torch.manual_seed(3)
+        want, state = model(ids), torch.get_rng_state()
+        torch.manual_seed(3)
+        assert torch.equal(graphed(ids), want)
+    assert torch.equal(torch.get_rng_state(), state) and graphed.stats.eager_calls == 1
