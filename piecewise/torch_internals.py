@@ -303,7 +303,8 @@ def functional_aten_graph(
     Autocast of here and of regions inside is resolved into casts; torch's decompositions are not applied.
     """
     functional = torch.func.functionalize(function, remove="mutations")
-    with torch.inference_mode(False), torch.no_grad(), fake_mode:
+    # With Python's kernels for ops that consist of others: in torch 2.11 those in C++ fail on symbolic sizes.
+    with torch.inference_mode(False), torch.no_grad(), fake_mode, enable_python_dispatcher():
         return make_fx(functional)(*arguments)
 
 

@@ -489,6 +489,17 @@ def test_writes_become_one_copy_each_at_the_end_and_casts_are_resolved():
     assert given.tolist() == [[5.0] * 4, [1.0] * 4]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_ops_that_consist_of_others_are_taken_apart_for_a_symbolic_count(dtype):
+    def function(rows, x, w):
+        return (torch.nn.functional.linear(x.to(dtype), w.to(dtype)),)
+
+    graph, _, _ = traced_for(function, (1, "n", 4), (3, 4))
+    assert torch.ops.aten.mm.default in [node.target for node in graph.graph.nodes]
+    (result,) = graph(5, torch.ones(1, 5, 4), torch.ones(3, 4))
+    assert result.tolist() == [[[4.0] * 3] * 5]
+
+
 def test_inductor_compiles_for_any_count_with_the_graphs_strides_and_leaves_its_settings():
     settings = torch._inductor.config.save_config_portable()
     graph, arguments, mode = traced_for(lambda rows, x: ((x + 1).t().contiguous().t(),), ("n", 4))
