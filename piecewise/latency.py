@@ -37,7 +37,7 @@ from runners.errors import ConfigError
 DEFAULT_SIZES = (16, 128, 512, 1024, 2048)
 _CALLS_PER_ROUND = 3
 # The largest of many rounding errors varies by a tenth from input to input.
-_NUM_DRAWS = 16
+_NUM_DRAWS = 32
 
 
 def run_spec(
@@ -244,11 +244,12 @@ def _ratios(
             per_round
         ).asdict()
 
-    floors = {graphed: floor for floor, graphed in FLOORS.items()}
+    floors = {graphed: floor for floor, graphed in FLOORS.items()} | {"graphed-fused": "floor-inductor"}
     for name in samples:
-        floor = floors.get(name, "floor")
-        if (name.startswith("graphed") or name == "breakable") and floor in samples:
-            yield line(name, floor)
+        if name.startswith("graphed") or name == "breakable":
+            for floor in dict.fromkeys((floors.get(name, "floor"), "floor")):
+                if floor in samples:
+                    yield line(name, floor)
         if name not in ("graphed", *FLOORS) and "graphed" in samples:
             yield line(name, "graphed")
     eager = errors.get("eager", [])

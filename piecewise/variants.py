@@ -8,8 +8,10 @@ graphed            the case's model, boundary ops eager
 graphed-captured   the same with the boundary ops captured; limits that the settings leave out are 16
                    sequences, and twice the largest bucket for one sequence
 graphed-inductor   graphed, its segments lowered by Inductor
+graphed-fused      the same with fusions=("auto",): packed linears
 floor              the kernels of the graphed plan in one graph: what the cuts cost is above it
-floor-inductor     the same of graphed-inductor
+floor-captured     the same of graphed-captured
+floor-inductor     the same of graphed-inductor: the compiled model in one graph
 breakable          the case's model through the package `breakable-cuda-graphs`, cut at the same ops
 =================  ====================================================================================
 
@@ -19,6 +21,7 @@ What this version or machine cannot do is left out with its reason.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -36,12 +39,11 @@ from runners.engine import engine_for
 from runners.errors import PiecewiseError
 
 Call = Callable[[], Any]
-DEFAULT_VARIANTS = (
-    *("eager", "compile", "reduce-overhead"),
-    *("graphed", "graphed-captured", "graphed-inductor", "floor", "floor-inductor"),
-)
+# The fused one first: it moves weights, and graphs read the addresses of their capture.
+GRAPHED = ("graphed-fused", "graphed", "graphed-captured", "graphed-inductor")
 # Whose kernels a floor has.
-FLOORS = {"floor": "graphed", "floor-inductor": "graphed-inductor"}
+FLOORS = {"floor": "graphed", "floor-captured": "graphed-captured", "floor-inductor": "graphed-inductor"}
+DEFAULT_VARIANTS = ("eager", "compile", "reduce-overhead", *GRAPHED, *FLOORS)
 PEERS = ("breakable",)
 _WARM_UPS = 3
 _MAX_NUM_SEQS = 16
@@ -90,11 +92,8 @@ class VariantMaker:
             "eager": lambda: _eager(self.case),
             "compile": lambda: _compiled(self.case, "compile", self.sizes),
             "reduce-overhead": lambda: _compiled(self.case, "reduce-overhead", self.sizes),
-            "graphed": lambda: self._graphed("graphed"),
-            "graphed-captured": lambda: self._graphed("graphed-captured"),
-            "graphed-inductor": lambda: self._graphed("graphed-inductor"),
-            "floor": lambda: self._floor("floor"),
-            "floor-inductor": lambda: self._floor("floor-inductor"),
+            **{name: functools.partial(self._graphed, name) for name in GRAPHED},
+            **{name: functools.partial(self._floor, name) for name in FLOORS},
             "breakable": lambda: _breakable(self.case),
         }
         began = time.perf_counter()
@@ -127,7 +126,10 @@ class VariantMaker:
                 "max_seq_len": config.max_seq_len or 2 * max(config.buckets),
             }
             return PiecewiseConfig.from_any(config, boundary="captured", **limits)
-        return PiecewiseConfig.from_any(config, lowering="inductor") if name == "graphed-inductor" else config
+        if name in ("graphed-inductor", "graphed-fused"):
+            fusions = ("auto",) if name == "graphed-fused" else ()
+            return PiecewiseConfig.from_any(config, lowering="inductor", fusions=fusions)
+        return config
 
     def _graphed(self, name: str) -> Prepared:
         graphed, report = self._captured(name)
@@ -161,6 +163,8 @@ class VariantMaker:
             if matched is None or n not in signature.served:
                 raise Unavailable(f"{n} is no captured bucket")
             plan, leaves = signature.served[n].plan, matched[1]
+            for metadata in signature.served[n].steps.step_metadata:
+                metadata.load()
             functions = next(a.functions for a in signature.assemblers if a.plan is plan)
             for _ in range(_WARM_UPS):
                 run_plan(plan, functions, leaves, n)

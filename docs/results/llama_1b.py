@@ -22,6 +22,7 @@ import torch
 import boundary_ops
 import piecewise
 from piecewise.latency import run_spec
+from piecewise.variants import DEFAULT_VARIANTS
 
 SIZES = (16, 128, 512, 1024, 2048)
 # Eight, so that memory of many buckets is compared with that of the largest alone.
@@ -137,7 +138,7 @@ def main() -> int:
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
     # Compiling two variants of the larger model takes longer than all the rest.
-    quick = ["eager", "graphed", "graphed-captured", "graphed-inductor", "floor", "floor-inductor"]
+    quick = [name for name in DEFAULT_VARIANTS if name not in ("compile", "reduce-overhead")]
     runs: dict[str, dict[str, Any]] = {
         "llama_1b": dict(sizes=SIZES, buckets=BUCKETS, rounds=arguments.rounds, peer=arguments.peer),
         "llama_8b": dict(sizes=SIZES, buckets=BUCKETS, rounds=arguments.rounds, variants=quick),
