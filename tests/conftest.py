@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 import torch
 
+from boundary_ops import PrefillBatch
+
 GPU_REASON = "needs a CUDA device"
 
 
@@ -29,6 +31,13 @@ def seeds():
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def no_step_is_left_running():
+    """A step that a test leaves running would serve, or fail, the calls of later tests."""
+    yield
+    assert PrefillBatch.peek() is None, "the test has left a `with batch:` block without ending it"
 
 
 def pytest_terminal_summary(terminalreporter):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import sys
@@ -156,22 +157,23 @@ def test_real_graphs_are_verified_and_a_wrong_op_is_found():
     assert len([run for check in report.checks for run in check.runs if "nan" in run]) == 0
 
 
+@contextlib.contextmanager
 def packed_inputs(cache):
-    open_batch = []
+    """`make_inputs`, which leaves the step of what it made last running until this block ends."""
+    running = contextlib.ExitStack()
 
     def make_inputs(n):
-        for batch in open_batch:
-            batch.__exit__(ValueError, None, None)
-        open_batch.clear()
+        running.close()
         for name in cache.request_ids:
             cache.free(name)
         lens = [n] if n < 3 else [n - n // 3, n // 3]
         batch = PrefillBatch.build(cache, list(range(len(lens))), lens)
-        open_batch.append(batch.__enter__())
+        running.enter_context(batch)
         ids = torch.randint(0, 90, (1, n), generator=torch.Generator().manual_seed(n))
         return (), dict(input_ids=ids, position_ids=batch.positions)
 
-    return make_inputs
+    with running:
+        yield make_inputs
 
 
 def test_an_attached_transformers_model_agrees_and_its_cache_counts_nothing():
@@ -192,7 +194,8 @@ def test_an_attached_transformers_model_agrees_and_its_cache_counts_nothing():
     assert report.checks[0].num_tensors >= 2 * LAYERS + 3
     assert cache.context_len("a") == cache.context_len("b") == 0
     assert all(map(torch.equal, before, (*cache.k, *cache.v)))
-    report = graphed.verify(make_inputs=packed_inputs(cache))
+    with packed_inputs(cache) as make_inputs:
+        report = graphed.verify(make_inputs=make_inputs)
     assert report.ok and report.num_compared == 8, report
 
 
@@ -238,7 +241,8 @@ def test_I3_eager_segments_of_a_mixture_of_experts_agree():
     with torch.no_grad():
         graphed.capture(input_ids=ids, position_ids=ids)
     assert any(segment.kind == "eager" for segment in graphed.report().plans[0].segments)
-    report = graphed.verify(make_inputs=packed_inputs(cache))
+    with packed_inputs(cache) as make_inputs:
+        report = graphed.verify(make_inputs=make_inputs)
     assert report.ok and report.num_compared == 4, report
 
 
