@@ -241,6 +241,7 @@ class PrefillBatch:
                     rule="a step runs on the blocks it was planned for; they may be another's by now",
                     fix="build the batch again, from what the cache holds now",
                 )
+        self.cache.prepare_step(self)
         _entry.set(_Entry(self, _entry.get()))
         return self
 

@@ -124,18 +124,22 @@ class PagedKVCache:
             self.v = tuple(torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers))
         self._claim_pools()
         self.pool_addresses = self._addresses()
+        # A tuple that is replaced, since another thread may be going through it.
+        self._step_buffers: tuple[weakref.ref[Any], ...] = ()
         self._free = list(range(num_blocks - 1, -1, -1))
         self._requests: dict[RequestId, CachedRequest] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        # A library's workspaces and plans are this cache's alone.
-        return {name: value for name, value in self.__dict__.items() if name != "library"}
+        # A library's workspaces and plans, and the buffers of captured ops, are this cache's alone.
+        own = ("library", "_step_buffers")
+        return {name: value for name, value in self.__dict__.items() if name not in own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # A copy has pools of its own, and may have come to another place.
         self.__dict__.update(state)
         self.device = self.k[0].device
         self.library = self._choose_library()
+        self._step_buffers = ()
         self._claim_pools()
         self.pool_addresses = self._addresses()
 
@@ -302,6 +306,17 @@ class PagedKVCache:
     def has_request(self, request_id: RequestId) -> bool:
         """Whether a request of that id holds room now."""
         return request_id in self._requests
+
+    def add_step_buffers(self, buffers: Any) -> None:
+        """From now on each step that begins is packed for these buffers, as long as they live."""
+        self._step_buffers = (*(ref for ref in self._step_buffers if ref()), weakref.ref(buffers))
+
+    def prepare_step(self, batch: Any) -> None:
+        """Packs a step that begins for all buffers of captured ops that its pools have."""
+        for reference in self._step_buffers:
+            buffers = reference()
+            if buffers is not None:
+                buffers.prepare(batch)
 
     def owns_pool(self, pool: torch.Tensor) -> bool:
         """Whether a tensor is one of this cache's pools, told by its address."""

@@ -79,6 +79,9 @@ class StepBuffers:
             self.cu_seqlens_q, self.seq_lens = starts, lens
             self.block_tables = tables.view(max_num_seqs, self.max_blocks)
         self._num_tables = 0
+        cache = PagedKVCache.owner_of(pools[0])
+        if cache is not None:
+            cache.add_step_buffers(self)
 
     @property
     def tensors(self) -> Mapping[str, torch.Tensor]:
@@ -91,12 +94,7 @@ class StepBuffers:
         batch = PrefillBatch.peek()
         if batch is None or batch.num_tokens != num_tokens or not self._is_of_the_cache(batch):
             return Misfit.OTHER_STEP
-        is_too_large = (
-            batch.num_seqs > self.max_num_seqs
-            or num_tokens > self.max_num_tokens
-            or batch.max_seqlen_k > self.max_seq_len
-        )
-        return Misfit.TOO_LARGE if is_too_large else None
+        return None if self._fits(batch) else Misfit.TOO_LARGE
 
     def load(self, batch: PrefillBatch | None = None) -> None:
         """Copies a step's metadata to the fixed addresses: one copy on the current stream, not waited for.
@@ -110,13 +108,25 @@ class StepBuffers:
         """
         batch = PrefillBatch.current("piecewise::attn_captured") if batch is None else batch
         self._check(batch)
-        host, count = batch.host, batch.num_seqs
+        count = batch.num_seqs
         # Rows that the last step had and this one has not are zeroed with the same copy.
-        num_tables = max(count, self._num_tables)
+        staged = batch.derived.get(self) if count >= self._num_tables else None
+        if staged is None:
+            staged = self._packed(batch, max(count, self._num_tables))
+        self._all[: len(staged)].copy_(staged, non_blocking=True)
+        self._num_tables = count
+
+    def prepare(self, batch: PrefillBatch) -> None:
+        """Packs what `load` will copy, on the host; for a step that begins, so that its call need not."""
+        if self not in batch.derived and self._fits(batch):
+            batch.derived[self] = self._packed(batch, batch.num_seqs)
+
+    def _packed(self, batch: PrefillBatch, num_tables: int) -> torch.Tensor:
+        """int32 on the host, pinned for a CUDA device: the metadata as it lies there, with so many tables."""
         end = self._spans[-1].start + num_tables * self.max_blocks
-        # torch keeps pinned memory from being used again before the copy has run.
+        # torch keeps pinned memory from being used again before copies of it have run.
         staged = torch.empty(end, dtype=torch.int32, pin_memory=self._all.device.type == "cuda")
-        values = staged.numpy()
+        values, host, count = staged.numpy(), batch.host, batch.num_seqs
         starts, lens, slots, tables = (values[span] for span in self._spans)
         values[:] = 0
         starts[: count + 1] = host.cu_seqlens_q
@@ -124,13 +134,19 @@ class StepBuffers:
         lens[:count] = host.seq_lens
         tables.reshape(num_tables, self.max_blocks)[:count, : host.block_tables.shape[1]] = host.block_tables
         slots.view(np.int64)[: batch.num_tokens] = host.slot_mapping
-        self._all[:end].copy_(staged, non_blocking=True)
-        self._num_tables = count
+        return staged
 
     def clear(self) -> None:
         """Goes back to a step of zero sequences, for which the op writes nothing."""
         self._all.zero_()
         self._num_tables = 0
+
+    def _fits(self, batch: PrefillBatch) -> bool:
+        return (
+            batch.num_seqs <= self.max_num_seqs
+            and batch.num_tokens <= self.max_num_tokens
+            and batch.max_seqlen_k <= self.max_seq_len
+        )
 
     def _is_of_the_cache(self, batch: PrefillBatch) -> bool:
         return self._pool_addresses <= batch.cache.pool_addresses

@@ -37,7 +37,7 @@ from runners.errors import ConfigError
 DEFAULT_SIZES = (16, 128, 512, 1024, 2048)
 _CALLS_PER_ROUND = 3
 # The largest of many rounding errors varies by a tenth from input to input.
-_NUM_DRAWS = 32
+DEFAULT_DRAWS = 32
 
 
 def run_spec(
@@ -49,6 +49,7 @@ def run_spec(
     variants: Sequence[str] | None = None,
     peer: str | None = None,
     rounds: int = 25,
+    draws: int = DEFAULT_DRAWS,
     log: TextIO = sys.stderr,
 ) -> BenchResult:
     """Loads the case that `spec` names and measures it; what is left out is the default of `piecewise bench`.
@@ -69,8 +70,9 @@ def run_spec(
         overrides["buckets"] = list(buckets or chosen)
     settings = PiecewiseConfig.from_any(config, **overrides)
     bench = LatencyBench(
-        load_case(spec), spec=spec, sizes=chosen, variants=wanted, config=settings, rounds=rounds, log=log
-    )
+        load_case(spec), spec=spec, sizes=chosen, variants=wanted, config=settings, rounds=rounds,
+        draws=draws, log=log,
+    )  # fmt: skip
     return bench.run()
 
 
@@ -84,6 +86,7 @@ class LatencyBench:
         variants: names as in `variants.py`, in the order of preparation.
         config: for the graphed variants; its buckets are `sizes`, unless it has others.
         rounds: how often each variant is timed at each size.
+        draws: over how many inputs errors are averaged, where the case makes others for each seed.
         log: where progress is told.
     """
 
@@ -96,18 +99,19 @@ class LatencyBench:
         variants: Sequence[str],
         config: PiecewiseConfig,
         rounds: int,
+        draws: int = DEFAULT_DRAWS,
         log: TextIO,
     ) -> None:
         missing = [n for n in sizes if config.max_num_tokens is not None and n > config.max_num_tokens]
-        if not sizes or missing or rounds < 1:
+        if not sizes or missing or rounds < 1 or draws < 1:
             raise ConfigError(
-                "bench", expected="sizes that the configuration serves, and a round or more",
-                got=f"sizes {list(sizes)}, {rounds} rounds",
+                "bench", expected="sizes that the configuration serves, and a round and a draw or more",
+                got=f"sizes {list(sizes)}, {rounds} rounds, {draws} draws",
                 rule="each size is measured in each round", fix="leave --tokens and --rounds out",
             )  # fmt: skip
         self.case, self.spec, self.config = case, spec, config
         self.sizes, self.variants, self.rounds = sorted(set(sizes)), tuple(variants), rounds
-        self.device = device_of(case)
+        self.draws, self.device = draws, device_of(case)
         self._log = log
         self._began = time.perf_counter()
         self._skipped: dict[str, str] = {}
@@ -134,7 +138,7 @@ class LatencyBench:
     @property
     def _num_draws(self) -> int:
         sources = [self.case, *([self.case.baseline] if self.case.baseline is not None else [])]
-        return _NUM_DRAWS if all(source.takes_seed for source in sources) else 1
+        return self.draws if all(source.takes_seed for source in sources) else 1
 
     def _references(self) -> dict[int, list[list[torch.Tensor]]]:
         """Float results of the baseline in float32, per size and draw; on the CPU, so that they take no

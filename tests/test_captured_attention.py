@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import gc
+
 import pytest
 import torch
 
@@ -124,3 +127,36 @@ def test_metadata_that_does_not_fit_is_refused():
         attn_captured(*rows, **{**case.step.tensors, "seq_lens": case.step.seq_lens[:2]}, scale=0.4)
     with pytest.raises(BoundaryOpError, match="pools"):
         StepBuffers([], max_num_seqs=1, max_num_tokens=1, max_seq_len=2)
+
+
+def test_a_step_that_begins_is_packed_for_the_buffers_of_its_cache():
+    case = Case(0.0)
+    batch = PrefillBatch.build(case.cache, ["a"], [3])
+    with batch:
+        packed = batch.derived[case.step]
+        case.step.load()
+    assert packed is batch.derived[case.step]
+    assert case.step.slot_mapping[:3].tolist() == batch.slot_mapping.tolist()
+    assert case.step.seq_lens.tolist() == [3, 0, 0, 0, 0]
+    # More tables were in use before than this step has: those are zeroed, too.
+    with PrefillBatch.build(case.cache, ["b", "c"], [2, 2]):
+        case.step.load()
+    with batch:
+        case.step.load()
+    assert case.step.block_tables[1:].eq(0).all() and case.step.seq_lens.tolist() == [3, 0, 0, 0, 0]
+    # What does not fit is not packed, and refused when it is loaded.
+    with PrefillBatch.build(case.cache, ["d"], [ROWS + 1]) as large:
+        assert case.step not in large.derived
+        with pytest.raises(BoundaryOpError, match="max_num_tokens"):
+            case.step.load()
+
+
+def test_a_cache_forgets_buffers_that_are_gone_and_copies_have_none():
+    case = Case(0.0)
+    twin = copy.deepcopy(case.cache)
+    with PrefillBatch.build(twin, ["a"], [3]) as batch:
+        assert not batch.derived
+    case.step = None
+    gc.collect()
+    with PrefillBatch.build(case.cache, ["a"], [3]) as batch:
+        assert not batch.derived
