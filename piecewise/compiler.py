@@ -200,7 +200,7 @@ def one_token_refusal(traced: TracedModel, model: nn.Module, *, forward: Any, co
     static: dict[int, tuple[int, ...]] = {c.leaf: tuple(c.dims) for c in traced.token.inputs}
     static |= dict.fromkeys(traced.static_ints, ())
     try:
-        single = trace(model, example, forward=forward, static_dims=static)
+        single = trace(model, example, forward=forward, static_dims=static, finds_facts=False)
     except TraceError as error:
         return f"it cannot be traced with one: {error.what}"
     normalize(single.graph)

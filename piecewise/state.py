@@ -58,6 +58,7 @@ class Scope:
     def __init__(self, local_names: Mapping[str, Any], global_names: Mapping[str, Any]) -> None:
         self._names = {"L": local_names, "G": global_names}
         self._known: dict[str, tuple[Any, StateRef | None]] = {}
+        self._steps: dict[str, list[tuple[Any, StateRef | None]]] = {}  # many guards are of one source
 
     def find(self, source: str) -> tuple[Any, StateRef | None]:
         """The value at a source, and its place where one look-up in something lasting finds it again.
@@ -69,17 +70,22 @@ class Scope:
 
     def steps(self, source: str) -> list[tuple[Any, StateRef | None]]:
         """What `find` gives for each step of the path, the whole one first."""
+        if source not in self._steps:
+            self._steps[source] = self._find_steps(source)
+        return self._steps[source]
+
+    def _find_steps(self, source: str) -> list[tuple[Any, StateRef | None]]:
         found = []
         node: Any = _as_attribute(ast.parse(source, mode="eval").body)
         while isinstance(node, (ast.Subscript, ast.Attribute)):
             found.append(self._find(node))
             node = _as_attribute(node.value)
         if isinstance(node, ast.Call) and node.args:
-            return found + self.steps(ast.unparse(node.args[-1]))
+            return found + self.steps(_text_of(node.args[-1]))
         return found
 
     def _find(self, node: Any) -> tuple[Any, StateRef | None]:
-        text = ast.unparse(node)
+        text = _text_of(node)
         if text not in self._known:
             self._known[text] = self._look_up(node, text)
         return self._known[text]
@@ -237,11 +243,25 @@ def _is_lasting(value: Any, place: StateRef) -> bool:
     return place.get() is value
 
 
+def _text_of(node: Any) -> str:
+    """What `ast.unparse` gives, which takes seconds for the paths of a deep model."""
+    if isinstance(node, ast.Name):
+        return node.id
+    value = getattr(node, "value", None)
+    if isinstance(value, (ast.Name, ast.Attribute, ast.Subscript, ast.Call)):
+        if isinstance(node, ast.Attribute):
+            return f"{_text_of(value)}.{node.attr}"
+        key = node.slice if isinstance(node, ast.Subscript) else None
+        if isinstance(key, ast.Constant) and type(key.value) in (str, int):
+            return f"{_text_of(value)}[{key.value!r}]"
+    return ast.unparse(node)
+
+
 def _as_attribute(node: Any) -> Any:
     """`object.__getattribute__(owner, "name")`, as torch 2.11 writes some sources, as `owner.name`."""
     if (
         isinstance(node, ast.Call)
-        and ast.unparse(node.func) == "object.__getattribute__"
+        and _text_of(node.func) == "object.__getattribute__"
         and isinstance(node.args[-1], ast.Constant)
     ):
         return ast.Attribute(_as_attribute(node.args[0]), str(node.args[-1].value), ast.Load())

@@ -122,8 +122,9 @@ def current_guards() -> list[SeenGuard]:
 
 
 def traced_code() -> list[CodeType]:
-    """Each function's code that the trace in progress went through; only inside a backend."""
-    return list(TracingContext.get_traced_code() or ())
+    """Each function's code that the trace in progress went through, once; only inside a backend."""
+    # Each call adds the function's code again. Equal code may be of two files: so once each by identity.
+    return list({id(code): code for code in TracingContext.get_traced_code() or ()}.values())
 
 
 def tied_sources(guard: SeenGuard) -> tuple[str, ...]:

@@ -109,7 +109,7 @@ class Trace:
         placeholders: one per placeholder node, in order.
         result: structure of the result; `result_leaves` has one entry per leaf index.
         shape_env: where symbols are simplified, None for a graph without any.
-        state_facts: what the trace saw of the model's Python state.
+        state_facts: what the trace saw of the model's Python state; none where it was not asked for.
         example: the call that was traced.
         leaves_seen: input tensors that forward looked at, if only at their sizes.
         reads_flags: whether forward may ask if an input is a Parameter or requires grad.
@@ -144,6 +144,7 @@ def trace(
     forward: Any,
     static_dims: Mapping[int, Sequence[int]] = {},
     keeps_identity: bool = False,
+    finds_facts: bool = True,
 ) -> Trace:
     """Traces `forward(model's call)` with the example's structure; the model is not run and its state is
     unchanged.
@@ -154,6 +155,8 @@ def trace(
         static_dims: leaf index → dims that get no symbol; an int argument in here gets none either.
         keeps_identity: whether a tensor that the example passes twice is one for forward, too. The trace is
             made again in this way where forward may ask for it.
+        finds_facts: whether the trace lists the Python state that it read; one that is only looked at, and
+            never replayed, need not.
     Raises:
         TraceError: forward cannot be one graph, has side effects, or returns something that cannot be
             rebuilt.
@@ -207,10 +210,14 @@ def trace(
             "or return it",
         )
     if collector.compares_identity and not keeps_identity and example.passes_one_twice:
-        return trace(model, example, forward=forward, static_dims=static_dims, keeps_identity=True)
+        return trace(
+            model, example, forward=forward, static_dims=static_dims, keeps_identity=True,
+            finds_facts=finds_facts,
+        )  # fmt: skip
     if reads_flags(collector.names_read):
         refuse_flags(example.leaves, example.names)
-    return collector.finish(result, example, skip_root=not isinstance(forward, nn.Module))
+    skip_root = not isinstance(forward, nn.Module)
+    return collector.finish(result, example, skip_root=skip_root, finds_facts=finds_facts)
 
 
 def _prepare_leaves(
@@ -343,7 +350,7 @@ class _Collector:
             if place is not None:
                 self.snapshot.add(readable_path(source).rpartition(".")[0], place.owner)
 
-    def finish(self, result: Any, example: ExampleCall, *, skip_root: bool) -> Trace:
+    def finish(self, result: Any, example: ExampleCall, *, skip_root: bool, finds_facts: bool) -> Trace:
         assert self.graph is not None
         fakes = [node.meta["example_value"] for node in self.graph.graph.find_nodes(op="placeholder")]
         shape_env = internals.shape_env_of(fakes)
@@ -356,7 +363,7 @@ class _Collector:
             )
         )
         structure, result_leaves = self._result(result, placeholders)
-        facts = self._facts(placeholders, scope, skip_root=skip_root)
+        facts = self._facts(placeholders, scope, skip_root=skip_root) if finds_facts else StateFacts()
         seen = (re.match(r"L\['t(\d+)'\]", guard.source) for guard in self.guards)
         return Trace(
             self.graph, placeholders, structure, result_leaves, shape_env, facts, example,

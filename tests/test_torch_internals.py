@@ -174,6 +174,14 @@ def test_outside_a_backend_there_are_no_guards():
     assert internals.traced_code() == []
 
 
+def test_code_that_is_run_at_many_places_is_listed_once():
+    def double(x):
+        return x * 2
+
+    code = compile_with(lambda x: double(double(double(x))), torch.ones(3))["code"]
+    assert code.count(double.__code__) == 1
+
+
 def test_the_sources_of_a_tensor_that_is_read_at_two_places():
     class Tied(nn.Module):
         def __init__(self):
