@@ -314,7 +314,8 @@ def _plan_for(
             return assembler.plan, assembler
     traced, plan, check = signature.traced, signature.plan, signature.check
     if not plan.is_valid(bucket, *other_sizes(plan, leaves)):
-        resized = _resized_for(context, signature, bucket)
+        # A trace at one token has no symbol for the count.
+        resized = _resized_for(context, signature, bucket) if bucket > 1 else None
         if resized is None:
             return plan, None
         traced, plan, check = resized.traced, resized.plan, state_check_of(resized.plan)

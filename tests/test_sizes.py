@@ -151,6 +151,21 @@ def test_I10_a_branch_on_the_count_gives_each_bucket_its_own_trace(example):
     assert graphed.stats.reasons == {FallbackReason.SHAPE_GUARD: 2} and graphed.stats.replays == 7
 
 
+def test_I10_a_bucket_of_one_that_the_trace_excludes_is_no_failed_capture():
+    def head(model, x):
+        unused = x * 2 if x.shape[0] > 2 else x * 3  # leaves a guard, and the same program  # noqa: F841
+        return x
+
+    graphed = piecewise.compile(toy(head), buckets=(1, 8), progress=False, strict=True)
+    report = graphed.capture(make_ids(5), torch.arange(5))
+    assert {bucket.bucket: bucket.status for bucket in report.buckets} == {8: "captured", 1: "eager"}
+    assert "branches on the token count" in report.buckets[-1].reason
+    with torch.no_grad():
+        for n in (1, 3):
+            compare(graphed, graphed.model, (make_ids(n), torch.arange(n)), exact=n == 1, where=f"{n}")
+    assert graphed.stats.reasons == {FallbackReason.SHAPE_GUARD: 1}
+
+
 def _in_fours(m, x):
     if x.shape[0] % 4 == 0:
         return x.view(-1, 4, HIDDEN).amax(1).repeat_interleave(4, 0)
