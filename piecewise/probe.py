@@ -37,7 +37,7 @@ from piecewise.index_bounds import CheckedIndices
 from piecewise.normalize import target_name
 from piecewise.positions import can_be_numbered, keeps_places, lie_alike, numbered_like, random_where_constant
 from piecewise.recordable import Recorders
-from piecewise.row_agreement import difference
+from piecewise.row_agreement import difference, surely_agree
 from piecewise.row_samples import map_tensors, resize_leaf, unchanged_random_state, with_padding
 from piecewise.sizes import SizeFunctions
 from piecewise.token_dim import TokenSymbol
@@ -225,10 +225,12 @@ class Probe:
                 self._execute(node, run, self.padded_rows)
             except (RuntimeError, IndexError, ValueError) as error:
                 return f"fails on padded rows: {str(error).splitlines()[0]}"
-        for what, real, padded in self._results(node):
-            seen = difference(real, padded)
-            if seen is not None:
-                return f"{what}{seen}"
+        results = list(self._results(node))
+        if not surely_agree((real, padded) for _, real, padded in results):
+            for what, real, padded in results:
+                seen = difference(real, padded)
+                if seen is not None:
+                    return f"{what}{seen}"
         if self.facts[node].is_view and not is_tuple_item(node) and not self._keeps_places(node):
             return "looks at other memory when rows are padded"
         return None
