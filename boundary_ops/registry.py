@@ -122,7 +122,8 @@ def define(
 
     The op is not differentiable: its implementation runs without grad mode, and no gradient flows through it.
     Defining a name again with the same schema (a module reload, a notebook cell) replaces the implementation
-    and the declaration, also for graphs that hold the op already.
+    and the declaration, also for calls between graphs that were captured before. Graphs that hold the op
+    itself are not replayed any longer.
 
     Args:
         schema: "ns::op(Tensor q, Tensor(a!) out, ...) -> ()". At least one argument is marked as written,
@@ -230,6 +231,11 @@ def lookup(target: object) -> BoundaryOp | None:
             return next((op for key, op in _registered.items() if key.startswith(f"{name}.")), None)
         return found
     return target if isinstance(target, BoundaryOp) and target in _registered.values() else None
+
+
+def declarations() -> Mapping[str, BoundaryOp]:
+    """The declared ops by name, as a table that changes with them; not to be written."""
+    return _registered
 
 
 def unregister(name: str) -> None:

@@ -270,15 +270,21 @@ class GraphedModule:
             report = None
             while self._to_refresh:
                 example, buckets = self._to_refresh[0]
-                self._graphs.add(self._traced(example))
+                signature = self._traced(example)
+                self._graphs.add(signature)
+                try:
+                    report = self._graphs.capture(signature, list(buckets))
+                except BaseException:
+                    self._graphs.remove(signature)
+                    raise
                 del self._to_refresh[0]
-                report = self._graphs.capture(self._graphs.signatures[-1], list(buckets))
             return report
 
     def _renew(self, position: int) -> None:
         """Traces a signature again whose trace is out of date; its graphs go first."""
         old = self._graphs.signatures[position]
         old.reset()
+        old.check = None  # it holds the weights, which may be laid out anew
         self._graphs.add(self._traced(old.traced.trace.example), position=position)
 
     def suspend(self) -> None:
@@ -303,8 +309,7 @@ class GraphedModule:
 
         Raises:
             StateError: it is not suspended.
-            TraceError, TokenDimError, CaptureError: as for `capture`, where a trace is made again; it stays
-                suspended then.
+            TraceError, TokenDimError, CaptureError: as for `capture`; everything is suspended as before then.
         """
         with self._exclusive("resume"):
             return self._graphs.resume(lambda old: self._traced(old.traced.trace.example))

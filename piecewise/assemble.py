@@ -14,6 +14,7 @@ Boundary ops are not called, but for those that are captured: they run on a step
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -21,6 +22,7 @@ import torch
 
 import boundary_ops
 from boundary_ops.capture import StepMetadata
+from boundary_ops.registry import declarations
 from piecewise import torch_internals as internals
 from piecewise.plan import ComputedNumber, InputAt, Segment, SegmentPlan, ValueSpec
 from piecewise.row_samples import unchanged_random_state
@@ -194,7 +196,7 @@ class PlanAssembler:
             tuple((self._slot(index), ref) for index, ref in looked_up.items()), sizes,
             tuple(self._result_item(leaf, static) for leaf in self.plan.result_leaves),
             self.check, self._check_before(taken), self.outputs, self.pool.begin_call,
-            step_metadata=self.step_metadata,
+            may_run_ahead=_are_repeatable(taken), step_metadata=self.step_metadata,
         )  # fmt: skip
 
     def _call_step(
@@ -265,6 +267,8 @@ class PlanAssembler:
     def _check_before(self, segments: Sequence[Segment]) -> int:
         """The position of the first segment that may leave something behind which the same call would not
         write anew if it ran eagerly after all."""
+        if self.outputs == "view":  # an input may be an earlier result, whose memory the first segment writes
+            return 0
         for position, segment in enumerate(segments):
             op = boundary_ops.lookup(segment.op_call.name) if segment.op_call is not None else None
             is_repeatable = op is not None and op.repeatable
@@ -289,6 +293,17 @@ class PlanAssembler:
             runner.reset()
 
 
+def _are_repeatable(segments: Sequence[Segment]) -> Callable[[], bool]:
+    """Whether the boundary ops that are repeatable now are so still: an op may be declared anew."""
+    called = {segment.op_call.name for segment in segments if segment.op_call is not None}
+    names = [name for name in called if (op := boundary_ops.lookup(name)) is not None and op.repeatable]
+
+    def are_repeatable() -> bool:
+        return all((op := boundary_ops.lookup(name)) is not None and op.repeatable for name in names)
+
+    return are_repeatable
+
+
 def _is_torchs(op_name: str) -> bool:
     return "::" not in op_name or op_name.startswith("aten::")
 
@@ -305,9 +320,17 @@ def state_check_of(plan: SegmentPlan) -> StateCheck:
     return StateCheck(
         tensors=tuple(tensors.values()),
         looked_up=tuple(looked_up.values()),
-        facts=plan.state_facts,
+        facts=dataclasses.replace(plan.state_facts, values=plan.state_facts.values + _captured_ops(plan)),
         number_dicts=internals.number_dicts if internals.dict_numbers_tell() else None,
     )
+
+
+def _captured_ops(plan: SegmentPlan) -> tuple[tuple[StateRef, Any], ...]:
+    """The boundary ops inside graphs: one that is declared anew may do something else there."""
+    declared = declarations()
+    names = {name for segment in plan.graph_segments() if segment.captured_ops for name in segment.op_names}
+    ops = [declared[name] for name in sorted(names) if name in declared]
+    return tuple((StateRef(declared, op.name, f"the declaration of op '{op.name}'"), op) for op in ops)
 
 
 def _read_by_graphs(plan: SegmentPlan) -> set[int]:

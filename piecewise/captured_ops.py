@@ -10,6 +10,7 @@ each replay. A node that stays as it is says why in `meta["kept_out"]`.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -25,9 +26,18 @@ from piecewise.aliases import NodeFacts, tensors_in
 from piecewise.config import PiecewiseConfig
 from piecewise.trace import Trace
 from runners.errors import ConfigError
+from runners.state_check import StateRef
 
 
-def write_captured_forms(trace: Trace, config: PiecewiseConfig) -> tuple[StepMetadata, ...]:
+@dataclasses.dataclass(frozen=True, slots=True)
+class MetadataMade:
+    """One form's metadata, and the places of the model's tensors that it was made for."""
+
+    metadata: StepMetadata
+    places: tuple[StateRef, ...]
+
+
+def write_captured_forms(trace: Trace, config: PiecewiseConfig) -> tuple[MetadataMade, ...]:
     """Replaces, in place, the calls of boundary ops that have a captured form; nothing with boundary="eager".
 
     Returns:
@@ -50,14 +60,16 @@ def write_captured_forms(trace: Trace, config: PiecewiseConfig) -> tuple[StepMet
             found.setdefault(op.captured_form, []).append((node, op, call))
         else:
             node.meta["kept_out"] = why
-    made: list[StepMetadata] = []
+    state = {p.node: p.state for p in trace.placeholders if p.state is not None}
+    made: list[MetadataMade] = []
     for form, calls in found.items():
         limits = _limits(config, calls[0][1])
         metadata = form.metadata(limits, [_known_values(trace, call) for _, _, call in calls])
         constants = _constants(trace.graph, metadata.tensors, len(made))
         for node, _, call in calls:
             _rewrite(node, form, {**call, **constants})
-        made.append(metadata)
+        arguments = {value for _, _, call in calls for value in call.values() if isinstance(value, fx.Node)}
+        made.append(MetadataMade(metadata, tuple(ref for node, ref in state.items() if node in arguments)))
     return tuple(made)
 
 

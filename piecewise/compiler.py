@@ -9,10 +9,9 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from boundary_ops.capture import StepMetadata
 from piecewise import torch_internals as internals
 from piecewise.aliases import NodeFacts, find_facts, remove_dead_nodes, tensors_in
-from piecewise.captured_ops import enabled_ops, fix_metadata_inputs, write_captured_forms
+from piecewise.captured_ops import MetadataMade, enabled_ops, fix_metadata_inputs, write_captured_forms
 from piecewise.classify import Classifier, Verdict
 from piecewise.config import PiecewiseConfig
 from piecewise.normalize import normalize
@@ -45,7 +44,7 @@ class TracedModel:
     forced: dict[fx.Node, Verdict] = dataclasses.field(default_factory=dict)
     static_ints: tuple[int, ...] = ()
     captures_boundaries: bool = False
-    step_metadata: tuple[StepMetadata, ...] = ()
+    step_metadata: tuple[MetadataMade, ...] = ()
 
     def cut(self) -> SegmentPlan:
         """The plan with what the probes have found so far."""

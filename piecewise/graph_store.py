@@ -214,10 +214,15 @@ class GraphStore:
         for bucket in buckets:
             signature.take_back(bucket)
         if not signature.served:
-            signature.reset()
-            self.signatures.remove(signature)
+            self.remove(signature)
+
+    def remove(self, signature: CapturedSignature) -> None:
+        """Drops a signature with its graphs, and the pool with the last of them. Idempotent."""
+        signature.reset()
+        self.signatures[:] = [each for each in self.signatures if each is not signature]
         if not any(each.served for each in self.signatures):
             self._release_pool()
+        self._note_captured()
 
     def suspend(self) -> None:
         """Gives all graph memory back and keeps the traces. Idempotent."""
@@ -233,7 +238,8 @@ class GraphStore:
 
         Raises:
             StateError: it is not suspended.
-            Whatever `retrace` raises: then everything stays suspended, and this can be called again.
+            Whatever `retrace` or a capture raises: then everything is suspended as before, and this can be
+            called again.
         """
         if not self.is_suspended:
             raise _not_suspended()
@@ -247,20 +253,38 @@ class GraphStore:
                 renewed = retrace(old)
                 renewed.suspended = dataclasses.replace(old.suspended, places=(), kinds=())
                 self.add(renewed, position=position)
+        signatures = list(self.signatures)
+        resumed = [(each, each.resume()) for each in map(signatures.__getitem__, now)]
         self.is_suspended = False
         report = None
-        for signature, buckets in [(each, each.resume()) for each in map(self.signatures.__getitem__, now)]:
-            report = self.capture(signature, buckets, doing="capturing again:")
+        try:
+            for signature, buckets in resumed:
+                report = self.capture(signature, buckets, doing="capturing again:")
+        except BaseException:
+            self.signatures[:] = signatures
+            for signature, buckets in resumed:
+                signature.suspend_for(buckets)
+            self.suspend()
+            raise
         return report
 
     def _resume_at_call(self, signature: CapturedSignature) -> None:
-        if signature.holds():
-            self.capture(signature, signature.resume(), doing="capturing again:")
+        assert signature.suspended is not None
+        if not signature.holds():
+            for bucket in signature.suspended.buckets:
+                detail = "the model changed while it was suspended; refresh() captures again"
+                signature.refuse(bucket, FallbackReason.MODULE_STATE_CHANGED, detail)
+            signature.suspended = None
             return
-        for bucket in signature.resume():
-            detail = "the model changed while it was suspended; refresh() captures again"
-            signature.refuse(bucket, FallbackReason.MODULE_STATE_CHANGED, detail)
-        signature.check = None
+        buckets = signature.resume()
+        try:
+            self.capture(signature, buckets, doing="capturing again:")
+        except BaseException as error:  # told once, not at each call
+            for bucket in buckets:
+                if bucket not in signature.served:
+                    detail = str(error) or f"{type(error).__name__} without a message"
+                    signature.refuse(bucket, FallbackReason.CAPTURE_FAILED, detail)
+            raise
 
     def resume_at_calls(self) -> None:
         """Lets each signature capture again what it had, at its next call.

@@ -135,9 +135,19 @@ class CapturedSignature:
         """Drops the graphs and all that holds the model's tensors; the traces stay. Idempotent."""
         if self.suspended is not None:
             return
-        is_valid = self.find_change() is None
         again = [b for b in self.buckets if b in self.served or self.refused[b][0] in _WORTH_ANOTHER_TRY]
-        self.suspended = Suspended.of(again if is_valid else self.buckets, self._plans(), is_valid=is_valid)
+        self.suspend_for(again if self.find_change() is None else self.buckets)
+
+    def suspend_for(self, again: Sequence[int]) -> None:
+        """As `suspend`, and these are the buckets that `resume` is to capture."""
+        is_valid = self.find_change() is None
+        fixed = [
+            place
+            for traced in (self.traced, *(resized.traced for resized in self.resized))
+            for made in traced.step_metadata
+            for place in made.places
+        ]
+        self.suspended = Suspended.of(again, self._plans(), fixed, is_valid=is_valid)
         for bucket in again:
             detail = "its memory was given back by suspend(); resume() captures it again"
             self.bucket_reports[bucket] = BucketReport(
@@ -332,7 +342,7 @@ def _plan_for(
         pool=context.pool,
         buffers=context.buffers,
         check=check,
-        step_metadata=traced.step_metadata,
+        step_metadata=[made.metadata for made in traced.step_metadata],
         warmup_steps=context.config.warmup_steps,
         outputs=context.config.outputs,
         times=signature.times,

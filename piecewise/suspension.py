@@ -26,14 +26,24 @@ class Suspended:
         buckets: largest first.
         places: of the model's tensors that the traces read.
         kinds: what `kinds_of` those places were; None where the trace was out of date already.
+        fixed: places, each with the address of its tensor, for which the traces hold step metadata: that
+            knows a KV pool by its address.
     """
 
     buckets: tuple[int, ...]
     places: tuple[StateRef, ...] = ()
     kinds: tuple[Any, ...] | None = None
+    fixed: tuple[tuple[StateRef, int | None], ...] = ()
 
     @classmethod
-    def of(cls, buckets: Iterable[int], plans: Iterable[SegmentPlan], *, is_valid: bool) -> Suspended:
+    def of(
+        cls,
+        buckets: Iterable[int],
+        plans: Iterable[SegmentPlan],
+        fixed: Iterable[StateRef],
+        *,
+        is_valid: bool,
+    ) -> Suspended:
         """The tensors of these plans as they are now; they are not held."""
         found = {
             (id(value.state.owner), value.state.key): value.state
@@ -42,11 +52,21 @@ class Suspended:
             if value.state is not None
         }
         places = tuple(found.values())
-        return cls(tuple(buckets), places, kinds_of(places) if is_valid else None)
+        addresses = tuple((place, _address_in(place)) for place in fixed)
+        return cls(tuple(buckets), places, kinds_of(places) if is_valid else None, addresses)
 
     def holds(self) -> bool:
         """Whether the model's tensors are of the kinds that the traces were made with."""
-        return self.kinds is not None and kinds_of(self.places) == self.kinds
+        return (
+            self.kinds is not None
+            and kinds_of(self.places) == self.kinds
+            and all(_address_in(place) == address for place, address in self.fixed)
+        )
+
+
+def _address_in(place: StateRef) -> int | None:
+    tensor = place.get()
+    return tensor.data_ptr() if isinstance(tensor, torch.Tensor) else None
 
 
 def kinds_of(places: Iterable[StateRef]) -> tuple[Any, ...]:

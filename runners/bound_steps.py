@@ -79,12 +79,14 @@ class Check:
 
 @dataclass(slots=True)
 class CheckLookedUp:
-    """The same for what is looked up next; all else is compared by a `Check` that comes later."""
+    """The same for what is looked up next; all else is compared by a `Check` that comes later, unless calls
+    may run ahead of that no longer."""
 
     check: StateCheck
+    may_run_ahead: Callable[[], bool]
 
     def replay(self, env: list[Any]) -> None:
-        if not self.check.looked_up_fit():
+        if not self.check.looked_up_fit() or not (self.may_run_ahead() or self.check.is_unchanged()):
             raise_change(self.check)
 
 

@@ -148,6 +148,7 @@ class StepPlan:
         check: what is compared on each call, before the step at `check_before`: the first that leaves
             something which a call that runs eagerly after all would not write anew. As late as that, so that
             the device has work meanwhile.
+        may_run_ahead: whether calls may still be made before the check, as they could when this was planned.
         begin_call: called before each replay, where the engine needs it: `GraphPool.begin_call`.
         step_metadata: loaded before each replay, for ops in graphs that read it at fixed addresses.
         max_bound: how many row counts keep their views.
@@ -165,6 +166,7 @@ class StepPlan:
     check_before: int
     outputs: str = "copy"
     begin_call: Callable[[], None] | None = None
+    may_run_ahead: Callable[[], bool] = lambda: True
     step_metadata: tuple[Loadable, ...] = ()
     max_bound: int = 64
     _bound: OrderedDict[int, _Bound] = field(default_factory=OrderedDict)
@@ -249,7 +251,7 @@ class _Binder:
             look.insert(0, Check(plan.check))
             self._steps[plan.check_before : plan.check_before] = look
         else:
-            look.insert(0, CheckLookedUp(plan.check))
+            look.insert(0, CheckLookedUp(plan.check, plan.may_run_ahead))
             self._steps.insert(plan.check_before, Check(plan.check))
             self._steps[first_call:first_call] = look
 

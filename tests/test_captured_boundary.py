@@ -224,6 +224,32 @@ def test_I4_a_cache_that_was_replaced_is_noticed_and_captured_again():
     assert all(map(torch.equal, pools_of(former), kept))
 
 
+def test_I4_a_cache_that_was_replaced_while_suspended_is_the_one_that_steps_belong_to():
+    graphed = captured_paged()
+    assert serve_step(graphed, "a", (5,)) == "replay"
+    graphed.suspend()
+    model, former = graphed.model, pools_of(graphed.model.cache)
+    model.cache = new_cache()
+    for index, layer in enumerate(model.layers):
+        layer.k_cache, layer.v_cache = model.cache.k[index], model.cache.v[index]
+    kept = [pool.clone() for pool in former]
+    assert serve_step(graphed, "a", (5,)) == "suspended"
+    assert graphed.resume().ok
+    assert serve_step(graphed, "a", (2,)) == "replay"
+    assert all(map(torch.equal, former, kept))
+
+
+def test_weights_that_moved_while_suspended_need_no_other_metadata(monkeypatch):
+    graphed = captured_paged()
+    graphed.suspend()
+    for weight in graphed.model.parameters():
+        weight.data = weight.data.clone()
+    monkeypatch.setattr(StepBuffers, "__init__", None)
+    assert graphed.resume().ok
+    monkeypatch.undo()
+    assert serve_step(graphed, "a", (2,)) == "replay"
+
+
 def test_I4_a_pool_that_moves_inside_a_step_of_its_cache():
     graphed = captured_paged()
     pool = graphed.model.layers[1].k_cache
@@ -301,6 +327,32 @@ def test_ops_that_are_left_out_of_boundary_ops_are_not_rewritten():
     graphed = capture(new_paged(between=summed), boundary_ops=["piecewise::attn_inplace"])
     assert kinds(graphed)[1] == 2
     assert serve_step(graphed, "a", (5,)) == "replay"
+
+
+def test_I10_an_op_in_a_graph_that_is_defined_anew_is_captured_anew():
+    schema = "captured_boundary::again(Tensor x, Tensor(a!) out) -> ()"
+    settings = dict(token_args={"x": 0, "out": 0}, capture_safe=True)
+    again = boundary_ops.define(schema, lambda x, out: out.copy_(x * 2), **settings)
+
+    class Again(nn.Module):
+        def forward(self, x):
+            x = x + 1
+            out = torch.empty_like(x)
+            again(x, out)
+            return x + out
+
+    graphed = piecewise.compile(Again(), buckets=[8], boundary="captured", progress=False)
+    x = torch.randn(5, 3)
+    with torch.no_grad():
+        assert graphed.capture(x).ok
+        torch.testing.assert_close(graphed(x), (x + 1) * 3)
+        boundary_ops.define(schema, lambda x, out: out.copy_(x * 4), **settings)
+        torch.testing.assert_close(graphed(x), (x + 1) * 5)
+        assert graphed.stats.reasons == {"module_state_changed": 1}
+        assert "the declaration of op 'captured_boundary::again'" in str(graphed.report())
+        assert graphed.refresh().ok
+        torch.testing.assert_close(graphed(x), (x + 1) * 5)
+    assert graphed.stats.replays == 2
 
 
 def test_the_form_must_fit_its_op():

@@ -34,17 +34,17 @@ class Layers(nn.Module):
 class Recorded:
     """A model graphed at 8 rows, and how often its op was called."""
 
-    def __init__(self, name, *, repeatable):
-        self.calls = []
+    def __init__(self, name, *, repeatable, **settings):
+        self.calls, self.schema = [], SCHEMA.format(name=name)
 
         def impl(x, out, pool):
             self.calls.append(x.shape[0])
             out.copy_(x + pool[0])
             pool[1 : x.shape[0] + 1] = x
 
-        self.op = boundary_ops.define(SCHEMA.format(name=name), impl, repeatable=repeatable)
+        self.op = boundary_ops.define(self.schema, impl, repeatable=repeatable)
         self.model = Layers(self.op).eval()
-        self.graphed = piecewise.compile(self.model, buckets=[8], progress=False)
+        self.graphed = piecewise.compile(self.model, buckets=[8], progress=False, **settings)
         with torch.no_grad():
             assert self.graphed.capture(torch.randn(5, 8)).ok
             self.graphed(torch.randn(5, 8))
@@ -98,6 +98,45 @@ def test_I4_what_a_repeatable_op_is_given_is_checked_before_it():
         found = recorded.graphed(x)
         assert len(recorded.calls) == 2
         torch.testing.assert_close(found, recorded.model(x))
+    assert recorded.graphed.stats.reasons[FallbackReason.MODULE_STATE_CHANGED] == 1
+
+
+@pytest.mark.parametrize("how", ["defined again", "taken back"])
+def test_I10_an_op_that_is_repeatable_no_longer_is_called_after_the_check(how):
+    recorded = Recorded("once_" + how.replace(" ", "_"), repeatable=True)
+    if how == "defined again":
+
+        def impl(x, out, pool):
+            recorded.calls.append(x.shape[0])
+            out.copy_(x + pool[0])
+            pool[0] += 1
+
+        boundary_ops.define(recorded.schema, impl)
+    else:
+        boundary_ops.unregister(recorded.op.name)
+    with torch.no_grad():
+        recorded.graphed(torch.randn(5, 8))
+    assert recorded.graphed.stats.replays == 2, "it is served as before"
+    recorded.calls.clear()
+    recorded.model.scale = 2.0
+    for pool in recorded.model.pools:
+        pool.zero_()
+    with torch.no_grad():
+        recorded.graphed(torch.randn(5, 8))
+    assert recorded.graphed.stats.reasons[FallbackReason.MODULE_STATE_CHANGED] == 1
+    assert len(recorded.calls) == 2
+    assert [pool[0, 0].item() for pool in recorded.model.pools] == [how == "defined again"] * 2
+
+
+@pytest.mark.parametrize("repeatable", [True, False])
+def test_I7_a_result_in_static_memory_may_be_the_input_of_a_call_that_finds_a_change(repeatable):
+    recorded = Recorded(f"view_{repeatable}", repeatable=repeatable, outputs="view")
+    with torch.no_grad():
+        for change in (lambda: None, lambda: setattr(recorded.model, "scale", 2.0)):
+            result = recorded.graphed(torch.randn(5, 8))
+            kept = result.clone()
+            change()
+            torch.testing.assert_close(recorded.graphed(result), recorded.model(kept))
     assert recorded.graphed.stats.reasons[FallbackReason.MODULE_STATE_CHANGED] == 1
 
 

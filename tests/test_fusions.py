@@ -244,6 +244,14 @@ def test_I4_a_moved_member_is_noticed_and_refresh_packs_again(name, how):
     torch.testing.assert_close(replayed(made, ids), eagerly(model, ids), **CLOSE)
 
 
+def test_I4_a_capture_that_replaces_an_outdated_trace_packs_again():
+    model = Plain()
+    made, _ = graphed(model, "pack_linears")
+    model.layers[1].k.weight = nn.Parameter(torch.randn_like(model.layers[1].k.weight))
+    assert matches(made.capture(make_ids(5)))["pack_linears"] == 4 and all(packs(model))
+    torch.testing.assert_close(replayed(made, make_ids(7)), eagerly(model, make_ids(7)), **CLOSE)
+
+
 def test_I4_a_second_signature_and_a_second_module_leave_packed_weights_where_they_are():
     model = Plain()
     made, _ = graphed(model, "pack_linears")

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 import piecewise
 from runners.mode import capturing, in_capture_window
+from runners.piecewise_runner import PiecewiseRunner
 
 trouble = {"rows": None, "error": None, "in_capture": False}
 
@@ -275,6 +276,28 @@ def test_I8_refresh_that_fails_can_be_repeated():
         graphed.refresh()
     assert serve_with_hook(graphed) == "not_captured"
     hook.remove()
+    assert graphed.refresh().captured == BUCKETS
+    assert [serve(graphed, ids) for ids in (tokens(5), tokens(5).int())] == ["replay", "replay"]
+
+
+@pytest.mark.parametrize("at", [1, 9], ids=["first signature", "second signature"])
+def test_I8_refresh_whose_capture_is_interrupted_can_be_repeated(monkeypatch, at):
+    graphed = graph(new_model(), strict=True)
+    graphed.capture(tokens(7).int())
+    counted, capture = [], PiecewiseRunner.capture
+
+    def interrupted(self, *args, **kwargs):
+        counted.append(None)
+        if len(counted) == at + 1:
+            raise KeyboardInterrupt
+        return capture(self, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PiecewiseRunner, "capture", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            graphed.refresh()
+    second = "replay" if at > 8 else "not_captured"
+    assert serve(graphed, tokens(5)) == second
     assert graphed.refresh().captured == BUCKETS
     assert [serve(graphed, ids) for ids in (tokens(5), tokens(5).int())] == ["replay", "replay"]
 

@@ -15,6 +15,7 @@ from torch import nn
 
 import piecewise
 from piecewise import signatures
+from runners.piecewise_runner import PiecewiseRunner
 
 CALLS = (1, 3, 4, 5, 12, 16)
 
@@ -336,6 +337,73 @@ def test_resume_that_fails_stays_suspended_and_can_be_repeated(model):
     assert serve(graphed, tokens(5)) == "suspended" and graphed._graphs.pool is None
     assert graphed.resume().captured == BUCKETS
     assert [serve(graphed, ids) for ids in (tokens(5), tokens(5).int())] == ["replay"] * 2
+
+
+def failing_captures(monkeypatch, error, *, after=0):
+    """Captures of a segment raise `error`, all but the first `after`."""
+    seen, capture = [], PiecewiseRunner.capture
+
+    def fail(self, *args, **kwargs):
+        seen.append(None)
+        if len(seen) > after:
+            raise error
+        return capture(self, *args, **kwargs)
+
+    monkeypatch.setattr(PiecewiseRunner, "capture", fail)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("no room"), KeyboardInterrupt()], ids=["error", "interrupt"])
+@pytest.mark.parametrize("after", [0, 4])
+def test_I8_a_capture_that_fails_in_resume_leaves_everything_suspended(model, monkeypatch, error, after):
+    graphed = graph(model, strict=True)
+    graphed.capture(tokens(7).int())
+    graphed.suspend()
+    before = str(graphed.report())
+    with monkeypatch.context() as patch:
+        failing_captures(patch, error, after=after)
+        with pytest.raises((RuntimeError, KeyboardInterrupt)):
+            graphed.resume()
+    assert graphed._graphs.pool is None and graphed.stats.captured == ()
+    again = str(graphed.report())
+    assert again.count("suspended") == before.count("suspended")
+    assert serve(graphed, tokens(5)) == "suspended"
+    assert graphed.resume().captured == BUCKETS
+    assert [serve(graphed, ids) for ids in (tokens(5), tokens(5).int())] == ["replay"] * 2
+
+
+def test_I10_a_model_that_changed_while_a_failed_resume_waits_is_traced_again(model, traces, monkeypatch):
+    graphed = graph(model, strict=True)
+    graphed.suspend()
+    with monkeypatch.context() as patch:
+        failing_captures(patch, KeyboardInterrupt())
+        with pytest.raises(KeyboardInterrupt):
+            graphed.resume()
+    traces.clear()
+    model.projection.bias = None
+    assert graphed.resume().ok and traces
+    assert serve(graphed, tokens(5)) == "replay"
+
+
+def test_I6_a_resume_that_fails_at_a_call_is_told_once(model, monkeypatch):
+    graphed = graph(model, strict=True)
+    graphed.suspend()
+    graphed._graphs.resume_at_calls()
+    with monkeypatch.context() as patch, torch.no_grad():
+        failing_captures(patch, RuntimeError("no room"))
+        with pytest.raises(RuntimeError, match="no room"):
+            graphed(tokens(5))
+    assert serve(graphed, tokens(5)) == "capture_failed"
+    assert "no room" in str(graphed.report())
+    assert graphed.capture(tokens(7)).ok and serve(graphed, tokens(5)) == "replay"
+
+
+def test_I4_a_weight_that_is_gone_when_a_resume_is_due_is_no_error(model):
+    graphed = graph(model)
+    graphed.suspend()
+    graphed._graphs.resume_at_calls()
+    model.projection.bias = None
+    assert serve(graphed, tokens(5)) == "module_state_changed"
+    assert graphed.refresh().ok and serve(graphed, tokens(5)) == "replay"
 
 
 def test_the_report_says_what_is_suspended(model):
