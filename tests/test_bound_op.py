@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 from torch import nn
@@ -195,3 +198,17 @@ def test_an_op_of_another_library_keeps_going_through_the_dispatcher():
     op.bind(x, out).function(x, out)
     assert torch.equal(out, x * 2) and calls == [(3, 2)]
     boundary_ops.unregister("test_bound_op_foreign::double")
+
+
+@pytest.mark.parametrize("num_calls", [1, 3])
+def test_I4_no_call_keeps_the_pool_that_it_was_given(num_calls):
+    log = Log()
+    op = boundary_ops.define(SCHEMA.format(name=f"kept_{num_calls}"), log.impl, bind={"cpu": log.bind})
+    model, graphed = graphed_with(op)
+    model.pool = torch.zeros(64, 8)
+    for _ in range(num_calls):
+        check(model, graphed, 5)
+    former = weakref.ref(model.pool)
+    model.pool = torch.zeros(64, 8)
+    gc.collect()
+    assert former() is None
