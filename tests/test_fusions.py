@@ -247,7 +247,7 @@ def test_I4_a_moved_member_is_noticed_and_refresh_packs_again(name, how):
 def test_I4_a_capture_that_replaces_an_outdated_trace_packs_again():
     model = Plain()
     made, _ = graphed(model, "pack_linears")
-    model.layers[1].k.weight = nn.Parameter(torch.randn_like(model.layers[1].k.weight))
+    model.layers[0].q.weight = nn.Parameter(torch.randn_like(model.layers[0].q.weight))
     assert matches(made.capture(make_ids(5)))["pack_linears"] == 4 and all(packs(model))
     torch.testing.assert_close(replayed(made, make_ids(7)), eagerly(model, make_ids(7)), **CLOSE)
 
