@@ -29,6 +29,7 @@ REASONS: Mapping[str, str] = {
     "reads_back": "reads a value back to the host",
     "data_dependent": "its result's size or meaning depends on data",
     "control_flow": "is control flow over nested graphs",
+    "collective": "exchanges values with other ranks, which may run this call at another size [I11]",
     "cpu": "lives on the CPU while the tokens do not",
     "other_dynamic_dim": "has a dynamic dim that is not the token count",
     "consumes_token_dim": "its result has lost the token dim, so padded rows would reach it [I3]",
@@ -48,6 +49,8 @@ _TAKES_SIZES = frozenset(
     "chunk tensor_split".split()
 )
 _TAKES_SIZES_FIRST = frozenset({"full", "new_full"})
+# torch.distributed's, by namespace.
+_COLLECTIVES = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd", "symm_mem"})
 # They read a tensor's dtype and device, never its rows.
 _READS_METADATA = frozenset({"new_zeros", "new_ones", "new_empty", "new_full"})
 
@@ -150,6 +153,8 @@ class Classifier:
     def _unrecordable(self, node: fx.Node, fact: NodeFacts, value: Any) -> str | None:
         if isinstance(node.target, torch._ops.HigherOrderOperator):
             return "control_flow"
+        if target_name(node).partition("::")[0] in _COLLECTIVES:
+            return "collective"
         if fact.random:
             return "random"
         if fact.from_host:
