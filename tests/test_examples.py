@@ -43,7 +43,7 @@ def test_no_example_is_left_out():
 
 
 def test_the_quick_start_replays():
-    (block,) = re.findall(
+    block, *others = re.findall(
         r"^```python\n(.*?)^```$", (ROOT / "README.md").read_text(), re.DOTALL | re.MULTILINE
     )
     assert len(block.splitlines()) <= 25
@@ -58,3 +58,5 @@ def test_the_quick_start_replays():
     exec(compile(block.replace(downloaded, small), "README.md", "exec"), names)
     assert names["graphed"].stats.replays == 1 and names["graphed"].stats.eager_calls == 0
     assert names["next_tokens"].shape == (2,)
+    for other in others:  # each goes on from the quick start
+        exec(compile(other, "README.md", "exec"), names)
