@@ -142,10 +142,14 @@ class StepBuffers:
         self._num_tables = 0
 
     def _fits(self, batch: PrefillBatch) -> bool:
+        return all(value <= limit for _, value, _, limit in self._bounds(batch))
+
+    def _bounds(self, batch: PrefillBatch) -> tuple[tuple[str, int, str, int], ...]:
+        """What the batch has of each thing, and what there is room for, with their names."""
         return (
-            batch.num_seqs <= self.max_num_seqs
-            and batch.num_tokens <= self.max_num_tokens
-            and batch.max_seqlen_k <= self.max_seq_len
+            ("num_seqs", batch.num_seqs, "max_num_seqs", self.max_num_seqs),
+            ("num_tokens", batch.num_tokens, "max_num_tokens", self.max_num_tokens),
+            ("max_seqlen_k", batch.max_seqlen_k, "max_seq_len", self.max_seq_len),
         )
 
     def _is_of_the_cache(self, batch: PrefillBatch) -> bool:
@@ -160,12 +164,7 @@ class StepBuffers:
                 rule="captured ops write the pools that they were captured with",
                 fix="build the batch with the same cache, or make new buffers and capture again",
             )
-        bounds = (
-            ("num_seqs", batch.num_seqs, "max_num_seqs", self.max_num_seqs),
-            ("num_tokens", batch.num_tokens, "max_num_tokens", self.max_num_tokens),
-            ("max_seqlen_k", batch.max_seqlen_k, "max_seq_len", self.max_seq_len),
-        )
-        for name, value, bound, limit in bounds:
+        for name, value, bound, limit in self._bounds(batch):
             if value > limit:
                 raise BoundaryOpError(
                     f"StepBuffers.load, {name} of the batch",

@@ -22,7 +22,7 @@ import torch
 
 import boundary_ops
 from boundary_ops.capture import StepMetadata
-from boundary_ops.registry import declarations
+from boundary_ops.registry import BoundaryOp, declarations
 from piecewise import torch_internals as internals
 from piecewise.plan import ComputedNumber, InputAt, Segment, SegmentPlan, ValueSpec
 from piecewise.row_samples import unchanged_random_state
@@ -231,9 +231,8 @@ class PlanAssembler:
     def _direct_call(self, segment: Segment) -> DirectCall | None:
         """How to call the op itself; only what graphs own, and state whose looks are checked, looks the same
         at each call of one row count."""
-        call = segment.op_call
+        call, op = segment.op_call, _op_of(segment)
         origins = {self.plan.values[index].origin for index in segment.inputs}
-        op = boundary_ops.lookup(call.name) if call is not None else None
         if call is None or op is None or origins - {"graph", "state"}:
             return None
         places = tuple((at, x.position) for at, x in enumerate(call.arguments) if isinstance(x, InputAt))
@@ -270,8 +269,7 @@ class PlanAssembler:
         if self.outputs == "view":  # an input may be an earlier result, whose memory the first segment writes
             return 0
         for position, segment in enumerate(segments):
-            op = boundary_ops.lookup(segment.op_call.name) if segment.op_call is not None else None
-            is_repeatable = op is not None and op.repeatable
+            is_repeatable = _is_repeatable(segment)
             written = set(segment.writes) - self.plan.step_memory
             origins = {value.origin for value in self.plan.values if value.memory in written}
             lasting = origins - ({"graph", "state"} if is_repeatable else {"graph"})
@@ -295,13 +293,20 @@ class PlanAssembler:
 
 def _are_repeatable(segments: Sequence[Segment]) -> Callable[[], bool]:
     """Whether the boundary ops that are repeatable now are so still: an op may be declared anew."""
-    called = {segment.op_call.name for segment in segments if segment.op_call is not None}
-    names = [name for name in called if (op := boundary_ops.lookup(name)) is not None and op.repeatable]
+    # One segment of each op will do.
+    kinds = {segment.op_call.name: segment for segment in segments if segment.op_call is not None}
+    repeatable = list(filter(_is_repeatable, kinds.values()))
+    return lambda: all(map(_is_repeatable, repeatable))
 
-    def are_repeatable() -> bool:
-        return all((op := boundary_ops.lookup(name)) is not None and op.repeatable for name in names)
 
-    return are_repeatable
+def _is_repeatable(segment: Segment) -> bool:
+    op = _op_of(segment)
+    return op is not None and op.repeatable
+
+
+def _op_of(segment: Segment) -> BoundaryOp | None:
+    """The boundary op that is all the segment does, as it is declared now."""
+    return boundary_ops.lookup(segment.op_call.name) if segment.op_call is not None else None
 
 
 def _is_torchs(op_name: str) -> bool:

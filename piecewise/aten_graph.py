@@ -19,6 +19,7 @@ from torch import fx, nn
 
 from piecewise import torch_internals as internals
 from piecewise.plan import Segment, ValueSpec
+from runners.errors import told
 
 
 class NotTraceable(Exception):
@@ -55,8 +56,7 @@ def trace_aten(segment: Segment, values: Sequence[ValueSpec], *, num_rows: int) 
     try:
         module = internals.trace_aten(segment.function, (rows, *fakes), fake_mode)
     except Exception as error:
-        first = (str(error).strip().splitlines() or [""])[0]
-        raise NotTraceable(f"{type(error).__name__}: {first}") from error
+        raise NotTraceable(told(error)) from error
     if any(torch.Tag.inplace_view in getattr(node.target, "tags", ()) for node in module.graph.nodes):
         raise NotTraceable("an op changes the shape of a tensor in place")
     return AtenGraph(module, fake_mode, internals.row_condition(fake_mode, rows))

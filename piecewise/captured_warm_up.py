@@ -17,6 +17,7 @@ import boundary_ops
 from boundary_ops import BoundaryOp
 from piecewise.aliases import storage_of, tensors_in
 from piecewise.boundary_warm_up import call_warm_up
+from piecewise.row_samples import stand_in
 from runners.rows import poison_value
 
 
@@ -54,12 +55,8 @@ class CapturedWarmUp(TorchFunctionMode):
             for tensor in tensors_in(bound.get(name)):
                 if storage_of(tensor) in self._outside:
                     continue
-                if not tensor.dtype.is_floating_point:
-                    tensor.zero_()
-                    continue
-                generator = torch.Generator(tensor.device).manual_seed(0)
-                tensor.copy_(torch.randn(tensor.shape, generator=generator, device=tensor.device))
-                dim = (op.token_args or {}).get(name)
+                tensor.copy_(stand_in(tensor.shape, tensor, seed=0))
+                dim = (op.token_args or {}).get(name) if tensor.dtype.is_floating_point else None
                 if dim is not None and tensor.shape[dim] == self._num_rows:
                     padded = tensor.narrow(dim, self._real_rows, self._num_rows - self._real_rows)
                     padded.fill_(poison_value(tensor.dtype, self._variant))

@@ -28,7 +28,7 @@ from piecewise.plan import Segment, SegmentPlan, ValueSpec
 from piecewise.progress import progress_bar
 from piecewise.row_samples import unchanged_random_state
 from piecewise.segment_layout import SegmentLayout, Unlowerable
-from runners.errors import CaptureError
+from runners.errors import CaptureError, told
 from runners.mode import capturing
 from runners.opaque_call import OpaqueCall
 
@@ -77,7 +77,7 @@ class LoweredSegment:
         except Exception as error:
             if self._strict or self.segment.writes or capturing() is not None:
                 raise
-            self.failed[num_rows] = _told(error)
+            self.failed[num_rows] = told(error)
         return self.segment.function(num_rows, *inputs)
 
 
@@ -255,18 +255,13 @@ class _Job:
             aten = AtenSegment.of(segment, layout, rows=rows, is_dynamic=is_dynamic)
             function = internals.compile_aten_graph(aten.module, aten.arguments, aten.fake_mode)
         except Exception as error:  # whatever it is, the segment's own kernels do without
-            return Unlowerable(_told(error))
+            return Unlowerable(told(error))
         return _Compiled(aten.with_rows(function), aten.holds_for())
 
 
 def _computing(plan: SegmentPlan) -> list[Segment]:
     """Graph segments that do more than make views."""
     return [segment for segment in plan.graph_segments() if not segment.views_only]
-
-
-def _told(error: Exception) -> str:
-    first = (str(error).strip().splitlines() or [""])[0]
-    return f"{type(error).__name__}: {first[:300]}"
 
 
 def segment_text(plan: SegmentPlan, segment: Segment) -> str:

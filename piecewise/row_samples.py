@@ -28,6 +28,14 @@ def int_candidates(value: torch.Tensor) -> tuple[int, int, int]:
     return (high, low, 1 if high >= 1 else low) if low != high else (high, 0, 1)
 
 
+def stand_in(sizes: Sequence[int], like: torch.Tensor, *, seed: int) -> torch.Tensor:
+    """Values that an op outside the graphs might have left: random floats, the index 0."""
+    if not like.dtype.is_floating_point:
+        return torch.zeros(tuple(sizes), dtype=like.dtype, device=like.device)
+    generator = torch.Generator(like.device).manual_seed(seed)
+    return torch.randn(tuple(sizes), generator=generator, device=like.device).to(like.dtype)
+
+
 def with_padding(
     rows: torch.Tensor, sizes: Sequence[int], strides: Sequence[int] | None, variant: int
 ) -> torch.Tensor:

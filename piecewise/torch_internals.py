@@ -303,10 +303,8 @@ def functional_aten_graph(
 
     Autocast of here and of regions inside is resolved into casts; torch's decompositions are not applied.
     """
-    functional = torch.func.functionalize(function, remove="mutations")
-    # With Python's kernels for ops that consist of others: in torch 2.11 those in C++ fail on symbolic sizes.
-    with torch.inference_mode(False), torch.no_grad(), fake_mode, enable_python_dispatcher():
-        return make_fx(functional)(*arguments)
+    with torch.inference_mode(False):
+        return trace_aten(torch.func.functionalize(function, remove="mutations"), arguments, fake_mode)
 
 
 # Graphs of Inductor's own would nest in ours; strides must be those that the plan has recorded.
@@ -377,6 +375,7 @@ def trace_aten(
 ) -> torch.fx.GraphModule:
     """The aten ops that `function` runs on fakes and symbolic ints, gradients and autocast resolved, as a
     graph with fakes in ``meta["val"]``; ops that write are left as they are."""
+    # With Python's kernels for ops that consist of others: in torch 2.11 those in C++ fail on symbolic sizes.
     with fake_mode, enable_python_dispatcher(), torch.no_grad():
         return make_fx(function)(*arguments)
 

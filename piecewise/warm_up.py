@@ -21,7 +21,8 @@ import torch
 from piecewise.boundary_warm_up import warm_up_boundary
 from piecewise.captured_warm_up import CapturedWarmUp
 from piecewise.plan import Segment, SegmentPlan, ValueSpec
-from piecewise.row_samples import int_candidates, resize_leaf
+from piecewise.row_agreement import identical
+from piecewise.row_samples import int_candidates, resize_leaf, stand_in
 from runners.errors import CaptureError
 from runners.piecewise_runner import PiecewiseRunner
 from runners.rows import has_strides, narrow_to, padded_parts, poison_value
@@ -96,7 +97,7 @@ class WarmUp:
                 buffer.zero_()
                 continue
             sizes = value.sizes(real_rows)
-            rows = inputs[index] if index in inputs else _stand_in(sizes, buffer, seed=index)
+            rows = inputs[index] if index in inputs else stand_in(sizes, buffer, seed=index)
             pad = int_candidates(rows)[0] if _is_index(buffer) and index in inputs else 0
             for part in padded_parts(buffer, sizes):
                 part.fill_(pad)
@@ -160,8 +161,8 @@ class WarmUp:
                 if value.token_dims and value.sizes is not None and tensor.dtype.is_floating_point:
                     for part in padded_parts(tensor, value.sizes(real_rows)):
                         part.fill_(poison_value(tensor.dtype, step))
-            stand_in = CapturedWarmUp(arguments, num_rows=bucket, real_rows=real_rows, variant=step)
-            with stand_in if segment.captured_ops else nullcontext():
+            made_up = CapturedWarmUp(arguments, num_rows=bucket, real_rows=real_rows, variant=step)
+            with made_up if segment.captured_ops else nullcontext():
                 outputs = (
                     runner.warm_up(bucket, arguments)
                     if step < self.num_steps
@@ -194,7 +195,7 @@ class WarmUp:
             tensor, sizes = made[index], value.sizes(real_rows)
             for part in padded_parts(tensor, sizes):
                 part.fill_(poison_value(tensor.dtype, 0) if tensor.dtype.is_floating_point else 0)
-            narrow_to(tensor, sizes).copy_(_stand_in(sizes, tensor, seed=index))
+            narrow_to(tensor, sizes).copy_(stand_in(sizes, tensor, seed=index))
 
     def _warm_up_boundary(self, segment: Segment, made: dict[int, torch.Tensor], bucket: int) -> None:
         """Once per kind of boundary segment: the layers of a model differ in their tensors only."""
@@ -249,14 +250,6 @@ def _is_index(tensor: torch.Tensor) -> bool:
     )
 
 
-def _stand_in(sizes: Sequence[int], like: torch.Tensor, *, seed: int) -> torch.Tensor:
-    """Values that an op outside the graphs might have left: random floats, the index 0."""
-    if not like.dtype.is_floating_point:
-        return torch.zeros(tuple(sizes), dtype=like.dtype, device=like.device)
-    generator = torch.Generator(like.device).manual_seed(seed)
-    return torch.randn(tuple(sizes), generator=generator, device=like.device).to(like.dtype)
-
-
 def _real_rows(value: ValueSpec, tensor: torch.Tensor, real_rows: int) -> torch.Tensor:
     return (
         narrow_to(tensor, value.sizes(real_rows)) if value.token_dims and value.sizes is not None else tensor
@@ -270,11 +263,4 @@ def _first_changed(before: Sequence[torch.Tensor], now: Sequence[torch.Tensor]) 
         return None
     # NaN is the same as NaN here, and takes a second look.
     pairs = enumerate(zip(before, now, strict=True))
-    return next((at for at, (left, right) in pairs if not _same_bits(left, right)), None)
-
-
-def _same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
-    equal = left == right
-    if left.dtype.is_floating_point:
-        equal |= (left != left) & (right != right)
-    return bool(equal.all())
+    return next((at for at, (left, right) in pairs if not identical(left, right)), None)

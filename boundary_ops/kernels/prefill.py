@@ -84,7 +84,7 @@ def bind(
     num_tokens, device = q.shape[0], plan.geometry.device_index
     if plan.unsupported is not None or implied_positions or not num_tokens:
         return None
-    options, cache = (scale, window, softcap), PagedKVCache.owner_of(k_cache)
+    cache = PagedKVCache.owner_of(k_cache)
     backend = None if cache is None else cache.attention_backend
     tail = (num_tokens, *plan.tail)
 
@@ -103,7 +103,7 @@ def bind(
     ) -> None:
         batch = PrefillBatch.current(NAME)
         if batch.cache.attention_backend != backend:
-            attend_by_choice(q, k, v, out, k_cache, v_cache, *options, sinks)
+            attend_by_choice(q, k, v, out, k_cache, v_cache, scale, window, softcap, sinks)
             return
         new, pools = (q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr()), batch.cache.pool_addresses
         k_pool, v_pool = k_cache.data_ptr(), v_cache.data_ptr()
@@ -115,7 +115,7 @@ def bind(
         bits = plan.bits | new[0] | new[1] | new[2] | new[3] | k_pool | v_pool | last
         found = plan.launches.get((tiles.has_context, 0))
         if found is None or (bits | tiles.address_bits) & 15 or current_device() != device:
-            attend(q, k, v, out, k_cache, v_cache, *options, sinks)
+            attend(q, k, v, out, k_cache, v_cache, scale, window, softcap, sinks)
             return
         launch, constants = found
         arguments = (*new, k_pool, v_pool, *tiles.addresses, last, tiles.table_stride, *tail, *constants)
