@@ -50,6 +50,8 @@ class NodeFacts:
         storages: memory that its result tensors live in.
         is_view: its result is another look at an argument's memory, and nothing is written.
         random, reads_back, data_dependent, from_host: why it cannot be recorded.
+        makes_integers: values of another type decide on integers in its result, or on the way to it.
+        opaque: it calls a kernel that is not torch's own.
         boundary: the registered op that it calls.
     """
 
@@ -61,6 +63,8 @@ class NodeFacts:
     reads_back: bool = False
     data_dependent: bool = False
     from_host: bool = False
+    makes_integers: bool = False
+    opaque: bool = False
     boundary: BoundaryOp | None = None
 
 
@@ -71,6 +75,8 @@ class _Footprint:
     reads_back: bool
     data_dependent: bool
     from_host: bool
+    makes_integers: bool = False
+    opaque: bool = False
 
 
 class _RecordOps(TorchDispatchMode):
@@ -78,11 +84,10 @@ class _RecordOps(TorchDispatchMode):
         super().__init__()
         self.written: set[int] = set()
         self.tags: set[torch.Tag] = set()
-        self.names: set[str] = set()
+        self.makes_integers = self.is_opaque = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        self.names.add(func._schema.name)
         if func._schema.name == "aten::index" or func._schema.name == "aten::index_put_":
             indices = [item for item in args[1] if isinstance(item, torch.Tensor)]
             if any(item.dtype in (torch.bool, torch.uint8) for item in indices):
@@ -94,7 +99,18 @@ class _RecordOps(TorchDispatchMode):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 value = args[position] if position < len(args) else kwargs.get(argument.name)
                 self.written |= {storage_of(tensor) for tensor in tensors_in(value)}
-        return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        given = list(tensors_in((*args, *kwargs.values())))
+        changed = [tensor for tensor in given if storage_of(tensor) in self.written]
+        if any(not _is_integral(tensor) for tensor in given):
+            self.makes_integers |= any(map(_is_integral, (*tensors_in(result), *changed)))
+        self.is_opaque |= func.namespace not in ("aten", "prim", "prims")
+        return result
+
+
+def _is_integral(tensor: torch.Tensor) -> bool:
+    is_other = tensor.dtype.is_floating_point or tensor.dtype.is_complex
+    return not is_other and tensor.dtype is not torch.bool
 
 
 def tensor_arguments(node: fx.Node) -> tuple[fx.Node, ...]:
@@ -145,6 +161,8 @@ def find_facts(graph: fx.Graph, *, enabled: frozenset[str] | None = None) -> dic
             print_.reads_back,
             print_.data_dependent,
             print_.from_host,
+            print_.makes_integers,
+            print_.opaque,
         )
     return facts
 
@@ -218,7 +236,7 @@ def _run_on_fakes(node: fx.Node, reads: Sequence[fx.Node], fake_mode: Any) -> _F
     dynamic = torch.Tag.dynamic_output_shape in mode.tags
     item = torch.Tag.data_dependent_output in mode.tags
     random = torch.Tag.nondeterministic_seeded in mode.tags or _has_dropout(node)
-    return _Footprint(written, random, item, dynamic or item, from_host)
+    return _Footprint(written, random, item, dynamic or item, from_host, mode.makes_integers, mode.is_opaque)
 
 
 def call_on_fakes(node: fx.Node, fake_mode: Any, mode: Any = None) -> Any:

@@ -35,6 +35,7 @@ class TracedModel:
     Attributes:
         captures_boundaries: whether boundary ops that are capture-safe go into graphs.
         step_metadata: what is loaded before each replay, for those that have a captured form.
+        inert: nodes in whose memory the probes had poison, in a walk over the graph that found nothing.
     """
 
     trace: Trace
@@ -45,12 +46,18 @@ class TracedModel:
     static_ints: tuple[int, ...] = ()
     captures_boundaries: bool = False
     step_metadata: tuple[MetadataMade, ...] = ()
+    inert: frozenset[fx.Node] = frozenset()
 
     def cut(self) -> SegmentPlan:
         """The plan with what the probes have found so far."""
         classifier = self._classifier()
         return Splitter(
-            self.trace, self.facts, self.token, classifier=classifier, num_dead_ops=self.num_dead_ops
+            self.trace,
+            self.facts,
+            self.token,
+            classifier=classifier,
+            num_dead_ops=self.num_dead_ops,
+            inert=self.inert,
         ).cut()
 
     def planned(self, config: PiecewiseConfig, times: StartupTimes, *, move_weights: bool) -> SegmentPlan:
@@ -81,10 +88,12 @@ class TracedModel:
             return  # no bucket can be served either, so nothing is ever padded
         while True:
             verdicts = self._classifier().run()
-            found = Probe(
+            probe = Probe(
                 self.trace, self.facts, self.token, verdicts, num_tokens=sizes[0], padded_num_tokens=sizes[1]
-            ).run()
+            )
+            found = probe.run()
             if not found:
+                self.inert = frozenset(probe.poisoned)
                 return
             if strict:
                 node, seen = next(iter(found.items()))

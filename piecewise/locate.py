@@ -11,7 +11,7 @@ segment that makes it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import boundary_ops
+from piecewise.aliases import storage_of, tensors_in
 from piecewise.assemble import PlanAssembler
 from piecewise.differences import TensorDifference, Tolerance, compare_tensors
 from piecewise.plan import Segment, ValueSpec
@@ -193,7 +194,7 @@ class SegmentWalk:
     def _changed(self, segment: Segment) -> list[ValueSpec]:
         """What a segment makes or writes, each tensor once."""
         values = [self.plan.values[index] for index in (*segment.outputs, *segment.inputs)]
-        made = set(segment.outputs)
+        made = {v.index for v in values[: len(segment.outputs)] if v.memory not in segment.unwritten}
         return [v for v in values if v.index in made or (v.is_tensor and v.memory in segment.writes)]
 
     def _located(
@@ -253,6 +254,7 @@ class SegmentWalk:
             expected = [
                 (self.plan.values[index], _copied(result), None)
                 for index, result in zip(segment.outputs, results, strict=True)
+                if self.plan.values[index].memory not in segment.unwritten
             ]
             expected += [(v, argument.clone(), saved.get(v.index)) for v, argument in written]
         finally:
@@ -337,24 +339,32 @@ class _OpResults(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.results: list[tuple[str, torch.Tensor]] = []
+        self._unwritten: dict[int, torch.Tensor] = {}  # held, so that no other memory gets its place
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        if "empty" not in str(func):
-            made = result if isinstance(result, (tuple, list)) else (result,)
-            for item in (*made, *_written_tokens(func, args, kwargs or {})):
-                if isinstance(item, torch.Tensor):
-                    self.results.append((str(func), item.detach().clone()))
+        made = list(tensors_in(result))
+        if "empty" in str(func):
+            self._unwritten.update((storage_of(item), item) for item in made)
+            return result
+        bound = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False))
+        bound |= kwargs or {}
+        for argument in func._schema.arguments:
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                for written in tensors_in(bound.get(argument.name)):
+                    self._unwritten.pop(storage_of(written), None)
+        for item in (*made, *_written_tokens(func, bound)):
+            if isinstance(item, torch.Tensor) and storage_of(item) not in self._unwritten:
+                self.results.append((str(func), item.detach().clone()))
         return result
 
 
-def _written_tokens(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+def _written_tokens(func: Any, bound: Mapping[str, Any]) -> list[Any]:
     op = boundary_ops.lookup(func)
     if op is None:
         return []
-    bound = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
     return [bound.get(name) for name in op.mutated if name in (op.token_args or op.mutated)]
 
 

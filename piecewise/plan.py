@@ -109,6 +109,7 @@ class Segment:
         num_ops: ops without views of views; 0 for a segment that only makes views.
         reasons: why it is eager, or why a boundary op is not in a graph where such ops may be.
         captured_ops: boundary ops in a graph segment.
+        unwritten: memories of its results that hold nothing yet, as later segments write them.
         op_call: the same as `function` where a boundary op is called with nothing but inputs and constants.
     """
 
@@ -126,6 +127,7 @@ class Segment:
     views_only: bool = False
     op_call: OpCall | None = None
     captured_ops: int = 0
+    unwritten: tuple[int, ...] = ()
 
     @property
     def name(self) -> str:
@@ -179,6 +181,33 @@ class FusionReport:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class KeptFill:
+    """Memory of `empty*` that a graph fills with zeros, and why."""
+
+    tensor: str
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class FillReport:
+    """Memory of `empty*` that others than its graph's own ops write.
+
+    Attributes:
+        num_needless: how often it is left as it is, since the probes proved its padded rows inert.
+    """
+
+    num_needless: int
+    kept: tuple[KeptFill, ...] = ()
+
+    def __str__(self) -> str:
+        reasons: dict[str, list[str]] = {}
+        for fill in self.kept:
+            reasons.setdefault(fill.reason, []).append(fill.tensor)
+        told = [f"  {len(names)} kept, such as {names[0]}: {why}" for why, names in reasons.items()]
+        return "\n".join([f"zero-fills of empty memory: {self.num_needless} needless", *told])
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class SegmentPlan:
     """One trace, cut.
 
@@ -192,6 +221,7 @@ class SegmentPlan:
         symbols: value indices of the other symbols, in the order that `is_valid` takes them.
         state_facts: what the trace saw of the model's Python state.
         written_leaves: inputs that the call writes.
+        fills: which memory of `empty*` is filled with zeros.
         fusions: what was rewritten in the graph segments; None where nothing was to be.
         step_memory: state that only captured forms of boundary ops write: nothing while the step that is
             loaded has no sequences, else what belongs to that step and is overwritten where it runs again.
@@ -209,6 +239,7 @@ class SegmentPlan:
     state_facts: StateFacts
     written_leaves: tuple[int, ...]
     num_dead_ops: int
+    fills: FillReport
     fusions: FusionReport | None = None
     step_memory: frozenset[int] = frozenset()
     metadata_leaves: frozenset[int] = frozenset()

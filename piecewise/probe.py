@@ -34,7 +34,6 @@ from piecewise import torch_internals as internals
 from piecewise.aliases import NodeFacts, is_tuple_item, node_key, storage_of, tensors_in
 from piecewise.classify import Verdict
 from piecewise.index_bounds import CheckedIndices
-from piecewise.normalize import target_name
 from piecewise.positions import can_be_numbered, keeps_places, lie_alike, numbered_like, random_where_constant
 from piecewise.recordable import Recorders
 from piecewise.row_agreement import difference, surely_agree
@@ -43,6 +42,7 @@ from piecewise.sizes import SizeFunctions
 from piecewise.token_dim import TokenSymbol
 from piecewise.torch_internals import SYMBOLIC
 from piecewise.trace import Trace
+from piecewise.zero_fills import makes_empty
 from runners.errors import CaptureError
 from runners.rows import narrow_to, padded_parts, poison_value
 
@@ -80,6 +80,7 @@ class Probe:
         self.real = _Run(num_tokens, None)
         self.runs = [_Run(padded_num_tokens, variant) for variant in range(NUM_POISONS)]
         self.forced: dict[fx.Node, Verdict] = {}
+        self.poisoned: set[fx.Node] = set()  # makers of memory whose padded rows every run has poisoned
         self.others: dict[Any, int] = {}
         self._written_outside = self._find_written_outside()
         self._aliases = self._find_aliases()
@@ -327,6 +328,7 @@ class Probe:
                     tensor = list(tensors_in(run.values[owner]))[position]
                     for part in padded_parts(tensor, function(self.rows)) if can_be_numbered(tensor) else ():
                         part.fill_(poison_value(tensor.dtype, run.poison or 0))
+                        self.poisoned.add(owner)
 
     def _follow_real(self, node: fx.Node) -> None:
         """An eager node in the padded runs: run again where it looks at or writes their memory, else
@@ -357,9 +359,9 @@ class Probe:
         is_checked = padded and self._device.type == "cuda"
         with CheckedIndices() if is_checked else nullcontext():
             run.values[node] = self._call(node, args, kwargs)
-        if target_name(node).startswith(("empty", "new_empty")):
+        if makes_empty(node):
             for tensor in tensors_in(run.values[node]):
-                tensor.zero_()  # as in the segment; garbage would differ between the runs
+                tensor.zero_()  # in real rows garbage would differ between the runs; padded ones get poison
 
     def _operands(self, node: fx.Node, run: _Run, rows: int, *, padded: bool) -> tuple[Any, Any]:
         def operand(source: Any) -> Any:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from piecewise.lowering_report import LoweringReport
-from piecewise.plan import EagerReason, FusionReport, SegmentPlan
+from piecewise.plan import EagerReason, FillReport, FusionReport, SegmentPlan
 from piecewise.startup_times import StartupTimes
 from runners.stats import CallStats
 
@@ -65,8 +65,8 @@ class SegmentReport:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PlanReport:
-    """A cut plan: its segments, the share of ops in graphs, what was fused in them, and how they will be
-    lowered, where that was asked for."""
+    """A cut plan: its segments, the share of ops in graphs, which empty memory they fill, what was fused in
+    them, and how they will be lowered, where that was asked for."""
 
     token_dim: str
     segments: tuple[SegmentReport, ...]
@@ -74,6 +74,7 @@ class PlanReport:
     num_dead_ops: int
     fusions: FusionReport | None = None
     lowering: LoweringReport | None = None
+    fills: FillReport | None = None
 
     @classmethod
     def of(
@@ -87,7 +88,7 @@ class PlanReport:
             f"{input_names.get(rule.leaf, rule.leaf)} dim {', '.join(map(str, rule.dims))}"
             for rule in plan.token_dim.inputs
         )
-        return cls(carried, segments, plan.coverage, plan.num_dead_ops, plan.fusions, lowering)
+        return cls(carried, segments, plan.coverage, plan.num_dead_ops, plan.fusions, lowering, plan.fills)
 
     def count(self, kind: str) -> int:
         return sum(segment.kind == kind for segment in self.segments)
@@ -128,8 +129,14 @@ class PlanReport:
             f"{self.num_dead_ops} dead ops removed"
         )
         eager = "".join(f"; {share:.1%} eager: {code}" for code, share in sorted(self.shares().items()))
-        parts = [str(part) for part in (self.fusions, self.lowering) if part is not None]
+        parts = self._parts()
         return "\n".join([text_table(rows), summary + eager, *parts])
+
+    def _parts(self) -> list[str]:
+        fills = (
+            self.fills if self.fills is not None and (self.fills.num_needless or self.fills.kept) else None
+        )
+        return [str(part) for part in (fills, self.fusions, self.lowering) if part is not None]
 
     def to_markdown(self) -> str:
         lines = ["| segment | kind | ops | module path | reason |", "|---|---|---|---|---|"]
@@ -139,7 +146,7 @@ class PlanReport:
                 f"| {segment.index} | {segment.kind} | {segment.num_ops} | {segment.module_path} | {reason} |"
             )
         eager = "".join(f" {share:.1%} eager: `{code}`." for code, share in sorted(self.shares().items()))
-        parts = [str(part) for part in (self.fusions, self.lowering) if part is not None]
+        parts = self._parts()
         lines += ["", f"{self.coverage:.1%} of ops in graphs.{eager}"]
         return "\n".join([*lines, *(f"* {line.strip()}" for part in parts for line in part.splitlines())])
 

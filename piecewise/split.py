@@ -13,7 +13,7 @@ inside from it.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import sympy
@@ -24,11 +24,21 @@ from piecewise import torch_internals as internals
 from piecewise.aliases import NodeFacts, is_tuple_item, storage_of, tensors_in
 from piecewise.classify import Classifier, Verdict
 from piecewise.normalize import target_name
-from piecewise.plan import ComputedNumber, EagerReason, InputRule, Segment, SegmentPlan, TokenDim, ValueSpec
+from piecewise.plan import (
+    ComputedNumber,
+    EagerReason,
+    FillReport,
+    InputRule,
+    Segment,
+    SegmentPlan,
+    TokenDim,
+    ValueSpec,
+)
 from piecewise.segment_graph import SegmentWriter
 from piecewise.sizes import SizeFunctions, holds
 from piecewise.token_dim import TokenSymbol
 from piecewise.trace import Trace
+from piecewise.zero_fills import ZeroFills, makes_empty
 from runners.state_check import StateRef
 
 
@@ -43,10 +53,13 @@ class Splitter:
         *,
         classifier: Classifier,
         num_dead_ops: int,
+        inert: Collection[fx.Node] = (),
     ) -> None:
         self.trace, self.facts, self.token, self.num_dead_ops = trace, facts, token, num_dead_ops
         self.graph, self.classifier = trace.graph.graph, classifier
         self.verdicts: dict[fx.Node, Verdict] = self.classifier.run()
+        kinds = {node: verdict.kind for node, verdict in self.verdicts.items()}
+        self.fills = ZeroFills(self.graph, facts, kinds, inert)
         self.values: list[ValueSpec] = []
         self.index_of: dict[fx.Node, int] = {}
         self.symbol_index: dict[sympy.Symbol, int] = {}
@@ -136,9 +149,10 @@ class Splitter:
         for index, ((kind, nodes), writer) in enumerate(zip(groups, writers, strict=True)):
             later = set().union(*used[index + 1 :]) | results
             outputs = [node for node in nodes if node in later and self._crosses(node)]
-            self._zero_what_leaves(kind, nodes, writer, index, used, results)
+            others = [used[position] for position in range(len(used)) if position != index]
+            unwritten = self._fill_empty(nodes, writer, results.union(*others)) if kind == "graph" else ()
             function, key = writer.finish(outputs, functions)
-            segments.append(self._segment(index, kind, nodes, writer, outputs, function, key))
+            segments.append(self._segment(index, kind, nodes, writer, outputs, function, key, unwritten))
         return self._plan(tuple(segments))
 
     def _crosses(self, node: fx.Node) -> bool:
@@ -147,25 +161,19 @@ class Splitter:
             self.verdicts[node].kind == "eager" and not isinstance(value, (tuple, list))
         )
 
-    def _zero_what_leaves(
-        self,
-        kind: str,
-        nodes: Sequence[fx.Node],
-        writer: SegmentWriter,
-        index: int,
-        used: Sequence[set],
-        results: set,
-    ) -> None:
-        """Memory of `empty*` that others read may hold rows nobody wrote: it is zeroed [I2]."""
-        if kind != "graph":
-            return
-        outside = [node for position, items in enumerate(used) if position != index for node in items] + list(
-            results
-        )
+    def _fill_empty(
+        self, nodes: Sequence[fx.Node], writer: SegmentWriter, outside: Iterable[fx.Node]
+    ) -> tuple[int, ...]:
+        """Zeroes the memory of `empty*` that needs it [I2]; the memories that leave unwritten."""
         leaving = {storage_of(t) for node in outside for t in tensors_in(node.meta.get("example_value"))}
-        for node in nodes:
-            if target_name(node).startswith(("empty", "new_empty")) and self.facts[node].storages & leaving:
+        written = _written_storages(self.facts[node] for node in nodes)
+        unwritten: set[int] = set()
+        for node in filter(makes_empty, nodes):
+            if self.fills.needs(node, segment=nodes, leaving=leaving):
                 writer.zero_fill(node)
+            else:
+                unwritten |= (self.facts[node].storages & leaving) - written
+        return tuple(sorted(self._memory.setdefault(storage, len(self._memory)) for storage in unwritten))
 
     def _segment(
         self,
@@ -176,6 +184,7 @@ class Splitter:
         outputs: list[fx.Node],
         function: Any,
         key: str,
+        unwritten: tuple[int, ...],
     ) -> Segment:
         written = _written_storages(self.facts[node] for node in nodes)
         inputs = tuple(writer.input_values())
@@ -190,6 +199,7 @@ class Splitter:
             views_only=kind == "graph" and all(self.facts[node].is_view for node in nodes),
             op_call=writer.op_call() if kind == "boundary" else None,
             captured_ops=sum(kind == "graph" and self.facts[node].boundary is not None for node in nodes),
+            unwritten=unwritten,
         )  # fmt: skip
 
     def _reason(self, node: fx.Node) -> EagerReason:
@@ -220,6 +230,7 @@ class Splitter:
             self._token_dim(), tuple(self.values), segments, self.trace.result, self.trace.result_leaves,
             tuple(result_values), holds(check), symbols, self.trace.state_facts,
             self._written_leaves(), self.num_dead_ops,
+            FillReport(self.fills.num_needless, tuple(self.fills.kept)),
             step_memory=self._step_memory(),
             metadata_leaves=frozenset(
                 placeholder.leaf

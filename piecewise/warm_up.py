@@ -147,6 +147,7 @@ class WarmUp:
         runner = self.runners[segment.index]
         values = [self.plan.values[index] for index in segment.inputs]
         outputs_spec = [self.plan.values[index] for index in segment.outputs]
+        compared = [at for at, spec in enumerate(outputs_spec) if spec.memory not in segment.unwritten]
         written = [
             (tensor, tensor.clone())
             for value, tensor in zip(values, arguments, strict=True)
@@ -168,17 +169,14 @@ class WarmUp:
                     if step < self.num_steps
                     else segment.function(bucket, *arguments)
                 )
-            rows = [
-                _real_rows(spec, tensor, real_rows)
-                for spec, tensor in zip(outputs_spec, outputs, strict=True)
-            ]
+            rows = [_real_rows(outputs_spec[at], outputs[at], real_rows) for at in compared]
             if step == 0:
                 first = [row.clone() for row in rows]
                 continue
             changed = _first_changed(first, rows)
             if changed is not None:
                 raise CaptureError(
-                    f"{segment.name}, bucket {bucket}, result '{outputs_spec[changed].name}'",
+                    f"{segment.name}, bucket {bucket}, result '{outputs_spec[compared[changed]].name}'",
                     expected="real rows that do not depend on what padded rows hold",
                     got=f"other values in warm-up {step + 1} than in warm-up 1",
                     rule="no padded row reaches a real row [I3]",

@@ -463,6 +463,26 @@ def test_I3_a_segment_function_that_mixes_rows_is_named_by_its_op(monkeypatch):
     assert graphed.verify(*floats(8)[0]).ok, "at bucket size nothing is padded"
 
 
+def test_I3_memory_that_nobody_has_written_yet_is_not_named_in_the_place_of_the_op_behind_it(monkeypatch):
+    class FlippedBefore(OneOp):
+        def forward(self, x):
+            out = torch.empty(x.shape[0], 2, 4)
+            rows, x = out.flatten(1), torch.flip(self.first(x), [0])
+            mix(x, x, x, rows, self.cache)
+            return self.second(rows)
+
+    def nothing_found(probe):
+        probe.poisoned.update(probe.facts)
+        return {}
+
+    monkeypatch.setattr(Probe, "run", nothing_found)
+    graphed = piecewise.compile(FlippedBefore(mixed), buckets=[8], warmup_steps=1, progress=False)
+    graphed.capture(*floats(5)[0])
+    assert graphed.report().plans[0].fills.num_needless == 1
+    found = graphed.verify(*floats(5)[0]).first_difference
+    assert found is not None and found.op == "aten.flip.default" and found.segment.startswith("segment 0")
+
+
 def test_I3_a_leak_below_rounding_is_found_by_its_bits(monkeypatch):
     class Leaky(nn.Module):
         def __init__(self):
