@@ -26,6 +26,7 @@ from piecewise.signature import CallBinder, describe_call, is_plain_leaf
 from piecewise.structure import flatten_structure
 from piecewise.unseen_calls import UnseenCalls
 from runners.bound_steps import StateChanged
+from runners.collector import paused_collector
 from runners.errors import ConfigError, PiecewiseError, StateError
 from runners.mode import in_capture_window, is_eager_only, is_transforming
 from runners.stats import FallbackReason
@@ -217,6 +218,7 @@ class GraphedModule:
             return FallbackReason.CAPTURE_FAILED
         return None
 
+    @paused_collector()
     def capture(self, *args: Any, **kwargs: Any) -> CaptureReport:
         """Captures every bucket for calls like this example: same structure, dtypes and options, any token
         count.

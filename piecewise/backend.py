@@ -26,6 +26,7 @@ from piecewise.graph_store import GraphStore
 from piecewise.report import Report
 from piecewise.startup_times import StartupTimes
 from runners.bound_steps import StateChanged
+from runners.collector import paused_collector
 from runners.errors import ConfigError, PiecewiseError, StateError
 from runners.mode import is_eager_only
 from runners.stats import FallbackReason
@@ -217,6 +218,7 @@ class CompiledGraph:
             return FallbackReason.UNSEEN_SIGNATURE
         return self._owner.store.plan_for(self._signature, *matched, may_capture=True)
 
+    @paused_collector()
     def _analyse(self, args: tuple[Any, ...]) -> FallbackReason | None:
         """Plans the graph with the first call's arguments; a graph that cannot be planned stays eager for
         good."""

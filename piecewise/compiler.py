@@ -71,9 +71,9 @@ class TracedModel:
         names = passes_for(config.fusions, config.lowering)
         if not names:
             return plan
-        from piecewise.fusions import fuse
-
         with times.timed("lowering"):
+            from piecewise.fusions import fuse  # loads Inductor's pattern matcher
+
             return fuse(plan, names, num_rows=self.token.example_num_tokens, move_weights=move_weights)
 
     def probe(self, buckets: Sequence[int], *, strict: bool) -> None:

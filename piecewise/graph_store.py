@@ -20,6 +20,7 @@ from piecewise.report import BucketReport, CaptureReport, PlanReport, Report
 from piecewise.traffic_recorder import TrafficRecorder
 from runners.buckets import TokenBuckets
 from runners.buffers import StaticBuffers
+from runners.collector import paused_collector
 from runners.engine import GraphEngine, GraphPool, engine_for
 from runners.errors import StateError
 from runners.mode import in_capture_window
@@ -180,6 +181,7 @@ class GraphStore:
         else:
             self.signatures[position] = signature
 
+    @paused_collector()
     def capture(
         self, signature: CapturedSignature, buckets: list[int], *, doing: str = "capturing"
     ) -> CaptureReport:

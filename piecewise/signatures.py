@@ -25,6 +25,7 @@ from piecewise.structure import Namespace, build_source
 from piecewise.suspension import Suspended
 from piecewise.trace import ExampleCall
 from runners.buffers import StaticBuffers
+from runners.collector import paused_collector
 from runners.engine import GraphEngine, GraphPool
 from runners.state_check import StateChange, StateCheck
 from runners.stats import FallbackReason
@@ -215,6 +216,7 @@ def other_sizes(plan: SegmentPlan, leaves: Sequence[Any]) -> list[int]:
     return sizes
 
 
+@paused_collector()
 def trace_signature(
     model: nn.Module, example: ExampleCall, *, forward: Any, config: PiecewiseConfig
 ) -> CapturedSignature:
@@ -225,6 +227,9 @@ def trace_signature(
         CaptureError: with `strict`, an op lets padding reach real rows.
     """
     times = StartupTimes()
+    if config.lowering == "inductor":
+        with times.timed("lowering"):
+            internals.start_compile_workers(example.leaves)
     with steps_bar(("tracing", "probing", "tracing one token"), enabled=config.progress) as begin:
         begin()
         with times.timed("trace"):

@@ -317,6 +317,18 @@ _INDUCTOR_PATCHES = {
 }
 
 
+def start_compile_workers(values: Sequence[Any]) -> None:
+    """Starts the processes in which Inductor compiles kernels for a GPU, where one of the values lies on one.
+
+    They take seconds to be ready. The first `compile_aten_graph` would start them too, and compile what it
+    needs before they are ready in this process, one kernel after the other.
+    """
+    if any(isinstance(value, torch.Tensor) and value.device.type == "cuda" for value in values):
+        from torch._inductor.async_compile import AsyncCompile
+
+        AsyncCompile.wakeup()
+
+
 def compile_aten_graph(
     graph: torch.fx.GraphModule, arguments: Sequence[Any], fake_mode: FakeTensorMode
 ) -> Callable[..., Sequence[Any]]:

@@ -23,12 +23,11 @@ Memory is `cuda_pool.py`'s business. Random ops may be refused: segments have no
 
 from __future__ import annotations
 
-import gc
 import threading
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -36,6 +35,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from runners import cuda_driver
+from runners.collector import paused_collector
 from runners.cuda_driver import StreamCapture
 from runners.cuda_faults import ELSEWHERE, translated
 from runners.cuda_pool import CudaPool
@@ -45,18 +45,6 @@ from runners.readbacks import refused, tensors_in
 
 # gc and torch's generator mode belong to the process, and so does this.
 _one_at_a_time = threading.RLock()
-
-
-@contextmanager
-def _paused_gc() -> Iterator[None]:
-    """A collection in mid-capture could destroy CUDA objects, which a capture forbids."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 class CudaGraph:
@@ -163,7 +151,7 @@ class CudaEngine:
             handle = pool.handle_for_capture()
             pool.is_recording = True
             try:
-                with _paused_gc(), capture_of(segment), torch.cuda.stream(pool.stream):
+                with paused_collector(), capture_of(segment), torch.cuda.stream(pool.stream):
                     graph, outputs = _captured(fn, pool, handle, segment)
                     num_nodes = cuda_driver.num_nodes(graph.raw_cuda_graph())
                 if num_nodes == 0:

@@ -10,6 +10,7 @@ from test_cuda_models import SIZES, check_equal, compiled, inputs, make
 from torch import Tensor, nn
 
 import piecewise
+import piecewise.signatures
 from piecewise import torch_internals as internals
 from piecewise.prefill_case import PrefillCase
 from piecewise.variants import VariantMaker
@@ -59,6 +60,24 @@ def test_nothing_is_compiled_or_tuned_inside_a_capture(monkeypatch: pytest.Monke
         graphed, report = compiled(make(num_layers=2), lowering="inductor", warmup_steps=1, strict=True)
     assert report.ok and not any(during)
     check_close(graphed, 7)
+
+
+def test_the_processes_that_compile_kernels_start_before_the_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._inductor.async_compile import AsyncCompile
+
+    asked: list[str] = []
+
+    def noting(owner: Any, name: str) -> None:
+        original = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *a, **k: (asked.append(name), original(*a, **k))[1])
+
+    noting(AsyncCompile, "wakeup")
+    noting(piecewise.signatures, "trace_model")
+    compiled(make(num_layers=1), lowering="inductor")
+    assert asked.index("wakeup") < asked.index("trace_model")
+    asked.clear()
+    compiled(make(num_layers=1))
+    assert asked == ["trace_model"]
 
 
 def test_fewer_kernels_than_eager() -> None:

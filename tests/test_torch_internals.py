@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 import weakref
 
@@ -10,6 +11,8 @@ import sympy
 import torch
 import torch._dynamo as dynamo
 from torch import nn
+from torch._inductor.async_compile import AsyncCompile
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._sympy.functions import FloorDiv, IntTrueDiv, PythonMod
 
 from piecewise import torch_internals as internals
@@ -520,6 +523,18 @@ def test_inductor_compiles_for_any_count_with_the_graphs_strides_and_leaves_its_
         with torch.no_grad():
             (found,) = compiled(count, x)
         assert torch.equal(found, x + 1) and found.stride() == (1, count)
+
+
+def test_the_workers_that_compile_kernels_are_woken_for_a_gpu_alone(monkeypatch):
+    woken = []
+    assert isinstance(inspect.getattr_static(AsyncCompile, "wakeup"), classmethod)
+    monkeypatch.setattr(AsyncCompile, "wakeup", lambda: woken.append(True))
+    internals.start_compile_workers([3, torch.ones(2), "text"])
+    assert woken == []
+    mode = FakeTensorMode()
+    on_device = FakeTensor(mode, torch.empty(2, device="meta"), torch.device("cuda", 0))
+    internals.start_compile_workers([3, torch.ones(2), on_device])
+    assert woken == [True]
 
 
 def test_the_settings_that_a_compile_changes_exist():
