@@ -194,11 +194,15 @@ def _footprint(
 def node_key(node: fx.Node) -> Any:
     """Equal for nodes that do the same on tensors of the same kind: layers of a model repeat them."""
 
+    def plain(sizes: Any) -> tuple[Any, ...]:
+        # An expression is hashed in a fraction of the time that its text takes.
+        return tuple(size.node.expr if isinstance(size, torch.SymInt) else size for size in sizes)
+
     def describe(value: Any) -> Any:
         if isinstance(value, fx.Node):
             return describe(value.meta.get("example_value"))
         if isinstance(value, torch.Tensor):
-            return ("t", str(tuple(value.shape)), str(tuple(value.stride())), value.dtype, value.device)
+            return ("t", plain(value.shape), plain(value.stride()), value.dtype, value.device)
         if isinstance(value, (tuple, list)):
             return (type(value).__name__, *map(describe, value))
         if isinstance(value, dict):

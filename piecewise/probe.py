@@ -35,8 +35,9 @@ from piecewise.aliases import NodeFacts, is_tuple_item, node_key, storage_of, te
 from piecewise.classify import Verdict
 from piecewise.index_bounds import CheckedIndices
 from piecewise.positions import can_be_numbered, keeps_places, lie_alike, numbered_like, random_where_constant
+from piecewise.probe_extents import Extent, Extents, map_with
 from piecewise.recordable import Recorders
-from piecewise.row_agreement import difference, surely_agree
+from piecewise.row_agreement import difference, same_bits, surely_agree
 from piecewise.row_samples import map_tensors, resize_leaf, unchanged_random_state, with_padding
 from piecewise.sizes import SizeFunctions
 from piecewise.token_dim import TokenSymbol
@@ -47,6 +48,10 @@ from runners.errors import CaptureError
 from runners.rows import narrow_to, padded_parts, poison_value
 
 NUM_POISONS = 3
+
+
+# Which tensor it is, in words; its real rows without padding, and in each padded run.
+_Result = tuple[str, torch.Tensor, list[torch.Tensor]]
 
 
 @dataclasses.dataclass(slots=True)
@@ -77,6 +82,7 @@ class Probe:
         self.kinds = {node: verdict.kind for node, verdict in verdicts.items()}
         self.rows, self.padded_rows = num_tokens, padded_num_tokens
         self.sizes = SizeFunctions(trace.shape_env, token.symbol)
+        self.extents = Extents(self.sizes, num_tokens=num_tokens, padded_num_tokens=padded_num_tokens)
         self.real = _Run(num_tokens, None)
         self.runs = [_Run(padded_num_tokens, variant) for variant in range(NUM_POISONS)]
         self.forced: dict[fx.Node, Verdict] = {}
@@ -87,7 +93,8 @@ class Probe:
         self._last_use = _last_uses(
             trace.graph.graph, keep=self._written_outside, together=list(self._aliases.values())
         )
-        self._places: dict[Any, bool] = {}
+        self._keys: dict[fx.Node, Any] = {}
+        self._places: dict[Any, bool | None] = {}
         self._generator = torch.Generator().manual_seed(0)
         self._scalar_functions: dict[Any, Callable[..., tuple]] = {}
         self._device = trace.example.leaves[token.anchor[0]].device
@@ -194,7 +201,6 @@ class Probe:
             self._execute(node, self.real, self.rows)
             seen = self._run_padded(node)
             if seen is None:
-                self._agree(node)
                 self._poison_memory(node)
                 return
             self.forced[node] = Verdict("eager", "mixes_tokens", seen)
@@ -217,7 +223,7 @@ class Probe:
             operands = self._operands(node, self.real, self.rows, padded=False)
             return self._call(node, *map_tensors(operands, own))
 
-        return self._recorders.refusal_of(call, key=node_key(node), name=node.name)
+        return self._recorders.refusal_of(call, key=self._key_of(node), name=node.name)
 
     def _run_padded(self, node: fx.Node) -> str | None:
         """Runs the node in each padded run; what differs, or None."""
@@ -226,24 +232,44 @@ class Probe:
                 self._execute(node, run, self.padded_rows)
             except (RuntimeError, IndexError, ValueError) as error:
                 return f"fails on padded rows: {str(error).splitlines()[0]}"
+        is_view = self.facts[node].is_view and not is_tuple_item(node)
+        geometry = self._geometry_of(node) if is_view else None
+        if self._places.get(geometry):
+            return None  # it shows elements that agree, and the same ones
         results = list(self._results(node))
-        if not surely_agree((real, padded) for _, real, padded in results):
-            for what, real, padded in results:
-                seen = difference(real, padded)
-                if seen is not None:
-                    return f"{what}{seen}"
-        if self.facts[node].is_view and not is_tuple_item(node) and not self._keeps_places(node):
-            return "looks at other memory when rows are padded"
+        if not same_bits((real, padded) for _, real, padded in results):
+            if not surely_agree((real, padded) for _, real, padded in results):
+                for what, real, padded in results:
+                    seen = difference(real, padded)
+                    if seen is not None:
+                        return f"{what}{seen}"
+            self._agree(node, results)
+        if is_view:
+            if geometry not in self._places:
+                self._places[geometry] = self._compare_places(node)
+            if self._places[geometry] is False:
+                return "looks at other memory when rows are padded"
         return None
 
-    def _keeps_places(self, node: fx.Node) -> bool:
-        """Whether a view's real rows stay where they are without padding; asked once per kind of view."""
-        key = node_key(node)
-        if key not in self._places:
-            self._places[key] = self._compare_places(node)
-        return self._places[key]
+    def _key_of(self, node: fx.Node) -> Any:
+        """Equal for nodes that do the same on tensors of the same kind."""
+        if node not in self._keys:
+            self._keys[node] = node_key(node)
+        return self._keys[node]
 
-    def _compare_places(self, node: fx.Node) -> bool:
+    def _geometry_of(self, node: fx.Node) -> Any:
+        """Equal for views that look at the same elements of what they read, in each run."""
+        padded = self.runs[0]
+        bases = [
+            (tensor.shape, tensor.stride(), tensor.storage_offset())
+            for source in self.facts[node].reads
+            for value in (self.real.values[source], self._value_in(source, padded, padded=True))
+            for tensor in tensors_in(value)
+        ]
+        return self._key_of(node), tuple(bases)
+
+    def _compare_places(self, node: fx.Node) -> bool | None:
+        """Whether a view's real rows lie where they lie without padding; None where that cannot be told."""
         run = self.runs[0]
         bases = [
             tensor for source in self.facts[node].reads for tensor in tensors_in(self.real.values[source])
@@ -259,13 +285,11 @@ class Probe:
         }
         made = list(tensors_in(self.real.values[node]))
         if not any(
-            self.sizes.token_dims(fake)
-            for source in self.facts[node].reads
-            for fake in tensors_in(source.meta["example_value"])
+            extent.carries_tokens for source in self.facts[node].reads for extent in self.extents.of(source)
         ):
             return all(map(lie_alike, made, tensors_in(run.values[node])))
         if not all(can_be_numbered(tensor) and tensor.dtype == made[0].dtype for tensor in bases):
-            return True
+            return None
         real_args = map_tensors(
             self._operands(node, self.real, self.rows, padded=False), lambda t: numbered_like(t, t.shape)
         )
@@ -276,7 +300,7 @@ class Probe:
             list(tensors_in(self._call(node, *real_args))), list(tensors_in(self._call(node, *padded_args)))
         )
 
-    def _results(self, node: fx.Node) -> Iterator[tuple[str, torch.Tensor, list[torch.Tensor]]]:
+    def _results(self, node: fx.Node) -> Iterator[_Result]:
         """Each tensor that the node makes, and all that share memory with what it writes: the real one, and
         the leading part of the padded ones."""
         written = {
@@ -289,30 +313,24 @@ class Probe:
             if alias in self.real.values and alias is not node
         ]
         for what, source in groups:
-            fakes = list(tensors_in(source.meta.get("example_value")))
             reals = list(tensors_in(self.real.values.get(source)))
             padded = [list(tensors_in(self._value_in(source, run, padded=False))) for run in self.runs]
-            for index, (fake, real) in enumerate(zip(fakes, reals, strict=True)):
-                function = self.sizes.of(fake.shape)
-                if function is None:
-                    continue
-                yield what, real, [tensors[index] for tensors in padded]
+            for index, (extent, real) in enumerate(zip(self.extents.of(source), reals, strict=True)):
+                if extent.real is not None:
+                    yield what, real, [tensors[index] for tensors in padded]
 
-    def _agree(self, node: fx.Node) -> None:
+    def _agree(self, node: fx.Node, results: Sequence[_Result]) -> None:
         """Sets the padded runs' real rows to the unpadded result, where the memory is the node's own."""
-        fact = self.facts[node]
-        if fact.is_view:
+        if self.facts[node].is_view:
             return
-        for _, real, padded in self._results(node):
-            for tensor in padded:
-                if all(
-                    stride > 0 or size <= 1
-                    for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
-                ):
-                    tensor.copy_(real)
+        for _, real, padded in results:
+            for tensor in filter(can_be_numbered, padded):
+                tensor.copy_(real)
 
     def _poison_memory(self, node: fx.Node) -> None:
         """Poisons the padded rows of memory that graphs own and that the node has just made or written."""
+        if self.facts[node].is_view:
+            return
         written = {
             storage_of(t) for arg in self.facts[node].writes for t in tensors_in(arg.meta["example_value"])
         }
@@ -320,13 +338,12 @@ class Probe:
             owner = self._aliases[memory][0]
             if self.kinds.get(owner) != "graph" or self.facts[owner].is_view or owner not in self.real.values:
                 continue
-            for position, fake in enumerate(tensors_in(owner.meta["example_value"])):
-                function = self.sizes.of(fake.shape)
-                if storage_of(fake) != memory or function is None or not fake.dtype.is_floating_point:
+            for position, extent in enumerate(self.extents.of(owner)):
+                if extent.memory != memory or extent.real is None or not extent.is_floating:
                     continue
                 for run in self.runs:
                     tensor = list(tensors_in(run.values[owner]))[position]
-                    for part in padded_parts(tensor, function(self.rows)) if can_be_numbered(tensor) else ():
+                    for part in padded_parts(tensor, extent.real) if can_be_numbered(tensor) else ():
                         part.fill_(poison_value(tensor.dtype, run.poison or 0))
                         self.poisoned.add(owner)
 
@@ -338,9 +355,7 @@ class Probe:
             self._forget_padded(target)
         # A view of rows that lie apart when padded is made of a dense copy at run time, too.
         is_view = fact.is_view and all(
-            self.sizes.keeps_strides(fake)
-            for source in fact.reads
-            for fake in tensors_in(source.meta["example_value"])
+            extent.keeps_strides for source in fact.reads for extent in self.extents.of(source)
         )
         for run in self.runs:
             if is_view or fact.writes:
@@ -392,36 +407,17 @@ class Probe:
                 run.padded[source] = self._pad_eager(source, value, run.poison)
             return run.padded[source]
         if not padded and not is_real:
-            fakes = source.meta["example_value"]
-            return self._narrow(value, fakes)
+            # Strided where eager's would be dense: a node must read and write the run's own memory here.
+            return map_with(value, self.extents.of(source), _real_part)
         return value
 
     def _pad_eager(self, source: fx.Node, value: Any, variant: int) -> Any:
-        fakes = iter(list(tensors_in(source.meta["example_value"])))
-
-        def pad(tensor: torch.Tensor) -> torch.Tensor:
-            fake = next(fakes)
-            function, strides = self.sizes.of(fake.shape), self.sizes.of(fake.stride())
-            if function is None or not self.sizes.token_dims(fake):
+        def pad(tensor: torch.Tensor, extent: Extent) -> torch.Tensor:
+            if extent.padded is None or not extent.carries_tokens:
                 return tensor
-            return with_padding(
-                tensor, function(self.padded_rows), strides(self.padded_rows) if strides else None, variant
-            )
+            return with_padding(tensor, extent.padded, extent.padded_strides, variant)
 
-        return map_tensors(value, pad)
-
-    def _narrow(self, value: Any, fakes: Any) -> Any:
-        remaining = iter(list(tensors_in(fakes)))
-
-        def narrow(tensor: torch.Tensor) -> torch.Tensor:
-            fake = next(remaining)
-            function = self.sizes.of(fake.shape)
-            if function is None or not self.sizes.token_dims(fake):
-                return tensor
-            # Strided where eager's would be dense: the node must read and write the run's own memory here.
-            return narrow_to(tensor, function(self.rows))
-
-        return map_tensors(value, narrow)
+        return map_with(value, self.extents.of(source), pad)
 
     def _scalar(self, value: Any, rows: int) -> Any:
         if isinstance(value, (tuple, list)):
@@ -483,6 +479,11 @@ class Probe:
     def _restore_written(self, saved: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         for tensor, before in saved:
             tensor.copy_(before)
+
+
+def _real_part(tensor: torch.Tensor, extent: Extent) -> torch.Tensor:
+    is_whole = extent.real is None or not extent.carries_tokens
+    return tensor if is_whole else narrow_to(tensor, extent.real)  # type: ignore[arg-type]
 
 
 @contextmanager

@@ -62,16 +62,17 @@ class _Program:
     ) -> None:
         self._trace, self._symbol, self._facts, self._num_tokens = trace, symbol, facts, num_tokens
         self._names: dict[fx.Node, Any] = {}
+        self._holders: dict[int, list[fx.Node]] = {}
         self._known: dict[Any, Any] = {}
         self.nodes: list[fx.Node] = []
         self._order = {node: position for position, node in enumerate(trace.graph.graph.nodes)}
         for placeholder in trace.placeholders:
             where = placeholder.state.path if placeholder.state is not None else placeholder.leaf
-            self._names[placeholder.node] = (placeholder.kind, where)
+            self._name(placeholder.node, (placeholder.kind, where))
         self.lines: list[Any] = []
         for node in trace.graph.graph.nodes:
             if node.op.startswith("call") and self._holds_tensors_or_writes(node):
-                self._names[node] = len(self.lines)
+                self._name(node, len(self.lines))
                 self.nodes.append(node)
                 shapes = [self._sizes(tensor.shape) for tensor in tensors_in(node.meta.get("example_value"))]
                 self.lines.append(
@@ -91,6 +92,11 @@ class _Program:
             self._aliases(trace.graph.graph.output_node().all_input_nodes),
         )
 
+    def _name(self, node: fx.Node, name: Any) -> None:
+        self._names[node] = name
+        for memory in {storage_of(t) for t in tensors_in(node.meta.get("example_value"))}:
+            self._holders.setdefault(memory, []).append(node)
+
     def _written(self, node: fx.Node) -> Any:
         """The tensors that a write reaches and that are read later, by the caller if inputs or state:
         `contiguous()` of one row is no copy."""
@@ -99,11 +105,11 @@ class _Program:
             return ()
         memory = {storage_of(t) for arg in fact.writes for t in tensors_in(arg.meta.get("example_value"))}
         order = self._order
+        holders = dict.fromkeys(other for each in memory for other in self._holders.get(each, ()))
         return sorted(
-            str(name)
-            for other, name in self._names.items()
-            if any(storage_of(t) in memory for t in tensors_in(other.meta.get("example_value")))
-            and (other.op == "placeholder" or any(order[user] > order[node] for user in other.users))
+            str(self._names[other])
+            for other in holders
+            if other.op == "placeholder" or any(order[user] > order[node] for user in other.users)
         )
 
     def _aliases(self, nodes: Sequence[fx.Node]) -> list[int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from piecewise.row_agreement import difference, surely_agree
+from piecewise.row_agreement import difference, same_bits, surely_agree
 
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn)
 OTHERS = (torch.int64, torch.uint8, torch.bool)
@@ -96,3 +96,29 @@ def test_another_shape_or_kind_takes_the_closer_look():
     assert not surely_agree([(real, [real[:4]] * 3)])
     assert not surely_agree([(real, [real.double()] * 3)])
     assert not surely_agree([(real.cfloat(), [real.cfloat()] * 3)])
+
+
+@pytest.mark.parametrize("dtype", FLOATS + OTHERS, ids=str)
+def test_the_same_bits_are_no_difference_whatever_they_stand_for(dtype):
+    real = result(dtype)
+    if dtype.is_floating_point:
+        real[2, 1], real[0, 0] = NAN, 0.0
+    padded = [real.clone(), real.t().contiguous().t(), real.clone()]
+    assert same_bits([(real, padded), (real[:0], [real[:0]] * 3)]) and difference(real, padded) is None
+    for which in range(4):
+        runs = [real.clone() for _ in range(4)]
+        runs[which].view(torch.uint8)[-1, -1] ^= 1
+        assert not same_bits([(real, padded), (runs[0], runs[1:])])
+        assert not same_bits([(runs[0], runs[1:])])
+    if dtype.is_floating_point and dtype.itemsize > 1:
+        zero = real.clone()
+        zero[0, 0] = -0.0
+        assert not same_bits([(real, [zero] * 3)]) and difference(real, [zero] * 3) is None
+
+
+def test_another_shape_or_kind_is_not_the_same():
+    real = result(torch.float32)
+    assert same_bits([])
+    assert not same_bits([(real, [real[:4]] * 3)])
+    assert not same_bits([(real, [real, real, real.view(torch.int32)])])
+    assert not same_bits([(real.cfloat(), [real.cfloat()] * 3)])

@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from toy_models import HIDDEN, Toy, check_sizes, compare, kinds, make_ids, mix, reasons
 
 import piecewise
-from piecewise import CaptureError, TokenDimError
+from piecewise import CaptureError, TokenDimError, probe
+from piecewise.row_agreement import same_bits
 
 EAGER_ONE = "gbgeg"
 
@@ -332,6 +333,38 @@ def _boundary_writes_end_of_workspace(model, x):
 )
 def test_I3_padded_rows_are_not_written_over_other_memory(head):
     check_sizes(toy(head))
+
+
+def test_I3_a_view_that_repeats_is_refused_each_time():
+    once, twice = (
+        reasons(check_sizes(toy(head)))["mixes_tokens"]
+        for head in (_halves_of_buffer, lambda m, x: _halves_of_buffer(m, x) + _halves_of_buffer(m, x * 3))
+    )
+    assert twice == 2 * once > 0
+
+
+def test_I3_views_of_one_kind_are_compared_once_and_other_ops_each_time(monkeypatch):
+    looks = []
+
+    def noted(results):
+        results = list(results)
+        looks.append(len(results))
+        return same_bits(results)
+
+    monkeypatch.setattr(probe, "same_bits", noted)
+
+    def num_looks(num_repeats):
+        def head(model, x):
+            for _ in range(num_repeats):
+                x = x.unflatten(-1, (2, -1)).flatten(-2) * 2
+            return x
+
+        looks.clear()
+        graphed = check_sizes(toy(head))
+        assert kinds(graphed) == "gbg"
+        return len(looks)
+
+    assert num_looks(5) - num_looks(2) == 3
 
 
 class WithWorkspace(Toy):
