@@ -24,7 +24,7 @@ from piecewise.passes.fakes import geometry, memory_of
 from piecewise.passes.pack_linears import LinearGroup, find_groups
 from piecewise.passes.pipeline import passes_named, run_passes
 from piecewise.passes.results import keep_geometry
-from piecewise.plan import FusionReport, Segment, SegmentPlan
+from piecewise.plan import FusionReport, Segment, SegmentPlan, ValueSpec
 from runners.state_check import StateRef
 
 
@@ -53,6 +53,7 @@ class _Fusing:
         self.plan, self.names, self.num_rows, self.move_weights = plan, tuple(names), num_rows, move_weights
         self._key_mode = internals.new_fake_mode()
         self._key_rows = internals.symbolic_count(self._key_mode, "num_rows", num_rows)
+        self._geometries: dict[Any, Any] = {}
         self._groups: dict[Any, tuple[LinearGroup, ...] | NotTraceable] = {}
         self._ready: dict[Any, tuple[AtenGraph, Counter[str]]] = {}
         self._fused: dict[Any, _Fused | NotTraceable] = {}
@@ -101,12 +102,19 @@ class _Fusing:
         memories: dict[int, int] = {}
         return segment.lowering_key, tuple(
             (
-                geometry(fake_input(value, self._key_rows, self._key_mode)),
+                self._geometry(value),
                 value.origin,
                 memories.setdefault(value.memory, len(memories)),
             )
             for value in values
         )
+
+    def _geometry(self, value: ValueSpec) -> Any:
+        """As the fake of the value has it; layers repeat the few that there are."""
+        key = value.is_tensor, value.dtype, value.device, value.geometry
+        if key not in self._geometries:
+            self._geometries[key] = geometry(fake_input(value, self._key_rows, self._key_mode))
+        return self._geometries[key]
 
     def _trace(self, segment: Segment) -> tuple[AtenGraph, Counter[str]]:
         """The segment's aten graph, cleaned up."""
