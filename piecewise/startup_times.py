@@ -15,8 +15,8 @@ class StartupTimes:
     Attributes:
         trace: Dynamo and the analysis of what it gives, second traces included; grows with the model's depth.
         probe: the walks that look for ops which let padding reach real rows.
-        lowering: rewriting distinct graph segments, and compiling them, or
-            finding them in Inductor's cache.
+        lowering: loading Inductor, rewriting distinct graph segments, and compiling them, or finding them in
+            Inductor's cache.
         warm_up: the runs before captures, where kernels are compiled and tuned at their first launch.
         capture: recording.
     """
