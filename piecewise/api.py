@@ -381,13 +381,18 @@ class GraphedModule:
             from piecewise.compiler import trace_model
             from piecewise.lowering import Lowering
             from piecewise.startup_times import StartupTimes
+            from piecewise.streams import foresee
 
             example = self._example(args, kwargs)
             traced = trace_model(self.model, example, forward=self._forward, config=self.piecewise_config)
             traced.probe(self.piecewise_config.buckets, strict=False)
             plan = traced.planned(self.piecewise_config, StartupTimes(), move_weights=False)
             lowering = Lowering(self.piecewise_config).foresee(plan, self.piecewise_config.buckets)
-            return PlanReport.of(plan, example.names, lowering)
+            streams = foresee(
+                plan, lowering, num_rows=traced.token.example_num_tokens,
+                num_streams=self.piecewise_config.num_streams,
+            )  # fmt: skip
+            return PlanReport.of(plan, example.names, lowering, streams)
 
     def verify(
         self, *args: Any, make_inputs: Callable[..., Any] | None = None, **kwargs: Any

@@ -27,6 +27,7 @@ from piecewise import torch_internals as internals
 from piecewise.plan import ComputedNumber, InputAt, Segment, SegmentPlan, ValueSpec
 from piecewise.row_samples import unchanged_random_state
 from piecewise.startup_times import StartupTimes
+from piecewise.streams import StreamForms, StreamSchedules
 from piecewise.warm_up import WarmUp, last_uses, state_tensor
 from runners.bound_steps import DirectCall
 from runners.buffers import StaticBuffers
@@ -41,6 +42,7 @@ class PlanAssembler:
 
     Args:
         functions: what runs in each graph segment, by the segment's index.
+        schedules: which of them can run on several streams.
     """
 
     def __init__(
@@ -48,6 +50,7 @@ class PlanAssembler:
         plan: SegmentPlan,
         *,
         functions: Mapping[int, Callable[..., Sequence[Any]]],
+        schedules: StreamSchedules,
         leaves: Sequence[Any],
         engine: GraphEngine,
         pool: GraphPool,
@@ -56,6 +59,7 @@ class PlanAssembler:
         step_metadata: Sequence[StepMetadata],
         warmup_steps: int,
         outputs: str,
+        strict: bool,
         times: StartupTimes,
     ) -> None:
         self.plan, self.functions, self.leaves, self.buffers = plan, functions, tuple(leaves), buffers
@@ -72,7 +76,10 @@ class PlanAssembler:
             for segment in graphs
             if not segment.views_only
         }  # fmt: skip
-        self.warm_up = WarmUp(plan, self.runners, leaves=self.leaves, num_steps=warmup_steps)
+        self.streams = StreamForms(schedules, functions=functions, engine=engine, pool=pool, strict=strict)
+        self.warm_up = WarmUp(
+            plan, self.runners, leaves=self.leaves, num_steps=warmup_steps, streams=self.streams
+        )
         self.shadowed = [
             value
             for value in plan.values
@@ -151,7 +158,9 @@ class PlanAssembler:
                 if segment.views_only:
                     outputs = segment.function(bucket, *arguments)
                 else:
-                    outputs = self.runners[segment.index].capture(bucket, arguments)
+                    needed = [static[index] for index in static if self.last_use[index] >= position]
+                    with self.streams.chosen(segment, bucket, arguments, needed) as form:
+                        outputs = self.runners[segment.index].capture(bucket, arguments, fn=form)
                     on_segment()
                 static.update(zip(segment.outputs, outputs, strict=True))
             self.pool.keep_only(static[index] for index in static if self.last_use[index] > position)

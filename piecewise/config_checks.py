@@ -209,18 +209,6 @@ def choice(*available: str, later: tuple[str, ...] = ()) -> Check:
     return check
 
 
-def only(default: Any) -> Check:
-    """Exactly `default`: the setting is known, but this version has no other value for it."""
-
-    def check(value: Any) -> Any:
-        value = tuple(value) if isinstance(default, tuple) and isinstance(value, list) else value
-        if type(value) is not type(default) or value != default:
-            raise Refused(f"{default!r}, the only value this version has", shown(value))
-        return default
-
-    return check
-
-
 def optional(check: Check) -> Check:
     """None, or what `check` accepts."""
     return lambda value: None if value is None else check(value)

@@ -318,6 +318,11 @@ class GraphStore:
             buckets, not signature.one_token, pool_bytes, self.buffers.allocated_bytes, device_bytes,
             tuple(lowered.report() for lowered in signature.lowerings), dataclasses.replace(signature.times),
             signature.plan.fusions, signature.one_token,
+            tuple(
+                report
+                for assembler in signature.assemblers
+                if (report := assembler.streams.schedules.report()) is not None
+            ),
         )  # fmt: skip
 
     def _bucket_report(self, signature: CapturedSignature, bucket: int) -> BucketReport:

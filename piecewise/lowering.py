@@ -43,6 +43,8 @@ FIELDS_NOT_IN_KEY = frozenset(
     }
 )
 
+COMPILED = "compiled by Inductor: one callable"
+
 
 class LoweredSegment:
     """A segment's function, put together from compiled ones.
@@ -93,6 +95,11 @@ class LoweredPlan:
     functions: Mapping[int, Callable[..., Sequence[torch.Tensor]]]
     lowered: tuple[LoweredSegment, ...]
     at_first: LoweringReport
+
+    @property
+    def one_callable(self) -> dict[int, str]:
+        """Segment index → why its function is not made of ops that others can look at."""
+        return {lowered.segment.index: COMPILED for lowered in self.lowered}
 
     def report(self) -> LoweringReport:
         """How it went, the first runs included."""

@@ -11,6 +11,7 @@ from typing import Any
 from piecewise.lowering_report import LoweringReport
 from piecewise.plan import EagerReason, FillReport, FusionReport, SegmentPlan
 from piecewise.startup_times import StartupTimes
+from piecewise.stream_report import StreamReport
 from runners.stats import CallStats
 
 
@@ -66,7 +67,7 @@ class SegmentReport:
 @dataclasses.dataclass(frozen=True, slots=True)
 class PlanReport:
     """A cut plan: its segments, the share of ops in graphs, which empty memory they fill, what was fused in
-    them, and how they will be lowered, where that was asked for."""
+    them, and how they will be lowered and put on streams, where that was asked for."""
 
     token_dim: str
     segments: tuple[SegmentReport, ...]
@@ -75,10 +76,15 @@ class PlanReport:
     fusions: FusionReport | None = None
     lowering: LoweringReport | None = None
     fills: FillReport | None = None
+    streams: StreamReport | None = None
 
     @classmethod
     def of(
-        cls, plan: SegmentPlan, input_names: Mapping[int, str], lowering: LoweringReport | None = None
+        cls,
+        plan: SegmentPlan,
+        input_names: Mapping[int, str],
+        lowering: LoweringReport | None = None,
+        streams: StreamReport | None = None,
     ) -> PlanReport:
         segments = tuple(
             SegmentReport(s.index, s.kind, s.num_ops, s.module_path, s.op_names, s.reasons, s.captured_ops)
@@ -88,7 +94,9 @@ class PlanReport:
             f"{input_names.get(rule.leaf, rule.leaf)} dim {', '.join(map(str, rule.dims))}"
             for rule in plan.token_dim.inputs
         )
-        return cls(carried, segments, plan.coverage, plan.num_dead_ops, plan.fusions, lowering, plan.fills)
+        return cls(
+            carried, segments, plan.coverage, plan.num_dead_ops, plan.fusions, lowering, plan.fills, streams
+        )
 
     def count(self, kind: str) -> int:
         return sum(segment.kind == kind for segment in self.segments)
@@ -136,7 +144,7 @@ class PlanReport:
         fills = (
             self.fills if self.fills is not None and (self.fills.num_needless or self.fills.kept) else None
         )
-        return [str(part) for part in (fills, self.fusions, self.lowering) if part is not None]
+        return [str(part) for part in (fills, self.fusions, self.lowering, self.streams) if part is not None]
 
     def to_markdown(self) -> str:
         lines = ["| segment | kind | ops | module path | reason |", "|---|---|---|---|---|"]
@@ -164,6 +172,7 @@ class CaptureReport:
     Attributes:
         lowerings: how the segments were lowered, once per trace; `times`: seconds spent on this signature.
         fusions: what was rewritten in the graph segments, None where nothing was to be.
+        streams: which segments run on several streams, once per trace; none where that was not asked for.
         one_token: why calls of one token run eagerly; empty where they replay.
     """
 
@@ -176,6 +185,7 @@ class CaptureReport:
     times: StartupTimes = dataclasses.field(default_factory=StartupTimes)
     fusions: FusionReport | None = None
     one_token: str = ""
+    streams: tuple[StreamReport, ...] = ()
 
     @property
     def captured(self) -> tuple[int, ...]:
@@ -207,7 +217,8 @@ class CaptureReport:
         sizes += f", {shown_bytes(self.device_bytes)} of the device in all"
         fused = [str(self.fusions)] if self.fusions is not None else []
         lines = [text_table(rows), f"{sizes}; calls of one token {one}", *fused]
-        return "\n".join([*lines, *map(str, self.lowerings), f"start-up took {self.times}"])
+        parts = map(str, (*self.lowerings, *self.streams))
+        return "\n".join([*lines, *parts, f"start-up took {self.times}"])
 
     def asdict(self) -> dict[str, Any]:
         return {**dataclasses.asdict(self), "captured": list(self.captured), "ok": self.ok}

@@ -21,6 +21,7 @@ from piecewise.plan import SegmentPlan
 from piecewise.progress import steps_bar
 from piecewise.report import BucketReport
 from piecewise.startup_times import StartupTimes
+from piecewise.streams import StreamSchedules
 from piecewise.structure import Namespace, build_source
 from piecewise.suspension import Suspended
 from piecewise.trace import ExampleCall
@@ -338,10 +339,15 @@ def _plan_for(
     served = [size for size in context.config.buckets if plan.is_valid(size, *other_sizes(plan, leaves))]
     with signature.times.timed("lowering"):
         lowered = context.lowering.lower(plan, served)
+        schedules = StreamSchedules(
+            plan, one_callable=lowered.one_callable, num_rows=max(served, default=0),
+            num_streams=context.config.num_streams,
+        )  # fmt: skip
     signature.lowerings.append(lowered)
     assembler = PlanAssembler(
         plan,
         functions=lowered.functions,
+        schedules=schedules,
         leaves=traced.trace.example.leaves,
         engine=context.engine,
         pool=context.pool,
@@ -350,6 +356,7 @@ def _plan_for(
         step_metadata=[made.metadata for made in traced.step_metadata],
         warmup_steps=context.config.warmup_steps,
         outputs=context.config.outputs,
+        strict=context.config.strict,
         times=signature.times,
     )
     signature.assemblers.append(assembler)

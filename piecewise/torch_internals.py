@@ -296,6 +296,11 @@ def symbolic_count(fake_mode: FakeTensorMode, name: str, hint: int) -> torch.Sym
     return shape_env.create_symintnode(symbol, hint=hint, source=source)  # type: ignore[return-value]
 
 
+def size_hint(size: Any) -> int:
+    """A size of a traced tensor for the number that its symbol was taken for."""
+    return int(size.node.hint) if isinstance(size, torch.SymInt) else int(size)
+
+
 def functional_aten_graph(
     function: Callable[..., tuple], arguments: Sequence[Any], fake_mode: FakeTensorMode
 ) -> torch.fx.GraphModule:

@@ -12,7 +12,7 @@ left out, and what it makes is stood in for too.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -23,6 +23,7 @@ from piecewise.captured_warm_up import CapturedWarmUp
 from piecewise.plan import Segment, SegmentPlan, ValueSpec
 from piecewise.row_agreement import identical
 from piecewise.row_samples import int_candidates, resize_leaf, stand_in
+from piecewise.streams import StreamForms
 from runners.errors import CaptureError
 from runners.piecewise_runner import PiecewiseRunner
 from runners.rows import has_strides, narrow_to, padded_parts, poison_value
@@ -38,8 +39,10 @@ class WarmUp:
         *,
         leaves: Sequence[Any],
         num_steps: int,
+        streams: StreamForms,
     ) -> None:
         self.plan, self.runners, self.leaves, self.num_steps = plan, runners, tuple(leaves), num_steps
+        self.streams = streams
         self.last_use = last_uses(plan)
         self._warmed_up: set[tuple[Any, ...]] = set()
 
@@ -68,6 +71,8 @@ class WarmUp:
                     outputs: Sequence[torch.Tensor] = segment.function(bucket, *arguments)
                 else:
                     outputs = self._warm_up_segment(segment, bucket, real_rows, arguments)
+                    if (on_lanes := self.streams.form_for(segment, bucket)) is not None:
+                        outputs = self._warm_up_segment(segment, bucket, real_rows, arguments, form=on_lanes)
                 made.update(zip(segment.outputs, outputs, strict=True))
             for index in [index for index in made if self.last_use[index] <= position]:
                 del made[index]
@@ -142,8 +147,15 @@ class WarmUp:
                 narrow_to(buffer, value.sizes(real_rows)).copy_(eager[index])
 
     def _warm_up_segment(
-        self, segment: Segment, bucket: int, real_rows: int, arguments: Sequence[torch.Tensor]
+        self,
+        segment: Segment,
+        bucket: int,
+        real_rows: int,
+        arguments: Sequence[torch.Tensor],
+        *,
+        form: Callable[..., Sequence[Any]] | None = None,
     ) -> Sequence[torch.Tensor]:
+        """Runs a segment's function, or another form of it, with one padding after the other."""
         runner = self.runners[segment.index]
         values = [self.plan.values[index] for index in segment.inputs]
         outputs_spec = [self.plan.values[index] for index in segment.outputs]
@@ -165,7 +177,7 @@ class WarmUp:
             made_up = CapturedWarmUp(arguments, num_rows=bucket, real_rows=real_rows, variant=step)
             with made_up if segment.captured_ops else nullcontext():
                 outputs = (
-                    runner.warm_up(bucket, arguments)
+                    runner.warm_up(bucket, arguments, fn=form)
                     if step < self.num_steps
                     else segment.function(bucket, *arguments)
                 )
@@ -180,7 +192,9 @@ class WarmUp:
                     expected="real rows that do not depend on what padded rows hold",
                     got=f"other values in warm-up {step + 1} than in warm-up 1",
                     rule="no padded row reaches a real row [I3]",
-                    fix="the ops one by one are clean, so the lowering mixes rows: use lowering='eager'",
+                    fix="the ops one by one are clean, so the lowering mixes rows: use lowering='eager'"
+                    if form is None
+                    else "the segment on one stream is clean: use num_streams=1",
                 )
         return outputs
 

@@ -40,6 +40,7 @@ from runners.cuda_driver import StreamCapture
 from runners.cuda_faults import ELSEWHERE, translated
 from runners.cuda_pool import CudaPool
 from runners.errors import CaptureError, ConfigError, StateError
+from runners.graph_timing import median_us
 from runners.mode import capture_of, capturing
 from runners.readbacks import refused, tensors_in
 
@@ -77,6 +78,11 @@ class CudaGraph:
         """Whether `reset` was called."""
         return self._graph is None
 
+    @property
+    def device(self) -> torch.device:
+        """Where it runs."""
+        return self._pool.device
+
     def replay(self) -> None:
         """Launches the graph on the caller's current stream.
 
@@ -108,6 +114,10 @@ class CudaEngine:
     """Makes CUDA graphs; see the module's docstring."""
 
     name = "cuda"
+
+    def measure(self, graphs: Sequence[Any]) -> list[float]:
+        """Median microseconds of a replay of each graph; see `graph_timing.py`."""
+        return median_us(graphs, graphs[0].device)
 
     def new_pool(self, device: torch.device) -> CudaPool:
         """An empty pool on `device`.

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from runners.errors import StateError
+from runners.streams import CudaLanes
 
 if TYPE_CHECKING:
     from runners.cuda_graph import CudaGraph
@@ -117,6 +118,7 @@ class CudaPool:
             # Freed blocks are reused on the stream of their allocation only, so one stream for all captures.
             self.stream = torch.cuda.Stream(device)
             torch.cuda.current_blas_handle()  # cuBLAS cannot start inside a capture
+        self.lanes = CudaLanes(device, self.stream)
         # A capture puts its generator into a mode in which other threads' draws fail; see `engine.capture`.
         self.scratch_generator = torch.Generator(device)
         self._handle: Any = None

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from runners.errors import ConfigError
+from runners.streams import Lanes
 
 
 class CapturedGraph(Protocol):
@@ -46,6 +47,10 @@ class CapturedGraph(Protocol):
         ...
 
 
+# Median microseconds of a replay of each graph, which take turns.
+Measure = Callable[[Sequence[CapturedGraph]], Sequence[float]]
+
+
 class GraphPool(Protocol):
     """Memory that the graphs of one module share, all buckets and signatures [I9]."""
 
@@ -57,6 +62,11 @@ class GraphPool(Protocol):
     @property
     def device_bytes(self) -> int:
         """What the buckets captured so far took from the device in all, where that can be measured."""
+        ...
+
+    @property
+    def lanes(self) -> Lanes:
+        """What functions with parallel branches run on, in warm-ups and in captures into this pool."""
         ...
 
     @property
@@ -101,6 +111,11 @@ class GraphEngine(Protocol):
     @property
     def name(self) -> str:
         """The engine's name in a configuration."""
+        ...
+
+    @property
+    def measure(self) -> Measure | None:
+        """Times graphs that do the same; None where a replay's time says nothing."""
         ...
 
     def new_pool(self, device: torch.device) -> GraphPool:

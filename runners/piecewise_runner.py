@@ -115,8 +115,13 @@ class PiecewiseRunner:
         capture = self._captures.get(padded_num_tokens)
         return capture.graph if capture else None
 
-    def warm_up(self, padded_num_tokens: int, args: Sequence[Any]) -> tuple[Any, ...]:
+    def warm_up(
+        self, padded_num_tokens: int, args: Sequence[Any], *, fn: Callable[..., Sequence[Any]] | None = None
+    ) -> tuple[Any, ...]:
         """Runs the segment eagerly, in the modes of a capture: COLD or WARMING(n) becomes WARMING(n + 1).
+
+        Args:
+            fn: another form of the segment's function, to be run in its place.
 
         Returns:
             The outputs, owned by the caller.
@@ -130,14 +135,19 @@ class PiecewiseRunner:
             raise self._wrong_state("warm-up", padded_num_tokens, "a bucket that is cold or warming")
         try:
             with torch.inference_mode(False), torch.no_grad():
-                outputs = tuple(self._fn(padded_num_tokens, *args))
+                outputs = tuple((fn or self._fn)(padded_num_tokens, *args))
         except Exception as error:
             raise self._failure(padded_num_tokens, error) from error
         self._states[padded_num_tokens] = BucketState(BucketPhase.WARMING, state.num_warmups + 1)
         return outputs
 
-    def capture(self, padded_num_tokens: int, args: Sequence[Any]) -> tuple[Any, ...]:
+    def capture(
+        self, padded_num_tokens: int, args: Sequence[Any], *, fn: Callable[..., Sequence[Any]] | None = None
+    ) -> tuple[Any, ...]:
         """Captures the bucket's graph; later replays read `args` at the addresses they have now.
+
+        Args:
+            fn: another form of the segment's function, to be captured in its place.
 
         Returns:
             The graph's outputs: static memory, rewritten by each replay.
@@ -157,7 +167,7 @@ class PiecewiseRunner:
         arguments = tuple(_argument(value) for value in args)
         try:
             graph = self._engine.capture(
-                lambda: self._fn(padded_num_tokens, *args), pool=self._pool, segment=self._place()
+                lambda: (fn or self._fn)(padded_num_tokens, *args), pool=self._pool, segment=self._place()
             )
         except StateError:
             raise

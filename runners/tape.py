@@ -45,6 +45,7 @@ from runners.mode import capture_of, capturing
 from runners.opaque_call import recording_calls
 from runners.readbacks import HostReads
 from runners.recorder import Recorder
+from runners.streams import OneLane
 
 _Step = Callable[[], object]
 
@@ -67,6 +68,7 @@ class TapePool:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.arena = Arena(device)
+        self.lanes = OneLane()
         self.tapes: WeakSet[TapeGraph] = WeakSet()
         self._of_bucket: WeakSet[TapeGraph] = WeakSet()
         self._before_bucket = self.arena.begin()
@@ -196,6 +198,7 @@ class TapeEngine:
     """Makes tapes; see the module's docstring."""
 
     name = "tape"
+    measure = None
 
     def new_pool(self, device: torch.device) -> TapePool:
         """An empty arena on `device`."""

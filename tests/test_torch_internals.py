@@ -460,6 +460,7 @@ def test_no_pattern_matches_across_an_op_that_writes():
 def test_a_symbolic_count_is_named_by_its_name_and_starts_at_two():
     modes = [internals.new_fake_mode() for _ in range(2)]
     first, second = (internals.symbolic_count(mode, "num_rows", 8) for mode in modes)
+    assert internals.size_hint(3 * first + 1) == 25 and internals.size_hint(7) == 7
     assert str(first) == str(second) and first.node.hint == 8
     holds = internals.row_condition(modes[0], first)
     assert [holds(count) for count in (0, 1, 2, 1 << 20)] == [False, False, True, True]

@@ -1,0 +1,116 @@
+"""Lanes on which parts of a captured function run at the same time: CUDA streams, or none.
+
+    lane 0   ──────┬──────────────┬─────▶  the stream that the function was called on
+    lane 1         └─ wait … work ┘        a side stream, the same one in each capture of a pool
+                  fork           join
+
+Inside a capture a side stream that waits for the capturing one belongs to the capture from then on, and what
+the two wait for become edges of the graph. Every fork has its join before the function ends, since a capture
+with work that was not joined is no graph. Outside of captures, in warm-ups, the same calls run with real
+streams.
+
+A pool has its own side streams: free memory is kept per stream, so another one in each capture would find
+none of what the capture before it has left [I9]. Who calls `join` passes it all tensors that were made or
+read since the fork: they must not be freed before (torch hands a freed block out again on its own stream
+while another one may still read it).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Protocol
+
+import torch
+
+from runners.mode import capturing
+
+
+class Lanes(Protocol):
+    """What a scheduled function runs on."""
+
+    def opened(self) -> AbstractContextManager[None]:
+        """A block for one run of a function: whatever is raised in it, lane 0 is current again behind it."""
+        ...
+
+    def fork(self, num_lanes: int) -> None:
+        """Begins lanes 1 to `num_lanes` - 1 behind all that lane 0, which is current, has been given."""
+        ...
+
+    def enter(self, lane: int) -> None:
+        """Makes a lane current: what is called from now on runs on it."""
+        ...
+
+    def join(self, *held: Any) -> None:
+        """Makes lane 0 current, behind all that the others have been given.
+
+        Args:
+            held: what was made or read since the fork; it stays alive up to here.
+        """
+        ...
+
+
+class OneLane:
+    """Lanes of a device without streams: what is called runs at once, in the order of the calls."""
+
+    def opened(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def fork(self, num_lanes: int) -> None:
+        pass
+
+    def enter(self, lane: int) -> None:
+        pass
+
+    def join(self, *held: Any) -> None:
+        pass
+
+
+class CudaLanes:
+    """Lanes of a CUDA device.
+
+    Args:
+        device: with an index.
+        capture_stream: the stream of the pool's captures; no side stream is this one.
+    """
+
+    def __init__(self, device: torch.device, capture_stream: torch.cuda.Stream) -> None:
+        self._device, self._capture_stream = device, capture_stream
+        self._sides: list[torch.cuda.Stream] = []
+        self._main: torch.cuda.Stream = capture_stream
+        self._num_open = 1
+
+    @contextmanager
+    def opened(self) -> Iterator[None]:
+        with torch.cuda.device(self._device):  # making a stream current makes its device current, too
+            self._main, self._num_open = torch.cuda.current_stream(self._device), 1
+            try:
+                yield
+            finally:
+                torch.cuda.set_stream(self._main)
+                if capturing() is None:  # a capture that failed is ended by its engine
+                    self.join()
+
+    def fork(self, num_lanes: int) -> None:
+        self._take(num_lanes - 1)
+        self._num_open = num_lanes
+        for side in self._sides[: num_lanes - 1]:
+            side.wait_stream(self._main)
+
+    def enter(self, lane: int) -> None:
+        torch.cuda.set_stream(self._sides[lane - 1] if lane else self._main)
+
+    def join(self, *held: Any) -> None:
+        torch.cuda.set_stream(self._main)
+        for side in self._sides[: self._num_open - 1]:
+            self._main.wait_stream(side)
+        self._num_open = 1
+
+    def _take(self, num_sides: int) -> None:
+        # torch hands out a few dozen streams in turn, so the next one may be one that is in use here.
+        taken = {self._capture_stream.cuda_stream, *(side.cuda_stream for side in self._sides)}
+        while len(self._sides) < num_sides:
+            stream = torch.cuda.Stream(self._device)
+            if stream.cuda_stream not in taken:
+                taken.add(stream.cuda_stream)
+                self._sides.append(stream)
