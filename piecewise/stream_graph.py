@@ -166,11 +166,13 @@ def _on_lanes(graph: fx.Graph, nodes: Sequence[fx.Node], made: StreamSchedule) -
                 written.call_method("enter", (lanes, command.lane))
                 current = command.lane
             copies[node] = written.node_copy(node, copies.__getitem__)
-            for each in (*node.all_input_nodes, node):
-                if any(True for _ in tensors_in(value_of(each))):
-                    held[each] = None
+            held |= dict.fromkeys(each for each in (*node.all_input_nodes, node) if _has_memory(each))
     written.output(fx.node.map_arg(graph.output_node().args[0], copies.__getitem__))
     return written
+
+
+def _has_memory(node: fx.Node) -> bool:
+    return any(True for _ in tensors_in(value_of(node)))
 
 
 def _constants(traced: AtenGraph) -> dict[str, Any]:

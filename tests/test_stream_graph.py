@@ -157,6 +157,17 @@ def test_sizes_are_no_barrier_and_casts_of_autocast_are_in_the_graph():
     assert torch.equal(found, expected)
 
 
+def test_autocast_around_a_call_changes_no_op():
+    """What it would have changed is in the trace, or was not on when that was made."""
+    segment, values = segment_of(lambda x, a, b: F.linear(x, a) * F.linear(x, b), (x(), *weights(2)))
+    made = ScheduledFunction.of(segment, values, num_rows=ROWS, num_streams=2)
+    given = [torch.randn(value.sizes(ROWS)) for value in values]
+    (expected,) = segment.function(ROWS, *given)
+    with torch.autocast("cpu", torch.bfloat16):
+        (found,) = made.run(Noted(), ROWS, *given)
+    assert torch.equal(found, expected)
+
+
 def test_random_numbers_and_checks_stay_where_they_are():
     def draws(x, a, b):
         first = F.linear(x, a)
