@@ -18,12 +18,10 @@ while another one may still read it).
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any, Protocol
 
 import torch
-
-from runners.mode import capturing
 
 
 class Lanes(Protocol):
@@ -87,8 +85,9 @@ class CudaLanes:
             try:
                 yield
             finally:
-                torch.cuda.set_stream(self._main)
-                if capturing() is None:  # a capture that failed is ended by its engine
+                # After an error: what the host frees now may still be in use on a lane, and a capture can
+                # only be ended where all is joined. One that CUDA has invalidated takes no join.
+                with suppress(RuntimeError):
                     self.join()
 
     def fork(self, num_lanes: int) -> None:

@@ -7,7 +7,6 @@ import contextlib
 import pytest
 import torch
 
-from runners.mode import capture_of
 from runners.streams import CudaLanes, OneLane
 
 DEVICE = torch.device("cuda", 0)
@@ -91,20 +90,25 @@ def test_side_streams_are_neither_each_other_nor_the_captures(machine):
     assert sorted(found) == [0, 1, 3]
 
 
-@pytest.mark.parametrize("in_capture", [False, True])
-def test_an_error_between_fork_and_join_leaves_the_callers_stream_and_device(machine, in_capture):
+@pytest.mark.parametrize("is_invalidated", [False, True], ids=["joined", "capture invalidated"])
+def test_an_error_between_fork_and_join_leaves_the_callers_stream_and_device(machine, is_invalidated):
+    def refuse(other):
+        raise RuntimeError("operation failed due to a previous error during capture")
+
     lanes = CudaLanes(DEVICE, Stream("capture", machine.log))
-    with contextlib.ExitStack() as stack:
-        if in_capture:
-            stack.enter_context(capture_of("segment 1"))
-        with pytest.raises(ZeroDivisionError), lanes.opened():
-            lanes.fork(2)
-            lanes.enter(1)
-            machine.log.clear()
-            raise ZeroDivisionError
+    with pytest.raises(ZeroDivisionError), lanes.opened():
+        lanes.fork(2)
+        lanes.enter(1)
+        machine.log.clear()
+        if is_invalidated:
+            machine.caller.wait_stream = refuse
+        raise ZeroDivisionError
     assert machine.current is machine.caller and machine.device == "another"
-    # Outside of a capture, what the caller's stream frees next may still be in use.
-    assert machine.log == ([] if in_capture else [("caller", "waits for", 1)])
+    assert machine.log == ([] if is_invalidated else [("caller", "waits for", 1)])
+    machine.log.clear()
+    with lanes.opened():
+        pass
+    assert machine.log == [], "nothing is left open"
 
 
 def test_one_lane_takes_every_command_and_does_nothing():
