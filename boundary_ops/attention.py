@@ -251,4 +251,5 @@ attn_inplace = define(
     bind={"cpu": bind, "cuda": bind},
     repeatable=True,
     captured_form=FORM,
+    any_strides=("q", "k", "v"),
 )

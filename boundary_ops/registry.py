@@ -13,7 +13,7 @@ one. `BoundaryOp.bind` goes past the dispatcher for calls that repeat.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakSet
@@ -26,6 +26,7 @@ from boundary_ops.capture import CapturedForm
 from boundary_ops.errors import BoundaryOpError
 from boundary_ops.schema import (
     Implementation,
+    check_any_strides,
     check_captured_form,
     check_implementations,
     check_token_args,
@@ -62,6 +63,9 @@ class BoundaryOp:
         repeatable: what the op leaves behind belongs to the running step: nobody else reads it before the
             step is over, and the step, repeated from its first op, writes it anew. So a call may run ahead of
             the check that its graphs are still right, and run eagerly after all.
+        any_strides: names of arguments, read alone, whose rows may lie apart or in another order than in
+            eager's tensor: it takes any strides of them, of which the last one is 1. So a compiler's result
+            or a part of a packed projection is not copied for it.
     """
 
     name: str
@@ -72,6 +76,7 @@ class BoundaryOp:
     mutated: tuple[str, ...]
     captured_form: CapturedForm | None = None
     repeatable: bool = False
+    any_strides: tuple[str, ...] = ()
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
         self.overload(*args, **kwargs)
@@ -117,6 +122,7 @@ def define(
     bind: Mapping[str, Binder] | None = None,
     captured_form: CapturedForm | None = None,
     repeatable: bool = False,
+    any_strides: Collection[str] = (),
 ) -> BoundaryOp:
     """Makes a new in-place op and declares it as a boundary op.
 
@@ -132,7 +138,7 @@ def define(
             schema's arguments, trailing ones left out where they equal the schema's default.
         token_args: which dim of which tensor argument counts tokens. Those dims are then known to be equal
             in a trace, which ties the arguments' symbols together.
-        capture_safe, warm_up, captured_form, repeatable: see `BoundaryOp`.
+        capture_safe, warm_up, captured_form, repeatable, any_strides: see `BoundaryOp`.
         bind: per device, how to serve calls that repeat with less host time than `impl` takes: called with
             the arguments of one such call, returns a function that is called in `impl`'s place with arguments
             of the same shapes, strides, dtypes, devices and the same values that are no tensors; or None.
@@ -142,7 +148,8 @@ def define(
 
     Raises:
         BoundaryOpError: the schema cannot be parsed, returns something or writes nothing, `impl`,
-            `token_args` or `captured_form` do not fit it, or the name is taken by an op with another schema.
+            `token_args`, `captured_form` or `any_strides` do not fit it, or the name is taken by an op with
+            another schema.
     """
     parsed = parse(schema)
     name = qualified(parsed.name, parsed.overload_name)
@@ -150,6 +157,7 @@ def define(
     tokens = check_token_args(name, parsed, token_args)
     implementations = check_implementations(name, impl)
     check_captured_form(name, mutated, capture_safe, captured_form)
+    strided = check_any_strides(name, parsed, mutated, any_strides)
     definition = _definitions.get(name)
     if definition is None:
         if name in _existing_names():
@@ -172,7 +180,7 @@ def define(
         definition.implementations, definition.token_args = implementations, tokens
     definition.bind = dict(bind or {})
     overload = _overload(parsed.name, parsed.overload_name)
-    op = _declare(name, overload, tokens, capture_safe, warm_up, mutated, captured_form, repeatable)
+    op = _declare(name, overload, tokens, capture_safe, warm_up, mutated, captured_form, repeatable, strided)
     for bound in definition.bound:
         bound.function = op.overload
     definition.bound.clear()
@@ -187,6 +195,7 @@ def register(
     warm_up: Callable[..., object] | None = None,
     captured_form: CapturedForm | None = None,
     repeatable: bool = False,
+    any_strides: Collection[str] = (),
 ) -> BoundaryOp:
     """Declares an op that exists already as a boundary op. Registering a name again replaces the declaration.
 
@@ -194,18 +203,21 @@ def register(
         name: "ns::op" or "ns::op.overload". Without an overload: the default one, or the only one there is.
         token_args: as for `define`, but read by the splitter only: the op keeps the fake kernel that its
             library gave it.
-        capture_safe, warm_up, captured_form, repeatable: see `BoundaryOp`.
+        capture_safe, warm_up, captured_form, repeatable, any_strides: see `BoundaryOp`.
 
     Raises:
-        BoundaryOpError: there is no such op, it returns something or writes nothing, or `token_args` or
-            `captured_form` do not fit it.
+        BoundaryOpError: there is no such op, it returns something or writes nothing, or `token_args`,
+            `captured_form` or `any_strides` do not fit it.
     """
     overload = _find_overload(name)
     full_name = qualified(overload._schema.name, overload._schema.overload_name)
     mutated = find_mutated(full_name, overload._schema)
     tokens = check_token_args(full_name, overload._schema, token_args)
     check_captured_form(full_name, mutated, capture_safe, captured_form)
-    return _declare(full_name, overload, tokens, capture_safe, warm_up, mutated, captured_form, repeatable)
+    strided = check_any_strides(full_name, overload._schema, mutated, any_strides)
+    return _declare(
+        full_name, overload, tokens, capture_safe, warm_up, mutated, captured_form, repeatable, strided
+    )
 
 
 def registered() -> tuple[BoundaryOp, ...]:
@@ -264,6 +276,7 @@ def _declare(
     mutated: tuple[str, ...],
     captured_form: CapturedForm | None,
     repeatable: bool,
+    any_strides: tuple[str, ...],
 ) -> BoundaryOp:
     op = BoundaryOp(
         name=name,
@@ -274,6 +287,7 @@ def _declare(
         mutated=mutated,
         captured_form=captured_form,
         repeatable=repeatable,
+        any_strides=any_strides,
     )
     _registered[name] = op
     return op

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -141,6 +141,29 @@ def check_captured_form(
             rule="the form does in a graph what the op does outside of it",
             fix="declare both capture_safe=True, and give what they write the same names",
         )
+
+
+def check_any_strides(
+    name: str, schema: Any, mutated: tuple[str, ...], any_strides: Collection[str]
+) -> tuple[str, ...]:
+    """The names in `any_strides`, once each is a tensor argument that the op only reads."""
+    types = {argument.name: str(argument.type) for argument in schema.arguments}
+    read = [
+        argument
+        for argument, type_name in types.items()
+        if type_name in ("Tensor", "Optional[Tensor]") and argument not in mutated
+    ]
+    names = (any_strides,) if isinstance(any_strides, str) else tuple(any_strides)
+    for argument in names:
+        if isinstance(any_strides, str) or argument not in read:
+            raise BoundaryOpError(
+                f"op '{name}', any_strides {argument!r}",
+                expected=f"a list of tensor arguments that are read alone, of {read}",
+                got="a string" if isinstance(any_strides, str) else types.get(argument, "no such argument"),
+                rule="what an op writes keeps the strides that the model gave it",
+                fix=near(str(argument), read) or "use the argument names of the schema",
+            )
+    return names
 
 
 def qualified(name: str, overload_name: str) -> str:

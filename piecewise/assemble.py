@@ -24,6 +24,7 @@ import boundary_ops
 from boundary_ops.capture import StepMetadata
 from boundary_ops.registry import BoundaryOp, declarations
 from piecewise import torch_internals as internals
+from piecewise.free_strides import takers_of_any_strides
 from piecewise.plan import ComputedNumber, InputAt, Segment, SegmentPlan, ValueSpec
 from piecewise.row_samples import unchanged_random_state
 from piecewise.startup_times import StartupTimes
@@ -334,15 +335,17 @@ def state_check_of(plan: SegmentPlan) -> StateCheck:
     return StateCheck(
         tensors=tuple(tensors.values()),
         looked_up=tuple(looked_up.values()),
-        facts=dataclasses.replace(plan.state_facts, values=plan.state_facts.values + _captured_ops(plan)),
+        facts=dataclasses.replace(plan.state_facts, values=plan.state_facts.values + _ops_counted_on(plan)),
         number_dicts=internals.number_dicts if internals.dict_numbers_tell() else None,
     )
 
 
-def _captured_ops(plan: SegmentPlan) -> tuple[tuple[StateRef, Any], ...]:
-    """The boundary ops inside graphs: one that is declared anew may do something else there."""
+def _ops_counted_on(plan: SegmentPlan) -> tuple[tuple[StateRef, Any], ...]:
+    """The boundary ops inside graphs, and those that take any strides: one that is declared anew may do
+    something else, or take eager's alone."""
     declared = declarations()
     names = {name for segment in plan.graph_segments() if segment.captured_ops for name in segment.op_names}
+    names |= takers_of_any_strides(plan.segments, plan.values)
     ops = [declared[name] for name in sorted(names) if name in declared]
     return tuple((StateRef(declared, op.name, f"the declaration of op '{op.name}'"), op) for op in ops)
 

@@ -100,13 +100,17 @@ class _Fusing:
         """Equal for segments that are the same program on inputs of the same geometry."""
         values = [self.plan.values[index] for index in segment.inputs]
         memories: dict[int, int] = {}
-        return segment.lowering_key, tuple(
-            (
-                self._geometry(value),
-                value.origin,
-                memories.setdefault(value.memory, len(memories)),
-            )
-            for value in values
+        return (
+            segment.lowering_key,
+            self._free_results(segment),
+            tuple(
+                (
+                    self._geometry(value),
+                    value.origin,
+                    memories.setdefault(value.memory, len(memories)),
+                )
+                for value in values
+            ),
         )
 
     def _geometry(self, value: ValueSpec) -> Any:
@@ -115,6 +119,11 @@ class _Fusing:
         if key not in self._geometries:
             self._geometries[key] = geometry(fake_input(value, self._key_rows, self._key_mode))
         return self._geometries[key]
+
+    def _free_results(self, segment: Segment) -> tuple[int, ...]:
+        """Positions of the results that may have any strides."""
+        made = enumerate(segment.outputs)
+        return tuple(position for position, index in made if self.plan.values[index].any_strides)
 
     def _trace(self, segment: Segment) -> tuple[AtenGraph, Counter[str]]:
         """The segment's aten graph, cleaned up."""
@@ -163,7 +172,8 @@ class _Fusing:
         expected = {each.name: op for each in passes if (op := each.trigger(module.graph)) is not None}
         before = _results(module.graph)
         matches += run_passes(module, passes, traced.fake_mode)
-        keep_geometry(module.graph, [value for value, _ in before], traced.fake_mode)
+        free = self._free_results(segment)
+        keep_geometry(module.graph, [value for value, _ in before], traced.fake_mode, free=free)
         if [memory for _, memory in _results(module.graph)] != [memory for _, memory in before]:
             return NotTraceable("the rewritten graph's results would share memory in another way")
         modules = {
@@ -172,7 +182,8 @@ class _Fusing:
         }
         function = function_of(module.graph, modules)
         # Nothing in it differs from process to process.
-        key = f"{segment.lowering_key}, {self.names}, {[(each.weights, each.biases) for each in groups]}"
+        packed = [(each.weights, each.biases) for each in groups]
+        key = f"{segment.lowering_key}, {self.names}, {packed}, {free}"
         return _Fused(key, _where_valid(traced.is_valid, function, segment.function), matches, expected)
 
 

@@ -43,6 +43,7 @@ class ValueSpec:
         token_dims: dims that carry tokens, ascending.
         memory: values with one number share memory; -1 for scalars.
         geometry: sizes, strides and offset in words, with `n` for the row count; equal where they are.
+        any_strides: it may have any strides, of which the last one is 1; `strides` is then None.
     """
 
     index: int
@@ -59,6 +60,7 @@ class ValueSpec:
     state: StateRef | None = None
     offset: Sizes | None = None
     geometry: str = ""
+    any_strides: bool = False
 
     @property
     def is_tensor(self) -> bool:

@@ -9,7 +9,8 @@ results in an input's memory   views of the input, made afterwards
 results of one memory that     one result that covers the others, which become views of it; where none
 somebody writes, or that the   does, each is copied into one memory
 caller is given
-all other results              the function's own, with the plan's strides, no two in one memory
+all other results              the function's own, with the plan's strides, no two in one memory; any
+                               strides where only boundary ops read it that take any
 =============================  =========================================================================
 """
 
@@ -74,7 +75,8 @@ class SegmentLayout:
         inputs = tuple(plan.values[index] for index in segment.inputs)
         outputs = tuple(plan.values[index] for index in segment.outputs)
         for value in (*inputs, *outputs):
-            if not value.is_tensor or not (value.sizes and value.strides and value.offset):
+            is_known = value.sizes and value.offset and (value.strides or value.any_strides)
+            if not value.is_tensor or not is_known:
                 raise Unlowerable(f"'{value.name}' has a size that is not a function of the token count")
             if value.state is not None and type(value.state.get()) not in _PLAIN:
                 raise Unlowerable(f"'{value.name}' is a {type(value.state.get()).__name__}, no plain tensor")
@@ -155,18 +157,15 @@ class SegmentLayout:
     def _own(
         self, rows: int, inputs: Sequence[torch.Tensor], made: Sequence[torch.Tensor]
     ) -> list[torch.Tensor]:
-        """What was made, with the plan's strides, and in memory that neither inputs nor results of another
-        memory have."""
+        """What was made, with the plan's strides, if there are any, and in memory that neither inputs nor
+        results of another memory have."""
         owners: dict[int, int] = {tensor.untyped_storage().data_ptr(): -1 for tensor in inputs}
         found = []
         for position, tensor in zip(self.made, made, strict=True):
             value = self.outputs[position]
-            strides = _strides(value, rows)
             owner = owners.setdefault(tensor.untyped_storage().data_ptr(), value.memory)
-            if tensor.numel() and (owner != value.memory or not has_strides(tensor, strides)):
-                tensor = torch.empty_strided(
-                    tensor.shape, strides, dtype=tensor.dtype, device=tensor.device
-                ).copy_(tensor)
+            if tensor.numel() and (owner != value.memory or not _fits(tensor, value, rows)):
+                tensor = _laid_out(value, rows, tensor)
             found.append(tensor)
         return found
 
@@ -187,6 +186,20 @@ class SegmentLayout:
                 )
                 found[index].copy_(own[index])
         return found
+
+
+def _fits(tensor: torch.Tensor, value: ValueSpec, rows: int) -> bool:
+    if value.any_strides:
+        return tensor.shape[-1] <= 1 or tensor.stride(-1) == 1
+    return has_strides(tensor, _strides(value, rows))
+
+
+def _laid_out(value: ValueSpec, rows: int, tensor: torch.Tensor) -> torch.Tensor:
+    """A copy with the plan's strides; a dense one where the plan has none."""
+    if value.any_strides:
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+    strides = _strides(value, rows)
+    return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)

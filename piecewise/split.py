@@ -23,6 +23,7 @@ from torch import fx
 from piecewise import torch_internals as internals
 from piecewise.aliases import NodeFacts, is_tuple_item, storage_of, tensors_in
 from piecewise.classify import Classifier, Verdict
+from piecewise.free_strides import with_free_strides
 from piecewise.normalize import target_name
 from piecewise.plan import (
     ComputedNumber,
@@ -226,8 +227,10 @@ class Splitter:
         usable = [g for g in guards if g.free_symbols <= {self.token.symbol, *known}]
         check = internals.compile_expressions(usable, [self.token.symbol, *known])
         symbols = tuple(self.symbol_value(symbol) for symbol in known)
+        given = [source for source in result_values if isinstance(source, int)]
+        values = with_free_strides(self.values, segments, given)
         return SegmentPlan(
-            self._token_dim(), tuple(self.values), segments, self.trace.result, self.trace.result_leaves,
+            self._token_dim(), values, segments, self.trace.result, self.trace.result_leaves,
             tuple(result_values), holds(check), symbols, self.trace.state_facts,
             self._written_leaves(), self.num_dead_ops,
             FillReport(self.fills.num_needless, tuple(self.fills.kept)),

@@ -151,6 +151,30 @@ def test_lengths_around_a_block(count):
     layer.step("ab", [1, count])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("strided", ["q", "k", "v", "qkv"])
+def test_parts_of_a_packed_projection_give_the_bits_of_dense_rows(dtype, strided):
+    layer = Layer(dtype=dtype)
+    for lens in LENGTHS:
+        count = sum(lens)
+        parts = dict(zip("qkv", layer.rows(count), strict=True))
+        dense = {name: part.contiguous() for name, part in parts.items()}
+        assert all(part.stride(0) == 8 * layer.dim for part in parts.values())
+        mixed = {name: parts[name] if name in strided else dense[name] for name in "qkv"}
+        results = []
+        batch = PrefillBatch.build(layer.cache, "abc", lens)
+        for given in (dense, mixed):
+            out = torch.empty_like(dense["q"])
+            with batch:
+                prefill.attend(*given.values(), out, layer.cache.k[0], layer.cache.v[0], 0.3)
+            results += [out, layer.cache.k[0].clone(), layer.cache.v[0].clone()]
+        for left, right in zip(results[:3], results[3:], strict=True):
+            assert torch.equal(left.nan_to_num(9.0), right.nan_to_num(9.0))
+    assert [plan.unsupported for plan in prefill.plans.by_look.values()] == [None] * len(
+        prefill.plans.by_look
+    )
+
+
 def test_a_transposed_view_and_a_strided_result():
     layer = Layer()
     q, k, v = (tensor.transpose(0, 1).contiguous().transpose(0, 1) for tensor in layer.rows(9))

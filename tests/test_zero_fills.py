@@ -36,7 +36,9 @@ def ops_in_graphs(graphed, rows=8):
     for segment in plan.graph_segments():
         values = [plan.values[index] for index in segment.inputs]
         inputs = [
-            torch.empty_strided(value.sizes(rows), value.strides(rows), dtype=value.dtype).fill_(0)
+            value.state.get()
+            if value.state is not None
+            else torch.empty_strided(value.sizes(rows), value.strides(rows), dtype=value.dtype).fill_(0)
             for value in values
         ]
         with torch.no_grad(), ops:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -10,19 +10,24 @@ from torch import fx
 from torch.utils._sympy.interp import sympy_interp
 
 from piecewise.formulas import RowFormulas
-from piecewise.passes.fakes import aten, geometry, propagate, value_of
+from piecewise.passes.fakes import aten, geometry, memory_of, propagate, value_of
 
 
-def keep_geometry(graph: fx.Graph, wanted: Sequence[Any], fake_mode: Any) -> None:
+def keep_geometry(
+    graph: fx.Graph, wanted: Sequence[Any], fake_mode: Any, *, free: Collection[int] = ()
+) -> None:
     """Copies results whose strides a rewrite changed: what reads a segment's results may count on them.
 
     Args:
         wanted: a fake of each result before the rewrite.
+        free: positions of results of which nobody counts on more than that the last stride is 1.
     """
     output = graph.output_node()
     results = list(output.args[0])  # type: ignore[arg-type]
     for position, (node, fake) in enumerate(zip(results, wanted, strict=True)):
         if not isinstance(node, fx.Node) or geometry(value_of(node)) == geometry(fake):
+            continue
+        if position in free and value_of(node).stride()[-1] == 1 and _is_alone(graph, node, results):
             continue
         with graph.inserting_before(output):
             sizes = [_as_argument(graph, size) for size in fake.shape]
@@ -31,6 +36,14 @@ def keep_geometry(graph: fx.Graph, wanted: Sequence[Any], fake_mode: Any) -> Non
             results[position] = graph.call_function(aten.copy_.default, (dense, node))
     output.args = (tuple(results),)
     propagate(graph, fake_mode)
+
+
+def _is_alone(graph: fx.Graph, node: fx.Node, results: Sequence[Any]) -> bool:
+    """Whether no input and no other result lies in the memory of a result."""
+    others = [*graph.find_nodes(op="placeholder"), *(each for each in results if isinstance(each, fx.Node))]
+    memory = memory_of(value_of(node))
+    # A result that is there twice stands in the list twice.
+    return sum(memory_of(other.meta.get("val")) == memory for other in others) == 1
 
 
 def _as_argument(graph: fx.Graph, size: Any) -> Any:

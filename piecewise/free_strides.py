@@ -1,0 +1,69 @@
+"""Which values keep no strides of eager's: those that only boundary ops read which take any.
+
+A compiler or a fusion often leaves a result as rows that lie apart, such as a part of a packed projection.
+Whoever reads a segment's results may count on eager's strides, so such a result is copied into them, unless
+nobody does: whoever takes it is a boundary op that declares `any_strides` for it, and so writes nothing
+there; the caller is not given it; and no other value lies in its memory.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Collection, Sequence
+
+import boundary_ops
+from piecewise.plan import InputAt, Segment, ValueSpec
+
+
+def with_free_strides(
+    values: Sequence[ValueSpec], segments: Sequence[Segment], results: Collection[int]
+) -> tuple[ValueSpec, ...]:
+    """The values, those that need not have eager's strides without them.
+
+    Args:
+        results: values that the caller is given.
+    """
+    in_memory = Counter(value.memory for value in values)
+    taken = {index for segment in segments for index in segment.inputs}
+    bound = {index for segment in segments for index in _counted_on(segment)} | set(results)
+
+    def is_free(value: ValueSpec) -> bool:
+        is_read = value.index in taken and value.index not in bound
+        return value.origin == "graph" and in_memory[value.memory] == 1 and is_read and _ends_dense(value)
+
+    return tuple(
+        dataclasses.replace(value, strides=None, any_strides=True, geometry=f"{value.geometry}, any strides")
+        if is_free(value)
+        else value
+        for value in values
+    )
+
+
+def takers_of_any_strides(segments: Sequence[Segment], values: Sequence[ValueSpec]) -> set[str]:
+    """Names of the boundary ops on whose declaration it depends that values have no strides of eager's."""
+    return {
+        segment.op_call.name
+        for segment in segments
+        if segment.op_call is not None and any(values[index].any_strides for index in segment.inputs)
+    }
+
+
+def _counted_on(segment: Segment) -> set[int]:
+    """The inputs whose strides the segment may count on."""
+    op = boundary_ops.lookup(segment.op_call.name) if segment.op_call is not None else None
+    if segment.op_call is None or op is None:
+        return set(segment.inputs)
+    names = [argument.name for argument in op.overload._schema.arguments]
+    passed = zip(names, segment.op_call.arguments, strict=False)
+    return {
+        segment.inputs[argument.position]
+        for name, argument in passed
+        if isinstance(argument, InputAt) and name not in op.any_strides
+    }
+
+
+def _ends_dense(value: ValueSpec) -> bool:
+    """Whether eager's elements of one row lie side by side, as they go on to do."""
+    strides = value.strides(2) if value.strides is not None else ()
+    return bool(strides) and strides[-1] == 1
