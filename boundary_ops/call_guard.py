@@ -43,7 +43,9 @@ def guarded(inner_forward: Any) -> Any:
         if not torch.compiler.is_compiling():
             _check_against_batch(attachment, arguments, implied)
             return attachment.inner_forward(**arguments)
-        attachment.implied_positions = implied
+        if not implied:  # a trace that writes nothing may use one layer's graph for the others
+            return attachment.inner_forward(**arguments)
+        attachment.implied_positions = True
         try:
             return attachment.inner_forward(**arguments)
         finally:

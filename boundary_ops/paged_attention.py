@@ -86,8 +86,7 @@ def paged_attention(
     Raises:
         BoundaryOpError: the model asks for something that the op does not do.
     """
-    path = getattr(module, "paged_path", None)
-    if path is None:
+    if not hasattr(module, "paged_k_cache"):
         refuse(
             f"attention of {type(module).__name__}",
             "a module that attach has given its pools",
@@ -95,8 +94,8 @@ def paged_attention(
             f"the attention implementation '{NAME}' is set by attach alone",
             "call boundary_ops.huggingface.attach(model, cache) instead of naming the implementation",
         )
-    _check_request(path, module.paged_layer_type, attention_mask, dropout, sliding_window, is_causal, kwargs)
-    _check_heads(path, module.paged_k_cache, query, key, value)
+    _check_request(module, attention_mask, dropout, sliding_window, is_causal, kwargs)
+    _check_heads(module, query, key, value)
     q, k, v = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
     # [num_tokens, heads, head_dim]; allocated by the model, so that its address belongs to the graph before
     # the op
@@ -138,8 +137,7 @@ class _NoGradient(torch.autograd.Function):
 
 
 def _check_request(
-    path: str,
-    layer_type: str | None,
+    module: Any,
     attention_mask: Any,
     dropout: float,
     sliding_window: int | None,
@@ -147,9 +145,11 @@ def _check_request(
     kwargs: dict[str, Any],
 ) -> None:
     """Each thing that the model asks of its attention is honoured or refused, never dropped."""
+    layer_type = module.paged_layer_type
 
+    # The module's path is read where something is refused, so that a trace of one layer serves the others.
     def no(name: str, expected: str, got: str, rule: str, fix: str = OWN_ATTENTION) -> NoReturn:
-        refuse(f"{path}: attention argument '{name}'", expected, got, rule, fix)
+        refuse(f"{module.paged_path}: attention argument '{name}'", expected, got, rule, fix)
 
     if attention_mask is not None:
         no(
@@ -189,12 +189,11 @@ def _check_request(
         )
 
 
-def _check_heads(
-    path: str, k_cache: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-) -> None:
+def _check_heads(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+    k_cache = module.paged_k_cache
     if query.shape[0] != 1:
         refuse(
-            f"{path}: attention input",
+            f"{module.paged_path}: attention input",
             "one row of packed tokens, a batch of 1",
             f"a batch of {query.shape[0]}",
             "sequences are packed one after the other, not stacked and padded",
@@ -202,7 +201,7 @@ def _check_heads(
         )
     if key.shape[2] != query.shape[2]:
         refuse(
-            f"{path}: attention input 'key'",
+            f"{module.paged_path}: attention input 'key'",
             "as many rows as 'query'",
             "another number",
             "the model passes the step's new K and V; older ones come from the pages",
@@ -216,7 +215,7 @@ def _check_heads(
             or tensor.device != k_cache.device
         ):
             refuse(
-                f"{path}: attention input '{name}'",
+                f"{module.paged_path}: attention input '{name}'",
                 f"{wanted[0]} heads of {wanted[1]}, {k_cache.dtype} on {k_cache.device}, as the cache",
                 f"{tensor.shape[1]} heads of {tensor.shape[3]}, {tensor.dtype} on {tensor.device}",
                 "K and V are kept as the model computes them",

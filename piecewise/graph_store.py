@@ -323,6 +323,7 @@ class GraphStore:
                 for assembler in signature.assemblers
                 if (report := assembler.streams.schedules.report()) is not None
             ),
+            layers=signature.traced.trace.layers,
         )  # fmt: skip
 
     def _bucket_report(self, signature: CapturedSignature, bucket: int) -> BucketReport:

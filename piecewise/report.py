@@ -10,7 +10,7 @@ from typing import Any
 
 from piecewise.lowering_report import LoweringReport
 from piecewise.plan import EagerReason, FillReport, FusionReport, SegmentPlan
-from piecewise.startup_times import StartupTimes
+from piecewise.startup_times import LayerReuse, StartupTimes
 from piecewise.stream_report import StreamReport
 from runners.stats import CallStats
 
@@ -174,6 +174,7 @@ class CaptureReport:
         fusions: what was rewritten in the graph segments, None where nothing was to be.
         streams: which segments run on several streams, once per trace; none where that was not asked for.
         one_token: why calls of one token run eagerly; empty where they replay.
+        layers: how many of those that look alike were traced; None where none do.
     """
 
     buckets: tuple[BucketReport, ...]
@@ -186,6 +187,7 @@ class CaptureReport:
     fusions: FusionReport | None = None
     one_token: str = ""
     streams: tuple[StreamReport, ...] = ()
+    layers: LayerReuse | None = None
 
     @property
     def captured(self) -> tuple[int, ...]:
@@ -216,9 +218,10 @@ class CaptureReport:
         sizes = f"pool {shown_bytes(self.pool_bytes)}, buffers {shown_bytes(self.buffer_bytes)}"
         sizes += f", {shown_bytes(self.device_bytes)} of the device in all"
         fused = [str(self.fusions)] if self.fusions is not None else []
-        lines = [text_table(rows), f"{sizes}; calls of one token {one}", *fused]
-        parts = map(str, (*self.lowerings, *self.streams))
-        return "\n".join([*lines, *parts, f"start-up took {self.times}"])
+        parts = map(str, (*fused, *self.lowerings, *self.streams))
+        lines = [text_table(rows), f"{sizes}; calls of one token {one}", *parts]
+        layers = f"; {self.layers}" if self.layers is not None else ""
+        return "\n".join([*lines, f"start-up took {self.times}{layers}"])
 
     def asdict(self) -> dict[str, Any]:
         return {**dataclasses.asdict(self), "captured": list(self.captured), "ok": self.ok}

@@ -141,6 +141,8 @@ class _Program:
         return ("number", self._number(value))
 
     def _holds_tensors_or_writes(self, node: fx.Node) -> bool:
+        if node.op == "call_method" and node.target == "size":  # compared where it is used, by value
+            return False
         return any(True for _ in tensors_in(node.meta.get("example_value"))) or any(
             True for source in node.all_input_nodes for _ in tensors_in(source.meta.get("example_value"))
         )

@@ -43,3 +43,22 @@ class StartupTimes:
     def __str__(self) -> str:
         parts = (f"{name.replace('_', '-')} {took:.1f}" for name, took in dataclasses.asdict(self).items())
         return f"{self.total:.1f} s: {', '.join(parts)}"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LayerReuse:
+    """How much of a trace one layer's served.
+
+    Attributes:
+        num_calls: calls of layers that look alike; `num_traced`: those that Dynamo went through.
+        reason: why it went through all of them; empty where it did not have to.
+    """
+
+    num_calls: int
+    num_traced: int
+    reason: str = ""
+
+    def __str__(self) -> str:
+        if self.reason:
+            return f"all {self.num_calls} layers traced: {self.reason}"
+        return f"{self.num_traced} of {self.num_calls} layers traced, whose graphs are those of the others"

@@ -22,7 +22,7 @@ from torch import nn
 from torch.nn.modules import module as module_hooks
 
 from piecewise.structure import PLAIN
-from piecewise.torch_internals import SeenGuard
+from piecewise.torch_internals import SeenGuard, dispatch_keys
 from runners.state_check import StateFacts, StateRef, table_content
 
 _VALUES = frozenset(
@@ -73,6 +73,13 @@ class Scope:
         if source not in self._steps:
             self._steps[source] = self._find_steps(source)
         return self._steps[source]
+
+    def values_along(self, guard: SeenGuard) -> list[Any]:
+        """The values at each step of the way to what a guard looks at."""
+        try:
+            return [value for value, _ in self.steps(_owner_and_attribute(guard, guard.source)[0])]
+        except (SyntaxError, ValueError, KeyError, IndexError, AttributeError, TypeError, NameError):
+            return []
 
     def _find_steps(self, source: str) -> list[tuple[Any, StateRef | None]]:
         found = []
@@ -197,9 +204,7 @@ class FactFinder:
         known = _VALUES | _TABLES | _PATHS | _MEMBERS | _ATTRIBUTES
         if guard.kind not in known or _NOISE.search(guard.source):
             return
-        source, attribute = guard.source, guard.arguments.get("attr")
-        if guard.kind == "HASATTR" and attribute is None:  # torch 2.11 names the attribute in the source
-            source, _, attribute = source.rpartition(".")
+        source, attribute = _owner_and_attribute(guard, guard.source)
         try:
             (value, ref), *path = scope.steps(source) or [(None, None)]
         except (SyntaxError, ValueError, KeyError, IndexError, AttributeError, TypeError, NameError):
@@ -223,6 +228,74 @@ class FactFinder:
         for step, place in path:
             if place is not None and _is_lasting(step, place):
                 self.add_value(place, step)
+
+
+def _owner_and_attribute(guard: SeenGuard, source: str) -> tuple[str, Any]:
+    """Where a guard looks, and at which attribute, where it asks for one."""
+    attribute = guard.arguments.get("attr")
+    if guard.kind == "HASATTR" and attribute is None:  # torch 2.11 names the attribute in the source
+        source, _, attribute = source.rpartition(".")
+    return source, attribute
+
+
+# Guards of what no layer has for itself.
+_GLOBAL = frozenset(
+    {"GRAD_MODE", "DETERMINISTIC_ALGORITHMS", "TORCH_FUNCTION_STATE", "GLOBAL_STATE", "DEFAULT_DEVICE",
+     "FSDP_TRAINING_STATE", "SHAPE_ENV", "AUTOGRAD_SAVED_TENSORS_HOOKS"}
+)  # fmt: skip
+_BY_VALUE = frozenset({"CONSTANT_MATCH", "CONSTANT_SUBCLASS_MATCH", "EQUALS_MATCH", "BOOL_MATCH"})
+_BY_IDENTITY = frozenset(
+    {"ID_MATCH", "NONE_MATCH", "CLOSURE_MATCH", "FUNCTION_MATCH", "CLASS_MATCH", "BUILTIN_MATCH",
+     "MODULE_MATCH", "DICT_VERSION"}
+)  # fmt: skip
+
+
+def is_asked_of(guard: SeenGuard) -> bool:
+    """Whether a guard asks about what its source leads to, and not about the process."""
+    return guard.kind not in _GLOBAL
+
+
+def looked_at(guard: SeenGuard) -> tuple[str, ...]:
+    """Python source of what a guard compares: one expression, or two that are to be one object."""
+    source = _owner_and_attribute(guard, guard.source)[0]
+    return (source, guard.other) if guard.other else (source,)
+
+
+def is_same_to(guard: SeenGuard, seen: Sequence[Any], found: Sequence[Any]) -> bool:
+    """Whether a guard that held for `seen` holds for `found`: values of what it looks at."""
+    if guard.other:
+        return found[0] is found[1]
+    (old,), (new,), kind = seen, found, guard.kind
+    if kind == "TENSOR_MATCH":
+        return _is_same_kind(old, new)
+    if kind in _BY_VALUE:
+        return type(old) is type(new) and (old is new or bool(old == new))
+    if kind in _BY_IDENTITY:
+        return old is new
+    if kind in ("TYPE_MATCH", "NOT_NONE_MATCH"):
+        return type(old) is type(new)
+    if kind in _TABLES:
+        return type(old) is type(new) and bool(table_content(old) == table_content(new))
+    if kind in _MEMBERS:
+        return (guard.arguments["key"] in old) == (guard.arguments["key"] in new)
+    attribute = _owner_and_attribute(guard, guard.source)[1]
+    if kind == "HASATTR":
+        return hasattr(old, attribute) == hasattr(new, attribute)
+    if kind == "NOT_PRESENT_IN_GENERIC_DICT":
+        return (attribute in old.__dict__) == (attribute in new.__dict__)
+    return False
+
+
+def _is_same_kind(seen: Any, found: Any) -> bool:
+    def kind(tensor: torch.Tensor) -> tuple[Any, ...]:
+        return (
+            type(tensor), tensor.dtype, tensor.device, tensor.layout, tensor.shape, tensor.stride(),
+            tensor.requires_grad, tensor.is_conj(), tensor.is_neg(), tensor.is_inference(),
+            dispatch_keys(tensor),
+        )  # fmt: skip
+
+    both = isinstance(seen, torch.Tensor) and isinstance(found, torch.Tensor)
+    return both and kind(seen) == kind(found)
 
 
 def _is_settled(value: Any) -> bool:

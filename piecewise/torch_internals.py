@@ -22,7 +22,7 @@ import torch._dynamo as dynamo
 from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.source import LocalSource
 from torch._guards import TracingContext, detect_fake_mode, tracing
-from torch._subclasses import FakeTensorMode
+from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.utils._device import DeviceContext
@@ -103,11 +103,16 @@ def forget_compilation(code: Any, backend: Any) -> None:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SeenGuard:
-    """A guard of a trace: what it looks at, as Python source, its kind, and the kind's own arguments."""
+    """A guard of a trace: what it looks at, as Python source, its kind, and the kind's own arguments.
+
+    Attributes:
+        other: another source of the same object, where the guard says that both give it.
+    """
 
     source: str
     kind: str
     arguments: Mapping[str, Any]
+    other: str = ""
 
 
 def current_guards() -> list[SeenGuard]:
@@ -115,24 +120,18 @@ def current_guards() -> list[SeenGuard]:
     context = TracingContext.try_get()
     if context is None:
         return []
-    return [
-        SeenGuard(guard.name, guard.create_fn_name(), getattr(guard.create_fn, "keywords", {}))
-        for guard in context.guards_context.dynamo_guards
-    ]
+    found = []
+    for guard in context.guards_context.dynamo_guards:
+        kind, arguments = guard.create_fn_name(), getattr(guard.create_fn, "keywords", {})
+        other = arguments["source_b"].name if kind == "DUPLICATE_INPUT" else ""
+        found.append(SeenGuard(guard.name, kind, arguments, other() if callable(other) else other))
+    return found
 
 
 def traced_code() -> list[CodeType]:
     """Each function's code that the trace in progress went through, once; only inside a backend."""
     # Each call adds the function's code again. Equal code may be of two files: so once each by identity.
     return list({id(code): code for code in TracingContext.get_traced_code() or ()}.values())
-
-
-def tied_sources(guard: SeenGuard) -> tuple[str, ...]:
-    """The two sources of one tensor, where the guard says that both give the same; else none."""
-    if guard.kind != "DUPLICATE_INPUT":
-        return ()
-    name = guard.arguments["source_b"].name
-    return guard.source, name() if callable(name) else name
 
 
 def sources_to_be_written() -> list[str]:
@@ -234,6 +233,38 @@ def guard_expressions(shape_env: ShapeEnv | None) -> list[sympy.Basic]:
     return found
 
 
+def raw_guards(shape_env: ShapeEnv | None) -> list[sympy.Basic]:
+    """The conditions as they were found, in the symbols of that time."""
+    return [guard.expr for guard in shape_env.guards] if shape_env is not None else []
+
+
+def holds_as_guard(shape_env: ShapeEnv | None, condition: sympy.Basic) -> bool:
+    """Whether a condition holds for what its symbols stand for; from then on it is a guard."""
+    if condition in (sympy.true, sympy.false) or shape_env is None:
+        return bool(condition)
+    return bool(shape_env.evaluate_expr(condition))
+
+
+def is_fake(value: Any) -> bool:
+    """Whether it is a tensor of a trace."""
+    return isinstance(value, FakeTensor)
+
+
+def static_fake(fake_mode: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:
+    """The fake of a model's tensor in a trace, without symbols; what shares memory there does here."""
+    return fake_mode.from_tensor(tensor, static_shapes=True)
+
+
+def dispatch_keys(tensor: torch.Tensor) -> str:
+    """Which implementations of an op the tensor chooses."""
+    return str(torch._C._dispatch_keys(tensor))
+
+
+def has_dynamic_dims(tensor: torch.Tensor) -> bool:
+    """Whether somebody has marked dims of the tensor for Dynamo."""
+    return any(name.startswith("_dynamo_") and "dynamic" in name for name in vars(tensor))
+
+
 def specialisation_places(shape_env: ShapeEnv | None) -> list[str]:
     """``"file.py", line 42, in forward: code`` of each place where the model fixed a size, if known."""
     found = []
@@ -256,6 +287,13 @@ def symbol_source(shape_env: ShapeEnv | None, symbol: sympy.Symbol) -> tuple[int
         if number:
             return int(number[1]), -1
     return None
+
+
+def source_of_symbol(shape_env: ShapeEnv | None, symbol: sympy.Basic) -> str | None:
+    """Python source of a value that the symbol stands for."""
+    sources = shape_env.var_to_sources.get(symbol, ()) if shape_env is not None else ()
+    names = [source.name() if callable(source.name) else source.name for source in sources]
+    return names[0] if names else None
 
 
 def symbolic_sizes(shape_env: ShapeEnv | None) -> dict[tuple[int, int], sympy.Expr]:

@@ -1,0 +1,115 @@
+"""What the placeholders of a Dynamo run stand for, and how its result is put together."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from piecewise.dynamo_run import FIRST_DUMMY, DynamoRun
+from piecewise.plan import ResultLeaf
+from piecewise.state import Scope, resolve
+from piecewise.structure import Structure, flatten_structure
+from piecewise.trace_errors import refuse_opaque
+from runners.errors import TraceError
+from runners.state_check import StateRef
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Placeholder:
+    """What a graph placeholder stands for: an input leaf, state of the model, or a symbol's value."""
+
+    node: fx.Node
+    kind: str
+    leaf: int = -1
+    state: StateRef | None = None
+
+
+def placeholders_of(run: DynamoRun, scope: Scope) -> tuple[Placeholder, ...]:
+    """What each placeholder stands for.
+
+    Raises:
+        TraceError: a tensor that cannot be found again from the model.
+    """
+    pairs = zip(run.placeholders(), run.arguments, strict=True)
+    return tuple(_placeholder(run, node, argument, scope) for node, argument in pairs)
+
+
+def _placeholder(run: DynamoRun, node: fx.Node, argument: Any, scope: Scope) -> Placeholder:
+    for index, leaf in enumerate(run.leaves):
+        is_tensor = isinstance(leaf, torch.Tensor)
+        if (is_tensor and argument is leaf) or (not is_tensor and run.sources[node.name] == f"L['i{index}']"):
+            return Placeholder(node, "input", leaf=index)
+    if not isinstance(argument, torch.Tensor):
+        return Placeholder(node, "symbol")
+    source = run.sources[node.name]
+    state = resolve(source, scope) if source else None
+    if state is None or state.get() is not argument:
+        raise TraceError(
+            f"forward reads a tensor through {source or 'an unnamed source'}",
+            expected="an attribute, dict entry or list item reached from the model",
+            rule="a tensor that a graph reads needs a recorded path, so that a move is noticed [I4]",
+            fix="keep it as a parameter, buffer or plain attribute of a module",
+        )
+    return Placeholder(node, "state", state=state)
+
+
+def result_of(
+    run: DynamoRun, placeholders: Sequence[Placeholder]
+) -> tuple[Structure, tuple[ResultLeaf, ...]]:
+    """How the result is put together, and where each of its leaves comes from.
+
+    Raises:
+        TraceError: it cannot be put together again, or forward kept some of it elsewhere.
+    """
+    by_id = {id(dummy): index for index, dummy in enumerate(run.dummies)}
+    numbers = {FIRST_DUMMY + index: index for index in range(len(run.dummies))}
+    structure, leaves = flatten_structure(
+        run.result, is_leaf=lambda value: type(value) is float and value in numbers, share=True
+    )
+    refuse_opaque(structure, run.leaves)
+    found = []
+    for leaf in leaves:
+        if id(leaf) in by_id:
+            found.append(ResultLeaf("output", by_id[id(leaf)]))
+        elif isinstance(leaf, torch.Tensor):
+            found.append(_tensor_leaf(run, leaf, placeholders))
+        elif leaf in numbers:
+            found.append(ResultLeaf("output", numbers[leaf], value=type(leaf)))
+        else:
+            source = next((i for i, given in enumerate(run.leaves) if given is leaf), None)
+            found.append(ResultLeaf("const", value=leaf) if source is None else ResultLeaf("input", source))
+    missing = set(range(len(run.dummies))) - {leaf.index for leaf in found if leaf.kind == "output"}
+    if missing:
+        node = run.graph.graph.output_node().args[0][min(missing)]  # type: ignore[index]
+        raise TraceError(
+            f"forward stores the result of '{node}' outside its return value",
+            rule="a replay runs none of the model's Python, so what forward stores would be stale [I8]",
+            fix="return it, keep it in a buffer written with copy_(), "
+            "or pass use_cache=False to a transformers model",
+        )
+    return structure, tuple(found)
+
+
+def _tensor_leaf(run: DynamoRun, leaf: torch.Tensor, placeholders: Sequence[Placeholder]) -> ResultLeaf:
+    for index, given in enumerate(run.leaves):
+        if leaf is given:
+            return ResultLeaf("input", index)
+    for placeholder, argument in zip(placeholders, run.arguments, strict=True):
+        if leaf is argument:
+            return ResultLeaf("state", state=placeholder.state)
+    for path, tensor in itertools.chain(run.model.named_parameters(), run.model.named_buffers()):
+        if leaf is tensor:
+            owner, _, key = path.rpartition(".")
+            module = run.model.get_submodule(owner)
+            table = module._parameters if key in module._parameters else module._buffers
+            return ResultLeaf("state", state=StateRef(table, key, f"model.{path}"))
+    raise TraceError(
+        "forward returns a tensor that is neither computed, an input, nor a parameter or buffer",
+        rule="every output has a source that a replay can renew [I7]",
+        fix="register it as a buffer",
+    )

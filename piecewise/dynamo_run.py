@@ -1,0 +1,285 @@
+"""One run of Dynamo over one call, as a graph and what it read; nothing of the model runs.
+
+The tool is `torch.compile(fullgraph=True)` with a backend of our own; three of its habits are in the way:
+
+* *It runs what the backend returns.* Our backend returns a function that hands back one distinct dummy per
+  graph output. The model's kernels never run, no KV cache is touched, and where each dummy turns up in the
+  result tells the output structure by identity, for any class that Dynamo can rebuild.
+* *It gives equal sizes one symbol.* Each dim above 1 of each input is marked, which gives each a symbol of
+  its own; those that the model requires to be equal unify while tracing.
+* *It caches by code object.* Each run is of a generated function of its own, whose cache entry is dropped at
+  the end.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import linecache
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from piecewise import torch_internals as internals
+from piecewise.side_effects import StateSnapshot
+from piecewise.signature import CallBinder, is_plain_leaf
+from piecewise.state import Scope, readable_path
+from piecewise.structure import Namespace, Structure, flatten_structure
+from piecewise.trace_errors import translated
+from piecewise.unguarded import compares_identity, names_read
+from runners.errors import PiecewiseError, TraceError
+
+_serial = itertools.count()
+# Above any real size, below what float64 holds exactly: an int of the result that is one of these stands
+# for a symbol.
+FIRST_DUMMY = 1 << 50
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ExampleCall:
+    """An example's bound values, taken apart.
+
+    Attributes:
+        values: structure of the bound parameter values.
+        leaves: tensors (as passed by the user) and ints, one per leaf index.
+        names: leaf index → what the user calls it.
+    """
+
+    binder: CallBinder
+    values: Structure
+    leaves: tuple[Any, ...]
+    names: Mapping[int, str]
+
+    @classmethod
+    def from_call(cls, binder: CallBinder, args: Sequence[Any], kwargs: Mapping[str, Any]) -> ExampleCall:
+        """Binds and flattens a call.
+
+        Raises:
+            TypeError: an argument that forward does not have, as calling it would raise.
+            TraceError: an argument that forward needs is not there.
+        """
+        bound = binder.bind(*args, **kwargs)
+        absent = binder.absent(bound)
+        if absent:
+            raise TraceError(
+                f"an example call without {', '.join(map(repr, absent))}",
+                expected=f"forward's arguments ({', '.join(binder.names)})",
+                rule="the model is traced with the example, so each argument without a default is needed",
+                fix="pass to capture() what you pass to the model",
+            )
+        values, leaves = flatten_structure(bound)
+        return cls(binder, values, tuple(leaves), binder.leaf_paths(values))
+
+    @property
+    def passes_one_twice(self) -> bool:
+        """Whether two of the leaves are one tensor."""
+        ids = [id(leaf) for leaf in self.leaves if isinstance(leaf, torch.Tensor)]
+        return len(set(ids)) < len(ids)
+
+    def with_leaves(self, leaves: Sequence[Any]) -> ExampleCall:
+        return dataclasses.replace(self, leaves=tuple(leaves))
+
+
+class DynamoRun:
+    """What one run saw; it is the backend, too: it keeps the graph, and answers the one call with dummies.
+
+    Attributes:
+        graph: the Dynamo-level graph; placeholders carry fakes in ``meta["example_value"]``.
+        arguments: what Dynamo passed for each placeholder: the tensors of the model, twins of the inputs.
+        sources: placeholder's name → Python source of what it stands for, in terms of L and G.
+        guards: all that the run looked at.
+        names_read, compares_identity: of the code that it went through; see `unguarded.py`.
+        written: objects, older than the run, that forward writes to, for a while or for good; None for one
+            that is not found.
+        leaves: the inputs' twins; `dummies`: one per graph output; `result`: what forward returned of them.
+        changes: paths of Python state that forward left changed; it was put back.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        function: Any,
+        leaves: Sequence[Any],
+        snapshot: StateSnapshot,
+        *,
+        own_name: str | None,
+    ) -> None:
+        self.model, self.function, self.leaves = model, function, leaves
+        self.graph: fx.GraphModule = fx.GraphModule({}, fx.Graph())
+        self.has_graph = False
+        self.sources: dict[str, str | None] = {}
+        self.guards: list[internals.SeenGuard] = []
+        self.names_read: frozenset[str] = frozenset()
+        self.compares_identity = False
+        self.written: list[Any] = []
+        self.arguments: tuple[Any, ...] = ()
+        self.dummies: list[Any] = []
+        self.result: Any = None
+        self.changes: list[str] = []
+        # Another name that sources may have for the model than L['model'].
+        self._own_name, self._snapshot = own_name, snapshot
+
+    def __call__(self, graph: fx.GraphModule, _: Sequence[Any]) -> Any:
+        self.graph, self.has_graph = graph, True
+        for node in graph.graph.find_nodes(op="placeholder"):
+            source = internals.source_name(node)
+            self.sources[node.name] = self.as_read(source) if source else None
+        self.guards = [
+            dataclasses.replace(guard, source=self.as_read(guard.source), other=self.as_read(guard.other))
+            for guard in internals.current_guards()
+        ]
+        code = internals.traced_code()
+        self.names_read, self.compares_identity = names_read(code), compares_identity(code)
+        self._note_writes()
+        outputs = graph.graph.output_node().args[0]
+        fakes = [node.meta.get("example_value") if isinstance(node, fx.Node) else node for node in outputs]  # type: ignore[union-attr]
+        self.dummies = [_dummy_for(fake, index) for index, fake in enumerate(fakes)]
+
+        def answer(*arguments: Any) -> list[Any]:
+            self.arguments = arguments
+            return self.dummies
+
+        return answer
+
+    def as_read(self, source: str) -> str:
+        """A source with the model under its one name."""
+        return source.replace(self._own_name, "L['model']") if self._own_name else source
+
+    def scope(self) -> Scope:
+        """Where sources are looked up."""
+        return Scope({"model": self.model}, self.function.__globals__)
+
+    def fake_mode(self) -> Any:
+        return internals.fake_mode_of([node.meta["example_value"] for node in self.placeholders()])
+
+    def placeholders(self) -> list[fx.Node]:
+        return list(self.graph.graph.find_nodes(op="placeholder"))
+
+    def _note_writes(self) -> None:
+        """Adds to the snapshot what Dynamo will write to after the graph, before it does."""
+        scope = self.scope()
+        for source in internals.sources_to_be_written():
+            source = self.as_read(source)
+            try:
+                value, place = scope.find(source)
+            except (KeyError, AttributeError, IndexError, ValueError):
+                self.written.append(None)
+                continue
+            self.written.append(value)
+            self._snapshot.add(readable_path(source), value)
+            if place is not None:
+                self._snapshot.add(readable_path(source).rpartition(".")[0], place.owner)
+
+
+def run_dynamo(
+    model: nn.Module,
+    example: ExampleCall,
+    *,
+    forward: Any,
+    static_dims: Mapping[int, Sequence[int]],
+    keeps_identity: bool,
+    namespace: Namespace | None = None,
+) -> DynamoRun:
+    """Runs Dynamo over `forward(model's call)`; arguments are those of `trace`.
+
+    Args:
+        namespace: where the generated function looks up names; runs that share it share the names of G.
+    Raises:
+        TraceError: forward cannot be one graph.
+    """
+    leaves = _prepare_leaves(example, static_dims, keeps_identity=keeps_identity)
+    function = _traced_function(example, forward, namespace or Namespace())
+    snapshot = StateSnapshot(model)
+    run = DynamoRun(model, function, leaves, snapshot, own_name=_name_of_self(function, forward, model))
+    logger = logging.getLogger("torch._guards")
+    level = logger.level
+    try:
+        ints = [
+            i for i, leaf in enumerate(leaves) if not isinstance(leaf, torch.Tensor) and i not in static_dims
+        ]
+        int_names = [f"i{index}" for index in ints]
+        with internals.tracing_config(int_names), torch.inference_mode(False), torch.no_grad():
+            logger.setLevel(logging.CRITICAL)  # it prints a page before the exception that is re-raised below
+            run.result = torch.compile(function, backend=run, fullgraph=True)(model, *leaves)
+    except PiecewiseError:
+        raise
+    except Exception as error:
+        raise translated(error) from error
+    finally:
+        logger.setLevel(level)
+        run.changes = snapshot.restore()
+        internals.forget_compilation(function.__code__, run)
+        linecache.cache.pop(function.__code__.co_filename, None)
+    if not run.has_graph:
+        raise TraceError(
+            f"{type(model).__name__}.forward has no tensor operation to graph",
+            rule="a graph needs at least one op",
+            fix="pass the example that your model is called with",
+        )
+    return run
+
+
+def _prepare_leaves(
+    example: ExampleCall, static_dims: Mapping[int, Sequence[int]], *, keeps_identity: bool
+) -> list[Any]:
+    """Detached twins of the tensors, dims marked; the caller's objects are never marked."""
+    prepared: list[Any] = []
+    twins: dict[int, torch.Tensor] = {}
+    for index, leaf in enumerate(example.leaves):
+        if not isinstance(leaf, torch.Tensor):
+            prepared.append(leaf)
+            continue
+        if not is_plain_leaf(leaf):
+            raise TraceError(
+                f"input '{example.names[index]}'",
+                expected="a plain strided tensor",
+                got=f"a {type(leaf).__name__} of layout {leaf.layout}",
+                rule="graphs read static buffers, which are plain memory [I4]",
+                fix="convert it before the call, or keep it inside the model",
+            )
+        if not keeps_identity or id(leaf) not in twins:
+            with torch.inference_mode(False), torch.no_grad():
+                twins[id(leaf)] = leaf.clone() if leaf.is_inference() else leaf.detach()
+        twin = twins[id(leaf)]
+        for dim, size in enumerate(twin.shape):
+            if size > 1 and dim not in static_dims.get(index, ()):
+                internals.mark_dynamic(twin, dim)
+        prepared.append(twin)
+    return prepared
+
+
+def _traced_function(example: ExampleCall, forward: Any, namespace: Namespace) -> Any:
+    """A function with its own code object that makes the example's call from flat leaves."""
+    names = [f"t{i}" if isinstance(leaf, torch.Tensor) else f"i{i}" for i, leaf in enumerate(example.leaves)]
+    arguments = example.binder.call_source(example.values, names, namespace)
+    callee = "model" if isinstance(forward, nn.Module) else namespace.name(forward, "forward")
+    name = f"piecewise_trace_{next(_serial)}"
+    source = f"def {name}({', '.join(['model', *names])}):\n    return {callee}({arguments})\n"
+    # Dynamo wraps code whose source cannot be found, which hides the argument names: linecache counts as a
+    # source.
+    linecache.cache[f"{name}.py"] = (len(source), None, source.splitlines(True), f"{name}.py")
+    exec(compile(source, f"{name}.py", "exec"), namespace.globals)
+    return namespace.globals[name]
+
+
+def _name_of_self(function: Any, forward: Any, model: nn.Module) -> str | None:
+    """How sources name the model where its bound forward is traced, and not the model itself."""
+    if getattr(forward, "__self__", None) is not model:
+        return None
+    name = next(name for name, value in function.__globals__.items() if value is forward)
+    return f"G['{name}'].__self__"
+
+
+def _dummy_for(fake: Any, index: int) -> Any:
+    if isinstance(fake, torch.Tensor):
+        # A float computed from sizes leaves the graph as a 0-dim float64 tensor and comes back through
+        # .item().
+        return (
+            torch.tensor(float(FIRST_DUMMY + index), dtype=torch.float64)
+            if fake.dim() == 0
+            else torch.empty(0)
+        )
+    return FIRST_DUMMY + index if isinstance(fake, (int, torch.SymInt)) else float(FIRST_DUMMY + index)

@@ -1,0 +1,91 @@
+"""What a layer is called with, as the graph around it says: compared, and made up for a run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import fx
+
+from piecewise import torch_internals as internals
+from piecewise.dynamo_run import ExampleCall
+from piecewise.signature import CallBinder
+from piecewise.structure import PLAIN, Structure
+
+
+class NotReused(Exception):
+    """All is to be traced at once; `results` says what layers return, where that was the reason."""
+
+    def __init__(self, reason: str, results: Mapping[type, Structure] = MappingProxyType({})) -> None:
+        super().__init__(reason)
+        self.results = results
+
+
+def geometry(fake: torch.Tensor, shape_env: Any) -> tuple[Any, ...]:
+    """Sizes, strides and offset, as far as is known of their symbols now."""
+    numbers = (*fake.shape, *fake.stride(), fake.storage_offset())
+    return tuple(internals.expression(number, shape_env) for number in numbers)
+
+
+class LayerCall:
+    """The arguments of one call of a layer.
+
+    Attributes:
+        nodes: the tensors among them, each once, by number.
+    Raises:
+        NotReused: one of them is neither a tensor, a plain value nor a tuple of such.
+    """
+
+    def __init__(self, args: Sequence[Any], kwargs: dict[str, Any], shape_env: Any) -> None:
+        self._args, self._shape_env = tuple(args), shape_env
+        self._kwargs = dict(sorted(kwargs.items()))
+        self.nodes: list[fx.Node] = []
+        self._constants = self._described((self._args, *self._kwargs.items()))
+
+    def _described(self, value: Any) -> Any:
+        if type(value) is tuple:
+            return tuple(map(self._described, value))
+        if not isinstance(value, fx.Node):
+            if not isinstance(value, (int, *PLAIN)):  # a list or a dict could be written
+                raise NotReused(f"a layer is given a {type(value).__name__}")
+            return type(value), value
+        fake: Any = value.meta.get("example_value")
+        if not internals.is_fake(fake) or fake.requires_grad or fake.layout != torch.strided:
+            raise NotReused("a layer is given something that is no plain tensor")
+        if value not in self.nodes:
+            self.nodes.append(value)
+        return self.nodes.index(value)
+
+    def key(self) -> Any:
+        """Equal for calls of which one trace may serve both, as far as is known of the sizes now."""
+        fakes = [self.fake(number) for number in range(len(self.nodes))]
+        tensors = [(fake.dtype, fake.device, *geometry(fake, self._shape_env)) for fake in fakes]
+        return self._constants, tensors
+
+    def fake(self, number: int | None) -> Any:
+        """The tensor of that number; None for a constant."""
+        return None if number is None else self.nodes[number].meta["example_value"]
+
+    def example(self, binder: CallBinder) -> tuple[ExampleCall, dict[int, tuple[int, ...]], dict[int, int]]:
+        """The call on tensors made up, which dims get no symbol, and leaf index → number of the tensor."""
+        made = {node: _made(node.meta["example_value"]) for node in self.nodes}
+        args, kwargs = fx.node.map_arg((self._args, self._kwargs), lambda node: made[node])
+        example = ExampleCall.from_call(binder, args, kwargs)
+        by_tensor = {id(tensor): number for number, tensor in enumerate(made.values())}
+        static: dict[int, tuple[int, ...]] = {}
+        numbers: dict[int, int] = {}
+        for index, leaf in enumerate(example.leaves):
+            static[index] = ()
+            if isinstance(leaf, torch.Tensor):
+                numbers[index] = by_tensor[id(leaf)]
+                sizes = [internals.expression(n, self._shape_env) for n in self.fake(numbers[index]).shape]
+                static[index] = tuple(dim for dim, size in enumerate(sizes) if size is None or size.is_number)
+        return example, static, numbers
+
+
+def _made(fake: torch.Tensor) -> torch.Tensor:
+    hint = internals.size_hint
+    sizes, strides = [hint(size) for size in fake.shape], [hint(stride) for stride in fake.stride()]
+    return torch.empty_strided(sizes, strides, dtype=fake.dtype, device=fake.device)

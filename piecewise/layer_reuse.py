@@ -1,0 +1,271 @@
+"""One layer traced, and its graph used for the others that Dynamo would trace to the same.
+
+    model ─run, each layer one op─▶ graph of the rest   ┐
+    layer 0 ─run─▶ its graph, what it read (guards)     ├─▶ one graph, as a run over all of it gives it
+    layer i: do these guards hold for it, too?   yes ───┘      no ─▶ a run of its own
+
+The nodes of a layer's graph are copied, its parameters looked up anew, and each node is run on fakes of the
+graph that it comes into, so that sizes and shared memory are what they are there. Its guards and conditions
+on sizes become those of the whole. Where anything is out of the ordinary (containers that could be written,
+state that is written and read, regions of autocast around layers, sizes that data tell), all is traced at
+once. `layer_run.py` says when one layer's graph is another's.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import sympy
+import torch
+from torch import fx, nn
+
+from piecewise import torch_internals as internals
+from piecewise.aliases import call_on_fakes
+from piecewise.dynamo_result import Placeholder
+from piecewise.dynamo_run import DynamoRun
+from piecewise.layer_call import LayerCall, NotReused, geometry
+from piecewise.layer_run import LayerRun, has_unbacked, moved, switches_mode
+from piecewise.plan import ResultLeaf
+from piecewise.repeated_layers import RepeatedLayer, call_layer, layers_as_ops, repeated_layers
+from piecewise.startup_times import LayerReuse
+from piecewise.structure import Namespace, Structure
+from runners.errors import told
+
+
+def run_in_layers(model: nn.Module, run: Callable[..., DynamoRun]) -> tuple[DynamoRun, LayerReuse | None]:
+    """A run over the model that goes through one layer of each kind, or through all where it has to.
+
+    Args:
+        run: runs Dynamo over the example call; takes a `namespace`.
+    Raises:
+        TraceError: as `run`.
+    """
+    layers = repeated_layers(model)
+    results: dict[type, Structure] = {}
+    reason = ""
+    for _ in range(2 if layers else 0):
+        namespace = Namespace()
+        try:
+            with layers_as_ops(layers, results):
+                whole = run(namespace=namespace)
+            return whole, _Weaver(whole, layers, namespace, results).weave()
+        except Exception as refusal:  # whatever it is, a run over all of it does without, or has the reason
+            reason = told(refusal)
+            found = refusal.results if isinstance(refusal, NotReused) else {}
+            if not found:
+                break
+            results.update(found)
+    return run(), LayerReuse(len(layers), len(layers), reason) if layers else None
+
+
+class _Weaver:
+    """Puts the graphs of layers into the run over the rest of the model, which it changes in place."""
+
+    def __init__(
+        self,
+        whole: DynamoRun,
+        layers: Sequence[RepeatedLayer],
+        namespace: Namespace,
+        results: Mapping[type, Structure],
+    ) -> None:
+        self.whole, self.namespace, self.results = whole, namespace, results
+        self.layers = {layer.number: layer for layer in layers}
+        self.graph = whole.graph.graph
+        self.fake_mode = whole.fake_mode()
+        self.shape_env = getattr(self.fake_mode, "shape_env", None)
+        self.runs: list[LayerRun] = []
+        self.sizes = {
+            expr: node
+            for node in whole.placeholders()
+            if isinstance(node.meta["example_value"], torch.SymInt)
+            and (expr := internals.expression(node.meta["example_value"], self.shape_env)) is not None
+        }
+        # By tensor: where the graph has it already.
+        self.held = {
+            id(argument): node for node, argument in zip(whole.placeholders(), whole.arguments, strict=True)
+        }
+
+    def weave(self) -> LayerReuse | None:
+        num_calls = sum(node.target is call_layer for node in self.graph.nodes)
+        if not num_calls:
+            return None
+        self._check_rest()
+        renewed: set[fx.Node] = set()
+        for node in list(self.graph.nodes):
+            if node.target is call_layer:
+                renewed |= self._put_in(node)
+            elif node.op.startswith("call") and not renewed.isdisjoint(node.all_input_nodes):
+                self._renew(node)
+                renewed.add(node)
+        self.whole.graph.recompile()
+        return LayerReuse(num_calls, len(self.runs))
+
+    def _check_rest(self) -> None:
+        """That layers can be traced apart from the rest."""
+        if self.fake_mode is None or any(written is None for written in self.whole.written):
+            raise NotReused("forward writes state that is not found again")
+        for node in self.graph.nodes:
+            if node.op == "get_attr" or switches_mode(node):
+                raise NotReused(f"'{node.name}' may surround layers")
+
+    def _renew(self, node: fx.Node) -> None:
+        before = node.meta.get("example_value")
+        if has_unbacked(before):
+            raise NotReused("data tell a size")
+        node.meta["example_value"] = call_on_fakes(node, self.fake_mode)
+
+    def _put_in(self, node: fx.Node) -> set[fx.Node]:
+        """Replaces a call of a layer by the layer's graph; returns the nodes that stand for its result."""
+        number, *args = node.args
+        layer = self.layers[number]  # type: ignore[index]
+        call = LayerCall(args, dict(node.kwargs), self.shape_env)
+        served = self._run_for(layer, call)
+        self.whole.guards += served.guards_of(layer)
+        values = self._copied(served, layer, call, node)
+        return self._replaced(node, served, values)
+
+    def _run_for(self, layer: RepeatedLayer, call: LayerCall) -> LayerRun:
+        key = call.key()
+        for known in self.runs:
+            # Sizes that the model ties together were one symbol each before the first layer.
+            if known.call.key() == key and known.serves(layer):
+                return known
+        self.runs.append(self._run_over(layer, call))
+        return self.runs[-1]
+
+    def _run_over(self, layer: RepeatedLayer, call: LayerCall) -> LayerRun:
+        made = LayerRun.over(layer, call, namespace=self.namespace)
+        kind, assumed = type(layer.module), self.results.get(type(layer.module))
+        if _shape_of(made.result) != ("tensor" if assumed is None else _shape_of(assumed)):
+            raise NotReused("a layer returns something else", {kind: made.result})
+        made.check_reads(self.whole.written)
+        made.evaluate_conditions(self.shape_env)
+        self.whole.names_read |= made.run.names_read
+        self.whole.guards += made.shared_guards
+        return made
+
+    def _copied(
+        self, served: LayerRun, layer: RepeatedLayer, call: LayerCall, place: fx.Node
+    ) -> dict[fx.Node, Any]:
+        """Copies the nodes of a layer's graph in front of `place`; returns node → copy."""
+        states = served.states_of(layer)
+        values = {
+            each.node: self._argument(served, each, layer, call, states)
+            for each in served.placeholders
+            if each.node.users
+        }
+        outer = dict(place.meta.get("nn_module_stack") or {})
+        stacks: dict[tuple[str, ...], dict[str, Any]] = {}
+        with self.graph.inserting_before(place):
+            for node in served.run.graph.graph.nodes:
+                if not node.op.startswith("call"):
+                    continue
+                copy = values[node] = self.graph.node_copy(node, lambda old: values[old])
+                stack = node.meta.get("nn_module_stack") or {}
+                if tuple(stack) not in stacks:
+                    stacks[tuple(stack)] = outer | {
+                        f"{key}@{layer.number}": (moved(served.run.as_read(path), layer.source), cls)
+                        for key, (path, cls) in stack.items()
+                    }
+                copy.meta["nn_module_stack"] = stacks[tuple(stack)]
+                copy.meta["example_value"] = call_on_fakes(copy, self.fake_mode)
+        return values
+
+    def _argument(
+        self,
+        served: LayerRun,
+        placeholder: Placeholder,
+        layer: RepeatedLayer,
+        call: LayerCall,
+        states: Mapping[fx.Node, Any],
+    ) -> Any:
+        if placeholder.kind == "input":
+            return call.nodes[served.numbers[placeholder.leaf]]
+        if placeholder.kind == "symbol":
+            number, dim = served.size_of(placeholder)
+            return self._size(call.nodes[number], dim)
+        tensor = states[placeholder.node]
+        if not isinstance(tensor, torch.Tensor) or internals.has_dynamic_dims(tensor):
+            raise NotReused("the state of a layer is no tensor of a fixed size")
+        if id(tensor) not in self.held:
+            source = served.source(placeholder, layer)
+            node = self.held[id(tensor)] = self._placed(re.sub(r"\W+", "_", source), source, tensor)
+            node.meta["example_value"] = internals.static_fake(self.fake_mode, tensor)
+        return self.held[id(tensor)]
+
+    def _size(self, node: fx.Node, dim: int) -> Any:
+        size = node.meta["example_value"].shape[dim]
+        expr = internals.expression(size, self.shape_env)
+        if expr is None or expr.is_Integer:
+            return int(size)
+        if expr not in self.sizes:
+            self.sizes[expr] = self._new_symbol(expr, size) if expr.is_Symbol else self._new_size(node, dim)
+            self.sizes[expr].meta["example_value"] = size
+        return self.sizes[expr]
+
+    def _new_size(self, node: fx.Node, dim: int) -> fx.Node:
+        after = node if node.op != "placeholder" else self.whole.placeholders()[-1]
+        with self.graph.inserting_after(after):
+            return self.graph.call_method("size", (node, dim))
+
+    def _new_symbol(self, symbol: sympy.Expr, size: Any) -> fx.Node:
+        """A placeholder, as Dynamo itself makes it for a symbol that an op is given."""
+        source = internals.source_of_symbol(self.shape_env, symbol)
+        if source is None:
+            raise NotReused("a size that is no input's")
+        return self._placed(str(symbol), source, internals.size_hint(size))
+
+    def _placed(self, name: str, source: str, argument: Any) -> fx.Node:
+        """A new placeholder behind the others, and what stands for it."""
+        with self.graph.inserting_after(self.whole.placeholders()[-1]):
+            node = self.graph.placeholder(name)
+        self.whole.sources[node.name] = source
+        self.whole.arguments = (*self.whole.arguments, argument)
+        return node
+
+    def _replaced(self, call: fx.Node, served: LayerRun, values: Mapping[fx.Node, Any]) -> set[fx.Node]:
+        outputs = served.run.graph.graph.output_node().args[0]
+        inputs = {p.leaf: p.node for p in served.placeholders if p.kind == "input"}
+
+        def stands_for(leaf: ResultLeaf) -> Any:
+            item = outputs[leaf.index] if leaf.kind == "output" else inputs.get(leaf.index)  # type: ignore[index]
+            if not isinstance(item, fx.Node):
+                raise NotReused("a layer returns an input that it does not read")
+            return values[item]
+
+        found: set[fx.Node] = set()
+
+        def put(node: fx.Node, result: Structure) -> None:
+            if result.kind == "tensor":
+                real = stands_for(served.leaves[result.index])
+                if not _is_alike(node.meta["example_value"], real.meta["example_value"], self.shape_env):
+                    raise NotReused("a layer returns another kind of tensor than it was given")
+                node.replace_all_uses_with(real)
+                found.add(real)
+            elif result.kind == "tuple":
+                for user in list(node.users):
+                    if getattr(user.target, "__name__", "") != "getitem" or not isinstance(user.args[1], int):
+                        raise NotReused("the tuple that a layer returns is used as a whole")
+                    put(user, result.children[user.args[1]])
+                    if not user.users:
+                        self.graph.erase_node(user)
+            elif node.users:
+                raise NotReused("a constant that a layer returns is used")
+
+        put(call, served.result)
+        self.graph.erase_node(call)
+        return found
+
+
+def _shape_of(result: Structure) -> Any:
+    return tuple(map(_shape_of, result.children)) if result.kind == "tuple" else result.kind
+
+
+def _is_alike(left: Any, right: Any, shape_env: Any) -> bool:
+    return (
+        isinstance(right, torch.Tensor)
+        and (left.dtype, left.device, left.requires_grad) == (right.dtype, right.device, right.requires_grad)
+        and geometry(left, shape_env)[:-1] == geometry(right, shape_env)[:-1]
+    )

@@ -1,0 +1,220 @@
+"""A run of Dynamo over one layer, and whether its graph serves another layer, too.
+
+Guards are the conditions under which Dynamo itself takes a trace for valid: for `torch.compile(layer)` one
+compiled layer serves all layers that fulfil them. So each guard is asked about the other layer what it was
+asked about this one, under the source that leads there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import fx, nn
+
+from piecewise import torch_internals as internals
+from piecewise.aliases import tensors_in
+from piecewise.dynamo_result import Placeholder, placeholders_of, result_of
+from piecewise.dynamo_run import DynamoRun, run_dynamo
+from piecewise.layer_call import LayerCall, NotReused
+from piecewise.plan import ResultLeaf
+from piecewise.repeated_layers import RepeatedLayer
+from piecewise.signature import CallBinder
+from piecewise.state import is_asked_of, is_same_to, looked_at, readable_path
+from piecewise.structure import PLAIN, Namespace, Structure
+
+_INPUT = re.compile(r"\bL\['[ti]\d+'\]")
+_SIZE = re.compile(r"^L\['t(\d+)'\]\.size\(\)\[(\d+)\]$")
+# Ops that change the modes of those after them.
+_MODE_SWITCHES = ("_enter_", "_exit_", "_set_")
+
+
+class _Readings:
+    """What a run over a layer read, as one function of the layer: a deep model has many layers.
+
+    Args:
+        states: sources of tensors. `guarded`: for each guard those of what it looks at.
+        names: those that sources use as G.
+    """
+
+    def __init__(
+        self, states: Sequence[str], guarded: Sequence[Sequence[str]], names: dict[str, Any]
+    ) -> None:
+        parts = [f"({''.join(f'{source}, ' for source in sources)})" for sources in guarded]
+        text = f"lambda L: ([{', '.join(states)}], [{', '.join(parts)}])"
+        self._read = eval(text, {"G": names})  # Dynamo's own source text
+
+    def of(self, layer: nn.Module) -> _Read:
+        return _Read(*self._read({"model": layer}))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Read:
+    states: list[Any]
+    guarded: list[tuple[Any, ...]]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LayerRun:
+    """A run over one layer, and what its graph takes and gives.
+
+    Attributes:
+        layer, call: what was run, with which arguments.
+        placeholders: those of the graph; a state is named as if the layer were the model.
+        result, leaves: what the layer returns.
+        numbers: leaf index → number of the argument that it is.
+        own_guards: those that look at the layer, each once; `shared_guards` hold for each layer.
+        readings: what own guards and placeholders of state look at.
+    """
+
+    layer: RepeatedLayer
+    call: LayerCall
+    run: DynamoRun
+    placeholders: tuple[Placeholder, ...]
+    result: Structure
+    leaves: tuple[ResultLeaf, ...]
+    numbers: Mapping[int, int]
+    own_guards: tuple[internals.SeenGuard, ...]
+    shared_guards: tuple[internals.SeenGuard, ...]
+    readings: _Readings
+
+    @classmethod
+    def over(cls, layer: RepeatedLayer, call: LayerCall, *, namespace: Namespace) -> LayerRun:
+        """Runs Dynamo over a layer.
+
+        Raises:
+            NotReused: its graph could not be copied, or says too little.
+            TraceError: it is not one graph.
+        """
+        forward = layer.module.forward
+        example, static, numbers = call.example(CallBinder(forward))
+        run = run_dynamo(
+            layer.module, example, forward=forward, static_dims=static, keeps_identity=True,
+            namespace=namespace,
+        )  # fmt: skip
+        if run.changes or run.written:
+            raise NotReused("a layer writes state")
+        if run.compares_identity:
+            raise NotReused("a layer may ask whether two tensors are one")
+        for node in run.graph.graph.nodes:
+            is_copied = node.op not in ("get_attr", "call_module") and not switches_mode(node)
+            if not is_copied or has_unbacked(node.meta.get("example_value")):
+                raise NotReused(f"'{node.name}' of a layer is of a kind that is not copied")
+        placeholders = placeholders_of(run, run.scope())
+        result, leaves = result_of(run, placeholders)
+        if not _is_simple(result) or any(leaf.kind not in ("output", "input") for leaf in leaves):
+            raise NotReused("a layer returns more than tensors")
+        guards = [guard for guard in run.guards if not _INPUT.search(guard.source)]
+        own = {repr(guard): guard for guard in guards if "L['model']" in guard.source + guard.other}
+        shared = tuple(guard for guard in guards if repr(guard) not in own)
+        own_guards = tuple(filter(is_asked_of, own.values()))
+        states = [_source_of(run, each) for each in placeholders if each.kind == "state"]
+        readings = _Readings(states, list(map(looked_at, own_guards)), run.function.__globals__)
+        return cls(
+            layer, call, run, placeholders, result, leaves, numbers, own_guards, shared, readings
+        )  # fmt: skip
+
+    def check_reads(self, written: Sequence[Any]) -> None:
+        """That the layer reads nothing which the rest writes before the call: alone it saw the old state.
+
+        Raises:
+            NotReused: it does.
+        """
+        ids, scope = set(map(id, written)), self.run.scope()
+        for guard in (*self.own_guards, *self.shared_guards) if ids else ():
+            if any(id(value) in ids for value in scope.values_along(guard)):
+                raise NotReused(f"a layer reads {readable_path(guard.source)}, which forward writes")
+
+    def evaluate_conditions(self, shape_env: Any) -> None:
+        """Makes what the run assumed of sizes conditions of the graph around it.
+
+        Raises:
+            NotReused: it is not about sizes, or does not hold there.
+        """
+        inner = internals.shape_env_of([node.meta["example_value"] for node in self.run.placeholders()])
+        for condition in internals.raw_guards(inner):
+            taken = {}
+            for symbol in condition.free_symbols:
+                leaf, dim = internals.symbol_source(inner, symbol) or (-1, -1)
+                if dim < 0:
+                    raise NotReused("a condition on a number that is no size")
+                size = self.call.fake(self.numbers[leaf]).shape[dim]
+                taken[symbol] = internals.expression(size, shape_env)
+            if not internals.holds_as_guard(shape_env, condition.xreplace(taken)):
+                raise NotReused("a layer's condition does not hold in the whole")
+
+    def serves(self, layer: RepeatedLayer) -> bool:
+        """Whether all that the run read is the same in `layer`."""
+        if type(layer.module) is not type(self.layer.module):
+            return False
+        try:
+            found = self.readings.of(layer.module)
+        except Exception:  # it lacks what was read; properties of the user's may raise anything
+            return False
+        tensors = {id(value) for value in found.states}
+        if len(tensors) < len(found.states):  # what were two are one
+            return False
+        seen = self.readings.of(self.layer.module)
+        return all(map(is_same_to, self.own_guards, seen.guarded, found.guarded))
+
+    def guards_of(self, layer: RepeatedLayer) -> list[internals.SeenGuard]:
+        """The layer's own guards, as a run over the whole model gives them for `layer`."""
+        return [
+            dataclasses.replace(
+                guard, source=moved(guard.source, layer.source), other=moved(guard.other, layer.source)
+            )
+            for guard in self.own_guards
+        ]
+
+    def source(self, placeholder: Placeholder, layer: RepeatedLayer) -> str:
+        """The source of a state, for `layer`."""
+        return moved(_source_of(self.run, placeholder), layer.source)
+
+    def states_of(self, layer: RepeatedLayer) -> dict[fx.Node, Any]:
+        """Placeholder of a state → what it stands for in `layer`."""
+        states = [each.node for each in self.placeholders if each.kind == "state"]
+        return dict(zip(states, self.readings.of(layer.module).states, strict=True))
+
+    def size_of(self, placeholder: Placeholder) -> tuple[int, int]:
+        """(number of the argument, dim) of the size that a placeholder stands for.
+
+        Raises:
+            NotReused: it is another number.
+        """
+        found = _SIZE.match(self.run.sources[placeholder.node.name] or "")
+        if found is None:
+            raise NotReused("a layer computes with a number that is no size")
+        return self.numbers[int(found[1])], int(found[2])
+
+
+def moved(source: str, layer_source: str) -> str:
+    """A source of a run over a layer, as the whole model's."""
+    return source.replace("L['model']", layer_source)
+
+
+def _source_of(run: DynamoRun, placeholder: Placeholder) -> str:
+    text = run.sources[placeholder.node.name]
+    assert text is not None, "state has a path"
+    return text
+
+
+def switches_mode(node: fx.Node) -> bool:
+    """Whether ops after the node run in another mode than those before it."""
+    name = getattr(node.target, "__name__", str(node.target))
+    return node.op == "call_function" and name.startswith(_MODE_SWITCHES)
+
+
+def has_unbacked(value: Any) -> bool:
+    """Whether data tell a size in it, or a number."""
+    if isinstance(value, internals.SYMBOLIC):
+        expr = internals.expression(value, None)
+        return expr is not None and internals.is_unbacked(expr)
+    return any(has_unbacked(size) for tensor in tensors_in(value) for size in tensor.shape)
+
+
+def _is_simple(result: Structure) -> bool:
+    if result.kind == "tuple":
+        return all(map(_is_simple, result.children))
+    return result.kind == "tensor" or (result.kind == "const" and isinstance(result.value, PLAIN))

@@ -1,0 +1,139 @@
+"""The layers of a model that look alike, and how Dynamo is kept from going through each of them.
+
+While a run is under way each such layer's `forward` is one op of the graph, `call_layer`, which Dynamo does
+not look into. Hooks, the loop around the layers and all else is traced as ever. On fakes the op answers with
+what layers usually return, a tensor like the first that they were given; `layer_reuse.py` proves it or does
+without. On real tensors, from another thread, it is the layer's own forward.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from piecewise import torch_internals as internals
+from piecewise.structure import Structure
+
+# Fewer are traced as fast, one by one.
+_MIN_LAYERS = 3
+# Of a layer: a linear or a norm alone is not worth it.
+_MIN_SUBMODULES = 3
+_numbers = itertools.count()
+
+
+@dataclass(frozen=True, slots=True)
+class RepeatedLayer:
+    """One of several siblings of one class.
+
+    Attributes:
+        number: what `call_layer` knows it by.
+        source: where it is, in terms of ``L['model']``, as Dynamo writes it.
+    """
+
+    number: int
+    module: nn.Module
+    source: str
+
+
+def repeated_layers(model: nn.Module) -> list[RepeatedLayer]:
+    """The outermost modules of `model` that have at least two siblings of their class in one container."""
+    found: dict[int, RepeatedLayer] = {}
+
+    def walk(module: nn.Module, source: str) -> None:
+        children = {key: child for key, child in module._modules.items() if child is not None}
+        if isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
+            kinds = [type(child) for child in children.values()]
+            alike = {
+                key: child
+                for key, child in children.items()
+                if kinds.count(type(child)) >= _MIN_LAYERS and _is_worth_it(child)
+            }
+        else:
+            alike = {}
+        for key, child in children.items():
+            place = f"{source}._modules[{key!r}]"
+            if key in alike:
+                found.setdefault(id(child), RepeatedLayer(next(_numbers), child, place))
+            else:
+                walk(child, place)
+
+    walk(model, "L['model']")
+    return list(found.values())
+
+
+def _is_worth_it(layer: nn.Module) -> bool:
+    is_plain = "forward" not in layer.__dict__ and not isinstance(
+        layer, (torch.jit.ScriptModule, torch.fx.GraphModule)
+    )
+    return is_plain and sum(1 for _ in layer.modules()) > _MIN_SUBMODULES
+
+
+@dataclass(frozen=True, slots=True)
+class _Stub:
+    layer: RepeatedLayer
+    result: Structure | None
+
+
+_stubs: dict[int, _Stub] = {}
+
+
+@torch.compiler.allow_in_graph
+def call_layer(number: int, *args: Any, **kwargs: Any) -> Any:
+    """The forward of a layer, as one op."""
+    given = [value for value in _values((args, kwargs)) if isinstance(value, torch.Tensor)]
+    stub = _stubs[number]
+    if not any(map(internals.is_fake, given)):
+        module = stub.layer.module
+        return type(module).forward(module, *args, **kwargs)
+    return _stand_in(stub.result, given[0])
+
+
+def _values(value: Any) -> Iterator[Any]:
+    if isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _values(item)
+    elif isinstance(value, dict):
+        yield from _values(list(value.values()))
+    else:
+        yield value
+
+
+def _stand_in(result: Structure | None, like: torch.Tensor) -> Any:
+    if result is None or result.kind == "tensor":
+        return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
+    if result.kind == "tuple":
+        return tuple(_stand_in(child, like) for child in result.children)
+    return result.value
+
+
+@contextmanager
+def layers_as_ops(layers: Sequence[RepeatedLayer], results: Mapping[type, Structure]) -> Iterator[None]:
+    """A block in which each layer's forward is one op.
+
+    Args:
+        results: class → what its layers return, where that is known.
+    """
+    try:
+        for layer in layers:
+            _stubs[layer.number] = _Stub(layer, results.get(type(layer.module)))
+            layer.module.__dict__["forward"] = _forward_of(layer)
+        yield
+    finally:
+        for layer in layers:
+            layer.module.__dict__.pop("forward", None)
+            _stubs.pop(layer.number, None)
+
+
+def _forward_of(layer: RepeatedLayer) -> Any:
+    # The number is part of the code, not a closure that Dynamo would guard.
+    names: dict[str, Any] = {"call_layer": call_layer}
+    exec(f"def forward(*args, **kwargs):\n    return call_layer({layer.number}, *args, **kwargs)", names)
+    names["forward"].__signature__ = inspect.signature(layer.module.forward)
+    return names["forward"]
