@@ -148,6 +148,10 @@ class DynamoRun:
         """A source with the model under its one name."""
         return source.replace(self._own_name, "L['model']") if self._own_name else source
 
+    def is_of_call(self, source: str) -> bool:
+        """Whether a source is the bound forward that is called, and not the model."""
+        return bool(self._own_name) and source.startswith(str(self._own_name).removesuffix(".__self__"))
+
     def scope(self) -> Scope:
         """Where sources are looked up."""
         return Scope({"model": self.model}, self.function.__globals__)

@@ -60,6 +60,10 @@ def run_in_layers(model: nn.Module, run: Callable[..., DynamoRun]) -> tuple[Dyna
     return run(), LayerReuse(len(layers), len(layers), reason) if layers else None
 
 
+# Attributes that `nn.Module.__call__` has, and the modules themselves do not.
+_WAYS_TO_FORWARD = ("__call__", "_call_impl", "_compiled_call_impl")
+
+
 class _Weaver:
     """Puts the graphs of layers into the run over the rest of the model, which it changes in place."""
 
@@ -92,6 +96,7 @@ class _Weaver:
         if not num_calls:
             return None
         self._check_rest()
+        self._forget_ops()
         renewed: set[fx.Node] = set()
         for node in list(self.graph.nodes):
             if node.target is call_layer:
@@ -109,6 +114,18 @@ class _Weaver:
         for node in self.graph.nodes:
             if node.op == "get_attr" or switches_mode(node):
                 raise NotReused(f"'{node.name}' may surround layers")
+
+    def _forget_ops(self) -> None:
+        """Drops what Dynamo looked at only because layers had a forward of their own, the op."""
+        places = [layer.source for layer in self.layers.values()]
+        forwards = tuple(f"{place}.forward" for place in places)
+        self.whole.guards = [
+            guard
+            for guard in self.whole.guards
+            if not guard.source.startswith(forwards)
+            and not (guard.source in places and guard.arguments.get("attr") in _WAYS_TO_FORWARD)
+            and not guard.source.endswith("['_compiled_call_impl']")
+        ]
 
     def _renew(self, node: fx.Node) -> None:
         before = node.meta.get("example_value")

@@ -106,7 +106,11 @@ class LayerRun:
         result, leaves = result_of(run, placeholders)
         if not _is_simple(result) or any(leaf.kind not in ("output", "input") for leaf in leaves):
             raise NotReused("a layer returns more than tensors")
-        guards = [guard for guard in run.guards if not _INPUT.search(guard.source)]
+        guards = [
+            guard
+            for guard in run.guards
+            if not _INPUT.search(guard.source) and not run.is_of_call(guard.source)
+        ]
         own = {repr(guard): guard for guard in guards if "L['model']" in guard.source + guard.other}
         shared = tuple(guard for guard in guards if repr(guard) not in own)
         own_guards = tuple(filter(is_asked_of, own.values()))

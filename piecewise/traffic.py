@@ -129,7 +129,9 @@ class Histogram:
         counts[self.sizes] += self.counts - moved
         # Fine enough for a step spread over a million sizes, and exact as a float in sum.
         scale = min(2**20, max(2**52 // self.num_steps, 1))
-        scaled = np.rint(counts * scale).astype(np.int64)
+        # Sums are rounded, not counts: many small parts of a step add up to it.
+        sums = np.maximum.accumulate(np.rint(np.cumsum(counts * scale)))
+        scaled = np.diff(sums, prepend=0.0).astype(np.int64)
         sizes = np.flatnonzero(scaled > 0).astype(np.int64)
         return Histogram(sizes, scaled[sizes])
 

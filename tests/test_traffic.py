@@ -11,7 +11,7 @@ import sys
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from traces import TRACES, needs_traces
 
@@ -202,6 +202,7 @@ def test_a_histogram_counts_each_step_once(steps):
 
 
 @given(st.lists(st.integers(1, 300), min_size=1, max_size=40), st.integers(50, 400), st.floats(0, 1))
+@example([21, 21], 50, 1e-06)
 def test_smoothing_moves_a_share_of_each_step_a_little_and_loses_none(steps, cover, share):
     before = Histogram.of(np.array(steps))
     after = before.smoothed(cover, share=share)
