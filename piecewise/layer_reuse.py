@@ -26,6 +26,7 @@ from piecewise.aliases import call_on_fakes
 from piecewise.dynamo_result import Placeholder
 from piecewise.dynamo_run import DynamoRun
 from piecewise.layer_call import LayerCall, NotReused, geometry
+from piecewise.layer_fakes import LayerFakes
 from piecewise.layer_run import LayerRun, has_unbacked, moved, switches_mode
 from piecewise.plan import ResultLeaf
 from piecewise.repeated_layers import RepeatedLayer, call_layer, layers_as_ops, repeated_layers
@@ -80,6 +81,7 @@ class _Weaver:
         self.fake_mode = whole.fake_mode()
         self.shape_env = getattr(self.fake_mode, "shape_env", None)
         self.runs: list[LayerRun] = []
+        self.fakes: list[tuple[LayerRun, Any, LayerFakes]] = []
         self.sizes = {
             expr: node
             for node in whole.placeholders()
@@ -173,6 +175,14 @@ class _Weaver:
             for each in served.placeholders
             if each.node.users
         }
+        # Symbols that were two have become one since, and sizes would be written in another way.
+        key = call.key()
+        like = next(
+            (fakes.values for run, known, fakes in self.fakes if run is served and known == key), None
+        )
+        fakes = LayerFakes(values, like, self.fake_mode)
+        if like is None:
+            self.fakes.append((served, key, fakes))
         outer = dict(place.meta.get("nn_module_stack") or {})
         stacks: dict[tuple[str, ...], dict[str, Any]] = {}
         with self.graph.inserting_before(place):
@@ -187,7 +197,7 @@ class _Weaver:
                         for key, (path, cls) in stack.items()
                     }
                 copy.meta["nn_module_stack"] = stacks[tuple(stack)]
-                copy.meta["example_value"] = call_on_fakes(copy, self.fake_mode)
+                copy.meta["example_value"] = fakes.of(node, copy)
         return values
 
     def _argument(

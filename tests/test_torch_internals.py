@@ -561,3 +561,24 @@ def test_settings_that_change_results_show_in_words():
     finally:
         torch.set_default_dtype(torch.float32)
     assert internals.numeric_settings(cpu) == plain
+
+
+def test_a_twin_of_a_fake_has_its_sizes_and_the_memory_that_it_is_given():
+    mode = internals.new_fake_mode()
+    with mode:
+        rows = internals.symbolic_count(mode, "n", 6)
+        base = torch.empty(rows, 4)
+        view = base.view(rows, 2, 2)[:, 1:]
+        other = torch.empty(rows, 4)
+    twin, moved = internals.fake_twin(view, None), internals.fake_twin(view, other)
+    for made in (twin, moved):
+        assert str(made.shape) == str(view.shape) and made.stride() == view.stride()
+        assert made.storage_offset() == view.storage_offset() and internals.is_fake(made)
+        assert (made.dtype, made.device, made.requires_grad) == (view.dtype, view.device, False)
+    assert len({t.untyped_storage()._cdata for t in (base, twin, moved)}) == 3
+    assert moved.untyped_storage()._cdata == other.untyped_storage()._cdata
+    with mode:  # ops go on from it as from any other
+        assert str((twin * 2).shape) == str(view.shape)
+        assert twin.flatten(1).untyped_storage()._cdata == twin.untyped_storage()._cdata
+        assert twin.as_strided((rows, 3), (4, 1)).shape[1] == 3
+    assert not internals.holds_constant(twin)
