@@ -387,15 +387,16 @@ def start_compile_workers(values: Sequence[Any]) -> None:
     They take seconds to be ready. The first `compile_aten_graph` would start them too, and compile what it
     needs before they are ready in this process, one kernel after the other.
     """
-    if any(isinstance(value, torch.Tensor) and value.device.type == "cuda" for value in values):
+    devices = [value.device for value in values if isinstance(value, torch.Tensor)]
+    on_gpu = [device for device in devices if device.type == "cuda"]
+    if on_gpu:
         from torch._inductor.async_compile import AsyncCompile
 
         AsyncCompile.wakeup()
-        device = torch.cuda.current_device()
-        threading.Thread(target=_hash_installed_code, args=(device,), daemon=True).start()
+        threading.Thread(target=_hash_installed_code, args=(on_gpu[0],), daemon=True).start()
 
 
-def _hash_installed_code(device: int) -> None:
+def _hash_installed_code(device: torch.device) -> None:
     """Makes what all of Inductor's cache keys hold: hashes of torch's and Triton's files.
 
     Inductor keeps both. They take most of a second, and reading and hashing need no interpreter.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import queue
 import sys
 import weakref
 
@@ -11,6 +12,7 @@ import sympy
 import torch
 import torch._dynamo as dynamo
 from torch import nn
+from torch._inductor import codecache
 from torch._inductor.async_compile import AsyncCompile
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._sympy.functions import FloorDiv, IntTrueDiv, PythonMod
@@ -530,12 +532,20 @@ def test_the_workers_that_compile_kernels_are_woken_for_a_gpu_alone(monkeypatch)
     woken = []
     assert isinstance(inspect.getattr_static(AsyncCompile, "wakeup"), classmethod)
     monkeypatch.setattr(AsyncCompile, "wakeup", lambda: woken.append(True))
+    hashed = queue.SimpleQueue()
+    monkeypatch.setattr(internals, "_hash_installed_code", hashed.put)
     internals.start_compile_workers([3, torch.ones(2), "text"])
-    assert woken == []
+    assert woken == [] and hashed.empty()
     mode = FakeTensorMode()
     on_device = FakeTensor(mode, torch.empty(2, device="meta"), torch.device("cuda", 0))
     internals.start_compile_workers([3, torch.ones(2), on_device])
-    assert woken == [True]
+    assert woken == [True] and hashed.get(timeout=60) == torch.device("cuda", 0)
+
+
+def test_the_hashes_that_cache_keys_hold_are_kept():
+    assert codecache.torch_key() is codecache.torch_key()
+    assert codecache.CacheBase.get_system() is codecache.CacheBase.get_system()
+    internals._hash_installed_code(torch.device("cuda", 99))  # says nothing, wherever it fails
 
 
 def test_the_settings_that_a_compile_changes_exist():
