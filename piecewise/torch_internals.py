@@ -66,11 +66,11 @@ def _active_modes() -> tuple[Any, ...]:
 @contextmanager
 def tracing_config(int_names: Sequence[str]) -> Iterator[None]:
     """Dynamo settings for one trace: scalars and data-dependent shapes stay in the graph, named ints are
-    symbols."""
+    symbols, and no garbage is collected at its end."""
     with ExitStack() as stack:
         stack.enter_context(
             dynamo.config.patch(  # type: ignore[attr-defined]
-                capture_scalar_outputs=True, capture_dynamic_output_shape_ops=True
+                capture_scalar_outputs=True, capture_dynamic_output_shape_ops=True, run_gc_after_compile=False
             )
         )
         patterns = ",".join(re.escape(f"L['{name}']") for name in int_names)
