@@ -29,7 +29,13 @@ from piecewise.layer_call import LayerCall, NotReused, geometry
 from piecewise.layer_fakes import LayerFakes
 from piecewise.layer_run import LayerRun, has_unbacked, moved, switches_mode
 from piecewise.plan import ResultLeaf
-from piecewise.repeated_layers import RepeatedLayer, call_layer, layers_as_ops, repeated_layers
+from piecewise.repeated_layers import (
+    RepeatedLayer,
+    call_layer,
+    layers_as_ops,
+    one_at_a_time,
+    repeated_layers,
+)
 from piecewise.startup_times import LayerReuse
 from piecewise.structure import Namespace, Structure
 from runners.errors import told
@@ -43,6 +49,11 @@ def run_in_layers(model: nn.Module, run: Callable[..., DynamoRun]) -> tuple[Dyna
     Raises:
         TraceError: as `run`.
     """
+    with one_at_a_time:
+        return _run_in_layers(model, run)
+
+
+def _run_in_layers(model: nn.Module, run: Callable[..., DynamoRun]) -> tuple[DynamoRun, LayerReuse | None]:
     layers = repeated_layers(model)
     results: dict[type, Structure] = {}
     reason = ""

@@ -3,13 +3,15 @@
 While a run is under way each such layer's `forward` is one op of the graph, `call_layer`, which Dynamo does
 not look into. Hooks, the loop around the layers and all else is traced as ever. On fakes the op answers with
 what layers usually return, a tensor like the first that they were given; `layer_reuse.py` proves it or does
-without. On real tensors, from another thread, it is the layer's own forward.
+without. Otherwise, as for another thread that runs the model meanwhile, it is the layer's own forward.
 """
 
 from __future__ import annotations
 
 import inspect
 import itertools
+import threading
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -75,24 +77,22 @@ def _is_worth_it(layer: nn.Module) -> bool:
     return is_plain and sum(1 for _ in layer.modules()) > _MIN_SUBMODULES
 
 
-@dataclass(frozen=True, slots=True)
-class _Stub:
-    layer: RepeatedLayer
-    result: Structure | None
-
-
-_stubs: dict[int, _Stub] = {}
+# Layers that are ops now, and what their classes return where that is known. The modules outlive that:
+# somebody else's trace of the same model may have seen the op.
+_results: dict[int, Structure | None] = {}
+_modules: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()
+# Held while layers are ops, so that no other trace of ours takes the op for a layer's own forward.
+one_at_a_time = threading.RLock()
 
 
 @torch.compiler.allow_in_graph
 def call_layer(number: int, *args: Any, **kwargs: Any) -> Any:
     """The forward of a layer, as one op."""
     given = [value for value in _values((args, kwargs)) if isinstance(value, torch.Tensor)]
-    stub = _stubs[number]
-    if not any(map(internals.is_fake, given)):
-        module = stub.layer.module
-        return type(module).forward(module, *args, **kwargs)
-    return _stand_in(stub.result, given[0])
+    if number in _results and any(map(internals.is_fake, given)):
+        return _stand_in(_results[number], given[0])
+    module = _modules[number]
+    return type(module).forward(module, *args, **kwargs)
 
 
 def _values(value: Any) -> Iterator[Any]:
@@ -122,13 +122,14 @@ def layers_as_ops(layers: Sequence[RepeatedLayer], results: Mapping[type, Struct
     """
     try:
         for layer in layers:
-            _stubs[layer.number] = _Stub(layer, results.get(type(layer.module)))
+            _modules[layer.number] = layer.module
+            _results[layer.number] = results.get(type(layer.module))
             layer.module.__dict__["forward"] = _forward_of(layer)
         yield
     finally:
         for layer in layers:
             layer.module.__dict__.pop("forward", None)
-            _stubs.pop(layer.number, None)
+            _results.pop(layer.number, None)
 
 
 def _forward_of(layer: RepeatedLayer) -> Any:

@@ -372,6 +372,26 @@ def test_any_mix_of_layers_is_the_trace_of_all(changes, call, how, num_tokens):
     assert found.layers is not None
 
 
+def test_two_threads_trace_one_model_at_the_same_time():
+    model, found = new_stack(), {}
+
+    def capture(name):
+        graphed = piecewise.compile(model, buckets=(4, 8), progress=False)
+        with torch.no_grad():
+            graphed.capture(make_ids(6))
+            found[name] = graphed(make_ids(5)), graphed._graphs.signatures[0].traced.trace.layers.num_traced
+
+    threads = [threading.Thread(target=capture, args=(name,)) for name in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    with torch.no_grad():
+        expected = model(make_ids(5))
+    assert all(torch.equal(result, expected) and traced == 1 for result, traced in found.values())
+    assert sorted(found) == [0, 1]
+
+
 @pytest.mark.parametrize("family", ["LlamaForCausalLM", "Qwen3ForCausalLM", "Gemma3ForCausalLM"])
 def test_transformers_models(family, monkeypatch):
     transformers = pytest.importorskip("transformers")
