@@ -24,7 +24,7 @@ from piecewise.token_dim import find_token_symbol
 from runners.errors import TraceError
 
 NUM_LAYERS = 4
-EXAMPLES = int(os.environ.get("PIECEWISE_FUZZ_EXAMPLES", "15"))
+EXAMPLES = int(os.environ.get("LAYER_EXAMPLES", "15"))
 
 
 class Layer(nn.Module):
