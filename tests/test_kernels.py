@@ -381,6 +381,8 @@ def test_without_triton_the_cuda_op_runs_as_torch_operators(monkeypatch):
     monkeypatch.setitem(sys.modules, "triton", None)
     monkeypatch.delitem(sys.modules, "boundary_ops.kernels.prefill", raising=False)
     monkeypatch.delitem(sys.modules, "boundary_ops.kernels.launcher", raising=False)
+    # Once imported, by another test, the package has it.
+    monkeypatch.delattr("boundary_ops.kernels.prefill", raising=False)
     attention_on_cuda.cuda_module.cache_clear()
     warned = []
     monkeypatch.setattr(attention_on_cuda._log, "warning", lambda text, *args: warned.append(text % args))
