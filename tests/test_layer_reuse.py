@@ -55,6 +55,13 @@ class Wrapped(Layer):
         return super().forward(x, *rest, **options), None
 
 
+class Doubles(Layer):
+    """Returns another dtype than it is given."""
+
+    def forward(self, x, *rest, **options):
+        return super().forward(x, *rest, **options).double()
+
+
 class Shared:
     """An object of the model that is no module."""
 
@@ -164,6 +171,21 @@ def passes_more(model, layer, x):
     return layer(x, x * 2, factor=0.5)
 
 
+def writes_rows(layer, y, rows):
+    rows[:, :1].add_(1)
+    return y + rows
+
+
+def passes_its_own_rows(model, layer, x):
+    return layer(x, x.view(x.shape) if layer.number % 2 == 0 else x.clone()) + x
+
+
+def writes_through_a_view(model, layer, x):
+    x = layer(x)
+    x[:, :1].add_(1)
+    return x * 2
+
+
 @pytest.mark.parametrize(
     ("how", "call", "kind", "num_traced"),
     [
@@ -173,10 +195,23 @@ def passes_more(model, layer, x):
         (by_size, None, Layer, 1),
         (by_number, None, Layer, NUM_LAYERS),
         (with_rows, passes_more, Layer, 1),
+        (writes_rows, passes_its_own_rows, Layer, 1),
+        (None, writes_through_a_view, Layer, 1),
         (None, lambda model, layer, x: layer(x)[0] + x.mean(-1, keepdim=True), Wrapped, 1),
         (None, lambda model, layer, x: layer(x) if layer.number % 2 else layer(x[:, :]).clone(), Layer, 1),
     ],
-    ids=["plain", "branch on rows", "constant", "sizes", "own constant", "arguments", "tuple", "around"],
+    ids=[
+        "plain",
+        "branch on rows",
+        "constant",
+        "sizes",
+        "own constant",
+        "arguments",
+        "memory of arguments",
+        "view of a result",
+        "tuple",
+        "around",
+    ],
 )
 def test_it_is_the_trace_of_all_layers(how, call, kind, num_traced, monkeypatch):
     found = compared(new_stack(how, call=call, kind=kind), monkeypatch)
@@ -266,6 +301,11 @@ def test_what_is_out_of_the_ordinary_is_traced_at_once(how, call, reason, monkey
         assert not found.layers.reason
     else:
         assert reason in found.layers.reason and found.layers.num_traced == NUM_LAYERS
+
+
+def test_layers_that_return_another_kind_of_tensor_are_traced_at_once(monkeypatch):
+    found = compared(new_stack(call=lambda model, layer, x: layer(x).float(), kind=Doubles), monkeypatch)
+    assert "another kind of tensor" in found.layers.reason
 
 
 def test_state_that_is_written_and_not_read_by_layers_does_not_matter(monkeypatch):
