@@ -45,14 +45,18 @@ def guarded(inner_forward: Any) -> Any:
             return attachment.inner_forward(**arguments)
         if not implied:  # a trace that writes nothing may use one layer's graph for the others
             return attachment.inner_forward(**arguments)
-        attachment.implied_positions = True
-        try:
-            return attachment.inner_forward(**arguments)
-        finally:
-            attachment.implied_positions = False
+        return _with_implied_positions(attachment, arguments)
 
     forward._paged_guard = True  # type: ignore[attr-defined]
     return forward
+
+
+def _with_implied_positions(attachment: Any, arguments: dict[str, Any]) -> Any:
+    attachment.implied_positions = True
+    try:
+        return attachment.inner_forward(**arguments)
+    finally:
+        attachment.implied_positions = False
 
 
 def is_guarded(forward: Any) -> bool:

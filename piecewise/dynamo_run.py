@@ -92,6 +92,7 @@ class DynamoRun:
         sources: placeholder's name → Python source of what it stands for, in terms of L and G.
         guards: all that the run looked at.
         names_read, compares_identity: of the code that it went through; see `unguarded.py`.
+        marks_tensors: whether forward sets a Python attribute of a tensor.
         written: objects, older than the run, that forward writes to, for a while or for good; None for one
             that is not found.
         leaves: the inputs' twins; `dummies`: one per graph output; `result`: what forward returned of them.
@@ -113,7 +114,7 @@ class DynamoRun:
         self.sources: dict[str, str | None] = {}
         self.guards: list[internals.SeenGuard] = []
         self.names_read: frozenset[str] = frozenset()
-        self.compares_identity = False
+        self.compares_identity = self.marks_tensors = False
         self.written: list[Any] = []
         self.arguments: tuple[Any, ...] = ()
         self.dummies: list[Any] = []
@@ -146,11 +147,11 @@ class DynamoRun:
 
     def as_read(self, source: str) -> str:
         """A source with the model under its one name."""
-        return source.replace(self._own_name, "L['model']") if self._own_name else source
-
-    def is_of_call(self, source: str) -> bool:
-        """Whether a source is the bound forward that is called, and not the model."""
-        return bool(self._own_name) and source.startswith(str(self._own_name).removesuffix(".__self__"))
+        if not self._own_name:
+            return source
+        # The bound forward itself has defaults and a closure.
+        forward = self._own_name.removesuffix(".__self__")
+        return source.replace(self._own_name, "L['model']").replace(forward, "L['model'].forward")
 
     def scope(self) -> Scope:
         """Where sources are looked up."""
@@ -210,7 +211,9 @@ def run_dynamo(
             # Called once, at once: Dynamo need not keep the guards that it found.
             options: Any = {"guard_filter_fn": lambda entries: [False] * len(entries)}
             compiled = torch.compile(function, backend=run, fullgraph=True, options=options)
-            run.result = compiled(model, *leaves)
+            with internals.tensor_attributes_set() as names:
+                run.result = compiled(model, *leaves)
+            run.marks_tensors = bool(names)
     except PiecewiseError:
         raise
     except Exception as error:

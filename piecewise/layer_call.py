@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,15 +11,11 @@ from torch import fx
 from piecewise import torch_internals as internals
 from piecewise.dynamo_run import ExampleCall
 from piecewise.signature import CallBinder
-from piecewise.structure import PLAIN, Structure
+from piecewise.structure import PLAIN
 
 
 class NotReused(Exception):
-    """All is to be traced at once; `results` says what layers return, where that was the reason."""
-
-    def __init__(self, reason: str, results: Mapping[type, Structure] = MappingProxyType({})) -> None:
-        super().__init__(reason)
-        self.results = results
+    """All is to be traced at once; the text says why."""
 
 
 def geometry(fake: torch.Tensor, shape_env: Any) -> tuple[Any, ...]:
@@ -40,7 +35,7 @@ class LayerCall:
 
     def __init__(self, args: Sequence[Any], kwargs: dict[str, Any], shape_env: Any) -> None:
         self._args, self._shape_env = tuple(args), shape_env
-        self._kwargs = dict(sorted(kwargs.items()))
+        self._kwargs = kwargs
         self.nodes: list[fx.Node] = []
         self._constants = self._described((self._args, *self._kwargs.items()))
 
@@ -50,9 +45,10 @@ class LayerCall:
         if not isinstance(value, fx.Node):
             if not isinstance(value, (int, *PLAIN)):  # a list or a dict could be written
                 raise NotReused(f"a layer is given a {type(value).__name__}")
-            return type(value), value
+            return type(value), repr(value) if isinstance(value, (float, complex)) else value  # -0.0 == 0.0
         fake: Any = value.meta.get("example_value")
-        if not internals.is_fake(fake) or fake.requires_grad or fake.layout != torch.strided:
+        is_plain = internals.is_fake(fake) and not isinstance(fake, torch.nn.Parameter)
+        if not is_plain or fake.requires_grad or fake.layout != torch.strided:
             raise NotReused("a layer is given something that is no plain tensor")
         if value not in self.nodes:
             self.nodes.append(value)
@@ -60,9 +56,12 @@ class LayerCall:
 
     def key(self) -> Any:
         """Equal for calls of which one trace may serve both, as far as is known of the sizes now."""
-        fakes = [self.fake(number) for number in range(len(self.nodes))]
-        tensors = [(fake.dtype, fake.device, *geometry(fake, self._shape_env)) for fake in fakes]
+        tensors = [(fake.dtype, fake.device, *geometry(fake, self._shape_env)) for fake in self.fakes()]
         return self._constants, tensors
+
+    def fakes(self) -> list[Any]:
+        """The tensors, by number."""
+        return [node.meta["example_value"] for node in self.nodes]
 
     def fake(self, number: int | None) -> Any:
         """The tensor of that number; None for a constant."""
@@ -72,6 +71,9 @@ class LayerCall:
         """The call on tensors made up, which dims get no symbol, and leaf index → number of the tensor."""
         made = {node: _made(node.meta["example_value"]) for node in self.nodes}
         args, kwargs = fx.node.map_arg((self._args, self._kwargs), lambda node: made[node])
+        extra = [name for name in kwargs if name not in binder.names]
+        if extra != sorted(extra):
+            raise NotReused("the order of a layer's keywords may matter")
         example = ExampleCall.from_call(binder, args, kwargs)
         by_tensor = {id(tensor): number for number, tensor in enumerate(made.values())}
         static: dict[int, tuple[int, ...]] = {}

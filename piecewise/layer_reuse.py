@@ -22,13 +22,12 @@ import torch
 from torch import fx, nn
 
 from piecewise import torch_internals as internals
-from piecewise.aliases import call_on_fakes
+from piecewise.aliases import call_on_fakes, storage_of
 from piecewise.dynamo_result import Placeholder
 from piecewise.dynamo_run import DynamoRun
 from piecewise.layer_call import LayerCall, NotReused, geometry
 from piecewise.layer_fakes import LayerFakes
 from piecewise.layer_run import LayerRun, has_unbacked, moved, switches_mode
-from piecewise.plan import ResultLeaf
 from piecewise.repeated_layers import (
     RepeatedLayer,
     call_layer,
@@ -37,7 +36,7 @@ from piecewise.repeated_layers import (
     repeated_layers,
 )
 from piecewise.startup_times import LayerReuse
-from piecewise.structure import Namespace, Structure
+from piecewise.structure import Namespace
 from runners.errors import told
 
 
@@ -55,21 +54,15 @@ def run_in_layers(model: nn.Module, run: Callable[..., DynamoRun]) -> tuple[Dyna
 
 def _run_in_layers(model: nn.Module, run: Callable[..., DynamoRun]) -> tuple[DynamoRun, LayerReuse | None]:
     layers = repeated_layers(model)
-    results: dict[type, Structure] = {}
-    reason = ""
-    for _ in range(2 if layers else 0):
-        namespace = Namespace()
-        try:
-            with layers_as_ops(layers, results):
-                whole = run(namespace=namespace)
-            return whole, _Weaver(whole, layers, namespace, results).weave()
-        except Exception as refusal:  # whatever it is, a run over all of it does without, or has the reason
-            reason = told(refusal)
-            found = refusal.results if isinstance(refusal, NotReused) else {}
-            if not found:
-                break
-            results.update(found)
-    return run(), LayerReuse(len(layers), len(layers), reason) if layers else None
+    if not layers:
+        return run(), None
+    namespace = Namespace()
+    try:
+        with layers_as_ops(layers):
+            whole = run(namespace=namespace)
+        return whole, _Weaver(whole, layers, namespace).weave()
+    except Exception as refusal:  # whatever it is, a run over all of it does without, or has the reason
+        return run(), LayerReuse(len(layers), len(layers), told(refusal))
 
 
 # Attributes that `nn.Module.__call__` has, and the modules themselves do not.
@@ -79,14 +72,8 @@ _WAYS_TO_FORWARD = ("__call__", "_call_impl", "_compiled_call_impl")
 class _Weaver:
     """Puts the graphs of layers into the run over the rest of the model, which it changes in place."""
 
-    def __init__(
-        self,
-        whole: DynamoRun,
-        layers: Sequence[RepeatedLayer],
-        namespace: Namespace,
-        results: Mapping[type, Structure],
-    ) -> None:
-        self.whole, self.namespace, self.results = whole, namespace, results
+    def __init__(self, whole: DynamoRun, layers: Sequence[RepeatedLayer], namespace: Namespace) -> None:
+        self.whole, self.namespace = whole, namespace
         self.layers = {layer.number: layer for layer in layers}
         self.graph = whole.graph.graph
         self.fake_mode = whole.fake_mode()
@@ -99,10 +86,9 @@ class _Weaver:
             if isinstance(node.meta["example_value"], torch.SymInt)
             and (expr := internals.expression(node.meta["example_value"], self.shape_env)) is not None
         }
+        self.passed = dict(zip(whole.placeholders(), whole.arguments, strict=True))
         # By tensor: where the graph has it already.
-        self.held = {
-            id(argument): node for node, argument in zip(whole.placeholders(), whole.arguments, strict=True)
-        }
+        self.held = {id(argument): node for node, argument in self.passed.items()}
 
     def weave(self) -> LayerReuse | None:
         num_calls = sum(node.target is call_layer for node in self.graph.nodes)
@@ -124,6 +110,8 @@ class _Weaver:
         """That layers can be traced apart from the rest."""
         if self.fake_mode is None or any(written is None for written in self.whole.written):
             raise NotReused("forward writes state that is not found again")
+        if self.whole.marks_tensors:
+            raise NotReused("forward sets attributes of tensors, which a layer could read")
         for node in self.graph.nodes:
             if node.op == "get_attr" or switches_mode(node):
                 raise NotReused(f"'{node.name}' may surround layers")
@@ -131,11 +119,11 @@ class _Weaver:
     def _forget_ops(self) -> None:
         """Drops what Dynamo looked at only because layers had a forward of their own, the op."""
         places = [layer.source for layer in self.layers.values()]
-        forwards = tuple(f"{place}.forward" for place in places)
+        forwards = re.compile(rf"(?:{'|'.join(map(re.escape, places))})\\.forward\\b")
         self.whole.guards = [
             guard
             for guard in self.whole.guards
-            if not guard.source.startswith(forwards)
+            if not forwards.match(guard.source)
             and not (guard.source in places and guard.arguments.get("attr") in _WAYS_TO_FORWARD)
             and not guard.source.endswith("['_compiled_call_impl']")
         ]
@@ -151,10 +139,17 @@ class _Weaver:
         number, *args = node.args
         layer = self.layers[number]  # type: ignore[index]
         call = LayerCall(args, dict(node.kwargs), self.shape_env)
+        for argument in call.nodes:
+            passed = self.passed.get(argument)
+            is_input = any(
+                passed is leaf for leaf in self.whole.leaves
+            )
+            if isinstance(passed, torch.Tensor) and not is_input and vars(passed):
+                raise NotReused("a layer is given a tensor with attributes of its own")
         served = self._run_for(layer, call)
         self.whole.guards += served.guards_of(layer)
         values = self._copied(served, layer, call, node)
-        return self._replaced(node, served, values)
+        return self._replaced(node, call, served, values)
 
     def _run_for(self, layer: RepeatedLayer, call: LayerCall) -> LayerRun:
         key = call.key()
@@ -167,9 +162,6 @@ class _Weaver:
 
     def _run_over(self, layer: RepeatedLayer, call: LayerCall) -> LayerRun:
         made = LayerRun.over(layer, call, namespace=self.namespace)
-        kind, assumed = type(layer.module), self.results.get(type(layer.module))
-        if _shape_of(made.result) != ("tensor" if assumed is None else _shape_of(assumed)):
-            raise NotReused("a layer returns something else", {kind: made.result})
         made.check_reads(self.whole.written)
         made.evaluate_conditions(self.shape_env)
         self.whole.names_read |= made.run.names_read
@@ -263,42 +255,19 @@ class _Weaver:
         self.whole.arguments = (*self.whole.arguments, argument)
         return node
 
-    def _replaced(self, call: fx.Node, served: LayerRun, values: Mapping[fx.Node, Any]) -> set[fx.Node]:
-        outputs = served.run.graph.graph.output_node().args[0]
-        inputs = {p.leaf: p.node for p in served.placeholders if p.kind == "input"}
-
-        def stands_for(leaf: ResultLeaf) -> Any:
-            item = outputs[leaf.index] if leaf.kind == "output" else inputs.get(leaf.index)  # type: ignore[index]
-            if not isinstance(item, fx.Node):
-                raise NotReused("a layer returns an input that it does not read")
-            return values[item]
-
-        found: set[fx.Node] = set()
-
-        def put(node: fx.Node, result: Structure) -> None:
-            if result.kind == "tensor":
-                real = stands_for(served.leaves[result.index])
-                if not _is_alike(node.meta["example_value"], real.meta["example_value"], self.shape_env):
-                    raise NotReused("a layer returns another kind of tensor than it was given")
-                node.replace_all_uses_with(real)
-                found.add(real)
-            elif result.kind == "tuple":
-                for user in list(node.users):
-                    if getattr(user.target, "__name__", "") != "getitem" or not isinstance(user.args[1], int):
-                        raise NotReused("the tuple that a layer returns is used as a whole")
-                    put(user, result.children[user.args[1]])
-                    if not user.users:
-                        self.graph.erase_node(user)
-            elif node.users:
-                raise NotReused("a constant that a layer returns is used")
-
-        put(call, served.result)
-        self.graph.erase_node(call)
-        return found
-
-
-def _shape_of(result: Structure) -> Any:
-    return tuple(map(_shape_of, result.children)) if result.kind == "tuple" else result.kind
+    def _replaced(
+        self, node: fx.Node, call: LayerCall, served: LayerRun, values: Mapping[fx.Node, Any]
+    ) -> set[fx.Node]:
+        outputs: Any = served.run.graph.graph.output_node().args[0]
+        real = values[outputs[served.output]]
+        made = real.meta["example_value"]
+        if not _is_alike(node.meta["example_value"], made, self.shape_env):
+            raise NotReused("a layer returns another kind of tensor than it was given")
+        if storage_of(made) in map(storage_of, call.fakes()):
+            raise NotReused("a layer returns memory that it was given")
+        node.replace_all_uses_with(real)
+        self.graph.erase_node(node)
+        return {real}
 
 
 def _is_alike(left: Any, right: Any, shape_env: Any) -> bool:

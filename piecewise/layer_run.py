@@ -12,6 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import sympy
 from torch import fx, nn
 
 from piecewise import torch_internals as internals
@@ -19,11 +20,11 @@ from piecewise.aliases import tensors_in
 from piecewise.dynamo_result import Placeholder, placeholders_of, result_of
 from piecewise.dynamo_run import DynamoRun, run_dynamo
 from piecewise.layer_call import LayerCall, NotReused
-from piecewise.plan import ResultLeaf
 from piecewise.repeated_layers import RepeatedLayer
 from piecewise.signature import CallBinder
 from piecewise.state import is_asked_of, is_same_to, looked_at, readable_path
-from piecewise.structure import PLAIN, Namespace, Structure
+from piecewise.structure import Namespace
+from piecewise.unguarded import reads_attribute_tables
 
 _INPUT = re.compile(r"\bL\['[ti]\d+'\]")
 _SIZE = re.compile(r"^L\['t(\d+)'\]\.size\(\)\[(\d+)\]$")
@@ -63,7 +64,7 @@ class LayerRun:
     Attributes:
         layer, call: what was run, with which arguments.
         placeholders: those of the graph; a state is named as if the layer were the model.
-        result, leaves: what the layer returns.
+        output: which of the graph's outputs the layer returns.
         numbers: leaf index → number of the argument that it is.
         own_guards: those that look at the layer, each once; `shared_guards` hold for each layer.
         readings: what own guards and placeholders of state look at.
@@ -73,8 +74,7 @@ class LayerRun:
     call: LayerCall
     run: DynamoRun
     placeholders: tuple[Placeholder, ...]
-    result: Structure
-    leaves: tuple[ResultLeaf, ...]
+    output: int
     numbers: Mapping[int, int]
     own_guards: tuple[internals.SeenGuard, ...]
     shared_guards: tuple[internals.SeenGuard, ...]
@@ -89,7 +89,7 @@ class LayerRun:
             TraceError: it is not one graph.
         """
         forward = layer.module.forward
-        example, static, numbers = call.example(CallBinder(forward))
+        example, static, numbers = call.example(CallBinder(forward, fills_defaults=False))
         run = run_dynamo(
             layer.module, example, forward=forward, static_dims=static, keeps_identity=True,
             namespace=namespace,
@@ -98,26 +98,24 @@ class LayerRun:
             raise NotReused("a layer writes state")
         if run.compares_identity:
             raise NotReused("a layer may ask whether two tensors are one")
+        if run.marks_tensors or reads_attribute_tables(run.names_read):
+            raise NotReused("a layer sets attributes of tensors, or reads names of attributes")
         for node in run.graph.graph.nodes:
             is_copied = node.op not in ("get_attr", "call_module") and not switches_mode(node)
             if not is_copied or has_unbacked(node.meta.get("example_value")):
                 raise NotReused(f"'{node.name}' of a layer is of a kind that is not copied")
         placeholders = placeholders_of(run, run.scope())
         result, leaves = result_of(run, placeholders)
-        if not _is_simple(result) or any(leaf.kind not in ("output", "input") for leaf in leaves):
-            raise NotReused("a layer returns more than tensors")
-        guards = [
-            guard
-            for guard in run.guards
-            if not _INPUT.search(guard.source) and not run.is_of_call(guard.source)
-        ]
+        if result.kind != "tensor" or leaves[0].kind != "output":
+            raise NotReused("a layer returns something else than one tensor that it has made")
+        guards = [guard for guard in run.guards if not _INPUT.search(guard.source)]
         own = {repr(guard): guard for guard in guards if "L['model']" in guard.source + guard.other}
         shared = tuple(guard for guard in guards if repr(guard) not in own)
         own_guards = tuple(filter(is_asked_of, own.values()))
         states = [_source_of(run, each) for each in placeholders if each.kind == "state"]
         readings = _Readings(states, list(map(looked_at, own_guards)), run.function.__globals__)
         return cls(
-            layer, call, run, placeholders, result, leaves, numbers, own_guards, shared, readings
+            layer, call, run, placeholders, leaves[0].index, numbers, own_guards, shared, readings
         )  # fmt: skip
 
     def check_reads(self, written: Sequence[Any]) -> None:
@@ -137,6 +135,11 @@ class LayerRun:
         Raises:
             NotReused: it is not about sizes, or does not hold there.
         """
+        # A symbol of the run is 2 or more, which is no condition of its own; what it stands for may be less.
+        sizes = [internals.expression(n, shape_env) for fake in self.call.fakes() for n in fake.shape]
+        conditions = [sympy.Ge(size, 2) for size in sizes if size is not None and not size.is_number]
+        if not all(internals.holds_as_guard(shape_env, condition) for condition in conditions):
+            raise NotReused("a layer is given a size that is 1 in the example, and may be another")
         inner = internals.shape_env_of([node.meta["example_value"] for node in self.run.placeholders()])
         for condition in internals.raw_guards(inner):
             taken = {}
@@ -216,9 +219,3 @@ def has_unbacked(value: Any) -> bool:
         expr = internals.expression(value, None)
         return expr is not None and internals.is_unbacked(expr)
     return any(has_unbacked(size) for tensor in tensors_in(value) for size in tensor.shape)
-
-
-def _is_simple(result: Structure) -> bool:
-    if result.kind == "tuple":
-        return all(map(_is_simple, result.children))
-    return result.kind == "tensor" or (result.kind == "const" and isinstance(result.value, PLAIN))

@@ -12,7 +12,7 @@ import inspect
 import itertools
 import threading
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +21,6 @@ import torch
 from torch import nn
 
 from piecewise import torch_internals as internals
-from piecewise.structure import Structure
 
 # Fewer are traced as fast, one by one.
 _MIN_LAYERS = 3
@@ -77,9 +76,9 @@ def _is_worth_it(layer: nn.Module) -> bool:
     return is_plain and sum(1 for _ in layer.modules()) > _MIN_SUBMODULES
 
 
-# Layers that are ops now, and what their classes return where that is known. The modules outlive that:
-# somebody else's trace of the same model may have seen the op.
-_results: dict[int, Structure | None] = {}
+# Layers that are ops now. The modules outlive that: somebody else's trace of the same model may have seen the
+# op.
+_active: set[int] = set()
 _modules: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()
 # Held while layers are ops, so that no other trace of ours takes the op for a layer's own forward.
 one_at_a_time = threading.RLock()
@@ -89,8 +88,9 @@ one_at_a_time = threading.RLock()
 def call_layer(number: int, *args: Any, **kwargs: Any) -> Any:
     """The forward of a layer, as one op."""
     given = [value for value in _values((args, kwargs)) if isinstance(value, torch.Tensor)]
-    if number in _results and any(map(internals.is_fake, given)):
-        return _stand_in(_results[number], given[0])
+    if number in _active and any(map(internals.is_fake, given)):
+        like = given[0]
+        return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
     module = _modules[number]
     return type(module).forward(module, *args, **kwargs)
 
@@ -105,31 +105,19 @@ def _values(value: Any) -> Iterator[Any]:
         yield value
 
 
-def _stand_in(result: Structure | None, like: torch.Tensor) -> Any:
-    if result is None or result.kind == "tensor":
-        return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
-    if result.kind == "tuple":
-        return tuple(_stand_in(child, like) for child in result.children)
-    return result.value
-
-
 @contextmanager
-def layers_as_ops(layers: Sequence[RepeatedLayer], results: Mapping[type, Structure]) -> Iterator[None]:
-    """A block in which each layer's forward is one op.
-
-    Args:
-        results: class → what its layers return, where that is known.
-    """
+def layers_as_ops(layers: Sequence[RepeatedLayer]) -> Iterator[None]:
+    """A block in which each layer's forward is one op."""
     try:
         for layer in layers:
             _modules[layer.number] = layer.module
-            _results[layer.number] = results.get(type(layer.module))
+            _active.add(layer.number)
             layer.module.__dict__["forward"] = _forward_of(layer)
         yield
     finally:
         for layer in layers:
             layer.module.__dict__.pop("forward", None)
-            _results.pop(layer.number, None)
+            _active.discard(layer.number)
 
 
 def _forward_of(layer: RepeatedLayer) -> Any:

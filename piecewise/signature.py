@@ -35,9 +35,12 @@ class CallBinder:
 
     An argument that was not passed is the plain default that it has, so that leaving it out and passing it
     are one call, and else `MISSING`. An int default is not passed: as an argument it would be a symbol.
+
+    Args:
+        fills_defaults: False leaves out what was not passed, whatever default it has.
     """
 
-    def __init__(self, forward: Callable[..., Any]) -> None:
+    def __init__(self, forward: Callable[..., Any], *, fills_defaults: bool = True) -> None:
         self.parameters = tuple(inspect.signature(forward).parameters.values())
         self.names = tuple(parameter.name for parameter in self.parameters)
         parts, returned = [], []
@@ -57,7 +60,8 @@ class CallBinder:
             elif kind == parameter.VAR_KEYWORD:
                 parts.append(f"**{name}")
             else:
-                if isinstance(parameter.default, PLAIN) and kind != parameter.POSITIONAL_ONLY:
+                is_plain = isinstance(parameter.default, PLAIN) and kind != parameter.POSITIONAL_ONLY
+                if is_plain and fills_defaults:
                     defaults[f"_default{position}"] = parameter.default
                     parts.append(f"{name}=_default{position}")
                 else:

@@ -269,7 +269,8 @@ def is_same_to(guard: SeenGuard, seen: Sequence[Any], found: Sequence[Any]) -> b
     if kind == "TENSOR_MATCH":
         return _is_same_kind(old, new)
     if kind in _BY_VALUE:
-        return type(old) is type(new) and (old is new or bool(old == new))
+        same = type(old) is type(new) and (old is new or bool(old == new))
+        return same and (not isinstance(old, (float, complex)) or repr(old) == repr(new))  # -0.0 == 0.0
     if kind in _BY_IDENTITY:
         return old is new
     if kind in ("TYPE_MATCH", "NOT_NONE_MATCH"):

@@ -154,6 +154,34 @@ def sources_to_be_written() -> list[str]:
     return found
 
 
+_patches_side_effects = threading.RLock()
+
+
+@contextmanager
+def tensor_attributes_set() -> Iterator[list[str]]:
+    """The list of Python attributes that Dynamo sees set on tensors in this block.
+
+    It forgets those of tensors that are gone when it calls its backend, so they are noted as they are set.
+    """
+    from torch._dynamo.side_effects import SideEffects
+    from torch._dynamo.variables import TensorVariable
+
+    names: list[str] = []
+    with _patches_side_effects:
+        original = SideEffects.store_attr
+
+        def noting(self: Any, item: Any, name: str, *args: Any, **kwargs: Any) -> Any:
+            if isinstance(item, TensorVariable):
+                names.append(name)
+            return original(self, item, name, *args, **kwargs)
+
+        SideEffects.store_attr = noting  # type: ignore[method-assign]
+        try:
+            yield names
+        finally:
+            SideEffects.store_attr = original  # type: ignore[method-assign]
+
+
 def source_name(node: torch.fx.Node) -> str | None:
     """Python source, in terms of L and G, of what a placeholder stands for; only inside a backend."""
     grapharg = node.meta.get("grapharg")

@@ -39,6 +39,11 @@ def names_read(code: Iterable[CodeType]) -> frozenset[str]:
     return frozenset(name for each in theirs for name in each.co_names)
 
 
+def reads_attribute_tables(names: frozenset[str]) -> bool:
+    """Whether forward may read names of attributes."""
+    return bool(names & _ATTRIBUTE_TABLES)
+
+
 def compares_identity(code: Iterable[CodeType]) -> bool:
     """Whether code asks if two objects are one, and so may ask it of two inputs.
 

@@ -592,3 +592,18 @@ def test_a_twin_of_a_fake_has_its_sizes_and_the_memory_that_it_is_given():
         assert twin.flatten(1).untyped_storage()._cdata == twin.untyped_storage()._cdata
         assert twin.as_strided((rows, 3), (4, 1)).shape[1] == 3
     assert not internals.holds_constant(twin)
+
+
+def test_attributes_that_are_set_on_tensors_are_noted():
+    def forward(x, y):
+        y.tag = 2
+        z = x + 1
+        z.other = 3
+        return z * y.tag
+
+    with internals.tensor_attributes_set() as names:
+        torch.compile(forward, backend="eager", fullgraph=True)(torch.ones(2), torch.ones(2))
+    assert sorted(names) == ["other", "tag"]
+    with internals.tensor_attributes_set() as names:
+        torch.compile(lambda x: x + 1, backend="eager", fullgraph=True)(torch.ones(2))
+    assert names == []
