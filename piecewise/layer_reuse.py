@@ -141,9 +141,7 @@ class _Weaver:
         call = LayerCall(args, dict(node.kwargs), self.shape_env)
         for argument in call.nodes:
             passed = self.passed.get(argument)
-            is_input = any(
-                passed is leaf for leaf in self.whole.leaves
-            )
+            is_input = any(passed is leaf for leaf in self.whole.leaves)
             if isinstance(passed, torch.Tensor) and not is_input and vars(passed):
                 raise NotReused("a layer is given a tensor with attributes of its own")
         served = self._run_for(layer, call)
