@@ -28,6 +28,8 @@ from piecewise.unguarded import reads_attribute_tables
 
 _INPUT = re.compile(r"\bL\['[ti]\d+'\]")
 _SIZE = re.compile(r"^L\['t(\d+)'\]\.size\(\)\[(\d+)\]$")
+# What is called, which is compared for each module of the model; what it holds is not.
+_FORWARD = ("L['model'].forward", "L['model'].forward.__func__")
 # Ops that change the modes of those after them.
 _MODE_SWITCHES = ("_enter_", "_exit_", "_set_")
 
@@ -108,7 +110,9 @@ class LayerRun:
         result, leaves = result_of(run, placeholders)
         if result.kind != "tensor" or leaves[0].kind != "output":
             raise NotReused("a layer returns something else than one tensor that it has made")
-        guards = [guard for guard in run.guards if not _INPUT.search(guard.source)]
+        guards = [
+            guard for guard in run.guards if not _INPUT.search(guard.source) and guard.source not in _FORWARD
+        ]
         own = {repr(guard): guard for guard in guards if "L['model']" in guard.source + guard.other}
         shared = tuple(guard for guard in guards if repr(guard) not in own)
         own_guards = tuple(filter(is_asked_of, own.values()))
