@@ -33,11 +33,14 @@ class AtenGraph:
     Attributes:
         module: placeholders are the row count and one per input of the segment; nodes carry fakes in
             ``meta["val"]``.
+        rows: the symbol of the row count, and `num_rows` the count that it was traced for.
         is_valid: row count → whether the graph holds for it.
     """
 
     module: fx.GraphModule
     fake_mode: Any
+    rows: Any
+    num_rows: int
     is_valid: Callable[[int], bool]
 
 
@@ -59,7 +62,7 @@ def trace_aten(segment: Segment, values: Sequence[ValueSpec], *, num_rows: int) 
         raise NotTraceable(told(error)) from error
     if any(torch.Tag.inplace_view in getattr(node.target, "tags", ()) for node in module.graph.nodes):
         raise NotTraceable("an op changes the shape of a tensor in place")
-    return AtenGraph(module, fake_mode, internals.row_condition(fake_mode, rows))
+    return AtenGraph(module, fake_mode, rows, num_rows, internals.row_condition(fake_mode, rows))
 
 
 def fake_input(value: ValueSpec, rows: Any, fake_mode: Any) -> torch.Tensor:

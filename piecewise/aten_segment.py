@@ -9,13 +9,15 @@ row count, are left. Writes into arguments are one `aten.copy_` each, at the end
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 from piecewise import torch_internals as internals
+from piecewise.aten_graph import AtenGraph
 from piecewise.plan import Segment
 from piecewise.segment_layout import SegmentLayout
 
@@ -60,6 +62,23 @@ class AtenSegment:
         module = internals.functional_aten_graph(program, placeholders, fake_mode)
         return cls(module, count, placeholders, fake_mode)
 
+    @classmethod
+    def of_graph(cls, graph: AtenGraph, layout: SegmentLayout) -> AtenSegment | None:
+        """The segment whose function `graph` is, without another trace; None where it writes something or its
+        tensors share memory, which a trace resolves."""
+        nodes = graph.module.graph.nodes
+        if any(len(members) > 1 for members in layout.arguments) or not all(map(_is_functional, nodes)):
+            return None
+        copied, values = fx.Graph(), dict[fx.Node, fx.Node]()
+        outputs: Any = graph.module.graph.output_node().args[0]
+        returned = [outputs[position] for position in layout.made]
+        for node in _needed_for(returned, graph.module.graph):
+            values[node] = copied.node_copy(node, lambda old: values[old])
+        copied.output(tuple(values[node] for node in returned))
+        placeholders = tuple(node.meta["val"] for node in copied.find_nodes(op="placeholder"))
+        module = fx.GraphModule(nn.Module(), copied)
+        return cls(module, graph.rows, placeholders, graph.fake_mode)
+
     def with_rows(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """`function(rows, *tensors)` of a function that takes the graph's placeholders."""
         if isinstance(self.rows, int):
@@ -72,3 +91,24 @@ class AtenSegment:
         torch takes a symbol to be 2 or more and records no guard for that.
         """
         return internals.row_condition(self.fake_mode, self.rows)
+
+
+def _is_functional(node: fx.Node) -> bool:
+    """Whether the node is an input, the output, or an op that writes nothing."""
+    if node.op in ("placeholder", "output"):
+        return True
+    if node.op != "call_function":
+        return False
+    if isinstance(node.target, torch._ops.OpOverload):
+        return not node.target._schema.is_mutable
+    # Arithmetic on sizes and items of tuples.
+    return node.target is operator.getitem or getattr(node.target, "__module__", "") in ("_operator", "math")
+
+
+def _needed_for(returned: list[fx.Node], graph: fx.Graph) -> list[fx.Node]:
+    """All inputs of the graph, and what the returned nodes are computed from, in order."""
+    needed = set(returned)
+    for node in reversed(graph.nodes):
+        if node in needed:
+            needed.update(node.all_input_nodes)
+    return [node for node in graph.nodes if node in needed or node.op == "placeholder"]

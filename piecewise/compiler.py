@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import fx, nn
 
 from piecewise import torch_internals as internals
 from piecewise.aliases import NodeFacts, find_facts, remove_dead_nodes, tensors_in
+from piecewise.aten_graph import AtenGraph
 from piecewise.captured_ops import MetadataMade, enabled_ops, fix_metadata_inputs, write_captured_forms
 from piecewise.classify import Classifier, Verdict
 from piecewise.config import PiecewiseConfig
@@ -35,6 +36,7 @@ class TracedModel:
     Attributes:
         captures_boundaries: whether boundary ops that are capture-safe go into graphs.
         step_metadata: what is loaded before each replay, for those that have a captured form.
+        graphs: the functions of the plan's segments that fusions made, as graphs.
         inert: nodes in whose memory the probes had poison, in a walk over the graph that found nothing.
     """
 
@@ -47,6 +49,7 @@ class TracedModel:
     captures_boundaries: bool = False
     step_metadata: tuple[MetadataMade, ...] = ()
     inert: frozenset[fx.Node] = frozenset()
+    graphs: Mapping[Any, AtenGraph] = dataclasses.field(default_factory=dict)
 
     def cut(self) -> SegmentPlan:
         """The plan with what the probes have found so far."""
@@ -74,7 +77,12 @@ class TracedModel:
         with times.timed("lowering"):
             from piecewise.fusions import fuse  # loads Inductor's pattern matcher
 
-            return fuse(plan, names, num_rows=self.token.example_num_tokens, move_weights=move_weights)
+            # What is compiled for any count is compiled as for the largest.
+            leaves = self.trace.example.leaves
+            counts = [size for size in config.buckets if size > 1 and plan.holds_at(size, leaves)]
+            num_rows = max(counts, default=self.token.example_num_tokens)
+            plan, self.graphs = fuse(plan, names, num_rows=num_rows, move_weights=move_weights)
+            return plan
 
     def probe(self, buckets: Sequence[int], *, strict: bool) -> None:
         """Finds the ops that let padding reach real rows, until a walk over the graph finds no more [I3].

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,17 +27,23 @@ from piecewise.passes.results import keep_geometry
 from piecewise.plan import FusionReport, Segment, SegmentPlan, ValueSpec
 from runners.state_check import StateRef
 
+# By function of a segment.
+FusedGraphs = Mapping[Callable[..., tuple], AtenGraph]
 
-def fuse(plan: SegmentPlan, names: Sequence[str], *, num_rows: int, move_weights: bool) -> SegmentPlan:
-    """The plan with its graph segments rewritten by the named passes.
+
+def fuse(
+    plan: SegmentPlan, names: Sequence[str], *, num_rows: int, move_weights: bool
+) -> tuple[SegmentPlan, FusedGraphs]:
+    """The plan with its graph segments rewritten by the named passes, and the graphs of their functions.
 
     Args:
-        names: of `passes.PASS_NAMES`; none leaves the plan as it is.
+        names: of `passes.PASS_NAMES`.
         num_rows: a row count of two or more for which the plan is valid.
         move_weights: lay out the weights of packed linears in one storage now. Without it the plan is for
             reading only.
     """
-    return _Fusing(plan, names, num_rows=num_rows, move_weights=move_weights).run() if names else plan
+    fusing = _Fusing(plan, names, num_rows=num_rows, move_weights=move_weights)
+    return fusing.run(), fusing.graphs
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -58,6 +64,7 @@ class _Fusing:
         self._ready: dict[Any, tuple[AtenGraph, Counter[str]]] = {}
         self._fused: dict[Any, _Fused | NotTraceable] = {}
         self._notes: dict[str, None] = {}
+        self.graphs: dict[Callable[..., tuple], AtenGraph] = {}
 
     def run(self) -> SegmentPlan:
         matches: Counter[str] = Counter()
@@ -184,7 +191,9 @@ class _Fusing:
         # Nothing in it differs from process to process.
         packed = [(each.weights, each.biases) for each in groups]
         key = f"{segment.lowering_key}, {self.names}, {packed}, {free}"
-        return _Fused(key, _where_valid(traced.is_valid, function, segment.function), matches, expected)
+        function = _where_valid(traced.is_valid, function, segment.function)
+        self.graphs[function] = traced
+        return _Fused(key, function, matches, expected)
 
 
 def _where_valid(

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from piecewise import torch_internals as internals
+from piecewise.aten_graph import AtenGraph
 from piecewise.aten_segment import AtenSegment
 from piecewise.config import PiecewiseConfig
 from piecewise.lowering_report import KeptEager, LoweringReport
@@ -130,15 +131,22 @@ class Lowering:
         self.config = config
         self._compiled: dict[str, _Compiled | Unlowerable] = {}
 
-    def lower(self, plan: SegmentPlan, buckets: Sequence[int]) -> LoweredPlan:
+    def lower(
+        self,
+        plan: SegmentPlan,
+        buckets: Sequence[int],
+        graphs: Mapping[Callable[..., tuple], AtenGraph] = {},
+    ) -> LoweredPlan:
         """The functions of a plan's graph segments at these buckets.
 
+        Args:
+            graphs: functions of segments that are there as graphs, too, and need no trace.
         Raises:
             CaptureError: with `strict`, a segment cannot be lowered.
         """
         segments = _computing(plan)
         functions: dict[int, Any] = {segment.index: segment.function for segment in plan.graph_segments()}
-        job = _Job(self.config, self._compiled, plan, tuple(sorted(buckets)))
+        job = _Job(self.config, self._compiled, plan, tuple(sorted(buckets)), graphs)
         began = time.perf_counter()
         if buckets and self.config.lowering != "eager":
             bar = progress_bar(len(segments), enabled=self.config.progress)
@@ -179,8 +187,9 @@ class _Job:
         compiled: dict[str, _Compiled | Unlowerable],
         plan: SegmentPlan,
         buckets: tuple[int, ...],
+        graphs: Mapping[Callable[..., tuple], AtenGraph],
     ) -> None:
-        self.config, self.plan, self.buckets = config, plan, buckets
+        self.config, self.plan, self.buckets, self.graphs = config, plan, buckets, graphs
         self.num_compiled = self.num_from_disk = self.num_reused = 0
         self.kept_eager: list[KeptEager] = []
         self.lowered_segments: list[LoweredSegment] = []
@@ -259,7 +268,11 @@ class _Job:
         self, segment: Segment, layout: SegmentLayout, rows: int, *, is_dynamic: bool
     ) -> _Compiled | Unlowerable:
         try:
-            aten = AtenSegment.of(segment, layout, rows=rows, is_dynamic=is_dynamic)
+            graph, aten = self.graphs.get(segment.function), None
+            if graph is not None and is_dynamic and graph.num_rows == rows:
+                aten = AtenSegment.of_graph(graph, layout)
+            if aten is None:
+                aten = AtenSegment.of(segment, layout, rows=rows, is_dynamic=is_dynamic)
             function = internals.compile_aten_graph(aten.module, aten.arguments, aten.fake_mode)
         except Exception as error:  # whatever it is, the segment's own kernels do without
             return Unlowerable(told(error))

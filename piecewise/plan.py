@@ -9,7 +9,7 @@ the real count outside them [I1].
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -248,6 +248,18 @@ class SegmentPlan:
 
     def graph_segments(self) -> tuple[Segment, ...]:
         return tuple(segment for segment in self.segments if segment.kind == "graph")
+
+    def holds_at(self, num_tokens: int, leaves: Sequence[Any]) -> bool:
+        """Whether the trace holds for so many tokens, with the other sizes of a call's leaves."""
+        return self.is_valid(num_tokens, *self.other_sizes(leaves))
+
+    def other_sizes(self, leaves: Sequence[Any]) -> list[int]:
+        """Values of the symbols that are not the token count, for one call."""
+        sizes = []
+        for index in self.symbols:
+            value = self.values[index]
+            sizes.append(leaves[value.leaf] if value.dim < 0 else leaves[value.leaf].shape[value.dim])
+        return sizes
 
     @property
     def coverage(self) -> float:

@@ -36,6 +36,7 @@ from piecewise.classify import Verdict
 from piecewise.index_bounds import CheckedIndices
 from piecewise.positions import can_be_numbered, keeps_places, lie_alike, numbered_like, random_where_constant
 from piecewise.probe_extents import Extent, Extents, map_with
+from piecewise.probe_repeats import ProvenNode, ProvenNodes
 from piecewise.recordable import Recorders
 from piecewise.row_agreement import difference, same_bits, surely_agree
 from piecewise.row_samples import map_tensors, resize_leaf, unchanged_random_state, with_padding
@@ -94,6 +95,7 @@ class Probe:
             trace.graph.graph, keep=self._written_outside, together=list(self._aliases.values())
         )
         self._keys: dict[fx.Node, Any] = {}
+        self._proven = ProvenNodes(facts, self.kinds)
         self._places: dict[Any, bool | None] = {}
         self._generator = torch.Generator().manual_seed(0)
         self._scalar_functions: dict[Any, Callable[..., tuple]] = {}
@@ -193,6 +195,9 @@ class Probe:
         if self.facts[node].boundary is not None:  # in a graph or not
             self._fill_written(node)
             return
+        if kind == "graph" and (known := self._proven.like(node, self._key_of(node))) is not None:
+            self._stand_in(node, known)
+            return
         if kind == "graph" and (refused := self._refused_recording(node)) is not None:
             self.forced[node] = Verdict("eager", "not_recordable", refused)
             self.kinds[node] = kind = "eager"
@@ -202,6 +207,8 @@ class Probe:
             seen = self._run_padded(node)
             if seen is None:
                 self._poison_memory(node)
+                values = tuple(run.values[node] for run in (self.real, *self.runs))
+                self._proven.add(node, self._key_of(node), ProvenNode(values, node in self.poisoned))
                 return
             self.forced[node] = Verdict("eager", "mixes_tokens", seen)
             self.kinds[node] = "eager"
@@ -211,6 +218,12 @@ class Probe:
         else:
             self._execute(node, self.real, self.rows)
         self._follow_real(node)
+
+    def _stand_in(self, node: fx.Node, known: ProvenNode) -> None:
+        for run, value in zip((self.real, *self.runs), known.values, strict=True):
+            run.values[node] = value
+        if known.poisoned:
+            self.poisoned.add(node)
 
     def _refused_recording(self, node: fx.Node) -> str | None:
         """Why the node cannot be recorded, or None; asked once per op and kind of operands."""

@@ -107,7 +107,7 @@ class CapturedSignature:
         """Whether eager would take the traced branches at this real count, with these other sizes."""
         plan = served.plan
         if plan.symbols:
-            return plan.is_valid(num_tokens, *other_sizes(plan, leaves))
+            return plan.holds_at(num_tokens, leaves)
         key = (served.steps.padded_num_tokens, num_tokens)
         known = self._valid.get(key)
         if known is None:
@@ -206,15 +206,6 @@ class CapturedSignature:
 
 # Refusals that are not the model's own: another capture may do better.
 _WORTH_ANOTHER_TRY = (FallbackReason.CAPTURE_FAILED, FallbackReason.OUT_OF_MEMORY)
-
-
-def other_sizes(plan: SegmentPlan, leaves: Sequence[Any]) -> list[int]:
-    """Values of the symbols that are not the token count, for one call."""
-    sizes = []
-    for index in plan.symbols:
-        value = plan.values[index]
-        sizes.append(leaves[value.leaf] if value.dim < 0 else leaves[value.leaf].shape[value.dim])
-    return sizes
 
 
 @paused_collector()
@@ -326,19 +317,19 @@ def _plan_for(
 ) -> tuple[SegmentPlan, PlanAssembler | None]:
     leaves = signature.traced.trace.example.leaves
     for assembler in signature.assemblers:
-        if assembler.plan.is_valid(bucket, *other_sizes(assembler.plan, leaves)):
+        if assembler.plan.holds_at(bucket, leaves):
             return assembler.plan, assembler
     traced, plan, check = signature.traced, signature.plan, signature.check
-    if not plan.is_valid(bucket, *other_sizes(plan, leaves)):
+    if not plan.holds_at(bucket, leaves):
         # A trace at one token has no symbol for the count.
         resized = _resized_for(context, signature, bucket) if bucket > 1 else None
         if resized is None:
             return plan, None
         traced, plan, check = resized.traced, resized.plan, state_check_of(resized.plan)
     assert check is not None, "captures follow a trace of the model as it is"
-    served = [size for size in context.config.buckets if plan.is_valid(size, *other_sizes(plan, leaves))]
+    served = [size for size in context.config.buckets if plan.holds_at(size, leaves)]
     with signature.times.timed("lowering"):
-        lowered = context.lowering.lower(plan, served)
+        lowered = context.lowering.lower(plan, served, traced.graphs)
         schedules = StreamSchedules(
             plan, one_callable=lowered.one_callable, num_rows=max(served, default=0),
             num_streams=context.config.num_streams,
@@ -367,14 +358,14 @@ def _resized_for(context: CaptureContext, signature: CapturedSignature, bucket: 
     """A trace that holds for a bucket which the first one excludes: a known one, else made at its size."""
     example = signature.traced.trace.example.leaves
     for known in signature.resized:
-        if known.plan.is_valid(bucket, *other_sizes(known.plan, example)):
+        if known.plan.holds_at(bucket, example):
             return known
     with signature.times.timed("trace"):
         traced = signature.retrace(bucket)
     with signature.times.timed("probe"):
         traced.probe([bucket], strict=context.config.strict)
     plan = traced.planned(context.config, signature.times, move_weights=True)
-    if not plan.is_valid(bucket, *other_sizes(plan, example)) or not is_alike(signature.traced, traced):
+    if not plan.holds_at(bucket, example) or not is_alike(signature.traced, traced):
         return None
     signature.resized.append(ResizedTrace(traced, plan))
     return signature.resized[-1]
@@ -382,9 +373,8 @@ def _resized_for(context: CaptureContext, signature: CapturedSignature, bucket: 
 
 def _warm_up_rows(plan: SegmentPlan, bucket: int, leaves: Sequence[Any]) -> int:
     """How many rows of a warm-up are real: about half, where the trace allows that count."""
-    others = other_sizes(plan, leaves)
     for rows in (bucket // 2 + 1, bucket - 1, bucket):
-        if 1 < rows <= bucket and plan.is_valid(rows, *others):
+        if 1 < rows <= bucket and plan.holds_at(rows, leaves):
             return rows
     return bucket
 

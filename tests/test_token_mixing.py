@@ -355,8 +355,8 @@ def test_I3_views_of_one_kind_are_compared_once_and_other_ops_each_time(monkeypa
 
     def num_looks(num_repeats):
         def head(model, x):
-            for _ in range(num_repeats):
-                x = x.unflatten(-1, (2, -1)).flatten(-2) * 2
+            for factor in range(num_repeats):
+                x = x.unflatten(-1, (2, -1)).flatten(-2) * factor
             return x
 
         looks.clear()

@@ -1,0 +1,157 @@
+"""[I3] Of layers alike the probes run each op once; what can differ from layer to layer is run in each."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from toy_models import HIDDEN, Block, Toy, check_sizes, kinds, make_ids, reasons
+
+import piecewise
+from piecewise import probe_repeats
+from piecewise.probe import NUM_POISONS, Probe
+
+
+class _Calls(TorchFunctionMode):
+    """Counts calls of some functions."""
+
+    def __init__(self, *functions):
+        super().__init__()
+        self.functions, self.number = functions, 0
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.number += func in self.functions
+        return func(*args, **(kwargs or {}))
+
+
+def _num_calls_in_probes(model, monkeypatch, *functions):
+    """How often the probes of a capture call these functions, in all walks and runs."""
+    calls, run = _Calls(*functions), Probe.run
+
+    def counted(probe):
+        with calls:
+            return run(probe)
+
+    monkeypatch.setattr(Probe, "run", counted)
+    graphed = piecewise.compile(model, buckets=(8,), progress=False)
+    graphed.capture(make_ids(5), torch.arange(5))
+    return calls.number
+
+
+class Layer(nn.Module):
+    """A block and `twist(layer, x)`; buffers as given."""
+
+    def __init__(self, twist, **buffers):
+        super().__init__()
+        self.block, self.twist = Block(), twist
+        for name, value in buffers.items():
+            self.register_buffer(name, torch.tensor(value))
+
+    def forward(self, x, positions):
+        return self.twist(self, self.block(x), positions)
+
+
+class Deep(Toy):
+    """A toy model with layers of the test's own."""
+
+    def __init__(self, layers):
+        super().__init__(num_blocks=0)
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, ids, positions=None):
+        x = self.embedding(ids)
+        for layer in self.layers:
+            x = layer(x, positions)
+        return self.projection(x)
+
+
+def _norms_and_activations(layer, x, positions):
+    return torch.nn.functional.silu(x) + torch.nn.functional.layer_norm(x, (HIDDEN,))
+
+
+def test_I3_ops_of_layers_alike_run_once(monkeypatch):
+    counted = (torch.nn.functional.silu, torch.nn.functional.layer_norm)
+
+    def number(num_layers):
+        layers = [Layer(_norms_and_activations) for _ in range(num_layers)]
+        return _num_calls_in_probes(Deep(layers).eval(), monkeypatch, *counted)
+
+    few, many = number(3), number(9)
+    assert few == many > 0
+
+
+@torch.library.custom_op("test_probe_repeats::perhaps_flip", mutates_args=())
+def perhaps_flip(x: torch.Tensor, sign: torch.Tensor) -> torch.Tensor:
+    return torch.where(sign < 0, x.flip(0), x)
+
+
+@perhaps_flip.register_fake
+def _(x, sign):
+    return torch.empty_like(x)
+
+
+def _by_integers(layer, x, positions):
+    return x + x[positions * layer.sign]  # behind the end, and then from the end
+
+
+def _by_another_kernel(layer, x, positions):
+    return x + perhaps_flip(x, layer.weight)
+
+
+@pytest.mark.parametrize(
+    "twist, buffers",
+    [
+        (_by_integers, [{"sign": 1}, {"sign": 1}, {"sign": -1}, {"sign": 1}]),
+        (_by_another_kernel, [{"weight": 1.0}, {"weight": 1.0}, {"weight": -1.0}, {"weight": 1.0}]),
+    ],
+)
+def test_I3_what_integers_and_kernels_of_others_do_is_looked_at_in_each_layer(twist, buffers):
+    graphed = check_sizes(Deep([Layer(twist, **each) for each in buffers]).eval())
+    assert reasons(graphed) == {"mixes_tokens": 1}
+    assert kinds(graphed) == "gb" * 3 + "geg" + "bg"
+
+
+def _mixed_in_place(layer, x, positions):
+    y = x * 2
+    y[-1] = 0
+    return (y + 1).tanh()
+
+
+def test_I3_memory_that_is_written_is_each_layers_own():
+    graphed = check_sizes(Deep([Layer(_mixed_in_place) for _ in range(3)]).eval())
+    assert set(reasons(graphed)) == {"mixes_tokens"}
+    assert kinds(graphed) == "g" + "bgeg" * 3
+
+
+def test_I3_an_op_that_mixes_is_eager_in_each_layer():
+    graphed = check_sizes(Deep([Layer(lambda layer, x, _: x + x.flip(0)) for _ in range(4)]).eval())
+    assert reasons(graphed) == {"mixes_tokens": 4}
+
+
+def _cast(layer, x, positions):
+    with torch.autocast("cpu", torch.bfloat16, enabled=bool(layer.casts)):
+        y = torch.nn.functional.linear(x, layer.block.o.weight)
+    if layer.casts:
+        y = y @ layer.narrow  # of the same type, or an error
+    return x + y.to(x.dtype)
+
+
+def test_I3_regions_of_autocast_tell_layers_apart():
+    layers = [Layer(_cast) for _ in range(4)]
+    for index, layer in enumerate(layers):
+        layer.casts = index % 2
+        layer.register_buffer("narrow", torch.eye(HIDDEN, dtype=torch.bfloat16))
+    check_sizes(Deep(layers).eval())
+
+
+def test_I3_nodes_that_take_too_much_memory_to_keep_are_run_each_time(monkeypatch):
+    layers = [Layer(_norms_and_activations) for _ in range(4)]
+
+    def number():
+        with monkeypatch.context() as patched:
+            return _num_calls_in_probes(Deep(layers).eval(), patched, torch.nn.functional.silu)
+
+    kept = number()
+    monkeypatch.setattr(probe_repeats, "MAX_BYTES", 0)
+    assert number() - kept == 3 * (1 + NUM_POISONS)
