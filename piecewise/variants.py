@@ -8,7 +8,7 @@ graphed            the case's model, boundary ops eager
 graphed-captured   the same with the boundary ops captured; limits that the settings leave out are 16
                    sequences, and twice the largest bucket for one sequence
 graphed-inductor   graphed, its segments lowered by Inductor
-graphed-fused      the same with fusions=("auto",): packed linears
+graphed-fused      the same with fusions=("auto",): packed linears, q and k rotated in one kernel
 floor              the kernels of the graphed plan in one graph: what the cuts cost is above it
 floor-captured     the same of graphed-captured
 floor-inductor     the same of graphed-inductor: the compiled model in one graph

@@ -30,7 +30,7 @@ def assert_equal(rewritten, tensors):
 def test_passes_run_in_their_order_whatever_order_they_are_named_in():
     assert tuple(each.name for each in passes_named(tuple(reversed(PASS_NAMES)))) == PASS_NAMES
     assert passes_for(("auto",), "eager") == PASS_NAMES
-    assert passes_for(("auto",), "inductor") == ("clean_up", "pack_linears")
+    assert passes_for(("auto",), "inductor") == ("clean_up", "pack_linears", "rotary")
     assert [each.name for each in passes_named(("pack_linears",))] == ["clean_up", "pack_linears"]
 
 
