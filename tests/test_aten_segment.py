@@ -1,4 +1,4 @@
-"""What Inductor is given of a fused segment is the graph that fusions made, unless that would be another one."""
+"""Inductor is given the graph that fusions made of a segment, unless that would be another one."""
 
 from __future__ import annotations
 

@@ -7,7 +7,10 @@ import importlib.util
 import os
 import subprocess
 import sys
+import threading
 import xml.etree.ElementTree as ElementTree
+from collections import defaultdict
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -167,6 +170,123 @@ def test_a_direct_launch_passes_what_the_launcher_expects():
     assert (
         direct_launch(SimpleNamespace(run=lambda grid, *rest: None, function=7, packed_metadata=())) is None
     )
+
+
+class HopperDriver:
+    """What triton's JIT asks of a driver before it launches."""
+
+    def get_current_device(self):
+        return 0
+
+    def get_current_stream(self, device):
+        return 0
+
+    def get_current_target(self):
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", 90, 32)
+
+
+@needs_triton
+def test_programs_are_compiled_together_and_none_is_launched(monkeypatch, tmp_path):
+    import triton
+
+    from boundary_ops.kernels.launcher import compiling_together, jit_launch
+    from boundary_ops.kernels.programs import prefill_program
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(triton.runtime.driver, "_active", HopperDriver())
+    threads = set()
+
+    def noting(compile_):
+        def call(*args, **kwargs):
+            threads.add(threading.get_ident())
+            return compile_(*args, **kwargs)
+
+        return call
+
+    def binder():
+        made = prefill_program.create_binder()
+        monkeypatch.setattr(prefill_program, "compile", noting(prefill_program.compile))
+        return made
+
+    caches = defaultdict(binder)
+    monkeypatch.setattr(prefill_program, "device_caches", caches)
+    q, k, pool = (torch.empty(16, heads, 64, dtype=torch.bfloat16) for heads in (4, 2, 2))
+    slots, tiles = torch.empty(16, dtype=torch.int64), torch.empty(4, 4, dtype=torch.int32)
+    tensors = (q, k, k, q, pool, pool, slots, tiles, slots.int(), tiles, q)
+    strides = tuple(stride for each in (q, k, k, q) for stride in each.stride()[:2])
+    geometry = Geometry(torch.bfloat16, 0, 4, 2, 64, 16)
+    with compiling_together():
+        for has_context in (False, True):
+            constants = geometry.constants(BlockConfig(16, 32, 4, 2), has_context=has_context, max_seqs=0)
+            arguments = (*tensors, 16, 16, *strides, 0, 0.1, 0.0, *constants)
+            assert jit_launch(prefill_program, (2, 1), arguments, 4, 2) is None
+    compiled = caches[0][0]
+    assert len(compiled) == 2 and all("ptx" in each.asm for each in compiled.values())
+    assert threads and threading.get_ident() not in threads
+
+
+@needs_triton
+def test_a_program_that_fails_to_compile_with_others_is_compiled_by_its_launch(monkeypatch):
+    import gc
+
+    import triton
+
+    from boundary_ops.kernels import launcher
+
+    launched = []
+
+    def failing():
+        assert not gc.isenabled()  # parses of several threads do not bear a collection
+        raise SystemError("AST constructor recursion depth mismatch")
+
+    class Program:
+        def warmup(self, *arguments, grid, **options):
+            mode = triton.runtime._async_compile.active_mode.get()
+            mode.submit("key", failing, launched.append)
+
+        def __getitem__(self, grid):
+            return lambda *arguments, **options: launched.append(arguments)
+
+    monkeypatch.setattr(launcher, "is_interpreted", lambda program: True)
+    with launcher.compiling_together():
+        assert launcher.jit_launch(Program(), (1, 1), (3,), 4, 2) is None
+    assert not launched and gc.isenabled()
+    launcher.jit_launch(Program(), (1, 1), (3,), 4, 2)
+    assert launched == [(3,)]
+
+
+@needs_triton
+def test_a_warm_up_compiles_all_programs_before_it_launches_one(monkeypatch):
+    from boundary_ops.kernels import tuning
+
+    geometry = Geometry(torch.float32, -1, 4, 2, 64, 16)
+    runs, blocks = [], []
+
+    class Scratch:
+        def __init__(self, geometry, num_tokens):
+            self.num_tokens = num_tokens
+
+        def run(self, *, has_context):
+            runs.append((len(blocks), self.num_tokens, has_context))
+
+    @contextmanager
+    def together():
+        yield
+        blocks.append(len(runs))
+
+    for name, stand_in in (("_Scratch", Scratch), ("compiling_together", together)):
+        monkeypatch.setattr(tuning, name, stand_in)
+    monkeypatch.setattr(tuning, "is_interpreted", lambda program: False)
+    monkeypatch.setattr(tuning.plans, "geometries", {geometry: None})
+    tuning.warm_up(1000)
+    assert blocks == [len(runs) // 2] and len(runs) == len(set(runs)) >= 4
+    assert [run[1:] for run in runs[: blocks[0]]] == [run[1:] for run in runs[blocks[0] :]]
+    runs.clear()
+    monkeypatch.setattr(tuning, "is_interpreted", lambda program: True)
+    tuning.warm_up(1000)
+    assert len(runs) == blocks[0] and len(blocks) == 1
 
 
 # --- block sizes and tiles ----------------------------------------------------------------------------------

@@ -12,8 +12,12 @@ and the order of the launcher's arguments, which triton 3.6 and 3.9 share. Where
 
 from __future__ import annotations
 
+import gc
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -23,6 +27,7 @@ from triton.runtime.errors import OutOfResources
 __all__ = [
     "DirectLaunch",
     "OutOfResources",
+    "compiling_together",
     "current_device",
     "current_stream",
     "direct_launch",
@@ -38,9 +43,36 @@ _raw_device: Callable[[], int] | None = getattr(torch._C, "_cuda_getDevice", Non
 LAUNCHER_PARAMETERS = ("gridX", "gridY", "gridZ", "stream", "function")
 
 
+# Set while programs are compiled and not launched.
+_compiles_only: ContextVar[bool] = ContextVar("compiles_only", default=False)
+
+
 def is_interpreted(program: Any) -> bool:
     """Whether triton was imported with TRITON_INTERPRET=1 and runs the program as Python, on the CPU."""
     return not isinstance(program, triton.runtime.JITFunction)
+
+
+@contextmanager
+def compiling_together() -> Iterator[None]:
+    """A block in which `jit_launch` launches nothing; what it would have compiled is compiled, all programs
+    at the same time, when the block ends.
+
+    A compile is mostly spent in LLVM and in ptxas, a process of its own, so threads share the processors. One
+    that fails says nothing here: the launch that follows compiles again, and has the error.
+
+    No garbage is collected meanwhile. On Python 3.11 a collection in the midst of a parse may let another
+    thread parse, and one of both then ends in a SystemError about recursion depth.
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    before = _compiles_only.set(True)
+    try:
+        with ThreadPoolExecutor() as threads, triton.AsyncCompileMode(threads, ignore_errors=True):
+            yield
+    finally:
+        _compiles_only.reset(before)
+        if collects:
+            gc.enable()
 
 
 def jit_launch(
@@ -48,11 +80,16 @@ def jit_launch(
 ) -> DirectLaunch | None:
     """Launches through the JIT, compiling where needed; returns how to launch the same program directly.
 
+    In a block of `compiling_together` it returns None: then the next launch will tell.
+
     Args:
         arguments: one per parameter of the program, tensors as tensors.
     """
     # Fused multiply-add was always on up to triton 3.9; the softmax's exponent wants it.
     options = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": True}
+    if _compiles_only.get():
+        program.warmup(*arguments, grid=grid, **options)
+        return None
     compiled = program[grid](*arguments, **options)
     return None if is_interpreted(program) else direct_launch(compiled)
 

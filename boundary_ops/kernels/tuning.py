@@ -13,9 +13,10 @@ import torch
 from boundary_ops.batch import PrefillBatch
 from boundary_ops.kernels.configs import BlockConfig, candidates, fitted
 from boundary_ops.kernels.geometry import Geometry
-from boundary_ops.kernels.launcher import OutOfResources
+from boundary_ops.kernels.launcher import OutOfResources, compiling_together, is_interpreted
 from boundary_ops.kernels.plans import device_limits
 from boundary_ops.kernels.prefill import attend, plans
+from boundary_ops.kernels.programs import prefill_program
 from boundary_ops.kv_cache import PagedKVCache
 
 __all__ = ["tune", "warm_up"]
@@ -34,12 +35,20 @@ def warm_up(num_tokens: int, *args: Any, **kwargs: Any) -> None:
         chosen: dict[BlockConfig, int] = {}
         for count in counts:
             chosen.setdefault(plans.config_for(geometry, count), count)
-        for config, count in chosen.items():
-            scratch = None
-            for has_context in (False, True):
-                if (geometry, config, has_context, 0) not in plans.compiled:
-                    scratch = scratch or _Scratch(geometry, count)
+        missing = [
+            (count, has_context)
+            for config, count in chosen.items()
+            for has_context in (False, True)
+            if (geometry, config, has_context, 0) not in plans.compiled
+        ]
+        scratches = {count: _Scratch(geometry, count) for count, _ in missing}
+        runs = [(scratches[count], has_context) for count, has_context in missing]
+        if not is_interpreted(prefill_program):
+            with compiling_together():
+                for scratch, has_context in runs:
                     scratch.run(has_context=has_context)
+        for scratch, has_context in runs:
+            scratch.run(has_context=has_context)
 
 
 def tune(
