@@ -36,6 +36,7 @@ from piecewise.repeated_layers import (
     repeated_layers,
 )
 from piecewise.startup_times import LayerReuse
+from piecewise.state import resolve
 from piecewise.structure import Namespace
 from runners.errors import told
 
@@ -126,7 +127,13 @@ class _Weaver:
             if not forwards.match(guard.source)
             and not (guard.source in places and guard.arguments.get("attr") in _WAYS_TO_FORWARD)
             and not guard.source.endswith("['_compiled_call_impl']")
+            and not self._is_the_op(guard.source)
         ]
+
+    def _is_the_op(self, source: str) -> bool:
+        """Whether a source leads to the op itself: a global of the forwards that layers had."""
+        place = resolve(source, self.whole.scope()) if source.endswith("['call_layer']") else None
+        return place is not None and place.get() is call_layer
 
     def _renew(self, node: fx.Node) -> None:
         before = node.meta.get("example_value")

@@ -71,7 +71,7 @@ class Scope:
     def steps(self, source: str) -> list[tuple[Any, StateRef | None]]:
         """What `find` gives for each step of the path, the whole one first."""
         if source not in self._steps:
-            self._steps[source] = self._find_steps(source)
+            self._steps[source] = self._steps_of(_as_attribute(ast.parse(source, mode="eval").body))
         return self._steps[source]
 
     def values_along(self, guard: SeenGuard) -> list[Any]:
@@ -81,18 +81,16 @@ class Scope:
         except (SyntaxError, ValueError, KeyError, IndexError, AttributeError, TypeError, NameError):
             return []
 
-    def _find_steps(self, source: str) -> list[tuple[Any, StateRef | None]]:
-        found = []
-        node: Any = _as_attribute(ast.parse(source, mode="eval").body)
-        while isinstance(node, (ast.Subscript, ast.Attribute)):
-            found.append(self._find(node))
-            node = _as_attribute(node.value)
-        if isinstance(node, ast.Call) and node.args:
-            return found + self.steps(_text_of(node.args[-1]))
-        return found
+    def _steps_of(self, node: Any) -> list[tuple[Any, StateRef | None]]:
+        if isinstance(node, (ast.Subscript, ast.Attribute)):
+            text = _text_of(node)
+            if text not in self._steps:
+                self._steps[text] = [self._find(node, text), *self._steps_of(_as_attribute(node.value))]
+            return self._steps[text]
+        return self.steps(_text_of(node.args[-1])) if isinstance(node, ast.Call) and node.args else []
 
-    def _find(self, node: Any) -> tuple[Any, StateRef | None]:
-        text = _text_of(node)
+    def _find(self, node: Any, text: str = "") -> tuple[Any, StateRef | None]:
+        text = text or _text_of(node)
         if text not in self._known:
             self._known[text] = self._look_up(node, text)
         return self._known[text]

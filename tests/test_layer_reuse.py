@@ -598,6 +598,8 @@ def test_transformers_models(family, monkeypatch):
         # Gemma has layers with a window, and with rotations of their own, beside those without.
         assert (layers.num_calls, layers.reason) == (6, ""), layers
         assert layers.num_traced == (2 if family.startswith("Gemma3") else 1)
+        # What is compared in each call has nothing of the op that stood for the layers.
+        assert not [path for path in facts_of(signature.traced.trace) if "call_layer" in path]
         with boundary_ops.PrefillBatch.build(cache, ["a"], [11]) as batch:
             call = dict(input_ids=ids[:, :11], position_ids=batch.positions, logits_to_keep=1)
             assert graphed.verify(**call).ok

@@ -16,9 +16,9 @@ PASS_NAMES = (
     "rotary",
 )
 
-# What "auto" stands for with each lowering. Inductor joins the ops of norms and gated units with what is around
-# them, which fused ops would hide from it: measured pass by pass, those are no gain. It rotates q and k by a kernel
-# each, and one for both is. The others can be named.
+# What "auto" stands for with each lowering. Inductor joins the ops of norms and gated units with what is
+# around them, which fused ops would hide from it: measured pass by pass, those are no gain. It rotates q and
+# k by a kernel each, and one for both is. The others can be named.
 AUTO = {"eager": PASS_NAMES, "inductor": ("clean_up", "pack_linears", "rotary")}
 
 
