@@ -53,7 +53,8 @@ def trace_aten(segment: Segment, values: Sequence[ValueSpec], *, num_rows: int) 
     Raises:
         NotTraceable: a value has sizes that are not functions of the row count, or the ops cannot be traced.
     """
-    fake_mode = internals.new_fake_mode()
+    # Captured boundary ops lie between the layers that they join.
+    fake_mode = internals.new_fake_mode(repeats=segment.captured_ops > 0)
     rows = internals.symbolic_count(fake_mode, "num_rows", num_rows)
     fakes = [fake_input(values[index], rows, fake_mode) for index in segment.inputs]
     try:

@@ -186,11 +186,13 @@ def run_dynamo(
     forward: Any,
     static_dims: Mapping[int, Sequence[int]],
     keeps_identity: bool,
+    repeats: bool,
     namespace: Namespace | None = None,
 ) -> DynamoRun:
     """Runs Dynamo over `forward(model's call)`; arguments are those of `trace`.
 
     Args:
+        repeats: whether forward goes through many layers that look alike.
         namespace: where the generated function looks up names; runs that share it share the names of G.
     Raises:
         TraceError: forward cannot be one graph.
@@ -206,7 +208,8 @@ def run_dynamo(
             i for i, leaf in enumerate(leaves) if not isinstance(leaf, torch.Tensor) and i not in static_dims
         ]
         int_names = [f"i{index}" for index in ints]
-        with internals.tracing_config(int_names), torch.inference_mode(False), torch.no_grad():
+        settings = internals.tracing_config(int_names, repeats=repeats)
+        with settings, torch.inference_mode(False), torch.no_grad():
             logger.setLevel(logging.CRITICAL)  # it prints a page before the exception that is re-raised below
             # Called once, at once: Dynamo need not keep the guards that it found.
             options: Any = {"guard_filter_fn": lambda entries: [False] * len(entries)}

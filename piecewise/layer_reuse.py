@@ -45,7 +45,7 @@ def run_in_layers(model: nn.Module, run: Callable[..., DynamoRun]) -> tuple[Dyna
     """A run over the model that goes through one layer of each kind, or through all where it has to.
 
     Args:
-        run: runs Dynamo over the example call; takes a `namespace`.
+        run: runs Dynamo over the example call; takes `repeats` and a `namespace`.
     Raises:
         TraceError: as `run`.
     """
@@ -56,14 +56,14 @@ def run_in_layers(model: nn.Module, run: Callable[..., DynamoRun]) -> tuple[Dyna
 def _run_in_layers(model: nn.Module, run: Callable[..., DynamoRun]) -> tuple[DynamoRun, LayerReuse | None]:
     layers = repeated_layers(model)
     if not layers:
-        return run(), None
+        return run(repeats=True), None
     namespace = Namespace()
     try:
         with layers_as_ops(layers):
-            whole = run(namespace=namespace)
+            whole = run(repeats=False, namespace=namespace)
         return whole, _Weaver(whole, layers, namespace).weave()
     except Exception as refusal:  # whatever it is, a run over all of it does without, or has the reason
-        return run(), LayerReuse(len(layers), len(layers), told(refusal))
+        return run(repeats=True), LayerReuse(len(layers), len(layers), told(refusal))
 
 
 # Attributes that `nn.Module.__call__` has, and the modules themselves do not.

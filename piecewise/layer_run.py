@@ -94,7 +94,7 @@ class LayerRun:
         example, static, numbers = call.example(CallBinder(forward, fills_defaults=False))
         run = run_dynamo(
             layer.module, example, forward=forward, static_dims=static, keeps_identity=True,
-            namespace=namespace,
+            repeats=False, namespace=namespace,
         )  # fmt: skip
         if run.changes or run.written:
             raise NotReused("a layer writes state")

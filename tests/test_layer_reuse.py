@@ -14,7 +14,7 @@ from torch import nn
 from toy_models import CACHE_ROWS, HIDDEN, VOCAB, make_ids, mix
 
 import piecewise
-from piecewise import layer_reuse, trace
+from piecewise import layer_reuse, layer_run, trace
 from piecewise.aliases import find_facts
 from piecewise.dynamo_run import ExampleCall
 from piecewise.normalize import normalize
@@ -603,3 +603,19 @@ def test_transformers_models(family, monkeypatch):
         with boundary_ops.PrefillBatch.build(cache, ["a"], [11]) as batch:
             call = dict(input_ids=ids[:, :11], position_ids=batch.positions, logits_to_keep=1)
             assert graphed.verify(**call).ok
+
+
+def test_only_a_run_over_all_layers_remembers_what_its_ops_gave(monkeypatch):
+    seen, run_dynamo = [], trace.run_dynamo
+
+    def noted(*args, repeats, **kwargs):
+        seen.append(repeats)
+        return run_dynamo(*args, repeats=repeats, **kwargs)
+
+    monkeypatch.setattr(trace, "run_dynamo", noted)
+    monkeypatch.setattr(layer_run, "run_dynamo", noted)
+    assert traced(new_stack()).layers.num_traced == 1
+    assert seen == [False, False]
+    seen.clear()
+    assert traced(new_stack(call=lambda model, layer, x: layer(x).float(), kind=Doubles)).layers.reason
+    assert seen[-1] and not any(seen[:-1])

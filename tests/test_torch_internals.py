@@ -35,7 +35,7 @@ def compile_with(function, *args, names=(), mark=()):
 
     for tensor, dim in mark:
         internals.mark_dynamic(tensor, dim)
-    with internals.tracing_config(list(names)), torch.no_grad():
+    with internals.tracing_config(list(names), repeats=True), torch.no_grad():
         seen["result"] = torch.compile(function, backend=backend, fullgraph=True)(*args)
     internals.forget_compilation(
         getattr(function, "__code__", None) or type(function).forward.__code__, backend
@@ -316,9 +316,20 @@ def test_modes_that_see_functions_or_ops_are_global_state():
 
 def test_the_tracing_config_is_put_back():
     before = dynamo.config.capture_scalar_outputs, torch.compiler.config.dynamic_sources
-    with internals.tracing_config(["i0"]):
+    with internals.tracing_config(["i0"], repeats=False):
         assert dynamo.config.capture_scalar_outputs and "i0" in torch.compiler.config.dynamic_sources
     assert (dynamo.config.capture_scalar_outputs, torch.compiler.config.dynamic_sources) == before
+
+
+@pytest.mark.parametrize("users", [True, False])
+@pytest.mark.parametrize("repeats", [True, False])
+def test_fake_modes_remember_ops_where_they_repeat_and_the_user_lets_them(repeats, users):
+    with dynamo.config.patch(fake_tensor_cache_enabled=users):
+        with internals.tracing_config([], repeats=repeats):
+            traced = FakeTensorMode()
+        modes = (traced, internals.new_fake_mode(repeats=repeats))
+        assert [mode.cache_enabled for mode in modes] == [repeats and users] * 2
+        assert dynamo.config.fake_tensor_cache_enabled is users
 
 
 def test_what_fixes_a_size_is_told_with_its_line():

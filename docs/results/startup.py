@@ -3,7 +3,8 @@
 Inductor, packed linears, eight buckets; each run is a process of its own, the first with empty compile
 caches, the others with what it left there. Python's byte code of the libraries is made beforehand, as
 installing them does; imports and the making of the model are not counted, imports that `capture()` causes
-are. `--smoke` takes a tiny model, on whatever device there is.
+are. What a start-up does is Python, so each run also tells how fast the host is at that moment: microseconds
+of a short loop. `--smoke` takes a tiny model, on whatever device there is.
 """
 
 from __future__ import annotations
@@ -16,11 +17,13 @@ import subprocess
 import sys
 import tempfile
 import time
+import timeit
 from pathlib import Path
 from typing import Any
 
 _LIBRARIES = ("torch", "triton", "sympy", "mpmath", "numpy", "transformers")
 _OURS = ("piecewise", "runners", "boundary_ops")
+_LOOP = "sum(i * i for i in range(1000))"
 
 
 def _measured(*, is_smoke: bool) -> dict[str, Any]:
@@ -39,6 +42,7 @@ def _measured(*, is_smoke: bool) -> dict[str, Any]:
     )
     if torch.cuda.is_available():
         torch.cuda.synchronize()
+    loop_us = min(timeit.repeat(_LOOP, number=500, repeat=5)) / 500 * 1e6
     began = time.perf_counter()
     with torch.inference_mode():
         report = graphed.capture(*args, **kwargs)
@@ -46,6 +50,7 @@ def _measured(*, is_smoke: bool) -> dict[str, Any]:
     found = report.asdict()
     return {
         "seconds": seconds,
+        "loop_us": loop_us,
         "parts": found["times"],
         "layers": found["layers"],
         "bucket_ms": {str(bucket["bucket"]): bucket["capture_ms"] for bucket in found["buckets"]},
@@ -83,7 +88,8 @@ def main() -> int:
             printed = subprocess.run(command, env=place, check=True, capture_output=True, text=True).stdout
             runs.append({"cache": "warm" if index else "cold", **json.loads(printed.splitlines()[-1])})
             shown = ", ".join(f"{part} {took:.1f}" for part, took in runs[-1]["parts"].items())
-            print(f"{runs[-1]['cache']}: {runs[-1]['seconds']:.1f} s: {shown}", flush=True)
+            host = f"loop {runs[-1]['loop_us']:.0f} us"
+            print(f"{runs[-1]['cache']}: {runs[-1]['seconds']:.1f} s: {shown}; {host}", flush=True)
     arguments.out.write_text(json.dumps({"runs": runs}, indent=2) + "\n")
     return 0
 
