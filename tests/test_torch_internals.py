@@ -544,7 +544,7 @@ def test_the_workers_that_compile_kernels_are_woken_for_a_gpu_alone(monkeypatch)
     assert isinstance(inspect.getattr_static(AsyncCompile, "wakeup"), classmethod)
     monkeypatch.setattr(AsyncCompile, "wakeup", lambda: woken.append(True))
     hashed = queue.SimpleQueue()
-    monkeypatch.setattr(internals, "_hash_installed_code", hashed.put)
+    monkeypatch.setattr(internals.inductor, "_hash_installed_code", hashed.put)
     internals.start_compile_workers([3, torch.ones(2), "text"])
     assert woken == [] and hashed.empty()
     mode = FakeTensorMode()
@@ -556,7 +556,7 @@ def test_the_workers_that_compile_kernels_are_woken_for_a_gpu_alone(monkeypatch)
 def test_the_hashes_that_cache_keys_hold_are_kept():
     assert codecache.torch_key() is codecache.torch_key()
     assert codecache.CacheBase.get_system() is codecache.CacheBase.get_system()
-    internals._hash_installed_code(torch.device("cuda", 99))  # says nothing, wherever it fails
+    internals.inductor._hash_installed_code(torch.device("cuda", 99))  # says nothing, wherever it fails
 
 
 def test_the_settings_that_a_compile_changes_exist():

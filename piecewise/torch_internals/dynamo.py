@@ -1,0 +1,167 @@
+"""Dynamo: the settings of a trace, what it went through, and what it will write."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from types import CodeType
+from typing import Any
+
+import torch
+import torch._dynamo as dynamo
+from torch._guards import TracingContext
+
+from piecewise.torch_internals.fakes import fakes_remembered
+
+
+@contextmanager
+def tracing_config(int_names: Sequence[str], *, repeats: bool) -> Iterator[None]:
+    """Dynamo settings for one trace: scalars and data-dependent shapes stay in the graph, named ints are
+    symbols, and no garbage is collected at its end.
+
+    Args:
+        repeats: whether many ops are like others before; see `fakes_remembered`.
+    """
+    with ExitStack() as stack:
+        stack.enter_context(fakes_remembered(repeats))
+        stack.enter_context(
+            dynamo.config.patch(  # type: ignore[attr-defined]
+                capture_scalar_outputs=True, capture_dynamic_output_shape_ops=True, run_gc_after_compile=False
+            )
+        )
+        patterns = ",".join(re.escape(f"L['{name}']") for name in int_names)
+        if patterns:  # replaces the user's own setting, which names sources of the user's frames
+            stack.enter_context(torch.compiler.config.patch(dynamic_sources=patterns))  # type: ignore[attr-defined]
+        yield
+
+
+def dynamo_is_disabled() -> str | None:
+    """Why `torch.compile` would not call a backend now, or None."""
+    stance = dynamo.eval_frame._stance.stance
+    if stance == "force_eager":
+        return 'torch.compiler.set_stance("force_eager") is active'
+    if dynamo.config.disable:  # type: ignore[attr-defined]
+        return "TorchDynamo is disabled (TORCH_COMPILE_DISABLE or torch._dynamo.config.disable)"
+    return None
+
+
+def mark_dynamic(tensor: torch.Tensor, dim: int) -> None:
+    """Gives `dim` a symbol of its own; unlike the strict form it may still be specialised by the model."""
+    dynamo.maybe_mark_dynamic(tensor, dim)
+
+
+def forget_compilation(code: Any, backend: Any) -> None:
+    """Drops what Dynamo keeps of one code object and its backend, and with it the graph and its inputs."""
+    dynamo.reset_code(code)
+    backends = dynamo.eval_frame.cached_backends
+    for key, known in list(backends.items()):
+        if known is backend or getattr(known, "compiler_fn", None) is backend:
+            del backends[key]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SeenGuard:
+    """A guard of a trace: what it looks at, as Python source, its kind, and the kind's own arguments.
+
+    Attributes:
+        other: another source of the same object, where the guard says that both give it.
+    """
+
+    source: str
+    kind: str
+    arguments: Mapping[str, Any]
+    other: str = ""
+
+
+def current_guards() -> list[SeenGuard]:
+    """Each guard of the trace in progress; only inside a backend."""
+    context = TracingContext.try_get()
+    if context is None:
+        return []
+    found = []
+    for guard in context.guards_context.dynamo_guards:
+        kind, arguments = guard.create_fn_name(), getattr(guard.create_fn, "keywords", {})
+        other = arguments["source_b"].name if kind == "DUPLICATE_INPUT" else ""
+        found.append(SeenGuard(guard.name, kind, arguments, other() if callable(other) else other))
+    return found
+
+
+def traced_code() -> list[CodeType]:
+    """Each function's code that the trace in progress went through, once; only inside a backend."""
+    # Each call adds the function's code again. Equal code may be of two files: so once each by identity.
+    return list({id(code): code for code in TracingContext.get_traced_code() or ()}.values())
+
+
+def sources_to_be_written() -> list[str]:
+    """Sources of the objects, older than the trace, whose attributes or items Dynamo writes after the graph
+    has run; only inside a backend."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+    from torch._dynamo.variables.base import AttributeMutationExisting, ValueMutationExisting
+
+    effects = InstructionTranslator.current_tx().output.side_effects
+    older = (AttributeMutationExisting, ValueMutationExisting)
+    found = []
+    for variable in effects.id_to_variable.values():
+        if isinstance(variable.mutation_type, older) and effects.is_modified(variable):
+            name = getattr(variable.source, "name", None)
+            text = name() if callable(name) else name
+            if text:
+                found.append(text)
+    return found
+
+
+_patches_side_effects = threading.RLock()
+
+
+@contextmanager
+def tensor_attributes_set() -> Iterator[list[str]]:
+    """The list of Python attributes that Dynamo sees set on tensors in this block.
+
+    It forgets those of tensors that are gone when it calls its backend, so they are noted as they are set.
+    """
+    from torch._dynamo.side_effects import SideEffects
+    from torch._dynamo.variables import TensorVariable
+
+    names: list[str] = []
+    with _patches_side_effects:
+        original = SideEffects.store_attr
+
+        def noting(self: Any, item: Any, name: str, *args: Any, **kwargs: Any) -> Any:
+            if isinstance(item, TensorVariable):
+                names.append(name)
+            return original(self, item, name, *args, **kwargs)
+
+        SideEffects.store_attr = noting  # type: ignore[method-assign]
+        try:
+            yield names
+        finally:
+            SideEffects.store_attr = original  # type: ignore[method-assign]
+
+
+def source_name(node: torch.fx.Node) -> str | None:
+    """Python source, in terms of L and G, of what a placeholder stands for; only inside a backend."""
+    grapharg = node.meta.get("grapharg")
+    source = getattr(grapharg, "source", None)
+    name = getattr(source, "name", None)
+    return name() if callable(name) else name
+
+
+def wraps_number(node: torch.fx.Node) -> bool:
+    """Whether a placeholder is a 0-dim tensor that stands for a Python number; only inside a backend."""
+    return bool(getattr(node.meta.get("grapharg"), "pass_arg_as_tensor", False))
+
+
+def compiled_object() -> Any:
+    """The module, or else the code, that Dynamo is compiling now; only inside a backend."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    try:
+        root = InstructionTranslator.current_tx().output.root_tx
+    except (AttributeError, RuntimeError):
+        return None
+    arguments = root.f_code.co_varnames[: root.f_code.co_argcount]
+    owner = root.f_locals.get(arguments[0]) if arguments else None
+    return owner if isinstance(owner, torch.nn.Module) else root.f_code

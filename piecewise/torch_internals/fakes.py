@@ -1,0 +1,101 @@
+"""Fake tensors, and the aten ops that a function runs on them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch._dynamo as dynamo
+from torch._dispatch.python import enable_python_dispatcher
+from torch._guards import detect_fake_mode
+from torch._subclasses import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import in_kernel_invocation_manager
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+
+def fake_mode_of(values: Sequence[Any]) -> Any:
+    return detect_fake_mode([value for value in values if isinstance(value, torch.Tensor)])
+
+
+def forget_tensors(fake_mode: Any) -> None:
+    """Drops a fake mode's weak references to the real tensors that it stood in for.
+
+    `torch.utils.swap_tensors` refuses tensors with weak references, and the fakes of a trace stay alive.
+    """
+    if fake_mode is not None:
+        describer = fake_mode.fake_tensor_converter.meta_converter.describer
+        describer.lookup_tensor.clear()
+        describer.lookup_storage.clear()
+
+
+def is_fake(value: Any) -> bool:
+    """Whether it is a tensor of a trace."""
+    return isinstance(value, FakeTensor)
+
+
+def static_fake(fake_mode: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:
+    """The fake of a model's tensor in a trace, without symbols; what shares memory there does here."""
+    return fake_mode.from_tensor(tensor, static_shapes=True)
+
+
+def fake_twin(fake: torch.Tensor, memory: torch.Tensor | None) -> torch.Tensor:
+    """A fake like another one, in the memory of `memory` or, for None, in memory of its own, of size 0.
+
+    Sizes and strides are shared, not computed anew: 13 µs where an op on fakes with symbols takes 200 to 500.
+    """
+    assert isinstance(fake, FakeTensor)
+    with torch._C._DisableTorchDispatch(), in_kernel_invocation_manager(fake.fake_mode):
+        twin = FakeTensor(fake.fake_mode, torch.ops.aten.detach.default(fake), fake.fake_device)
+    with torch._C._DisableTorchDispatch():
+        donor = torch.empty(0, device="meta") if memory is None else memory
+        torch._functionalize_unsafe_set(twin, donor)  # type: ignore[attr-defined]
+    return twin
+
+
+def holds_constant(fake: torch.Tensor) -> bool:
+    """Whether a fake knows the values that it stands for."""
+    return getattr(fake, "constant", None) is not None
+
+
+def has_dynamic_dims(tensor: torch.Tensor) -> bool:
+    """Whether somebody has marked dims of the tensor for Dynamo."""
+    return any(name.startswith("_dynamo_") and "dynamic" in name for name in vars(tensor))
+
+
+def new_fake_mode(*, repeats: bool = False) -> FakeTensorMode:
+    """A fake mode with symbols of its own; `repeats` as for `tracing_config`."""
+    with fakes_remembered(repeats):
+        return FakeTensorMode(shape_env=ShapeEnv())
+
+
+def fakes_remembered(repeats: bool) -> Any:
+    """A block in which new fake modes remember what ops gave for operands of one kind, where that pays.
+
+    To remember takes as long as to run the op once more. Of one layer's ops a quarter are like others, and a
+    trace without a memory takes a tenth less time, of symbolic aten ops half.
+    """
+    enabled = repeats and dynamo.config.fake_tensor_cache_enabled  # type: ignore[attr-defined]
+    return dynamo.config.patch(fake_tensor_cache_enabled=enabled)  # type: ignore[attr-defined]
+
+
+def functional_aten_graph(
+    function: Callable[..., tuple], arguments: Sequence[Any], fake_mode: FakeTensorMode
+) -> torch.fx.GraphModule:
+    """The aten ops of `function` on fakes; what it writes into arguments is copied into them at the end.
+
+    Autocast of here and of regions inside is resolved into casts; torch's decompositions are not applied.
+    """
+    with torch.inference_mode(False):
+        return trace_aten(torch.func.functionalize(function, remove="mutations"), arguments, fake_mode)
+
+
+def trace_aten(
+    function: Callable[..., Any], arguments: Sequence[Any], fake_mode: Any
+) -> torch.fx.GraphModule:
+    """The aten ops that `function` runs on fakes and symbolic ints, gradients and autocast resolved, as a
+    graph with fakes in ``meta["val"]``; ops that write are left as they are."""
+    # With Python's kernels for ops that consist of others: in torch 2.11 those in C++ fail on symbolic sizes.
+    with fake_mode, enable_python_dispatcher(), torch.no_grad():
+        return make_fx(function)(*arguments)

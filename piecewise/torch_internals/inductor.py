@@ -1,0 +1,85 @@
+"""Inductor: its processes, its compile and its cache."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch._guards import TracingContext, tracing
+from torch._subclasses import FakeTensorMode
+
+# Graphs of Inductor's own would nest in ours; strides must be those that the plan has recorded.
+_INDUCTOR_PATCHES = {
+    "triton.cudagraphs": False,
+    "triton.cudagraph_trees": False,
+    "graph_partition": False,
+    "freezing": False,
+    "keep_output_stride": True,
+}
+
+
+def start_compile_workers(values: Sequence[Any]) -> None:
+    """Starts the processes in which Inductor compiles kernels for a GPU, where one of the values lies on one.
+
+    They take seconds to be ready. The first `compile_aten_graph` would start them too, and compile what it
+    needs before they are ready in this process, one kernel after the other.
+    """
+    devices = [value.device for value in values if isinstance(value, torch.Tensor)]
+    on_gpu = [device for device in devices if device.type == "cuda"]
+    if on_gpu:
+        from torch._inductor.async_compile import AsyncCompile
+
+        AsyncCompile.wakeup()
+        threading.Thread(target=_hash_installed_code, args=(on_gpu[0],), daemon=True).start()
+
+
+def _hash_installed_code(device: torch.device) -> None:
+    """Makes what all of Inductor's cache keys hold: hashes of torch's and Triton's files.
+
+    Inductor keeps both. They take most of a second, and reading and hashing need no interpreter.
+    """
+    from torch._inductor.codecache import CacheBase, torch_key
+
+    with suppress(Exception), torch.cuda.device(device):  # where it fails, it fails where it is needed
+        torch_key()
+        CacheBase.get_system()
+
+
+def compile_aten_graph(
+    graph: torch.fx.GraphModule, arguments: Sequence[Any], fake_mode: FakeTensorMode
+) -> Callable[..., Sequence[Any]]:
+    """Inductor's function of the graph, which it takes over. Its settings change for the compile alone.
+
+    Raises:
+        Exception: of any kind, where Inductor cannot compile it.
+    """
+    from torch._inductor.compile_fx import compile_fx
+
+    with tracing(TracingContext(fake_mode)), torch.inference_mode(False), torch.no_grad(), without_autocast():
+        compiled: Any = compile_fx(graph, list(arguments), config_patches=dict(_INDUCTOR_PATCHES))
+        return compiled
+
+
+def without_autocast() -> Any:
+    """A block in which autocast changes no op."""
+    return torch._C._DisableAutocast()  # type: ignore[attr-defined]
+
+
+def inductor_cache_counts() -> tuple[int, int]:
+    """How often, in this process, a compile was found on disk, and how often it was not."""
+    from torch._dynamo.utils import counters
+
+    # Of the two caches the outer one counts a hit of its own and of the inner one, where torch's own do.
+    found = counters["aot_autograd"]["autograd_cache_hit"] + counters["inductor"]["fxgraph_cache_hit"]
+    return found, counters["inductor"]["fxgraph_cache_miss"] + counters["inductor"]["fxgraph_cache_bypass"]
+
+
+def numeric_settings(device: torch.device) -> str:
+    """The settings of here that decide on dtypes and kernels when a function is traced or compiled."""
+    kinds = sorted({"cpu", device.type})
+    casts = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds]
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    return f"{casts} {torch.get_default_dtype()} {torch.get_float32_matmul_precision()} {deterministic}"

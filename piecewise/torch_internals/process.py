@@ -1,0 +1,105 @@
+"""Settings of the process and the thread, numbers of dicts, and what else lies in C."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.utils._device import DeviceContext
+
+_guards = torch._C._dynamo.guards  # type: ignore[attr-defined]
+
+
+class GlobalState:
+    """Process-wide and thread-wide settings that a trace depends on, as they are under `no_grad` now.
+
+    Autocast, default dtype, tf32, determinism and the number of threads; and the modes that see ops before
+    any kernel does, the default device among them.
+    """
+
+    def __init__(self) -> None:
+        with torch.no_grad():
+            self._guard = torch._C._dynamo.guards.GlobalStateGuard()  # type: ignore[attr-defined]
+        self._modes = _active_modes()
+
+    def check(self) -> bool:
+        """Whether all are the same now; only to be asked with gradients disabled."""
+        return bool(self._guard.check()) and _active_modes() == self._modes
+
+
+def _active_modes() -> tuple[Any, ...]:
+    num_function_modes = torch._C._len_torch_function_stack()
+    num_dispatch_modes = torch._C._len_torch_dispatch_stack()
+    if not num_function_modes and not num_dispatch_modes:
+        return ()
+    modes = [torch._C._get_function_stack_at(index) for index in range(num_function_modes)]
+    modes += [torch._C._get_dispatch_stack_at(index) for index in range(num_dispatch_modes)]
+    # `with torch.device(...)` makes a new mode each time that means the same.
+    return tuple(mode.device if isinstance(mode, DeviceContext) else id(mode) for mode in modes)
+
+
+def dispatch_keys(tensor: torch.Tensor) -> str:
+    """Which implementations of an op the tensor chooses."""
+    return str(torch._C._dispatch_keys(tensor))
+
+
+def num_storage_users(storage: torch.UntypedStorage) -> int:
+    """How many tensors look at a storage, beside the Python object that is passed."""
+    return int(torch._C._storage_Use_Count(storage._cdata)) - 1  # type: ignore[attr-defined]
+
+
+def number_dicts(
+    dicts: Sequence[dict], objects: Sequence[Any], classes: Sequence[type]
+) -> Callable[[], bool]:
+    """A function that is true while no dict is written, no object gets another `__dict__`, and each is of its
+    class; one call in C for all of them.
+
+    What is written and put back counts as written, as far as `dict_numbers_tell`. Dicts and objects are held.
+    """
+    from torch._dynamo.guards import GuardManagerType
+
+    kind = GuardManagerType.GUARD_MANAGER
+    root = _guards.RootGuardManager()
+    attributes = {id(item.__dict__) for item in objects}
+    others = [owner for owner in dicts if id(owner) not in attributes]
+    items = [*others, *objects]
+    # No example value: it would make the nodes compare numbers of their own.
+    nodes = [
+        root.list_getitem_manager(key=at, source=str(at), example_value=None, guard_manager_enum=kind)
+        for at in range(len(items))
+    ]
+    for node, owner in zip(nodes, others, strict=False):
+        node.add_dict_version_guard(owner, [], None)
+    for node, item, cls in zip(nodes[len(others) :], objects, classes, strict=True):
+        node.add_type_match_guard(id(cls), [], None)
+        inner = node.get_generic_dict_manager(source="", example_value=None, guard_manager_enum=kind)
+        inner.add_dict_version_guard(item.__dict__, [], None)
+    return functools.partial(root.check, items)
+
+
+class _Plain:
+    """An object with attributes."""
+
+    value = 0
+
+
+@functools.cache
+def dict_numbers_tell() -> bool:
+    """Whether each write shows in a dict's number.
+
+    On Python 3.13.0 one through an attribute does not (https://github.com/python/cpython/issues/125608).
+    """
+    item, owner = _Plain(), {"key": 0}
+    # Beyond the point where the interpreter specialises the store. The same value again need not show.
+    for value in range(1, 100):
+        is_same = number_dicts([owner, item.__dict__], [item], [_Plain])
+        item.value = value
+        if is_same():
+            return False
+        is_same = number_dicts([owner, item.__dict__], [item], [_Plain])
+        owner["key"] = value
+        if is_same():
+            return False
+    return True

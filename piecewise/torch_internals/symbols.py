@@ -1,0 +1,157 @@
+"""Symbolic sizes: expressions, guards, and where a symbol comes from."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import sympy
+import torch
+from torch._dynamo.source import LocalSource
+from torch._guards import detect_fake_mode
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+from torch.utils._sympy.printers import PythonPrinter
+
+_TORCH = os.path.dirname(torch.__file__)
+SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
+
+
+def shape_env_of(values: Sequence[Any]) -> ShapeEnv | None:
+    """The ShapeEnv behind the first fake tensor among `values`."""
+    fake_mode = detect_fake_mode([value for value in values if isinstance(value, torch.Tensor)])
+    return fake_mode.shape_env if fake_mode is not None else None
+
+
+def expression(value: Any, shape_env: ShapeEnv | None) -> sympy.Expr | None:
+    """The simplified expression behind an int, float or symbolic scalar; None for anything else.
+
+    `example_value` keeps the symbol of the time of recording; unification comes later, so always simplify.
+    """
+    if isinstance(value, SYMBOLIC):
+        expr = value.node.expr
+        return shape_env.simplify(expr) if shape_env is not None and isinstance(expr, sympy.Expr) else expr
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    return sympy.Integer(value) if isinstance(value, int) else sympy.Float(value)
+
+
+def is_unbacked(expr: sympy.Basic) -> bool:
+    """Whether the expression holds a symbol whose value only data tells (`u0`, `zuf0`)."""
+    return any(str(symbol).startswith(("u", "zu")) for symbol in expr.free_symbols)
+
+
+def compile_expressions(
+    expressions: Sequence[sympy.Basic], symbols: Sequence[sympy.Symbol]
+) -> Callable[..., tuple]:
+    """One plain Python function of `symbols` that returns the tuple of values; 0.1 µs an expression, not
+    sympy's 40."""
+    import math
+
+    names = {symbol: f"a{position}" for position, symbol in enumerate(symbols)}
+    printer = PythonPrinter()
+    parts = []
+    for expr in expressions:
+        renamed = expr.xreplace({symbol: sympy.Symbol(name, integer=True) for symbol, name in names.items()})
+        parts.append(printer.doprint(renamed))
+    source = f"lambda {', '.join(names.values())}: ({', '.join(parts)}{',' if len(parts) == 1 else ''})"
+    return eval(source, {"math": math, "torch": torch})  # the printer's own output, not user text
+
+
+def guard_expressions(shape_env: ShapeEnv | None) -> list[sympy.Basic]:
+    """Conditions on the symbols under which the trace holds, simplified, true ones left out."""
+    if shape_env is None:
+        return []
+    found = []
+    for guard in shape_env.guards:
+        expr = shape_env.simplify(guard.expr)
+        if expr != sympy.true and expr not in found:
+            found.append(expr)
+    return found
+
+
+def raw_guards(shape_env: ShapeEnv | None) -> list[sympy.Basic]:
+    """The conditions as they were found, in the symbols of that time."""
+    return [guard.expr for guard in shape_env.guards] if shape_env is not None else []
+
+
+def holds_as_guard(shape_env: ShapeEnv | None, condition: sympy.Basic) -> bool:
+    """Whether a condition holds for what its symbols stand for; from then on it is a guard."""
+    if condition in (sympy.true, sympy.false) or shape_env is None:
+        return bool(condition)
+    return bool(shape_env.evaluate_expr(condition))
+
+
+def specialisation_places(shape_env: ShapeEnv | None) -> list[str]:
+    """``"file.py", line 42, in forward: code`` of each place where the model fixed a size, if known."""
+    found = []
+    for stack in getattr(shape_env, "specialization_stacks", {}).values():
+        theirs = [frame for frame in stack or () if not frame.filename.startswith(_TORCH)]
+        if theirs:
+            frame = theirs[-1]
+            found.append(f'"{frame.filename}", line {frame.lineno}, in {frame.name}: {frame.line}')
+    return list(dict.fromkeys(found))
+
+
+def symbol_source(shape_env: ShapeEnv | None, symbol: sympy.Symbol) -> tuple[int, int] | None:
+    """(leaf, dim) of the traced function's argument that defines `symbol`; dim −1 for an int argument."""
+    for source in shape_env.var_to_sources.get(symbol, ()) if shape_env is not None else ():
+        name = source.name() if callable(source.name) else source.name
+        tensor = re.fullmatch(r"L\['t(\d+)'\]\.size\(\)\[(\d+)\]", name)
+        if tensor:
+            return int(tensor[1]), int(tensor[2])
+        number = re.fullmatch(r"L\['i(\d+)'\]", name)
+        if number:
+            return int(number[1]), -1
+    return None
+
+
+def source_of_symbol(shape_env: ShapeEnv | None, symbol: sympy.Basic) -> str | None:
+    """Python source of a value that the symbol stands for."""
+    sources = shape_env.var_to_sources.get(symbol, ()) if shape_env is not None else ()
+    names = [source.name() if callable(source.name) else source.name for source in sources]
+    return names[0] if names else None
+
+
+def symbolic_sizes(shape_env: ShapeEnv | None) -> dict[tuple[int, int], sympy.Expr]:
+    """(leaf, dim) → simplified expression of each size that the trace held as a symbol, whether the graph
+    reads the tensor or not; dim −1 for an int argument."""
+    found: dict[tuple[int, int], sympy.Expr] = {}
+    for symbol in list(shape_env.var_to_sources) if shape_env is not None else []:
+        source = symbol_source(shape_env, symbol)
+        if source is not None:
+            found[source] = shape_env.simplify(symbol)  # type: ignore[union-attr]
+    return found
+
+
+def symbolic_count(fake_mode: FakeTensorMode, name: str, hint: int) -> torch.SymInt:
+    """A fresh int symbol, 2 or more, whose name follows from `name` alone; `hint` is what it is taken for
+    where a choice needs a number."""
+    source, shape_env = LocalSource(name), fake_mode.shape_env
+    assert shape_env is not None
+    symbol = shape_env.create_symbol(hint, source, DimDynamic.DYNAMIC, None)
+    return shape_env.create_symintnode(symbol, hint=hint, source=source)  # type: ignore[return-value]
+
+
+def size_hint(size: Any) -> int:
+    """A size of a traced tensor for the number that its symbol was taken for."""
+    return int(size.node.hint) if isinstance(size, torch.SymInt) else int(size)
+
+
+def row_condition(fake_mode: FakeTensorMode, rows: Any) -> Callable[[int], bool]:
+    """Count → whether it may stand for `rows`: all guards of the fake mode's symbols hold, and its range."""
+    if isinstance(rows, int):
+        return lambda count: count == rows
+    symbol, shape_env = rows.node.expr, fake_mode.shape_env
+    assert shape_env is not None
+    if not symbol.is_Symbol or shape_env.simplify(symbol) != symbol:
+        known = int(shape_env.simplify(symbol))
+        return lambda count: count == known
+    bounds = shape_env.var_to_range[symbol]
+    # As plain ints they compare with a symbol, too: a function that asks may be traced in its turn.
+    low, high = int(bounds.lower), int(bounds.upper) if bounds.upper.is_Integer else sys.maxsize
+    conditions = compile_expressions(guard_expressions(shape_env), [symbol])
+    return lambda count: low <= count <= high and all(conditions(count))
