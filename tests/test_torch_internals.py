@@ -561,7 +561,7 @@ def test_the_hashes_that_cache_keys_hold_are_kept():
 
 def test_the_settings_that_a_compile_changes_exist():
     known = torch._inductor.config.save_config_portable()
-    assert set(internals._INDUCTOR_PATCHES) <= set(known) | set(torch._inductor.config._config)
+    assert set(internals.inductor._INDUCTOR_PATCHES) <= set(known) | set(torch._inductor.config._config)
 
 
 def test_no_autocast_inside_the_block():
