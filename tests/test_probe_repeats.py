@@ -10,7 +10,8 @@ from toy_models import HIDDEN, Block, Toy, check_sizes, kinds, make_ids, reasons
 
 import piecewise
 from piecewise import probe_repeats
-from piecewise.probe import NUM_POISONS, Probe
+from piecewise.probe import Probe
+from piecewise.probe_runs import NUM_POISONS
 
 
 class _Calls(TorchFunctionMode):
