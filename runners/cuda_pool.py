@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
-from weakref import WeakSet
+from weakref import WeakMethod, WeakSet
 
 import torch
 from torch import Tensor
@@ -112,7 +112,9 @@ class CudaPool:
         self.device = device
         self.index = device.index
         self.graphs: WeakSet[CudaGraph] = WeakSet()
-        self.book = AliasBook(self._is_ours)
+        # In a cycle a pool would keep its generator's device memory until a collection.
+        is_ours = WeakMethod(self._is_ours)
+        self.book = AliasBook(lambda address: is_ours()(address))  # type: ignore[misc]
         self.is_recording = False
         with torch.cuda.device(device):
             # Freed blocks are reused on the stream of their allocation only, so one stream for all captures.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -394,6 +395,23 @@ def test_a_handle_is_new_once_no_graph_is_left(engine: Any, pool: Any, device: t
     pool.release()
     with pytest.raises(StateError, match="released"):
         engine.capture(lambda: [x + 1], pool=pool, segment="segment 0")
+
+
+@gpu
+def test_a_pool_that_nobody_holds_is_gone_without_a_collection(engine: Any, device: torch.device) -> None:
+    pool = engine.new_pool(device)
+    x = torch.ones(4, device=device)
+    graph = engine.capture(lambda: (x * 2,), pool=pool, segment="double")
+    pool.end_bucket()
+    graph.reset()
+    pool.release()
+    gone = weakref.ref(pool)
+    gc.disable()
+    try:
+        del graph, pool
+        assert gone() is None
+    finally:
+        gc.enable()
 
 
 @gpu
