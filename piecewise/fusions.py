@@ -22,9 +22,10 @@ from piecewise.aten_graph import AtenGraph, NotTraceable, fake_input, function_o
 from piecewise.packed_weights import pack_, why_not_packable
 from piecewise.passes.fakes import geometry, memory_of
 from piecewise.passes.pack_linears import LinearGroup, find_groups
-from piecewise.passes.pipeline import passes_named, run_passes
+from piecewise.passes.pipeline import GraphPass, passes_named, run_passes
 from piecewise.passes.results import keep_geometry
 from piecewise.plan import FusionReport, Segment, SegmentPlan, ValueSpec
+from runners.errors import told
 from runners.state_check import StateRef
 
 # By function of a segment.
@@ -135,7 +136,7 @@ class _Fusing:
     def _trace(self, segment: Segment) -> tuple[AtenGraph, Counter[str]]:
         """The segment's aten graph, cleaned up."""
         traced = trace_aten(segment, self.plan.values, num_rows=self.num_rows)
-        return traced, run_passes(traced.module, passes_named(()), traced.fake_mode)
+        return traced, _rewritten(traced, passes_named(()))
 
     def _find_groups(self, segment: Segment, kind: Any) -> tuple[LinearGroup, ...] | NotTraceable:
         if "pack_linears" not in self.names:
@@ -171,14 +172,15 @@ class _Fusing:
         return [value.state for value in values if value.state is not None]
 
     def _rewrite(self, segment: Segment, kind: Any, groups: Sequence[LinearGroup]) -> _Fused | NotTraceable:
+        passes = passes_named(self.names, groups=groups)
         try:
             traced, matches = self._ready.pop(kind) if kind in self._ready else self._trace(segment)
+            module = traced.module
+            expected = {each.name: op for each in passes if (op := each.trigger(module.graph)) is not None}
+            before = _results(module.graph)
+            matches += _rewritten(traced, passes)
         except NotTraceable as reason:
             return reason
-        module, passes = traced.module, passes_named(self.names, groups=groups)
-        expected = {each.name: op for each in passes if (op := each.trigger(module.graph)) is not None}
-        before = _results(module.graph)
-        matches += run_passes(module, passes, traced.fake_mode)
         free = self._free_results(segment)
         keep_geometry(module.graph, [value for value, _ in before], traced.fake_mode, free=free)
         if [memory for _, memory in _results(module.graph)] != [memory for _, memory in before]:
@@ -194,6 +196,14 @@ class _Fusing:
         function = _where_valid(traced.is_valid, function, segment.function)
         self.graphs[function] = traced
         return _Fused(key, function, matches, expected)
+
+
+def _rewritten(traced: AtenGraph, passes: Sequence[GraphPass]) -> Counter[str]:
+    """Matches per pass; a fault of a pass is no reason to be without graphs."""
+    try:
+        return run_passes(traced.module, passes, traced.fake_mode)
+    except Exception as error:
+        raise NotTraceable(f"a pass failed: {told(error)}") from error
 
 
 def _where_valid(

@@ -68,7 +68,7 @@ class Probe:
             trace.graph.graph, keep=self.runs.written_outside, together=list(self._aliases.values())
         )
         self._keys: dict[fx.Node, Any] = {}
-        self._proven = ProvenNodes(facts, self.kinds)
+        self._proven = ProvenNodes(trace.graph.graph, facts, self.kinds)
         self._places: dict[Any, bool | None] = {}
         self._recorders = Recorders(self.runs.device)
 

@@ -2,9 +2,12 @@
 
 Which rows an op reads can depend on its operands' shapes, and on integers and booleans among them: indices,
 masks, lengths. It does not depend on floats, whose poison was NaN and passes through whatever another layer's
-weights are. So for a deep model each op of one layer is run, and of the other layers those that are given
-integers, whose memory or operands somebody writes, or that are not torch's own. A node that is left out takes
-the values of the one that was run: for those who read them any real rows will do.
+weights are. So for a deep model each op of one layer is run, and a node like it in another layer takes the
+values of the one that was run: for those who read them any real rows will do. Run in every layer is
+
+* what is given integers, whose memory or operands somebody writes, or that is not torch's own;
+* what lies on the way to values that decide something after all: to integers and booleans made of floats, to
+  numbers read back, to kernels inside of which nobody can look, and to coordinates.
 """
 
 from __future__ import annotations
@@ -13,9 +16,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import fx
 
 from piecewise.aliases import NodeFacts, storage_of, tensors_in
+from piecewise.normalize import target_name
 
 # Of a few rows, what a layer makes is some megabytes. There are more where the model is not valid for few.
 MAX_BYTES = 256 << 20
@@ -41,7 +46,9 @@ class ProvenNodes:
         kinds: what each call node runs as; changes during the walk.
     """
 
-    def __init__(self, facts: Mapping[fx.Node, NodeFacts], kinds: Mapping[fx.Node, str]) -> None:
+    def __init__(
+        self, graph: fx.Graph, facts: Mapping[fx.Node, NodeFacts], kinds: Mapping[fx.Node, str]
+    ) -> None:
         self._facts, self._kinds = facts, kinds
         self._written = {
             storage_of(tensor)
@@ -49,6 +56,7 @@ class ProvenNodes:
             for argument in fact.writes
             for tensor in tensors_in(argument.meta["example_value"])
         }
+        self._decisive = _find_decisive(graph, facts)
         self._proven: dict[Any, ProvenNode] = {}
         self._bytes_left = MAX_BYTES
 
@@ -76,5 +84,38 @@ class ProvenNodes:
         fact = self._facts[node]
         operands = [t for source in fact.reads for t in tensors_in(source.meta["example_value"])]
         touched = {*fact.storages, *map(storage_of, operands)}
-        are_floats = all(tensor.dtype.is_floating_point or tensor.dtype.is_complex for tensor in operands)
-        return are_floats and not fact.opaque and self._written.isdisjoint(touched)
+        are_floats = all(map(_is_float, operands))
+        is_free = fact.storages.isdisjoint(self._decisive) and self._written.isdisjoint(touched)
+        return are_floats and is_free and not _decides(node, fact)
+
+
+def _find_decisive(graph: fx.Graph, facts: Mapping[fx.Node, NodeFacts]) -> set[int]:
+    """Storages whose floats come to decide which rows some op reads, or whether."""
+    found: set[int] = set()
+    # Backwards, each node stands before all that can make its operands decisive.
+    for node in reversed(graph.nodes):
+        fact = facts.get(node)
+        if fact is None or fact.boundary is not None:  # boundary ops are not run
+            continue
+        written = [t for source in fact.writes for t in tensors_in(source.meta["example_value"])]
+        if _decides(node, fact) or not found.isdisjoint({*fact.storages, *map(storage_of, written)}):
+            read = [t for source in fact.reads for t in tensors_in(source.meta["example_value"])]
+            found |= set(map(storage_of, read))
+    return found
+
+
+def _decides(node: fx.Node, fact: NodeFacts) -> bool:
+    """Whether the values of floats among its operands may decide on more than values of the same rows."""
+    if fact.opaque or fact.reads_back or fact.data_dependent or fact.makes_integers:
+        return True
+    operands = [t for source in fact.reads for t in tensors_in(source.meta["example_value"])]
+    made = [
+        *tensors_in(node.meta.get("example_value")),
+        *(t for source in fact.writes for t in tensors_in(source.meta["example_value"])),
+    ]
+    turns = any(map(_is_float, operands)) and not all(map(_is_float, made))
+    return turns or "grid_sample" in target_name(node)
+
+
+def _is_float(tensor: torch.Tensor) -> bool:
+    return tensor.dtype.is_floating_point or tensor.dtype.is_complex

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Mapping, Sequence
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import sympy
@@ -177,7 +178,8 @@ class SegmentWriter:
         return functions[key]
 
     def _stable_key(self, code: Any, functions: Mapping[Any, Any]) -> str:
-        """A name of the program that is the same in each process, and in no other function of this cut."""
+        """A name of the program that no other function of this cut has, and the same in each process where
+        the program is made of torch's functions alone. What others do is known by no name: theirs is new."""
         foreign = [f"{name} = {_named(value)}" for name, value in sorted(code.globals.items())]
         foreign += [
             f"self.{name} = {getattr(module, 'code', type(module).__qualname__)}"
@@ -185,6 +187,8 @@ class SegmentWriter:
         ]
         digest = hashlib.sha256("\n".join([code.src, *foreign]).encode()).hexdigest()[:24]
         key = f"{self.kind}-{digest}"
+        if self._modules or not all(map(_is_torchs, code.globals.values())):
+            key += f"-cut {self.splitter.serial}"
         # Two objects may go by one name; what they do is then not known to be the same.
         num_alike = sum(known.startswith(key) for _, known in functions.values())
         return f"{key}-{num_alike}" if num_alike else key
@@ -196,6 +200,14 @@ def _named(value: Any) -> str:
     if name is not None:
         return f"{getattr(value, '__module__', '')}.{name}"
     return re.sub(r" at 0x\w+", "", repr(value))
+
+
+def _is_torchs(value: Any) -> bool:
+    """Whether a global of generated code is torch's, or Python's own, and so the same by its name."""
+    if isinstance(value, (int, float, complex, str, torch.dtype, torch.device, type(None))):
+        return True
+    name = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None)
+    return str(name).partition(".")[0] in ("torch", "builtins", "_operator", "math")
 
 
 def _is_default(argument: Any, value: Any) -> bool:

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from piecewise.plan import Segment, SegmentPlan, ValueSpec
+from runners.bound_steps import copy_elements, own_copy
 from runners.errors import CaptureError
 from runners.rows import has_strides, is_dense
 
@@ -184,7 +185,7 @@ class SegmentLayout:
                 found[index] = memory.as_strided(
                     _sizes(value, rows), _strides(value, rows), _offset(value, rows) - begin
                 )
-                found[index].copy_(own[index])
+                copy_elements(found[index], own[index])
         return found
 
 
@@ -198,8 +199,7 @@ def _laid_out(value: ValueSpec, rows: int, tensor: torch.Tensor) -> torch.Tensor
     """A copy with the plan's strides; a dense one where the plan has none."""
     if value.any_strides:
         return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
-    strides = _strides(value, rows)
-    return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+    return own_copy(tensor, _strides(value, rows))
 
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)

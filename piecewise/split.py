@@ -12,6 +12,7 @@ inside from it.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
@@ -42,6 +43,9 @@ from piecewise.trace import Trace
 from piecewise.zero_fills import ZeroFills, makes_empty
 from runners.state_check import StateRef
 
+# Cuts are told apart where functions of theirs are known by no name.
+_serial = itertools.count()
+
 
 class Splitter:
     """One cut of one trace. `cut()` returns the plan."""
@@ -56,6 +60,7 @@ class Splitter:
         num_dead_ops: int,
         inert: Collection[fx.Node] = (),
     ) -> None:
+        self.serial = next(_serial)
         self.trace, self.facts, self.token, self.num_dead_ops = trace, facts, token, num_dead_ops
         self.graph, self.classifier = trace.graph.graph, classifier
         self.verdicts: dict[fx.Node, Verdict] = self.classifier.run()

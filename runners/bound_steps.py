@@ -293,7 +293,7 @@ def copy_elements(target: torch.Tensor, source: torch.Tensor) -> None:
 
 
 def own_copy(rows: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
-    """A copy of static memory that has the strides of eager's tensor."""
+    """A copy that has the strides of eager's tensor."""
     copied = torch.empty_strided(rows.shape, strides, dtype=rows.dtype, device=rows.device)
     copy_elements(copied, rows)
     return copied

@@ -87,7 +87,7 @@ class Recorder(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if types:
+        if any(kind is not torch.Tensor for kind in types):
             # Subclasses with a dispatch of their own take themselves apart; their parts come back here.
             return NotImplemented
         if decomposes(func):

@@ -484,6 +484,17 @@ def test_the_backend_lowers_too(compiles):
     assert piecewise.handle(compiled).stats.replays == 2 and compiles
 
 
+def _shown_many_times(model, x):
+    pair, wide = torch.stack([x * 2, x], 1), x.unsqueeze(1).expand(-1, 3, -1)
+    flat = pair.reshape(-1, 2 * HIDDEN), wide.reshape(-1, 3 * HIDDEN)
+    return x.repeat_interleave(2, dim=1), pair, wide, *flat
+
+
+def test_results_that_show_an_element_many_times_are_compiled():
+    _, report = check(Toy(_shown_many_times, num_blocks=1, project=False).eval())
+    assert not report.kept_eager
+
+
 # Settings, keys and reports.
 
 
@@ -511,6 +522,54 @@ def test_the_key_has_what_changes_the_code_and_no_more(compiles):
         assert not plain & keys()
     finally:
         torch.set_float32_matmul_precision("highest")
+
+
+def scaled_by(box):
+    @torch.compiler.allow_in_graph
+    def scaled(x):
+        return x * box[0]
+
+    return scaled
+
+
+class Chooses(Toy):
+    """Applies one of two functions that go by one name."""
+
+    def __init__(self):
+        super().__init__(num_blocks=1)
+        self.boxes = [2.0], [-3.0]
+        self.one, self.other = map(scaled_by, self.boxes)
+
+    def forward(self, ids, positions=None, flag=False):
+        x = self.embedding(ids)
+        x = self.blocks[0](self.other(x) if flag else self.one(x))
+        return self.projection(x)
+
+
+@pytest.mark.parametrize("fusions", [(), ("auto",)])
+def test_functions_of_one_name_are_not_one_program(compiles, fusions):
+    model = Chooses().eval()
+    graphed, _ = captured(model, buckets=(8,), fusions=fusions)
+    graphed.capture(make_ids(5), torch.arange(5), flag=True)
+    ids, positions = make_ids(6), torch.arange(6)
+    with torch.no_grad():
+        for flag in (False, True):
+            torch.testing.assert_close(graphed(ids, positions, flag), model(ids, positions, flag))
+        assert graphed.stats.replays == 2
+        for box in model.boxes:  # which nothing but a new trace can find
+            box[0] = 7.0
+        graphed.refresh()
+        for flag in (False, True):
+            torch.testing.assert_close(graphed(ids, positions, flag), model(ids, positions, flag))
+    assert graphed.stats.replays == 4
+
+
+def test_programs_of_torchs_functions_have_one_key_in_each_capture():
+    keys = []
+    for _ in range(2):
+        graphed, _ = captured(Toy(num_blocks=2).eval(), lowering="eager")
+        keys.append([segment.lowering_key for segment in plan_of(graphed).graph_segments()])
+    assert keys[0] == keys[1]
 
 
 def test_segment_texts_have_no_addresses():

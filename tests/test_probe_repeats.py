@@ -96,21 +96,64 @@ def _by_integers(layer, x, positions):
     return x + x[positions * layer.sign]  # behind the end, and then from the end
 
 
+def _by_rounded_floats(layer, x, positions):
+    return x + x[positions * (layer.sign * 1.0).long()]
+
+
+def _by_rounded_floats_of_a_table(layer, x, positions):
+    places = torch.arange(x.shape[0])
+    return x + layer.rows[places[positions * layer.sign.long()]]
+
+
+def _by_comparison(layer, x, positions):
+    return x + x[torch.where(layer.sign * 2 > 0, positions, -positions)]
+
+
 def _by_another_kernel(layer, x, positions):
-    return x + perhaps_flip(x, layer.weight)
+    return x + perhaps_flip(x, layer.sign)
+
+
+def _by_another_kernel_further_on(layer, x, positions):
+    return x + perhaps_flip(x, layer.sign * 2 + 0.0)
 
 
 @pytest.mark.parametrize(
-    "twist, buffers",
+    "twist, one",
     [
-        (_by_integers, [{"sign": 1}, {"sign": 1}, {"sign": -1}, {"sign": 1}]),
-        (_by_another_kernel, [{"weight": 1.0}, {"weight": 1.0}, {"weight": -1.0}, {"weight": 1.0}]),
+        (_by_integers, 1),
+        (_by_rounded_floats, 1.0),
+        (_by_rounded_floats_of_a_table, 1.0),
+        (_by_comparison, 1.0),
+        (_by_another_kernel, 1.0),
+        (_by_another_kernel_further_on, 1.0),
     ],
 )
-def test_I3_what_integers_and_kernels_of_others_do_is_looked_at_in_each_layer(twist, buffers):
-    graphed = check_sizes(Deep([Layer(twist, **each) for each in buffers]).eval())
+def test_I3_what_decides_on_rows_is_looked_at_in_each_layer(twist, one):
+    rows = torch.randn(64, HIDDEN).tolist()
+    graphed = check_sizes(Deep([Layer(twist, sign=one * by, rows=rows) for by in (1, 1, -1, 1)]).eval())
     assert reasons(graphed) == {"mixes_tokens": 1}
     assert kinds(graphed) == "gb" * 3 + "geg" + "bg"
+
+
+def _by_coordinates(layer, x, positions):
+    rows = torch.stack([torch.zeros_like(x), x * 0 + layer.sign], -1)  # -1: the first row, 1: the last
+    sampled = torch.nn.functional.grid_sample(x[None, None], rows[None], align_corners=True)
+    return x + sampled[0, 0]
+
+
+def test_I3_coordinates_are_looked_at_in_each_layer():
+    layers = [Layer(_by_coordinates, sign=sign) for sign in (-1.0, -1.0, 0.0)]
+    graphed = check_sizes(Deep(layers).eval(), sizes=(2, 5, 8, 9, 16))
+    assert reasons(graphed) == {"mixes_tokens": 1}
+
+
+def _from_a_table_of_its_own(layer, x, positions):
+    return x + layer.rows[(x.sigmoid().mean(-1) * layer.rows.shape[0]).long()]
+
+
+def test_I3_a_layers_indices_are_not_those_of_another():
+    layers = [Layer(_from_a_table_of_its_own, rows=torch.randn(n, HIDDEN).tolist()) for n in (64, 4)]
+    check_sizes(Deep(layers).eval())
 
 
 def _mixed_in_place(layer, x, positions):

@@ -164,6 +164,13 @@ def test_in_place_ops_and_out_arguments_run_again_on_the_recorded_tensor() -> No
     assert graph.outputs[0].data_ptr() == graph.outputs[1].data_ptr()
 
 
+def test_bits_seen_as_another_type() -> None:
+    def fn(x: Tensor) -> tuple[Tensor, ...]:
+        return x.view(torch.int32) + 1, (x * 2).view(torch.int32) + 1, x.to(torch.bfloat16).view(torch.int16)
+
+    check_replays(fn, torch.randn(6, 4))
+
+
 def test_metadata_changed_in_place_is_not_repeated() -> None:
     def fn(x: Tensor) -> tuple[Tensor, ...]:
         y = x + 1

@@ -144,7 +144,8 @@ def _widens(cast: fx.Node) -> bool:
     before, after = value_of(cast.args[0]).dtype, value_of(cast).dtype
     if not before.is_floating_point or not after.is_floating_point:
         return False
-    return torch.promote_types(before, after) == after
+    # Types of one byte are not promoted.
+    return min(before.itemsize, after.itemsize) > 1 and torch.promote_types(before, after) == after
 
 
 def _share_views(graph: fx.Graph) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import fx
 from torch._inductor.pattern_matcher import (
     MULTIPLE,
@@ -36,6 +37,7 @@ __all__ = [
 ]
 
 Rewrite = Callable[[Match], None]
+_NAMED: dict[Any, frozenset[str]] = {torch.ops.aten._to_copy.default: frozenset({"dtype"})}
 
 
 class PatternSet:
@@ -57,7 +59,7 @@ class PatternSet:
 
         def is_match(match: Match) -> bool:
             # What an earlier match of this sweep left without users is dead, and not there to be matched.
-            return bool(match.output_node().users) and check(match)
+            return bool(match.output_node().users) and _says_all(match) and check(match)
 
         register_graph_pattern(pattern, extra_check=is_match, pass_dict=self._patterns)(apply)  # type: ignore[arg-type]
 
@@ -65,6 +67,12 @@ class PatternSet:
         """One walk over the graph; returns the number of matches."""
         find_regions(module.graph)
         return self._patterns.apply(module)
+
+
+def _says_all(match: Match) -> bool:
+    """Whether no node has a keyword argument that patterns do not name, such as the `alpha` of a sum: torch's
+    matcher looks at those alone that are named. Ours name the dtype of casts, and no other."""
+    return all(set(node.kwargs) <= _NAMED.get(node.target, frozenset()) for node in match.nodes)
 
 
 def find_regions(graph: fx.Graph) -> None:

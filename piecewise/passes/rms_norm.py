@@ -109,7 +109,9 @@ def _is_norm(match: Match) -> bool:
     width = x.shape[-1]
     if isinstance(width, torch.SymInt) or not 1 < width <= MAX_WIDTH or x.dtype not in _DTYPES:
         return False
-    over_last = list(dims or ()) in ([-1], [x.dim() - 1], [width])
+    # The one op takes the sizes that it norms over, a mean takes dims.
+    is_whole = any(node.target is aten._fused_rms_norm.default for node in match.nodes)
+    over_last = list(dims or ()) in ([[width]] if is_whole else [[-1], [x.dim() - 1]])
     return (
         over_last
         and result.dtype is x.dtype
