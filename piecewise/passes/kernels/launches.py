@@ -123,7 +123,7 @@ def silu_and_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     if out.numel():
         block = min(triton.next_power_of_2(width), _GATED_BLOCK)
         gated_program[(out.numel() // width, triton.cdiv(width, block))](
-            gate, up, out, width, *gate_steps, *up_steps, *_steps_of(out), BLOCK=block, num_warps=4
+            gate, up, out, width, *gate_steps, *up_steps, *_steps_of(out), BLOCK=block, num_warps=2
         )
     return _as_made(out, given)
 
