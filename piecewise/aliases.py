@@ -52,6 +52,7 @@ class NodeFacts:
         random, reads_back, data_dependent, from_host: why it cannot be recorded.
         makes_integers: values of another type decide on integers in its result, or on the way to it.
         opaque: it calls a kernel that is not torch's own.
+        ops: names of the ops that it is made of, None where that is not known.
         boundary: the registered op that it calls.
     """
 
@@ -65,6 +66,7 @@ class NodeFacts:
     from_host: bool = False
     makes_integers: bool = False
     opaque: bool = False
+    ops: frozenset[str] | None = None
     boundary: BoundaryOp | None = None
 
 
@@ -77,6 +79,7 @@ class _Footprint:
     from_host: bool
     makes_integers: bool = False
     opaque: bool = False
+    ops: frozenset[str] | None = None
 
 
 class _RecordOps(TorchDispatchMode):
@@ -84,6 +87,7 @@ class _RecordOps(TorchDispatchMode):
         super().__init__()
         self.written: set[int] = set()
         self.tags: set[torch.Tag] = set()
+        self.names: set[str] = set()
         self.makes_integers = self.is_opaque = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
@@ -105,6 +109,7 @@ class _RecordOps(TorchDispatchMode):
         if any(not _is_integral(tensor) for tensor in given):
             self.makes_integers |= any(map(_is_integral, (*tensors_in(result), *changed)))
         self.is_opaque |= func.namespace not in ("aten", "prim", "prims")
+        self.names.add(func._schema.name)
         return result
 
 
@@ -163,6 +168,7 @@ def find_facts(graph: fx.Graph, *, enabled: frozenset[str] | None = None) -> dic
             print_.from_host,
             print_.makes_integers,
             print_.opaque,
+            print_.ops,
         )
     return facts
 
@@ -226,7 +232,9 @@ def _run_on_fakes(node: fx.Node, reads: Sequence[fx.Node], fake_mode: Any) -> _F
     from_host = not reads and name in _HOST_FACTORIES
     value = node.meta.get("example_value")
     if reads_back or not (reads or any(True for _ in tensors_in(value))):
-        return _Footprint((), False, reads_back, reads_back, from_host)
+        return _Footprint(
+            (), False, reads_back, reads_back, from_host, ops=None if reads_back else frozenset()
+        )
     if isinstance(node.target, torch._ops.HigherOrderOperator):
         return _Footprint((), False, True, True, from_host)  # control flow reads its predicate back
 
@@ -240,7 +248,10 @@ def _run_on_fakes(node: fx.Node, reads: Sequence[fx.Node], fake_mode: Any) -> _F
     dynamic = torch.Tag.dynamic_output_shape in mode.tags
     item = torch.Tag.data_dependent_output in mode.tags
     random = torch.Tag.nondeterministic_seeded in mode.tags or _has_dropout(node)
-    return _Footprint(written, random, item, dynamic or item, from_host, mode.makes_integers, mode.is_opaque)
+    return _Footprint(
+        written, random, item, dynamic or item, from_host, mode.makes_integers, mode.is_opaque,
+        frozenset(mode.names),
+    )  # fmt: skip
 
 
 def call_on_fakes(node: fx.Node, fake_mode: Any, mode: Any = None) -> Any:

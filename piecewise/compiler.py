@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -95,11 +96,7 @@ class TracedModel:
         if sizes is None:
             return  # no bucket can be served either, so nothing is ever padded
         while True:
-            verdicts = self._classifier().run()
-            probe = Probe(
-                self.trace, self.facts, self.token, verdicts, num_tokens=sizes[0], padded_num_tokens=sizes[1]
-            )
-            found = probe.run()
+            probe, found = self._walked(*sizes)
             if not found:
                 self.inert = frozenset(probe.poisoned)
                 return
@@ -107,6 +104,25 @@ class TracedModel:
                 node, seen = next(iter(found.items()))
                 raise report_strictly(node, seen.detail, source_line(node), module_path(node))
             self.forced |= found
+
+    def _walked(self, num_tokens: int, padded_num_tokens: int) -> tuple[Probe, dict[fx.Node, Verdict]]:
+        """A walk over the graph and what it found: through one layer of each kind, or through all where that
+        does not tell."""
+        verdicts = self._classifier().run()
+        make = functools.partial(
+            Probe, self.trace, self.facts, self.token, verdicts,
+            num_tokens=num_tokens, padded_num_tokens=padded_num_tokens,
+        )  # fmt: skip
+        probe = make()
+        try:
+            found = probe.run()
+            if probe.is_conclusive:
+                return probe, found
+        except Exception:  # values of another layer may be none that an op takes
+            if not probe.has_stood_in:
+                raise
+        probe = make(runs_all=True)
+        return probe, probe.run()
 
     def _classifier(self) -> Classifier:
         leaf, _ = self.token.anchor

@@ -44,7 +44,13 @@ _Result = tuple[str, torch.Tensor, list[torch.Tensor]]
 
 
 class Probe:
-    """One walk over one graph. `run()` returns the nodes to make eager, each with what was seen."""
+    """One walk over one graph. `run()` returns the nodes to make eager, each with what was seen.
+
+    Args:
+        verdicts: of each call node, so far.
+        num_tokens, padded_num_tokens: row counts of the runs.
+        runs_all: whether nodes are run that are alike to others.
+    """
 
     def __init__(
         self,
@@ -55,8 +61,9 @@ class Probe:
         *,
         num_tokens: int,
         padded_num_tokens: int,
+        runs_all: bool = False,
     ) -> None:
-        self.trace, self.facts = trace, facts
+        self.trace, self.facts, self.runs_all = trace, facts, runs_all
         self.kinds = {node: verdict.kind for node, verdict in verdicts.items()}
         self.runs = ProbeRuns(
             trace, facts, token, self.kinds, num_tokens=num_tokens, padded_num_tokens=padded_num_tokens
@@ -93,6 +100,16 @@ class Probe:
         self._recorders.release()
         return self.forced
 
+    @property
+    def is_conclusive(self) -> bool:
+        """Whether no other result is to be expected of a walk that runs all nodes."""
+        return self.runs_all or not (self._proven.num_served and self._proven.is_doubtful)
+
+    @property
+    def has_stood_in(self) -> bool:
+        """Whether nodes have taken the values of others."""
+        return self._proven.num_served > 0
+
     def _free(self, position: int) -> None:
         for node in self._last_use.get(position, ()):
             for run in self.runs.all:
@@ -106,7 +123,8 @@ class Probe:
         if self.facts[node].boundary is not None:  # in a graph or not
             self._fill_written(node)
             return
-        if kind == "graph" and (known := self._proven.like(node, self._key_of(node))) is not None:
+        known = self._proven.like(node, self._key_of(node)) if kind == "graph" and not self.runs_all else None
+        if known is not None:
             self._stand_in(node, known)
             return
         if kind == "graph" and (refused := self._refused_recording(node)) is not None:

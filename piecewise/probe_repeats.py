@@ -1,13 +1,12 @@
 """Nodes that the probes need not run: alike to one that they have run, and that let no padding through.
 
-Which rows an op reads can depend on its operands' shapes, and on integers and booleans among them: indices,
-masks, lengths. It does not depend on floats, whose poison was NaN and passes through whatever another layer's
-weights are. So for a deep model each op of one layer is run, and a node like it in another layer takes the
-values of the one that was run: for those who read them any real rows will do. Run in every layer is
+Of the ops that most of a decoder is made of (sums and products, norms, matmuls, activations, views), shapes
+alone decide which rows they read: the poison was NaN, which passes through whatever another layer's weights
+are. So for a deep model such an op is run in one layer, and a node like it in another takes the values of
+the one that was run: for those who read them any real rows will do. Run in every layer is
 
-* what is given integers, whose memory or operands somebody writes, or that is not torch's own;
-* what lies on the way to values that decide something after all: to integers and booleans made of floats, to
-  numbers read back, to kernels inside of which nobody can look, and to coordinates.
+* any other op, and what is given integers, or whose memory or operands somebody writes;
+* what lies on the way to such an op, whose integers, checks and choices may be made of its floats.
 """
 
 from __future__ import annotations
@@ -20,10 +19,21 @@ import torch
 from torch import fx
 
 from piecewise.aliases import NodeFacts, storage_of, tensors_in
-from piecewise.normalize import target_name
 
 # Of a few rows, what a layer makes is some megabytes. There are more where the model is not valid for few.
 MAX_BYTES = 256 << 20
+
+# Ops that read the rows that shapes say, whatever is in them. Of others nobody has looked.
+_NAMES = """
+    _fused_rms_norm _reshape_alias _to_copy _unsafe_view abs add addcmul addmm alias as_strided baddbmm
+    bmm broadcast_to cat chunk clone contiguous copy cos detach div empty empty_like empty_strided erf
+    exp expand expand_as fill flatten full full_like gelu hardswish layer_norm leaky_relu lift_fresh
+    linear log matmul mean mm movedim mul narrow native_layer_norm neg new_empty new_zeros ones
+    ones_like permute pow reciprocal relu reshape rms_norm rsqrt select sigmoid silu sin size slice
+    softplus split split_with_sizes sqrt square squeeze stack sub sum t tanh to transpose type_as unbind
+    unflatten unsafe_split unsqueeze view view_as zero zeros zeros_like
+"""
+_BY_SHAPE = frozenset(f"aten::{name}" for name in _NAMES.split()) | {"prim::device"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +54,10 @@ class ProvenNodes:
 
     Args:
         kinds: what each call node runs as; changes during the walk.
+    Attributes:
+        num_served: how many nodes have taken the values of others.
+        is_doubtful: whether a result was NaN or infinite. There poison shows no more than anything else, and
+            of another layer's values it may be made where a layer's own would give none.
     """
 
     def __init__(
@@ -57,8 +71,12 @@ class ProvenNodes:
             for tensor in tensors_in(argument.meta["example_value"])
         }
         self._decisive = _find_decisive(graph, facts)
+        given = [node.meta.get("example_value") for node in graph.nodes if not node.op.startswith("call")]
+        self._given = {storage_of(tensor) for value in given for tensor in tensors_in(value)}
         self._proven: dict[Any, ProvenNode] = {}
+        self._kept: dict[int, torch.UntypedStorage] = {}
         self._bytes_left = MAX_BYTES
+        self.num_served, self.is_doubtful = 0, False
 
     def like(self, node: fx.Node, key: Any) -> ProvenNode | None:
         """One that does the same as `node`, on values that cannot make a difference.
@@ -67,13 +85,25 @@ class ProvenNodes:
             key: equal for nodes that do the same on tensors of the same kind.
         """
         known = self._proven.get(self._full(node, key))
-        return known if known is not None and self._follows_shapes(node) else None
+        if known is None or not self._follows_shapes(node):
+            return None
+        self.num_served += 1
+        return known
 
     def add(self, node: fx.Node, key: Any, proven: ProvenNode) -> None:
         """Keeps the first of each kind, and with it the memory of its results, as far as there is room."""
-        num_bytes = 0 if self._facts[node].is_view else sum(t.nbytes for t in tensors_in(proven.values))
-        if num_bytes <= self._bytes_left and self._follows_shapes(node):
+        if _decides(node, self._facts[node]):
+            return  # what it was given is its own
+        self.is_doubtful |= not all(map(_is_finite, tensors_in(proven.values[0])))
+        if self.is_doubtful or not self._follows_shapes(node):
+            return
+        storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors_in(proven.values)}
+        is_given = self._facts[node].storages <= self._given  # a look at weights, say
+        new = {} if is_given else {at: each for at, each in storages.items() if at not in self._kept}
+        num_bytes = sum(storage.nbytes() for storage in new.values())
+        if num_bytes <= self._bytes_left:
             self._bytes_left -= num_bytes
+            self._kept |= new
             self._proven[self._full(node, key)] = proven
 
     def _full(self, node: fx.Node, key: Any) -> Any:
@@ -105,17 +135,17 @@ def _find_decisive(graph: fx.Graph, facts: Mapping[fx.Node, NodeFacts]) -> set[i
 
 
 def _decides(node: fx.Node, fact: NodeFacts) -> bool:
-    """Whether the values of floats among its operands may decide on more than values of the same rows."""
-    if fact.opaque or fact.reads_back or fact.data_dependent or fact.makes_integers:
+    """Whether the values of its operands may decide on more than values of the same rows."""
+    if fact.ops is None or fact.makes_integers or not all(name.rstrip("_") in _BY_SHAPE for name in fact.ops):
         return True
     operands = [t for source in fact.reads for t in tensors_in(source.meta["example_value"])]
-    made = [
-        *tensors_in(node.meta.get("example_value")),
-        *(t for source in fact.writes for t in tensors_in(source.meta["example_value"])),
-    ]
-    turns = any(map(_is_float, operands)) and not all(map(_is_float, made))
-    return turns or "grid_sample" in target_name(node)
+    made = tensors_in(node.meta.get("example_value"))
+    return any(map(_is_float, operands)) and not all(map(_is_float, made))
 
 
 def _is_float(tensor: torch.Tensor) -> bool:
     return tensor.dtype.is_floating_point or tensor.dtype.is_complex
+
+
+def _is_finite(tensor: torch.Tensor) -> bool:
+    return bool((tensor.float() if tensor.itemsize == 1 else tensor).isfinite().all())

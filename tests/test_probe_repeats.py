@@ -147,6 +147,64 @@ def test_I3_coordinates_are_looked_at_in_each_layer():
     assert reasons(graphed) == {"mixes_tokens": 1}
 
 
+def _nan_in_the_first(layer, x, positions):
+    rows = torch.ones_like(x) * layer.scale
+    rows = rows / (rows * rows).sum(-1, keepdim=True).sqrt()
+    return x + ((rows @ rows.T) @ rows) ** layer.power  # to the power of 0 even NaN is 1
+
+
+def test_I3_real_rows_of_nan_prove_nothing():
+    layers = [Layer(_nan_in_the_first, scale=s, power=p) for s, p in ((0.0, 0.0), (1.0, 1.0), (2.0, 1.0))]
+    assert reasons(check_sizes(Deep(layers).eval()))["mixes_tokens"] >= 2
+
+
+_library = torch.library.Library("test_probe_repeats", "FRAGMENT")
+_library.define("choose(Tensor x, Tensor sign) -> Tensor")
+_library.impl("choose", lambda x, sign: torch.where(sign < 0, x.flip(0), x), "CompositeImplicitAutograd")
+
+
+@torch.compiler.allow_in_graph
+def choose(x, sign):
+    return torch.where(sign < 0, x.flip(0), x)
+
+
+def _by_a_composite(layer, x, positions):
+    return x + torch.ops.test_probe_repeats.choose(torch.ones_like(x).cumsum(0), layer.sign)
+
+
+def _by_a_function_in_the_graph(layer, x, positions):
+    return x + choose(torch.ones_like(x).cumsum(0), layer.sign)
+
+
+@pytest.mark.parametrize("twist", [_by_a_composite, _by_a_function_in_the_graph])
+def test_I3_what_torchs_ops_are_put_together_to_is_looked_at_in_each_layer(twist):
+    graphed = check_sizes(Deep([Layer(twist, sign=sign) for sign in (1.0, 1.0, -1.0)]).eval())
+    assert reasons(graphed) == {"mixes_tokens": 1}
+
+
+def _by_pivots(layer, x, positions):
+    column = torch.ones_like(x)[:, :1].cumsum(0)
+    _, lower, _ = torch.linalg.lu(column**layer.power * layer.scale)
+    return x + lower
+
+
+def test_I3_pivots_are_chosen_in_each_layer():
+    layers = [Layer(_by_pivots, power=p, scale=s) for p, s in ((-1.0, 1e6), (-1.0, 1e6), (1.0, 1.0))]
+    assert reasons(check_sizes(Deep(layers).eval())) == {"mixes_tokens": 1}
+
+
+def _draws_where_told(layer, x, positions):
+    chance = x.sigmoid() * layer.scale
+    return x + (torch.bernoulli(chance) if layer.draws else chance)
+
+
+def test_I3_an_op_that_checks_its_values_gets_those_of_its_layer():
+    layers = [Layer(_draws_where_told, scale=scale) for scale in (2.5, 0.9, 0.3)]
+    for layer, draws in zip(layers, (False, True, True), strict=True):
+        layer.draws = draws
+    assert reasons(check_sizes(Deep(layers).eval())) == {"random": 2}
+
+
 def _from_a_table_of_its_own(layer, x, positions):
     return x + layer.rows[(x.sigmoid().mean(-1) * layer.rows.shape[0]).long()]
 
@@ -199,3 +257,15 @@ def test_I3_nodes_that_take_too_much_memory_to_keep_are_run_each_time(monkeypatc
     kept = number()
     monkeypatch.setattr(probe_repeats, "MAX_BYTES", 0)
     assert number() - kept == 3 * (1 + NUM_POISONS)
+
+
+def test_I3_a_walk_that_fails_on_values_of_another_layer_is_made_without(monkeypatch):
+    def failing(*_):
+        raise RuntimeError("no value that this op takes")
+
+    layers = [Layer(_norms_and_activations) for _ in range(4)]
+    expected = _num_calls_in_probes(Deep(layers[:1]).eval(), monkeypatch, torch.nn.functional.silu)
+    monkeypatch.setattr(Probe, "_stand_in", failing)
+    found = _num_calls_in_probes(Deep(layers).eval(), monkeypatch, torch.nn.functional.silu)
+    assert found > 4 * (expected - 1)
+    check_sizes(Deep(layers).eval())
