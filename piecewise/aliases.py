@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -22,6 +22,7 @@ from boundary_ops.registry import BoundaryOp, lookup
 from piecewise import torch_internals as internals
 
 _HOST_FACTORIES = frozenset({"tensor", "as_tensor", "from_numpy", "asarray", "scalar_tensor"})
+_TORCHS_OPS = ("aten::", "prim::", "prims::")
 _READ_BACK_METHODS = frozenset(
     {"item", "tolist", "numpy", "__bool__", "__float__", "__int__", "is_nonzero", "cpu"}
 )
@@ -40,6 +41,16 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
             yield from tensors_in(item)
 
 
+def fakes_of(nodes: Iterable[fx.Node]) -> Iterator[torch.Tensor]:
+    """The fakes of nodes' tensors."""
+    return (tensor for node in nodes for tensor in tensors_in(node.meta.get("example_value")))
+
+
+def written_storages(facts: Iterable[NodeFacts]) -> set[int]:
+    """All memory that nodes with these facts write."""
+    return {storage_of(tensor) for fact in facts for tensor in fakes_of(fact.writes)}
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class NodeFacts:
     """Effects of one node.
@@ -51,7 +62,6 @@ class NodeFacts:
         is_view: its result is another look at an argument's memory, and nothing is written.
         random, reads_back, data_dependent, from_host: why it cannot be recorded.
         makes_integers: values of another type decide on integers in its result, or on the way to it.
-        opaque: it calls a kernel that is not torch's own.
         ops: names of the ops that it is made of, None where that is not known.
         boundary: the registered op that it calls.
     """
@@ -65,9 +75,13 @@ class NodeFacts:
     data_dependent: bool = False
     from_host: bool = False
     makes_integers: bool = False
-    opaque: bool = False
     ops: frozenset[str] | None = None
     boundary: BoundaryOp | None = None
+
+    @property
+    def opaque(self) -> bool:
+        """Whether it calls a kernel that is not torch's own."""
+        return any(not name.startswith(_TORCHS_OPS) for name in self.ops or ())
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -78,7 +92,6 @@ class _Footprint:
     data_dependent: bool
     from_host: bool
     makes_integers: bool = False
-    opaque: bool = False
     ops: frozenset[str] | None = None
 
 
@@ -88,7 +101,7 @@ class _RecordOps(TorchDispatchMode):
         self.written: set[int] = set()
         self.tags: set[torch.Tag] = set()
         self.names: set[str] = set()
-        self.makes_integers = self.is_opaque = False
+        self.makes_integers = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -108,7 +121,6 @@ class _RecordOps(TorchDispatchMode):
         changed = [tensor for tensor in given if storage_of(tensor) in self.written]
         if any(not _is_integral(tensor) for tensor in given):
             self.makes_integers |= any(map(_is_integral, (*tensors_in(result), *changed)))
-        self.is_opaque |= func.namespace not in ("aten", "prim", "prims")
         self.names.add(func._schema.name)
         return result
 
@@ -167,7 +179,6 @@ def find_facts(graph: fx.Graph, *, enabled: frozenset[str] | None = None) -> dic
             print_.data_dependent,
             print_.from_host,
             print_.makes_integers,
-            print_.opaque,
             print_.ops,
         )
     return facts
@@ -249,9 +260,8 @@ def _run_on_fakes(node: fx.Node, reads: Sequence[fx.Node], fake_mode: Any) -> _F
     item = torch.Tag.data_dependent_output in mode.tags
     random = torch.Tag.nondeterministic_seeded in mode.tags or _has_dropout(node)
     return _Footprint(
-        written, random, item, dynamic or item, from_host, mode.makes_integers, mode.is_opaque,
-        frozenset(mode.names),
-    )  # fmt: skip
+        written, random, item, dynamic or item, from_host, mode.makes_integers, frozenset(mode.names)
+    )
 
 
 def call_on_fakes(node: fx.Node, fake_mode: Any, mode: Any = None) -> Any:

@@ -69,15 +69,12 @@ class AtenSegment:
         nodes = graph.module.graph.nodes
         if any(len(members) > 1 for members in layout.arguments) or not all(map(_is_functional, nodes)):
             return None
-        copied, values = fx.Graph(), dict[fx.Node, fx.Node]()
-        outputs: Any = graph.module.graph.output_node().args[0]
-        returned = [outputs[position] for position in layout.made]
-        for node in _needed_for(returned, graph.module.graph):
-            values[node] = copied.node_copy(node, lambda old: values[old])
-        copied.output(tuple(values[node] for node in returned))
+        copied = fx.Graph()
+        outputs: Any = copied.graph_copy(graph.module.graph, {})
+        copied.output(tuple(outputs[position] for position in layout.made))
+        copied.eliminate_dead_code()
         placeholders = tuple(node.meta["val"] for node in copied.find_nodes(op="placeholder"))
-        module = fx.GraphModule(nn.Module(), copied)
-        return cls(module, graph.rows, placeholders, graph.fake_mode)
+        return cls(fx.GraphModule(nn.Module(), copied), graph.rows, placeholders, graph.fake_mode)
 
     def with_rows(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """`function(rows, *tensors)` of a function that takes the graph's placeholders."""
@@ -103,12 +100,3 @@ def _is_functional(node: fx.Node) -> bool:
         return not node.target._schema.is_mutable
     # Arithmetic on sizes and items of tuples.
     return node.target is operator.getitem or getattr(node.target, "__module__", "") in ("_operator", "math")
-
-
-def _needed_for(returned: list[fx.Node], graph: fx.Graph) -> list[fx.Node]:
-    """All inputs of the graph, and what the returned nodes are computed from, in order."""
-    needed = set(returned)
-    for node in reversed(graph.nodes):
-        if node in needed:
-            needed.update(node.all_input_nodes)
-    return [node for node in graph.nodes if node in needed or node.op == "placeholder"]

@@ -20,6 +20,7 @@ from piecewise.normalize import normalize
 from piecewise.passes import passes_for
 from piecewise.plan import SegmentPlan
 from piecewise.probe import Probe, report_strictly
+from piecewise.probe_runs import ProbeRuns
 from piecewise.row_samples import choose_probe_sizes, resize_leaf
 from piecewise.same_program import has_same_program
 from piecewise.sizes import holds
@@ -109,11 +110,11 @@ class TracedModel:
         """A walk over the graph and what it found: through one layer of each kind, or through all where that
         does not tell."""
         verdicts = self._classifier().run()
-        make = functools.partial(
-            Probe, self.trace, self.facts, self.token, verdicts,
+        runs = functools.partial(
+            ProbeRuns, self.trace, self.facts, self.token, verdicts,
             num_tokens=num_tokens, padded_num_tokens=padded_num_tokens,
         )  # fmt: skip
-        probe = make()
+        probe = Probe(runs())
         try:
             found = probe.run()
             if probe.is_conclusive:
@@ -121,7 +122,7 @@ class TracedModel:
         except Exception:  # values of another layer may be none that an op takes
             if not probe.has_stood_in:
                 raise
-        probe = make(runs_all=True)
+        probe = Probe(runs(), runs_all=True)
         return probe, probe.run()
 
     def _classifier(self) -> Classifier:

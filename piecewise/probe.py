@@ -20,13 +20,13 @@ afterwards [I8].
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
-from piecewise.aliases import NodeFacts, is_tuple_item, node_key, storage_of, tensors_in
+from piecewise.aliases import is_tuple_item, node_key, storage_of, tensors_in, written_storages
 from piecewise.classify import Verdict
 from piecewise.positions import can_be_numbered, keeps_places, lie_alike, numbered_like
 from piecewise.probe_repeats import ProvenNode, ProvenNodes
@@ -34,8 +34,6 @@ from piecewise.probe_runs import ProbeRuns
 from piecewise.recordable import Recorders
 from piecewise.row_agreement import difference, same_bits, surely_agree
 from piecewise.row_samples import map_tensors, unchanged_random_state
-from piecewise.token_dim import TokenSymbol
-from piecewise.trace import Trace
 from runners.errors import CaptureError
 from runners.rows import narrow_to, padded_parts, poison_value
 
@@ -47,37 +45,21 @@ class Probe:
     """One walk over one graph. `run()` returns the nodes to make eager, each with what was seen.
 
     Args:
-        verdicts: of each call node, so far.
-        num_tokens, padded_num_tokens: row counts of the runs.
+        runs: of that graph, none of whose nodes was run.
         runs_all: whether nodes are run that are alike to others.
     """
 
-    def __init__(
-        self,
-        trace: Trace,
-        facts: Mapping[fx.Node, NodeFacts],
-        token: TokenSymbol,
-        verdicts: Mapping[fx.Node, Verdict],
-        *,
-        num_tokens: int,
-        padded_num_tokens: int,
-        runs_all: bool = False,
-    ) -> None:
-        self.trace, self.facts, self.runs_all = trace, facts, runs_all
-        self.kinds = {node: verdict.kind for node, verdict in verdicts.items()}
-        self.runs = ProbeRuns(
-            trace, facts, token, self.kinds, num_tokens=num_tokens, padded_num_tokens=padded_num_tokens
-        )
+    def __init__(self, runs: ProbeRuns, *, runs_all: bool = False) -> None:
+        self.runs, self.trace, self.facts, self.kinds = runs, runs.trace, runs.facts, runs.kinds
+        graph = self.trace.graph.graph
         self.forced: dict[fx.Node, Verdict] = {}
         self.poisoned: set[fx.Node] = set()  # makers of memory whose padded rows every run has poisoned
         self._aliases = self._find_aliases()
-        self._last_use = _last_uses(
-            trace.graph.graph, keep=self.runs.written_outside, together=list(self._aliases.values())
-        )
+        self._last_use = _last_uses(graph, keep=runs.written_outside, together=list(self._aliases.values()))
         self._keys: dict[fx.Node, Any] = {}
-        self._proven = ProvenNodes(trace.graph.graph, facts, self.kinds)
+        self._proven = None if runs_all else ProvenNodes(graph, self.facts, self.kinds)
         self._places: dict[Any, bool | None] = {}
-        self._recorders = Recorders(self.runs.device)
+        self._recorders = Recorders(runs.device)
 
     def _find_aliases(self) -> dict[int, list[fx.Node]]:
         """Storage → the nodes whose result lives in it."""
@@ -103,12 +85,12 @@ class Probe:
     @property
     def is_conclusive(self) -> bool:
         """Whether no other result is to be expected of a walk that runs all nodes."""
-        return self.runs_all or not (self._proven.num_served and self._proven.is_doubtful)
+        return not (self.has_stood_in and self._proven is not None and self._proven.is_doubtful)
 
     @property
     def has_stood_in(self) -> bool:
         """Whether nodes have taken the values of others."""
-        return self._proven.num_served > 0
+        return self._proven is not None and self._proven.num_served > 0
 
     def _free(self, position: int) -> None:
         for node in self._last_use.get(position, ()):
@@ -123,8 +105,8 @@ class Probe:
         if self.facts[node].boundary is not None:  # in a graph or not
             self._fill_written(node)
             return
-        known = self._proven.like(node, self._key_of(node)) if kind == "graph" and not self.runs_all else None
-        if known is not None:
+        proven = self._proven if kind == "graph" else None
+        if proven is not None and (known := proven.like(node, self._key_of(node))) is not None:
             self._stand_in(node, known)
             return
         if kind == "graph" and (refused := self._refused_recording(node)) is not None:
@@ -136,8 +118,9 @@ class Probe:
             seen = self._run_padded(node)
             if seen is None:
                 self._poison_memory(node)
-                values = tuple(run.values[node] for run in self.runs.all)
-                self._proven.add(node, self._key_of(node), ProvenNode(values, node in self.poisoned))
+                if proven is not None:
+                    values = tuple(run.values[node] for run in self.runs.all)
+                    proven.add(node, self._key_of(node), ProvenNode(values, node in self.poisoned))
                 return
             self.forced[node] = Verdict("eager", "mixes_tokens", seen)
             self.kinds[node] = "eager"
@@ -252,9 +235,7 @@ class Probe:
     def _results(self, node: fx.Node) -> Iterator[_Result]:
         """Each tensor that the node makes, and all that share memory with what it writes: the real one, and
         the leading part of the padded ones."""
-        written = {
-            storage_of(t) for arg in self.facts[node].writes for t in tensors_in(arg.meta["example_value"])
-        }
+        written = written_storages([self.facts[node]])
         groups = [("", node)] + [
             (f"what it writes into '{alias.name}': ", alias)
             for storage in written
@@ -282,10 +263,7 @@ class Probe:
         """Poisons the padded rows of memory that graphs own and that the node has just made or written."""
         if self.facts[node].is_view:
             return
-        written = {
-            storage_of(t) for arg in self.facts[node].writes for t in tensors_in(arg.meta["example_value"])
-        }
-        for memory in written | self.facts[node].storages:
+        for memory in written_storages([self.facts[node]]) | self.facts[node].storages:
             owner = self._aliases[memory][0]
             if (
                 self.kinds.get(owner) != "graph"

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from piecewise.aliases import NodeFacts, storage_of, tensors_in
+from piecewise.aliases import NodeFacts, fakes_of, storage_of, tensors_in, written_storages
 
 # Of a few rows, what a layer makes is some megabytes. There are more where the model is not valid for few.
 MAX_BYTES = 256 << 20
@@ -64,15 +64,19 @@ class ProvenNodes:
         self, graph: fx.Graph, facts: Mapping[fx.Node, NodeFacts], kinds: Mapping[fx.Node, str]
     ) -> None:
         self._facts, self._kinds = facts, kinds
-        self._written = {
-            storage_of(tensor)
-            for fact in facts.values()
-            for argument in fact.writes
-            for tensor in tensors_in(argument.meta["example_value"])
+        self._deciding, decisive = _find_decisive(graph, facts)
+        written = written_storages(facts.values())
+        # Of these shapes alone decide which rows they read, and memory and operands stay as made.
+        self._by_shape = {
+            node
+            for node, fact in facts.items()
+            if node not in self._deciding
+            and all(map(_is_float, fakes_of(fact.reads)))
+            and fact.storages.isdisjoint(decisive)
+            and written.isdisjoint({*fact.storages, *map(storage_of, fakes_of(fact.reads))})
         }
-        self._decisive = _find_decisive(graph, facts)
-        given = [node.meta.get("example_value") for node in graph.nodes if not node.op.startswith("call")]
-        self._given = {storage_of(tensor) for value in given for tensor in tensors_in(value)}
+        given = fakes_of(node for node in graph.nodes if not node.op.startswith("call"))
+        self._given = set(map(storage_of, given))
         self._proven: dict[Any, ProvenNode] = {}
         self._kept: dict[int, torch.UntypedStorage] = {}
         self._bytes_left = MAX_BYTES
@@ -84,18 +88,18 @@ class ProvenNodes:
         Args:
             key: equal for nodes that do the same on tensors of the same kind.
         """
-        known = self._proven.get(self._full(node, key))
-        if known is None or not self._follows_shapes(node):
+        if self.is_doubtful or node not in self._by_shape:
             return None
-        self.num_served += 1
+        known = self._proven.get(self._full(node, key))
+        self.num_served += known is not None
         return known
 
     def add(self, node: fx.Node, key: Any, proven: ProvenNode) -> None:
         """Keeps the first of each kind, and with it the memory of its results, as far as there is room."""
-        if _decides(node, self._facts[node]):
+        if node in self._deciding:
             return  # what it was given is its own
         self.is_doubtful |= not all(map(_is_finite, tensors_in(proven.values[0])))
-        if self.is_doubtful or not self._follows_shapes(node):
+        if self.is_doubtful or node not in self._by_shape:
             return
         storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors_in(proven.values)}
         is_given = self._facts[node].storages <= self._given  # a look at weights, say
@@ -109,38 +113,30 @@ class ProvenNodes:
     def _full(self, node: fx.Node, key: Any) -> Any:
         return key, node.meta.get("autocast", ()), *(self._kinds.get(x) for x in self._facts[node].reads)
 
-    def _follows_shapes(self, node: fx.Node) -> bool:
-        """Whether shapes alone decide which rows the node reads, and its memory and operands stay as made."""
-        fact = self._facts[node]
-        operands = [t for source in fact.reads for t in tensors_in(source.meta["example_value"])]
-        touched = {*fact.storages, *map(storage_of, operands)}
-        are_floats = all(map(_is_float, operands))
-        is_free = fact.storages.isdisjoint(self._decisive) and self._written.isdisjoint(touched)
-        return are_floats and is_free and not _decides(node, fact)
 
-
-def _find_decisive(graph: fx.Graph, facts: Mapping[fx.Node, NodeFacts]) -> set[int]:
-    """Storages whose floats come to decide which rows some op reads, or whether."""
-    found: set[int] = set()
+def _find_decisive(graph: fx.Graph, facts: Mapping[fx.Node, NodeFacts]) -> tuple[set[fx.Node], set[int]]:
+    """The nodes whose operands' values decide on more than values of the same rows; and the storages of what
+    leads to them."""
+    deciding: set[fx.Node] = set()
+    decisive: set[int] = set()
     # Backwards, each node stands before all that can make its operands decisive.
     for node in reversed(graph.nodes):
         fact = facts.get(node)
         if fact is None or fact.boundary is not None:  # boundary ops are not run
             continue
-        written = [t for source in fact.writes for t in tensors_in(source.meta["example_value"])]
-        if _decides(node, fact) or not found.isdisjoint({*fact.storages, *map(storage_of, written)}):
-            read = [t for source in fact.reads for t in tensors_in(source.meta["example_value"])]
-            found |= set(map(storage_of, read))
-    return found
+        if _decides(node, fact):
+            deciding.add(node)
+        elif decisive.isdisjoint(fact.storages | written_storages([fact])):
+            continue
+        decisive |= set(map(storage_of, fakes_of(fact.reads)))
+    return deciding, decisive
 
 
 def _decides(node: fx.Node, fact: NodeFacts) -> bool:
     """Whether the values of its operands may decide on more than values of the same rows."""
     if fact.ops is None or fact.makes_integers or not all(name.rstrip("_") in _BY_SHAPE for name in fact.ops):
         return True
-    operands = [t for source in fact.reads for t in tensors_in(source.meta["example_value"])]
-    made = tensors_in(node.meta.get("example_value"))
-    return any(map(_is_float, operands)) and not all(map(_is_float, made))
+    return any(map(_is_float, fakes_of(fact.reads))) and not all(map(_is_float, fakes_of([node])))
 
 
 def _is_float(tensor: torch.Tensor) -> bool:

@@ -14,7 +14,8 @@ from torch import fx
 from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 
 from piecewise import torch_internals as internals
-from piecewise.aliases import NodeFacts, storage_of, tensors_in
+from piecewise.aliases import NodeFacts, storage_of, tensors_in, written_storages
+from piecewise.classify import Verdict
 from piecewise.index_bounds import CheckedIndices
 from piecewise.positions import random_where_constant
 from piecewise.probe_extents import Extent, Extents, map_with
@@ -44,6 +45,9 @@ class ProbeRuns:
     """What the nodes are in each run, and how one is run.
 
     Args:
+        verdicts: of each call node, so far.
+        num_tokens, padded_num_tokens: row counts of the runs.
+    Attributes:
         kinds: what each call node runs as; changes during the walk.
     """
 
@@ -52,12 +56,13 @@ class ProbeRuns:
         trace: Trace,
         facts: Mapping[fx.Node, NodeFacts],
         token: TokenSymbol,
-        kinds: Mapping[fx.Node, str],
+        verdicts: Mapping[fx.Node, Verdict],
         *,
         num_tokens: int,
         padded_num_tokens: int,
     ) -> None:
-        self.trace, self.facts, self.token, self.kinds = trace, facts, token, kinds
+        self.trace, self.facts, self.token = trace, facts, token
+        self.kinds = {node: verdict.kind for node, verdict in verdicts.items()}
         self.rows, self.padded_rows = num_tokens, padded_num_tokens
         self.sizes = SizeFunctions(trace.shape_env, token.symbol)
         self.extents = Extents(self.sizes, num_tokens=num_tokens, padded_num_tokens=padded_num_tokens)
@@ -76,13 +81,7 @@ class ProbeRuns:
 
     def _find_written_outside(self) -> frozenset[fx.Node]:
         """Placeholders whose memory some op writes; boundary ops are not called here."""
-        written = {
-            storage_of(tensor)
-            for fact in self.facts.values()
-            if fact.boundary is None
-            for argument in fact.writes
-            for tensor in tensors_in(argument.meta["example_value"])
-        }
+        written = written_storages(fact for fact in self.facts.values() if fact.boundary is None)
         return frozenset(
             placeholder.node
             for placeholder in self.trace.placeholders

@@ -9,6 +9,7 @@ have equal source.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import re
 from collections.abc import Mapping, Sequence
 from types import ModuleType
@@ -29,6 +30,9 @@ from piecewise.torch_internals import SYMBOLIC
 
 if TYPE_CHECKING:
     from piecewise.split import Splitter
+
+# Tells programs apart that go by no name of their own.
+_serial = itertools.count()
 
 
 class SegmentWriter:
@@ -187,11 +191,10 @@ class SegmentWriter:
         ]
         digest = hashlib.sha256("\n".join([code.src, *foreign]).encode()).hexdigest()[:24]
         key = f"{self.kind}-{digest}"
-        if self._modules or not all(map(_is_torchs, code.globals.values())):
-            key += f"-cut {self.splitter.serial}"
         # Two objects may go by one name; what they do is then not known to be the same.
-        num_alike = sum(known.startswith(key) for _, known in functions.values())
-        return f"{key}-{num_alike}" if num_alike else key
+        is_taken = any(known == key for _, known in functions.values())
+        is_known = not self._modules and all(map(_is_torchs, code.globals.values()))
+        return key if is_known and not is_taken else f"{key}-{next(_serial)}"
 
 
 def _named(value: Any) -> str:

@@ -12,7 +12,6 @@ inside from it.
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
@@ -22,7 +21,7 @@ import torch
 from torch import fx
 
 from piecewise import torch_internals as internals
-from piecewise.aliases import NodeFacts, is_tuple_item, storage_of, tensors_in
+from piecewise.aliases import NodeFacts, is_tuple_item, storage_of, tensors_in, written_storages
 from piecewise.classify import Classifier, Verdict
 from piecewise.free_strides import with_free_strides
 from piecewise.normalize import target_name
@@ -43,9 +42,6 @@ from piecewise.trace import Trace
 from piecewise.zero_fills import ZeroFills, makes_empty
 from runners.state_check import StateRef
 
-# Cuts are told apart where functions of theirs are known by no name.
-_serial = itertools.count()
-
 
 class Splitter:
     """One cut of one trace. `cut()` returns the plan."""
@@ -60,7 +56,6 @@ class Splitter:
         num_dead_ops: int,
         inert: Collection[fx.Node] = (),
     ) -> None:
-        self.serial = next(_serial)
         self.trace, self.facts, self.token, self.num_dead_ops = trace, facts, token, num_dead_ops
         self.graph, self.classifier = trace.graph.graph, classifier
         self.verdicts: dict[fx.Node, Verdict] = self.classifier.run()
@@ -172,7 +167,7 @@ class Splitter:
     ) -> tuple[int, ...]:
         """Zeroes the memory of `empty*` that needs it [I2]; the memories that leave unwritten."""
         leaving = {storage_of(t) for node in outside for t in tensors_in(node.meta.get("example_value"))}
-        written = _written_storages(self.facts[node] for node in nodes)
+        written = written_storages(self.facts[node] for node in nodes)
         unwritten: set[int] = set()
         for node in filter(makes_empty, nodes):
             if self.fills.needs(node, segment=nodes, leaving=leaving):
@@ -192,7 +187,7 @@ class Splitter:
         key: str,
         unwritten: tuple[int, ...],
     ) -> Segment:
-        written = _written_storages(self.facts[node] for node in nodes)
+        written = written_storages(self.facts[node] for node in nodes)
         inputs = tuple(writer.input_values())
         memories = {self._memory[storage] for storage in written if storage in self._memory}
         counted = [node for node in nodes if not is_tuple_item(node)]
@@ -252,7 +247,7 @@ class Splitter:
         written: dict[bool, set[int]] = {True: set(), False: set()}
         for node, fact in self.facts.items():
             is_form = "is_captured_form" in node.meta
-            written[is_form] |= _written_storages([fact])
+            written[is_form] |= written_storages([fact])
         return frozenset(self._memory[s] for s in written[True] - written[False] if s in self._memory)
 
     def _result_value(self, item: Any) -> Any:
@@ -282,18 +277,13 @@ class Splitter:
         return TokenDim(str(self.token.symbol), leaf, dim, tuple(rules))
 
     def _written_leaves(self) -> tuple[int, ...]:
-        written = _written_storages(self.facts.values())
+        written = written_storages(self.facts.values())
         found = []
         for placeholder in self.trace.placeholders:
             held = {storage_of(t) for t in tensors_in(placeholder.node.meta.get("example_value"))}
             if placeholder.kind == "input" and held & written:
                 found.append(placeholder.leaf)
         return tuple(found)
-
-
-def _written_storages(facts: Iterable[NodeFacts]) -> set[int]:
-    written = (argument for fact in facts for argument in fact.writes)
-    return {storage_of(t) for argument in written for t in tensors_in(argument.meta["example_value"])}
 
 
 def _single(function: Any) -> Any:
