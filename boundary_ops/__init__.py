@@ -12,6 +12,7 @@ from boundary_ops.captured_attention import attn_captured
 from boundary_ops.errors import BoundaryOpError, CacheExhaustedError
 from boundary_ops.kv_cache import PagedKVCache
 from boundary_ops.registry import BoundaryOp, define, lookup, register, registered, unregister
+from boundary_ops.rows import check_rows, declare_rows
 
 __all__ = [
     "BoundaryOp",
@@ -25,6 +26,8 @@ __all__ = [
     "StepMetadata",
     "attn_captured",
     "attn_inplace",
+    "check_rows",
+    "declare_rows",
     "define",
     "huggingface",
     "lookup",

@@ -30,8 +30,11 @@ from boundary_ops.schema import (
     check_captured_form,
     check_implementations,
     check_token_args,
+    existing_names,
     find_mutated,
+    find_overload,
     near,
+    overload_of,
     parse,
     qualified,
 )
@@ -160,7 +163,7 @@ def define(
     strided = check_any_strides(name, parsed, mutated, any_strides)
     definition = _definitions.get(name)
     if definition is None:
-        if name in _existing_names():
+        if name in existing_names():
             raise BoundaryOpError(
                 f"op '{name}': it exists already and was not defined here",
                 rule="`define` makes new ops",
@@ -179,7 +182,7 @@ def define(
     else:
         definition.implementations, definition.token_args = implementations, tokens
     definition.bind = dict(bind or {})
-    overload = _overload(parsed.name, parsed.overload_name)
+    overload = overload_of(parsed.name, parsed.overload_name)
     op = _declare(name, overload, tokens, capture_safe, warm_up, mutated, captured_form, repeatable, strided)
     for bound in definition.bound:
         bound.function = op.overload
@@ -209,7 +212,7 @@ def register(
         BoundaryOpError: there is no such op, it returns something or writes nothing, or `token_args`,
             `captured_form` or `any_strides` do not fit it.
     """
-    overload = _find_overload(name)
+    overload = find_overload(name)
     full_name = qualified(overload._schema.name, overload._schema.overload_name)
     mutated = find_mutated(full_name, overload._schema)
     tokens = check_token_args(full_name, overload._schema, token_args)
@@ -395,42 +398,3 @@ def _fake(name: str, names: tuple[str, ...], definition: _Definition) -> Callabl
                 torch._check(size == first[1], lambda text=text: text)  # type: ignore[misc]
 
     return check_token_dims
-
-
-def _existing_names() -> set[str]:
-    return set(torch._C._dispatch_get_all_op_names())
-
-
-def _overload(name: str, overload_name: str) -> OpOverload:
-    namespace, local = name.split("::", 1)
-    packet = getattr(getattr(torch.ops, namespace), local)
-    overload: OpOverload = getattr(packet, overload_name or "default")
-    return overload
-
-
-def _find_overload(name: str) -> OpOverload:
-    existing = _existing_names()
-    wanted = name.removesuffix(".default")
-    plain, _, overload_name = wanted.partition(".")
-    if "::" in wanted and wanted in existing:
-        return _overload(plain, overload_name)
-    overloads = (
-        sorted(other for other in existing if other.startswith(f"{plain}.")) if not overload_name else []
-    )
-    if len(overloads) == 1:
-        return _overload(plain, overloads[0].partition(".")[2])
-    if overloads:
-        raise BoundaryOpError(
-            f"op '{name}' has several overloads and no default one",
-            expected=f"one of {overloads}",
-            got=name,
-            rule="a boundary op is one overload, because overloads differ in what they write",
-            fix=f'name the overload: boundary_ops.register("{overloads[0]}")',
-        )
-    raise BoundaryOpError(
-        f"op '{name}' does not exist in torch's dispatcher",
-        expected='the name of a loaded op, "ns::op" or "ns::op.overload"',
-        got=repr(name),
-        rule="`register` declares ops that exist; `define` makes new ones",
-        fix=near(wanted, sorted(existing)) or "import the library that defines the op first",
-    )

@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
+from torch._ops import OpOverload
 
 from boundary_ops.capture import CapturedForm
 from boundary_ops.errors import BoundaryOpError
@@ -175,3 +176,45 @@ def near(name: str, choices: list[str]) -> str | None:
     """A question that names the choices most like `name`, or None."""
     close = difflib.get_close_matches(name, choices, n=3, cutoff=0.6)
     return f"did you mean {' or '.join(repr(match) for match in close)}?" if close else None
+
+
+def existing_names() -> set[str]:
+    """All ops that torch's dispatcher knows, with their overloads."""
+    return set(torch._C._dispatch_get_all_op_names())
+
+
+def overload_of(name: str, overload_name: str) -> OpOverload:
+    """An overload that exists; an empty name is the default one's."""
+    namespace, local = name.split("::", 1)
+    packet = getattr(getattr(torch.ops, namespace), local)
+    overload: OpOverload = getattr(packet, overload_name or "default")
+    return overload
+
+
+def find_overload(name: str) -> OpOverload:
+    """The op of that name: without an overload the default one, or the only one there is."""
+    existing = existing_names()
+    wanted = name.removesuffix(".default")
+    plain, _, overload_name = wanted.partition(".")
+    if "::" in wanted and wanted in existing:
+        return overload_of(plain, overload_name)
+    overloads = (
+        sorted(other for other in existing if other.startswith(f"{plain}.")) if not overload_name else []
+    )
+    if len(overloads) == 1:
+        return overload_of(plain, overloads[0].partition(".")[2])
+    if overloads:
+        raise BoundaryOpError(
+            f"op '{name}' has several overloads and no default one",
+            expected=f"one of {overloads}",
+            got=name,
+            rule="an op is one overload, because overloads differ in what they take and write",
+            fix=f'name the overload: "{overloads[0]}"',
+        )
+    raise BoundaryOpError(
+        f"op '{name}' does not exist in torch's dispatcher",
+        expected='the name of a loaded op, "ns::op" or "ns::op.overload"',
+        got=repr(name),
+        rule="an op is declared once it exists; `boundary_ops.define` makes new ones",
+        fix=near(wanted, sorted(existing)) or "import the library that defines the op first",
+    )

@@ -11,34 +11,22 @@ from __future__ import annotations
 import dataclasses
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
+import sympy
 import torch
 from torch import fx
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from boundary_ops.registry import BoundaryOp, lookup
 from piecewise import torch_internals as internals
+from piecewise.analysis.rows.recording import OpRecorder, Recording
+from piecewise.tensors import storage_of, tensors_in
 
 _HOST_FACTORIES = frozenset({"tensor", "as_tensor", "from_numpy", "asarray", "scalar_tensor"})
-_TORCHS_OPS = ("aten::", "prim::", "prims::")
 _READ_BACK_METHODS = frozenset(
     {"item", "tolist", "numpy", "__bool__", "__float__", "__int__", "is_nonzero", "cpu"}
 )
-
-
-def storage_of(tensor: torch.Tensor) -> int:
-    """Identity of the memory behind a (fake) tensor."""
-    return tensor.untyped_storage()._cdata
-
-
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from tensors_in(item)
 
 
 def fakes_of(nodes: Iterable[fx.Node]) -> Iterator[torch.Tensor]:
@@ -61,8 +49,7 @@ class NodeFacts:
         storages: memory that its result tensors live in.
         is_view: its result is another look at an argument's memory, and nothing is written.
         random, reads_back, data_dependent, from_host: why it cannot be recorded.
-        makes_integers: values of another type decide on integers in its result, or on the way to it.
-        ops: names of the ops that it is made of, None where that is not known.
+        recording: the aten ops that it comes to, on `reads` in their order; None where nobody looked.
         boundary: the registered op that it calls.
     """
 
@@ -74,14 +61,14 @@ class NodeFacts:
     reads_back: bool = False
     data_dependent: bool = False
     from_host: bool = False
-    makes_integers: bool = False
-    ops: frozenset[str] | None = None
+    recording: Recording | None = None
     boundary: BoundaryOp | None = None
 
     @property
-    def opaque(self) -> bool:
+    def calls_op_of_others(self) -> bool:
         """Whether it calls a kernel that is not torch's own."""
-        return any(not name.startswith(_TORCHS_OPS) for name in self.ops or ())
+        calls = self.recording.calls if self.recording is not None else ()
+        return any(call.op.namespace not in ("aten", "prim", "prims") for call in calls)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -91,43 +78,7 @@ class _Footprint:
     reads_back: bool
     data_dependent: bool
     from_host: bool
-    makes_integers: bool = False
-    ops: frozenset[str] | None = None
-
-
-class _RecordOps(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.written: set[int] = set()
-        self.tags: set[torch.Tag] = set()
-        self.names: set[str] = set()
-        self.makes_integers = False
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func._schema.name == "aten::index" or func._schema.name == "aten::index_put_":
-            indices = [item for item in args[1] if isinstance(item, torch.Tensor)]
-            if any(item.dtype in (torch.bool, torch.uint8) for item in indices):
-                self.tags.add(torch.Tag.dynamic_output_shape)
-            self.tags |= set(func.tags) - {torch.Tag.dynamic_output_shape}
-        else:
-            self.tags |= set(func.tags)
-        for position, argument in enumerate(func._schema.arguments):
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                value = args[position] if position < len(args) else kwargs.get(argument.name)
-                self.written |= {storage_of(tensor) for tensor in tensors_in(value)}
-        result = func(*args, **kwargs)
-        given = list(tensors_in((*args, *kwargs.values())))
-        changed = [tensor for tensor in given if storage_of(tensor) in self.written]
-        if any(not _is_integral(tensor) for tensor in given):
-            self.makes_integers |= any(map(_is_integral, (*tensors_in(result), *changed)))
-        self.names.add(func._schema.name)
-        return result
-
-
-def _is_integral(tensor: torch.Tensor) -> bool:
-    is_other = tensor.dtype.is_floating_point or tensor.dtype.is_complex
-    return not is_other and tensor.dtype is not torch.bool
+    recording: Recording | None = None
 
 
 def tensor_arguments(node: fx.Node) -> tuple[fx.Node, ...]:
@@ -178,8 +129,7 @@ def find_facts(graph: fx.Graph, *, enabled: frozenset[str] | None = None) -> dic
             print_.reads_back,
             print_.data_dependent,
             print_.from_host,
-            print_.makes_integers,
-            print_.ops,
+            print_.recording,
         )
     return facts
 
@@ -211,17 +161,21 @@ def _footprint(
 def node_key(node: fx.Node) -> Any:
     """Equal for nodes that do the same on tensors of the same kind: layers of a model repeat them."""
 
+    places = {argument: place for place, argument in enumerate(node.all_input_nodes)}
+
     def plain(sizes: Any) -> tuple[Any, ...]:
         # An expression is hashed in a fraction of the time that its text takes.
         return tuple(size.node.expr if isinstance(size, torch.SymInt) else size for size in sizes)
 
     def describe(value: Any) -> Any:
         if isinstance(value, fx.Node):
-            return describe(value.meta.get("example_value"))
+            return places[value], describe(value.meta.get("example_value"))
         if isinstance(value, torch.Tensor):
             return ("t", plain(value.shape), plain(value.stride()), value.dtype, value.device)
         if isinstance(value, (tuple, list)):
             return (type(value).__name__, *map(describe, value))
+        if isinstance(value, torch.SymInt):
+            return ("s", value.node.expr)
         if isinstance(value, dict):
             return tuple((name, describe(item)) for name, item in sorted(value.items()))
         if isinstance(value, slice):
@@ -243,44 +197,57 @@ def _run_on_fakes(node: fx.Node, reads: Sequence[fx.Node], fake_mode: Any) -> _F
     from_host = not reads and name in _HOST_FACTORIES
     value = node.meta.get("example_value")
     if reads_back or not (reads or any(True for _ in tensors_in(value))):
-        return _Footprint(
-            (), False, reads_back, reads_back, from_host, ops=None if reads_back else frozenset()
-        )
+        return _Footprint((), False, reads_back, reads_back, from_host)
     if isinstance(node.target, torch._ops.HigherOrderOperator):
         return _Footprint((), False, True, True, from_host)  # control flow reads its predicate back
 
-    mode = _RecordOps()
-    call_on_fakes(node, fake_mode, mode)
+    mode = OpRecorder(list(fakes_of(reads)))
+    made, asked = _called(node, fake_mode, mode)
     written = tuple(
         index
         for index, argument in enumerate(reads)
-        if mode.written & {storage_of(t) for t in tensors_in(argument.meta["example_value"])}
+        if mode.written & set(map(storage_of, fakes_of([argument])))
     )
     dynamic = torch.Tag.dynamic_output_shape in mode.tags
     item = torch.Tag.data_dependent_output in mode.tags
     random = torch.Tag.nondeterministic_seeded in mode.tags or _has_dropout(node)
-    return _Footprint(
-        written, random, item, dynamic or item, from_host, mode.makes_integers, frozenset(mode.names)
-    )
+    return _Footprint(written, random, item, dynamic or item, from_host, mode.recording(made, asked))
 
 
-def call_on_fakes(node: fx.Node, fake_mode: Any, mode: Any = None) -> Any:
+def call_on_fakes(node: fx.Node, fake_mode: Any) -> Any:
     """The node's result on its arguments' fakes; no guard or symbol is left behind."""
+    return _called(node, fake_mode, nullcontext())[0]
+
+
+def _called(node: fx.Node, fake_mode: Any, mode: Any) -> tuple[Any, set[sympy.Basic]]:
+    """The node's result on fakes, and what was asked of sizes."""
 
     def fake(argument: fx.Node) -> Any:
         return argument.meta.get("example_value")
 
     args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), fake)
-    shape_env = getattr(fake_mode, "shape_env", None)
     with (
-        shape_env.suppress_guards() if shape_env is not None else nullcontext(),
-        shape_env.ignore_fresh_unbacked_symbols() if shape_env is not None else nullcontext(),
+        _without_cast_cache(),
+        internals.asked_of_sizes(getattr(fake_mode, "shape_env", None)) as asked,
+        internals.python_dispatcher(),
+        torch.inference_mode(False),
         torch.no_grad(),
         fake_mode if fake_mode is not None else nullcontext(),
-        mode if mode is not None else nullcontext(),
+        mode,
     ):
         call: Any = getattr(args[0], str(node.target)) if node.op == "call_method" else node.target
-        return call(*(args[1:] if node.op == "call_method" else args), **kwargs)
+        return call(*(args[1:] if node.op == "call_method" else args), **kwargs), asked
+
+
+@contextmanager
+def _without_cast_cache() -> Iterator[None]:
+    """A block in which autocast makes casts of weights anew, so that they are seen."""
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
 
 
 def _has_dropout(node: fx.Node) -> bool:
@@ -326,19 +293,16 @@ def view_chain(
     """
     chain: list[fx.Node] = []
     current = node
+    memory = facts[node].storages if node in facts else frozenset()
     while True:
         fact = facts.get(current)
         if fact is None or not fact.is_view or not is_link(current):
             return current, tuple(reversed(chain))
-        held = [
-            argument
-            for argument in fact.reads
-            if fact.storages & {storage_of(t) for t in tensors_in(argument.meta["example_value"])}
-        ]
-        if len(held) != 1:
-            return current, tuple(reversed(chain))
         chain.append(current)
-        current = held[0]
+        # Of several operands that share the memory any one leads to it: `broadcast_tensors(x, x[:, :1])`.
+        current = next(
+            read for read in fact.reads if not memory.isdisjoint(map(storage_of, fakes_of([read])))
+        )
 
 
 def is_tuple_item(node: fx.Node) -> bool:

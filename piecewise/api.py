@@ -159,17 +159,18 @@ class GraphedModule:
         except TypeError:
             return FallbackReason.UNSEEN_SIGNATURE  # the model says what is wrong with the call
         position, matched = self._matching(bound)
-        if matched is None or (may_capture and not graphs.signatures[position].global_state.check()):
+        if matched is None or (may_capture and not graphs.signatures[position].may_serve(*matched)):
             return self._unseen_signature(args, kwargs, may_capture)
         return graphs.plan_for(graphs.signatures[position], *matched, may_capture=may_capture)
 
     def _matching(self, bound: tuple) -> tuple[int, tuple[int, list[Any]] | None]:
-        """The signature of a call, rather one of the present global state; gradients must be disabled."""
+        """The signature of a call, rather one of the present global state whose trace may hold for it;
+        gradients must be disabled."""
         found: tuple[int, tuple[int, list[Any]] | None] = (-1, None)
         for position, signature in enumerate(self._graphs.signatures):
             matched = signature.match(bound)
             if matched is not None:
-                if signature.global_state.check():
+                if signature.may_serve(*matched):
                     return position, matched
                 found = found if found[1] is not None else (position, matched)
         return found
@@ -242,7 +243,7 @@ class GraphedModule:
             self._graphs.refuse_suspended("capture")
             with torch.no_grad():
                 position, matched = self._matching(self._bind(args, kwargs))
-                is_known = matched is not None and self._graphs.signatures[position].global_state.check()
+                is_known = matched is not None and self._graphs.signatures[position].may_serve(*matched)
             if is_known and self._graphs.signatures[position].find_change() is not None:
                 self._renew(position)
             elif not is_known:
@@ -385,7 +386,6 @@ class GraphedModule:
 
             example = self._example(args, kwargs)
             traced = trace_model(self.model, example, forward=self._forward, config=self.piecewise_config)
-            traced.probe(self.piecewise_config.buckets, strict=False)
             plan = traced.planned(self.piecewise_config, StartupTimes(), move_weights=False)
             lowering = Lowering(self.piecewise_config).foresee(plan, self.piecewise_config.buckets)
             streams = foresee(

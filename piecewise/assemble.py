@@ -24,15 +24,17 @@ import boundary_ops
 from boundary_ops.capture import StepMetadata
 from boundary_ops.registry import BoundaryOp, declarations
 from piecewise import torch_internals as internals
+from piecewise.faults import SegmentFault
 from piecewise.free_strides import takers_of_any_strides
 from piecewise.plan import ComputedNumber, InputAt, Segment, SegmentPlan, ValueSpec
 from piecewise.row_samples import unchanged_random_state
 from piecewise.startup_times import StartupTimes
 from piecewise.streams import StreamForms, StreamSchedules
 from piecewise.warm_up import WarmUp, last_uses, state_tensor
-from runners.bound_steps import DirectCall
+from runners.bound_steps import CopyLaunch, DirectCall
 from runners.buffers import StaticBuffers
 from runners.engine import GraphEngine, GraphPool
+from runners.errors import CaptureError
 from runners.piecewise_runner import PiecewiseRunner
 from runners.state_check import StateCheck, StateRef
 from runners.step_plan import CallStep, ReplayStep, ResultItem, Shadow, StaticArgument, StepPlan
@@ -160,8 +162,15 @@ class PlanAssembler:
                     outputs = segment.function(bucket, *arguments)
                 else:
                     needed = [static[index] for index in static if self.last_use[index] >= position]
+                    runner = self.runners[segment.index]
                     with self.streams.chosen(segment, bucket, arguments, needed) as form:
-                        outputs = self.runners[segment.index].capture(bucket, arguments, fn=form)
+                        try:
+                            outputs = runner.capture(bucket, arguments, fn=form)
+                        except CaptureError as error:
+                            raise SegmentFault.of(
+                                error, segment, form or runner.function, arguments,
+                                bucket=bucket, real_rows=bucket, variant=None,
+                            ) from error  # fmt: skip
                     on_segment()
                 static.update(zip(segment.outputs, outputs, strict=True))
             self.pool.keep_only(static[index] for index in static if self.last_use[index] > position)
@@ -207,6 +216,7 @@ class PlanAssembler:
             tuple(self._result_item(leaf, static) for leaf in self.plan.result_leaves),
             self.check, self._check_before(taken), self.outputs, self.pool.begin_call,
             may_run_ahead=_are_repeatable(taken), step_metadata=self.step_metadata,
+            copier=_copier_for(copy_ins[0].buffer.device) if copy_ins else None,
         )  # fmt: skip
 
     def _call_step(
@@ -299,6 +309,17 @@ class PlanAssembler:
     def reset(self) -> None:
         for runner in self.runners.values():
             runner.reset()
+
+
+def _copier_for(device: torch.device) -> Callable[..., CopyLaunch | None] | None:
+    """What copies inputs in one launch; None where they are copied by torch, one by one."""
+    if device.type != "cuda":
+        return None
+    try:
+        from piecewise.passes.kernels.copies import copier
+    except ImportError:  # a torch without triton
+        return None
+    return copier
 
 
 def _are_repeatable(segments: Sequence[Segment]) -> Callable[[], bool]:

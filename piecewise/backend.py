@@ -230,8 +230,6 @@ class CompiledGraph:
         try:
             with times.timed("trace"):
                 traced = prepare(self._trace(args), config)
-            with times.timed("probe"):
-                traced.probe(config.buckets, strict=config.strict)
 
             def retrace(bucket: int) -> TracedModel:
                 raise StateError(

@@ -22,8 +22,9 @@ from torch._ops import OpOverload
 from boundary_ops.capture import CapturedForm, CaptureLimits, StepMetadata
 from boundary_ops.registry import BoundaryOp, lookup
 from piecewise import torch_internals as internals
-from piecewise.aliases import NodeFacts, tensors_in
+from piecewise.aliases import NodeFacts
 from piecewise.config import PiecewiseConfig
+from piecewise.tensors import tensors_in
 from piecewise.trace import Trace
 from runners.errors import ConfigError
 from runners.state_check import StateRef

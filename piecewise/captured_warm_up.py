@@ -15,9 +15,9 @@ from torch.overrides import TorchFunctionMode
 
 import boundary_ops
 from boundary_ops import BoundaryOp
-from piecewise.aliases import storage_of, tensors_in
 from piecewise.boundary_warm_up import call_warm_up
 from piecewise.row_samples import stand_in
+from piecewise.tensors import storage_of, tensors_in
 from runners.rows import poison_value
 
 

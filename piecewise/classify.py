@@ -1,10 +1,7 @@
 """Where each node of a normalized graph runs: in a graph, as the boundary, or eagerly with a reason.
 
-The rule that TensorRT-LLM applies by name ("after the first `index` or `cumsum` everything is eager") is
-replaced by what
-each op does to the token dim, read from the symbols: rows-only work stays in graphs whatever it is called.
-What symbols cannot tell (a flip, a sort, a softmax over tokens keep the shape) the probes find; they come
-back here as `forced`.
+What an op does to token rows decides, whatever the op is called: the table of rules says how rows go through
+it (`analysis/rows`), and one that mixes them, or that no rule knows, runs between graphs on real rows.
 """
 
 from __future__ import annotations
@@ -19,8 +16,11 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from piecewise import torch_internals as internals
-from piecewise.aliases import NodeFacts, is_tuple_item, storage_of, tensors_in, view_chain
+from piecewise.aliases import NodeFacts, fakes_of, is_tuple_item, view_chain, written_storages
+from piecewise.analysis.rows.judge import Judge
+from piecewise.analysis.rows.walk import RowsWalk
 from piecewise.normalize import target_name
+from piecewise.tensors import storage_of, tensors_in
 from piecewise.torch_internals import SYMBOLIC
 
 REASONS: Mapping[str, str] = {
@@ -32,27 +32,19 @@ REASONS: Mapping[str, str] = {
     "collective": "exchanges values with other ranks, which may run this call at another size [I11]",
     "cpu": "lives on the CPU while the tokens do not",
     "other_dynamic_dim": "has a dynamic dim that is not the token count",
-    "consumes_token_dim": "its result has lost the token dim, so padded rows would reach it [I3]",
+    "consumes_token_dim": "its result is made of all token rows, padded ones included [I3]",
     "token_count_as_value": "uses the token count as a value, which the padded count would change [I3]",
     "shared_with_eager": "writes memory that an eager op or the caller also holds",
-    "mixes_tokens": "padded rows or the padded count reach real rows; found by the probes [I3]",
-    "not_recordable": "does something inside that a graph cannot repeat; found by the probes",
+    "mixes_tokens": "padded rows would reach real rows [I3]",
+    "unknown_op": "nobody has said how token rows go through it [I3]",
+    "not_recordable": "does something inside that a graph cannot repeat",
     "not_capture_safe": "is not declared capture_safe",
     "not_capturable": "this call of it cannot be captured",
     "view_for_boundary": "is a view of a tensor that graphs do not own",
 }
 
-# Ops for which a number in an argument is a size of the result. The probes check that rows keep their place.
-_TAKES_SIZES = frozenset(
-    "view reshape expand repeat unflatten zeros ones empty new_zeros new_ones new_empty narrow split "
-    "split_with_sizes getitem arange as_strided empty_strided slice view_as expand_as broadcast_to tile "
-    "chunk tensor_split".split()
-)
-_TAKES_SIZES_FIRST = frozenset({"full", "new_full"})
 # torch.distributed's, by namespace.
 _COLLECTIVES = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd", "symm_mem"})
-# They read a tensor's dtype and device, never its rows.
-_READS_METADATA = frozenset({"new_zeros", "new_ones", "new_empty", "new_full"})
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -66,7 +58,11 @@ class Verdict:
 
 
 class Classifier:
-    """Classifies the nodes of one graph; `verdicts` has one entry per call node."""
+    """Classifies the nodes of one graph; `verdicts` has one entry per call node.
+
+    Attributes:
+        rows: what is known of the rows of each value.
+    """
 
     def __init__(
         self,
@@ -76,25 +72,34 @@ class Classifier:
         symbol: sympy.Symbol,
         shape_env: ShapeEnv | None,
         device: torch.device,
+        judge: Judge,
         forced: Mapping[fx.Node, Verdict],
         captures_boundaries: bool = False,
     ) -> None:
         self.graph, self.facts, self.symbol, self.shape_env = graph, facts, symbol, shape_env
-        self.device, self.forced, self.captures_boundaries = device, forced, captures_boundaries
+        self.device, self.captures_boundaries = device, captures_boundaries
         self.verdicts: dict[fx.Node, Verdict] = {}
+        self.judge = judge
+        self._forced = dict(forced)
         self._exprs: dict[int, frozenset[sympy.Symbol]] = {}
+        self.rows = RowsWalk(judge, facts)
 
     def run(self) -> dict[fx.Node, Verdict]:
-        """One verdict per call node; marks the views that are pinned, afresh each time."""
-        for node in self.graph.nodes:
-            node.meta.pop("pinned", None)
-        for node in self.graph.nodes:
-            if node.op.startswith("call"):
-                self.verdicts[node] = self._verdict(node, self.facts[node])
-        while self._spread_shared_writes() or self._spread_dense_copies():
-            pass
-        self._pin_views()
-        return self.verdicts
+        """One verdict per call node; marks the views that are pinned."""
+        while True:
+            self.rows = RowsWalk(self.judge, self.facts)
+            for node in self.graph.nodes:
+                node.meta.pop("pinned", None)
+                if node.op.startswith("call"):
+                    self.verdicts[node] = self._verdict(node, self.facts[node])
+            found = self._shared_writes() or self._shared_copies() or self._pinned_views() or self._borders()
+            if not found:
+                return self.verdicts
+            # An item of a tuple is made where the tuple is.
+            self._forced |= {
+                node.args[0] if is_tuple_item(node) else node: verdict  # type: ignore[misc]
+                for node, verdict in found.items()
+            }
 
     def symbols(self, value: Any) -> frozenset[sympy.Symbol]:
         """Free symbols of the sizes of a tensor (or of all in a tuple), or of a scalar."""
@@ -119,18 +124,37 @@ class Classifier:
         return any(self.symbol in self.symbols(tensor) for tensor in tensors_in(value))
 
     def _verdict(self, node: fx.Node, fact: NodeFacts) -> Verdict:
+        """What the node runs as; its rows are noted."""
         value = node.meta.get("example_value")
         if fact.boundary is not None:
-            return self._boundary_verdict(node, fact)
+            found = self._forced.get(node) or self._boundary_verdict(node, fact)
+            self.rows.boundary(node, in_graph=found.kind == "graph")
+            return found
         if is_tuple_item(node):
+            self.rows.item(node)
             return self.verdicts[node.args[0]]  # type: ignore[index]
-        if node in self.forced:
-            return self.forced[node]
-        code = self._unrecordable(node, fact, value)
-        if code is None and not any(True for _ in tensors_in(value)) and not fact.writes:
-            return Verdict("scalar")
-        code = code or self._by_symbols(node, fact, value)
-        return Verdict("eager", code, REASONS[code]) if code else Verdict("graph")
+        verdict = self._forced.get(node)
+        if verdict is None:
+            code = self._unrecordable(node, fact, value)
+            if code is None and _is_number(node, fact):
+                return Verdict("scalar")
+            code = code or self._by_symbols(fact, value)
+            verdict = Verdict("eager", code, REASONS[code]) if code else self._by_rows(node, fact, value)
+        if verdict.kind != "graph":
+            self.rows.eager(node)
+        return verdict
+
+    def _by_rows(self, node: fx.Node, fact: NodeFacts, value: Any) -> Verdict:
+        mixes = self.rows.in_graph(node)
+        if mixes is None:
+            return Verdict("graph")
+        code = mixes.code
+        reads = any(self.carries_tokens(argument.meta["example_value"]) for argument in fact.reads)
+        results = [argument.meta["example_value"] for argument in fact.writes] or [value]
+        if code == "mixes_tokens" and reads and not any(map(self.carries_tokens, results)):
+            code = "consumes_token_dim"
+        detail = mixes.detail if code == "unknown_op" else f"{REASONS[code]}: {mixes.detail}"
+        return Verdict("eager", code, detail)
 
     def _boundary_verdict(self, node: fx.Node, fact: NodeFacts) -> Verdict:
         """In a graph where it is asked for and can be; what it writes beside tokens is its own affair."""
@@ -140,14 +164,11 @@ class Classifier:
             return Verdict("boundary", "not_capturable", node.meta["kept_out"])
         if not fact.boundary.capture_safe:
             return Verdict("boundary", "not_capture_safe", REASONS["not_capture_safe"])
-        code = self._unrecordable(node, fact, None)
-        tensors = [t for argument in fact.reads for t in tensors_in(argument.meta["example_value"])]
-        if code is None and self.device.type != "cpu" and any(t.device.type == "cpu" for t in tensors):
-            code = "cpu"
-        if code is None and any(self.symbols(tensor) - {self.symbol} for tensor in tensors):
-            code = "other_dynamic_dim"
-        if code is None and self._uses_count_as_value(node, ""):
+        code = self._unrecordable(node, fact, None) or self._by_symbols(fact, None)
+        if code is None and self._uses_count(node):
             code = "token_count_as_value"
+        if code is None and not all(map(self.rows.is_prefix, fact.reads)):
+            code = "mixes_tokens"
         return Verdict("boundary", code, REASONS[code]) if code else Verdict("graph")
 
     def _unrecordable(self, node: fx.Node, fact: NodeFacts, value: Any) -> str | None:
@@ -168,32 +189,18 @@ class Classifier:
             return "data_dependent"
         return None
 
-    def _by_symbols(self, node: fx.Node, fact: NodeFacts, value: Any) -> str | None:
-        tensors = [
-            *tensors_in(value),
-            *(t for arg in fact.reads for t in tensors_in(arg.meta["example_value"])),
-        ]
+    def _by_symbols(self, fact: NodeFacts, value: Any) -> str | None:
+        tensors = [*tensors_in(value), *fakes_of(fact.reads)]
         # Scalars too: a kernel takes a 0-dim CPU tensor's value when it is launched, and a graph would
         # keep it.
         if self.device.type != "cpu" and any(tensor.device.type == "cpu" for tensor in tensors):
             return "cpu"
         if any(self.symbols(tensor) - {self.symbol} for tensor in tensors):
             return "other_dynamic_dim"
-        name = target_name(node).rsplit("::", 1)[-1].strip("_")
-        reads_tokens = any(self.carries_tokens(argument.meta["example_value"]) for argument in fact.reads)
-        written = [argument.meta["example_value"] for argument in fact.writes]
-        if reads_tokens and name not in _READS_METADATA:
-            results = written or [value]
-            if not all(self.carries_tokens(result) for result in results):
-                return "consumes_token_dim"
-        if self._uses_count_as_value(node, name):
-            return "token_count_as_value"
         return None
 
-    def _uses_count_as_value(self, node: fx.Node, name: str) -> bool:
-        if name in _TAKES_SIZES:
-            return False
-        arguments = node.args[1 + (node.op == "call_method") :] if name in _TAKES_SIZES_FIRST else node.args
+    def _uses_count(self, node: fx.Node) -> bool:
+        """Whether a size is among the node's arguments."""
         counted = False
 
         def look(argument: Any) -> Any:
@@ -205,67 +212,55 @@ class Classifier:
             )
             return argument
 
-        fx.node.map_aggregate((arguments, dict(node.kwargs)), look)
+        fx.node.map_aggregate((node.args, dict(node.kwargs)), look)
         return counted
 
-    def _spread_shared_writes(self) -> bool:
-        """A graph op that writes memory which an eager op also holds becomes eager; true if one did."""
+    def _shared_writes(self) -> dict[fx.Node, Verdict]:
+        """Graph ops that write memory which an eager op also holds: they become eager."""
         held = set(self._input_memory())
         for node, verdict in self.verdicts.items():
             if verdict.kind == "eager" and not self.facts[node].writes:
                 held |= self.facts[node].storages
-        changed = False
+        found = {}
         for node, verdict in self.verdicts.items():
-            if verdict.kind != "graph":
-                continue
-            touched = {
-                storage_of(t)
-                for arg in self.facts[node].writes
-                for t in tensors_in(arg.meta["example_value"])
-            }
-            if touched & held:
+            if verdict.kind == "graph" and written_storages([self.facts[node]]) & held:
                 kind = "eager" if self.facts[node].boundary is None else "boundary"
-                self.verdicts[node] = Verdict(kind, "shared_with_eager", REASONS["shared_with_eager"])
-                changed = True
-        return changed
+                found[node] = Verdict(kind, "shared_with_eager", REASONS["shared_with_eager"])
+        return found
 
-    def _spread_dense_copies(self) -> bool:
+    def _shared_copies(self) -> dict[fx.Node, Verdict]:
         """Memory whose rows lie apart when padded reaches eager ops as dense copies. Where one of them writes
-        it and another one, or another view, looks at it, it is made eagerly; true if some was found."""
+        it and another one, or another view, looks at it, it is made eagerly."""
         written: set[int] = set()
         looked_at: dict[int, set[fx.Node]] = {}
         for node, verdict in self.verdicts.items():
             if verdict.kind not in ("eager", "boundary"):
                 continue
-            written |= {
-                storage_of(t)
-                for arg in self.facts[node].writes
-                for t in tensors_in(arg.meta["example_value"])
-            }
+            written |= written_storages([self.facts[node]])
             takers = [*self.facts[node].reads, *([node] if self.facts[node].is_view else [])]
             for taken in takers:
-                for tensor in tensors_in(taken.meta["example_value"]):
+                for tensor in fakes_of([taken]):
                     looked_at.setdefault(storage_of(tensor), set()).add(taken)
-        changed = False
+        found = {}
         for node, verdict in self.verdicts.items():
             if verdict.kind != "graph" or self.facts[node].is_view or self.facts[node].writes:
                 continue
-            for tensor in tensors_in(node.meta.get("example_value")):
+            for tensor in fakes_of([node]):
                 memory = storage_of(tensor)
                 shared = memory in written and len(looked_at.get(memory, ())) > 1
-                if shared and any(
+                lies_apart = any(
                     self.symbol in self._free(stride)
                     for stride in tensor.stride()
                     if not isinstance(stride, int)
-                ):
-                    self.verdicts[node] = Verdict("eager", "shared_with_eager", REASONS["shared_with_eager"])
-                    changed = True
-        return changed
+                )
+                if shared and lies_apart:
+                    found[node] = Verdict("eager", "shared_with_eager", REASONS["shared_with_eager"])
+        return found
 
     def _input_memory(self) -> Iterable[int]:
         for node in self.graph.find_nodes(op="placeholder"):
             if node.meta.get("is_input"):
-                yield from map(storage_of, tensors_in(node.meta.get("example_value")))
+                yield from map(storage_of, fakes_of([node]))
 
     def is_floating(self, node: fx.Node) -> bool:
         """A view that each consumer makes for itself from its base, so that it never crosses a border."""
@@ -281,18 +276,38 @@ class Classifier:
         """The tensor that a view is made of in each segment, and the views in between, in order."""
         return view_chain(node, self.facts, is_link=lambda link: self.verdicts[link].kind == "graph")
 
-    def _pin_views(self) -> None:
-        """Views that a boundary op or the caller takes are made once, where their base lives."""
-        takers = [node for node, verdict in self.verdicts.items() if verdict.kind == "boundary"]
-        takers.append(self.graph.output_node())
-        for taker in takers:
-            for argument in taker.all_input_nodes:
-                if argument not in self.verdicts or not self.is_floating(argument):
-                    continue
-                base, _ = self.view_chain(argument)
-                made_by = self.verdicts[base].kind if base in self.verdicts else "outside"
-                argument.meta["pinned"] = True
-                if made_by != "graph":
-                    self.verdicts[argument] = Verdict(
-                        "eager", "view_for_boundary", REASONS["view_for_boundary"]
-                    )
+    def _taken_by(self, *kinds: str) -> Iterable[fx.Node]:
+        """The call nodes that nodes of these kinds, or the caller, take."""
+        takers = [node for node, verdict in self.verdicts.items() if verdict.kind in kinds]
+        taken = (taken for taker in (*takers, self.graph.output_node()) for taken in taker.all_input_nodes)
+        return dict.fromkeys(node for node in taken if node in self.verdicts)
+
+    def _is_in_graph(self, node: fx.Node) -> bool:
+        return node in self.verdicts and self.verdicts[node].kind == "graph"
+
+    def _pinned_views(self) -> dict[fx.Node, Verdict]:
+        """Pins the views that a boundary op or the caller takes: they are made once, where their base lives,
+        and so eagerly where graphs do not own that."""
+        found = {}
+        for taken in filter(self.is_floating, self._taken_by("boundary")):
+            base, _ = self.view_chain(taken)
+            taken.meta["pinned"] = True
+            if not self._is_in_graph(base):
+                found[taken] = Verdict("eager", "view_for_boundary", REASONS["view_for_boundary"])
+        return found
+
+    def _borders(self) -> dict[fx.Node, Verdict]:
+        """Values that leave a graph and whose real rows do not lead: what made them so becomes eager [I1]."""
+        detail = f"{REASONS['mixes_tokens']}: its real rows do not lead where it leaves the graph"
+        found = {}
+        for taken in self._taken_by("eager", "boundary"):
+            base = self.view_chain(taken)[0] if self.is_floating(taken) else taken
+            if self._is_in_graph(base) and self.facts[base].storages and not self.rows.is_prefix(base):
+                found[self.rows.origin(base)] = Verdict("eager", "mixes_tokens", detail)
+        return found
+
+
+def _is_number(node: fx.Node, fact: NodeFacts) -> bool:
+    """Whether the node makes no tensor and does nothing to one: it computes with sizes."""
+    is_checked = fact.recording is not None and bool(fact.recording.calls)
+    return not (any(True for _ in fakes_of([node])) or fact.writes or is_checked)

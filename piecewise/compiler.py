@@ -1,34 +1,35 @@
-"""From one example call to a cut plan: trace, normalize, find the token symbol, classify, probe, cut."""
+"""From one example call to a cut plan: trace, normalize, find the token symbol, classify, cut."""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import fx, nn
 
 from piecewise import torch_internals as internals
-from piecewise.aliases import NodeFacts, find_facts, remove_dead_nodes, tensors_in
+from piecewise.aliases import NodeFacts, find_facts, remove_dead_nodes
+from piecewise.analysis.rows.counts import Sizes, valid_counts
+from piecewise.analysis.rows.judge import Judge
 from piecewise.aten_graph import AtenGraph
 from piecewise.captured_ops import MetadataMade, enabled_ops, fix_metadata_inputs, write_captured_forms
 from piecewise.classify import Classifier, Verdict
 from piecewise.config import PiecewiseConfig
+from piecewise.faults import LOWERING, MAX_CUTS, FaultFinder, SegmentFault
 from piecewise.normalize import normalize
 from piecewise.passes import passes_for
 from piecewise.plan import SegmentPlan
-from piecewise.probe import Probe, report_strictly
-from piecewise.probe_runs import ProbeRuns
-from piecewise.row_samples import choose_probe_sizes, resize_leaf
+from piecewise.row_samples import resize_leaf
 from piecewise.same_program import has_same_program
-from piecewise.sizes import holds
 from piecewise.split import Splitter, module_path, source_line
 from piecewise.startup_times import StartupTimes
+from piecewise.tensors import tensors_in
 from piecewise.token_dim import TokenSymbol, find_token_symbol
 from piecewise.trace import ExampleCall, Trace, trace
-from runners.errors import TraceError
+from runners.errors import CaptureError, TraceError
 
 
 @dataclasses.dataclass(slots=True)
@@ -36,34 +37,68 @@ class TracedModel:
     """One trace, ready to be cut: dead code removed, token symbol known.
 
     Attributes:
+        judge: how rows go through ops, at the counts for which the trace is valid.
+        forced: nodes that are to be eager for what warm-ups or captures have shown, in `num_cuts` cuts.
+        keeps_own: nodes whose segments keep their own kernels, and why.
+        splitter: the last cut.
         captures_boundaries: whether boundary ops that are capture-safe go into graphs.
         step_metadata: what is loaded before each replay, for those that have a captured form.
         graphs: the functions of the plan's segments that fusions made, as graphs.
-        inert: nodes in whose memory the probes had poison, in a walk over the graph that found nothing.
     """
 
     trace: Trace
     facts: dict[fx.Node, NodeFacts]
     token: TokenSymbol
     num_dead_ops: int
+    judge: Judge
     forced: dict[fx.Node, Verdict] = dataclasses.field(default_factory=dict)
+    keeps_own: dict[fx.Node, str] = dataclasses.field(default_factory=dict)
+    num_cuts: int = 0
+    splitter: Splitter | None = None
     static_ints: tuple[int, ...] = ()
     captures_boundaries: bool = False
     step_metadata: tuple[MetadataMade, ...] = ()
-    inert: frozenset[fx.Node] = frozenset()
     graphs: Mapping[Any, AtenGraph] = dataclasses.field(default_factory=dict)
 
-    def cut(self) -> SegmentPlan:
-        """The plan with what the probes have found so far."""
-        classifier = self._classifier()
-        return Splitter(
-            self.trace,
-            self.facts,
-            self.token,
-            classifier=classifier,
-            num_dead_ops=self.num_dead_ops,
-            inert=self.inert,
-        ).cut()
+    def cut(self, *, strict: bool = False) -> SegmentPlan:
+        """The plan.
+
+        Raises:
+            CaptureError: an op lets padding reach real rows, and `strict` is set.
+        """
+        self.splitter = Splitter(
+            self.trace, self.facts, self.token, classifier=self._classifier(), num_dead_ops=self.num_dead_ops,
+            keeps_own=self.keeps_own,
+        )  # fmt: skip
+        for node, verdict in self.splitter.verdicts.items() if strict else ():
+            if verdict.code in _STRICT:
+                raise _strict_error(node, verdict)
+        return self.splitter.cut()
+
+    def heed(self, fault: SegmentFault, plan: SegmentPlan) -> bool:
+        """Makes the next cut one without what was wrong with a segment of this one; false where nothing is to
+        be done about it."""
+        assert self.splitter is not None
+        finder = FaultFinder(self.splitter, plan.values, fault)
+        if finder.blames_lowering():
+            self.keeps_own |= dict.fromkeys(finder.nodes, LOWERING)
+            return True
+        if finder.is_the_models():
+            return False
+        found = finder.first_wrong_node() if self.num_cuts < MAX_CUTS else None
+        if found is not None:
+            wrong = dict([found])
+        elif fault.variant is not None:
+            wrong = dict.fromkeys(
+                finder.nodes, Verdict("eager", "mixes_tokens", f"{fault.what}: {fault.got}")
+            )
+        else:
+            return False
+        for node, verdict in wrong.items():
+            kind = "eager" if self.facts[node].boundary is None else "boundary"
+            self.forced[node] = dataclasses.replace(verdict, kind=kind)
+        self.num_cuts += 1
+        return True
 
     def planned(self, config: PiecewiseConfig, times: StartupTimes, *, move_weights: bool) -> SegmentPlan:
         """The plan with the fusions that the settings ask for.
@@ -72,7 +107,7 @@ class TracedModel:
             move_weights: whether weights may be laid out anew for it; without that it is for reading only.
         """
         with times.timed("trace"):
-            plan = self.cut()
+            plan = self.cut(strict=config.strict and move_weights)
         names = passes_for(config.fusions, config.lowering)
         if not names:
             return plan
@@ -86,45 +121,6 @@ class TracedModel:
             plan, self.graphs = fuse(plan, names, num_rows=num_rows, move_weights=move_weights)
             return plan
 
-    def probe(self, buckets: Sequence[int], *, strict: bool) -> None:
-        """Finds the ops that let padding reach real rows, until a walk over the graph finds no more [I3].
-
-        Raises:
-            CaptureError: there are some, and `strict` is set.
-        """
-        valid = self.validity()
-        sizes = choose_probe_sizes(self.token.example_num_tokens, buckets, valid)
-        if sizes is None:
-            return  # no bucket can be served either, so nothing is ever padded
-        while True:
-            probe, found = self._walked(*sizes)
-            if not found:
-                self.inert = frozenset(probe.poisoned)
-                return
-            if strict:
-                node, seen = next(iter(found.items()))
-                raise report_strictly(node, seen.detail, source_line(node), module_path(node))
-            self.forced |= found
-
-    def _walked(self, num_tokens: int, padded_num_tokens: int) -> tuple[Probe, dict[fx.Node, Verdict]]:
-        """A walk over the graph and what it found: through one layer of each kind, or through all where that
-        does not tell."""
-        verdicts = self._classifier().run()
-        runs = functools.partial(
-            ProbeRuns, self.trace, self.facts, self.token, verdicts,
-            num_tokens=num_tokens, padded_num_tokens=padded_num_tokens,
-        )  # fmt: skip
-        probe = Probe(runs())
-        try:
-            found = probe.run()
-            if probe.is_conclusive:
-                return probe, found
-        except Exception:  # values of another layer may be none that an op takes
-            if not probe.has_stood_in:
-                raise
-        probe = Probe(runs(), runs_all=True)
-        return probe, probe.run()
-
     def _classifier(self) -> Classifier:
         leaf, _ = self.token.anchor
         return Classifier(
@@ -133,18 +129,23 @@ class TracedModel:
             symbol=self.token.symbol,
             shape_env=self.trace.shape_env,
             device=self.trace.example.leaves[leaf].device,
+            judge=self.judge,
             forced=self.forced,
             captures_boundaries=self.captures_boundaries,
         )
 
-    def validity(self) -> Any:
-        """num_tokens → whether the trace's guards on the token count alone hold."""
-        guards = [
-            g
-            for g in internals.guard_expressions(self.trace.shape_env)
-            if g.free_symbols == {self.token.symbol}
-        ]
-        return holds(internals.compile_expressions(guards, [self.token.symbol]))
+
+# Reasons that `strict` does not let pass.
+_STRICT = ("mixes_tokens", "unknown_op", "not_recordable")
+
+
+def _strict_error(node: fx.Node, verdict: Verdict) -> CaptureError:
+    """Which op mixes tokens, and where the user wrote it."""
+    return CaptureError(
+        f"op '{node.name}' in {module_path(node) or 'forward'} ({source_line(node)}) {verdict.detail}",
+        rule="no padded row reaches a real row, and nothing depends on the padded count [I3]",
+        fix="rewrite it row by row, declare it (boundary_ops.declare_rows), or drop strict=True",
+    )
 
 
 def trace_model(
@@ -197,8 +198,12 @@ def prepare(traced: Trace, config: PiecewiseConfig) -> TracedModel:
     is_captured = config.boundary == "captured"
     if is_captured:
         fix_metadata_inputs(traced, facts, token.symbol)
+    counts = valid_counts(traced.shape_env, token.symbol, max(config.buckets))
+    if not len(counts):  # no bucket can be served
+        counts = np.array([token.example_num_tokens])
+    judge = Judge(Sizes(counts, token.symbol, traced.shape_env))
     return TracedModel(
-        traced, facts, token, num_dead, captures_boundaries=is_captured, step_metadata=step_metadata
+        traced, facts, token, num_dead, judge, captures_boundaries=is_captured, step_metadata=step_metadata
     )
 
 

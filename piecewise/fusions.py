@@ -87,6 +87,8 @@ class _Fusing:
 
     def _fused_for(self, segment: Segment) -> _Fused | None:
         try:
+            if segment.keeps_own:
+                raise NotTraceable(segment.keeps_own)
             kind = self._kind(segment)
             if kind not in self._groups:
                 self._groups[kind] = self._find_groups(segment, kind)

@@ -14,7 +14,8 @@ import torch
 from torch import fx
 
 from piecewise import torch_internals as internals
-from piecewise.aliases import call_on_fakes, storage_of, tensors_in
+from piecewise.aliases import call_on_fakes
+from piecewise.tensors import storage_of, tensors_in
 
 
 class LayerFakes:

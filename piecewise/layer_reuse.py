@@ -22,7 +22,7 @@ import torch
 from torch import fx, nn
 
 from piecewise import torch_internals as internals
-from piecewise.aliases import call_on_fakes, storage_of
+from piecewise.aliases import call_on_fakes
 from piecewise.dynamo_result import Placeholder
 from piecewise.dynamo_run import DynamoRun
 from piecewise.layer_call import LayerCall, NotReused, geometry
@@ -38,6 +38,7 @@ from piecewise.repeated_layers import (
 from piecewise.startup_times import LayerReuse
 from piecewise.state import resolve
 from piecewise.structure import Namespace
+from piecewise.tensors import storage_of
 from runners.errors import told
 
 

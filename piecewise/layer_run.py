@@ -16,7 +16,6 @@ import sympy
 from torch import fx, nn
 
 from piecewise import torch_internals as internals
-from piecewise.aliases import tensors_in
 from piecewise.dynamo_result import Placeholder, placeholders_of, result_of
 from piecewise.dynamo_run import DynamoRun, run_dynamo
 from piecewise.layer_call import LayerCall, NotReused
@@ -24,6 +23,7 @@ from piecewise.repeated_layers import RepeatedLayer
 from piecewise.signature import CallBinder
 from piecewise.state import is_asked_of, is_same_to, looked_at, readable_path
 from piecewise.structure import Namespace
+from piecewise.tensors import tensors_in
 from piecewise.unguarded import reads_attribute_tables
 
 _INPUT = re.compile(r"\bL\['[ti]\d+'\]")

@@ -19,12 +19,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import boundary_ops
-from piecewise.aliases import storage_of, tensors_in
 from piecewise.assemble import PlanAssembler
 from piecewise.differences import TensorDifference, Tolerance, compare_tensors
 from piecewise.plan import Segment, ValueSpec
 from piecewise.poison import AS_SERVED, Poison, replay_with, shadows_of
 from piecewise.signatures import ServedBucket
+from piecewise.tensors import storage_of, tensors_in
 from piecewise.warm_up import state_tensor
 from runners.bound_steps import copy_elements
 from runners.rows import narrow_to

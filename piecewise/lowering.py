@@ -203,6 +203,8 @@ class _Job:
             CaptureError: with `strict`, it cannot be lowered.
         """
         try:
+            if segment.keeps_own:
+                raise Unlowerable(segment.keeps_own)
             if segment.captured_ops:
                 # Functional graphs copy what an op writes, and that would be whole KV pools.
                 raise Unlowerable(

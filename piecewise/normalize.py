@@ -2,17 +2,18 @@
 
 1. Nested graph modules that only wrap (activation checkpointing, `invoke_subgraph`) are inlined, so that
    boundary ops inside them are found.
-2. Autocast regions become `meta["autocast"]` on each node inside them: a region may span segments, and
+2. What lies between the entry and the exit of a `vmap` becomes one node: its tensors exist inside alone.
+3. Autocast regions become `meta["autocast"]` on each node inside them: a region may span segments, and
    each segment re-opens it for itself. Grad-mode switches are dropped, since captures serve calls without
    grad.
-3. A `getitem` on a tuple moves next to its producer, so that tuples never cross a segment border.
-4. A number computed from sizes that the result holds is a number, not the 0-dim tensor that Dynamo carries
+4. A `getitem` on a tuple moves next to its producer, so that tuples never cross a segment border.
+5. A number computed from sizes that the result holds is a number, not the 0-dim tensor that Dynamo carries
    it in.
-5. The value of a float attribute that Dynamo carries in a tensor (`dynamic=True`) is that number, where the
+6. The value of a float attribute that Dynamo carries in a tensor (`dynamic=True`) is that number, where the
    trace has fixed it.
-6. Uses of a dropout that drops nothing become uses of what it was given: eager returns that very tensor, but
+7. Uses of a dropout that drops nothing become uses of what it was given: eager returns that very tensor, but
    its fake is a copy.
-7. Uses of an in-place op's result become uses of the tensor that it wrote: one name per memory.
+8. Uses of an in-place op's result become uses of the tensor that it wrote: one name per memory.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from piecewise import torch_internals as internals
-from piecewise.aliases import call_on_fakes, storage_of, tensors_in
+from piecewise.aliases import call_on_fakes
+from piecewise.tensors import storage_of, tensors_in
 from piecewise.torch_internals import SYMBOLIC
 from runners.errors import SplitError
 
@@ -76,6 +78,7 @@ def normalize(
     """
     _inline_wrappers(graph)
     _refuse_reshaping_in_place(graph.graph)
+    _join_transforms(graph)
     _lift_regions(graph.graph)
     _move_getitems(graph.graph)
     _unwrap_numbers(graph.graph, numbers)
@@ -150,6 +153,60 @@ def _refuse_reshaping_in_place(graph: fx.Graph) -> None:
                 rule="a tensor keeps its shape and strides while graphs are cut out of forward",
                 fix=f"use the form without the trailing underscore, '{target_name(node).rstrip('_')}'",
             )
+
+
+class _Joined:
+    """The nodes of a `vmap` as one function; equal programs have equal names."""
+
+    def __init__(self, module: fx.GraphModule) -> None:
+        self._module = module
+        self.__name__, self.__module__ = "vmap", __name__
+
+    def __call__(self, *arguments: Any) -> tuple[Any, ...]:
+        made: tuple[Any, ...] = self._module(*arguments)
+        return made
+
+    def __repr__(self) -> str:
+        return f"vmap of {self._module.code}"
+
+
+def _join_transforms(graph: fx.GraphModule) -> None:
+    inside: list[fx.Node] = []
+    depth = 0
+    for node in list(graph.graph.nodes):
+        name = target_name(node) if node.op == "call_function" else ""
+        depth += name.endswith("_increment_nesting")
+        if depth:
+            inside.append(node)
+        if name.endswith("_decrement_nesting"):
+            depth -= 1
+            if not depth:
+                _join(graph, inside)
+                inside = []
+
+
+def _join(graph: fx.GraphModule, nodes: list[fx.Node]) -> None:
+    held = set(nodes)
+    read = dict.fromkeys(source for node in nodes for source in node.all_input_nodes)
+    given = [source for source in read if source not in held]
+    made = [node for node in nodes if any(user not in held for user in node.users)]
+    inner = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {node: inner.placeholder(f"a{at}") for at, node in enumerate(given)}
+    for node in nodes:
+        copies[node] = inner.node_copy(node, lambda old: copies[old])
+    inner.output(tuple(copies[node] for node in made))
+    with graph.graph.inserting_before(nodes[0]):
+        joined = graph.graph.call_function(_Joined(fx.GraphModule(graph, inner)), tuple(given))
+    kept = ("stack_trace", "nn_module_stack")
+    joined.meta = {key: value for key, value in nodes[0].meta.items() if key in kept}
+    joined.meta["example_value"] = tuple(node.meta.get("example_value") for node in made)
+    for at, node in enumerate(made):
+        with graph.graph.inserting_after(joined):
+            item = graph.graph.call_function(operator.getitem, (joined, at))
+        item.meta = joined.meta | {"example_value": node.meta.get("example_value")}
+        node.replace_all_uses_with(item, delete_user_cb=lambda user: user not in held)
+    for node in reversed(nodes):
+        graph.graph.erase_node(node)
 
 
 def _lift_regions(graph: fx.Graph) -> None:

@@ -31,6 +31,21 @@ class ResultLeaf:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class PaddedRows:
+    """What the padded rows of a value may hold in a graph: what it was proven for, and is tested with.
+
+    Attributes:
+        is_real: each repeats a real row, the same one as those of other values; else they hold anything.
+        bounds: row count → the least and the largest integer, None for a side that is open.
+        is_prefix: whether the real rows lead; where they do not, graphs alone read the value.
+    """
+
+    is_real: bool = True
+    bounds: Callable[[int], tuple[int | None, int | None]] = lambda rows: (None, None)
+    is_prefix: bool = True
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class ValueSpec:
     """A value that crosses a segment border, or an input, or state.
 
@@ -44,6 +59,7 @@ class ValueSpec:
         memory: values with one number share memory; -1 for scalars.
         geometry: sizes, strides and offset in words, with `n` for the row count; equal where they are.
         any_strides: it may have any strides, of which the last one is 1; `strides` is then None.
+        units: per dim, how many elements are one row.
     """
 
     index: int
@@ -61,6 +77,8 @@ class ValueSpec:
     offset: Sizes | None = None
     geometry: str = ""
     any_strides: bool = False
+    units: tuple[int, ...] = ()
+    padded: PaddedRows = PaddedRows()
 
     @property
     def is_tensor(self) -> bool:
@@ -113,6 +131,8 @@ class Segment:
         captured_ops: boundary ops in a graph segment.
         unwritten: memories of its results that hold nothing yet, as later segments write them.
         op_call: the same as `function` where a boundary op is called with nothing but inputs and constants.
+        own_function: `function` as the model has it, whatever was fused.
+        keeps_own: why nothing may be fused, compiled or scheduled in it; empty where that may be.
     """
 
     index: int
@@ -130,6 +150,8 @@ class Segment:
     op_call: OpCall | None = None
     captured_ops: int = 0
     unwritten: tuple[int, ...] = ()
+    own_function: Callable[..., tuple] | None = None
+    keeps_own: str = ""
 
     @property
     def name(self) -> str:
@@ -195,7 +217,7 @@ class FillReport:
     """Memory of `empty*` that others than its graph's own ops write.
 
     Attributes:
-        num_needless: how often it is left as it is, since the probes proved its padded rows inert.
+        num_needless: how often it is left as it is, since no reader of its padded rows minds what they hold.
     """
 
     num_needless: int
@@ -228,6 +250,7 @@ class SegmentPlan:
         step_memory: state that only captured forms of boundary ops write: nothing while the step that is
             loaded has no sequences, else what belongs to that step and is overwritten where it runs again.
         metadata_leaves: inputs without tokens that captured boundary ops read; zeros are a step of no tokens.
+        max_rows: the largest row count for which the indices in graphs are in range; None for any.
     """
 
     token_dim: TokenDim
@@ -245,13 +268,15 @@ class SegmentPlan:
     fusions: FusionReport | None = None
     step_memory: frozenset[int] = frozenset()
     metadata_leaves: frozenset[int] = frozenset()
+    max_rows: int | None = None
 
     def graph_segments(self) -> tuple[Segment, ...]:
         return tuple(segment for segment in self.segments if segment.kind == "graph")
 
     def holds_at(self, num_tokens: int, leaves: Sequence[Any]) -> bool:
         """Whether the trace holds for so many tokens, with the other sizes of a call's leaves."""
-        return self.is_valid(num_tokens, *self.other_sizes(leaves))
+        is_within = self.max_rows is None or num_tokens <= self.max_rows
+        return is_within and self.is_valid(num_tokens, *self.other_sizes(leaves))
 
     def other_sizes(self, leaves: Sequence[Any]) -> list[int]:
         """Values of the symbols that are not the token count, for one call."""

@@ -7,67 +7,33 @@ one shows. Weights, state and inputs are never touched.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 
+from piecewise.padding import OTHER_ROWS, poison_padding_
 from piecewise.plan import ValueSpec
-from piecewise.row_samples import int_candidates
-from runners.bound_steps import Call, CopyIn, CopyInputs, Replay
-from runners.rows import padded_parts, poison_value
+from runners.bound_steps import Call, CopyInputs, Replay
+from runners.rows import poison_value
 from runners.step_plan import CallStep, Shadow, StaticArgument, StepPlan
 
 
 @dataclass(frozen=True, slots=True)
 class Poison:
-    """What padded rows hold; `variant` as in `poison_value`, None for what the plan itself puts there, or
-    real rows in another order where `is_shuffled`."""
+    """What padded rows hold; `variant` as for `poison_padding_`, None for what the plan itself puts there."""
 
     name: str
     variant: int | None
-    is_shuffled: bool = False
-
-    @property
-    def is_served(self) -> bool:
-        return self.variant is None and not self.is_shuffled
-
-    def fill_(self, rows: torch.Tensor, pads: list[torch.Tensor]) -> None:
-        """Fills padded rows: floats with the poison, integers with a value that a real row has; all with
-        other rows where `is_shuffled`."""
-        if self.is_served or not pads:
-            return
-        if self.variant is None:
-            for pad in pads:
-                pad.copy_(_shuffled(rows, pad.shape))
-            return
-        dtype = rows.dtype
-        is_other = dtype.is_floating_point or dtype.is_complex or dtype is torch.bool
-        value = poison_value(dtype, self.variant) if is_other else int_candidates(rows)[self.variant]
-        for pad in pads:
-            pad.fill_(value)
 
 
 AS_SERVED = Poison("padding as served", None)
 _FINITE = (
     Poison("padding of 1e4", 1),
     Poison("padding of -1e4", 2),
-    Poison("padding of shuffled rows", None, is_shuffled=True),
+    Poison("padding of other rows", OTHER_ROWS),
 )
-
-
-def _shuffled(rows: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
-    """Real rows in another order, as many as `sizes` says: what looks right is the harder poison for an op
-    that asks whether a row is sound."""
-    if rows.shape == torch.Size(sizes):
-        return rows.flip(0)
-    for dim, size in enumerate(sizes):
-        if rows.shape[dim] != size:
-            order = torch.randperm(rows.shape[dim], generator=torch.Generator().manual_seed(dim))
-            order = order.repeat(-(-size // max(len(order), 1)))[:size]
-            rows = rows.index_select(dim, order.to(rows.device))
-    return rows
 
 
 def poisons_for(engine: str, *, is_padded: bool) -> tuple[Poison, ...]:
@@ -103,44 +69,23 @@ def spoil_static_memory(steps: StepPlan, pool: Any, poison: Poison) -> None:
         shadow.buffer.fill_(poison_value(dtype, variant) if is_float else 0)
 
 
-def pads_after(
-    bound: Any, steps: StepPlan, num_tokens: int
-) -> Mapping[int, list[tuple[torch.Tensor, list[torch.Tensor]]]]:
-    """Per position in the bound steps, (real rows, padded parts) of what the step there has just set."""
-    found: dict[int, list[tuple[torch.Tensor, list[torch.Tensor]]]] = {}
+def _set_at(bound: Any, steps: StepPlan) -> Mapping[int, list[tuple[torch.Tensor, ValueSpec]]]:
+    """Per position in the bound steps, the static tensors whose real rows the step there has just set."""
+    found: dict[int, list[tuple[torch.Tensor, Any]]] = {}
     planned = iter(steps.steps)
     for position, step in enumerate(bound.steps):
-        if isinstance(step, (CopyIn, CopyInputs)):
-            copies = step.copies if isinstance(step, CopyInputs) else [step]
-            found[position] = [_split(copy.rows, _whole(copy, steps)) for copy in copies]
+        if isinstance(step, CopyInputs):
+            found[position] = [(shadow.buffer, shadow.value) for shadow in steps.copy_ins]
         elif isinstance(step, (Replay, Call)):
             plan_step = next(planned)
-            if isinstance(step, Call) and isinstance(plan_step, CallStep):
-                found[position] = [_split(copy.rows, _whole(copy, steps)) for copy in step.copies]
-                for argument in plan_step.arguments:
-                    if isinstance(argument, StaticArgument) and argument.written:
-                        found[position].append(_argument_parts(argument, num_tokens))
+            if isinstance(plan_step, CallStep):
+                found[position] = [(shadow.buffer, shadow.value) for shadow in plan_step.copies]
+                found[position] += [
+                    (argument.tensor, argument.value)
+                    for argument in plan_step.arguments
+                    if isinstance(argument, StaticArgument) and argument.written
+                ]
     return found
-
-
-def _whole(step: CopyIn, steps: StepPlan) -> torch.Tensor:
-    at = step.rows.data_ptr()
-    return next((s.buffer for s in shadows_of(steps).values() if s.buffer.data_ptr() == at), step.rows)
-
-
-def _split(rows: torch.Tensor, whole: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    return rows, padded_parts(whole, rows.shape)
-
-
-def _argument_parts(argument: StaticArgument, num_tokens: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    value, tensor = argument.value, argument.tensor
-    if not value.token_dims or value.sizes is None:
-        return tensor, []
-    sizes = tuple(value.sizes(num_tokens))
-    rows = tensor
-    for dim, size in enumerate(sizes):
-        rows = rows.narrow(dim, 0, size)
-    return rows, padded_parts(tensor, sizes)
 
 
 def replay_with(
@@ -161,7 +106,7 @@ def replay_with(
     if steps.begin_call is not None:
         steps.begin_call()
     bound = steps._bound.get(num_tokens) or steps._bind(num_tokens)
-    pads = {} if poison.is_served else pads_after(bound, steps, num_tokens)
+    pads = {} if poison.variant is None else _set_at(bound, steps)
     env = leaves + [None] * (steps.num_values + len(steps.results))
     names = iter(step.name for step in steps.steps)
     for position, step in enumerate(bound.steps):
@@ -170,6 +115,7 @@ def replay_with(
             step.replay(env)
         else:
             around(env, name, lambda step=step: step.replay(env))  # type: ignore[misc]
-        for rows, parts in pads.get(position, ()):
-            poison.fill_(rows, parts)
+        for tensor, value in pads.get(position, ()):
+            assert poison.variant is not None
+            poison_padding_(tensor, value, num_tokens, steps.padded_num_tokens, variant=poison.variant)
     return [read(env) for read in bound.results]

@@ -12,11 +12,12 @@ import torch
 from torch import fx
 
 from piecewise import torch_internals as internals
-from piecewise.aliases import NodeFacts, storage_of, tensors_in
+from piecewise.aliases import NodeFacts
 from piecewise.normalize import target_name
 from piecewise.plan import ResultLeaf
 from piecewise.split import source_line
 from piecewise.structure import Structure
+from piecewise.tensors import storage_of, tensors_in
 from piecewise.torch_internals import SYMBOLIC
 from piecewise.trace import Trace
 

@@ -48,7 +48,7 @@ class SegmentWriter:
         self._scalars: dict[Any, Any] = {}
         self._symbols: dict[sympy.Symbol, fx.Node] = {splitter.token.symbol: self.rows}
         self._inputs: list[tuple[fx.Node, int]] = []
-        self._modules: dict[str, Any] = {}
+        self.modules: dict[str, Any] = {}
         self._last_placeholder = self.rows
 
     def write(self) -> SegmentWriter:
@@ -83,7 +83,7 @@ class SegmentWriter:
         if node.op == "get_attr" and not isinstance(
             getattr(self.splitter.trace.graph, str(node.target)), torch.Tensor
         ):
-            self._modules[str(node.target)] = getattr(self.splitter.trace.graph, str(node.target))
+            self.modules[str(node.target)] = getattr(self.splitter.trace.graph, str(node.target))
             self.copies[node] = self.graph.create_node("get_attr", str(node.target))
             return self.copies[node]
         value = node.meta.get("example_value")
@@ -176,9 +176,9 @@ class SegmentWriter:
         self.graph.output(tuple(self.copies[node] for node in outputs))
         code = self.graph.python_code("self")
         foreign = tuple((name, id(value)) for name, value in sorted(code.globals.items()))
-        key = (code.src, foreign, tuple((name, id(module)) for name, module in sorted(self._modules.items())))
+        key = (code.src, foreign, tuple((name, id(module)) for name, module in sorted(self.modules.items())))
         if key not in functions:
-            functions[key] = function_of(self.graph, self._modules), self._stable_key(code, functions)
+            functions[key] = function_of(self.graph, self.modules), self._stable_key(code, functions)
         return functions[key]
 
     def _stable_key(self, code: Any, functions: Mapping[Any, Any]) -> str:
@@ -187,13 +187,13 @@ class SegmentWriter:
         foreign = [f"{name} = {_named(value)}" for name, value in sorted(code.globals.items())]
         foreign += [
             f"self.{name} = {getattr(module, 'code', type(module).__qualname__)}"
-            for name, module in sorted(self._modules.items())
+            for name, module in sorted(self.modules.items())
         ]
         digest = hashlib.sha256("\n".join([code.src, *foreign]).encode()).hexdigest()[:24]
         key = f"{self.kind}-{digest}"
         # Two objects may go by one name; what they do is then not known to be the same.
         is_taken = any(known == key for _, known in functions.values())
-        is_known = not self._modules and all(map(_is_torchs, code.globals.values()))
+        is_known = not self.modules and all(map(_is_torchs, code.globals.values()))
         return key if is_known and not is_taken else f"{key}-{next(_serial)}"
 
 

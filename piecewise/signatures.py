@@ -16,6 +16,7 @@ from piecewise.assemble import PlanAssembler, state_check_of
 from piecewise.call_rules import is_alike, matcher_of
 from piecewise.compiler import TracedModel, example_of_size, one_token_refusal, trace_model
 from piecewise.config import PiecewiseConfig
+from piecewise.faults import SegmentFault
 from piecewise.lowering import LoweredPlan, Lowering
 from piecewise.plan import SegmentPlan
 from piecewise.progress import steps_bar
@@ -113,6 +114,16 @@ class CapturedSignature:
         if known is None:
             known = self._valid[key] = plan.is_valid(num_tokens)
         return known
+
+    def may_serve(self, num_tokens: int, leaves: Sequence[Any]) -> bool:
+        """Whether the global state is that of the trace, and sizes that do not follow the token count are not
+        excluded at every count: one sequence is another kind of call where the trace asks for several."""
+        if not self.global_state.check():
+            return False
+        counts = (num_tokens, *self.buckets)
+        return not self.plan.symbols or any(
+            plan.holds_at(count, leaves) for count in counts for plan in self._plans()
+        )
 
     @property
     def buckets(self) -> tuple[int, ...]:
@@ -222,13 +233,10 @@ def trace_signature(
     if config.lowering == "inductor":
         with times.timed("lowering"):
             internals.start_compile_workers(example.leaves)
-    with steps_bar(("tracing", "probing", "tracing one token"), enabled=config.progress) as begin:
+    with steps_bar(("tracing", "tracing one token"), enabled=config.progress) as begin:
         begin()
         with times.timed("trace"):
             traced = trace_model(model, example, forward=forward, config=config)
-        begin()
-        with times.timed("probe"):
-            traced.probe(config.buckets, strict=config.strict)
         begin()
         with times.timed("trace"):
             one_token = one_token_refusal(traced, model, forward=forward, config=config)
@@ -247,7 +255,7 @@ def signature_of(
     config: PiecewiseConfig,
     times: StartupTimes,
 ) -> CapturedSignature:
-    """The signature that a probed trace serves, under the global state (grad mode off) of now."""
+    """The signature that a trace serves, under the global state (grad mode off) of now."""
     plan = traced.planned(config, times, move_weights=True)
     matcher = matcher_of(traced, plan, traced.trace.example)
     return CapturedSignature(
@@ -264,10 +272,13 @@ def capture_bucket(context: CaptureContext, signature: CapturedSignature, bucket
         signature.refuse(bucket, FallbackReason.ONE_TOKEN_BRANCH, signature.one_token)
         return signature.bucket_reports[bucket]
     before = context.pool.allocated_bytes, context.pool.device_bytes
+    assembler: PlanAssembler | None = None
     try:
         plan, assembler = _plan_for(context, signature, bucket)
         if assembler is None:
             detail = "the model branches on the token count, and no trace at this size holds"
+            if plan.max_rows is not None and bucket > plan.max_rows:
+                detail = f"an index of its padded rows would reach beyond a table of {plan.max_rows} rows"
             signature.refused[bucket] = (FallbackReason.SHAPE_GUARD, detail)
             report = BucketReport(bucket, "eager", detail, code=FallbackReason.SHAPE_GUARD.value)
         elif not assembler.runners:
@@ -291,16 +302,54 @@ def capture_bucket(context: CaptureContext, signature: CapturedSignature, bucket
                 device_bytes=max(context.pool.device_bytes - before[1], 0),
                 coverage=plan.coverage,
             )  # fmt: skip
+    except SegmentFault as fault:
+        if context.config.strict:
+            raise
+        if assembler is not None and (again := _cut_again(context, signature, assembler, fault)) is not None:
+            for size in sorted({*again, bucket}, reverse=True):
+                capture_bucket(context, signature, size)
+            return signature.bucket_reports[bucket]
+        report = _failed(signature, bucket, fault)
     except Exception as error:
         if context.config.strict:
             raise
-        detail = str(error) or f"{type(error).__name__} without a message"
-        reason = FallbackReason.OUT_OF_MEMORY if _is_out_of_memory(error) else FallbackReason.CAPTURE_FAILED
-        signature.refused[bucket] = (reason, detail)
-        report = BucketReport(bucket, "failed", detail, code=reason.value)
+        report = _failed(signature, bucket, error)
     report = dataclasses.replace(report, capture_ms=(time.perf_counter() - began) * 1e3)
     signature.bucket_reports[bucket] = report
     return report
+
+
+def _failed(signature: CapturedSignature, bucket: int, error: Exception) -> BucketReport:
+    """Serves a bucket eagerly whose capture failed."""
+    detail = str(error) or f"{type(error).__name__} without a message"
+    reason = FallbackReason.OUT_OF_MEMORY if _is_out_of_memory(error) else FallbackReason.CAPTURE_FAILED
+    signature.refused[bucket] = (reason, detail)
+    return BucketReport(bucket, "failed", detail, code=reason.value)
+
+
+def _cut_again(
+    context: CaptureContext, signature: CapturedSignature, assembler: PlanAssembler, fault: SegmentFault
+) -> list[int] | None:
+    """Cuts the trace again without what was wrong; the buckets that lost their graphs by that, or None where
+    nothing is to be done about it."""
+    old = assembler.plan
+    at = next((i for i, resized in enumerate(signature.resized) if resized.plan is old), -1)
+    traced = signature.traced if at < 0 else signature.resized[at].traced
+    if _is_out_of_memory(fault) or not traced.heed(fault, old):
+        return None
+    lost = [bucket for bucket, served in signature.served.items() if served.plan is old]
+    for bucket in lost:
+        del signature.served[bucket]
+    assembler.reset()
+    position = signature.assemblers.index(assembler)
+    del signature.assemblers[position], signature.lowerings[position]
+    plan = traced.planned(context.config, signature.times, move_weights=True)
+    if at >= 0:
+        signature.resized[at] = ResizedTrace(traced, plan)
+    else:
+        signature.plan, signature.check = plan, state_check_of(plan)
+        signature.match = matcher_of(traced, plan, traced.trace.example)
+    return lost
 
 
 def _is_out_of_memory(error: BaseException | None) -> bool:
@@ -362,8 +411,6 @@ def _resized_for(context: CaptureContext, signature: CapturedSignature, bucket: 
             return known
     with signature.times.timed("trace"):
         traced = signature.retrace(bucket)
-    with signature.times.timed("probe"):
-        traced.probe([bucket], strict=context.config.strict)
     plan = traced.planned(context.config, signature.times, move_weights=True)
     if not plan.holds_at(bucket, example) or not is_alike(signature.traced, traced):
         return None

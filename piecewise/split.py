@@ -13,15 +13,17 @@ inside from it.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import sympy
 import torch
 from torch import fx
 
 from piecewise import torch_internals as internals
-from piecewise.aliases import NodeFacts, is_tuple_item, storage_of, tensors_in, written_storages
+from piecewise.aliases import NodeFacts, is_tuple_item, written_storages
+from piecewise.analysis.rows.walk import makes_empty
 from piecewise.classify import Classifier, Verdict
 from piecewise.free_strides import with_free_strides
 from piecewise.normalize import target_name
@@ -30,6 +32,7 @@ from piecewise.plan import (
     EagerReason,
     FillReport,
     InputRule,
+    PaddedRows,
     Segment,
     SegmentPlan,
     TokenDim,
@@ -37,9 +40,10 @@ from piecewise.plan import (
 )
 from piecewise.segment_graph import SegmentWriter
 from piecewise.sizes import SizeFunctions, holds
+from piecewise.tensors import storage_of, tensors_in
 from piecewise.token_dim import TokenSymbol
 from piecewise.trace import Trace
-from piecewise.zero_fills import ZeroFills, makes_empty
+from piecewise.zero_fills import ZeroFills
 from runners.state_check import StateRef
 
 
@@ -54,13 +58,15 @@ class Splitter:
         *,
         classifier: Classifier,
         num_dead_ops: int,
-        inert: Collection[fx.Node] = (),
+        keeps_own: Mapping[fx.Node, str] = {},
     ) -> None:
         self.trace, self.facts, self.token, self.num_dead_ops = trace, facts, token, num_dead_ops
         self.graph, self.classifier = trace.graph.graph, classifier
         self.verdicts: dict[fx.Node, Verdict] = self.classifier.run()
         kinds = {node: verdict.kind for node, verdict in self.verdicts.items()}
-        self.fills = ZeroFills(self.graph, facts, kinds, inert)
+        self.fills = ZeroFills(self.graph, facts, kinds)
+        self.keeps_own = keeps_own
+        self.writers: list[SegmentWriter] = []
         self.values: list[ValueSpec] = []
         self.index_of: dict[fx.Node, int] = {}
         self.symbol_index: dict[sympy.Symbol, int] = {}
@@ -97,8 +103,26 @@ class Splitter:
         return ValueSpec(
             index, node.name, origin, fake.dtype, fake.device, sizes, strides, token_dims, memory,
             leaf=leaf, state=state, offset=self._sizes.of((fake.storage_offset(),)),
-            geometry=self._sizes.text(fake),
+            geometry=self._sizes.text(fake), units=self._units(fake), padded=self._padded(node, origin),
         )  # fmt: skip
+
+    def _units(self, fake: torch.Tensor) -> tuple[int, ...]:
+        """How many elements of each dim are one row: what padding repeats."""
+        sizes = self.classifier.judge.sizes(fake.shape)
+        return tuple(size.unit if size.constant is None else 1 for size in sizes) if sizes is not None else ()
+
+    def _padded(self, node: fx.Node, origin: str) -> PaddedRows:
+        if origin != "graph":
+            return PaddedRows()
+        (rows,) = self.classifier.rows.rows_of(node)
+        counts = self.classifier.judge.known.counts
+
+        def bounds(num_rows: int) -> tuple[int | None, int | None]:
+            at = int(np.searchsorted(counts, num_rows))
+            low, high = (int(side.values[at]) if side is not None else None for side in rows.bounds[:2])
+            return low, high
+
+        return PaddedRows(rows.is_real, bounds, self.classifier.rows.is_prefix(node))
 
     def symbol_value(self, symbol: sympy.Symbol) -> int:
         """Value index of a symbol that is not the token count: an int input, or a size of an input."""
@@ -140,9 +164,7 @@ class Splitter:
 
     def cut(self) -> SegmentPlan:
         groups = self.groups()
-        writers = []
-        for kind, nodes in groups:
-            writers.append(SegmentWriter(self, kind, nodes).write())
+        writers = self.writers = [SegmentWriter(self, kind, nodes).write() for kind, nodes in groups]
         used = [set(writer.input_nodes) for writer in writers]
         results = set(self.graph.output_node().all_input_nodes)
         segments = []
@@ -200,7 +222,8 @@ class Splitter:
             views_only=kind == "graph" and all(self.facts[node].is_view for node in nodes),
             op_call=writer.op_call() if kind == "boundary" else None,
             captured_ops=sum(kind == "graph" and self.facts[node].boundary is not None for node in nodes),
-            unwritten=unwritten,
+            unwritten=unwritten, own_function=function,
+            keeps_own=next((self.keeps_own[node] for node in nodes if node in self.keeps_own), ""),
         )  # fmt: skip
 
     def _reason(self, node: fx.Node) -> EagerReason:
@@ -234,7 +257,7 @@ class Splitter:
             tuple(result_values), holds(check), symbols, self.trace.state_facts,
             self._written_leaves(), self.num_dead_ops,
             FillReport(self.fills.num_needless, tuple(self.fills.kept)),
-            step_memory=self._step_memory(),
+            step_memory=self._step_memory(), max_rows=self.classifier.rows.largest,
             metadata_leaves=frozenset(
                 placeholder.leaf
                 for placeholder in self.trace.placeholders

@@ -14,7 +14,6 @@ class StartupTimes:
 
     Attributes:
         trace: Dynamo and the analysis of what it gives, second traces included; grows with the model's depth.
-        probe: the walks that look for ops which let padding reach real rows.
         lowering: loading Inductor, rewriting distinct graph segments, and compiling them, or finding them in
             Inductor's cache.
         warm_up: the runs before captures, where kernels are compiled and tuned at their first launch.
@@ -22,7 +21,6 @@ class StartupTimes:
     """
 
     trace: float = 0.0
-    probe: float = 0.0
     lowering: float = 0.0
     warm_up: float = 0.0
     capture: float = 0.0

@@ -25,11 +25,11 @@ from torch._ops import OpOverload
 from torch.utils.flop_counter import flop_registry
 
 from piecewise import torch_internals as internals
-from piecewise.aliases import tensors_in
 from piecewise.aten_graph import AtenGraph, function_of, trace_aten
 from piecewise.branches import Fork, Join, OpFacts, StreamSchedule, schedule
 from piecewise.passes.fakes import memory_of, value_of
 from piecewise.plan import Segment, ValueSpec
+from piecewise.tensors import tensors_in
 from runners.streams import Lanes
 
 

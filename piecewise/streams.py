@@ -72,7 +72,7 @@ class StreamSchedules:
         for segment in plan.graph_segments() if num_streams > 1 else ():
             if segment.views_only:
                 continue
-            reason = one_callable.get(segment.index, "")
+            reason = segment.keeps_own or one_callable.get(segment.index, "")
             key = segment_text(plan, segment), reason
             if key in kinds:
                 kinds[key].num_alike += 1

@@ -19,8 +19,9 @@ from torch import fx
 
 import boundary_ops
 from piecewise import torch_internals as internals
-from piecewise.aliases import NodeFacts, storage_of, tensor_arguments, tensors_in
+from piecewise.aliases import NodeFacts, tensor_arguments
 from piecewise.normalize import target_name
+from piecewise.tensors import storage_of, tensors_in
 from piecewise.trace import Trace
 from runners.errors import TokenDimError
 

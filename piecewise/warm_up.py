@@ -1,7 +1,8 @@
 """Runs each segment ahead of its capture, on stand-in values, with poison in the padded rows [I3, I8].
 
-Three runs per graph segment, on the same real rows and other padding: what the probes found for each op
-has to hold for the segment as it was lowered, so the real rows of its results must be the same bits.
+Three runs per graph segment, on the same real rows and other padding: what was proven for each op has to
+hold for the segment as it was lowered, so the real rows of its results must be the same bits. Padded rows
+hold what the proof allows them (`padding.py`).
 
 Boundary ops between graphs are not called; what they write is filled with random real rows and poison. Those
 in graphs run on a step of zero sequences (`captured_warm_up.py`). Eager segments are called, on the real
@@ -20,13 +21,14 @@ import torch
 
 from piecewise.boundary_warm_up import warm_up_boundary
 from piecewise.captured_warm_up import CapturedWarmUp
+from piecewise.faults import SegmentFault, checked_indices
+from piecewise.padding import poison_padding_
 from piecewise.plan import Segment, SegmentPlan, ValueSpec
-from piecewise.row_agreement import identical
-from piecewise.row_samples import int_candidates, resize_leaf, stand_in
+from piecewise.row_samples import resize_leaf, stand_in
 from piecewise.streams import StreamForms
 from runners.errors import CaptureError
 from runners.piecewise_runner import PiecewiseRunner
-from runners.rows import has_strides, narrow_to, padded_parts, poison_value
+from runners.rows import has_strides, narrow_to, padded_parts, poison_value, repeat_row_
 
 
 class WarmUp:
@@ -103,10 +105,8 @@ class WarmUp:
                 continue
             sizes = value.sizes(real_rows)
             rows = inputs[index] if index in inputs else stand_in(sizes, buffer, seed=index)
-            pad = int_candidates(rows)[0] if _is_index(buffer) and index in inputs else 0
-            for part in padded_parts(buffer, sizes):
-                part.fill_(pad)
             narrow_to(buffer, sizes).copy_(rows)
+            repeat_row_(buffer, sizes, value.units)
 
     def _run_eager(
         self,
@@ -144,7 +144,9 @@ class WarmUp:
             value = self.plan.values[index]
             renewed = index in segment.outputs or value.memory in segment.writes
             if renewed and index in eager and value.sizes is not None:
-                narrow_to(buffer, value.sizes(real_rows)).copy_(eager[index])
+                sizes = value.sizes(real_rows)
+                narrow_to(buffer, sizes).copy_(eager[index])
+                repeat_row_(buffer, sizes, value.units)
 
     def _warm_up_segment(
         self,
@@ -159,7 +161,11 @@ class WarmUp:
         runner = self.runners[segment.index]
         values = [self.plan.values[index] for index in segment.inputs]
         outputs_spec = [self.plan.values[index] for index in segment.outputs]
-        compared = [at for at, spec in enumerate(outputs_spec) if spec.memory not in segment.unwritten]
+        compared = [
+            at
+            for at, spec in enumerate(outputs_spec)
+            if spec.memory not in segment.unwritten and spec.padded.is_prefix
+        ]
         written = [
             (tensor, tensor.clone())
             for value, tensor in zip(values, arguments, strict=True)
@@ -167,35 +173,48 @@ class WarmUp:
         ]
         first: list[torch.Tensor] = []
         outputs: Sequence[torch.Tensor] = ()
+        function = form or runner.function
+        own = function is segment.own_function
+
+        def fault(error: CaptureError, step: int) -> SegmentFault:
+            for tensor, before in written:
+                tensor.copy_(before)
+            return SegmentFault.of(
+                error, segment, function, arguments, bucket=bucket, real_rows=real_rows, variant=step
+            )
+
         for step in range(max(self.num_steps, 1)):
             for tensor, before in written:
                 tensor.copy_(before)
             for value, tensor in zip(values, arguments, strict=True):
-                if value.token_dims and value.sizes is not None and tensor.dtype.is_floating_point:
-                    for part in padded_parts(tensor, value.sizes(real_rows)):
-                        part.fill_(poison_value(tensor.dtype, step))
+                poison_padding_(tensor, value, real_rows, bucket, variant=step)
             made_up = CapturedWarmUp(arguments, num_rows=bucket, real_rows=real_rows, variant=step)
-            with made_up if segment.captured_ops else nullcontext():
-                outputs = (
-                    runner.warm_up(bucket, arguments, fn=form)
-                    if step < self.num_steps
-                    else segment.function(bucket, *arguments)
-                )
+            try:
+                with (
+                    made_up if segment.captured_ops else nullcontext(),
+                    checked_indices(arguments) if own else nullcontext(),
+                ):
+                    outputs = (
+                        runner.warm_up(bucket, arguments, fn=form)
+                        if step < self.num_steps
+                        else segment.function(bucket, *arguments)
+                    )
+            except CaptureError as failed:
+                raise fault(failed, step) from failed
             rows = [_real_rows(outputs_spec[at], outputs[at], real_rows) for at in compared]
             if step == 0:
                 first = [row.clone() for row in rows]
                 continue
             changed = _first_changed(first, rows)
             if changed is not None:
-                raise CaptureError(
+                mixed = CaptureError(
                     f"{segment.name}, bucket {bucket}, result '{outputs_spec[compared[changed]].name}'",
                     expected="real rows that do not depend on what padded rows hold",
                     got=f"other values in warm-up {step + 1} than in warm-up 1",
                     rule="no padded row reaches a real row [I3]",
-                    fix="the ops one by one are clean, so the lowering mixes rows: use lowering='eager'"
-                    if form is None
-                    else "the segment on one stream is clean: use num_streams=1",
+                    fix="leave strict=False, with which the op at fault runs eagerly, and report it",
                 )
+                raise fault(mixed, step)
         return outputs
 
     def _stand_in_for(self, segment: Segment, made: dict[int, torch.Tensor], real_rows: int) -> None:
@@ -256,12 +275,6 @@ def last_uses(plan: SegmentPlan) -> list[int]:
     return [last.get(value.memory, -1) for value in plan.values]
 
 
-def _is_index(tensor: torch.Tensor) -> bool:
-    return (
-        not tensor.dtype.is_floating_point and not tensor.dtype.is_complex and tensor.dtype is not torch.bool
-    )
-
-
 def _real_rows(value: ValueSpec, tensor: torch.Tensor, real_rows: int) -> torch.Tensor:
     return (
         narrow_to(tensor, value.sizes(real_rows)) if value.token_dims and value.sizes is not None else tensor
@@ -275,4 +288,11 @@ def _first_changed(before: Sequence[torch.Tensor], now: Sequence[torch.Tensor]) 
         return None
     # NaN is the same as NaN here, and takes a second look.
     pairs = enumerate(zip(before, now, strict=True))
-    return next((at for at, (left, right) in pairs if not identical(left, right)), None)
+    return next((at for at, (left, right) in pairs if not _are_same(left, right)), None)
+
+
+def _are_same(left: torch.Tensor, right: torch.Tensor) -> bool:
+    equal = left == right
+    if left.dtype.is_floating_point:
+        equal |= (left != left) & (right != right)
+    return bool(equal.all())

@@ -22,38 +22,57 @@ class StateChanged(Exception):
 
 @dataclass(slots=True)
 class CopyIn:
-    """Copies a value of this call into its static buffer and zeroes the padded rows."""
+    """A value of this call and its static buffer, whose padded rows repeat a real one [I2].
+
+    Attributes:
+        slot: the value's place in `env`.
+        rows: the real rows of the buffer.
+        pads: copies within the buffer that fill its padded rows, in this order; see `row_copies`.
+        units: per dim, how many elements are one row.
+    """
 
     slot: int
+    buffer: torch.Tensor
     rows: torch.Tensor
-    pads: list[torch.Tensor]
+    pads: list[tuple[torch.Tensor, torch.Tensor | None]]
+    units: tuple[int, ...]
 
-    def replay(self, env: list[Any]) -> None:
-        self.rows.copy_(env[self.slot])
-        for pad in self.pads:
-            pad.zero_()
+    def fill(self) -> None:
+        """Lets padded rows repeat a real one."""
+        for pad, source in self.pads:
+            pad.copy_(source) if source is not None else pad.zero_()
+
+
+# Copies tensors into the buffers of some `CopyIn`s and fills their padding; false where it cannot.
+CopyLaunch = Callable[[Sequence[torch.Tensor]], bool]
 
 
 @dataclass(slots=True)
 class CopyInputs:
-    """Several of them, of values that are all there: fewer launches before the first segment."""
+    """Copies values that are all there into their static buffers, with `launch` all at once."""
 
     copies: list[CopyIn]
+    launch: CopyLaunch | None = None
 
     def __post_init__(self) -> None:
         # torch copies all in one launch where strides are equal, too. A row count below the bucket leaves the
         # bucket's stride in a dim of size 1, where it means nothing.
-        for copy in self.copies:
+        for copy in self.copies if len(self.copies) > 1 else ():
             if copy.rows.is_contiguous():
                 strides = torch.empty(copy.rows.shape, device="meta").stride()
                 copy.rows = copy.rows.as_strided(copy.rows.shape, strides)
 
     def replay(self, env: list[Any]) -> None:
         copies = self.copies
-        torch._foreach_copy_([copy.rows for copy in copies], [env[copy.slot] for copy in copies])
+        given = [env[copy.slot] for copy in copies]
+        if self.launch is not None and self.launch(given):
+            return
+        if len(copies) == 1:
+            copies[0].rows.copy_(given[0])
+        else:
+            torch._foreach_copy_([copy.rows for copy in copies], given)
         for copy in copies:
-            for pad in copy.pads:
-                pad.zero_()
+            copy.fill()
 
 
 @dataclass(slots=True)
@@ -174,7 +193,7 @@ class Call:
     from_env: list[tuple[int, int]]
     results: tuple[int, ...]
     dense: list[Dense]
-    copies: list[CopyIn]
+    copies: CopyInputs | None
 
     def replay(self, env: list[Any]) -> None:
         arguments = self.arguments.copy()  # the held list must not keep the caller's tensors alive
@@ -190,8 +209,8 @@ class Call:
                 item.rows.copy_(dense)
         for slot, value in zip(self.results, returned, strict=True) if self.results else ():
             env[slot] = value
-        for copy in self.copies:
-            copy.replay(env)
+        if self.copies is not None:
+            self.copies.replay(env)
 
 
 class RepeatedOp(Protocol):
@@ -236,8 +255,8 @@ class OpCall(Call):
         for position, slot in self.op_from_env:
             arguments[position] = env[slot]
         op.function(*arguments)
-        for copy in self.copies:
-            copy.replay(env)
+        if self.copies is not None:
+            self.copies.replay(env)
 
     def _bind(self, env: list[Any]) -> None:
         slots = {position - 1: slot for position, slot in self.from_env}

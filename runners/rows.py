@@ -52,6 +52,41 @@ def padded_parts(tensor: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tenso
     return parts
 
 
+def row_copies(
+    tensor: torch.Tensor, sizes: Sequence[int], units: Sequence[int], *, row: int = 0
+) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
+    """Views (target, source) of `tensor`: copied in this order, each row behind the leading part of `sizes`
+    holds what one of the leading rows holds, the same one in all tensors [I2].
+
+    Args:
+        units: per dim, how many elements are one row.
+        row: which of the leading rows it is.
+    Returns:
+        `source` is None where there is no row to repeat: such a target is to be filled with zeros.
+    """
+    found: list[tuple[torch.Tensor, torch.Tensor | None]] = []
+    inner = tensor
+    for dim, (size, unit) in enumerate(zip(sizes, units, strict=True)):
+        if size == tensor.shape[dim]:
+            continue
+        pad = inner.narrow(dim, size, tensor.shape[dim] - size)
+        if size:
+            begin = row % (size // unit) * unit
+            pad = pad.unflatten(dim, (-1, unit)) if unit > 1 else pad
+            source = inner.narrow(dim, begin, unit)
+            found.append((pad, (source.unsqueeze(dim) if unit > 1 else source).expand_as(pad)))
+        else:
+            found.append((pad, None))
+        inner = inner.narrow(dim, 0, size)
+    return found[::-1]
+
+
+def repeat_row_(tensor: torch.Tensor, sizes: Sequence[int], units: Sequence[int], *, row: int = 0) -> None:
+    """Fills the rows behind the leading part of `sizes` as `row_copies` says."""
+    for target, source in row_copies(tensor, sizes, units, row=row):
+        target.copy_(source) if source is not None else target.zero_()
+
+
 def poison_value(dtype: torch.dtype, variant: int) -> float | int | bool:
     """What to put into padded rows to see whether they reach real ones: NaN, +1e4 and −1e4 for floats.
 

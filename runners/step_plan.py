@@ -14,7 +14,7 @@ are made once per `num_tokens` (`_Bound`) and kept for the row counts used last.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -27,6 +27,7 @@ from runners.bound_steps import (
     CopiedResult,
     CopyIn,
     CopyInputs,
+    CopyLaunch,
     CopyOut,
     Dense,
     DirectCall,
@@ -42,7 +43,7 @@ from runners.bound_steps import (
 )
 from runners.engine import CapturedGraph
 from runners.row_views import BoundRows, RowViews, SizedValue
-from runners.rows import has_strides, is_dense, padded_parts
+from runners.rows import has_strides, is_dense, row_copies
 from runners.state_check import StateCheck, StateRef
 
 
@@ -152,6 +153,7 @@ class StepPlan:
         begin_call: called before each replay, where the engine needs it: `GraphPool.begin_call`.
         step_metadata: loaded before each replay, for ops in graphs that read it at fixed addresses.
         max_bound: how many row counts keep their views.
+        copier: makes one launch of copies into static buffers, where it can.
     """
 
     padded_num_tokens: int
@@ -169,6 +171,7 @@ class StepPlan:
     may_run_ahead: Callable[[], bool] = lambda: True
     step_metadata: tuple[Loadable, ...] = ()
     max_bound: int = 64
+    copier: Callable[[Sequence[CopyIn]], CopyLaunch | None] | None = None
     _bound: OrderedDict[int, _Bound] = field(default_factory=OrderedDict)
     _binder: _Binder = field(init=False)
 
@@ -227,6 +230,7 @@ class _Binder:
     """Makes the steps of one row count: only views are new, all else was prepared with the plan."""
 
     def __init__(self, plan: StepPlan) -> None:
+        self._copier = plan.copier
         self._views = RowViews()
         self._loads = [LoadStep(metadata) for metadata in plan.step_metadata]
         self._copy_ins = [(shadow, self._views.add(shadow.buffer, shadow.value)) for shadow in plan.copy_ins]
@@ -268,15 +272,38 @@ class _Binder:
         rows = self._views.bind(num_tokens)
         steps: list[Any] = list(self._loads)
         copies = [_copy_in(shadow, rows.views[index]) for shadow, index in self._copy_ins]
-        steps += [CopyInputs(copies)] if len(copies) > 1 else copies
+        steps += [self._copy_inputs(copies)] if copies else []
         for step in self._steps:
-            steps.append(_call(step, num_tokens, rows) if isinstance(step, _CallTemplate) else step)
+            steps.append(self._call(step, num_tokens, rows) if isinstance(step, _CallTemplate) else step)
         readers = [_reader(item, num_tokens, rows.views[index]) for item, index in self._results]
         for group in self._groups:
             steps.append(self._copy_out(group, num_tokens, rows))
             for position in group:
                 readers[position] = _slot_reader(self._first_copy + position)
         return _Bound(steps, readers)
+
+    def _call(self, template: _CallTemplate, num_tokens: int, rows: BoundRows) -> Call:
+        step, views = template.step, rows.views
+        arguments = [num_tokens, *(views[index] if index >= 0 else None for index in template.views)]
+        dense: list[Dense] = []
+        for index in dict.fromkeys(template.views) if rows.dense_geometry else ():
+            geometry = rows.dense_geometry.get(index)
+            if geometry is not None:
+                positions = tuple(at for at, taken in enumerate(template.views, start=1) if taken == index)
+                taken_as = (step.arguments[at - 1] for at in positions)
+                written = any(isinstance(taken, StaticArgument) and taken.written for taken in taken_as)
+                dense.append(Dense(positions, views[index], *geometry, written))
+                for at in positions:
+                    arguments[at] = None
+        copied = [_copy_in(shadow, views[index]) for shadow, index in template.copies]
+        copies = self._copy_inputs(copied) if copied else None
+        # Of one row, `contiguous()` or `sum_to_size` return what they were given, where the plan has a copy.
+        function = _with_own_memory(step) if num_tokens == 1 and step.owned else step.function
+        parts = (function, arguments, template.from_env, step.results, dense, copies)
+        return Call(*parts) if step.direct is None or dense else OpCall(*parts, step.direct)
+
+    def _copy_inputs(self, copies: list[CopyIn]) -> CopyInputs:
+        return CopyInputs(copies, self._copier(copies) if self._copier is not None else None)
 
     def _copy_out(self, group: list[int], num_tokens: int, rows: BoundRows) -> CopyOut:
         """The results at these positions, laid out as in eager's memory, from the first element taken."""
@@ -295,27 +322,8 @@ class _Binder:
 
 
 def _copy_in(shadow: Shadow, rows: torch.Tensor) -> CopyIn:
-    return CopyIn(shadow.slot, rows, padded_parts(shadow.buffer, rows.shape))
-
-
-def _call(template: _CallTemplate, num_tokens: int, rows: BoundRows) -> Call:
-    step, views = template.step, rows.views
-    arguments = [num_tokens, *(views[index] if index >= 0 else None for index in template.views)]
-    dense: list[Dense] = []
-    for index in dict.fromkeys(template.views) if rows.dense_geometry else ():
-        geometry = rows.dense_geometry.get(index)
-        if geometry is not None:
-            positions = tuple(at for at, taken in enumerate(template.views, start=1) if taken == index)
-            taken_as = [step.arguments[at - 1] for at in positions]
-            written = any(isinstance(argument, StaticArgument) and argument.written for argument in taken_as)
-            dense.append(Dense(positions, views[index], *geometry, written))
-            for at in positions:
-                arguments[at] = None
-    copies = [_copy_in(shadow, views[index]) for shadow, index in template.copies]
-    # Of one row, `contiguous()` or `sum_to_size` return what they were given, where the plan has a copy.
-    function = _with_own_memory(step) if num_tokens == 1 and step.owned else step.function
-    parts = (function, arguments, template.from_env, step.results, dense, copies)
-    return Call(*parts) if step.direct is None or dense else OpCall(*parts, step.direct)
+    units = shadow.value.units
+    return CopyIn(shadow.slot, shadow.buffer, rows, row_copies(shadow.buffer, rows.shape, units), units)
 
 
 def _with_own_memory(step: CallStep) -> Callable[..., Any]:

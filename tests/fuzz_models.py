@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import os
 import random
 
 import torch
@@ -17,6 +18,8 @@ from hypothesis import strategies as st
 from torch import nn
 from toy_models import CACHE_ROWS, HIDDEN, VOCAB, make_ids, mix, pack, shift
 
+# Where models live: taken out of the environment, as names with this prefix are settings.
+DEVICE = os.environ.pop("PIECEWISE_FUZZ_DEVICE", "cpu")
 OPS = {}
 JUMPY, COUNTING = set(), set()
 
@@ -63,12 +66,12 @@ def softmax_in_rows(m, a, b):
 
 @op
 def gather(m, a, b):
-    return [a + m.places.weight[torch.arange(a.shape[0])], m.places(m.ids % 7)]
+    return [a + m.places.weight[torch.arange(a.shape[0], device=a.device)], m.places(m.ids % 7)]
 
 
 @op
 def rotate(m, a, b):
-    angles = torch.arange(a.shape[0], dtype=a.dtype)[:, None] * 0.1
+    angles = torch.arange(a.shape[0], dtype=a.dtype, device=a.device)[:, None] * 0.1
     left, right = a.chunk(2, -1)
     return [torch.cat([left * angles.cos() - right * angles.sin(), left * angles.sin()], -1)]
 
@@ -121,7 +124,7 @@ def cumsum(m, a, b):
 
 @op
 def causal_conv(m, a, b):
-    kernel = torch.full((HIDDEN, 1, 3), 0.2, dtype=a.dtype)
+    kernel = a.new_full((HIDDEN, 1, 3), 0.2)
     return [torch.tanh(F.conv1d(F.pad(a.T[None], (2, 0)), kernel, groups=HIDDEN)[0].T)]
 
 
@@ -146,7 +149,7 @@ def center(m, a, b):
 
 @op
 def over_count(m, a, b):
-    return [a / a.shape[0], b * torch.full((b.shape[0], 1), 1.0 / b.shape[0], dtype=b.dtype)]
+    return [a / a.shape[0], b * b.new_full((b.shape[0], 1), 1.0 / b.shape[0])]
 
 
 @op
@@ -156,7 +159,8 @@ def gram(m, a, b):
 
 @op
 def attention(m, a, b):
-    scores = (a @ b.T).masked_fill(torch.ones(a.shape[0], a.shape[0]).tril() == 0, float("-inf"))
+    causal = a.new_ones(a.shape[0], a.shape[0]).tril()
+    scores = (a @ b.T).masked_fill(causal == 0, float("-inf"))
     return [scores.softmax(-1) @ b]
 
 
@@ -199,6 +203,113 @@ def index_add(m, a, b):
 @counting
 def branch_on_count(m, a, b):
     return [a + 1 if a.shape[0] > 5 else a - 1]
+
+
+# What values hide: which rows meet is told by ids, which may all be the same in an example -----------------
+
+
+@op
+def searched(m, a, b):
+    ordered = m.ids.sort()[0]
+    found = torch.searchsorted(ordered, m.ids) + torch.bucketize(m.ids, ordered, right=True)
+    return [a + 0.01 * found[:, None]]
+
+
+@op
+def found_among(m, a, b):
+    return [a * torch.isin(m.ids + 1, m.ids)[:, None], b]
+
+
+@op
+def table_of_ids(m, a, b):
+    table = m.ids[:, None] - m.ids[None]
+    least, most = table.amin(1, keepdim=True), (table > 3).any(1, keepdim=True)
+    return [a + 0.01 * least, torch.where(most, a, b), a + 0.01 * table.eq(0).cumsum(1)[:, -1:]]
+
+
+@op
+def sorted_by_id(m, a, b):
+    chosen = m.ids % 4
+    ordered, places = chosen.sort(stable=True)
+    picked = torch.tanh(a[places] * m.places.weight[ordered])
+    back = torch.empty_like(places)
+    back[places] = torch.arange(places.shape[0], device=a.device)
+    return [picked[back] + b]
+
+
+@op
+def ranked(m, a, b):
+    return [a + 0.01 * m.ids.argsort(stable=True).argsort()[:, None]]
+
+
+@op
+def neighbours(m, a, b):
+    """The row that an index names, which is the last one for −1."""
+    return [a + b[(m.ids % 3 - 1).clamp(max=a.shape[0] - 1)]]
+
+
+@op
+def segments(m, a, b):
+    begins = F.one_hot(m.ids % 4, 4).sum(0).cumsum(0)
+    return [torch.tanh(a + 0.01 * begins[m.ids % 4, None])]
+
+
+@op
+def one_hots(m, a, b):
+    return [a + F.one_hot(m.ids % 5, HIDDEN).to(a.dtype), b]
+
+
+@op
+def placed_in_rows(m, a, b):
+    columns = torch.arange(a.shape[0], device=a.device)[:, None] % HIDDEN
+    return [a.scatter(1, columns, 0.5), a.gather(1, columns).expand(-1, HIDDEN) * 0.5]
+
+
+@op
+def clamped_lookup(m, a, b):
+    return [a + m.places((m.ids - 3).clamp(0, 9)), b + m.places((m.ids + 60) // 4)]
+
+
+@jumpy
+def lookup_by_comparison(m, a, b):
+    return [a + m.places((a > b).sum(-1))]
+
+
+# Blocks, tails and tables ----------------------------------------------------------------------------------
+
+
+@op
+def blocks(m, a, b):
+    both = torch.cat([a, b * 2])
+    return [both.view(2, -1, HIDDEN).sum(0), both.tanh()[: a.shape[0]]]
+
+
+@op
+def padded_conv(m, a, b):
+    kernel = a.new_full((HIDDEN, 1, 3), 0.3)
+    rows = F.conv1d(a.T[None], kernel, padding=2, groups=HIDDEN)[0].T
+    return [torch.tanh(rows[: a.shape[0]]), torch.tanh(F.pad(b, (0, 0, 0, 2))[:-2])]
+
+
+@op
+def repeated(m, a, b):
+    return [a.repeat_interleave(2, 0)[::2] + 1, b.repeat(2, 1)[: b.shape[0]]]
+
+
+@op
+def front_row(m, a, b):
+    return [torch.cat([a.new_ones(1, HIDDEN), a])[1:], b - b[:1]]
+
+
+@op
+def windows(m, a, b):
+    wide = torch.cat([a.new_zeros(2, HIDDEN), a])
+    return [wide.unfold(0, 3, 1).mean(-1), b]
+
+
+@op
+def vmapped(m, a, b):
+    return [torch.vmap(lambda row, other: row.sin() * other)(a, b)]
 
 
 # Writes ----------------------------------------------------------------------------------------------------
@@ -300,7 +411,7 @@ def made_in_two_parts(m, a, b):
 
 @op
 def index_written(m, a, b):
-    index = torch.arange(a.shape[0])
+    index = torch.arange(a.shape[0], device=a.device)
     index.add_(1)
     index[-1] = 0
     return [a[index]]
@@ -317,7 +428,7 @@ def write_workspace(m, a, b):
 
 @op
 def scatter_workspace(m, a, b):
-    m.workspace[torch.arange(a.shape[0])] = torch.tanh(a)
+    m.workspace[torch.arange(a.shape[0], device=a.device)] = torch.tanh(a)
     return []
 
 
@@ -335,7 +446,7 @@ def count(m, a, b):
 @op
 def count_rows(m, a, b):
     m.load.add_(a.shape[0])
-    m.load.index_add_(0, m.ids % 3, torch.ones(a.shape[0], dtype=a.dtype))
+    m.load.index_add_(0, m.ids % 3, a.new_ones(a.shape[0]))
     return [torch.tanh(a + m.load[0])]
 
 
@@ -407,15 +518,15 @@ RESULTS = {
 class Program(nn.Module):
     """Runs `steps`: (name of an op, two numbers that pick its operands); `results` names one of `RESULTS`."""
 
-    def __init__(self, steps, *, dtype=torch.float64, results="list"):
+    def __init__(self, steps, *, dtype=torch.float64, results="list", device="cpu"):
         super().__init__()
         self.linear, self.norm = nn.Linear(HIDDEN, HIDDEN), nn.LayerNorm(HIDDEN)
         self.embedding, self.places = nn.Embedding(VOCAB, HIDDEN), nn.Embedding(CACHE_ROWS, HIDDEN)
         self.dropout = nn.Dropout(0.2)
         for name, sizes in (("workspace", (CACHE_ROWS, HIDDEN)), ("calls", (1,)), ("load", (3,))):
             self.register_buffer(name, torch.zeros(sizes))
-        self.to(dtype).eval().requires_grad_(False)
-        self.cache = torch.zeros(CACHE_ROWS, HIDDEN, dtype=dtype)
+        self.to(device=device, dtype=dtype).eval().requires_grad_(False)
+        self.cache = torch.zeros(CACHE_ROWS, HIDDEN, dtype=dtype, device=device)
         self.steps, self.results, self.flag = steps, results, False
 
     def forward(self, ids, x, bias=None, slots=None, cu_seqlens=None):
@@ -447,7 +558,8 @@ class Case:
         steps, dtype, results: of the `Program`.
         has_bias, is_packed: which optional inputs calls have.
         buckets, example, outputs, capture, max_padding_ratio: how it is captured.
-        poison: what padded rows hold instead of zeros, or None.
+        poison: what padded rows behind boundary ops hold, or None.
+        hides: whether all ids of the example are the same.
         actions: (what, token count) in order.
     """
 
@@ -463,9 +575,15 @@ class Case:
     max_padding_ratio: float | None
     poison: float | None
     actions: tuple
+    hides: bool = False
 
     def model(self):
-        return Program(self.steps, dtype=self.dtype, results=self.results)
+        return Program(self.steps, dtype=self.dtype, results=self.results, device=DEVICE)
+
+    def example_arguments(self):
+        """Inputs for a capture."""
+        found = self.arguments(max(self.example, 2))
+        return (torch.full_like(found[0], 7) if self.hides else found[0], *found[1:])
 
     def arguments(self, n, *, has_bias=None):
         """Inputs of `n` tokens; the same for the same count."""
@@ -476,7 +594,7 @@ class Case:
         if self.is_packed:
             found[3] = torch.randperm(CACHE_ROWS, generator=generator)[:n]
             found[4] = torch.tensor(sorted({0, n // 3, n}) if n > 2 else [0, n // 2, n])
-        return tuple(found)
+        return tuple(tensor.to(DEVICE) if tensor is not None else None for tensor in found)
 
 
 ACTIONS = (
@@ -508,6 +626,7 @@ def cases(draw):
         max_padding_ratio=draw(st.sampled_from([None, None, 2.0])),
         poison=draw(st.sampled_from([float("nan"), 1e4, None])),
         actions=tuple(draw(st.lists(st.tuples(st.sampled_from(ACTIONS), sizes), min_size=4, max_size=12))),
+        hides=draw(st.booleans()),
     )
 
 
@@ -528,4 +647,5 @@ def case_with(name, *, seed):
         max_padding_ratio=None,
         poison=(float("nan"), 1e4)[seed % 2],
         actions=tuple(("call", n) for n in (3, 8, 12, 9, 1, 2, 13, 0, 7)),
+        hides=seed % 2 == 0,
     )

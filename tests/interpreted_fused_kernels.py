@@ -12,7 +12,9 @@ import pytest
 import torch
 
 from piecewise.passes import reference
-from piecewise.passes.kernels import launches
+from piecewise.passes.kernels import copies, launches
+from runners.bound_steps import CopyIn, CopyInputs
+from runners.rows import narrow_to, row_copies
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 # One unit in the last place of a result near 1: where a sum is made in another order, rounding may turn over.
@@ -138,3 +140,57 @@ def test_norms_in_float8(dtype, kind):
         assert (found.float() != expected.float()).float().mean() < 0.02
         if scale is None:
             torch.testing.assert_close(scales, wanted, rtol=1e-2, atol=0)
+
+
+def copy_in(shape, dim, padded, unit, dtype):
+    """A buffer whose dim has room for `padded`, and the copy of a tensor of this shape into it."""
+    sizes = list(shape)
+    sizes[dim] = padded
+    buffer = torch.full(sizes, 7).to(dtype)
+    rows = narrow_to(buffer, shape)
+    units = tuple(unit if at == dim else 1 for at in range(len(shape)))
+    return CopyIn(0, buffer, rows, row_copies(buffer, shape, units), units)
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.int64, torch.int32, torch.bool, torch.bfloat16, torch.float32], ids=str
+)
+@pytest.mark.parametrize(
+    "shape, dim, padded, unit",
+    [
+        ((1, 5), 1, 8, 1),
+        ((3, 5), 1, 9, 1),
+        ((5, 40), 0, 70, 1),
+        ((2, 6, 7), 1, 14, 2),
+        ((4,), 0, 4, 1),
+        ((1, 1), 1, 3000, 1),
+    ],
+)
+def test_copies_are_those_of_torch(dtype, shape, dim, padded, unit):
+    alike = [copy_in(shape, dim, padded, unit, dtype), copy_in((1, 3), 1, 5, 1, torch.int64)]
+    for count in (1, 2):
+        given = [
+            torch.randint(0, 2 if copy.buffer.dtype is torch.bool else 99, tuple(copy.rows.shape))
+            for copy in alike
+        ]
+        given = [tensor.to(copy.buffer.dtype) for tensor, copy in zip(given, alike, strict=True)]
+        for position, copy in enumerate(alike):
+            copy.slot = position
+        CopyInputs(alike[:count]).replay(given)
+        wanted = [copy.buffer.clone() for copy in alike[:count]]
+        for copy in alike:
+            copy.buffer.fill_(0)
+        assert copies.copier(alike[:count])(given[:count])
+        for copy, want in zip(alike[:count], wanted, strict=True):
+            assert torch.equal(copy.buffer, want)
+
+
+def test_copies_that_are_not_dense_are_left_to_torch():
+    copy = copy_in((4, 3), 0, 8, 1, torch.float32)
+    launch = copies.copier([copy])
+    assert not launch([torch.randn(3, 4).T]) and not launch([torch.randn(4, 3).double()])
+    assert launch([torch.randn(4, 3)])
+    assert copies.copier([copy] * 5) is None
+    two = copy_in((4, 3), 0, 8, 1, torch.float32)
+    two.rows = narrow_to(two.buffer, (4, 2))
+    assert copies.copier([two]) is None

@@ -8,7 +8,6 @@ numbers afterwards; bit for bit at a bucket's size and where the call runs eager
 
 from __future__ import annotations
 
-import contextlib
 import os
 
 import pytest
@@ -16,7 +15,15 @@ import torch
 from fuzz_models import COUNTING, OPS, case_with, cases
 from hypothesis import HealthCheck, given, settings
 from torch import nn
-from toy_models import assert_same, leaves_of, op_poison, padding_of, put_back, spoil_static_memory, state_of
+from toy_models import (
+    assert_same,
+    leaves_of,
+    op_poison,
+    padding_of_row,
+    put_back,
+    spoil_static_memory,
+    state_of,
+)
 
 import piecewise
 from runners.stats import FallbackReason
@@ -45,8 +52,7 @@ class Session:
         if self.case.capture == "startup":
             self.capture(self.case.example)
         poison = self.case.poison
-        padding = padding_of(poison) if poison is not None else contextlib.nullcontext()
-        with padding, op_poison(poison):
+        with op_poison(poison), padding_of_row(0 if poison is None else 1):
             for what, n in self.case.actions:
                 getattr(self, what)(n)
         self.check_counts()
@@ -182,7 +188,7 @@ class Session:
     def capture(self, n):
         state = state_of(self.model)
         random_state = torch.get_rng_state()
-        report = self.graphed.capture(*self.case.arguments(max(n, 2)))
+        report = self.graphed.capture(*self.case.example_arguments())
         assert all(bucket.status != "failed" for bucket in report.buckets), (report, self.case)
         for name, (tensor, before) in state.items():
             assert torch.equal(tensor.nan_to_num(7.0), before.nan_to_num(7.0)), (name, self.case)

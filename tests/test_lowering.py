@@ -664,7 +664,7 @@ def test_views_of_one_memory_under_two_dtypes_are_not_lowered(compiles):
 def test_the_report_tells_the_parts_of_the_start_up(compiles):
     _, report = captured(Toy(num_blocks=1).eval())
     parts = dataclasses.asdict(report.times)
-    assert set(parts) == {"trace", "probe", "lowering", "warm_up", "capture"}
+    assert set(parts) == {"trace", "lowering", "warm_up", "capture"}
     assert all(took > 0 for took in parts.values())
     assert "start-up took" in str(report) and "lowered by inductor" in str(report)
     assert report.asdict()["lowerings"][0]["num_distinct"] == 2
@@ -692,4 +692,4 @@ def test_progress_names_each_part_and_is_silent_when_asked(compiles, monkeypatch
     assert said == []
     loud = piecewise.compile(Toy(num_blocks=1).eval(), buckets=[4], lowering="inductor")
     loud.capture(*arguments)
-    assert said == ["tracing", "probing", "tracing one token", "capturing bucket 4", "lowering segments"]
+    assert said == ["tracing", "tracing one token", "capturing bucket 4", "lowering segments"]

@@ -175,9 +175,9 @@ def test_I3_only_what_mixes_rows_is_eager(served):
     name = type(served.graphed.model).__name__
     plan = served.graphed.report().plans[0]
     if name.startswith("Mixtral"):
-        # Rows are sorted by expert: the sort, the histogram and the way back see all rows, and on a CPU the
-        # grouped matmul reads its offsets back.
-        assert set(reasons(served.graphed)) == {"mixes_tokens", "consumes_token_dim", "not_recordable"}
+        # Rows are sorted by expert: the sort and the histogram see all rows; what stands in for the grouped
+        # matmul of float32 is an op of the library.
+        assert set(reasons(served.graphed)) == {"mixes_tokens", "consumes_token_dim", "unknown_op"}
         assert plan.count("boundary") == LAYERS and plan.coverage > 0.8
         return
     assert kinds(served.graphed) == "gb" * LAYERS + "g" and plan.coverage == 1.0

@@ -14,6 +14,7 @@ from state_models import BUCKETS, HIDDEN, Model, calls, graph, new_model, serve,
 from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+import boundary_ops
 import piecewise
 from runners.mode import capturing, in_capture_window
 from runners.piecewise_runner import PiecewiseRunner
@@ -34,12 +35,14 @@ _library.impl("fragile", lambda x: torch.empty_like(x), "Meta")
 _library.define("peeks(Tensor x) -> Tensor")
 _library.impl("peeks", lambda x: x * float(x.sum().item() > 1e9) + x, "CPU")
 _library.impl("peeks", lambda x: torch.empty_like(x), "Meta")
+for name in ("fragile", "peeks"):
+    boundary_ops.declare_rows(f"state_failures::{name}", token_args={"x": 0})
 
 
 @pytest.fixture
 def fragile():
     """A model with an op in its second graph segment that fails at 16 rows."""
-    trouble.update(rows=16, error=RuntimeError("no room for 16 rows"), in_capture=False)
+    trouble.update(rows=16, error=torch.OutOfMemoryError("no room for 16 rows"), in_capture=False)
     yield new_model(after=lambda model, x: torch.ops.state_failures.fragile(x))
     trouble.update(rows=None, error=None)
 
@@ -158,7 +161,7 @@ def test_I8_a_failed_bucket_is_eager_with_the_reason_and_the_rest_goes_on(fragil
     assert failed.bucket == 16 and "no room for 16 rows" in failed.reason
     assert [serve(graphed, tokens(n)) for n in (3, 7)] == ["replay", "replay"]
     trouble["rows"] = None
-    assert serve(graphed, tokens(12)) == "capture_failed"
+    assert serve(graphed, tokens(12)) == "out_of_memory"
 
 
 def test_I8_a_failure_without_a_message_has_a_reason_too(monkeypatch):
@@ -200,7 +203,7 @@ def test_I8_a_failure_in_a_later_bucket_leaves_the_earlier_ones(fragile):
     graphed = graph(fragile, captured=False)
     assert graphed.capture(tokens(7)).captured == (8, 16)
     trouble["rows"] = None
-    assert [serve(graphed, tokens(n)) for n in (3, 7, 12)] == ["capture_failed", "replay", "replay"]
+    assert [serve(graphed, tokens(n)) for n in (3, 7, 12)] == ["out_of_memory", "replay", "replay"]
 
 
 @pytest.mark.parametrize(
@@ -225,7 +228,7 @@ def test_I8_strict_raises_what_failed_and_keeps_what_was_captured(fragile):
     trouble["rows"] = 8
     graphed = graph(fragile, captured=False, strict=True)
     with pytest.raises(piecewise.CaptureError, match=r"(?s)segment 2.*bucket 8.*no room for 8 rows"):
-        trouble["error"] = RuntimeError("no room for 8 rows")
+        trouble["error"] = torch.OutOfMemoryError("no room for 8 rows")
         graphed.capture(tokens(7))
     assert graphed.stats.captured == (16,)
     assert serve(graphed, tokens(12)) == "replay"

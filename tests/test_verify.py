@@ -18,8 +18,10 @@ import boundary_ops
 import piecewise
 from boundary_ops import PrefillBatch
 from piecewise import cli, poison
+from piecewise.analysis.rows.table import RULES, Entry
 from piecewise.differences import Tolerance, compare_tensors
-from piecewise.probe import Probe
+from piecewise.padding import poison_padding_
+from piecewise.plan import PaddedRows, ValueSpec
 from piecewise.verify import edge_sizes
 from runners.bound_steps import Call, CopyInputs
 from runners.piecewise_runner import PiecewiseRunner
@@ -371,22 +373,22 @@ def test_I3_padding_that_looks_like_real_rows_finds_what_other_poison_does_not(m
             sound = torch.where((out.abs() < 100) & (out != 0), out, 0.0)
             return sound.flip(0).cumsum(0).flip(0)
 
-    graphed = unprobed(monkeypatch, Guarded())
+    graphed = with_wrong_rule(monkeypatch, "flip", Guarded())
     found = graphed.verify(*floats(5)[0]).first_difference
-    assert found.run == "padding of shuffled rows" and found.cause == "plan" and found.kind == "graph"
+    assert found.run == "padding of other rows" and found.cause == "plan" and found.kind == "graph"
 
 
-def test_I3_shuffled_rows_are_real_ones_in_another_order():
-    rows = torch.arange(6.0).reshape(3, 2)
-    pads = [torch.empty(2, 2), torch.empty(3, 2), torch.empty(7, 2)]
-    shuffled = poison.poisons_for("cuda", is_padded=True)[-1]
-    shuffled.fill_(rows, pads)
-    for pad in pads:
-        assert all(any(torch.equal(row, real) for real in rows) for row in pad), "each is a real row"
-    assert not torch.equal(pads[1], rows)
-    numbers = [torch.empty(4, dtype=torch.long)]
-    shuffled.fill_(torch.tensor([7, 9]), numbers)
-    assert set(numbers[0].tolist()) == {7, 9}
+def test_I3_other_rows_are_real_ones_the_same_in_all_values():
+    spec = ValueSpec(0, "x", "graph", sizes=lambda n: (n, 2), token_dims=(0,), units=(1, 1))
+    for n in (1, 2, 3):
+        found = []
+        for first in (0.0, 10.0):
+            rows = first + torch.arange(14.0).reshape(7, 2)
+            poison_padding_(rows, replace(spec, padded=PaddedRows(is_real=first > 0)), n, 7, variant=3)
+            assert torch.equal(rows[:n], first + torch.arange(2.0 * n).reshape(n, 2))
+            assert all(torch.equal(row, rows[n]) for row in rows[n:])
+            found.append([index for index in range(n) if torch.equal(rows[index], rows[n])])
+        assert found[0] == found[1] and len(found[0]) == 1, "each is the same real row"
 
 
 def test_rows_in_use_and_rows_not_in_use_are_told_apart():
@@ -431,12 +433,11 @@ def test_I3_a_graph_that_mixes_padding_into_real_rows_is_found_and_named(monkeyp
     assert found.what == "result leaf 0" and found.size > 100 * found.allowed
 
 
-def unprobed(monkeypatch, model):
-    """Captured without the guards that find ops which mix rows."""
-    with monkeypatch.context() as patch:
-        patch.setattr(Probe, "run", lambda self: {})
-        graphed = piecewise.compile(model, buckets=[8], warmup_steps=1, progress=False)
-        graphed.capture(*floats(5)[0])
+def with_wrong_rule(monkeypatch, op, model):
+    """Captured as if the op kept rows apart."""
+    monkeypatch.setitem(RULES, op, Entry(lambda call: call.layout(), frozenset()))
+    graphed = piecewise.compile(model, buckets=[8], warmup_steps=1, progress=False)
+    graphed.capture(*floats(5)[0])
     assert 8 in graphed.stats.captured, graphed.report()
     return graphed
 
@@ -456,7 +457,7 @@ def test_I3_a_segment_function_that_mixes_rows_is_named_by_its_op(monkeypatch):
         def forward(self, x):
             return torch.flip(self.body(x), [0])
 
-    graphed = unprobed(monkeypatch, Flipped())
+    graphed = with_wrong_rule(monkeypatch, "flip", Flipped())
     found = graphed.verify(*floats(5)[0]).first_difference
     assert found is not None and found.op == "aten.flip.default" and found.segment.startswith("segment 2")
     assert found.rows == (0, 1, 2, 3, 4)
@@ -471,13 +472,7 @@ def test_I3_memory_that_nobody_has_written_yet_is_not_named_in_the_place_of_the_
             mix(x, x, x, rows, self.cache)
             return self.second(rows)
 
-    def nothing_found(probe):
-        probe.poisoned.update(probe.facts)
-        return {}
-
-    monkeypatch.setattr(Probe, "run", nothing_found)
-    graphed = piecewise.compile(FlippedBefore(mixed), buckets=[8], warmup_steps=1, progress=False)
-    graphed.capture(*floats(5)[0])
+    graphed = with_wrong_rule(monkeypatch, "flip", FlippedBefore(mixed))
     assert graphed.report().plans[0].fills.num_needless == 1
     found = graphed.verify(*floats(5)[0]).first_difference
     assert found is not None and found.op == "aten.flip.default" and found.segment.startswith("segment 0")
@@ -493,7 +488,7 @@ def test_I3_a_leak_below_rounding_is_found_by_its_bits(monkeypatch):
             x = self.body(x)
             return x * (1 + 1e-7 * torch.flip(x, [0]).sign().nan_to_num(0.0))
 
-    graphed = unprobed(monkeypatch, Leaky())
+    graphed = with_wrong_rule(monkeypatch, "flip", Leaky())
     found = graphed.verify(*floats(2)[0]).first_difference
     assert found is not None and "within rounding" in found.detail
     assert found.segment.startswith("segment 2") and found.op in ("aten.flip.default", "aten.sign.default")

@@ -17,7 +17,8 @@ from torch import nn
 
 import boundary_ops
 import piecewise
-from runners.bound_steps import CopyIn, CopyInputs
+from runners.bound_steps import CopyInputs
+from runners.rows import repeat_row_
 
 HIDDEN, VOCAB, CACHE_ROWS = 16, 50, 64
 
@@ -153,44 +154,33 @@ def spoil_static_memory(graphed):
         storage.fill_(0x7F)
 
 
-class _PoisonedPad:
-    def __init__(self, tensor, value):
-        self.tensor, self.value = tensor, value
-
-    def zero_(self):
-        self.tensor.fill_(self.value)
-
-
 def poison_copies(graphed, value):
-    """From now on, padded rows of float inputs and eager results hold `value` instead of zeros [I3]."""
+    """From now on, padded rows of float inputs and eager results hold `value` instead of a real row [I3]."""
     for signature in graphed._graphs.signatures:
         for served in signature.served.values():
             for bound in served.steps._bound.values():
                 for step in bound.steps:
-                    for copy_in in [step, *getattr(step, "copies", [])]:
-                        if hasattr(copy_in, "pads") and copy_in.rows.dtype.is_floating_point:
-                            pads = [getattr(pad, "tensor", pad) for pad in copy_in.pads]
-                            copy_in.pads = [_PoisonedPad(pad, value) for pad in pads]
+                    inputs = step if isinstance(step, CopyInputs) else getattr(step, "copies", None)
+                    for copy_in in inputs.copies if inputs is not None else ():
+                        if copy_in.rows.dtype.is_floating_point:
+                            copy_in.pads = [(pad, torch.full_like(pad, value)) for pad, _ in copy_in.pads]
 
 
 @contextlib.contextmanager
-def padding_of(value):
-    """In this block padded rows of float inputs and eager results hold `value` instead of zeros [I3]."""
-    plain = {kind: kind.replay for kind in (CopyIn, CopyInputs)}
+def padding_of_row(row):
+    """In this block padded rows of inputs and eager results repeat this real row instead of the first [I2]."""
+    plain = CopyInputs.replay
 
-    def poisoned(step, env):
-        plain[type(step)](step, env)
-        for copy_in in getattr(step, "copies", [step]):
-            for pad in copy_in.pads if copy_in.rows.dtype.is_floating_point else ():
-                pad.fill_(value)
+    def replay(step, env):
+        plain(step, env)
+        for copy_in in step.copies:
+            repeat_row_(copy_in.buffer, copy_in.rows.shape, copy_in.units, row=row)
 
-    for kind in plain:
-        kind.replay = poisoned
+    CopyInputs.replay = replay
     try:
         yield
     finally:
-        for kind, replay in plain.items():
-            kind.replay = replay
+        CopyInputs.replay = plain
 
 
 @contextlib.contextmanager

@@ -27,6 +27,7 @@ from piecewise.torch_internals.fakes import (
     holds_constant,
     is_fake,
     new_fake_mode,
+    python_dispatcher,
     static_fake,
     trace_aten,
 )
@@ -46,6 +47,7 @@ from piecewise.torch_internals.process import (
 )
 from piecewise.torch_internals.symbols import (
     SYMBOLIC,
+    asked_of_sizes,
     compile_expressions,
     expression,
     guard_expressions,
@@ -66,6 +68,7 @@ __all__ = [
     "GlobalState",
     "SYMBOLIC",
     "SeenGuard",
+    "asked_of_sizes",
     "compile_aten_graph",
     "compile_expressions",
     "compiled_object",
@@ -91,6 +94,7 @@ __all__ = [
     "num_storage_users",
     "number_dicts",
     "numeric_settings",
+    "python_dispatcher",
     "raw_guards",
     "row_condition",
     "shape_env_of",

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch._dynamo as dynamo
-from torch._guards import TracingContext
+from torch._guards import Source, TracingContext
 
 from piecewise.torch_internals.fakes import fakes_remembered
 
@@ -106,6 +106,8 @@ def sources_to_be_written() -> list[str]:
     found = []
     for variable in effects.id_to_variable.values():
         if isinstance(variable.mutation_type, older) and effects.is_modified(variable):
+            if type(variable.source) is Source:  # of the trace's own making: it leads nowhere
+                continue
             name = getattr(variable.source, "name", None)
             text = name() if callable(name) else name
             if text:

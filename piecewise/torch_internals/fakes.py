@@ -14,6 +14,9 @@ from torch._subclasses.fake_tensor import in_kernel_invocation_manager
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+# In its block composite ops are run by their Python decompositions, as in a trace.
+python_dispatcher = enable_python_dispatcher
+
 
 def fake_mode_of(values: Sequence[Any]) -> Any:
     return detect_fake_mode([value for value in values if isinstance(value, torch.Tensor)])

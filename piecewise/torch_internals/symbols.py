@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import sympy
@@ -83,6 +84,28 @@ def holds_as_guard(shape_env: ShapeEnv | None, condition: sympy.Basic) -> bool:
     if condition in (sympy.true, sympy.false) or shape_env is None:
         return bool(condition)
     return bool(shape_env.evaluate_expr(condition))
+
+
+@contextmanager
+def asked_of_sizes(shape_env: ShapeEnv | None) -> Iterator[set[sympy.Basic]]:
+    """A block that leaves no guard or symbol behind; what its code asks of sizes, to branch by it or as a
+    number, is in the set, answered as for the example."""
+    asked: set[sympy.Basic] = set()
+    if shape_env is None:
+        yield asked
+        return
+    answer = shape_env.evaluate_expr
+
+    def noted(expr: sympy.Basic, *args: Any, **kwargs: Any) -> Any:
+        asked.add(expr)
+        return answer(expr, *args, **kwargs)
+
+    shape_env.evaluate_expr = noted  # type: ignore[assignment, method-assign]
+    try:
+        with shape_env.suppress_guards(), shape_env.ignore_fresh_unbacked_symbols():
+            yield asked
+    finally:
+        del shape_env.evaluate_expr
 
 
 def specialisation_places(shape_env: ShapeEnv | None) -> list[str]:

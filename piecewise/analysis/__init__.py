@@ -1,0 +1,1 @@
+"""What is known of a traced graph before it is cut."""

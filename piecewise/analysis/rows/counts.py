@@ -1,0 +1,165 @@
+"""Sizes as functions on the token counts for which a trace is valid.
+
+A size expression is evaluated once at each of these counts, and the vector of its values is the size. Whether
+two sizes are equal, whether one divides another, whether one is constant or falls, are then comparisons of
+vectors: exact on these counts, whatever sympy makes of `m // (m // 8)` or `Min(4, n)`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import sympy
+import torch
+from numpy.typing import NDArray
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from piecewise import torch_internals as internals
+
+Counts = NDArray[np.int64]
+
+
+class Size:
+    """A size at each count. Equal sizes of one `Sizes` are one object.
+
+    Attributes:
+        values: int64, one per count.
+        constant: the size where it is the same at all counts, else None.
+    """
+
+    __slots__ = ("constant", "values")
+
+    def __init__(self, values: Counts) -> None:
+        self.values = values
+        first = int(values[0])
+        self.constant = first if bool((values == first).all()) else None
+
+    @property
+    def unit(self) -> int:
+        """The largest number that divides it at every count: k for n·k."""
+        return max(int(np.gcd.reduce(self.values)), 1)
+
+    @property
+    def falls(self) -> bool:
+        """Whether it is smaller at some larger count."""
+        return bool((np.diff(self.values) < 0).any())
+
+    def __repr__(self) -> str:
+        return str(self.constant) if self.constant is not None else f"{self.values[:4].tolist()}.."
+
+
+class Sizes:
+    """The sizes of one trace.
+
+    Args:
+        counts: the token counts for which the trace is valid, ascending, one or more.
+        symbol: of the token count.
+    """
+
+    def __init__(self, counts: Counts, symbol: sympy.Symbol, shape_env: ShapeEnv | None) -> None:
+        self.counts, self._symbol, self._shape_env = counts, symbol, shape_env
+        self._by_expression: dict[Any, Size | None] = {}
+        self._by_values: dict[bytes, Size] = {}
+        self._products: dict[tuple[Size, Size], Size] = {}
+        self._settled: dict[Any, bool] = {}
+
+    def of(self, size: Any) -> Size | None:
+        """The size of an int, a symbolic int or its expression; None where another symbol decides on it."""
+        key = size if isinstance(size, (int, sympy.Basic)) else size.node.expr
+        if key not in self._by_expression:
+            self._by_expression[key] = self._evaluated(key)
+        return self._by_expression[key]
+
+    def _evaluated(self, size: int | sympy.Basic) -> Size | None:
+        if isinstance(size, int):
+            return self.interned(np.full_like(self.counts, size))
+        expr = self._shape_env.simplify(size) if self._shape_env is not None else size
+        if expr.free_symbols - {self._symbol}:
+            return None
+        return self.interned(values_at(expr, self._symbol, self.counts).astype(np.int64))
+
+    def number(self, value: Any) -> float | bool | None:
+        """What a symbolic float or bool is at all counts; None where that differs."""
+        expr = value.node.expr
+        found = self._shape_env.simplify(expr) if self._shape_env is not None else expr
+        if found.free_symbols:
+            return None
+        return bool(found) if isinstance(value, torch.SymBool) else float(found)
+
+    def is_settled(self, asked: sympy.Basic) -> bool:
+        """Whether a condition on sizes has one answer at all counts of two or more, as torch takes them."""
+        if asked not in self._settled:
+            expr = self._shape_env.simplify(asked) if self._shape_env is not None else asked
+            is_known = not expr.free_symbols
+            if not is_known and not isinstance(expr, sympy.Expr) and expr.free_symbols == {self._symbol}:
+                values = values_at(expr, self._symbol, self.counts[self.counts > 1])
+                is_known = not len(values) or bool((values == values[0]).all())
+            self._settled[asked] = is_known
+        return self._settled[asked]
+
+    def constant(self, number: int) -> Size:
+        """The size that is `number` at all counts."""
+        found = self.of(number)
+        assert found is not None
+        return found
+
+    def interned(self, values: Counts) -> Size:
+        """The one size of these values."""
+        key = values.tobytes()
+        if key not in self._by_values:
+            self._by_values[key] = Size(values)
+        return self._by_values[key]
+
+    def product(self, left: Size, right: Size) -> Size:
+        """`left` times `right`."""
+        if left.constant == 1 or right.constant == 1:
+            return left if right.constant == 1 else right
+        if (left, right) not in self._products:
+            self._products[left, right] = self.interned(left.values * right.values)
+        return self._products[left, right]
+
+    def quotient(self, size: Size, divisor: Size) -> Size | None:
+        """`size` divided by `divisor`; None where that leaves a rest at some count."""
+        if divisor.constant == 1:
+            return size
+        if size is divisor:
+            return self.constant(1)
+        if not divisor.values.all() or (size.values % divisor.values).any():
+            return None
+        return self.interned(size.values // divisor.values)
+
+
+def valid_counts(shape_env: ShapeEnv | None, symbol: sympy.Symbol, largest: int) -> Counts:
+    """The token counts up to `largest` for which the guards on the count alone hold."""
+    counts = np.arange(1, largest + 1, dtype=np.int64)
+    valid = np.ones(len(counts), dtype=bool)
+    fixed = shape_env.simplify(symbol) if shape_env is not None else symbol
+    if fixed.is_Integer:  # with it guards are true
+        valid = counts == int(fixed)
+    for guard in internals.guard_expressions(shape_env):
+        if guard.free_symbols == {symbol}:
+            valid &= values_at(guard, symbol, counts).astype(bool)
+    return counts[valid]
+
+
+def values_at(expr: sympy.Basic, symbol: sympy.Symbol, counts: Counts) -> NDArray[Any]:
+    """An expression of `symbol` at each count; a condition is false where it cannot be evaluated."""
+    if expr == symbol:
+        return counts
+    function = internals.compile_expressions([expr], [symbol])
+    try:
+        with np.errstate(all="raise"):
+            found = np.asarray(function(counts)[0])
+        if found.dtype.kind in "bi":
+            return np.broadcast_to(found, counts.shape) if found.ndim == 0 else found
+    except (ArithmeticError, TypeError, ValueError):
+        pass  # what Python has for conditions, minima and roots takes one number at a time
+    return np.array([_value_at(function, int(count)) for count in counts])
+
+
+def _value_at(function: Any, count: int) -> int:
+    try:
+        return int(function(count)[0])
+    except (ArithmeticError, ValueError):
+        return 0

@@ -1,0 +1,372 @@
+"""What the ops of a recording do with the rows of its operands, by the table."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+
+from boundary_ops.rows import declared_rows, token_dims
+from piecewise.analysis.rows import rules
+from piecewise.analysis.rows.counts import Size, Sizes
+from piecewise.analysis.rows.layout import (
+    Dim,
+    Layout,
+    Mixes,
+    Refusal,
+    are_whole_rows,
+    is_static,
+    prefixes,
+    regrouped,
+)
+from piecewise.analysis.rows.recording import AtenCall, Recording, Ref
+from piecewise.analysis.rows.table import (
+    BOUNDS,
+    RULES,
+    UNBOUNDED,
+    Bounds,
+    Call,
+    Outcome,
+    Rows,
+    bounds_within,
+    check_static,
+)
+from piecewise.torch_internals import SYMBOLIC
+
+__all__ = ["Judge", "Judged", "rules"]
+
+_TORCHS = ("aten", "prim", "prims")
+# They reach elements of the memory that the tensor does not show.
+_REACHING = frozenset("as_strided as_strided_copy as_strided_scatter resize resize_as set".split())
+_Found = TypeVar("_Found")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Judged:
+    """What a node does.
+
+    Attributes:
+        results: rows of each tensor in its value.
+        written: position of an operand whose memory it writes → its rows afterwards.
+        largest: the largest row count for which it holds; None for any.
+        mixes: why it runs eagerly; None in a graph.
+    """
+
+    results: tuple[Rows, ...]
+    written: Mapping[int, Rows]
+    largest: int | None = None
+    mixes: Refusal | None = None
+
+
+class Judge:
+    """Judges recordings of one trace; those that are alike, on operands that are alike, once."""
+
+    def __init__(self, known: Sizes) -> None:
+        self.known = known
+        self._sizes: dict[int, tuple[Recording, list[tuple[Size, ...] | None]]] = {}
+        self._judged: dict[Any, Judged] = {}
+
+    def in_graph(self, recording: Recording, given: tuple[Rows, ...]) -> Judged:
+        """A node on padded rows; one that mixes them is judged as `eager` does, and says why."""
+        return self._known(recording, given, in_graph=True)
+
+    def eager(self, recording: Recording, given: tuple[Rows, ...]) -> Judged:
+        """A node outside of graphs, on real rows; copies of its results reach graphs."""
+        return self._known(recording, given, in_graph=False)
+
+    def _known(self, recording: Recording, given: tuple[Rows, ...], *, in_graph: bool) -> Judged:
+        key = id(recording), given, in_graph
+        if key not in self._judged:
+            self._judged[key] = self._judge(recording, given, in_graph=in_graph)
+        return self._judged[key]
+
+    def _judge(self, recording: Recording, given: tuple[Rows, ...], *, in_graph: bool) -> Judged:
+        if id(recording) not in self._sizes:
+            self._sizes[id(recording)] = recording, [self.sizes(tensor.sizes) for tensor in recording.tensors]
+        _, sizes = self._sizes[id(recording)]
+        run = _Run(self.known, recording, sizes, given, in_graph=in_graph)
+        if not in_graph:
+            return run.judged()
+        try:
+            return run.judged()
+        except Mixes as mixes:
+            return dataclasses.replace(self.eager(recording, given), mixes=mixes.refusal)
+
+    def sizes(self, sizes: Sequence[Any]) -> tuple[Size, ...] | None:
+        """Sizes of a tensor; None where another symbol decides on one."""
+        found = tuple(map(self.known.of, sizes))
+        return found if None not in found else None  # type: ignore[return-value]
+
+
+class _Run:
+    """One recording on given operands. Outside of graphs layouts play no part; integers keep their bounds."""
+
+    def __init__(
+        self,
+        known: Sizes,
+        recording: Recording,
+        sizes: Sequence[tuple[Size, ...] | None],
+        given: tuple[Rows, ...],
+        *,
+        in_graph: bool,
+    ) -> None:
+        self.known, self.in_graph = known, in_graph
+        self.largest: int | None = None
+        self._recording, self._sizes = recording, sizes
+        self._rows = {
+            at: rows._replace(is_real=_is_real(rows.layout, rows.is_real)) for at, rows in enumerate(given)
+        }
+        self._written: set[int] = set()
+
+    def judged(self) -> Judged:
+        for asked in self._recording.asked if self.in_graph else ():
+            if not self.known.is_settled(asked):
+                raise Mixes(f"it goes by the token count: {asked}", code="token_count_as_value")
+        for call in self._recording.calls:
+            self._judge(call)
+        tensors = self._recording.tensors
+        written = {
+            at: self._rows[at]
+            for at in range(self._recording.num_given)
+            if tensors[at].memory in self._written
+        }
+        return Judged(tuple(map(self._at, self._recording.results)), written, self.largest)
+
+    def _at(self, position: int) -> Rows:
+        if position in self._rows:
+            return self._rows[position]
+        # A constant that the code holds: it asked nothing of the token count.
+        sizes, dtype = self._sizes_of(position), self._recording.tensors[position].dtype
+        is_fixed = all(size.constant is not None for size in sizes)
+        if self.in_graph and not is_fixed:
+            raise Mixes("it reads a tensor that no op has made", code="unknown_op")
+        bounds = bounds_within(dtype, UNBOUNDED, self.known)
+        return Rows(sizes, tuple(map(Dim, sizes)) if is_fixed else None, dtype, bounds=bounds)
+
+    def _sizes_of(self, position: int) -> tuple[Size, ...]:
+        sizes = self._sizes[position]
+        if sizes is None and self.in_graph:
+            raise Mixes("another number than the token count tells a size", code="data_dependent")
+        return sizes or ()
+
+    def _judge(self, noted: AtenCall) -> None:
+        schema = noted.op._schema
+        namespace, _, name = schema.name.partition("::")
+        call = self._call(noted, name)
+        if not self.in_graph:
+            outcome = Outcome([_prefixes(sizes) for sizes, _ in call.results])
+        else:
+            try:
+                outcome = self._outcome(noted, namespace, call)
+            except Mixes as mixes:
+                if mixes.args[0] == mixes.detail:
+                    mixes.detail = f"{schema.name}: {mixes.detail}"
+                raise
+        self._note(noted, call, outcome)
+
+    def _call(self, noted: AtenCall, name: str) -> Call:
+        """The op as if it wrote nothing."""
+        schema = noted.op._schema
+        arguments = {argument.name: argument.default_value for argument in schema.arguments}
+        given = dict(zip(arguments, noted.args, strict=False)) | noted.kwargs
+        outs = {argument.name for argument in schema.arguments if argument.is_out}
+        arguments |= {key: self._resolved(value) for key, value in given.items() if key not in outs}
+        results = tuple((self._sizes_of(at), self._recording.tensors[at].dtype) for at in noted.made)
+        base = name[:-1] if name.endswith("_") and not name.endswith("__") and not outs else name
+        full = f"{base}.{schema.overload_name}"
+        return Call(full if full in RULES or full in BOUNDS else base, arguments, results, self.known)
+
+    def _resolved(self, value: Any) -> Any:
+        if isinstance(value, Ref):
+            return self._at(value.position)
+        if isinstance(value, (tuple, list)):
+            return [self._resolved(item) for item in value]
+        if not isinstance(value, SYMBOLIC):
+            return value
+        size = self.known.of(value) if isinstance(value, torch.SymInt) else self.known.number(value)
+        if size is not None:
+            return size if not isinstance(size, Size) or size.constant is None else size.constant
+        if self.in_graph:
+            raise Mixes("it computes with a number that follows a size", code="token_count_as_value")
+        return None
+
+    def _outcome(self, noted: AtenCall, namespace: str, call: Call) -> Outcome:
+        for rows in call.tensors():
+            if rows.layout is None and not call.name.startswith("_assert"):
+                raise Mixes(rows.why)
+        if noted.writes and not set(noted.results) <= set(noted.writes):
+            raise Mixes("it returns something beside what it writes", code="unknown_op")
+        values = {name: value for name, value in call.args.items() if _holds_count(value)}
+        is_torchs = namespace in _TORCHS and call.name not in _REACHING
+        if is_torchs and not values and all(rows.is_settled for rows in call.tensors()) and _are_fixed(call):
+            return Outcome([tuple(map(Dim, sizes)) for sizes, _ in call.results])
+        entry = _entry(RULES, call.name) if namespace == "aten" else None
+        if not values.keys() <= (entry.sizes if entry is not None else frozenset()):
+            raise Mixes("it computes with the token count", code="token_count_as_value")
+        if entry is None and namespace in _TORCHS:
+            raise Mixes("no rule says how rows go through it", code="unknown_op")
+        try:
+            found = entry.rule(call) if entry is not None else _declared(noted.op, call)
+        except Mixes:
+            raise
+        except Exception as error:  # a form of the op that the rule was not written for
+            raise Mixes(f"its rule fails: {type(error).__name__}: {error}", code="unknown_op") from error
+        if call.largest is not None:
+            self.largest = call.largest if self.largest is None else min(call.largest, self.largest)
+        outcome = found if isinstance(found, Outcome) else Outcome([found])
+        wanted = [sizes for sizes, _ in call.results]
+        if len(outcome.layouts) != len(wanted) or any(
+            layout is not None and (tuple(dim.size for dim in layout) != sizes or any(map(_is_odd, layout)))
+            for layout, sizes in zip(outcome.layouts, wanted, strict=True)
+        ):
+            raise Mixes("its sizes are others at some token counts", code="unknown_op")
+        return outcome
+
+    def _note(self, noted: AtenCall, call: Call, outcome: Outcome) -> None:
+        is_kept = outcome.keeps_real and all(rows.is_real for rows in call.tensors())
+        why = "its sizes do not follow the token count alone"
+        if self.in_graph:
+            why = f"{noted.op._schema.name} over all tokens"
+        made = zip(noted.made, call.results, outcome.layouts, self._bounds(noted, call), strict=True)
+        for position, (sizes, dtype), layout, bounds in made:
+            if position in noted.writes:
+                self._write(position, layout, bounds, is_kept=is_kept)
+                continue
+            covers = self._covers(noted, position, outcome)
+            is_real = _is_real(layout, is_kept or not self.in_graph)
+            self._rows[position] = Rows(sizes, layout, dtype, is_real, covers, bounds, why)
+
+    def _covers(self, noted: AtenCall, position: int, outcome: Outcome) -> bool:
+        memory = self._recording.tensors[position].memory
+        looked_at = [
+            self._at(other).covers
+            for other in _refs(noted)
+            if self._recording.tensors[other].memory == memory
+        ]
+        return not looked_at or (all(looked_at) and outcome.keeps_cover)
+
+    def _write(self, position: int, layout: Layout | None, bounds: Bounds, *, is_kept: bool) -> None:
+        before, memory = self._at(position), self._recording.tensors[position].memory
+        if self.in_graph:
+            if layout is None or layout != before.layout:
+                raise Mixes("it writes rows to other places than those that they come from")
+            if not before.is_settled and not before.covers:
+                raise Mixes("padded rows would be written over others")
+        self._written.add(memory)
+        for other, rows in list(self._rows.items()):
+            if self._recording.tensors[other].memory == memory:
+                kept = bounds if other == position else bounds_within(rows.dtype, UNBOUNDED, self.known)
+                stays = is_kept and rows.is_real and are_whole_rows(before.layout, rows.layout)
+                is_real = rows.is_settled or stays
+                self._rows[other] = rows._replace(bounds=kept, is_real=is_real)
+
+    def _bounds(self, noted: AtenCall, call: Call) -> list[Bounds]:
+        """Of each result; unknown where nobody bounds the op's integers."""
+        if all(dtype.is_floating_point or dtype.is_complex for _, dtype in call.results):
+            return [UNBOUNDED] * len(call.results)
+        function = _entry(BOUNDS, call.name) if noted.op.namespace == "aten" else None
+        is_out = any(argument.is_out for argument in noted.op._schema.arguments)
+        if is_out or any(self._sizes[at] is None for at in (*_refs(noted), *noted.made)):
+            function = None
+        try:
+            found = function(call) if function is not None else UNBOUNDED
+        except Exception:  # a form of the op that was not thought of
+            found = UNBOUNDED
+        each = [found] * len(call.results) if isinstance(found, Bounds) else found
+        types = {rows.dtype for rows in call.tensors()}
+        return [
+            # What one side alone bounds wraps in another type.
+            bounds_within(dtype, UNBOUNDED if None in item[:2] and types != {dtype} else item, self.known)
+            for item, (_, dtype) in zip(each, call.results, strict=True)
+        ]
+
+
+def _entry(table: Mapping[str, _Found], name: str) -> _Found | None:
+    found = table.get(name)
+    return found if found is not None else table.get(name.partition(".")[0])
+
+
+def _prefixes(sizes: Sequence[Size]) -> Layout | None:
+    try:
+        return prefixes(sizes)
+    except Mixes:
+        return None
+
+
+def _are_fixed(call: Call) -> bool:
+    return all(size.constant is not None for sizes, _ in call.results for size in sizes)
+
+
+def _is_real(layout: Layout | None, is_kept: bool) -> bool:
+    """Whether padded rows can repeat a real one: at each count there is one."""
+    if layout is None:
+        return is_kept
+    return is_static(layout) or (is_kept and all(f.values.min() > 0 for dim in layout for f in dim.factors))
+
+
+def _is_odd(dim: Dim) -> bool:
+    return dim.is_static and dim.size.constant is None
+
+
+def _holds_count(value: Any) -> bool:
+    if isinstance(value, Rows):
+        return False
+    return isinstance(value, Size) or isinstance(value, list) and any(map(_holds_count, value))
+
+
+def _refs(noted: AtenCall) -> list[int]:
+    found: list[int] = []
+
+    def look(value: Any) -> None:
+        if isinstance(value, Ref):
+            found.append(value.position)
+        elif isinstance(value, (tuple, list)):
+            for item in value:
+                look(item)
+
+    look((*noted.args, *noted.kwargs.values()))
+    return found
+
+
+def _declared(op: Any, call: Call) -> Outcome:
+    """The rows of an op that somebody declared."""
+    found = declared_rows(op)
+    if found is None:
+        raise Mixes(
+            f'nobody has said how rows go through it: boundary_ops.declare_rows("{op._schema.name}", ...)',
+            code="unknown_op",
+        )
+    for name, wanted in found.only.items():
+        if call[name] is not wanted and call[name] != wanted:
+            raise Mixes(f"its rows are known for {name}={wanted!r} alone", code="unknown_op")
+    one = call.known.constant(1)
+    carried = list[Dim]()
+    for name, value in call.args.items():
+        for rows in value if isinstance(value, list) else [value]:
+            if not isinstance(rows, Rows) or rows.layout is None:
+                continue
+            dims = token_dims(found.token_args.get(name), len(rows.layout))
+            check_static(
+                rows.layout, [dim for dim in range(len(rows.layout)) if dim not in dims], f"'{name}' grows"
+            )
+            size = functools.reduce(call.known.product, [rows.sizes[dim] for dim in dims], one)
+            if size.constant != 1:
+                carried += regrouped(tuple(rows.layout[dim] for dim in dims), [size], call.known)
+    growing = next((dim for dim in carried if not dim.is_static), None)
+    if growing is not None and any(dim != growing for dim in carried):
+        raise Mixes("its operands are of other rows")
+    returns, said = op._schema.returns, found.token_results
+    if len(said) > len(call.results):
+        said = tuple(at for at, value in zip(said, returns, strict=True) if "Optional" not in str(value.type))
+    made: list[Layout] = []
+    for (sizes, _), at in zip(call.results, said, strict=True):
+        layout, dims = list(map(Dim, sizes)), token_dims(at, len(sizes))
+        if growing is not None and dims:
+            placed = regrouped((growing,), [sizes[dim] for dim in dims], call.known)
+            for dim, place in zip(dims, placed, strict=True):
+                layout[dim] = place
+        made.append(tuple(layout))
+    return Outcome(made, keeps_real=found.padded == "real")

@@ -1,0 +1,206 @@
+"""Where in a padded tensor its real elements lie.
+
+For n real tokens eager makes a tensor `V(n)`; a graph makes `V'(N)` in a bucket of N ≥ n rows. A layout says
+for each dim at which places of `V'` the elements of `V` lie:
+
+    static     a size that is the same at all counts: all of it is real
+    growing    blocks × factor × factor ... (tail)
+
+    [n, h]            n is one factor           rows 0..n-1 of N
+    [n, 4] flat       n·4 is one factor         what is static inside a factor is part of it
+    [4, n] flat       4 blocks of n             rows 0..n-1 of each block of N
+    [n, n] flat       two factors               rows 0..n-1 of N, of each the elements 0..n-1 of N
+    conv, padded by 1 tail 1                    the last of n elements is made of what lies behind
+
+Each factor grows with the count and is embedded as a prefix. `blocks` lie outermost. The last `tail` elements
+agree with nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from piecewise.analysis.rows.counts import Size, Sizes
+
+
+class Refusal(NamedTuple):
+    """Why no layout can be given: a code as in `classify.REASONS`, and words."""
+
+    code: str
+    detail: str
+
+
+class Mixes(Exception):
+    """No layout can be given: padding may reach real rows."""
+
+    def __init__(self, detail: str, *, code: str = "mixes_tokens") -> None:
+        super().__init__(detail)
+        self.code, self.detail = code, detail
+
+    @property
+    def refusal(self) -> Refusal:
+        """What is kept of it: a traceback would hold the tensors of all frames."""
+        return Refusal(self.code, self.detail)
+
+
+class Dim(NamedTuple):
+    """The layout of one dim; `factors` is empty for a static one."""
+
+    size: Size
+    blocks: int = 1
+    factors: tuple[Size, ...] = ()
+    tail: int = 0
+
+    @property
+    def is_static(self) -> bool:
+        return not self.factors
+
+    @property
+    def is_prefix(self) -> bool:
+        """Whether the real elements are the leading ones."""
+        return not self.factors or (self.blocks == 1 and len(self.factors) == 1 and not self.tail)
+
+    @property
+    def is_single(self) -> bool:
+        """Whether element i of the real ones is element i of the padded ones."""
+        return self.blocks == 1 and len(self.factors) <= 1
+
+
+Layout = tuple[Dim, ...]
+
+
+def prefix(size: Size) -> Dim:
+    """The layout of a dim whose real elements are the leading ones.
+
+    Raises:
+        Mixes: the size falls as the count grows.
+    """
+    if size.constant is not None:
+        return Dim(size)
+    if size.falls:
+        raise Mixes("a dim shrinks while the token count grows")
+    return Dim(size, 1, (size,))
+
+
+def prefixes(sizes: Iterable[Size]) -> Layout:
+    """The layout of a tensor whose real elements are the leading ones on each dim."""
+    return tuple(map(prefix, sizes))
+
+
+def is_prefix(layout: Layout) -> bool:
+    return all(dim.is_prefix for dim in layout)
+
+
+def is_static(layout: Layout) -> bool:
+    return all(not dim.factors for dim in layout)
+
+
+def are_whole_rows(written: Layout | None, other: Layout | None) -> bool:
+    """Whether rows of one layout are whole rows of another at the same memory, not single ones or parts."""
+    left, right = (
+        sorted((factor.values // factor.unit).tobytes() for dim in layout or () for factor in dim.factors)
+        for layout in (written, other)
+    )
+    return left == right
+
+
+def met(dims: Sequence[Dim], size: Size) -> Dim:
+    """The layout of a dim that is made of equal ones, element by element; those of size 1 are broadcast.
+
+    Raises:
+        Mixes: they differ.
+    """
+    found: Dim | None = None
+    for dim in dims:
+        if dim.size is not size:
+            if dim.size.constant != 1:
+                raise Mixes("sizes meet that differ at some token counts")
+        elif found is None:
+            found = dim
+        elif dim[:3] != found[:3]:
+            raise Mixes("rows meet that lie at different places of the padded tensors")
+        elif dim.tail > found.tail:
+            found = dim
+    return found if found is not None else prefix(size)
+
+
+def broadcast(layouts: Iterable[Layout], sizes: Sequence[Size]) -> Layout:
+    """The layout of what is made element by element, in the shape `sizes`."""
+    aligned = [(len(sizes) - len(layout), layout) for layout in layouts]
+    return tuple(
+        met([layout[at - offset] for offset, layout in aligned if at >= offset], size)
+        for at, size in enumerate(sizes)
+    )
+
+
+def regrouped(layout: Layout, sizes: Sequence[Size], known: Sizes) -> Layout:
+    """The layout of the same elements in the shape `sizes`, as `view` and `reshape` give it.
+
+    Raises:
+        Mixes: a new dim would hold rows in another order, or parts of them.
+    """
+    made: list[Dim] = []
+    old = new = 0
+    one = known.constant(1)
+    while old < len(layout) or new < len(sizes):
+        first_old, first_new, have, want = old, new, one, one
+        while have is not want or (old, new) == (first_old, first_new):
+            is_behind = have is want or int(have.values[-1]) < int(want.values[-1])
+            if old < len(layout) and (is_behind or new == len(sizes)):
+                have, old = known.product(have, layout[old].size), old + 1
+            elif new < len(sizes):
+                want, new = known.product(want, sizes[new]), new + 1
+            else:
+                raise Mixes("a view takes rows apart")
+        made += _cut(layout[first_old:old], sizes[first_new:new], known)
+    return tuple(made)
+
+
+def _cut(dims: Layout, sizes: Sequence[Size], known: Sizes) -> list[Dim]:
+    """Dims of these sizes that hold the elements of `dims`, of which there are as many.
+
+    The elements are counted through what is static in front, then through factors, each with what is static
+    behind it; a new dim takes what it can from the front of that row.
+    """
+    wide = [dim for dim in dims if dim.size.constant != 1]
+    if len(wide) == 1 and sum(size.constant != 1 for size in sizes) == 1:
+        return [wide[0] if size.constant != 1 else Dim(size) for size in sizes]
+    if any(dim.tail for dim in dims):
+        raise Mixes("a view joins rows of which the last do not agree")
+    lead, factors = 1, list[Size]()
+    for dim in dims:
+        count = dim.size.constant if dim.is_static else dim.blocks
+        assert count is not None
+        if factors:
+            factors[-1] = known.product(factors[-1], known.constant(count))
+        else:
+            lead *= count
+        factors += dim.factors
+    made = []
+    for size in sizes:
+        if size.constant is not None:
+            if size.constant != 1 and (size.constant == 0 or lead % size.constant):
+                raise Mixes("a view makes a dim of fixed size of parts of rows")
+            made.append(Dim(size))
+            lead //= size.constant or 1
+            continue
+        rest, taken = known.quotient(size, known.constant(lead)), list[Size]()
+        left = 1
+        while rest is not None and rest.constant != 1:
+            factor = factors.pop(0) if factors else None
+            inside = known.quotient(rest, factor) if factor is not None else None
+            if inside is not None and factor is not None:
+                taken.append(factor)
+                rest = inside
+                continue
+            behind = known.quotient(factor, rest) if factor is not None else None
+            if behind is None or behind.constant is None:
+                raise Mixes("a view cuts rows into parts")
+            taken.append(rest)
+            rest, left = known.constant(1), behind.constant
+        if rest is None:
+            raise Mixes("a view cuts blocks of rows into parts")
+        made.append(Dim(size, lead, tuple(taken)))
+        lead = left
+    return made

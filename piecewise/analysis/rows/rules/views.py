@@ -1,0 +1,193 @@
+"""Ops that look at the elements of one tensor in another shape."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from piecewise.analysis.rows.counts import Size
+from piecewise.analysis.rows.layout import Dim, Layout, Mixes, is_prefix, is_static, met, prefix, regrouped
+from piecewise.analysis.rows.table import Call, Outcome, check_static, rule
+
+
+@rule("alias detach _conj _neg_view")
+def same(call: Call) -> Layout:
+    return call.layout()
+
+
+@rule("view _unsafe_view", sizes="size")
+def viewed(call: Call) -> Layout:
+    return regrouped(call.layout(), call.results[0][0], call.known)
+
+
+@rule("view.dtype")
+def bits(call: Call) -> Layout:
+    layout, (sizes, _) = call.layout(), call.results[0]
+    if sizes != call.tensor().sizes:
+        check_static(layout, [-1], "it regroups bytes")
+        return (*layout[:-1], Dim(sizes[-1]))
+    return layout
+
+
+@rule("view_as_real view_as_complex")
+def complex_parts(call: Call) -> Layout:
+    layout, (sizes, _) = call.layout(), call.results[0]
+    return (*layout, Dim(sizes[-1])) if len(sizes) > len(layout) else layout[:-1]
+
+
+@rule("permute")
+def permuted(call: Call) -> Layout:
+    layout = call.layout()
+    return tuple(layout[dim] for dim in call.dims("dims")) if layout else ()
+
+
+@rule("transpose")
+def transposed(call: Call) -> Layout:
+    layout = list(call.layout())
+    if layout:
+        left, right = call.dim("dim0"), call.dim("dim1")
+        layout[left], layout[right] = layout[right], layout[left]
+    return tuple(layout)
+
+
+@rule("t")
+def turned(call: Call) -> Layout:
+    layout = call.layout()
+    return (*layout[:-2], *layout[:-3:-1])
+
+
+@rule("unsqueeze")
+def unsqueezed(call: Call) -> Layout:
+    layout = call.layout()
+    at = call["dim"] % (len(layout) + 1)
+    return (*layout[:at], Dim(call.known.constant(1)), *layout[at:])
+
+
+@rule("squeeze")
+def squeezed(call: Call) -> Layout:
+    layout = call.layout()
+    gone = [dim for dim in call.dims() if layout and layout[dim].size.constant == 1]
+    return tuple(dim for at, dim in enumerate(layout) if at not in gone)
+
+
+@rule("expand", sizes="size")
+def expanded(call: Call) -> Outcome:
+    layout, sizes = call.layout(), call.results[0][0]
+    offset = len(sizes) - len(layout)
+    made = tuple(met([layout[at - offset]] if at >= offset else [], size) for at, size in enumerate(sizes))
+    return Outcome([made], keeps_cover=False)
+
+
+@rule("select", sizes="index")
+def selected(call: Call) -> Outcome:
+    layout, at = call.layout(), call.dim()
+    index, dim = call["index"], layout[at]
+    if isinstance(index, Size):
+        raise Mixes("it picks a row that the token count names", code="token_count_as_value")
+    if dim.factors:
+        within = dim.size.values - dim.tail > index
+        if index < 0 or not within.all() or not (dim.is_single or index == 0):
+            raise Mixes("it picks a row that padding may move")
+    return Outcome([layout[:at] + layout[at + 1 :]])
+
+
+@rule("slice", sizes="start end")
+def sliced(call: Call) -> Outcome:
+    layout, at = call.layout(), call.dim()
+    made, is_kept, covers = _part(call, layout[at], call.results[0][0][at], call["start"] or 0, call["step"])
+    return Outcome([(*layout[:at], made, *layout[at + 1 :])], keeps_real=is_kept, keeps_cover=covers)
+
+
+def _part(call: Call, dim: Dim, size: Size, start: int | Size, step: int) -> tuple[Dim, bool, bool]:
+    """Every `step`-th of `size` elements from `start` on; whether padded rows stay real, and cover."""
+    if size is dim.size:
+        return dim, True, True
+    if not isinstance(start, Size) and start < 0 and dim.is_static:
+        start = max(start + (dim.size.constant or 0), 0)
+    begin = call.size(start)
+    if dim.is_static and not isinstance(start, Size):
+        return prefix(size), size.constant is not None, size.constant is not None
+    if dim.factors and not dim.tail and step == 1 and (block := _blocks(call, dim, size, begin)) is not None:
+        return block, True, True
+    if isinstance(start, Size) or start < 0:
+        raise Mixes("it takes rows from where the token count says")
+    if not dim.is_single:
+        raise Mixes("it takes a part of rows that do not lie in their order")
+    # The last of the real elements that are taken, and how far it lies in front of those that do not agree.
+    last = start + (size.values - 1) * step
+    room = dim.size.values - dim.tail - 1 - last
+    if size.constant is not None:
+        if (room < 0).any():
+            raise Mixes("it takes rows that do not agree")
+        return Dim(size), True, True
+    missing = int(np.where(size.values > 0, -(room // step), 0).clip(0).max())
+    is_end = bool((last + step >= dim.size.values).all())
+    starts_alike = start == 0 and dim.size.unit == 1 and size.unit == 1
+    return prefix(size)._replace(tail=missing), is_end and starts_alike and not missing, is_end
+
+
+def _blocks(call: Call, dim: Dim, size: Size, begin: Size) -> Dim | None:
+    """The part as whole blocks, where it is."""
+    block = call.known.quotient(dim.size, call.known.constant(dim.blocks))
+    count = call.known.quotient(size, block) if block is not None else None
+    first = call.known.quotient(begin, block) if block is not None else None
+    if count is None or first is None or not count.constant or first.constant is None or first.constant < 0:
+        return None
+    return Dim(size, count.constant, dim.factors)
+
+
+@rule("split split_with_sizes", sizes="split_size split_sizes")
+def parts(call: Call) -> Outcome:
+    layout, at = call.layout(), call.dim()
+    made: list[Layout] = []
+    keeps, covers = True, True
+    begin = np.zeros_like(call.known.counts)
+    for sizes, _ in call.results:
+        start = call.known.interned(begin)
+        first = start if start.constant is None else start.constant
+        part, is_kept, is_cover = _part(call, layout[at], sizes[at], first, 1)
+        made.append((*layout[:at], part, *layout[at + 1 :]))
+        keeps, covers = keeps and is_kept, covers and is_cover
+        begin = begin + sizes[at].values
+    return Outcome(made, keeps_real=keeps, keeps_cover=covers)
+
+
+@rule("unbind")
+def unbound(call: Call) -> Outcome:
+    layout, at = call.layout(), call.dim()
+    check_static(layout, [at], "it takes rows apart")
+    return Outcome([layout[:at] + layout[at + 1 :]] * len(call.results))
+
+
+@rule("unfold")
+def windows(call: Call) -> Outcome:
+    layout, (sizes, _) = call.layout(), call.results[0]
+    at = call.dim("dimension")
+    dim, length, step = layout[at], call["size"], call["step"]
+    if dim.factors:
+        if not dim.is_single:
+            raise Mixes("it takes windows of rows that do not lie in their order")
+        last = (sizes[at].values - 1) * step + length
+        if (last > dim.size.values - dim.tail).any():
+            raise Mixes("it takes windows of rows that do not agree")
+    made = (*layout[:at], prefix(sizes[at]), *layout[at + 1 :], Dim(sizes[-1]))
+    return Outcome([made], keeps_real=not dim.factors, keeps_cover=False)
+
+
+@rule("diagonal")
+def diagonal(call: Call) -> Outcome:
+    layout, (sizes, _) = call.layout(), call.results[0]
+    first, second, offset = call.dim("dim1"), call.dim("dim2"), call["offset"]
+    if not is_prefix((layout[first], layout[second])):
+        raise Mixes("it takes a diagonal of rows that do not lie in their order")
+    rest = tuple(dim for at, dim in enumerate(layout) if at not in (first, second))
+    pair = (layout[first], layout[second])
+    is_square = is_static(pair) or (pair[0] == pair[1] and offset == 0)
+    return Outcome([(*rest, prefix(sizes[-1]))], keeps_real=is_square)
+
+
+@rule("tril triu")
+def triangle(call: Call) -> Outcome:
+    layout = call.layout()
+    if not is_prefix(layout[-2:]):
+        raise Mixes("it cuts along a diagonal of rows that do not lie in their order")
+    return Outcome([layout], keeps_real=is_static(layout[-2:]))

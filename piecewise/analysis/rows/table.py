@@ -1,0 +1,222 @@
+"""The table of rules: how rows travel through an op, and between which bounds its integers lie.
+
+A rule keeps one claim, agreement: where the inputs agree with eager's at the places that their layouts name,
+*whatever lies elsewhere, NaN included*, so do the outputs, at the places that the rule names. It raises
+`Mixes` where no layout can be given. What lies in padded rows is another matter, of which `is_real` and the
+bounds tell:
+
+    is_real    each padded row is what one real row gives, the same one in all tensors of a call
+    low, high  integers, the real ones at n and all of them at N, lie within [low(n), high(n)]
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+
+from piecewise.analysis.rows.counts import Size, Sizes
+from piecewise.analysis.rows.layout import Layout, Mixes, is_static
+
+# Larger integers have no bounds here, so that no sum or product of two overflows.
+_LARGEST = 1 << 31
+
+
+class Bounds(NamedTuple):
+    """The least and the largest integer of a tensor; None where that is not known.
+
+    Attributes:
+        permutes: whether the real ones are 0, 1, 2 ... in some order.
+    """
+
+    low: Size | None = None
+    high: Size | None = None
+    permutes: bool = False
+
+
+UNBOUNDED = Bounds()
+
+
+class Rows(NamedTuple):
+    """What is known of a tensor's rows.
+
+    Attributes:
+        layout: None where nothing is known to agree, for the reason `why`.
+        covers: whether its padded elements are padded ones in all looks at its memory.
+    """
+
+    sizes: tuple[Size, ...]
+    layout: Layout | None
+    dtype: torch.dtype
+    is_real: bool = True
+    covers: bool = True
+    bounds: Bounds = UNBOUNDED
+    why: str = ""
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether all its elements agree: it has no padded rows."""
+        return self.layout is not None and is_static(self.layout)
+
+
+class Outcome(NamedTuple):
+    """What a rule says of an op's results.
+
+    Attributes:
+        layouts: one per result, None for one of which nothing is known.
+        keeps_real: whether padded rows of the results are real ones where those of all operands are.
+        keeps_cover: whether a view's padded elements are padded ones of what it looks at.
+    """
+
+    layouts: Sequence[Layout | None]
+    keeps_real: bool = True
+    keeps_cover: bool = True
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Call:
+    """An op as rules see it.
+
+    Attributes:
+        name: without namespace, such as "sum" and, with its overload, "max.dim".
+        args: by name, defaults included; with `Rows` for tensors, `Size` for sizes that follow the count.
+        results: sizes and dtype of each tensor that it returns.
+        largest: the largest row count for which its indices are in range; None for any.
+    """
+
+    name: str
+    args: Mapping[str, Any]
+    results: tuple[tuple[tuple[Size, ...], torch.dtype], ...]
+    known: Sizes
+    largest: int | None = None
+
+    def __getitem__(self, name: str) -> Any:
+        return self.args.get(name)
+
+    def tensor(self, name: str = "self") -> Rows:
+        """An argument that is a tensor."""
+        found = self.args[name]
+        assert isinstance(found, Rows)
+        return found
+
+    def layout(self, name: str = "self") -> Layout:
+        """An argument's layout."""
+        found = self.tensor(name).layout
+        assert found is not None
+        return found
+
+    def tensors(self) -> Iterator[Rows]:
+        """All tensor arguments, those in lists included."""
+        for value in self.args.values():
+            if isinstance(value, Rows):
+                yield value
+            elif isinstance(value, (tuple, list)):
+                yield from (item for item in value if isinstance(item, Rows))
+
+    def dim(self, name: str = "dim", of: str = "self") -> int:
+        """An argument that names a dim of a tensor, from the front."""
+        return self._from_front(self[name], of)
+
+    def dims(self, name: str = "dim", of: str = "self") -> tuple[int, ...]:
+        """An argument that names some dims, or by None or [] all of them."""
+        value = self[name]
+        if value is None or (isinstance(value, (list, tuple)) and not value):
+            return tuple(range(len(self.layout(of))))
+        named = value if isinstance(value, (list, tuple)) else [value]
+        return tuple(self._from_front(item, of) for item in named)
+
+    def _from_front(self, dim: int, of: str) -> int:
+        rank = len(self.tensor(of).sizes)
+        return dim % rank if rank else 0
+
+    def size(self, value: Any) -> Size:
+        """A size argument, constant or not."""
+        return value if isinstance(value, Size) else self.known.constant(int(value))
+
+    def limit_to(self, holds: Any) -> bool:
+        """Lets the call hold up to the first row count at which `holds` is false; false if none is left."""
+        good = holds.cumprod().astype(bool)
+        if not good.any():
+            return False
+        if not good.all():
+            largest = int(self.known.counts[good][-1])
+            self.largest = largest if self.largest is None else min(self.largest, largest)
+        return True
+
+
+Rule = Callable[[Call], "Outcome | Layout"]
+BoundsRule = Callable[[Call], "Bounds | Sequence[Bounds]"]
+_AnyRule = TypeVar("_AnyRule", bound=Callable[..., Any])
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Entry:
+    """A rule, and which arguments of its op are sizes: they may follow the count. Others would be values."""
+
+    rule: Rule
+    sizes: frozenset[str]
+
+
+RULES: dict[str, Entry] = {}
+BOUNDS: dict[str, BoundsRule] = {}
+
+
+def rule(names: str, *, sizes: str = "") -> Callable[[_AnyRule], _AnyRule]:
+    """Enters a rule for aten ops, or overloads of them, by their names."""
+
+    def enter(function: _AnyRule) -> _AnyRule:
+        RULES.update(dict.fromkeys(names.split(), Entry(function, frozenset(sizes.split()))))
+        return function
+
+    return enter
+
+
+def bounds(names: str) -> Callable[[_AnyRule], _AnyRule]:
+    """Enters bounds of the integers that aten ops, or overloads of them, make."""
+
+    def enter(function: _AnyRule) -> _AnyRule:
+        BOUNDS.update(dict.fromkeys(names.split(), function))
+        return function
+
+    return enter
+
+
+def check_static(layout: Layout, dims: Sequence[int], what: str) -> None:
+    """Raises `Mixes` where one of the dims grows with the count."""
+    if any(layout[dim].factors for dim in dims):
+        raise Mixes(f"{what} over a dim that carries tokens")
+
+
+def bounds_within(dtype: torch.dtype, found: Bounds, known: Sizes) -> Bounds:
+    """The bounds as far as they hold in a type, and those of the type itself."""
+    if dtype.is_floating_point or dtype.is_complex:
+        return UNBOUNDED
+    least, largest = limits(dtype)
+    low, high, permutes = found
+    for side in (low, high):
+        if side is not None and not fits(side, dtype):
+            low, high, permutes = None, None, False  # the type wraps
+    # A padded row is bound by what holds at the bucket, a real one by what holds at its own count.
+    if low is not None and low.constant is None and bool((low.values[1:] > low.values[:-1]).any()):
+        low = known.constant(int(low.values.min()))
+    if high is not None and high.falls:
+        high = known.constant(int(high.values.max()))
+    if largest - least < 1 << 16:
+        low = known.constant(least) if low is None else low
+        high = known.constant(largest) if high is None else high
+    return Bounds(low, high, permutes)
+
+
+def fits(size: Size, dtype: torch.dtype) -> bool:
+    """Whether an integer type holds it at all counts, with room for sums and products."""
+    least, largest = limits(dtype)
+    return max(least, -_LARGEST) <= int(size.values.min()) and int(size.values.max()) <= min(
+        largest, _LARGEST
+    )
+
+
+def limits(dtype: torch.dtype) -> tuple[int, int]:
+    """The least and the largest integer of a type."""
+    return (0, 1) if dtype is torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)

@@ -1,0 +1,190 @@
+"""The rows of each value of a traced graph, followed from the inputs on, as it is decided what runs where.
+
+Nodes are told one by one, in order, what they run as: `in_graph` (which may refuse), `eager` or `boundary`.
+What a write does to other looks at the same memory is noted as it happens.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from torch import fx
+
+from piecewise.aliases import NodeFacts, fakes_of
+from piecewise.analysis.rows.judge import Judge
+from piecewise.analysis.rows.layout import Mixes, Refusal, are_whole_rows, is_prefix, prefixes
+from piecewise.analysis.rows.recording import Ref
+from piecewise.analysis.rows.table import UNBOUNDED, Bounds, Rows, bounds_within
+from piecewise.tensors import map_tensors, storage_of, tensors_in
+
+# A tensor of a node's value, by its position there.
+_Place = tuple[fx.Node, int]
+
+
+class RowsWalk:
+    """One walk over one graph.
+
+    Attributes:
+        largest: the largest row count for which all indices are in range; None for any.
+    """
+
+    def __init__(self, judge: Judge, facts: Mapping[fx.Node, NodeFacts]) -> None:
+        self._judge, self._facts = judge, facts
+        self._rows: dict[fx.Node, tuple[Rows, ...]] = {}
+        self._origins: dict[fx.Node, fx.Node] = {}
+        # Memory → who looks at it, its maker first; and whether graphs own it.
+        self._holders: dict[int, list[_Place]] = {}
+        self._in_graphs: set[int] = set()
+        # Memory of integers that nobody has written yet: its padded rows start as zeros.
+        self._fresh: set[int] = set()
+        self.largest: int | None = None
+
+    def rows_of(self, node: fx.Node) -> tuple[Rows, ...]:
+        """Of each tensor in the node's value; inputs and state are prefixes."""
+        if node not in self._rows:
+            self._note(node, self._outside(node))
+        return self._rows[node]
+
+    def is_prefix(self, node: fx.Node) -> bool:
+        """Whether real rows lead in all tensors of a value, so that it may leave a graph."""
+        return all(rows.layout is not None and is_prefix(rows.layout) for rows in self.rows_of(node))
+
+    def origin(self, node: fx.Node) -> fx.Node:
+        """The node that gave a value which is no prefix its layout."""
+        return self._origins.get(node, node)
+
+    def in_graph(self, node: fx.Node) -> Refusal | None:
+        """Runs a node in a graph; why it must not be there, where nothing is noted."""
+        fact = self._facts[node]
+        if fact.recording is None:
+            return Refusal("unknown_op", "nobody has looked into it")
+        judged = self._judge.in_graph(fact.recording, self._given(fact))
+        if judged.mixes is not None:
+            return judged.mixes
+        fakes = tensors_in(node.meta.get("example_value"))
+        if [rows.sizes for rows in judged.results] != [self._judge.sizes(fake.shape) for fake in fakes]:
+            return Refusal("unknown_op", "its sizes are the example's")
+        if judged.largest is not None:
+            self.largest = judged.largest if self.largest is None else min(judged.largest, self.largest)
+        source = next((self.origin(read) for read in fact.reads if not self.is_prefix(read)), node)
+        self._fresh -= {storage_of(fake) for fake in fakes_of(fact.writes)}
+        self._write(fact, judged.written, in_graph=True)
+        self._note(node, judged.results, in_graph=True)
+        self._origins[node] = source
+        return None
+
+    def eager(self, node: fx.Node) -> None:
+        """Runs a node on real rows."""
+        fact = self._facts[node]
+        found = self._outside(node)
+        if fact.recording is None:
+            self.boundary(node, in_graph=False)
+        else:
+            judged = self._judge.eager(fact.recording, self._given(fact))
+            self._write(fact, judged.written, in_graph=False)
+            if [rows.dtype for rows in judged.results] == [rows.dtype for rows in found]:
+                made = zip(found, judged.results, strict=True)
+                found = [own._replace(bounds=rows.bounds) for own, rows in made]
+        self._note(node, found)
+
+    def boundary(self, node: fx.Node, *, in_graph: bool) -> None:
+        """Notes that nothing is known any more of what an op writes; its own value is nothing."""
+        fact = self._facts[node]
+        for target in fact.writes:
+            for at, rows in enumerate(self.rows_of(target)):
+                left = rows._replace(bounds=self._unbound(rows))
+                left = (
+                    left._replace(is_real=rows.is_settled)
+                    if in_graph
+                    else self._after_eager((target, at), left)
+                )
+                self._change((target, at), left)
+
+    def item(self, node: fx.Node) -> None:
+        """Notes an item of a tuple."""
+        source: Any = node.args[0]
+        numbers = itertools.count()
+        picked = map_tensors(source.meta["example_value"], lambda tensor: Ref(next(numbers)))[node.args[1]]
+        places = picked if type(picked) in (tuple, list) else [picked]
+        self._note(node, [self.rows_of(source)[place.position] for place in places if isinstance(place, Ref)])
+        self._origins[node] = self.origin(source)
+
+    def _given(self, fact: NodeFacts) -> tuple[Rows, ...]:
+        return tuple(rows for read in fact.reads for rows in self.rows_of(read))
+
+    def _outside(self, node: fx.Node) -> list[Rows]:
+        """Of a value that graphs do not make: they are given copies, whose padded rows repeat a real one."""
+        found = []
+        for fake in tensors_in(node.meta.get("example_value")):
+            sizes = self._judge.sizes(fake.shape)
+            layout = None
+            try:
+                layout = prefixes(sizes) if sizes is not None else None
+            except Mixes:
+                pass
+            bounds = bounds_within(fake.dtype, UNBOUNDED, self._judge.known)
+            why = "its sizes do not grow with the token count alone"
+            found.append(Rows(sizes or (), layout, fake.dtype, bounds=bounds, why=why))
+        return found
+
+    def _note(self, node: fx.Node, rows: Sequence[Rows], *, in_graph: bool = False) -> None:
+        self._rows[node] = tuple(rows)
+        for at, fake in enumerate(tensors_in(node.meta.get("example_value"))):
+            memory = storage_of(fake)
+            holders = self._holders.setdefault(memory, [])
+            if not holders and in_graph:
+                self._in_graphs.add(memory)
+                if makes_empty(node) and not fake.dtype.is_floating_point:
+                    self._fresh.add(memory)
+            holders.append((node, at))
+
+    def _unbound(self, rows: Rows) -> Bounds:
+        return bounds_within(rows.dtype, UNBOUNDED, self._judge.known)
+
+    def _write(self, fact: NodeFacts, written: Mapping[int, Rows], *, in_graph: bool) -> None:
+        places = [(read, at) for read in fact.reads for at in range(len(self.rows_of(read)))]
+        for position, rows in written.items():
+            self._change(places[position], rows if in_graph else self._after_eager(places[position], rows))
+
+    def _after_eager(self, place: _Place, rows: Rows) -> Rows:
+        """What an eager op leaves of a tensor whose real rows are `rows` now. In memory of graphs it writes
+        real rows alone; of any other, graphs are given a new copy with new padding."""
+        before = self.rows_of(place[0])[place[1]]
+        memory = self._memory_of(place)
+        if memory not in self._in_graphs or before.is_settled:
+            return before._replace(bounds=rows.bounds)
+        zero = self._judge.known.constant(0)
+        padding = Bounds(zero, zero) if memory in self._fresh else before.bounds
+        low, high, permutes = rows.bounds
+        if padding.low is None or padding.high is None or low is None or high is None:
+            return before._replace(bounds=self._unbound(before), is_real=False)
+        known = self._judge.known
+        least = known.interned(np.minimum(padding.low.values, low.values))
+        largest = known.interned(np.maximum(padding.high.values, high.values))
+        return before._replace(bounds=Bounds(least, largest, permutes), is_real=False)
+
+    def _memory_of(self, place: _Place) -> int:
+        return storage_of(list(tensors_in(place[0].meta["example_value"]))[place[1]])
+
+    def _change(self, place: _Place, rows: Rows) -> None:
+        """Notes what a write leaves of a tensor, and of other looks at its memory: no bounds, and padded rows
+        that repeat a real one only where whole rows were written."""
+        node, at = place
+        for other, position in self._holders[self._memory_of(place)]:
+            found = list(self._rows[other])
+            own = found[position]
+            stays = own.is_real and rows.is_real and are_whole_rows(rows.layout, own.layout)
+            found[position] = own._replace(bounds=self._unbound(own), is_real=own.is_settled or stays)
+            self._rows[other] = tuple(found)
+        found = list(self._rows[node])
+        found[at] = rows
+        self._rows[node] = tuple(found)
+
+
+def makes_empty(node: fx.Node) -> bool:
+    """Whether the node allocates memory without writing it."""
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    return str(name).startswith(("empty", "new_empty"))

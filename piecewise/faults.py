@@ -1,0 +1,230 @@
+"""What a warm-up or a capture has shown to be wrong with a segment, and what is done about it.
+
+Rows are proven to be apart, and so a warm-up finds nothing, unless a rule is wrong, an op was declared that
+does something else, or a lowering mixes rows. An op that was declared may also do what a graph cannot repeat.
+Either way the bucket is captured in the end:
+
+    own kernels agree on all paddings   ─▶ the segment keeps its own kernels
+    a node's real rows change           ─▶ that node runs eagerly, and the graph is cut again
+    a node cannot be recorded           ─▶ likewise
+    no node tells, or after three cuts  ─▶ the whole segment runs eagerly
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import fx
+
+from piecewise.classify import Verdict
+from piecewise.index_bounds import CheckedIndices
+from piecewise.padding import poison_padding_
+from piecewise.plan import Segment, ValueSpec
+from piecewise.recordable import recorders
+from piecewise.segment_graph import SegmentWriter
+from piecewise.split import Splitter, source_line
+from piecewise.tensors import tensors_in
+from runners.errors import CaptureError, told
+from runners.rows import narrow_to
+
+MAX_CUTS = 3
+LOWERING = "padding reached real rows in its compiled, fused or scheduled form"
+
+
+class SegmentFault(CaptureError):
+    """A segment that failed in a warm-up or a capture.
+
+    Attributes:
+        function: the form of the segment that ran.
+        arguments: what it was given, at `bucket` rows, of which `real_rows` are real.
+        variant: the padding with which it failed; None where it was being recorded.
+    """
+
+    segment: Segment
+    function: Callable[..., Any]
+    arguments: tuple[torch.Tensor, ...]
+    bucket: int
+    real_rows: int
+    variant: int | None
+
+    @classmethod
+    def of(
+        cls,
+        error: CaptureError,
+        segment: Segment,
+        function: Callable[..., Any],
+        arguments: Sequence[torch.Tensor],
+        *,
+        bucket: int,
+        real_rows: int,
+        variant: int | None,
+    ) -> SegmentFault:
+        """The error with what it takes to find its cause."""
+        found = cls(error.what, expected=error.expected, got=error.got, rule=error.rule, fix=error.fix)
+        found.segment, found.function, found.arguments = segment, function, tuple(arguments)
+        found.bucket, found.real_rows, found.variant = bucket, real_rows, variant
+        return found
+
+
+class FaultFinder:
+    """Finds the cause of a fault in the segment of one cut.
+
+    Args:
+        splitter: the cut.
+        values: the plan's values.
+    """
+
+    def __init__(self, splitter: Splitter, values: Sequence[ValueSpec], fault: SegmentFault) -> None:
+        self._splitter, self._values, self._fault = splitter, values, fault
+        self._writer: SegmentWriter = splitter.writers[fault.segment.index]
+        self._specs = [values[index] for index in fault.segment.inputs]
+
+    @property
+    def nodes(self) -> tuple[fx.Node, ...]:
+        """The nodes of the segment."""
+        return self._writer.nodes
+
+    def blames_lowering(self) -> bool:
+        """Whether the segment's own kernels do right, where another form of them failed."""
+        own, variant = self._fault.segment.own_function, self._fault.variant
+        if own is None or self._fault.function is own or variant is None:
+            return False
+        try:
+            first, second = (self._real_rows(self._run(own, each)) for each in (0, variant))
+        except Exception:
+            return False
+        return all(map(_same, first, second))
+
+    def is_the_models(self) -> bool:
+        """Whether the segment fails on real rows alone, too."""
+        own = self._fault.segment.own_function
+        if (
+            own is None
+            or self._fault.variant is None
+            or not all(spec.padded.is_prefix for spec in self._specs)
+        ):
+            return False
+        rows = self._fault.real_rows
+        given = [
+            (
+                narrow_to(tensor, spec.sizes(rows)) if spec.token_dims and spec.sizes is not None else tensor
+            ).clone()
+            for spec, tensor in zip(self._specs, self._fault.arguments, strict=True)
+        ]
+        try:
+            own(rows, *given)
+        except Exception:
+            return True
+        return False
+
+    def first_wrong_node(self) -> tuple[fx.Node, Verdict] | None:
+        """The first node that cannot be recorded, or whose real rows change with padding, if one tells."""
+        return self._first_unrecordable() if self._fault.variant is None else self._first_mixing()
+
+    def _run(self, function: Callable[..., Any], variant: int) -> list[torch.Tensor]:
+        with checked_indices(self._fault.arguments):
+            return list(function(self._fault.bucket, *self._given(variant)))
+
+    def _given(self, variant: int) -> list[torch.Tensor]:
+        copies = [tensor.clone() for tensor in self._fault.arguments]
+        for spec, tensor in zip(self._specs, copies, strict=True):
+            poison_padding_(tensor, spec, self._fault.real_rows, self._fault.bucket, variant=variant)
+        return copies
+
+    def _real_rows(self, outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        specs = [self._values[index] for index in self._fault.segment.outputs]
+        return [
+            narrow_to(tensor, spec.sizes(self._fault.real_rows)) if spec.token_dims and spec.sizes else tensor
+            for spec, tensor in zip(specs, outputs, strict=True)
+            if spec.padded.is_prefix and spec.memory not in self._fault.segment.unwritten
+        ]
+
+    def _first_mixing(self) -> tuple[fx.Node, Verdict] | None:
+        assert self._fault.variant is not None
+        runs = [self._steps(self._given(each)) for each in (0, self._fault.variant)]
+        with checked_indices(self._fault.arguments):
+            while True:
+                node: fx.Node | None = None
+                try:
+                    values = []
+                    for run in runs:
+                        node, call, is_mode = next(run)
+                        values.append(call() if not is_mode or run is runs[0] else None)
+                except StopIteration:
+                    return None
+                except Exception as error:
+                    return self._faulty(node, f"it fails on padded rows: {told(error)}")
+                if node is not None and not self._agrees(node, values):
+                    return self._faulty(node, "its real rows change with padded ones")
+
+    def _faulty(self, node: fx.Node | None, seen: str) -> tuple[fx.Node, Verdict] | None:
+        if node is None:
+            return None
+        text = f"the rule of '{node.name}' ({source_line(node)}) does not hold: {seen}"
+        warnings.warn(f"piecewise: {text}; it runs eagerly. Please report this.", stacklevel=2)
+        return node, Verdict("eager", "mixes_tokens", text)
+
+    def _agrees(self, node: fx.Node, values: Sequence[Any]) -> bool:
+        rows_of = self._splitter.classifier.rows
+        if not rows_of.is_prefix(node):
+            return True
+        sizes = self._splitter.classifier.judge
+        at = self._fault.real_rows
+        index = int(sizes.known.counts.searchsorted(at))
+        for rows, left, right in zip(rows_of.rows_of(node), *map(tensors_in, values), strict=True):
+            real = [int(size.values[index]) for size in rows.sizes]
+            if not _same(narrow_to(left, real), narrow_to(right, real)):
+                return False
+        return True
+
+    def _first_unrecordable(self) -> tuple[fx.Node, Verdict] | None:
+        device = next((tensor.device for tensor in self._fault.arguments), torch.device("cpu"))
+        with recorders(device) as refusal:
+            for node, call, is_mode in self._steps([tensor.clone() for tensor in self._fault.arguments]):
+                why = refusal(call, node.name) if node is not None and not is_mode else None
+                if node is not None and why is not None:
+                    return node, Verdict("eager", "not_recordable", why)
+                call()
+        return None
+
+    def _steps(
+        self, inputs: Sequence[torch.Tensor]
+    ) -> Iterator[tuple[fx.Node | None, Callable[[], Any], bool]]:
+        """Each node of the segment: what it is in the traced graph, a call that runs it, and whether it only
+        changes modes. A node's call comes before the next one is asked for."""
+        writer = self._writer
+        originals = {copy: node for node, copy in writer.copies.items() if isinstance(copy, fx.Node)}
+        given = iter([self._fault.bucket, *inputs])
+        env: dict[fx.Node, Any] = {}
+        for copy in writer.graph.nodes:
+            if copy.op == "placeholder":
+                env[copy] = next(given)
+            elif copy.op == "get_attr":
+                env[copy] = writer.modules[str(copy.target)]
+            elif copy.op != "output":
+
+                def call(copy: fx.Node = copy) -> Any:
+                    args, kwargs = fx.node.map_arg((copy.args, dict(copy.kwargs)), lambda node: env[node])
+                    if copy.op == "call_method":
+                        env[copy] = getattr(args[0], str(copy.target))(*args[1:], **kwargs)
+                    else:
+                        env[copy] = copy.target(*args, **kwargs)  # type: ignore[operator]
+                    return env[copy]
+
+                yield originals.get(copy), call, "autocast" in str(copy.target)
+
+
+def checked_indices(arguments: Sequence[torch.Tensor]) -> Any:
+    """A block in which an index out of range is an error on a CUDA device, too."""
+    return CheckedIndices() if any(tensor.is_cuda for tensor in arguments) else nullcontext()
+
+
+def _same(left: torch.Tensor, right: torch.Tensor) -> bool:
+    equal = left == right
+    if left.dtype.is_floating_point:
+        equal |= (left != left) & (right != right)
+    return bool(equal.all())
