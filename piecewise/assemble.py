@@ -153,6 +153,7 @@ class PlanAssembler:
         self, bucket: int, shadows: dict[int, torch.Tensor], on_segment: Callable[[], None]
     ) -> dict[int, torch.Tensor]:
         static: dict[int, torch.Tensor] = dict(shadows)
+        values = self.plan.values
         for buffer in shadows.values():
             buffer.zero_()
         for position, segment in enumerate(self.plan.segments):
@@ -167,8 +168,13 @@ class PlanAssembler:
                         try:
                             outputs = runner.capture(bucket, arguments, fn=form)
                         except CaptureError as error:
+                            # What graphs own goes with the bucket, and no graph has written it yet.
+                            given = [
+                                torch.zeros_like(tensor) if values[index].origin == "graph" else tensor
+                                for index, tensor in zip(segment.inputs, arguments, strict=True)
+                            ]
                             raise SegmentFault.of(
-                                error, segment, form or runner.function, arguments,
+                                error, segment, form or runner.function, given,
                                 bucket=bucket, real_rows=bucket, variant=None,
                             ) from error  # fmt: skip
                     on_segment()

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from toy_models import HIDDEN, make_ids, mix
 
+import boundary_ops
 import piecewise
 from boundary_ops import PrefillBatch
 from piecewise import stream_graph
@@ -40,6 +41,9 @@ def slow(x: Tensor) -> Tensor:
 @slow.register_fake
 def _(x: Tensor) -> Tensor:
     return torch.empty_like(x)
+
+
+boundary_ops.declare_rows("cuda_streams::slow", token_args={"x": 0})
 
 
 @torch.library.custom_op("cuda_streams::fails", mutates_args=())

@@ -9,6 +9,7 @@ import torch
 from test_cuda_models import compiled, inputs, make
 from torch import Tensor
 
+from piecewise.plan import KeptFill
 from piecewise.zero_fills import ZeroFills
 from runners import cuda_pool
 
@@ -28,8 +29,13 @@ def num_nodes(graphed: Any, bucket: int = 16) -> int:
 def test_one_kernel_less_per_layer(monkeypatch: pytest.MonkeyPatch, lowering: str, fusions: Any) -> None:
     graphed, report = compiled(make(num_layers=LAYERS), lowering=lowering, fusions=fusions)
     assert report.ok and graphed.report().plans[0].fills.num_needless == LAYERS
+
+    def keeps(self: ZeroFills, node: Any, **rest: Any) -> bool:
+        self.kept.append(KeptFill(node.name, "all are kept"))
+        return True
+
     with monkeypatch.context() as patch:
-        patch.setattr(ZeroFills, "_reason", lambda *args: "all are kept")
+        patch.setattr(ZeroFills, "needs", keeps)
         filled, report = compiled(make(num_layers=LAYERS), lowering=lowering, fusions=fusions)
     assert report.ok and len(filled.report().plans[0].fills.kept) == LAYERS
     fewer = num_nodes(filled) - num_nodes(graphed)
@@ -57,15 +63,22 @@ def test_whatever_the_pool_held_real_rows_are_the_same(
         assert verified.ok, verified
 
 
-def test_captured_and_looked_up_by_an_index_made_of_it() -> None:
+def test_looked_up_by_an_index_made_of_it() -> None:
+    """An index of any range is eager and sees real rows; one that its op bounds may be made of garbage."""
     table = torch.randn(50, 64, device="cuda")
 
-    def inner(x: Tensor) -> Tensor:
+    def converted(x: Tensor) -> Tensor:
         size = torch.nan_to_num(x).abs()
-        index = torch.where(size >= 1e4, 0.0, size).clamp(max=49).long()
+        index = torch.where(size >= 1e4, 0.0, size).long()
         return x + table[index[:, 0], : x.shape[1]]
 
-    graphed, report = compiled(make(num_layers=LAYERS, inner=inner))
-    assert report.ok and len(graphed.report().plans[0].fills.kept) == LAYERS
-    verified = graphed.verify(*inputs(5))
-    assert verified.ok, verified
+    def chosen(x: Tensor) -> Tensor:
+        return x + table[x[:, :50].argmax(-1), : x.shape[1]]
+
+    for inner, num_eager in ((converted, LAYERS), (chosen, 0)):
+        graphed, report = compiled(make(num_layers=LAYERS, inner=inner))
+        plan = graphed.report().plans[0]
+        assert report.ok and plan.fills.num_needless == LAYERS and not plan.fills.kept
+        assert plan.count("eager") == num_eager
+        verified = graphed.verify(*inputs(5))
+        assert verified.ok, verified

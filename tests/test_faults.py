@@ -1,4 +1,4 @@
-"""[I3, I6] A fault of a rule, of a declaration or of a lowering costs speed: no bucket is lost, no result wrong.
+"""[I3, I6] A fault of a rule, a declaration or a lowering costs speed: no bucket is lost, no result is wrong.
 
 Rules are made wrong by hand here; a warm-up then finds real rows that change with padded ones.
 """

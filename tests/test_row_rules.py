@@ -681,7 +681,7 @@ MIXING = {
     "unknown": (lambda x: torch.fft.fft(x), X, UNKNOWN),
     "as strided": (lambda x: x[0].as_strided((2, H), (H, 1)) * 1, X, UNKNOWN),
     "resized": (lambda x: x[0].resize_(8), X, UNKNOWN),
-    "histogram": (lambda x: x.histc(4), X, UNKNOWN),
+    "histogram": (lambda x: x.histc(4), X, MIXES),
     "write of other rows": (written(lambda x: x[1:].copy_(x[:-1].flip(0))), X, MIXES),
     "write to a workspace": (lambda x, w: filled(w[: x.shape[0]], 0), X, W2, MIXES),
     "write of all but the last": (written(lambda x: x[:-1].mul_(2)), X, MIXES),
@@ -717,7 +717,7 @@ ON_CUDA = {
 # These have no CUDA kernel, or one for more rows.
 NOT_ON_CUDA = frozenset(["int mm", "int4 weights for a CPU", "int8 weights"])
 # Of all elements, or of elements in an order over all: they refuse where one of them is a token's.
-ONLY_REFUSE = frozenset("max min median nanmedian masked_scatter".split())
+ONLY_REFUSE = frozenset("max min median nanmedian masked_scatter histc".split())
 # Without its kernel it comes as other ops; "rms norm" is a claim of it on a CUDA device.
 NEEDS_KERNEL = frozenset(["_fused_rms_norm"])
 

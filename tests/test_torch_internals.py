@@ -525,6 +525,12 @@ def test_ops_that_consist_of_others_are_taken_apart_for_a_symbolic_count(dtype):
     assert result.tolist() == [[[4.0] * 3] * 5]
 
 
+def test_ops_that_consist_of_others_are_told():
+    aten = torch.ops.aten
+    assert all(map(internals.is_composite, (aten.linear.default, aten.to.dtype, aten.reshape.default)))
+    assert not any(map(internals.is_composite, (aten.addmm.default, aten.view.default, aten.add.Tensor)))
+
+
 def test_inductor_compiles_for_any_count_with_the_graphs_strides_and_leaves_its_settings():
     settings = torch._inductor.config.save_config_portable()
     graph, arguments, mode = traced_for(lambda rows, x: ((x + 1).t().contiguous().t(),), ("n", 4))

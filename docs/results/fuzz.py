@@ -1,8 +1,9 @@
 """Compares many random models with eager: `python -m docs.results.fuzz --device cuda`.
 
-The models, how they are graphed and what is done with them are those of `tests/test_fuzz.py`; attached mixtures
-of experts are those of `tests/test_attached_experts.py`. Processes draw with seeds of their own; one that is
-lost, as after a device-side assert, counts as a fault like a wrong result, a lost bucket or a warning of a rule.
+The models, how they are graphed and what is done with them are those of `tests/test_fuzz.py`; attached
+mixtures of experts are those of `tests/test_attached_experts.py`. Processes draw with seeds of their own; one
+that is lost, as after a device-side assert, counts as a fault like a wrong result, a lost bucket or a warning
+of a rule.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ ROOT = Path(__file__).parents[2]
 KINDS = ("models", "experts")
 
 
-def _draw_models(examples: int, seed: int, device: str) -> dict[str, Any]:
-    """Acts out so many cases; each is compared with the model's own calls."""
+def _draw_models(examples: int, seed: int, device: str, ends: float) -> dict[str, Any]:
+    """Acts out so many cases, until a time; each is compared with the model's own calls."""
     os.environ["PIECEWISE_FUZZ_DEVICE"] = device
     import hypothesis
     import torch
@@ -40,6 +41,8 @@ def _draw_models(examples: int, seed: int, device: str) -> dict[str, Any]:
     )  # fmt: skip
     @hypothesis.given(case=cases())
     def act(case: Any) -> None:
+        if time.time() > ends:
+            return
         counts["examples"] += 1
         try:
             with torch.no_grad():
@@ -54,21 +57,29 @@ def _draw_models(examples: int, seed: int, device: str) -> dict[str, Any]:
     return {**counts, "faults": faults}
 
 
-def _draw_experts(examples: int, seed: int, device: str) -> dict[str, Any]:
+def _draw_experts(examples: int, seed: int, device: str, ends: float) -> dict[str, Any]:
     from test_attached_experts import run_examples
 
-    found: dict[str, Any] = run_examples(examples=examples, seed=seed, device=device)
-    return found
+    whole: dict[str, Any] = {}
+    for number in range(examples):
+        if time.time() < ends:
+            _add(whole, run_examples(examples=1, seed=1000 * seed + number, device=device))
+    return whole
 
 
-def _work(kind: str, examples: int, seed: int, device: str) -> None:
+def _add(whole: dict[str, Any], found: dict[str, Any]) -> None:
+    for key, value in found.items():
+        whole[key] = whole.get(key, type(value)()) + value
+
+
+def _work(kind: str, examples: int, seed: int, device: str, ends: float) -> None:
     """One process: prints what it found as its last line."""
     import warnings
 
     warnings.filterwarnings("error", message="piecewise: the rule of")
     sys.path.insert(0, str(ROOT / "tests"))
     draw = _draw_models if kind == "models" else _draw_experts
-    print(json.dumps(draw(examples, seed, device)))
+    print(json.dumps(draw(examples, seed, device, ends)))
 
 
 def main() -> int:
@@ -79,15 +90,17 @@ def main() -> int:
     parser.add_argument("--experts", type=int, default=200, help="attached mixtures of experts")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--seed", type=int, default=0, help="of the first process")
-    parser.add_argument("--seconds", type=float, default=3600.0, help="after which a process counts as lost")
+    parser.add_argument("--seconds", type=float, default=3600.0, help="after which no more are drawn")
     parser.add_argument("--out", type=Path, default=None)
-    parser.add_argument("--worker", nargs=3, metavar=("KIND", "EXAMPLES", "SEED"), help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--worker", nargs=4, metavar=("KIND", "EXAMPLES", "SEED", "ENDS"), help=argparse.SUPPRESS
+    )
     arguments = parser.parse_args()
     if arguments.worker:
-        kind, examples, seed = arguments.worker
-        _work(kind, int(examples), int(seed), arguments.device)
+        kind, examples, seed, ends = arguments.worker
+        _work(kind, int(examples), int(seed), arguments.device, float(ends))
         return 0
-    began = time.perf_counter()
+    began = time.time()
     asked = {"models": arguments.models, "experts": arguments.experts}
     total = sum(asked.values()) or 1
     running = []
@@ -98,6 +111,7 @@ def main() -> int:
             seed = arguments.seed + 1000 * KINDS.index(kind) + number
             command = [sys.executable, "-m", "docs.results.fuzz", "--device", arguments.device]
             command += ["--worker", kind, str(examples), str(seed)]
+            command.append(str(began + arguments.seconds))
             process = subprocess.Popen(
                 command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, text=True,
                 stdout=subprocess.PIPE, stderr=subprocess.PIPE,
@@ -109,21 +123,20 @@ def main() -> int:
         whole["processes"] += 1
         try:
             printed, errors = process.communicate(
-                timeout=max(began + arguments.seconds - time.perf_counter(), 1)
+                timeout=max(began + arguments.seconds + 90 - time.time(), 1)
             )
             result = json.loads(printed.splitlines()[-1])
         except Exception as error:
             process.kill()
             last = "" if isinstance(error, subprocess.TimeoutExpired) else errors[-3000:]
             result = {"faults": [f"seed {seed}: lost after at most {examples} examples: {error!r}\n{last}"]}
-        for key, value in result.items():
-            whole[key] = whole.get(key, type(value)()) + value
+        _add(whole, result)
     import torch
 
     from piecewise.bench_result import environment
 
     report = {
-        "seconds": time.perf_counter() - began,
+        "seconds": time.time() - began,
         **found,
         "environment": environment(torch.device(arguments.device)),
     }

@@ -48,8 +48,13 @@ def llama_8b() -> piecewise.PrefillCase:
 
 def smoke() -> piecewise.PrefillCase:
     """3 layers, hidden 128: shows that the command works."""
+    return small_layers(3)
+
+
+def small_layers(num_layers: int) -> piecewise.PrefillCase:
+    """Hidden 128: for what does not depend on sizes."""
     return _case(
-        dict(vocab_size=96, hidden_size=128, intermediate_size=256, num_hidden_layers=3,
+        dict(vocab_size=96, hidden_size=128, intermediate_size=256, num_hidden_layers=num_layers,
              num_attention_heads=2, num_key_value_heads=1, head_dim=64)
     )  # fmt: skip
 

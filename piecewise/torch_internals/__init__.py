@@ -1,4 +1,4 @@
-"""Every private torch API that the compile-time half uses, in one place, for torch 2.11 to 2.13.
+"""Every private torch API that the compile-time half uses, in one place, for torch 2.11 to 2.14.
 
 Only the pattern matcher, which takes long to load, is elsewhere (`passes/matcher.py`). Nothing here has a
 public equivalent; `tests/test_torch_internals.py` checks each of them on the installed version.
@@ -25,6 +25,7 @@ from piecewise.torch_internals.fakes import (
     functional_aten_graph,
     has_dynamic_dims,
     holds_constant,
+    is_composite,
     is_fake,
     new_fake_mode,
     python_dispatcher,
@@ -87,6 +88,7 @@ __all__ = [
     "holds_as_guard",
     "holds_constant",
     "inductor_cache_counts",
+    "is_composite",
     "is_fake",
     "is_unbacked",
     "mark_dynamic",

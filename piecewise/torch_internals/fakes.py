@@ -62,6 +62,11 @@ def holds_constant(fake: torch.Tensor) -> bool:
     return getattr(fake, "constant", None) is not None
 
 
+def is_composite(op: Any) -> bool:
+    """Whether an aten op consists of others: of tensors made under `inference_mode` a mode sees it whole."""
+    return op.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd)
+
+
 def has_dynamic_dims(tensor: torch.Tensor) -> bool:
     """Whether somebody has marked dims of the tensor for Dynamo."""
     return any(name.startswith("_dynamo_") and "dynamic" in name for name in vars(tensor))

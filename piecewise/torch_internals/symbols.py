@@ -42,7 +42,7 @@ def expression(value: Any, shape_env: ShapeEnv | None) -> sympy.Expr | None:
 
 def is_unbacked(expr: sympy.Basic) -> bool:
     """Whether the expression holds a symbol whose value only data tells (`u0`, `zuf0`)."""
-    return any(str(symbol).startswith(("u", "zu")) for symbol in expr.free_symbols)
+    return any(symbol.name.startswith(("u", "zu")) for symbol in expr.free_symbols)  # type: ignore[attr-defined]
 
 
 def compile_expressions(

@@ -10,6 +10,7 @@ import sympy
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from piecewise import torch_internals as internals
 from piecewise.tensors import map_tensors, storage_of, tensors_in
 
 
@@ -70,7 +71,6 @@ class Recording:
     asked: frozenset[sympy.Basic] = frozenset()
 
 
-_COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 # They look at metadata.
 _IGNORED = frozenset(
     ["prim::device", "aten::size", "aten::sym_size", "aten::stride", "aten::_assert_tensor_metadata"]
@@ -106,7 +106,7 @@ class OpRecorder(TorchDispatchMode):
         schema = func._schema
         if schema.name in _IGNORED:
             return func(*args, **kwargs)
-        if func.has_kernel_for_dispatch_key(_COMPOSITE):  # of inference tensors they come here whole
+        if internals.is_composite(func):
             with self:
                 return func.decompose(*args, **kwargs)
         self.tags |= _tags(func, args, kwargs)

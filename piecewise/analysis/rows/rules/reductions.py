@@ -8,7 +8,7 @@ from piecewise.analysis.rows.table import Call, Outcome, check_static, rule
 
 @rule(
     "sum mean prod amax amin argmax argmin std var nansum logsumexp linalg_vector_norm count_nonzero aminmax "
-    "max min max.dim min.dim median median.dim nanmedian nanmedian.dim kthvalue std_mean var_mean"
+    "max min max.dim min.dim median median.dim nanmedian nanmedian.dim kthvalue std_mean var_mean histc"
 )
 def reduced(call: Call) -> Outcome:
     layout, dims = call.layout(), call.dims()
