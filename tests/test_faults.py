@@ -115,13 +115,15 @@ def test_I6_strict_is_an_error_that_names_what_changed(monkeypatch):
 def test_I3_a_lowering_that_mixes_rows_leaves_its_segment_with_eager_kernels(monkeypatch):
     lower = Lowering.lower
 
+    def mixed(function):
+        return lambda n, *given: tuple(y + y.flip(0) * 1e-3 for y in function(n, *given))
+
     def mixing(self, plan, *rest):
         lowered = lower(self, plan, *rest)
         functions = dict(lowered.functions)
         for segment in plan.graph_segments():
             if segment.index == 2 and not segment.keeps_own:
-                function = functions[2]
-                functions[2] = lambda n, *given: tuple(y + y.flip(0) * 1e-3 for y in function(n, *given))
+                functions[2] = mixed(functions[2])
         return dataclasses.replace(lowered, functions=functions)
 
     monkeypatch.setattr(Lowering, "lower", mixing)

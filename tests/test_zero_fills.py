@@ -1,4 +1,4 @@
-"""[I2, I3] Memory of `empty*` that others write is filled with zeros only where somebody looks at padded rows.
+"""[I2, I3] Memory of `empty*` that others write is filled only where somebody looks at padded rows.
 
 A block's attention writes the real rows of `out = torch.empty(...)`; what stands in its padded rows is read
 by the next segment, and reaches no real row. The ops that the segments' functions run tell whether a fill is

@@ -168,7 +168,7 @@ def poison_copies(graphed, value):
 
 @contextlib.contextmanager
 def padding_of_row(row):
-    """In this block padded rows of inputs and eager results repeat this real row instead of the first [I2]."""
+    """In this block padded rows of inputs and eager results repeat this real row, not the first [I2]."""
     plain = CopyInputs.replay
 
     def replay(step, env):

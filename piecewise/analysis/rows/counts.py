@@ -166,9 +166,9 @@ def values_at(expr: sympy.Basic, symbol: sympy.Symbol, counts: Counts) -> NDArra
     return np.array([_value_at(function, int(count)) for count in counts])
 
 
-def _direct(expr: sympy.Basic, symbol: sympy.Symbol, counts: Counts) -> Any:
-    """Sums, products and comparisons, which are most of what is asked; None for others. To compile one takes a
-    hundred times as long."""
+def _direct(expr: Any, symbol: sympy.Symbol, counts: Counts) -> Any:
+    """Sums, products and comparisons, which are most of what is asked and take long to compile; None for
+    others."""
     if expr == symbol:
         return counts
     if isinstance(expr, sympy.Integer):
