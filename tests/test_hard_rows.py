@@ -142,8 +142,8 @@ def _unique_first(m, x, ids):
     "how",
     [
         _sorted_experts, _sorted_experts_by_argsort, _searched, _searched_in_itself, _bucketized,
-        _found_among, _least_of_table, _most_of_table, _all_of_table, _any_of_table, _argmax_of_table, _count_of_table,
-        _adapter_segments, _ranks, _unique_first,
+        _found_among, _least_of_table, _most_of_table, _all_of_table, _any_of_table, _argmax_of_table,
+        _count_of_table, _adapter_segments, _ranks, _unique_first,
     ],
 )  # fmt: skip
 def test_I3_an_example_whose_rows_are_all_alike_hides_nothing(how):

@@ -144,7 +144,8 @@ def valid_counts(shape_env: ShapeEnv | None, symbol: sympy.Symbol, largest: int)
     return counts[valid]
 
 
-_RELATIONS = {
+_DIRECT: dict[Any, Any] = {
+    sympy.Add: lambda *parts: sum(parts), sympy.Mul: lambda *parts: math.prod(parts),
     sympy.Eq: np.equal, sympy.Ne: np.not_equal, sympy.Lt: np.less, sympy.Le: np.less_equal,
     sympy.Gt: np.greater, sympy.Ge: np.greater_equal,
 }  # fmt: skip
@@ -173,14 +174,9 @@ def _direct(expr: Any, symbol: sympy.Symbol, counts: Counts) -> Any:
         return counts
     if isinstance(expr, sympy.Integer):
         return np.int64(int(expr))
-    if not isinstance(expr, (sympy.Add, sympy.Mul, *_RELATIONS)):
-        return None
-    parts = [_direct(part, symbol, counts) for part in expr.args]
-    if any(part is None for part in parts):
-        return None
-    if isinstance(expr, sympy.Add):
-        return sum(parts)
-    return math.prod(parts) if isinstance(expr, sympy.Mul) else _RELATIONS[type(expr)](*parts)
+    operator = _DIRECT.get(type(expr))
+    parts = [_direct(part, symbol, counts) for part in expr.args] if operator is not None else [None]
+    return None if operator is None or any(part is None for part in parts) else operator(*parts)
 
 
 def _value_at(function: Any, count: int) -> int:
