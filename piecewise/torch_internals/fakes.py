@@ -51,7 +51,6 @@ def fake_twin(fake: torch.Tensor, memory: torch.Tensor | None) -> torch.Tensor:
     assert isinstance(fake, FakeTensor)
     with torch._C._DisableTorchDispatch(), in_kernel_invocation_manager(fake.fake_mode):
         twin = FakeTensor(fake.fake_mode, torch.ops.aten.detach.default(fake), fake.fake_device)
-    with torch._C._DisableTorchDispatch():
         donor = torch.empty(0, device="meta") if memory is None else memory
         torch._functionalize_unsafe_set(twin, donor)  # type: ignore[attr-defined]
     return twin
