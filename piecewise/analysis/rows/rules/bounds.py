@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from piecewise.analysis.rows.counts import Counts, Size
+from piecewise.analysis.rows.counts import Size
 from piecewise.analysis.rows.table import UNBOUNDED, Bounds, Call, Rows, bounds, fits
 
+Ends = NDArray[Any]
 # Where sums over all elements end, so that they do not overflow.
 _LARGEST = float(1 << 62)
 
@@ -20,10 +22,8 @@ def _of(call: Call, value: Any) -> Bounds:
     found, own = UNBOUNDED, None
     if isinstance(value, Rows):
         found, own = value.bounds._replace(permutes=False), value.dtype
-    elif isinstance(value, (bool, int)):
-        found = Bounds(call.known.constant(int(value)), call.known.constant(int(value)))
-    elif isinstance(value, Size):
-        found = Bounds(value, value)
+    elif isinstance(value, (int, Size)):
+        found = Bounds(call.size(value), call.size(value))
     # Numbers, and tensors without dims, are cast to the type of the others, which may be a narrow one.
     for dtype in {rows.dtype for rows in call.tensors()} - {own, torch.bool}:
         is_integer = not (dtype.is_floating_point or dtype.is_complex)
@@ -32,41 +32,39 @@ def _of(call: Call, value: Any) -> Bounds:
     return found
 
 
-def _made(call: Call, low: Counts | None, high: Counts | None) -> Bounds:
-    known = call.known
-    return Bounds(
-        known.interned(low.astype(np.int64)) if low is not None else None,
-        known.interned(high.astype(np.int64)) if high is not None else None,
-    )
+def _made(call: Call, low: Ends, high: Ends) -> Bounds:
+    """Bounds of these ends, as far as they are finite."""
+    known = [np.broadcast_to(end, call.known.counts.shape) for end in (low, high)]
+    sides = [call.known.interned(end.astype(np.int64)) if np.isfinite(end).all() else None for end in known]
+    return Bounds(sides[0], sides[1])
 
 
-def _values(found: Bounds) -> tuple[Counts | None, Counts | None]:
-    return (found.low.values if found.low else None), (found.high.values if found.high else None)
+def _ends(found: Bounds) -> tuple[Ends, Ends]:
+    """The least and the largest integer at each count; infinite where they are not known."""
+    low, high = found[:2]
+    return (low.values * 1.0 if low else np.array(-np.inf)), (high.values * 1.0 if high else np.array(np.inf))
+
+
+def _is_known(found: Bounds) -> bool:
+    return found.low is not None and found.high is not None
 
 
 def _below(call: Call, size: Size) -> Bounds:
     """0 .. size-1."""
-    return _made(call, np.zeros_like(size.values), np.maximum(size.values - 1, 0))
+    return _made(call, 0.0 * size.values, np.maximum(size.values - 1.0, 0))
 
 
 def _united(call: Call, given: list[Bounds]) -> Bounds:
-    lows, highs = [each.low for each in given], [each.high for each in given]
-    return _made(
-        call,
-        np.minimum.reduce([low.values for low in lows if low]) if all(lows) else None,
-        np.maximum.reduce([high.values for high in highs if high]) if all(highs) else None,
-    )
+    lows, highs = zip(*map(_ends, given), strict=True)
+    return _made(call, functools.reduce(np.minimum, lows), functools.reduce(np.maximum, highs))
 
 
 def _searched(call: Call, dim: int | None) -> Size:
     """How many elements there are to choose from."""
     sizes = call.tensor().sizes
     if dim is not None:
-        return sizes[dim % len(sizes)] if sizes else call.known.constant(1)
-    count = call.known.constant(1)
-    for size in sizes:
-        count = call.known.product(count, size)
-    return count
+        sizes = sizes[dim % len(sizes) :][:1] if sizes else ()
+    return functools.reduce(call.known.product, sizes, call.known.constant(1))
 
 
 @bounds("argmax argmin")
@@ -147,7 +145,7 @@ def full(call: Call) -> Bounds:
 @bounds("arange")
 def counted(call: Call) -> Bounds:
     start, step = call["start"] or 0, 1 if call["step"] is None else call["step"]
-    count = call.results[0][0][0].values
+    count = call.results[0][0][0].values * 1.0
     if not isinstance(step, int) or not isinstance(start, (int, Size)):
         return UNBOUNDED
     first = call.size(start).values
@@ -163,94 +161,71 @@ def _pair(call: Call) -> tuple[Bounds, Bounds]:
 @bounds("add sub rsub mul")
 def arithmetic(call: Call) -> Bounds:
     left, right = _pair(call)
-    if call["alpha"] not in (None, 1):
-        return UNBOUNDED
+    if call["alpha"] not in (None, 1) or not (_is_known(left) and _is_known(right)):
+        return UNBOUNDED  # what is not known may wrap
     if call.name.startswith("rsub"):
         left, right = right, left
-    (a, b), (c, d) = _values(left), _values(right)
-    if a is None or b is None or c is None or d is None:  # what is not known may wrap
-        return UNBOUNDED
+    (a, b), (c, d) = _ends(left), _ends(right)
     if call.name == "mul":
         ends = [a * c, a * d, b * c, b * d]
         return _made(call, np.minimum.reduce(ends), np.maximum.reduce(ends))
     return _made(call, a + c, b + d) if call.name == "add" else _made(call, a - d, b - c)
 
 
-def _each(function: Callable[..., Any], left: Counts | None, right: Counts | None) -> Counts | None:
-    return function(left, right) if left is not None and right is not None else None
-
-
-def _either(function: Callable[..., Any], left: Counts | None, right: Counts | None) -> Counts | None:
-    """The side of a maximum or minimum for which one operand is enough."""
-    return (
-        function(left, right) if left is not None and right is not None else left if right is None else right
-    )
+def _limited(call: Call, choose: Any, left: Bounds, right: Bounds) -> Bounds:
+    """Of the larger, or the smaller, of two: one operand is enough for one side."""
+    (a, b), (c, d) = _ends(left), _ends(right)
+    return _made(call, choose(a, c), choose(b, d))
 
 
 @bounds("maximum minimum")
 def extreme(call: Call) -> Bounds:
-    (a, b), (c, d) = map(_values, _pair(call))
-    return _larger(call, (a, b), (c, d)) if call.name == "maximum" else _smaller(call, (a, b), (c, d))
-
-
-_Sides = tuple["Counts | None", "Counts | None"]
-
-
-def _larger(call: Call, left: _Sides, right: _Sides) -> Bounds:
-    return _made(call, _either(np.maximum, left[0], right[0]), _each(np.maximum, left[1], right[1]))
-
-
-def _smaller(call: Call, left: _Sides, right: _Sides) -> Bounds:
-    return _made(call, _each(np.minimum, left[0], right[0]), _either(np.minimum, left[1], right[1]))
+    return _limited(call, getattr(np, call.name), *_pair(call))
 
 
 @bounds("clamp clamp_min clamp_max")
 def clamped(call: Call) -> Bounds:
     found = _of(call, call["self"])
-    if call["min"] is not None:
-        found = _larger(call, _values(found), _values(_of(call, call["min"])))
-    if call["max"] is not None:
-        found = _smaller(call, _values(found), _values(_of(call, call["max"])))
+    for name, choose in (("min", np.maximum), ("max", np.minimum)):
+        if call[name] is not None:
+            found = _limited(call, choose, found, _of(call, call[name]))
     return found
 
 
-@bounds("neg")
-def negated(call: Call) -> Bounds:
-    low, high = _values(call.tensor().bounds)
-    return UNBOUNDED if low is None or high is None else _made(call, -high, -low)
-
-
-@bounds("abs")
-def absolute(call: Call) -> Bounds:
-    low, high = _values(call.tensor().bounds)
-    if low is None or high is None:
+@bounds("neg abs")
+def mirrored(call: Call) -> Bounds:
+    found = call.tensor().bounds
+    low, high = _ends(found)
+    if not _is_known(found):
         return UNBOUNDED
-    return _made(call, np.zeros_like(low), np.maximum(np.abs(low), np.abs(high)))
+    if call.name == "neg":
+        return _made(call, -high, -low)
+    return _made(call, 0.0 * low, np.maximum(np.abs(low), np.abs(high)))
 
 
 @bounds("floor_divide div __rshift__ bitwise_right_shift")
 def divided(call: Call) -> Bounds:
     bound, by = _pair(call)
-    divisor = by.low.constant if by.low is not None and by.low is by.high else None
+    divisor = _constant(by)
     if divisor is None or divisor < 0 or call["rounding_mode"] == "trunc" and not _is_natural(bound):
         return UNBOUNDED
     divisor = 1 << min(divisor, 62) if "shift" in call.name else divisor
-    low, high = _values(bound)
-    if not divisor:
-        return UNBOUNDED
-    return _made(
-        call, low // divisor if low is not None else None, high // divisor if high is not None else None
-    )
+    low, high = _ends(bound)
+    return _made(call, np.floor(low / divisor), np.floor(high / divisor)) if divisor else UNBOUNDED
+
+
+def _constant(found: Bounds) -> int | None:
+    return found.low.constant if found.low is not None and found.low is found.high else None
 
 
 def _is_natural(found: Bounds) -> bool:
-    return found.low is not None and bool((found.low.values >= 0).all())
+    return bool((_ends(found)[0] >= 0).all())
 
 
 @bounds("remainder fmod")
 def remainder(call: Call) -> Bounds:
     bound, by = _pair(call)
-    divisor = by.low.constant if by.low is not None and by.low is by.high else None
+    divisor = _constant(by)
     if not divisor or divisor < 0 or call.name == "fmod" and not _is_natural(bound):
         return UNBOUNDED
     return _below(call, call.known.constant(divisor))
@@ -258,17 +233,8 @@ def remainder(call: Call) -> Bounds:
 
 @bounds("bitwise_and")
 def masked(call: Call) -> Bounds:
-    natural = [each for each in _pair(call) if _is_natural(each)]
-    highs = [each.high.values for each in natural if each.high is not None]
-    if not natural:
-        return UNBOUNDED
-    return _made(call, np.zeros_like(call.known.counts), np.minimum.reduce(highs) if highs else None)
-
-
-def _less(left: Size | None, right: Size | None, *, equal: bool = False) -> bool:
-    if left is None or right is None:
-        return False
-    return bool((left.values <= right.values).all() if equal else (left.values < right.values).all())
+    highs = [_ends(each)[1] for each in _pair(call) if _is_natural(each)]
+    return _made(call, np.zeros(1), functools.reduce(np.minimum, highs)) if highs else UNBOUNDED
 
 
 @bounds("lt le gt ge")
@@ -276,40 +242,38 @@ def compared(call: Call) -> Bounds:
     left, right = _pair(call)
     if call.name in ("gt", "ge"):
         left, right = right, left
-    equal = call.name in ("le", "ge")
-    holds, fails = _less(left.high, right.low, equal=equal), _less(right.high, left.low, equal=not equal)
-    return _of(call, 1) if holds else _of(call, 0) if fails else UNBOUNDED
+    (a, b), (c, d) = _ends(left), _ends(right)
+    holds, fails = (b <= c, d < a) if call.name in ("le", "ge") else (b < c, d <= a)
+    return _of(call, 1) if holds.all() else _of(call, 0) if fails.all() else UNBOUNDED
 
 
 @bounds("all any")
 def tested(call: Call) -> Bounds:
-    low, high = _values(call.tensor().bounds)
+    low, high = _ends(call.tensor().bounds)
     if call.name.startswith("all"):
-        return _of(call, 1) if low is not None and (low >= 1).all() else UNBOUNDED
-    is_zero = low is not None and high is not None and not low.any() and not high.any()
-    return _of(call, 0) if is_zero else UNBOUNDED
+        return _of(call, 1) if (low >= 1).all() else UNBOUNDED
+    return UNBOUNDED if low.any() or high.any() else _of(call, 0)
 
 
 @bounds("sum cumsum")
 def summed(call: Call) -> Bounds:
-    low, high = _values(call.tensor().bounds)
-    if low is None or high is None:
-        return UNBOUNDED
+    low, high = _ends(call.tensor().bounds)
     dims = [call["dim"]] if call.name == "cumsum" else call["dim"] or range(len(call.tensor().sizes))
-    count = np.ones_like(low)
-    for dim in dims:
-        count = count * _searched(call, dim).values
-    if (np.maximum(np.abs(low), np.abs(high)) * count.astype(float) > _LARGEST).any():
+    count = functools.reduce(
+        call.known.product, [_searched(call, dim) for dim in dims], call.known.constant(1)
+    )
+    least, most = low * count.values, high * count.values
+    if not (np.maximum(np.abs(low), np.abs(high)) * count.values <= _LARGEST).all():
         return UNBOUNDED
     if call.name == "cumsum":
-        return _made(call, np.minimum(low * count, low), np.maximum(high * count, high))
-    return _made(call, low * count, high * count)
+        return _made(call, np.minimum(least, low), np.maximum(most, high))
+    return _made(call, least, most)
 
 
 @bounds("searchsorted bucketize")
 def searched(call: Call) -> Bounds:
     table = call["sorted_sequence"] if call["sorted_sequence"] is not None else call["boundaries"]
-    return _made(call, np.zeros_like(call.known.counts), table.sizes[-1].values)
+    return _made(call, np.zeros(1), table.sizes[-1].values * 1.0)
 
 
 @bounds("index_put scatter")
