@@ -33,7 +33,8 @@ def test_I3_a_family_is_in_graphs_as_far_as_the_table_says(family):
     cache = paged_cache(model) if family.is_attached else None
     if cache is not None:
         boundary_ops.huggingface.attach(model, cache)
-    graphed = piecewise.compile(model, buckets=family.buckets, progress=False)
+    # The ratio leaves calls of one token out, so that the model is traced once and not twice.
+    graphed = piecewise.compile(model, buckets=family.buckets, max_padding_ratio=4.0, progress=False)
     with torch.no_grad():
         report = graphed.capture(**family.call(family.example))
     assert report.captured == family.buckets, report
@@ -44,7 +45,9 @@ def test_I3_a_family_is_in_graphs_as_far_as_the_table_says(family):
     names = map(str, itertools.count())
     for count in family.counts:
         replays = graphed.stats.replays
-        step = contextlib.nullcontext() if cache is None else PrefillBatch.build(cache, [next(names)], [count])
+        step = (
+            contextlib.nullcontext() if cache is None else PrefillBatch.build(cache, [next(names)], [count])
+        )
         with torch.no_grad(), step:
             compare(
                 graphed, model, (), keywords=family.call(count, seed=5), exact=False, where=f"{count} tokens",
