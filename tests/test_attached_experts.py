@@ -1,13 +1,14 @@
 """[I3] Small attached mixtures of experts of random sizes: every bucket is captured, and results are eager's.
 
-The rows of all tokens are sorted by expert, and an example may hide it: its tokens may all choose one expert. So
-examples have two to five tokens, often the same one, and other tokens are called.
+The rows of all tokens are sorted by expert, and an example may hide it: its tokens may all choose one expert.
+So examples have two to five tokens, often the same one, and other tokens are called.
 
 A router turns a last bit into another expert where two of its scores nearly tie, and a bucket's matmul rounds
-otherwise than that of fewer rows: such a difference is not one of padding. So the model's own call tells by how
-much the chosen experts of each row win. Tokens are drawn again where that is below `TIE` for any row, which is
-a hundred times what float32 rounds, and one row in thousands. In bfloat16, drawn on a GPU alone, ties are common.
-There a model has one layer, so that a row's expert reaches no other row, and only rows that are clear are compared.
+otherwise than that of fewer rows: such a difference is not one of padding. So the model's own call tells by
+how much the chosen experts of each row win. Tokens are drawn again where that is below `TIE` for any row: a
+hundred times what float32 rounds, and met in one row of thousands. In bfloat16, drawn on a GPU alone, ties
+are common. There a model has one layer, so that a row's expert reaches no other row, and the rows that tie are
+left out of the comparison.
 
 `PIECEWISE_EXPERTS_EXAMPLES` sets how many models are drawn.
 """
@@ -77,9 +78,9 @@ class Case:
         """The arguments of the config's class."""
         found: dict[str, Any] = dict(
             vocab_size=VOCAB, hidden_size=self.hidden, intermediate_size=self.expert_size,
-            num_hidden_layers=self.num_layers, num_attention_heads=self.num_heads, num_experts_per_tok=self.top_k,
-            num_key_value_heads=self.num_kv_heads, max_position_embeddings=256, pad_token_id=0, bos_token_id=1,
-            eos_token_id=2, head_dim=8,
+            num_hidden_layers=self.num_layers, num_attention_heads=self.num_heads, head_dim=8,
+            num_key_value_heads=self.num_kv_heads, num_experts_per_tok=self.top_k,
+            max_position_embeddings=256, pad_token_id=0, bos_token_id=1, eos_token_id=2,
         )  # fmt: skip
         names = dict(Qwen3Moe="num_experts", DeepseekV3="n_routed_experts")
         found[names.get(self.family, "num_local_experts")] = self.num_experts
@@ -90,8 +91,8 @@ class Case:
         if self.family == "DeepseekV3":
             del found["head_dim"]
             found |= dict(
-                q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8, n_group=1,
-                topk_group=1, n_shared_experts=1, first_k_dense_replace=0,
+                q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8,
+                n_group=1, topk_group=1, n_shared_experts=1, first_k_dense_replace=0,
             )  # fmt: skip
         return found
 
@@ -265,11 +266,11 @@ def test_I3_attached_experts_of_random_sizes_equal_eager():
 
 @pytest.mark.parametrize(("example", "seed"), [(2, 0), (2, 1), (3, 2), (3, 3)])
 def test_I3_one_expert_of_four_that_a_random_bias_corrects(example, seed):
-    """DeepSeek V3 scatters its choices among groups of experts, and sorts rows that few tokens leave alike."""
+    """DeepSeek V3 scatters its choices among the experts, and few tokens of an example may all choose one."""
     case = Case(
         family="DeepseekV3", num_experts=4, top_k=1, hidden=32, expert_size=16, num_layers=1, num_heads=2,
-        num_kv_heads=2, example=example, hides=seed % 2 == 1, buckets=(4, 8), calls=((2,), (3,), (4,), (7,), (8,)),
-        seed=seed,
+        num_kv_heads=2, example=example, hides=seed % 2 == 1, buckets=(4, 8),
+        calls=((2,), (3,), (4,), (7,), (8,)), seed=seed,
     )  # fmt: skip
     with torch.no_grad(), warnings.catch_warnings():
         warnings.filterwarnings("error", message=RULE_WARNING)

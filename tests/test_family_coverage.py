@@ -1,4 +1,4 @@
-"""[I3] The table of `families.py`: how much of each family is in graphs, every bucket, and eager's results."""
+"""[I3] The table of `families.py` holds: coverage, reasons, every bucket captured, and eager's results."""
 
 from __future__ import annotations
 
