@@ -7,8 +7,8 @@ A router turns a last bit into another expert where two of its scores nearly tie
 otherwise than that of fewer rows: such a difference is not one of padding. So the model's own call tells by
 how much the chosen experts of each row win. Tokens are drawn again where that is below `TIE` for any row: a
 hundred times what float32 rounds, and met in one row of thousands. In bfloat16, drawn on a GPU alone, ties
-are common. There a model has one layer, so that a row's expert reaches no other row, and the rows that tie are
-left out of the comparison.
+are common. There a model has one layer, so that a row's expert reaches no other row, and the rows that tie
+are left out of the comparison.
 
 `PIECEWISE_EXPERTS_EXAMPLES` sets how many models are drawn.
 """
