@@ -236,13 +236,14 @@ def _distance(left, right):
     return (left.double() - right.double()).abs().max().item() if left.numel() else 0
 
 
-def compare(graphed, model, arguments, *, exact, where, keywords=None):
-    """One call of each, from the same state: results, model state and the inputs afterwards must agree.
+def compare(graphed, model, arguments, *, exact, where, keywords=None, tolerance=2e-5):
+    """One call of each, from the same state: results, model state and the inputs afterwards must agree, as
+    `assert_same` does.
 
     Returns the two results.
     """
     before = state_of(model)
-    keywords = keywords or {}
+    keywords, how = keywords or {}, dict(exact=exact, tolerance=tolerance)
     spoil_static_memory(graphed)
     eager_arguments, graphed_arguments = copy.deepcopy(arguments), copy.deepcopy(arguments)
     torch.manual_seed(11)
@@ -253,10 +254,10 @@ def compare(graphed, model, arguments, *, exact, where, keywords=None):
     got = graphed(*graphed_arguments, **keywords)
     for name, (tensor, _) in before.items():
         expected = after[name][1]
-        assert_same(tensor.detach(), expected, exact=exact, where=f"{where}, state {name}")
+        assert_same(tensor.detach(), expected, where=f"{where}, state {name}", **how)
     for index, (mine, theirs) in enumerate(zip(graphed_arguments, eager_arguments, strict=True)):
-        assert_same(mine, theirs, exact=exact, where=f"{where}, input {index} afterwards")
-    assert_same(got, want, exact=exact, where=where)
+        assert_same(mine, theirs, where=f"{where}, input {index} afterwards", **how)
+    assert_same(got, want, where=where, **how)
     put_back(before)
     return got, want
 
