@@ -56,7 +56,6 @@ class PagedKVCache:
         attention_backend: what computes `piecewise::attn_inplace` for this cache.
             "auto": the Triton program on CUDA where triton is installed, else torch operators.
             "triton", "torch": that one, on every device that it has.
-            "varlen": `torch.nn.attention.varlen.varlen_attn_out` (torch 2.13), on CUDA.
             "flashinfer": FlashInfer's paged prefill, on CUDA, where it is installed.
             Only "auto" chooses. A back end that is named and lacks something raises: here, or in the first
             call that asks for it.
