@@ -112,7 +112,7 @@ def attend_captured(*args: Any, **kwargs: Any) -> None:
             pool[pages].flatten(1, 2).float().masked_fill(~seen[..., None, None], 0.0)
             for pool in (k_cache, v_cache)
         )
-        result = _attend_rows(call, q[part], keys, values, seen)
+        result = _attend_rows(q[part], keys, values, seen, call)
         out[part].copy_(torch.where(is_real[part, None, None], result.to(out.dtype), out[part]))
 
 
@@ -127,7 +127,7 @@ def _write_rows(pool: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor, is_
 
 
 def _attend_rows(
-    call: CapturedCall, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, seen: torch.Tensor
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, seen: torch.Tensor, call: CapturedCall
 ) -> torch.Tensor:
     """Attention of each row over keys of its own, float32 [rows, heads, head_dim]; NaN where none is seen.
 

@@ -155,12 +155,12 @@ def define(
             another schema.
     """
     parsed = parse(schema)
-    name = qualified(parsed.name, parsed.overload_name)
-    mutated = find_mutated(name, parsed)
-    tokens = check_token_args(name, parsed, token_args)
+    declared = _checked(
+        parsed, token_args, any_strides,
+        capture_safe=capture_safe, warm_up=warm_up, captured_form=captured_form, repeatable=repeatable,
+    )  # fmt: skip
+    name, tokens = declared["name"], declared["token_args"]
     implementations = check_implementations(name, impl)
-    check_captured_form(name, mutated, capture_safe, captured_form)
-    strided = check_any_strides(name, parsed, mutated, any_strides)
     definition = _definitions.get(name)
     if definition is None:
         if name in existing_names():
@@ -182,8 +182,7 @@ def define(
     else:
         definition.implementations, definition.token_args = implementations, tokens
     definition.bind = dict(bind or {})
-    overload = overload_of(parsed.name, parsed.overload_name)
-    op = _declare(name, overload, tokens, capture_safe, warm_up, mutated, captured_form, repeatable, strided)
+    op = _registered[name] = BoundaryOp(overload=overload_of(parsed.name, parsed.overload_name), **declared)
     for bound in definition.bound:
         bound.function = op.overload
     definition.bound.clear()
@@ -213,14 +212,12 @@ def register(
             `captured_form` or `any_strides` do not fit it.
     """
     overload = find_overload(name)
-    full_name = qualified(overload._schema.name, overload._schema.overload_name)
-    mutated = find_mutated(full_name, overload._schema)
-    tokens = check_token_args(full_name, overload._schema, token_args)
-    check_captured_form(full_name, mutated, capture_safe, captured_form)
-    strided = check_any_strides(full_name, overload._schema, mutated, any_strides)
-    return _declare(
-        full_name, overload, tokens, capture_safe, warm_up, mutated, captured_form, repeatable, strided
-    )
+    declared = _checked(
+        overload._schema, token_args, any_strides,
+        capture_safe=capture_safe, warm_up=warm_up, captured_form=captured_form, repeatable=repeatable,
+    )  # fmt: skip
+    op = _registered[declared["name"]] = BoundaryOp(overload=overload, **declared)
+    return op
 
 
 def registered() -> tuple[BoundaryOp, ...]:
@@ -270,30 +267,16 @@ def unregister(name: str) -> None:
     del _registered[op.name]
 
 
-def _declare(
-    name: str,
-    overload: OpOverload,
-    token_args: Mapping[str, int] | None,
-    capture_safe: bool,
-    warm_up: Callable[..., object] | None,
-    mutated: tuple[str, ...],
-    captured_form: CapturedForm | None,
-    repeatable: bool,
-    any_strides: tuple[str, ...],
-) -> BoundaryOp:
-    op = BoundaryOp(
-        name=name,
-        overload=overload,
-        token_args=token_args,
-        capture_safe=capture_safe,
-        warm_up=warm_up,
-        mutated=mutated,
-        captured_form=captured_form,
-        repeatable=repeatable,
-        any_strides=any_strides,
-    )
-    _registered[name] = op
-    return op
+def _checked(
+    schema: Any, token_args: Mapping[str, int] | None, any_strides: Collection[str], **said: Any
+) -> dict[str, Any]:
+    """The fields of a `BoundaryOp` but its overload, once they fit the schema and each other."""
+    name = qualified(schema.name, schema.overload_name)
+    mutated = find_mutated(name, schema)
+    tokens = check_token_args(name, schema, token_args)
+    check_captured_form(name, mutated, said["capture_safe"], said["captured_form"])
+    strided = check_any_strides(name, schema, mutated, any_strides)
+    return {"name": name, "mutated": mutated, "token_args": tokens, "any_strides": strided, **said}
 
 
 def _define_in_torch(
