@@ -108,13 +108,6 @@ class BucketPlans:
             )
 
 
-def plan_buckets(
-    histogram: Histogram, *, max_graphs: int, cover: int, cost: StepCost | None = None
-) -> tuple[int, ...]:
-    """One list, as `BucketPlans` makes them."""
-    return BucketPlans(histogram, cover=cover, cost=cost).of(max_graphs)
-
-
 def _candidates(histogram: Histogram, cover: int, cost: StepCost) -> tuple[Ints, Floats, Floats]:
     """Sizes that an optimal plan may use, their cost, and how many steps are at most so large.
 

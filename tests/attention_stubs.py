@@ -10,9 +10,9 @@ import sys
 import types
 
 import torch
+from attention_oracle import naive_attention
 
 from boundary_ops.backends import flashinfer
-from boundary_ops.reference import naive_attention
 
 
 class FakeWrapper:

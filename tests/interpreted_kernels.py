@@ -10,6 +10,7 @@ from __future__ import annotations
 import interpreter_fixes  # noqa: F401, I001
 import pytest
 import torch
+from attention_oracle import naive_attn_inplace
 
 from boundary_ops import BoundaryOpError, PagedKVCache, PrefillBatch
 from boundary_ops.attention_checks import AttentionCall
@@ -17,7 +18,6 @@ from boundary_ops.kernels import prefill, warm_up
 from boundary_ops.kernels.configs import BlockConfig
 from boundary_ops.kernels.launcher import is_interpreted
 from boundary_ops.kernels.programs import prefill_program
-from boundary_ops.reference import naive_attn_inplace
 from boundary_ops.step_buffers import StepBuffers
 
 SMALL = BlockConfig(16, 16, 4, 2)

@@ -11,11 +11,11 @@ import attention_stubs as stubs
 import paged_models
 import pytest
 import torch
+from attention_oracle import naive_attn_inplace
 from attention_stubs import FakeWrapper
 
 from boundary_ops import BoundaryOpError, PagedKVCache, PrefillBatch, attention, attn_inplace
 from boundary_ops.backends import flashinfer
-from boundary_ops.reference import naive_attn_inplace
 from boundary_ops.step_buffers import StepBuffers
 
 HEADS, KV_HEADS, DIM = 4, 2, 64
@@ -351,7 +351,7 @@ def test_warm_up_refuses_what_a_call_would_be_refused(libraries):
 
 @pytest.fixture
 def model(libraries, monkeypatch):
-    """A model of two layers over a cache with a named library; its heads are smaller than the real one has."""
+    """A model of two layers over a cache with a named library; its heads are smaller than real ones."""
     monkeypatch.setattr(flashinfer, "HEAD_DIMS", (paged_models.DIM,))
     sizes = dict(num_layers=2, num_blocks=32, block_size=4, num_kv_heads=2, head_dim=paged_models.DIM)
     cache = PagedKVCache(**sizes, dtype=torch.bfloat16, attention_backend="flashinfer")

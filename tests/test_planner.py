@@ -13,13 +13,17 @@ from traces import TRACES, needs_traces
 
 from piecewise.batching import chunked, packed
 from piecewise.grids import ENGINE_GRIDS, Grid
-from piecewise.planner import _LONG_ROWS, _layer, evaluate, plan_buckets
+from piecewise.planner import _LONG_ROWS, BucketPlans, _layer, evaluate
 from piecewise.slots import SlotRate, padded_slots
 from piecewise.step_cost import GraphMemory, MeasuredCost, PaddedTokens, read_bench
 from piecewise.traffic import Histogram, read_requests
 from runners.errors import ConfigError
 
 CHUNK = 2048
+
+
+def plan_buckets(steps: Histogram, *, max_graphs: int, cover: int, cost=None) -> tuple[int, ...]:
+    return BucketPlans(steps, cover=cover, cost=cost).of(max_graphs)
 
 
 def histogram(counts: dict[int, int]) -> Histogram:
