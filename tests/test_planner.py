@@ -13,7 +13,7 @@ from traces import TRACES, needs_traces
 
 from piecewise.batching import chunked, packed
 from piecewise.grids import ENGINE_GRIDS, Grid
-from piecewise.planner import _LONG_ROWS, BucketPlans, _layer, evaluate
+from piecewise.planner import BucketPlans, _layer, evaluate
 from piecewise.slots import SlotRate, padded_slots
 from piecewise.step_cost import GraphMemory, MeasuredCost, PaddedTokens, read_bench
 from piecewise.traffic import Histogram, read_requests
@@ -98,7 +98,7 @@ def test_rows_far_apart_are_searched_as_those_near_by():
 
 def test_every_row_of_a_layer_has_its_least_column():
     rng = np.random.default_rng(2)
-    num_rows = 4 * _LONG_ROWS + 7
+    num_rows = 4103
     prefix = np.cumsum(rng.integers(0, 5, num_rows)).astype(float)
     price = np.cumsum(rng.integers(1, 4, num_rows)).astype(float)
     prefix[0] = 0.0
