@@ -145,9 +145,12 @@ class PagedKVCache:
         """Makes the pools known as this cache's."""
         for pool in (*self.k, *self.v):
             setattr(pool.untyped_storage(), _OWNER, weakref.ref(self))
-        self.pool_addresses = frozenset(pool.data_ptr() for pool in (*self.k, *self.v))
+        self.pool_addresses = self._addresses()
         # A tuple that is replaced, since another thread may be going through it.
         self._step_buffers: tuple[weakref.ref[Any], ...] = ()
+
+    def _addresses(self) -> frozenset[int]:
+        return frozenset(pool.data_ptr() for pool in (*self.k, *self.v))
 
     @staticmethod
     def owner_of(pool: torch.Tensor) -> PagedKVCache | None:
