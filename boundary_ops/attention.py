@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from boundary_ops.attention_checks import NAME, AttentionCall, check_arguments, check_batch
+from boundary_ops.attention_checks import NAME, AttentionCall, attention_shares, check_arguments, check_batch
 from boundary_ops.attention_on_cuda import cuda_module, warm_up
 from boundary_ops.backends.library import LibraryAttention
 from boundary_ops.batch import PrefillBatch
@@ -107,17 +107,10 @@ def _attend_by_hand(
 
     q is [kv_heads, group, new, dim], k and v [kv_heads, 1, total, dim], all float32.
     """
-    new, total = q.shape[2], k.shape[2]
-    scores = torch.matmul(q, k.transpose(-1, -2)) * call.scale
-    if call.softcap:
-        scores = torch.tanh(scores / call.softcap) * call.softcap
     if mask is None:
-        mask = torch.ones((new, total), dtype=torch.bool, device=q.device).tril()
-    scores = scores.masked_fill(~mask, float("-inf"))
-    if call.sinks is not None:
-        column = call.sinks.float().view(q.shape[0], q.shape[1], 1, 1).expand(-1, -1, new, -1)
-        return torch.matmul(torch.cat((scores, column), dim=-1).softmax(-1)[..., :-1], v)
-    return torch.matmul(scores.softmax(-1), v)
+        mask = torch.ones((q.shape[2], k.shape[2]), dtype=torch.bool, device=q.device).tril()
+    products = torch.matmul(q, k.transpose(-1, -2))
+    return torch.matmul(attention_shares(call, products, mask, (*q.shape[:2], 1, 1)), v)
 
 
 def attend_on_cuda(*args: Any, **kwargs: Any) -> None:

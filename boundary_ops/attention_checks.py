@@ -1,15 +1,26 @@
-"""The arguments of the attention ops, and what they must fulfil; no check reads a device tensor back."""
+"""The arguments of the attention ops and their meaning, and what they must fulfil; no check reads a device
+tensor back."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from boundary_ops.batch import PrefillBatch
 from boundary_ops.errors import BoundaryOpError
 
-__all__ = ["NAME", "AttentionCall", "check_arguments", "check_batch", "check_implied_positions"]
+if TYPE_CHECKING:
+    from boundary_ops.captured_attention import CapturedCall
+
+__all__ = [
+    "NAME",
+    "AttentionCall",
+    "attention_shares",
+    "check_arguments",
+    "check_batch",
+    "check_implied_positions",
+]
 
 NAME = "piecewise::attn_inplace"
 
@@ -43,6 +54,23 @@ class AttentionCall(NamedTuple):
     softcap: float = 0.0
     sinks: torch.Tensor | None = None
     implied_positions: bool = False
+
+
+def attention_shares(
+    call: AttentionCall | CapturedCall,
+    products: torch.Tensor,
+    seen: torch.Tensor,
+    sinks_shape: tuple[int, ...],
+) -> torch.Tensor:
+    """The softmax over `products`, q @ k, of the keys seen, with scale, soft cap and sinks."""
+    scores = products * call.scale
+    if call.softcap:
+        scores = torch.tanh(scores / call.softcap) * call.softcap
+    scores = scores.masked_fill(~seen, float("-inf"))
+    if call.sinks is None:
+        return scores.softmax(-1)
+    column = call.sinks.float().view(sinks_shape).expand(*scores.shape[:-1], 1)
+    return torch.cat((scores, column), dim=-1).softmax(-1)[..., :-1]
 
 
 def check_arguments(call: AttentionCall) -> None:

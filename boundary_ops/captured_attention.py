@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from boundary_ops.attention_checks import AttentionCall, check_arguments
+from boundary_ops.attention_checks import AttentionCall, attention_shares, check_arguments
 from boundary_ops.attention_on_cuda import cuda_module, warm_up
 from boundary_ops.capture import CapturedForm, CaptureLimits
 from boundary_ops.errors import BoundaryOpError
@@ -136,15 +136,8 @@ def _attend_rows(
     rows, heads, dim = q.shape
     kv_heads = keys.shape[2]
     queries = q.float().view(rows, kv_heads, heads // kv_heads, dim)
-    scores = torch.matmul(queries, keys.permute(0, 2, 3, 1)) * call.scale
-    if call.softcap:
-        scores = torch.tanh(scores / call.softcap) * call.softcap
-    scores = scores.masked_fill(~seen[:, None, None], float("-inf"))
-    if call.sinks is not None:
-        column = call.sinks.float().view(1, kv_heads, heads // kv_heads, 1).expand(rows, -1, -1, -1)
-        shares = torch.cat((scores, column), dim=-1).softmax(-1)[..., :-1]
-    else:
-        shares = scores.softmax(-1)
+    products = torch.matmul(queries, keys.permute(0, 2, 3, 1))
+    shares = attention_shares(call, products, seen[:, None, None], (1, kv_heads, heads // kv_heads, 1))
     return torch.matmul(shares, values.transpose(1, 2)).reshape(rows, heads, dim)
 
 

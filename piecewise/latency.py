@@ -259,13 +259,9 @@ def _ratios(
     eager = errors.get("eager", [])
     for name in samples:
         if name.startswith("graphed") and errors[name] and len(errors[name]) == len(eager):
-            ratio = _ratio(sum(errors[name]), sum(eager))
-            if ratio is not None:
+            if sum(eager):
+                ratio = sum(errors[name]) / sum(eager)
                 yield {"num_tokens": n, "quantity": "error", "of": name, "over": "eager", "median": ratio}
-
-
-def _ratio(above: float, below: float) -> float | None:
-    return above / below if below else None
 
 
 def _memory(prepared: Sequence[Prepared]) -> dict[str, Any]:

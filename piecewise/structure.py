@@ -172,21 +172,25 @@ class MatchWriter:
                 self.reject(condition)
         elif node.kind == "const":
             self._write_const(node.value, name)
-        elif node.kind in ("list", "tuple", "namedtuple"):
-            cls = names.name(node.type) if node.type else node.kind
-            self.reject(f"type({name}) is not {cls} or len({name}) != {len(node.children)}")
-            for position, child in enumerate(node.children):
-                self.write(child, self._fresh(f"{name}[{position}]"))
-        elif node.kind == "dict":
-            self.reject(f"type({name}) is not dict or tuple({name}) != {names.name(node.keys)}")
-            for key, child in zip(node.keys, node.children, strict=True):
-                self.write(child, self._fresh(f"{name}[{_key(key, names)}]"))
-        elif node.kind == "dataclass":
-            self.reject(f"type({name}) is not {names.name(node.type)}")
-            for key, child in zip(node.keys, node.children, strict=True):
-                self.write(child, self._fresh(f"{name}.{key}"))
         else:
-            self._write_pytree(node, name)
+            if node.kind == "pytree":
+                self.reject(f"type({name}) is not {names.name(node.type)}")
+                name = self._fresh(f"{names.name(pytree.tree_flatten)}({name})")
+                condition = f"{name}[1] != {names.name(node.spec)}"
+                places = [f"[0][{position}]" for position in range(len(node.children))]
+            elif node.kind == "dict":
+                condition = f"type({name}) is not dict or tuple({name}) != {names.name(node.keys)}"
+                places = [f"[{_key(key, names)}]" for key in node.keys]
+            elif node.kind == "dataclass":
+                condition = f"type({name}) is not {names.name(node.type)}"
+                places = [f".{key}" for key in node.keys]
+            else:  # list, tuple, namedtuple
+                cls = names.name(node.type) if node.type else node.kind
+                condition = f"type({name}) is not {cls} or len({name}) != {len(node.children)}"
+                places = [f"[{position}]" for position in range(len(node.children))]
+            self.reject(condition)
+            for place, child in zip(places, node.children, strict=True):
+                self.write(child, self._fresh(name + place))
 
     def _write_const(self, value: Any, name: str) -> None:
         if value is None or type(value) is bool:
@@ -200,11 +204,3 @@ class MatchWriter:
             self.reject(f"{name} is not {const} and (type({name}) is not type({const}) or {name} != {const})")
         else:
             self.reject(f"{name} is not {const}")
-
-    def _write_pytree(self, node: Structure, name: str) -> None:
-        names = self._namespace
-        self.reject(f"type({name}) is not {names.name(node.type)}")
-        pair = self._fresh(f"{names.name(pytree.tree_flatten)}({name})")
-        self.reject(f"{pair}[1] != {names.name(node.spec)}")
-        for position, child in enumerate(node.children):
-            self.write(child, self._fresh(f"{pair}[0][{position}]"))

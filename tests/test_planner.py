@@ -270,7 +270,7 @@ def test_the_engines_grids_further_up():
     assert len(sglang) == 58 and sglang[-9:-6] == (4096, 4608, 5120) and sglang[-1] == 8192
     vllm = Grid("vllm").sizes(512)
     assert len(vllm) == 51 and vllm[32:36] == (240, 248, 256, 272)
-    assert all(grid.sizes(0) == () for grid in ENGINE_GRIDS.values())
+    assert all(sizes(0) == () for sizes in ENGINE_GRIDS.values())
     assert len(Grid("vllm").sizes(2**31 - 1)) == 4097, "one too many, which settings refuse"
 
 
