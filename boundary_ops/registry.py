@@ -21,7 +21,6 @@ from weakref import WeakSet
 import torch
 from torch._ops import OpOverload, OpOverloadPacket
 
-from boundary_ops.bound_op import BoundOp
 from boundary_ops.capture import CapturedForm
 from boundary_ops.errors import BoundaryOpError
 from boundary_ops.schema import (
@@ -44,6 +43,25 @@ __all__ = ["BoundaryOp", "define", "lookup", "register", "registered", "unregist
 
 # Arguments of a call → what serves calls that look like it, or None where that is the implementation itself.
 Binder = Callable[..., Callable[..., object] | None]
+
+
+class BoundOp:
+    """One op made ready for calls that repeat with arguments of one look: shapes, strides, dtypes, devices
+    and all that is no tensor.
+
+    A call through the dispatcher boxes every argument, enters Python again, finds the device and looks the
+    call up among those seen before: more host time than the launch itself takes.
+
+    Attributes:
+        function: called with the arguments that `BoundaryOp.bind` was given, in the same places; tensors may
+            be others of the same look. To be read anew for each call: defining the op again replaces it.
+            Grad mode must be off.
+    """
+
+    __slots__ = ("__weakref__", "function")
+
+    def __init__(self, function: Callable[..., object]) -> None:
+        self.function = function
 
 
 @dataclass(frozen=True, slots=True, eq=False)
