@@ -19,13 +19,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from boundary_ops.attention_checks import NAME, check_batch, check_options, check_tensors
+from boundary_ops.attention_checks import NAME, AttentionCall, attention_shares, check_arguments, check_batch
 from boundary_ops.attention_on_cuda import cuda_module, warm_up
 from boundary_ops.backends.library import LibraryAttention
 from boundary_ops.batch import PrefillBatch
 from boundary_ops.captured_attention import FORM
 from boundary_ops.kv_cache import PagedKVCache
-from boundary_ops.pages import write_pages
 from boundary_ops.registry import define
 
 __all__ = ["attn_inplace"]
@@ -36,69 +35,42 @@ SCHEMA = (
 )
 
 
-def attend_inplace(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    scale: float,
-    window: int = 0,
-    softcap: float = 0.0,
-    sinks: torch.Tensor | None = None,
-    implied_positions: bool = False,
-) -> None:
+def attend_inplace(*args: Any, **kwargs: Any) -> None:
     """Writes the step's K and V to the pages and its attention to `out`; the implementation of the op.
 
     The same inputs give the same bits at each call. Nothing is written when an argument is wrong.
 
     Args:
-        q: [num_tokens, heads, head_dim], any strides; query head `h` uses K/V head `h // (heads //
-            kv_heads)`.
-        k, v: [num_tokens, kv_heads, head_dim], any strides.
-        out: like q, any strides; all its rows are written.
-        k_cache, v_cache: one layer's pools, [num_blocks, block_size, kv_heads, head_dim]; rows at
-            `slot_mapping` are written.
-        scale: factor on q @ k.
-        window: a token sees the last `window` tokens, itself included; 0 for all.
-        softcap: scores become `softcap * tanh(scores / softcap)`; 0 for none.
-        sinks: [heads], a score per head that takes part in the softmax and has no value; None for none.
-        implied_positions: the caller numbered the tokens 0, 1, 2, ... itself, so only a step of one
-            sequence without
-            context is right.
+        args, kwargs: those of an `AttentionCall`.
 
     Raises:
         BoundaryOpError: no batch is running, or an argument does not fit the batch, the cache or the others.
     """
-    batch = PrefillBatch.current(NAME)
-    check_tensors(q, k, v, out, k_cache, v_cache, sinks)
-    check_options(scale, window, softcap)
-    check_batch(batch, q, k_cache, v_cache, implied_positions)
+    call, batch = AttentionCall(*args, **kwargs), PrefillBatch.current(NAME)
+    check_arguments(call)
+    check_batch(batch, call)
     if not batch.num_tokens:
         return
-    write_pages(batch, k, v, k_cache, v_cache)
+    _write_pages(batch, call)
     start = 0
     for at, (new, context) in enumerate(zip(batch.query_lens, batch.context_lens, strict=True)):
         rows = slice(start, start + new)
-        keys, values = k[rows], v[rows]
+        keys, values = call.k[rows], call.v[rows]
         if context:
             pages = batch.block_tables[at, : -(-context // batch.cache.block_size)].to(torch.int64)
-            keys = torch.cat((k_cache[pages].flatten(0, 1)[:context], keys))
-            values = torch.cat((v_cache[pages].flatten(0, 1)[:context], values))
-        out[rows].copy_(_attend(q[rows], keys, values, scale, window, softcap, sinks))
+            keys = torch.cat((call.k_cache[pages].flatten(0, 1)[:context], keys))
+            values = torch.cat((call.v_cache[pages].flatten(0, 1)[:context], values))
+        call.out[rows].copy_(_attend(call, call.q[rows], keys, values))
         start += new
 
 
-def _attend(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    scale: float,
-    window: int,
-    softcap: float,
-    sinks: torch.Tensor | None,
-) -> torch.Tensor:
+def _write_pages(batch: PrefillBatch, call: AttentionCall) -> None:
+    """Writes one layer's new K and V to the step's slots of its pools."""
+    for pool, rows in ((call.k_cache, call.k), (call.v_cache, call.v)):
+        pool.view(-1, *rows.shape[1:]).index_copy_(0, batch.slot_mapping, rows)
+
+
+def _attend(call: AttentionCall, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """Attention of a sequence's last `len(q)` tokens over all `len(k)`, float32 [len(q), heads, head_dim]."""
     new, heads, dim = q.shape
     total, kv_heads, _ = k.shape
@@ -107,14 +79,14 @@ def _attend(
     keys = k.float().transpose(0, 1).unsqueeze(1)
     values = v.float().transpose(0, 1).unsqueeze(1)
     mask = None
-    if new < total or 0 < window < total:
+    if new < total or 0 < call.window < total:
         last = torch.arange(total - new, total, device=q.device).unsqueeze(1)
         column = torch.arange(total, device=q.device).unsqueeze(0)
         mask = column <= last
-        if window:
-            mask &= column > last - window
-    if softcap or sinks is not None:
-        result = _attend_by_hand(queries, keys, values, mask, scale, softcap, sinks)
+        if call.window:
+            mask &= column > last - call.window
+    if call.softcap or call.sinks is not None:
+        result = _attend_by_hand(call, queries, keys, values, mask)
     else:
         shape = (kv_heads, heads // kv_heads, total, dim)
         result = F.scaled_dot_product_attention(
@@ -123,35 +95,22 @@ def _attend(
             values.expand(shape),
             attn_mask=mask,
             is_causal=mask is None,
-            scale=scale,
+            scale=call.scale,
         )
     return result.permute(2, 0, 1, 3).reshape(new, heads, dim)
 
 
 def _attend_by_hand(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    mask: torch.Tensor | None,
-    scale: float,
-    softcap: float,
-    sinks: torch.Tensor | None,
+    call: AttentionCall, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None
 ) -> torch.Tensor:
     """What fused attention lacks: a soft cap and sinks.
 
     q is [kv_heads, group, new, dim], k and v [kv_heads, 1, total, dim], all float32.
     """
-    new, total = q.shape[2], k.shape[2]
-    scores = torch.matmul(q, k.transpose(-1, -2)) * scale
-    if softcap:
-        scores = torch.tanh(scores / softcap) * softcap
     if mask is None:
-        mask = torch.ones((new, total), dtype=torch.bool, device=q.device).tril()
-    scores = scores.masked_fill(~mask, float("-inf"))
-    if sinks is not None:
-        column = sinks.float().view(q.shape[0], q.shape[1], 1, 1).expand(-1, -1, new, -1)
-        return torch.matmul(torch.cat((scores, column), dim=-1).softmax(-1)[..., :-1], v)
-    return torch.matmul(scores.softmax(-1), v)
+        mask = torch.ones((q.shape[2], k.shape[2]), dtype=torch.bool, device=q.device).tril()
+    products = torch.matmul(q, k.transpose(-1, -2))
+    return torch.matmul(attention_shares(call, products, mask, (*q.shape[:2], 1, 1)), v)
 
 
 def attend_on_cuda(*args: Any, **kwargs: Any) -> None:
@@ -160,60 +119,36 @@ def attend_on_cuda(*args: Any, **kwargs: Any) -> None:
     (attend_inplace if module is None else module.attend)(*args, **kwargs)
 
 
-def attend_by_library(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    scale: float,
-    window: int = 0,
-    softcap: float = 0.0,
-    sinks: torch.Tensor | None = None,
-    implied_positions: bool = False,
-) -> None:
+def attend_by_library(*args: Any, **kwargs: Any) -> None:
     """`attend_inplace` by the library that the running step's cache has named.
 
     Raises:
         BoundaryOpError: as `attend_inplace`, and where the library lacks what the layer asks for.
     """
-    batch = PrefillBatch.current(NAME)
+    call, batch = AttentionCall(*args, **kwargs), PrefillBatch.current(NAME)
     library = batch.cache.library
     assert library is not None, "the cache has named a library"
-    check_tensors(q, k, v, out, k_cache, v_cache, sinks)
-    check_options(scale, window, softcap)
-    check_batch(batch, q, k_cache, v_cache, implied_positions)
-    library.check_call(q, out, scale, softcap, sinks)
+    check_arguments(call)
+    check_batch(batch, call)
+    library.check_call(call)
     if batch.num_tokens:
-        write_pages(batch, k, v, k_cache, v_cache)
-        library.attend(batch, q, out, k_cache, v_cache, scale, window, softcap)
+        _write_pages(batch, call)
+        library.attend(batch, call)
 
 
 def _bind_library(library: LibraryAttention) -> Callable[..., object]:
     """`attend_by_library` for calls that repeat: only what depends on the step is checked."""
 
-    def attend_again(
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        scale: float,
-        window: int = 0,
-        softcap: float = 0.0,
-        sinks: torch.Tensor | None = None,
-        implied_positions: bool = False,
-    ) -> None:
+    def attend_again(*args: Any) -> None:
         batch = PrefillBatch.current(NAME)
         if batch.cache.library is not library:
-            attend_by_choice(q, k, v, out, k_cache, v_cache, scale, window, softcap, sinks, implied_positions)
+            attend_by_choice(*args)
             return
-        check_batch(batch, q, k_cache, v_cache, implied_positions)
+        call = AttentionCall(*args)
+        check_batch(batch, call)
         if batch.num_tokens:
-            write_pages(batch, k, v, k_cache, v_cache)
-            library.attend(batch, q, out, k_cache, v_cache, scale, window, softcap)
+            _write_pages(batch, call)
+            library.attend(batch, call)
 
     return attend_again
 

@@ -8,7 +8,9 @@ from typing import Any
 
 import torch
 
-from boundary_ops.attention_checks import NAME
+from boundary_ops.attention_checks import NAME, AttentionCall
+from boundary_ops.backends.library import LibraryAttention
+from boundary_ops.batch import PrefillBatch
 from boundary_ops.kv_cache import PagedKVCache
 
 __all__ = ["cuda_module", "warm_up"]
@@ -38,17 +40,36 @@ def warm_up(num_tokens: int, *args: Any, **kwargs: Any) -> None:
     Raises:
         BoundaryOpError: the cache has named a back end that cannot serve such a call.
     """
-    pool = kwargs["k_cache"] if "k_cache" in kwargs else args[4] if len(args) > 4 else None
-    cache = None if pool is None else PagedKVCache.owner_of(pool)
-    if cache is not None and cache.library is not None:
-        from boundary_ops.backends.scratch import run_on_scratch
-
-        run_on_scratch(cache.library, num_tokens, *args, **kwargs)
+    call = AttentionCall(*args, **kwargs) if args or kwargs else None
+    cache = None if call is None else PagedKVCache.owner_of(call.k_cache)
+    if call is not None and cache is not None and cache.library is not None:
+        _run_on_scratch(cache.library, num_tokens, call)
         return
     if cache is not None and cache.attention_backend == "torch":
         return
     module = cuda_module() if torch.cuda.is_available() else None
     if module is not None:
-        from boundary_ops.kernels.tuning import warm_up as compile_ahead
+        from boundary_ops.kernels.warm_up import warm_up as compile_ahead
 
-        compile_ahead(num_tokens, *args, **kwargs)
+        compile_ahead(num_tokens, call)
+
+
+def _run_on_scratch(library: LibraryAttention, num_tokens: int, call: AttentionCall) -> None:
+    """Makes a library compile what it compiles on first use: one call for a new sequence, on own memory."""
+    library.check_call(call)
+    _, block_size, kv_heads, head_dim = call.k_cache.shape
+    cache = PagedKVCache(
+        num_layers=1,
+        num_blocks=-(-num_tokens // block_size),
+        block_size=block_size,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        dtype=call.k_cache.dtype,
+        device=call.k_cache.device,
+    )
+    with torch.inference_mode(False), torch.no_grad():
+        rows = call.q.new_zeros((num_tokens, *call.q.shape[1:]))
+        batch = PrefillBatch.build(cache, ["new"], [num_tokens])
+        out = torch.empty_like(rows)
+        own = call._replace(q=rows, out=out, k_cache=cache.k[0], v_cache=cache.v[0])
+        library.attend(batch, own)

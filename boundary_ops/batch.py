@@ -22,10 +22,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from boundary_ops.errors import BoundaryOpError
+from boundary_ops.errors import BoundaryOpError, check_positive
 from boundary_ops.kv_cache import CachedRequest, PagedKVCache, RequestId
 
-__all__ = ["PrefillBatch"]
+__all__ = ["PrefillBatch", "send_to_device"]
 
 
 @dataclass(slots=True, eq=False)
@@ -131,7 +131,7 @@ class PrefillBatch:
         owner = np.repeat(np.arange(len(ids)), new)
         positions = np.arange(int(starts[-1]), dtype=np.int64) - (starts[:-1] - context)[owner]
         slots = tables[owner, positions // size].astype(np.int64) * size + positions % size
-        sent = _send((starts, totals, tables, slots, positions[None]), cache.device)
+        sent = send_to_device((starts, totals, tables, slots, positions[None]), cache.device)
         return cls(
             cu_seqlens_q=sent[0],
             seq_lens=sent[1],
@@ -259,7 +259,7 @@ class PrefillBatch:
             request.written = context + new
 
 
-def _send(arrays: Sequence[np.ndarray], device: torch.device) -> list[torch.Tensor]:
+def send_to_device(arrays: Sequence[np.ndarray], device: torch.device) -> list[torch.Tensor]:
     """Copies of the arrays on the device, each with a storage of its own; nobody waits for the copies."""
     # Outside inference mode, so that the tensors can be used in and out of it.
     with torch.inference_mode(False):
@@ -280,14 +280,12 @@ def _check_step(ids: tuple[RequestId, ...], lens: tuple[int, ...]) -> None:
             fix="pass two lists of the same length",
         )
     for request_id, new in zip(ids, lens, strict=True):
-        if isinstance(new, bool) or not isinstance(new, int) or new < 1:
-            raise BoundaryOpError(
-                f"PrefillBatch.build, query length of request {request_id!r}",
-                expected="a positive int",
-                got=repr(new),
-                rule="each sequence of a step brings one new token or more",
-                fix="leave requests without new tokens out of the step",
-            )
+        check_positive(
+            f"PrefillBatch.build, query length of request {request_id!r}",
+            new,
+            rule="each sequence of a step brings one new token or more",
+            fix="leave requests without new tokens out of the step",
+        )
     if len(set(ids)) != len(ids):
         twice = next(name for at, name in enumerate(ids) if name in ids[:at])
         raise BoundaryOpError(

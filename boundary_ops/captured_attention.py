@@ -13,18 +13,18 @@ are. On CUDA the op is the same Triton program as `piecewise::attn_inplace`.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from boundary_ops.attention_checks import check_options, check_tensors
+from boundary_ops.attention_checks import AttentionCall, attention_shares, check_arguments
 from boundary_ops.attention_on_cuda import cuda_module, warm_up
 from boundary_ops.capture import CapturedForm, CaptureLimits
 from boundary_ops.errors import BoundaryOpError
 from boundary_ops.registry import define
 from boundary_ops.step_buffers import StepBuffers
 
-__all__ = ["FORM", "attend_captured", "attn_captured"]
+__all__ = ["FORM", "CapturedCall", "attend_captured", "attn_captured"]
 
 NAME = "piecewise::attn_captured"
 SCHEMA = (
@@ -36,38 +36,57 @@ SCHEMA = (
 _CHUNK_ELEMENTS = 1 << 22
 
 
-def attend_captured(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    seq_lens: torch.Tensor,
-    block_tables: torch.Tensor,
-    scale: float,
-    window: int = 0,
-    softcap: float = 0.0,
-    sinks: torch.Tensor | None = None,
-) -> None:
-    """What `attend_inplace` does, for the leading `cu_seqlens_q[-1]` rows; all other rows stay as they are.
+class CapturedCall(NamedTuple):
+    """The arguments of `piecewise::attn_captured`, in the order of its schema.
 
-    Args:
-        q, k, v, out, k_cache, v_cache, scale, window, softcap, sinks: as for `attend_inplace`, with rows that
+    Attributes:
+        q, k, v, out, k_cache, v_cache, scale, window, softcap, sinks: as in `AttentionCall`, with rows that
             may be padded.
         slot_mapping: int64 [rows or more]; entries of real rows are slots of the pools.
         cu_seqlens_q: int32 [max_num_seqs + 1]; entries beyond the step's sequences repeat its token count.
         seq_lens: int32 [max_num_seqs].
         block_tables: int32 [max_num_seqs, max_blocks]; every entry is a valid block.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    out: torch.Tensor
+    k_cache: torch.Tensor
+    v_cache: torch.Tensor
+    slot_mapping: torch.Tensor
+    cu_seqlens_q: torch.Tensor
+    seq_lens: torch.Tensor
+    block_tables: torch.Tensor
+    scale: float
+    window: int = 0
+    softcap: float = 0.0
+    sinks: torch.Tensor | None = None
+
+    @property
+    def metadata(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Slots, starts, lengths and block tables."""
+        return self.slot_mapping, self.cu_seqlens_q, self.seq_lens, self.block_tables
+
+    @property
+    def layer(self) -> AttentionCall:
+        """The same without the metadata."""
+        return AttentionCall(*self[:6], *self[10:])  # type: ignore[arg-type]
+
+
+def attend_captured(*args: Any, **kwargs: Any) -> None:
+    """What `attend_inplace` does, for the leading `cu_seqlens_q[-1]` rows; all other rows stay as they are.
+
+    Args:
+        args, kwargs: those of a `CapturedCall`.
 
     Raises:
         BoundaryOpError: the arguments do not fit each other.
     """
-    check_tensors(q, k, v, out, k_cache, v_cache, sinks)
-    check_options(scale, window, softcap)
-    check_metadata(q, slot_mapping, cu_seqlens_q, seq_lens, block_tables)
+    call = CapturedCall(*args, **kwargs)
+    check_arguments(call.layer)
+    check_metadata(call)
+    q, k, v, out, k_cache, v_cache, slot_mapping, cu_seqlens_q, seq_lens, block_tables, *_ = call
     rows = q.shape[0]
     if not rows:
         return
@@ -85,15 +104,15 @@ def attend_captured(
         part = slice(begin, begin + step)
         last = position[part].unsqueeze(1)
         seen = (key_position <= last) & is_real[part].unsqueeze(1)
-        if window:
-            seen &= key_position > last - window
+        if call.window:
+            seen &= key_position > last - call.window
         pages = block_tables[sequence[part]]
         # What nobody wrote may be NaN, and 0 * NaN is NaN.
         keys, values = (
             pool[pages].flatten(1, 2).float().masked_fill(~seen[..., None, None], 0.0)
             for pool in (k_cache, v_cache)
         )
-        result = _attend_rows(q[part], keys, values, seen, scale, softcap, sinks)
+        result = _attend_rows(q[part], keys, values, seen, call)
         out[part].copy_(torch.where(is_real[part, None, None], result.to(out.dtype), out[part]))
 
 
@@ -108,13 +127,7 @@ def _write_rows(pool: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor, is_
 
 
 def _attend_rows(
-    q: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    seen: torch.Tensor,
-    scale: float,
-    softcap: float,
-    sinks: torch.Tensor | None,
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, seen: torch.Tensor, call: CapturedCall
 ) -> torch.Tensor:
     """Attention of each row over keys of its own, float32 [rows, heads, head_dim]; NaN where none is seen.
 
@@ -123,27 +136,15 @@ def _attend_rows(
     rows, heads, dim = q.shape
     kv_heads = keys.shape[2]
     queries = q.float().view(rows, kv_heads, heads // kv_heads, dim)
-    scores = torch.matmul(queries, keys.permute(0, 2, 3, 1)) * scale
-    if softcap:
-        scores = torch.tanh(scores / softcap) * softcap
-    scores = scores.masked_fill(~seen[:, None, None], float("-inf"))
-    if sinks is not None:
-        column = sinks.float().view(1, kv_heads, heads // kv_heads, 1).expand(rows, -1, -1, -1)
-        shares = torch.cat((scores, column), dim=-1).softmax(-1)[..., :-1]
-    else:
-        shares = scores.softmax(-1)
+    products = torch.matmul(queries, keys.permute(0, 2, 3, 1))
+    shares = attention_shares(call, products, seen[:, None, None], (1, kv_heads, heads // kv_heads, 1))
     return torch.matmul(shares, values.transpose(1, 2)).reshape(rows, heads, dim)
 
 
-def check_metadata(
-    q: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    seq_lens: torch.Tensor,
-    block_tables: torch.Tensor,
-) -> None:
+def check_metadata(call: CapturedCall) -> None:
     """Raises unless shapes, dtypes and devices of the metadata fit each other and the rows."""
-    seqs, rows = seq_lens.shape[0], q.shape[0]
+    (slot_mapping, cu_seqlens_q, seq_lens, block_tables), device = call.metadata, call.q.device
+    seqs, rows = seq_lens.shape[0], call.q.shape[0]
     wanted = (
         ("slot_mapping", slot_mapping, torch.int64, f"[{rows} or more]", slot_mapping.dim() == 1),
         ("cu_seqlens_q", cu_seqlens_q, torch.int32, f"[{seqs + 1}]", cu_seqlens_q.shape == (seqs + 1,)),
@@ -154,11 +155,11 @@ def check_metadata(
     for name, tensor, dtype, shape, fits in wanted:
         enough = name != "slot_mapping" or tensor.shape[0] >= rows
         is_dense = tensor.is_contiguous()
-        if not fits or not enough or not is_dense or tensor.dtype != dtype or tensor.device != q.device:
+        if not fits or not enough or not is_dense or tensor.dtype != dtype or tensor.device != device:
             found = f"{tensor.dtype} {list(tensor.shape)} on {tensor.device}"
             raise BoundaryOpError(
                 f"op '{NAME}', argument '{name}'",
-                expected=f"{dtype} {shape} on {q.device}, contiguous",
+                expected=f"{dtype} {shape} on {device}, contiguous",
                 got=found if is_dense else f"{found}, not contiguous",
                 rule="a captured step is bounded when it is captured",
                 fix="make the metadata as StepBuffers does, with max_num_tokens of the largest bucket",
@@ -171,33 +172,14 @@ def attend_captured_on_cuda(*args: Any, **kwargs: Any) -> None:
     (attend_captured if module is None else module.attend_captured)(*args, **kwargs)
 
 
-def _warm_up(
-    num_tokens: int,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    seq_lens: torch.Tensor,
-    block_tables: torch.Tensor,
-    *options: Any,
-    **named: Any,
-) -> None:
+def _warm_up(num_tokens: int, *args: Any, **kwargs: Any) -> None:
     """The op itself compiles as it is warmed up; a step that is not captured still runs the eager one."""
-    warm_up(num_tokens, q, k, v, out, k_cache, v_cache, *options, **named)
+    warm_up(num_tokens, *CapturedCall(*args, **kwargs).layer)
 
 
 attn_captured = define(
     SCHEMA,
-    {
-        "cpu": attend_captured,
-        "cuda": attend_captured_on_cuda,
-        "xpu": attend_captured,
-        "mps": attend_captured,
-    },
+    {**dict.fromkeys(("cpu", "xpu", "mps"), attend_captured), "cuda": attend_captured_on_cuda},
     token_args={"q": 0, "k": 0, "v": 0, "out": 0},
     capture_safe=True,
     warm_up=_warm_up,

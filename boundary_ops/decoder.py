@@ -157,33 +157,16 @@ def _check_fit(title: str, layers: tuple[DecoderLayer, ...], cache: PagedKVCache
         head_dim = getattr(layer.attention, "head_dim", None) or getattr(config, "head_dim", None)
         if head_dim is None and heads:
             head_dim = config.hidden_size // heads
+        weights = layer.attention.parameters()
+        weight = next((w for w in weights if w.dim() > 1 and w.dtype.is_floating_point), None)
         for name, ours, theirs in (
             ("num_kv_heads", cache.num_kv_heads, kv_heads),
             ("head_dim", cache.head_dim, head_dim),
+            ("device", cache.device, getattr(weight, "device", None)),
+            ("dtype", cache.dtype, getattr(weight, "dtype", None)),
         ):
             if theirs is not None and ours != theirs:
                 _refuse(f"{title}: {name} of '{layer.path}'", f"{theirs}, the model's", str(ours), rule, fix)
-        weight = next(
-            (w for w in layer.attention.parameters() if w.dim() > 1 and w.dtype.is_floating_point), None
-        )
-        if weight is None:
-            continue
-        if weight.device != cache.device:
-            _refuse(
-                f"{title}: device of '{layer.path}'",
-                f"{weight.device}, the model's",
-                str(cache.device),
-                rule,
-                fix,
-            )
-        if weight.dtype != cache.dtype:
-            _refuse(
-                f"{title}: dtype of '{layer.path}'",
-                f"{weight.dtype}, the model's",
-                str(cache.dtype),
-                rule,
-                fix,
-            )
 
 
 def _refuse(

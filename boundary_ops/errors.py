@@ -41,6 +41,12 @@ class CacheExhaustedError(BoundaryOpError):
     """A `PagedKVCache` has too few free blocks; nothing was reserved and nothing was lost."""
 
 
+def check_positive(what: str, value: object, rule: str, fix: str) -> None:
+    """Raises unless a value is an int of 1 or more."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise BoundaryOpError(what, expected="a positive int", got=repr(value), rule=rule, fix=fix)
+
+
 def refuse(what: str, expected: str, got: str, rule: str, fix: str) -> NoReturn:
     """Raises a `BoundaryOpError`, also from inside a trace.
 

@@ -20,7 +20,7 @@ import torch
 
 from boundary_ops.backends.choice import choose
 from boundary_ops.backends.library import LibraryAttention, PoolLook
-from boundary_ops.errors import BoundaryOpError, CacheExhaustedError
+from boundary_ops.errors import BoundaryOpError, CacheExhaustedError, check_positive
 
 __all__ = ["PagedKVCache", "RequestId"]
 
@@ -56,7 +56,6 @@ class PagedKVCache:
         attention_backend: what computes `piecewise::attn_inplace` for this cache.
             "auto": the Triton program on CUDA where triton is installed, else torch operators.
             "triton", "torch": that one, on every device that it has.
-            "varlen": `torch.nn.attention.varlen.varlen_attn_out` (torch 2.13), on CUDA.
             "flashinfer": FlashInfer's paged prefill, on CUDA, where it is installed.
             Only "auto" chooses. A back end that is named and lacks something raises: here, or in the first
             call that asks for it.
@@ -93,14 +92,12 @@ class PagedKVCache:
             "head_dim": head_dim,
         }
         for name, size in sizes.items():
-            if not _is_int(size) or size < 1:
-                raise BoundaryOpError(
-                    f"PagedKVCache, argument '{name}'",
-                    expected="a positive int",
-                    got=repr(size),
-                    rule="a pool has at least one block of at least one token",
-                    fix="take the sizes from the model's config, and num_blocks from the memory at hand",
-                )
+            check_positive(
+                f"PagedKVCache, argument '{name}'",
+                size,
+                rule="a pool has at least one block of at least one token",
+                fix="take the sizes from the model's config, and num_blocks from the memory at hand",
+            )
         if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
             raise BoundaryOpError(
                 "PagedKVCache, argument 'dtype'",
@@ -114,6 +111,7 @@ class PagedKVCache:
         # "cuda" becomes "cuda:0" on a tensor; comparisons need the tensor's spelling.
         self.device = torch.empty(0, device=device).device
         self.attention_backend = attention_backend
+        # Before there are pools: a back end that cannot serve them costs no memory.
         self.library = self._choose_library()
         # Tensors made under inference mode could never be written outside it. Zeros, because a kernel may
         # read a whole block and mask the rows that nobody wrote: garbage there could be NaN, and 0 * NaN is
@@ -123,15 +121,12 @@ class PagedKVCache:
             self.k = tuple(torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers))
             self.v = tuple(torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers))
         self._claim_pools()
-        self.pool_addresses = self._addresses()
-        # A tuple that is replaced, since another thread may be going through it.
-        self._step_buffers: tuple[weakref.ref[Any], ...] = ()
         self._free = list(range(num_blocks - 1, -1, -1))
         self._requests: dict[RequestId, CachedRequest] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         # A library's workspaces and plans, and the buffers of captured ops, are this cache's alone.
-        own = ("library", "_step_buffers")
+        own = ("library", "_step_buffers", "pool_addresses")
         return {name: value for name, value in self.__dict__.items() if name not in own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -139,9 +134,7 @@ class PagedKVCache:
         self.__dict__.update(state)
         self.device = self.k[0].device
         self.library = self._choose_library()
-        self._step_buffers = ()
         self._claim_pools()
-        self.pool_addresses = self._addresses()
 
     def _choose_library(self) -> LibraryAttention | None:
         return choose(
@@ -152,6 +145,9 @@ class PagedKVCache:
         """Makes the pools known as this cache's."""
         for pool in (*self.k, *self.v):
             setattr(pool.untyped_storage(), _OWNER, weakref.ref(self))
+        self.pool_addresses = self._addresses()
+        # A tuple that is replaced, since another thread may be going through it.
+        self._step_buffers: tuple[weakref.ref[Any], ...] = ()
 
     def _addresses(self) -> frozenset[int]:
         return frozenset(pool.data_ptr() for pool in (*self.k, *self.v))
@@ -328,11 +324,9 @@ def _is_int(value: object) -> bool:
 
 
 def _check_count(method: str, request_id: RequestId, num_tokens: int) -> None:
-    if not _is_int(num_tokens) or num_tokens < 1:
-        raise BoundaryOpError(
-            f"PagedKVCache.{method}, request {request_id!r}, argument 'num_tokens'",
-            expected="a positive int",
-            got=repr(num_tokens),
-            rule="room and written tokens are counted in whole tokens, one or more at a time",
-            fix="leave the call out when there is nothing to add",
-        )
+    check_positive(
+        f"PagedKVCache.{method}, request {request_id!r}, argument 'num_tokens'",
+        num_tokens,
+        rule="room and written tokens are counted in whole tokens, one or more at a time",
+        fix="leave the call out when there is nothing to add",
+    )

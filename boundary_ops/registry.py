@@ -21,7 +21,6 @@ from weakref import WeakSet
 import torch
 from torch._ops import OpOverload, OpOverloadPacket
 
-from boundary_ops.bound_op import BoundOp
 from boundary_ops.capture import CapturedForm
 from boundary_ops.errors import BoundaryOpError
 from boundary_ops.schema import (
@@ -44,6 +43,25 @@ __all__ = ["BoundaryOp", "define", "lookup", "register", "registered", "unregist
 
 # Arguments of a call → what serves calls that look like it, or None where that is the implementation itself.
 Binder = Callable[..., Callable[..., object] | None]
+
+
+class BoundOp:
+    """One op made ready for calls that repeat with arguments of one look: shapes, strides, dtypes, devices
+    and all that is no tensor.
+
+    A call through the dispatcher boxes every argument, enters Python again, finds the device and looks the
+    call up among those seen before: more host time than the launch itself takes.
+
+    Attributes:
+        function: called with the arguments that `BoundaryOp.bind` was given, in the same places; tensors may
+            be others of the same look. To be read anew for each call: defining the op again replaces it.
+            Grad mode must be off.
+    """
+
+    __slots__ = ("__weakref__", "function")
+
+    def __init__(self, function: Callable[..., object]) -> None:
+        self.function = function
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -155,12 +173,12 @@ def define(
             another schema.
     """
     parsed = parse(schema)
-    name = qualified(parsed.name, parsed.overload_name)
-    mutated = find_mutated(name, parsed)
-    tokens = check_token_args(name, parsed, token_args)
+    declared = _checked(
+        parsed, token_args, any_strides,
+        capture_safe=capture_safe, warm_up=warm_up, captured_form=captured_form, repeatable=repeatable,
+    )  # fmt: skip
+    name, tokens = declared["name"], declared["token_args"]
     implementations = check_implementations(name, impl)
-    check_captured_form(name, mutated, capture_safe, captured_form)
-    strided = check_any_strides(name, parsed, mutated, any_strides)
     definition = _definitions.get(name)
     if definition is None:
         if name in existing_names():
@@ -182,8 +200,7 @@ def define(
     else:
         definition.implementations, definition.token_args = implementations, tokens
     definition.bind = dict(bind or {})
-    overload = overload_of(parsed.name, parsed.overload_name)
-    op = _declare(name, overload, tokens, capture_safe, warm_up, mutated, captured_form, repeatable, strided)
+    op = _registered[name] = BoundaryOp(overload=overload_of(parsed.name, parsed.overload_name), **declared)
     for bound in definition.bound:
         bound.function = op.overload
     definition.bound.clear()
@@ -213,14 +230,12 @@ def register(
             `captured_form` or `any_strides` do not fit it.
     """
     overload = find_overload(name)
-    full_name = qualified(overload._schema.name, overload._schema.overload_name)
-    mutated = find_mutated(full_name, overload._schema)
-    tokens = check_token_args(full_name, overload._schema, token_args)
-    check_captured_form(full_name, mutated, capture_safe, captured_form)
-    strided = check_any_strides(full_name, overload._schema, mutated, any_strides)
-    return _declare(
-        full_name, overload, tokens, capture_safe, warm_up, mutated, captured_form, repeatable, strided
-    )
+    declared = _checked(
+        overload._schema, token_args, any_strides,
+        capture_safe=capture_safe, warm_up=warm_up, captured_form=captured_form, repeatable=repeatable,
+    )  # fmt: skip
+    op = _registered[declared["name"]] = BoundaryOp(overload=overload, **declared)
+    return op
 
 
 def registered() -> tuple[BoundaryOp, ...]:
@@ -270,30 +285,16 @@ def unregister(name: str) -> None:
     del _registered[op.name]
 
 
-def _declare(
-    name: str,
-    overload: OpOverload,
-    token_args: Mapping[str, int] | None,
-    capture_safe: bool,
-    warm_up: Callable[..., object] | None,
-    mutated: tuple[str, ...],
-    captured_form: CapturedForm | None,
-    repeatable: bool,
-    any_strides: tuple[str, ...],
-) -> BoundaryOp:
-    op = BoundaryOp(
-        name=name,
-        overload=overload,
-        token_args=token_args,
-        capture_safe=capture_safe,
-        warm_up=warm_up,
-        mutated=mutated,
-        captured_form=captured_form,
-        repeatable=repeatable,
-        any_strides=any_strides,
-    )
-    _registered[name] = op
-    return op
+def _checked(
+    schema: Any, token_args: Mapping[str, int] | None, any_strides: Collection[str], **said: Any
+) -> dict[str, Any]:
+    """The fields of a `BoundaryOp` but its overload, once they fit the schema and each other."""
+    name = qualified(schema.name, schema.overload_name)
+    mutated = find_mutated(name, schema)
+    tokens = check_token_args(name, schema, token_args)
+    check_captured_form(name, mutated, said["capture_safe"], said["captured_form"])
+    strided = check_any_strides(name, schema, mutated, any_strides)
+    return {"name": name, "mutated": mutated, "token_args": tokens, "any_strides": strided, **said}
 
 
 def _define_in_torch(

@@ -15,6 +15,7 @@ from boundary_ops.errors import BoundaryOpError
 
 DEVICES = ("cpu", "cuda", "xpu", "mps")
 Implementation = Callable[..., object]
+_TENSORS = ("Tensor", "Optional[Tensor]")
 
 
 def parse(schema: str) -> Any:
@@ -81,9 +82,7 @@ def check_token_args(
             fix='pass for example {"q": 0, "out": 0}, or leave token_args out',
         )
     types = {argument.name: str(argument.type) for argument in schema.arguments}
-    tensors = [
-        argument for argument, type_name in types.items() if type_name in ("Tensor", "Optional[Tensor]")
-    ]
+    tensors = [argument for argument in types if types[argument] in _TENSORS]
     for argument, dim in token_args.items():
         if argument not in tensors:
             raise BoundaryOpError(
@@ -149,11 +148,7 @@ def check_any_strides(
 ) -> tuple[str, ...]:
     """The names in `any_strides`, once each is a tensor argument that the op only reads."""
     types = {argument.name: str(argument.type) for argument in schema.arguments}
-    read = [
-        argument
-        for argument, type_name in types.items()
-        if type_name in ("Tensor", "Optional[Tensor]") and argument not in mutated
-    ]
+    read = [argument for argument in types if types[argument] in _TENSORS and argument not in mutated]
     names = (any_strides,) if isinstance(any_strides, str) else tuple(any_strides)
     for argument in names:
         if isinstance(any_strides, str) or argument not in read:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import argparse
 import re
+from collections.abc import Callable
+from functools import partial
+from pkgutil import resolve_name
 
 from piecewise.grids import ENGINE_GRIDS
 from runners.buckets import MAX_BUCKET, MAX_NUM_BUCKETS
@@ -25,10 +28,10 @@ def add_buckets(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     )
     parts = buckets.add_subparsers(title="commands", required=True, metavar="COMMAND")
     _add_plan(parts)
-    for name, run, text in (
-        ("check", _run_check, "list everything that is wrong with a file: exit code 2 where it is invalid, 1"
+    for name, text in (
+        ("check", "list everything that is wrong with a file: exit code 2 where it is invalid, 1"
          " where something in it cannot take effect"),
-        ("show", _run_show, "print each bucket of a file: what it serves, its worst padding, whether it is"
+        ("show", "print each bucket of a file: what it serves, its worst padding, whether it is"
          " reached"),
     ):  # fmt: skip
         part = parts.add_parser(name, allow_abbrev=False, help=text, description=f"{text.capitalize()}.")
@@ -37,7 +40,7 @@ def add_buckets(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
             "--tokens-per-request", type=_whole, default=1, metavar="N",
             help="tokens of each request in a decode step: 1 and the draft tokens (default: 1)",
         )  # fmt: skip
-        part.set_defaults(run=run)
+        part.set_defaults(run=_lazily(f"piecewise.buckets_show:run_{name}"))
 
 
 def _add_plan(parts: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -58,7 +61,7 @@ def _add_plan(parts: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     out.add_argument("--format", choices=("text", "json"), default="text", help="how to print it")
     out.add_argument("--plot", metavar="IMAGE", help="draw histogram, buckets and waste (needs matplotlib)")
     out.add_argument("--no-progress", action="store_true", help="no bar")
-    plan.set_defaults(run=_run_plan)
+    plan.set_defaults(run=_lazily("piecewise.buckets_plan:run_plan"))
 
 
 def _add_traffic(plan: argparse.ArgumentParser) -> None:
@@ -74,12 +77,12 @@ def _add_traffic(plan: argparse.ArgumentParser) -> None:
     add("--batching", action="store_true",
         help="pack requests into steps as a scheduler does: in order of arrival, at most --max-num-tokens (or"
         " --chunk) a step, the last one cut")  # fmt: skip
-    add("--step-ms", type=_ms, metavar="MS",
+    add("--step-ms", type=partial(_number, high=1e6, what="milliseconds from 0 to 1000000"), metavar="MS",
         help="how long a step takes, which says who has arrived when the next one starts; 0: all wait from"
         " the start (default: the graphed latency of --cost, or 25)")  # fmt: skip
     add("--holdout", type=_share, metavar="SHARE", nargs="?", const=0.5,
         help="plan on the earlier traffic, judge on this last share of it (default: 0.5)")  # fmt: skip
-    add("--smooth", type=_smooth, metavar="SHARE",
+    add("--smooth", type=partial(_number, high=1, what="a share from 0 to 1"), metavar="SHARE",
         help="spread this share of each step over counts within 5 %% of its own, so that the plan fits"
         " traffic to come (default: 0, with --holdout 0.3)")  # fmt: skip
 
@@ -87,7 +90,13 @@ def _add_traffic(plan: argparse.ArgumentParser) -> None:
 def _add_budget(plan: argparse.ArgumentParser) -> None:
     group = plan.add_argument_group("budget and cost")
     add = group.add_argument
-    add("--max-graphs", type=_graphs, default=20, metavar="N", help="at most N buckets (default: 20)")
+    add(
+        "--max-graphs",
+        type=partial(_whole, most=MAX_NUM_BUCKETS),
+        default=20,
+        metavar="N",
+        help="at most N buckets (default: 20)",
+    )
     add(
         "--max-num-tokens",
         type=_whole,
@@ -125,22 +134,9 @@ def _add_decode(plan: argparse.ArgumentParser) -> None:
         help="cached tokens of a request on average (default: from the trace)")  # fmt: skip
 
 
-def _run_plan(arguments: argparse.Namespace) -> int:
-    from piecewise.buckets_plan import run_plan
-
-    return run_plan(arguments)
-
-
-def _run_check(arguments: argparse.Namespace) -> int:
-    from piecewise.buckets_show import run_check
-
-    return run_check(arguments.file, tokens_per_request=arguments.tokens_per_request)
-
-
-def _run_show(arguments: argparse.Namespace) -> int:
-    from piecewise.buckets_show import run_show
-
-    return run_show(arguments.file, tokens_per_request=arguments.tokens_per_request)
+def _lazily(name: str) -> Callable[[argparse.Namespace], int]:
+    """A command by "module:function", imported when it runs."""
+    return lambda arguments: int(resolve_name(name)(arguments))
 
 
 def _whole(text: str, most: int = MAX_BUCKET) -> int:
@@ -149,31 +145,20 @@ def _whole(text: str, most: int = MAX_BUCKET) -> int:
     return int(text)
 
 
-def _graphs(text: str) -> int:
-    return _whole(text, MAX_NUM_BUCKETS)
-
-
-def _ms(text: str) -> float:
-    return _number(text, 0, 1e6, "milliseconds from 0 to 1000000")
-
-
 def _share(text: str) -> float:
-    share = _number(text, 0, 1, "a share between 0 and 1, such as 0.5")
+    share = _number(text, high=1, what="a share between 0 and 1, such as 0.5")
     if not 0 < share < 1:
         raise argparse.ArgumentTypeError(f"expected a share between 0 and 1, got {text[:80]!r}")
     return share
 
 
-def _smooth(text: str) -> float:
-    return _number(text, 0, 1, "a share from 0 to 1")
-
-
-def _number(text: str, low: float, high: float, what: str) -> float:
+def _number(text: str, *, high: float, what: str) -> float:
+    """From 0 to `high`."""
     try:
         value = float(text)
     except ValueError:
         value = -1.0
-    if not low <= value <= high:
+    if not 0 <= value <= high:
         raise argparse.ArgumentTypeError(f"expected {what}, got {text[:80]!r}")
     return value
 

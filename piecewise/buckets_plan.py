@@ -47,8 +47,12 @@ def run_plan(arguments: argparse.Namespace) -> int:
     cost, memory = _cost(arguments)
     traffic = [read_traffic(arguments, path, bars) for path in arguments.traffic]
     known, unseen = split_traffic(arguments, traffic)
-    steps = steps_of(arguments, settings, known, cost, bars)
-    judged = steps_of(arguments, settings, unseen, cost, bars) if unseen else steps
+
+    def steps_in(part: list[Requests]) -> Histogram:
+        return Histogram.merged([steps_of(arguments, settings, each, cost, bars) for each in part])
+
+    steps = steps_in(known)
+    judged = steps_in(unseen) if unseen else steps
     planner = _Planner(arguments, steps, cost, memory, _cover(arguments, settings, steps), bars)
     rates = _slot_rate(arguments, known)
     chosen = planner.chosen(rates)

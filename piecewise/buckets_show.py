@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from math import ceil
 
 from piecewise.config import PiecewiseConfig
@@ -12,10 +13,10 @@ from runners.clipping import Clipping
 OK, CLAMPED = 0, 1
 
 
-def run_check(path: str, *, tokens_per_request: int = 1) -> int:
+def run_check(arguments: argparse.Namespace) -> int:
     """Print what cannot take effect, or that all is well; an invalid file is a `ConfigError`."""
-    config = PiecewiseConfig.from_toml(path)
-    clipped = _clipped(config, tokens_per_request)
+    path, config = arguments.file, PiecewiseConfig.from_toml(arguments.file)
+    clipped = _clipped(config, arguments.tokens_per_request)
     found = [f"{path}: {name} {each}" for name, clipping in clipped.items() for each in clipping.clamped]
     if not found:
         counts = " and ".join(f"{len(clipping.sizes)} {name}s" for name, clipping in clipped.items())
@@ -26,10 +27,10 @@ def run_check(path: str, *, tokens_per_request: int = 1) -> int:
     return CLAMPED
 
 
-def run_show(path: str, *, tokens_per_request: int = 1) -> int:
+def run_show(arguments: argparse.Namespace) -> int:
     """Print a row per bucket; an invalid file is a `ConfigError`."""
-    config = PiecewiseConfig.from_toml(path)
-    for name, clipping in _clipped(config, tokens_per_request).items():
+    config = PiecewiseConfig.from_toml(arguments.file)
+    for name, clipping in _clipped(config, arguments.tokens_per_request).items():
         # The ratio is a rule for prefill calls.
         ratio = config.max_padding_ratio if name == "bucket" else None
         print(text_table(_rows(name, clipping, ratio)))

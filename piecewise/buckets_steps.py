@@ -94,21 +94,11 @@ def split_traffic(
 def steps_of(
     arguments: argparse.Namespace,
     settings: PiecewiseConfig,
-    traffic: list[Requests],
-    cost: StepCost,
-    bars: DelayedBars,
-) -> Histogram:
-    """The steps that a server makes of these requests, under the options and limits."""
-    return Histogram.merged([_steps(arguments, settings, requests, cost, bars) for requests in traffic])
-
-
-def _steps(
-    arguments: argparse.Namespace,
-    settings: PiecewiseConfig,
     requests: Requests,
     cost: StepCost,
     bars: DelayedBars,
 ) -> Histogram:
+    """The steps that a server makes of one file's requests, under the options and limits."""
     if requests.counts is not None:
         return Histogram.of(requests.num_tokens, requests.counts)
     if arguments.phase == "decode":

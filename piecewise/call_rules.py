@@ -13,7 +13,6 @@ from piecewise.plan import SegmentPlan
 from piecewise.signature import LeafRule, same_count, write_matcher
 from piecewise.trace import ExampleCall
 from runners.errors import TraceError
-from runners.state_check import StateRef
 
 
 def is_alike(first: TracedModel, other: TracedModel) -> bool:
@@ -76,15 +75,12 @@ def matcher_of(traced: TracedModel, plan: SegmentPlan, example: ExampleCall) -> 
     _refuse_shared_memory(example, distinct)
     in_graphs = {memory for segment in plan.graph_segments() for memory in segment.writes}
     # At the addresses of now: a call finds a moved one, and runs eagerly, before it writes.
-    written = {_address_of(v.state) for v in plan.values if v.state is not None and v.memory in in_graphs}
+    states = [value.state.get() for value in plan.values if value.state and value.memory in in_graphs]
+    written = {int(state.untyped_storage().data_ptr()) for state in states}
     return write_matcher(
         example.values, rules, anchor=(token.leaf, token.dim), token_dims=dims, distinct=distinct,
         apart_from=frozenset(written), same=tuple(groups.values()),
     )  # fmt: skip
-
-
-def _address_of(place: StateRef) -> int:
-    return int(place.get().untyped_storage().data_ptr())
 
 
 def _refuse_shared_memory(example: ExampleCall, pairs: Sequence[tuple[int, int]]) -> None:

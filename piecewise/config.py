@@ -29,9 +29,9 @@ _MAX_LISTED = 16
 DEFAULT_BUCKETS = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
 
 
-def _setting(table: str, check: Callable[[Any], Any], *keys: str) -> dict[str, Any]:
-    """Field metadata: the TOML table, the check, and the keys where they are not the field's name."""
-    return {"table": table, "check": check, "keys": keys}
+def _setting(default: Any, table: str, check: Callable[[Any], Any], *keys: str) -> Any:
+    """A field: its default, its TOML table, its check, and its keys there where they are not its name."""
+    return field(default=default, metadata={"table": table, "check": check, "keys": keys})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,48 +79,31 @@ class PiecewiseConfig:
         ConfigError: any setting is wrong; the message lists every problem.
     """
 
-    buckets: tuple[int, ...] = field(
-        default=DEFAULT_BUCKETS, metadata=_setting("buckets", checks.buckets, "num_tokens", "grid")
+    buckets: tuple[int, ...] = _setting(DEFAULT_BUCKETS, "buckets", checks.buckets, "num_tokens", "grid")
+    max_padding_ratio: float | None = _setting(None, "buckets", checks.optional(checks.at_least(1.0)))
+    max_num_tokens: int | None = _setting(None, "limits", checks.optional(checks.whole(1, 2**31 - 1)))
+    max_num_seqs: int | None = _setting(
+        None, "limits", checks.optional(checks.whole(1, 2**31 - 1)), "max_num_seqs", "max_batch_size"
     )
-    max_padding_ratio: float | None = field(
-        default=None, metadata=_setting("buckets", checks.optional(checks.number(at_least=1.0)))
+    max_seq_len: int | None = _setting(None, "limits", checks.optional(checks.whole(2, 2**31 - 1)))
+    decode_batch_sizes: tuple[int, ...] | None = _setting(
+        None, "decode", checks.optional(checks.sizes), "batch_sizes"
     )
-    max_num_tokens: int | None = field(
-        default=None, metadata=_setting("limits", checks.optional(checks.whole(1, 2**31 - 1)))
-    )
-    max_num_seqs: int | None = field(
-        default=None,
-        metadata=_setting(
-            "limits", checks.optional(checks.whole(1, 2**31 - 1)), "max_num_seqs", "max_batch_size"
-        ),
-    )
-    max_seq_len: int | None = field(
-        default=None, metadata=_setting("limits", checks.optional(checks.whole(2, 2**31 - 1)))
-    )
-    decode_batch_sizes: tuple[int, ...] | None = field(
-        default=None, metadata=_setting("decode", checks.optional(checks.sizes), "batch_sizes")
-    )
-    max_signatures: int = field(default=8, metadata=_setting("limits", checks.whole(1, 1024)))
-    warmup_steps: int = field(default=3, metadata=_setting("capture", checks.whole(1, 100)))
-    capture: str = field(default="startup", metadata=_setting("capture", checks.choice("startup", "lazy")))
-    engine: str = field(default="auto", metadata=_setting("capture", checks.choice("auto", "tape", "cuda")))
-    num_streams: int = field(default=1, metadata=_setting("capture", checks.whole(1, 8)))
-    progress: bool = field(default=True, metadata=_setting("capture", checks.flag))
-    frontend: str = field(
-        default="trace", metadata=_setting("compile", checks.choice("trace", later=("record",)))
-    )
-    lowering: str = field(default="eager", metadata=_setting("compile", checks.choice("eager", "inductor")))
-    compile_sizes: tuple[int, ...] = field(default=(), metadata=_setting("compile", checks.some_sizes))
-    fusions: tuple[str, ...] = field(default=(), metadata=_setting("compile", checks.fusions))
-    boundary_ops: tuple[str, ...] | None = field(
-        default=None, metadata=_setting("compile", checks.optional(checks.op_names))
-    )
-    boundary: str = field(default="eager", metadata=_setting("compile", checks.choice("eager", "captured")))
-    min_coverage: float | None = field(
-        default=None, metadata=_setting("compile", checks.optional(checks.share))
-    )
-    outputs: str = field(default="copy", metadata=_setting("compile", checks.choice("copy", "view")))
-    strict: bool = field(default=False, metadata=_setting("compile", checks.flag))
+    max_signatures: int = _setting(8, "limits", checks.whole(1, 1024))
+    warmup_steps: int = _setting(3, "capture", checks.whole(1, 100))
+    capture: str = _setting("startup", "capture", checks.choice("startup", "lazy"))
+    engine: str = _setting("auto", "capture", checks.choice("auto", "tape", "cuda"))
+    num_streams: int = _setting(1, "capture", checks.whole(1, 8))
+    progress: bool = _setting(True, "capture", checks.flag)
+    frontend: str = _setting("trace", "compile", checks.choice("trace", later=("record",)))
+    lowering: str = _setting("eager", "compile", checks.choice("eager", "inductor"))
+    compile_sizes: tuple[int, ...] = _setting((), "compile", checks.some_sizes)
+    fusions: tuple[str, ...] = _setting((), "compile", checks.fusions)
+    boundary_ops: tuple[str, ...] | None = _setting(None, "compile", checks.optional(checks.op_names))
+    boundary: str = _setting("eager", "compile", checks.choice("eager", "captured"))
+    min_coverage: float | None = _setting(None, "compile", checks.optional(checks.share))
+    outputs: str = _setting("copy", "compile", checks.choice("copy", "view"))
+    strict: bool = _setting(False, "compile", checks.flag)
 
     def __post_init__(self) -> None:
         values, problems = _checked({item.name: getattr(self, item.name) for item in fields(self)}, {})
@@ -196,10 +179,11 @@ class PiecewiseConfig:
     def within_limits(self) -> tuple[PiecewiseConfig, tuple[Clamped, ...]]:
         """These settings with only the sizes that can be reached, and those left out, each with a reason."""
         prefill, decode = self.prefill_sizes(), self.decode_sizes()
-        clamped = prefill.clamped + (decode.clamped if decode is not None else ())
+        sizes, clamped = None, prefill.clamped
+        if decode is not None:
+            sizes, clamped = decode.sizes, clamped + decode.clamped
         if not clamped:
             return self, ()
-        sizes = decode.sizes if decode is not None else None
         compiled = tuple(size for size in self.compile_sizes if size in prefill.sizes)
         left = replace(self, buckets=prefill.sizes, decode_batch_sizes=sizes, compile_sizes=compiled)
         return left, clamped
@@ -274,7 +258,7 @@ def _checked(
         try:
             checked[item.name] = item.metadata["check"](values[item.name])
         except Refused as refused:
-            problems += _refusals(refused, where.get(item.name, Place(item.name)))
+            problems += refused.problems_at(where.get(item.name, Place(item.name)))
     place = where.get("buckets", Place("buckets"))
     if "buckets" in checked or "buckets" not in values:
         problems += _settle_buckets(checked, place)
@@ -329,13 +313,6 @@ def _out_of_reach(checked: Mapping[str, Any], where: Mapping[str, Place]) -> lis
     return found
 
 
-def _refusals(refused: Refused, place: Place) -> list[Problem]:
-    return [
-        Problem(place.shown(each.part), each.expected, each.got, each.fix)
-        for each in (refused, *refused.others)
-    ]
-
-
 def _keys(item: Any) -> tuple[str, ...]:
     """The TOML keys of a field; the first is the one that is written."""
     return item.metadata["keys"] or (item.name,)
@@ -373,15 +350,11 @@ def _file_values(path: Path) -> tuple[dict[str, object], dict[str, Place], list[
                 )
             else:
                 try:
-                    values[name] = _KEY_CHECKS.get(key, _as_it_is)(value)
+                    values[name] = _KEY_CHECKS[key](value) if key in _KEY_CHECKS else value
                     where[name] = place
                 except Refused as refused:
-                    problems += _refusals(refused, place)
+                    problems += refused.problems_at(place)
     return values, where, problems
-
-
-def _as_it_is(value: object) -> object:
-    return value
 
 
 # Two keys of one field, each with its own form.

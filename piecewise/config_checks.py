@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -57,17 +56,14 @@ class Refused(Exception):
     `others` are further answers about the same setting.
     """
 
-    def __init__(
-        self,
-        expected: str,
-        got: str,
-        *,
-        fix: str | None = None,
-        part: str = "",
-        others: tuple[Refused, ...] = (),
-    ) -> None:
+    def __init__(self, expected: str, got: str, *, fix: str | None = None, part: str = "") -> None:
         super().__init__(expected, got)
-        self.expected, self.got, self.fix, self.part, self.others = expected, got, fix, part, others
+        self.expected, self.got, self.fix, self.part = expected, got, fix, part
+        self.others: list[Refused] = []
+
+    def problems_at(self, place: Place) -> list[Problem]:
+        """All of it, for a setting that the user wrote there."""
+        return [Problem(place.shown(x.part), x.expected, x.got, x.fix) for x in (self, *self.others)]
 
 
 def raise_problems(problems: list[Problem]) -> None:
@@ -101,13 +97,10 @@ def shown(value: object, max_chars: int = 80) -> str:
 
 def sizes(value: Any) -> tuple[int, ...]:
     """A list of token counts or batch sizes; every wrong entry is told."""
-    problems = [
-        Refused(problem.expected, problem.got, fix=SIZES_FIX, part=problem.part)
-        for problem in find_problems(value)
-    ]
-    if problems:
-        first = problems[0]
-        raise Refused(first.expected, first.got, fix=first.fix, part=first.part, others=tuple(problems[1:]))
+    found = [Refused(each.expected, each.got, fix=SIZES_FIX, part=each.part) for each in find_problems(value)]
+    if found:
+        found[0].others = found[1:]
+        raise found[0]
     return tuple(value)
 
 
@@ -164,36 +157,29 @@ def flag(value: Any) -> bool:
     return value
 
 
+def _number(expected: str, is_valid: Callable[[Any], bool], kinds: tuple[type, ...] = (int, float)) -> Check:
+    """A valid number of these kinds, as the last of them; True is none."""
+
+    def check(value: Any) -> Any:
+        if not isinstance(value, kinds) or isinstance(value, bool) or not is_valid(value):
+            raise Refused(expected, shown(value))
+        return kinds[-1](value)
+
+    return check
+
+
 def whole(low: int, high: int) -> Check:
     """An int in [low, high]."""
-
-    def check(value: Any) -> int:
-        if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-            raise Refused(f"an int from {low} to {high}", shown(value))
-        return value
-
-    return check
+    return _number(f"an int from {low} to {high}", lambda value: low <= value <= high, (int,))
 
 
-def number(*, at_least: float) -> Check:
-    """A finite number of at least `at_least`, as a float."""
-
-    def check(value: Any) -> float:
-        valid = isinstance(value, (int, float)) and not isinstance(value, bool)
-        # An int too large for a float has no finite one.
-        if not valid or not (abs(value) < 1e300 and math.isfinite(value) and value >= at_least):
-            raise Refused(f"a finite number of at least {at_least:g}", shown(value))
-        return float(value)
-
-    return check
+def at_least(least: float) -> Check:
+    """A finite number from `least` up, as a float; an int too large for a float has no finite one."""
+    return _number(f"a finite number of at least {least:g}", lambda value: least <= value < 1e300)
 
 
-def share(value: Any) -> float:
-    """A number above 0 and at most 1, as a float."""
-    valid = isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value <= 1
-    if not valid:
-        raise Refused("a number above 0 and at most 1", shown(value))
-    return float(value)
+# As a float.
+share = _number("a number above 0 and at most 1", lambda value: 0 < value <= 1)
 
 
 def choice(*available: str, later: tuple[str, ...] = ()) -> Check:

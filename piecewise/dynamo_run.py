@@ -83,10 +83,12 @@ class ExampleCall:
         return dataclasses.replace(self, leaves=tuple(leaves))
 
 
+@dataclasses.dataclass(eq=False)
 class DynamoRun:
     """What one run saw; it is the backend, too: it keeps the graph, and answers the one call with dummies.
 
     Attributes:
+        own_name: another name that sources may have for the model than L['model'].
         graph: the Dynamo-level graph; placeholders carry fakes in ``meta["example_value"]``.
         arguments: what Dynamo passed for each placeholder: the tensors of the model, twins of the inputs.
         sources: placeholder's name → Python source of what it stands for, in terms of L and G.
@@ -99,29 +101,23 @@ class DynamoRun:
         changes: paths of Python state that forward left changed; it was put back.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        function: Any,
-        leaves: Sequence[Any],
-        snapshot: StateSnapshot,
-        *,
-        own_name: str | None,
-    ) -> None:
-        self.model, self.function, self.leaves = model, function, leaves
-        self.graph: fx.GraphModule = fx.GraphModule({}, fx.Graph())
-        self.has_graph = False
-        self.sources: dict[str, str | None] = {}
-        self.guards: list[internals.SeenGuard] = []
-        self.names_read: frozenset[str] = frozenset()
-        self.compares_identity = self.marks_tensors = False
-        self.written: list[Any] = []
-        self.arguments: tuple[Any, ...] = ()
-        self.dummies: list[Any] = []
-        self.result: Any = None
-        self.changes: list[str] = []
-        # Another name that sources may have for the model than L['model'].
-        self._own_name, self._snapshot = own_name, snapshot
+    model: nn.Module
+    function: Any
+    leaves: Sequence[Any]
+    snapshot: StateSnapshot
+    own_name: str | None
+    graph: fx.GraphModule = dataclasses.field(default_factory=lambda: fx.GraphModule({}, fx.Graph()))
+    has_graph: bool = False
+    sources: dict[str, str | None] = dataclasses.field(default_factory=dict)
+    guards: list[internals.SeenGuard] = dataclasses.field(default_factory=list)
+    names_read: frozenset[str] = frozenset()
+    compares_identity: bool = False
+    marks_tensors: bool = False
+    written: list[Any] = dataclasses.field(default_factory=list)
+    arguments: tuple[Any, ...] = ()
+    dummies: list[Any] = dataclasses.field(default_factory=list)
+    result: Any = None
+    changes: list[str] = dataclasses.field(default_factory=list)
 
     def __call__(self, graph: fx.GraphModule, _: Sequence[Any]) -> Any:
         self.graph, self.has_graph = graph, True
@@ -147,11 +143,11 @@ class DynamoRun:
 
     def as_read(self, source: str) -> str:
         """A source with the model under its one name."""
-        if not self._own_name:
+        if not self.own_name:
             return source
         # The bound forward itself has defaults and a closure.
-        forward = self._own_name.removesuffix(".__self__")
-        return source.replace(self._own_name, "L['model']").replace(forward, "L['model'].forward")
+        forward = self.own_name.removesuffix(".__self__")
+        return source.replace(self.own_name, "L['model']").replace(forward, "L['model'].forward")
 
     def scope(self) -> Scope:
         """Where sources are looked up."""
@@ -174,9 +170,9 @@ class DynamoRun:
                 self.written.append(None)
                 continue
             self.written.append(value)
-            self._snapshot.add(readable_path(source), value)
+            self.snapshot.add(readable_path(source), value)
             if place is not None:
-                self._snapshot.add(readable_path(source).rpartition(".")[0], place.owner)
+                self.snapshot.add(readable_path(source).rpartition(".")[0], place.owner)
 
 
 def run_dynamo(

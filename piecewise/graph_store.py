@@ -136,8 +136,12 @@ class GraphStore:
         """Captures a bucket that is due; why it is not served, or None where it is now."""
         if bucket in signature.refused:
             return signature.refused[bucket][0]
-        if not may_capture or not self._is_due(signature, bucket):
+        if not may_capture:
             return FallbackReason.NOT_CAPTURED
+        if not in_capture_window():
+            signature.waiting[bucket] += 1
+            if signature.waiting[bucket] < _LAZY_CALLS:
+                return FallbackReason.NOT_CAPTURED
         change = signature.find_change()
         if change is not None:  # the trace is out of date: a refresh makes a new one
             return self.note_change(change)
@@ -158,12 +162,6 @@ class GraphStore:
                 self.signatures.append(signature)
             signature.refuse(bucket, FallbackReason.LOW_COVERAGE, str(error))
             raise
-
-    def _is_due(self, signature: CapturedSignature, bucket: int) -> bool:
-        if in_capture_window():
-            return True
-        signature.waiting[bucket] += 1
-        return signature.waiting[bucket] >= _LAZY_CALLS
 
     def missing(self, signature: CapturedSignature) -> list[int]:
         """Buckets that are not captured, largest first: its memory serves the rest [I9]."""

@@ -33,28 +33,14 @@ class Grid:
         if self.name == "step":
             assert self.step is not None and top is not None
             return tuple(range(self.step, top + 1, self.step))
-        rule = ENGINE_GRIDS[self.name]
-        return rule.sizes(top if top is not None else rule.default_max)
+        return ENGINE_GRIDS[self.name](*(() if top is None else (top,)))
 
 
-@dataclass(frozen=True, slots=True)
-class EngineGrid:
-    """What one engine captures for prefill when it is not told otherwise.
-
-    Attributes:
-        default_max: the size at which it stops by default.
-        sizes: from the largest size allowed to the list.
-    """
-
-    default_max: int
-    sizes: Callable[[int], tuple[int, ...]]
-
-
-def _tensorrt_llm(top: int) -> tuple[int, ...]:
+def _tensorrt_llm(top: int = 3072) -> tuple[int, ...]:
     return _up_to(top, [1 << power for power in range(8)], range(256, top + 1, 256))
 
 
-def _sglang(top: int) -> tuple[int, ...]:
+def _sglang(top: int = 4096) -> tuple[int, ...]:
     return _up_to(
         top,
         range(4, 33, 4),
@@ -66,7 +52,7 @@ def _sglang(top: int) -> tuple[int, ...]:
     )
 
 
-def _vllm(top: int) -> tuple[int, ...]:
+def _vllm(top: int = 512) -> tuple[int, ...]:
     return _up_to(top, [1, 2, 4], range(8, 256, 8), range(256, top + 1, 16))
 
 
@@ -80,12 +66,14 @@ def _up_to(top: int, *parts: range | list[int]) -> tuple[int, ...]:
     return tuple(found)
 
 
+# What an engine captures for prefill when it is not told otherwise: a function of the largest size allowed,
+# whose default is where the engine itself stops.
 # Sources: TensorRT-LLM's default of capture_num_tokens, SGLang's of piecewise_cuda_graph_tokens, vLLM's of
 # cudagraph_capture_sizes (its rule is continued above its own stop where a larger limit is given).
-ENGINE_GRIDS = {
-    "tensorrt-llm": EngineGrid(3072, _tensorrt_llm),
-    "sglang": EngineGrid(4096, _sglang),
-    "vllm": EngineGrid(512, _vllm),
+ENGINE_GRIDS: dict[str, Callable[..., tuple[int, ...]]] = {
+    "tensorrt-llm": _tensorrt_llm,
+    "sglang": _sglang,
+    "vllm": _vllm,
 }
 
 # What decode batch sizes are compared with.

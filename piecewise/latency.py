@@ -13,6 +13,7 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TextIO
 
 import torch
@@ -76,6 +77,7 @@ def run_spec(
     return bench.run()
 
 
+@dataclass(eq=False)
 class LatencyBench:
     """One case, measured.
 
@@ -90,29 +92,25 @@ class LatencyBench:
         log: where progress is told.
     """
 
-    def __init__(
-        self,
-        case: PrefillCase,
-        *,
-        spec: str,
-        sizes: Sequence[int],
-        variants: Sequence[str],
-        config: PiecewiseConfig,
-        rounds: int,
-        draws: int = DEFAULT_DRAWS,
-        log: TextIO,
-    ) -> None:
-        missing = [n for n in sizes if config.max_num_tokens is not None and n > config.max_num_tokens]
-        if not sizes or missing or rounds < 1 or draws < 1:
+    case: PrefillCase
+    spec: str
+    sizes: Sequence[int]
+    variants: Sequence[str]
+    config: PiecewiseConfig
+    rounds: int
+    draws: int = DEFAULT_DRAWS
+    log: TextIO = sys.stderr
+
+    def __post_init__(self) -> None:
+        most = self.config.max_num_tokens
+        missing = [n for n in self.sizes if most is not None and n > most]
+        if not self.sizes or missing or self.rounds < 1 or self.draws < 1:
             raise ConfigError(
                 "bench", expected="sizes that the configuration serves, and a round and a draw or more",
-                got=f"sizes {list(sizes)}, {rounds} rounds, {draws} draws",
+                got=f"sizes {list(self.sizes)}, {self.rounds} rounds, {self.draws} draws",
                 rule="each size is measured in each round", fix="leave --tokens and --rounds out",
             )  # fmt: skip
-        self.case, self.spec, self.config = case, spec, config
-        self.sizes, self.variants, self.rounds = sorted(set(sizes)), tuple(variants), rounds
-        self.draws, self.device = draws, device_of(case)
-        self._log = log
+        self.sizes, self.device = sorted(set(self.sizes)), device_of(self.case)
         self._began = time.perf_counter()
         self._skipped: dict[str, str] = {}
 
@@ -133,7 +131,7 @@ class LatencyBench:
         )  # fmt: skip
 
     def _tell(self, text: str) -> None:
-        print(f"[{time.perf_counter() - self._began:6.1f} s] {text}", file=self._log, flush=True)
+        print(f"[{time.perf_counter() - self._began:6.1f} s] {text}", file=self.log, flush=True)
 
     @property
     def _num_draws(self) -> int:
@@ -259,13 +257,9 @@ def _ratios(
     eager = errors.get("eager", [])
     for name in samples:
         if name.startswith("graphed") and errors[name] and len(errors[name]) == len(eager):
-            ratio = _ratio(sum(errors[name]), sum(eager))
-            if ratio is not None:
+            if sum(eager):
+                ratio = sum(errors[name]) / sum(eager)
                 yield {"num_tokens": n, "quantity": "error", "of": name, "over": "eager", "median": ratio}
-
-
-def _ratio(above: float, below: float) -> float | None:
-    return above / below if below else None
 
 
 def _memory(prepared: Sequence[Prepared]) -> dict[str, Any]:

@@ -108,13 +108,6 @@ class BucketPlans:
             )
 
 
-def plan_buckets(
-    histogram: Histogram, *, max_graphs: int, cover: int, cost: StepCost | None = None
-) -> tuple[int, ...]:
-    """One list, as `BucketPlans` makes them."""
-    return BucketPlans(histogram, cover=cover, cost=cost).of(max_graphs)
-
-
 def _candidates(histogram: Histogram, cover: int, cost: StepCost) -> tuple[Ints, Floats, Floats]:
     """Sizes that an optimal plan may use, their cost, and how many steps are at most so large.
 
@@ -151,30 +144,14 @@ def _layer(best: Floats, prefix: Floats, price: Floats, floor: Choices) -> tuple
         known = choice[np.minimum(after, num_rows - 1)]
         high = np.minimum(np.where(after < num_rows, known, rows - 1), rows - 1)
         high = np.maximum(high, low)  # rounding of equal costs may cross them
-        if half >= _LONG_ROWS:
-            found = [_least(best, prefix, *each) for each in zip(low, high, price[rows], strict=True)]
-            choice[rows], value[rows] = (np.array(each) for each in zip(*found, strict=True))
-        else:
-            choice[rows], value[rows] = _least_of_each(best, prefix, low, high, price[rows])
+        choice[rows], value[rows] = _least(best, prefix, low, high, price[rows])
         stride = half
     return value + prefix * price, choice
 
 
-# Rows so far apart have few neighbours at their depth and many columns: plain slices are fastest there.
-_LONG_ROWS = 1024
-
-
-def _least(best: Floats, prefix: Floats, low: int, high: int, price: float) -> tuple[int, float]:
-    """The column in [low, high] of the least `best - prefix * price`, and that."""
-    costs = best[low : high + 1] - prefix[low : high + 1] * price
-    place = int(costs.argmin())
-    return low + place, costs[place]
-
-
-def _least_of_each(
-    best: Floats, prefix: Floats, low: Ints, high: Ints, prices: Floats
-) -> tuple[Ints, Floats]:
-    """`_least` for many rows at once: their columns are laid end to end."""
+def _least(best: Floats, prefix: Floats, low: Ints, high: Ints, prices: Floats) -> tuple[Ints, Floats]:
+    """Per row the column in [low, high] of the least `best - prefix * price`, and that; the rows' columns are
+    laid end to end."""
     lengths = high - low + 1
     starts = np.cumsum(lengths) - lengths
     columns = np.arange(int(lengths.sum())) - np.repeat(starts - low, lengths)

@@ -22,7 +22,15 @@ class _Missing:
         return "MISSING"
 
 
+class _Source(str):
+    """A default in a signature that is written as source: the expression itself."""
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
 MISSING = _Missing()
+_VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 _NO_KEYWORDS: dict[str, Any] = {}
 
 
@@ -43,44 +51,29 @@ class CallBinder:
     def __init__(self, forward: Callable[..., Any], *, fills_defaults: bool = True) -> None:
         self.parameters = tuple(inspect.signature(forward).parameters.values())
         self.names = tuple(parameter.name for parameter in self.parameters)
-        parts, returned = [], []
-        defaults: dict[str, Any] = {"_missing": MISSING, "_sorted": _sorted_keywords}
-        last_kind = None
+        written, returned = [], []
+        names: dict[str, Any] = {"_missing": MISSING, "_sorted": _sorted_keywords}
         for position, parameter in enumerate(self.parameters):
             kind, name = parameter.kind, parameter.name
-            if last_kind == parameter.POSITIONAL_ONLY and kind != last_kind:
-                parts.append("/")
-            if kind == parameter.KEYWORD_ONLY and last_kind not in (
-                parameter.KEYWORD_ONLY,
-                parameter.VAR_POSITIONAL,
-            ):
-                parts.append("*")
-            if kind == parameter.VAR_POSITIONAL:
-                parts.append(f"*{name}")
-            elif kind == parameter.VAR_KEYWORD:
-                parts.append(f"**{name}")
-            else:
+            default: Any = parameter.empty
+            if kind not in _VARIABLE:
                 is_plain = isinstance(parameter.default, PLAIN) and kind != parameter.POSITIONAL_ONLY
-                if is_plain and fills_defaults:
-                    defaults[f"_default{position}"] = parameter.default
-                    parts.append(f"{name}=_default{position}")
-                else:
-                    parts.append(f"{name}=_missing")
+                default = _Source(f"_default{position}" if is_plain and fills_defaults else "_missing")
+                names.setdefault(default, parameter.default)
+            written.append(parameter.replace(default=default, annotation=parameter.empty))
             returned.append(f"_sorted({name})" if kind == parameter.VAR_KEYWORD else name)
-            last_kind = kind
-            if position == len(self.parameters) - 1 and kind == parameter.POSITIONAL_ONLY:
-                parts.append("/")
-        source = f"lambda {', '.join(parts)}: ({', '.join(returned)}{',' if len(returned) == 1 else ''})"
-        self.bind: Callable[..., tuple] = eval(source, defaults)
+        source = (
+            f"lambda {str(inspect.Signature(written))[1:-1]}: ({''.join(f'{each},' for each in returned)})"
+        )
+        self.bind: Callable[..., tuple] = eval(source, names)
         self.bind.__qualname__ = "forward"  # a call that does not fit is told in forward's name
 
     def absent(self, bound: tuple) -> list[str]:
         """Names of the parameters that have no default and no value in this bound call."""
-        variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
         return [
             parameter.name
             for parameter, value in zip(self.parameters, bound, strict=True)
-            if value is MISSING and parameter.default is parameter.empty and parameter.kind not in variable
+            if value is MISSING and parameter.default is parameter.empty and parameter.kind not in _VARIABLE
         ]
 
     def call_source(self, values: Structure, leaf_names: Sequence[str], namespace: Namespace) -> str:

@@ -194,10 +194,10 @@ class CapturedSignature:
     def _plans(self) -> list[SegmentPlan]:
         return [self.plan, *(resized.plan for resized in self.resized)]
 
-    def refuse(self, bucket: int, reason: FallbackReason, detail: str) -> None:
+    def refuse(self, bucket: int, reason: FallbackReason, detail: str, *, state: str = "eager") -> None:
         """Serves a bucket eagerly from now on."""
         self.refused[bucket] = (reason, detail)
-        self.bucket_reports[bucket] = BucketReport(bucket, "eager", detail, code=reason.value)
+        self.bucket_reports[bucket] = BucketReport(bucket, state, detail, code=reason.value)
 
     def take_back(self, bucket: int) -> None:
         """Drops a bucket's graphs, and that it was ever asked for."""
@@ -279,25 +279,20 @@ def capture_bucket(context: CaptureContext, signature: CapturedSignature, bucket
             detail = "the model branches on the token count, and no trace at this size holds"
             if plan.max_rows is not None and bucket > plan.max_rows:
                 detail = f"an index of its padded rows would reach beyond a table of {plan.max_rows} rows"
-            signature.refused[bucket] = (FallbackReason.SHAPE_GUARD, detail)
-            report = BucketReport(bucket, "eager", detail, code=FallbackReason.SHAPE_GUARD.value)
+            signature.refuse(bucket, FallbackReason.SHAPE_GUARD, detail)
         elif not assembler.runners:
             detail = "no op can be in a graph; explain() has the reason for each"
-            signature.refused[bucket] = (FallbackReason.DISABLED, detail)
-            report = BucketReport(bucket, "eager", detail, code=FallbackReason.DISABLED.value)
+            signature.refuse(bucket, FallbackReason.DISABLED, detail)
         else:
             real = _warm_up_rows(plan, bucket, assembler.leaves)
             steps = assembler.capture(bucket, real, on_segment=context.on_segment)
             steps.check.settle()
             signature.served[bucket] = ServedBucket(steps, plan)
             signature.refused.pop(bucket, None)
-            num_ops = sum(
-                graph.num_ops
-                for runner in assembler.runners.values()
-                if (graph := runner.graph_for(bucket)) is not None
-            )
-            report = BucketReport(
-                bucket, "captured", "", num_graphs=len(assembler.runners), num_ops=num_ops,
+            graphs = [runner.graph_for(bucket) for runner in assembler.runners.values()]
+            signature.bucket_reports[bucket] = BucketReport(
+                bucket, "captured", "", num_graphs=len(assembler.runners),
+                num_ops=sum(graph.num_ops for graph in graphs if graph is not None),
                 grown_bytes=max(context.pool.allocated_bytes - before[0], 0),
                 device_bytes=max(context.pool.device_bytes - before[1], 0),
                 coverage=plan.coverage,
@@ -309,22 +304,22 @@ def capture_bucket(context: CaptureContext, signature: CapturedSignature, bucket
             for size in sorted({*again, bucket}, reverse=True):
                 capture_bucket(context, signature, size)
             return signature.bucket_reports[bucket]
-        report = _failed(signature, bucket, fault)
+        _failed(signature, bucket, fault)
     except Exception as error:
         if context.config.strict:
             raise
-        report = _failed(signature, bucket, error)
-    report = dataclasses.replace(report, capture_ms=(time.perf_counter() - began) * 1e3)
+        _failed(signature, bucket, error)
+    taken_ms = (time.perf_counter() - began) * 1e3
+    report = dataclasses.replace(signature.bucket_reports[bucket], capture_ms=taken_ms)
     signature.bucket_reports[bucket] = report
     return report
 
 
-def _failed(signature: CapturedSignature, bucket: int, error: Exception) -> BucketReport:
+def _failed(signature: CapturedSignature, bucket: int, error: Exception) -> None:
     """Serves a bucket eagerly whose capture failed."""
     detail = str(error) or f"{type(error).__name__} without a message"
     reason = FallbackReason.OUT_OF_MEMORY if _is_out_of_memory(error) else FallbackReason.CAPTURE_FAILED
-    signature.refused[bucket] = (reason, detail)
-    return BucketReport(bucket, "failed", detail, code=reason.value)
+    signature.refuse(bucket, reason, detail, state="failed")
 
 
 def _cut_again(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,21 +21,6 @@ _SCHEMA = "piecewise.bench/1"
 _RULE = "the cost of a step comes from latencies measured at the same sizes, graphed and eagerly"
 
 
-class StepCost(Protocol):
-    """The cost of one step; the cost of a bucket is paid by each step that it serves."""
-
-    unit: str
-    knots: Ints
-
-    def graphed(self, buckets: Ints) -> Floats:
-        """Of a replay of each bucket, float64."""
-        ...
-
-    def eager(self, num_tokens: Ints) -> Floats:
-        """Of an eager step of each token count, float64."""
-        ...
-
-
 class PaddedTokens:
     """A replay costs its bucket's tokens, an eager step its own."""
 
@@ -43,9 +28,11 @@ class PaddedTokens:
     knots: Ints = np.zeros(0, np.int64)
 
     def graphed(self, buckets: Ints) -> Floats:
+        """Of a replay of each bucket, which each step pays that the bucket serves."""
         return buckets.astype(np.float64)
 
     def eager(self, num_tokens: Ints) -> Floats:
+        """Of an eager step of each token count."""
         return num_tokens.astype(np.float64)
 
 
@@ -94,6 +81,9 @@ class MeasuredCost:
         between = np.arange(self.knots[last], self.knots[last + 1] + 1)
         slower = self.eager(between) <= self.graphed(between)
         return int(between[np.argmax(slower)])
+
+
+StepCost = PaddedTokens | MeasuredCost
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,11 +1,9 @@
 """Nested arguments and results: taken apart once, then matched and rebuilt by generated straight-line code.
 
-A generic pytree walk costs 5 to 15 µs on every call. The structure of a call never changes between
-captured calls, so
-it is walked once: `flatten_structure` gives a `Structure` (a tree of frozen nodes) and its leaves, and the
-two
-generators turn that tree into Python source: an expression that builds the object again, and the lines that
-check another object against it while they pull its leaves out.
+A generic pytree walk costs 5 to 15 µs on every call. The structure of a call never changes between captured
+calls, so it is walked once: `flatten_structure` gives a `Structure` (a tree of frozen nodes) and its leaves,
+and the two generators turn that tree into Python source: an expression that builds the object again, and the
+lines that check another object against it while they pull its leaves out.
 
 Leaves are tensors and ints (an int may follow the token count or the metadata; bools are constants).
 Everything else is a constant: plain values are compared by equality, other objects by identity.
@@ -44,48 +42,6 @@ class Structure:
     children: tuple[Structure, ...] = ()
     spec: Any = None
 
-    def leaf_indices(self) -> list[int]:
-        if self.kind in ("tensor", "int"):
-            return [self.index]
-        return [index for child in self.children for index in child.leaf_indices()]
-
-
-class _Flattener:
-    def __init__(self, *, is_leaf: Callable[[Any], bool], share: bool) -> None:
-        self.leaves: list[Any] = []
-        self.is_leaf, self.share = is_leaf, share
-
-    def leaf(self, kind: str, value: Any) -> Structure:
-        if self.share and kind == "tensor":
-            for index, seen in enumerate(self.leaves):
-                if seen is value:
-                    return Structure(kind, index=index)
-        self.leaves.append(value)
-        return Structure(kind, index=len(self.leaves) - 1)
-
-    def walk(self, value: Any) -> Structure:
-        cls = type(value)
-        if isinstance(value, torch.Tensor):
-            return self.leaf("tensor", value)
-        if cls is int or self.is_leaf(value):
-            return self.leaf("int", value)
-        if isinstance(value, PLAIN):
-            return Structure("const", value=value)
-        if cls in (list, tuple):
-            return Structure(cls.__name__, children=tuple(map(self.walk, value)))
-        if isinstance(value, tuple) and hasattr(cls, "_fields"):
-            return Structure("namedtuple", type=cls, keys=cls._fields, children=tuple(map(self.walk, value)))
-        if cls is dict:
-            return Structure("dict", keys=tuple(value), children=tuple(map(self.walk, value.values())))
-        if dataclasses.is_dataclass(value) and not isinstance(value, (type, dict)):
-            keys = tuple(field.name for field in dataclasses.fields(value))
-            children = tuple(self.walk(getattr(value, key)) for key in keys)
-            return Structure("dataclass", type=cls, keys=keys, children=children)
-        if cls in pytree.SUPPORTED_NODES:
-            flat, spec = pytree.tree_flatten(value)
-            return Structure("pytree", type=cls, children=tuple(map(self.walk, flat)), spec=spec)
-        return Structure("const", value=value)
-
 
 def flatten_structure(
     value: Any, *, is_leaf: Callable[[Any], bool] = lambda _: False, share: bool = False
@@ -96,8 +52,40 @@ def flatten_structure(
         is_leaf: further values (floats that stand for a computed number, say) that are leaves of kind "int".
         share: a tensor met twice is one leaf.
     """
-    flattener = _Flattener(is_leaf=is_leaf, share=share)
-    return flattener.walk(value), flattener.leaves
+    leaves: list[Any] = []
+
+    def leaf(kind: str, value: Any) -> Structure:
+        if share and kind == "tensor":
+            for index, seen in enumerate(leaves):
+                if seen is value:
+                    return Structure(kind, index=index)
+        leaves.append(value)
+        return Structure(kind, index=len(leaves) - 1)
+
+    def walk(value: Any) -> Structure:
+        cls = type(value)
+        if isinstance(value, torch.Tensor):
+            return leaf("tensor", value)
+        if cls is int or is_leaf(value):
+            return leaf("int", value)
+        if isinstance(value, PLAIN):
+            return Structure("const", value=value)
+        if cls in (list, tuple):
+            return Structure(cls.__name__, children=tuple(map(walk, value)))
+        if isinstance(value, tuple) and hasattr(cls, "_fields"):
+            return Structure("namedtuple", type=cls, keys=cls._fields, children=tuple(map(walk, value)))
+        if cls is dict:
+            return Structure("dict", keys=tuple(value), children=tuple(map(walk, value.values())))
+        if dataclasses.is_dataclass(value) and not isinstance(value, (type, dict)):
+            keys = tuple(field.name for field in dataclasses.fields(value))
+            children = tuple(walk(getattr(value, key)) for key in keys)
+            return Structure("dataclass", type=cls, keys=keys, children=children)
+        if cls in pytree.SUPPORTED_NODES:
+            flat, spec = pytree.tree_flatten(value)
+            return Structure("pytree", type=cls, children=tuple(map(walk, flat)), spec=spec)
+        return Structure("const", value=value)
+
+    return walk(value), leaves
 
 
 def rebuild_dataclass(cls: type, keys: Sequence[str], values: Sequence[Any]) -> Any:
@@ -184,21 +172,25 @@ class MatchWriter:
                 self.reject(condition)
         elif node.kind == "const":
             self._write_const(node.value, name)
-        elif node.kind in ("list", "tuple", "namedtuple"):
-            cls = names.name(node.type) if node.type else node.kind
-            self.reject(f"type({name}) is not {cls} or len({name}) != {len(node.children)}")
-            for position, child in enumerate(node.children):
-                self.write(child, self._fresh(f"{name}[{position}]"))
-        elif node.kind == "dict":
-            self.reject(f"type({name}) is not dict or tuple({name}) != {names.name(node.keys)}")
-            for key, child in zip(node.keys, node.children, strict=True):
-                self.write(child, self._fresh(f"{name}[{_key(key, names)}]"))
-        elif node.kind == "dataclass":
-            self.reject(f"type({name}) is not {names.name(node.type)}")
-            for key, child in zip(node.keys, node.children, strict=True):
-                self.write(child, self._fresh(f"{name}.{key}"))
         else:
-            self._write_pytree(node, name)
+            if node.kind == "pytree":
+                self.reject(f"type({name}) is not {names.name(node.type)}")
+                name = self._fresh(f"{names.name(pytree.tree_flatten)}({name})")
+                condition = f"{name}[1] != {names.name(node.spec)}"
+                places = [f"[0][{position}]" for position in range(len(node.children))]
+            elif node.kind == "dict":
+                condition = f"type({name}) is not dict or tuple({name}) != {names.name(node.keys)}"
+                places = [f"[{_key(key, names)}]" for key in node.keys]
+            elif node.kind == "dataclass":
+                condition = f"type({name}) is not {names.name(node.type)}"
+                places = [f".{key}" for key in node.keys]
+            else:  # list, tuple, namedtuple
+                cls = names.name(node.type) if node.type else node.kind
+                condition = f"type({name}) is not {cls} or len({name}) != {len(node.children)}"
+                places = [f"[{position}]" for position in range(len(node.children))]
+            self.reject(condition)
+            for place, child in zip(places, node.children, strict=True):
+                self.write(child, self._fresh(name + place))
 
     def _write_const(self, value: Any, name: str) -> None:
         if value is None or type(value) is bool:
@@ -212,11 +204,3 @@ class MatchWriter:
             self.reject(f"{name} is not {const} and (type({name}) is not type({const}) or {name} != {const})")
         else:
             self.reject(f"{name} is not {const}")
-
-    def _write_pytree(self, node: Structure, name: str) -> None:
-        names = self._namespace
-        self.reject(f"type({name}) is not {names.name(node.type)}")
-        pair = self._fresh(f"{names.name(pytree.tree_flatten)}({name})")
-        self.reject(f"{pair}[1] != {names.name(node.spec)}")
-        for position, child in enumerate(node.children):
-            self.write(child, self._fresh(f"{pair}[0][{position}]"))

@@ -12,15 +12,14 @@ from itertools import islice
 # Settings are tables of keys; deeper names are of no use, and there may be thousands.
 _MAX_DEPTH = 3
 
-# What can end or nest a value; everything else inside one is skipped.
+# What can end or nest a value; everything else inside one is skipped, and white space between all of them.
 _TOKEN = re.compile(
     r"""
     (?P<comment> \#[^\n]* )
   | (?P<string> \"\"\" (?: \\. | (?!\"\"\"). )* \"{3,5} | ''' (?: (?!'''). )* '{3,5}
               | " (?: \\. | [^"\\\n] )* " | ' [^'\n]* ' )
   | (?P<newline> \n )
-  | (?P<mark> [\[\]{},=] )
-  | (?P<space> [\ \t\r]+ )
+  | (?P<open> [\[{] ) | (?P<close> [\]}] ) | (?P<comma> , ) | (?P<equals> = )
   | (?P<word> [^\#"'\n\[\]{},=\ \t\r]+ )
     """,
     re.VERBOSE | re.DOTALL,
@@ -35,8 +34,40 @@ class TomlLines:
 
     def __init__(self, text: str) -> None:
         self._lines: dict[Path, int] = {}
-        self._path: Path = ()
-        self._read(text + "\n")
+        table: Path = ()
+        path: Path = ()
+        statement = ""  # the key or header being read
+        is_value, depth = False, 0  # brackets of a value; deeper entries are told by their outermost position
+        is_list, index, is_fresh = False, 0, True
+        line = 1
+        for match in _TOKEN.finditer(text + "\n"):
+            token, kind = match.group(), match.lastgroup
+            start, line = line, line + token.count("\n")
+            if is_value and kind == "newline":
+                is_value = depth > 0
+            elif is_value and kind == "close":
+                depth -= 1
+            elif is_value and kind == "comma":
+                if depth == 1:
+                    index, is_fresh = index + 1, True
+            elif is_value and kind != "comment":
+                if depth == 1 and is_list and is_fresh:
+                    self._lines.setdefault((*path, f"[{index}]"), start)
+                    is_fresh = False
+                if kind == "open" and depth == 0:
+                    is_list, index, is_fresh = token == "[", 0, True
+                depth += kind == "open"
+            elif kind == "newline":
+                if statement.startswith("["):
+                    table = _parts(statement.strip("[]"))
+                    self._note_all(table, start)
+                statement = ""
+            elif kind == "equals":
+                path = (*table, *_parts(statement))[:_MAX_DEPTH]
+                self._note_all(path, start)
+                is_value, statement = True, ""
+            elif kind != "comment":
+                statement += token
 
     def line_of(self, *path: str) -> int | None:
         """The line of the longest part of `path` that is in the file; None where none is."""
@@ -48,56 +79,6 @@ class TomlLines:
     def _note_all(self, path: Path, line: int) -> None:
         for length in range(1, len(path) + 1):
             self._lines.setdefault(path[:length], line)
-
-    def _read(self, text: str) -> None:
-        table: Path = ()
-        line = 1
-        statement: list[str] = []  # the tokens of the key or header being read
-        frames: list[_Frame] = []  # the value being read, outermost first; empty while in a key
-        is_value = False
-        for match in _TOKEN.finditer(text):
-            token, kind = match.group(), match.lastgroup
-            start, line = line, line + token.count("\n")
-            if is_value:
-                if kind == "newline" and not frames:
-                    is_value, statement = False, []
-                elif kind in ("string", "word", "mark"):
-                    self._read_value(token, kind, start, frames)
-            elif kind == "newline":
-                if statement and statement[0] == "[":
-                    table = _parts("".join(statement).strip("[] \t"))
-                    self._note_all(table, start)
-                statement = []
-            elif token == "=" and kind == "mark":
-                self._path = (*table, *_parts("".join(statement)))[:_MAX_DEPTH]
-                self._note_all(self._path, start)
-                is_value, frames = True, []
-            elif kind != "comment" and not (kind == "space" and not statement):
-                statement.append(token)
-
-    def _read_value(self, token: str, kind: str | None, line: int, frames: list[_Frame]) -> None:
-        if kind == "mark" and token in "]}" and frames:
-            frames.pop()
-            return
-        if frames and kind == "mark" and token == ",":
-            frames[-1].next()
-            return
-        # Deeper entries are told by their outermost position.
-        if len(frames) == 1 and frames[0].is_list and frames[0].is_fresh:
-            self._lines.setdefault((*self._path, f"[{frames[0].index}]"), line)
-            frames[0].is_fresh = False
-        if kind == "mark" and token in "[{":
-            frames.append(_Frame(is_list=token == "["))
-
-
-class _Frame:
-    """An open bracket of a value."""
-
-    def __init__(self, *, is_list: bool) -> None:
-        self.is_list, self.index, self.is_fresh = is_list, 0, True
-
-    def next(self) -> None:
-        self.index, self.is_fresh = self.index + 1, True
 
 
 def _parts(dotted: str) -> Path:

@@ -24,7 +24,7 @@ from piecewise.dynamo_run import DynamoRun, ExampleCall, run_dynamo
 from piecewise.layer_reuse import run_in_layers
 from piecewise.plan import ResultLeaf
 from piecewise.startup_times import LayerReuse
-from piecewise.state import Scope, facts_read
+from piecewise.state import facts_read
 from piecewise.structure import Structure
 from piecewise.trace_errors import refuse_flags
 from piecewise.unguarded import facts_unguarded, reads_flags
@@ -140,23 +140,18 @@ def _finished(run: DynamoRun, example: ExampleCall, *, skip_root: bool, finds_fa
     scope = run.scope()
     placeholders = placeholders_of(run, scope)
     structure, result_leaves = result_of(run, placeholders)
-    facts = _facts(run, placeholders, scope, skip_root=skip_root) if finds_facts else StateFacts()
+    facts = StateFacts()
+    if finds_facts:
+        pairs = zip(placeholders, run.arguments, strict=True)
+        places = {id(argument): each.state for each, argument in pairs if each.state is not None}
+        ties = [(guard.source, guard.other) for guard in run.guards if guard.other]
+        facts = facts_unguarded(
+            facts_read(run.guards, scope, run.model, skip_root=skip_root),
+            run.model, names=run.names_read, ties=ties, places=places, scope=scope,
+        )  # fmt: skip
     seen = (re.match(r"L\['t(\d+)'\]", guard.source) for guard in run.guards)
     return Trace(
         run.graph, placeholders, structure, result_leaves, shape_env, facts, example,
         leaves_seen=frozenset(int(found[1]) for found in seen if found),
         reads_flags=reads_flags(run.names_read), compares_identity=run.compares_identity,
     )  # fmt: skip
-
-
-def _facts(
-    run: DynamoRun, placeholders: Sequence[Placeholder], scope: Scope, *, skip_root: bool
-) -> StateFacts:
-    facts = facts_read(run.guards, scope, run.model, skip_root=skip_root)
-    places = {
-        id(argument): placeholder.state
-        for placeholder, argument in zip(placeholders, run.arguments, strict=True)
-        if placeholder.state is not None
-    }
-    ties = [(guard.source, guard.other) for guard in run.guards if guard.other]
-    return facts_unguarded(facts, run.model, names=run.names_read, ties=ties, places=places, scope=scope)

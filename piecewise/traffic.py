@@ -94,10 +94,6 @@ class Histogram:
         if counts is not None:
             sizes, places = np.unique(steps, return_inverse=True)
             return cls(sizes.astype(np.int64), np.bincount(places, weights=counts).astype(np.int64))
-        if len(steps) and int(steps.max()) <= 8 * len(steps) + 65536:
-            counts = np.bincount(steps)
-            sizes = np.flatnonzero(counts)
-            return cls(sizes.astype(np.int64), counts[sizes].astype(np.int64))
         sizes, counts = np.unique(steps, return_counts=True)
         return cls(sizes.astype(np.int64), counts.astype(np.int64))
 

@@ -168,11 +168,6 @@ class FallbackReason(str, Enum):
         "The module was called from inside its own call, while its static buffers were in use.",
         "Make the inner call on another copy of the module.",
     )
-    RANK_DISAGREEMENT = (
-        "rank_disagreement",
-        "Ranks did not agree on one bucket, so all of them ran eagerly [I11].",
-        "Give all ranks the same configuration and the same token counts.",
-    )
 
 
 @dataclass(slots=True)

@@ -1,53 +1,18 @@
-"""Stand-ins for the attention libraries, on the CPU: they compute from exactly the arguments that the real
-ones get, row by row, so that a wrong argument gives a wrong result. What the real ones check, they assert.
+"""A stand-in for the attention library, on the CPU: it computes from exactly the arguments that the real one
+gets, row by row, so that a wrong argument gives a wrong result. What the real one checks, it asserts.
 
-Signatures are those of torch 2.13's `varlen_attn_out` and of FlashInfer's documentation.
+Signatures are those of FlashInfer's documentation.
 """
 
 from __future__ import annotations
 
-import inspect
 import sys
 import types
 
-import pytest
 import torch
-from torch.nn.attention import varlen
+from attention_oracle import naive_attention
 
-from boundary_ops.backends import library
-from boundary_ops.reference import naive_attention
-
-
-def fake_varlen_attn_out(
-    out, query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *,
-    return_aux=None, scale=None, window_size=(-1, -1), enable_gqa=False,
-    seqused_k=None, block_table=None, num_splits=None,
-):  # fmt: skip
-    """Flash attention 2 over pages, as torch calls it."""
-    num_seqs, page = len(cu_seq_q) - 1, key.shape[1]
-    assert query.dtype in (torch.float16, torch.bfloat16) and page % 256 == 0 and query.shape[-1] % 8 == 0
-    for tensor in (cu_seq_q, cu_seq_k, seqused_k, block_table):
-        assert tensor.dtype == torch.int32 and tensor.is_contiguous()
-    assert cu_seq_k.shape == cu_seq_q.shape and seqused_k.shape == (num_seqs,)
-    assert block_table.shape[0] == num_seqs and out.stride(-1) == query.stride(-1) == 1
-    assert enable_gqa or query.shape[1] == key.shape[2]
-    assert cu_seq_k.tolist() == [0, *torch.cumsum(seqused_k, 0).tolist()]
-    assert type(window_size) is tuple and return_aux is None and scale is not None
-    left, right = window_size
-    assert right == 0, "causal"
-    for at in range(num_seqs):
-        rows = slice(int(cu_seq_q[at]), int(cu_seq_q[at + 1]))
-        # Rows and keys beyond the announced maxima are never reached.
-        rows = slice(rows.start, min(rows.stop, rows.start + max_q))
-        length = min(int(seqused_k[at]), max_k)
-        k, v = (pool[block_table[at].long()].flatten(0, 1)[:length] for pool in (key, value))
-        out[rows] = naive_attention(query[rows], k, v, scale=scale, window=left + 1).to(out.dtype)
-    calls = fake_varlen_attn_out.calls
-    calls.append({"window_size": window_size, "num_splits": num_splits, "enable_gqa": enable_gqa})
-    return torch.empty(0)
-
-
-fake_varlen_attn_out.calls = []
+from boundary_ops.backends import flashinfer
 
 
 class FakeWrapper:
@@ -101,23 +66,11 @@ class FakeWrapper:
 
 
 def install(monkeypatch, *, devices=("cuda", "cpu")):
-    """Puts both in place of the libraries, and lets the CPU pass for a device that they have."""
-    fake_varlen_attn_out.calls.clear()
+    """Puts it in place of the library, and lets the CPU pass for a device that it has."""
     FakeWrapper.made.clear()
-    monkeypatch.setattr(varlen, "varlen_attn_out", fake_varlen_attn_out, raising=False)
     module = types.ModuleType("flashinfer")
     module.__version__ = "0.6.1"
     module.BatchPrefillWithPagedKVCacheWrapper = FakeWrapper
     monkeypatch.setitem(sys.modules, "flashinfer", module)
-    monkeypatch.setattr(library, "DEVICE_TYPES", devices)
+    monkeypatch.setattr(flashinfer, "DEVICE_TYPES", devices)
     return module
-
-
-def check_signature_of_the_real_one():
-    """The stand-in for torch's function takes what the real one takes, in the same order."""
-    real = getattr(varlen, "varlen_attn_out", None)
-    if real is None:
-        pytest.skip(f"torch {torch.__version__} has no varlen_attn_out")
-    mine = inspect.signature(fake_varlen_attn_out).parameters.values()
-    theirs = inspect.signature(real).parameters.values()
-    assert [(p.name, p.kind, p.default) for p in mine] == [(p.name, p.kind, p.default) for p in theirs]

@@ -197,7 +197,9 @@ def dropout(m, a, b):
 
 @op
 def index_add(m, a, b):
-    return [torch.tanh(a.index_add(0, m.ids % a.shape[0], b))]
+    # Whole numbers, whose sums are the same in any order.
+    added = torch.zeros_like(a).index_add(0, m.ids % a.shape[0], (b * 64).round())
+    return [torch.tanh(a + added / 64)]
 
 
 @counting

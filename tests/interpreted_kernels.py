@@ -10,13 +10,14 @@ from __future__ import annotations
 import interpreter_fixes  # noqa: F401, I001
 import pytest
 import torch
+from attention_oracle import naive_attn_inplace
 
 from boundary_ops import BoundaryOpError, PagedKVCache, PrefillBatch
-from boundary_ops.kernels import prefill, tuning
+from boundary_ops.attention_checks import AttentionCall
+from boundary_ops.kernels import prefill, warm_up
 from boundary_ops.kernels.configs import BlockConfig
 from boundary_ops.kernels.launcher import is_interpreted
 from boundary_ops.kernels.programs import prefill_program
-from boundary_ops.reference import naive_attn_inplace
 from boundary_ops.step_buffers import StepBuffers
 
 SMALL = BlockConfig(16, 16, 4, 2)
@@ -358,12 +359,12 @@ def test_I8_warm_up_leaves_no_trace(monkeypatch):
     prefill.plans.by_look.clear()
     prefill.plans.geometries.clear()
     state = torch.get_rng_state()
-    tuning.warm_up(33, *arguments, **layer.options)
+    warm_up.warm_up(33, AttentionCall(*arguments, **layer.options))
     geometries = list(prefill.plans.geometries)
     assert [(g.heads, g.head_dim, g.window, g.softcap, g.sinks) for g in geometries] == [
         (2, 64, True, True, torch.float32)
     ]
-    tuning.warm_up(5)  # without arguments: whatever was seen before
+    warm_up.warm_up(5)  # without arguments: whatever was seen before
     assert list(prefill.plans.geometries) == geometries
     assert torch.equal(torch.get_rng_state(), state)
     assert all((tensor == 7).all() for tensor in arguments[3:])

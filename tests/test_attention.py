@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from attention_oracle import naive_attention, naive_attn_inplace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from boundary_ops import BoundaryOpError, PagedKVCache, PrefillBatch, attn_inplace
 from boundary_ops.attention import attend_inplace
-from boundary_ops.reference import naive_attention, naive_attn_inplace
 
 HEADS, KV_HEADS, DIM, BLOCK = 4, 2, 8, 4
 

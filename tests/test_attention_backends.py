@@ -11,15 +11,15 @@ import attention_stubs as stubs
 import paged_models
 import pytest
 import torch
-from attention_stubs import FakeWrapper, fake_varlen_attn_out
+from attention_oracle import naive_attn_inplace
+from attention_stubs import FakeWrapper
 
 from boundary_ops import BoundaryOpError, PagedKVCache, PrefillBatch, attention, attn_inplace
-from boundary_ops.reference import naive_attn_inplace
+from boundary_ops.backends import flashinfer
 from boundary_ops.step_buffers import StepBuffers
 
 HEADS, KV_HEADS, DIM = 4, 2, 64
-PAGES = {"varlen": 256, "flashinfer": 4}
-LIBRARIES = ("varlen", "flashinfer")
+LIBRARIES = ("flashinfer",)
 CLOSE = 2e-2
 
 
@@ -29,7 +29,7 @@ def libraries(monkeypatch):
 
 
 def new_cache(backend="auto", **changes):
-    sizes = dict(num_layers=2, num_blocks=8, block_size=PAGES.get(backend, 4), num_kv_heads=KV_HEADS)
+    sizes = dict(num_layers=2, num_blocks=8, block_size=4, num_kv_heads=KV_HEADS)
     if backend == "flashinfer":
         sizes["num_blocks"] = 32
     sizes |= dict(head_dim=DIM, dtype=torch.bfloat16, attention_backend=backend, **changes)
@@ -59,31 +59,6 @@ HISTORY = (("abc", (5, 1, 9)), ("ca", (2, 6)), ("bdc", (1, 3, 1)))
 # --- results ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("window", [0, 1, 3, 5, 100])
-def test_varlen_computes_what_the_op_says_from_what_it_is_given(libraries, window):
-    cache = new_cache("varlen")
-    for ids, lens in HISTORY:
-        check_step(cache, ids, lens, window=window)
-    calls = fake_varlen_attn_out.calls
-    assert len(calls) == 3 and all(call["num_splits"] == 1 and call["enable_gqa"] for call in calls)
-    # Longer than any sequence is no window; plain causal attention has a faster kernel.
-    assert {call["window_size"] for call in calls} == {(window - 1 if 0 < window < 11 else -1, 0)}
-
-
-def test_varlen_reads_pages_beyond_the_first(libraries):
-    cache = new_cache("varlen", num_layers=1)
-    # Blocks in another order than the tokens.
-    cache.allocate("a", 250)
-    cache.allocate("other", 250)
-    for pool in (cache.k[0], cache.v[0]):
-        pool.normal_()
-    cache.append("a", 250)
-    cache.append("other", 250)
-    check_step(cache, ["a", "other"], [9, 2])
-    first, second = cache.block_table("a")
-    assert second != first + 1
-
-
 @pytest.mark.parametrize("options", [{}, {"window": 1}, {"window": 3}, {"window": 2**40}, {"softcap": 0.5},
                                      {"window": 4, "softcap": 0.5}], ids=str)  # fmt: skip
 def test_flashinfer_computes_what_the_op_says_from_what_it_is_given(libraries, options):
@@ -100,7 +75,7 @@ def test_a_step_without_tokens_calls_nothing(libraries, backend):
     q, k, v, out = new_rows(0)
     with PrefillBatch.build(cache, [], []):
         attn_inplace(q, k, v, out, cache.k[0], cache.v[0], 0.3)
-    assert not FakeWrapper.made and not fake_varlen_attn_out.calls
+    assert not FakeWrapper.made
 
 
 @pytest.mark.parametrize("backend", LIBRARIES)
@@ -112,25 +87,6 @@ def test_it_runs_in_and_out_of_inference_mode(libraries, backend):
     check_step(cache, "ab", (3, 2), batch=batch)
     for wrapper in FakeWrapper.made:
         assert not wrapper.workspace.is_inference()
-
-
-def test_the_stand_in_has_torchs_signature():
-    stubs.check_signature_of_the_real_one()
-
-
-@pytest.mark.parametrize(("active", "is_given"), [(None, True), ("FA2", True), ("FA3", False)])
-def test_varlen_gives_key_starts_to_the_kernels_that_want_them(libraries, monkeypatch, active, is_given):
-    monkeypatch.setattr(torch.nn.attention, "current_flash_attention_impl", lambda: active)
-    seen = []
-    monkeypatch.setattr(
-        torch.nn.attention.varlen, "varlen_attn_out", lambda *args, **kwargs: seen.append(args[5])
-    )
-    cache = new_cache("varlen")
-    q, k, v, out = new_rows(5)
-    with PrefillBatch.build(cache, "ab", (3, 2)):
-        attn_inplace(q, k, v, out, cache.k[0], cache.v[0], 0.3)
-        attn_inplace(q, k, v, out, cache.k[1], cache.v[1], 0.3)
-    assert [tensor is not None for tensor in seen] == [is_given] * 2 and seen[0] is seen[1]
 
 
 # --- FlashInfer's plans -----------------------------------------------------------------------------------
@@ -183,13 +139,11 @@ def check_refusal(error, *words):
         assert word in text, text
 
 
-@pytest.mark.parametrize("name", ["tritn", "", None, 3, "VARLEN", "flash_infer"])
+@pytest.mark.parametrize("name", ["tritn", "", None, 3, "varlen", "FLASHINFER", "flash_infer"])
 def test_an_unknown_name_lists_the_names(name):
     with pytest.raises(BoundaryOpError) as error:
         new_cache(name)
-    check_refusal(
-        error, "'attention_backend'", "'auto', 'triton', 'torch', 'varlen', 'flashinfer'", repr(name)
-    )
+    check_refusal(error, "'attention_backend'", "'auto', 'triton', 'torch', 'flashinfer'", repr(name))
     if name == "flash_infer":
         check_refusal(error, "did you mean 'flashinfer'")
 
@@ -203,14 +157,6 @@ def test_a_back_end_for_cuda_is_refused_on_the_cpu(monkeypatch, name):
 
 
 def test_a_library_that_is_not_there_is_named(libraries, monkeypatch):
-    monkeypatch.delattr(torch.nn.attention.varlen, "varlen_attn_out")
-    with pytest.raises(BoundaryOpError) as error:
-        new_cache("varlen")
-    check_refusal(error, "varlen_attn_out", "torch 2.13", torch.__version__)
-    monkeypatch.setitem(sys.modules, "torch.nn.attention.varlen", None)
-    monkeypatch.delattr(torch.nn.attention, "varlen")
-    with pytest.raises(BoundaryOpError, match="varlen_attn_out"):
-        new_cache("varlen")
     libraries.__version__ = "0.1.6"
     with pytest.raises(BoundaryOpError) as error:
         new_cache("flashinfer")
@@ -222,11 +168,6 @@ def test_a_library_that_is_not_there_is_named(libraries, monkeypatch):
 
 
 UNFIT = [
-    ("varlen", {"block_size": 128}, "multiple of 256"),
-    ("varlen", {"block_size": 16}, "multiple of 256"),
-    ("varlen", {"head_dim": 20}, "multiple of 8"),
-    ("varlen", {"head_dim": 264}, "up to 256"),
-    ("varlen", {"dtype": torch.float32}, "bfloat16 or float16"),
     ("flashinfer", {"head_dim": 80}, "64, 128, 256"),
     ("flashinfer", {"dtype": torch.float32}, "bfloat16 or float16"),
 ]
@@ -234,7 +175,7 @@ UNFIT = [
 
 @pytest.mark.parametrize(("name", "changes", "text"), UNFIT, ids=str)
 def test_pools_that_a_library_cannot_serve_are_refused(libraries, name, changes, text):
-    sizes = dict(num_layers=1, num_blocks=2, num_kv_heads=2, block_size=PAGES[name], head_dim=64)
+    sizes = dict(num_layers=1, num_blocks=2, num_kv_heads=2, block_size=4, head_dim=64)
     sizes |= dict(dtype=torch.float16, attention_backend=name)
     PagedKVCache(**sizes)
     with pytest.raises(BoundaryOpError) as error:
@@ -243,14 +184,10 @@ def test_pools_that_a_library_cannot_serve_are_refused(libraries, name, changes,
 
 
 CALLS = [
-    ("varlen", {"softcap": 2.0}, "'softcap'"),
-    ("varlen", {"sinks": torch.zeros(HEADS)}, "'sinks'"),
-    ("varlen", {"scale": -0.3}, "'scale'"),
-    ("varlen", {"scale": 0.0}, "'scale'"),
-    ("varlen", {"q": lambda q: q.transpose(1, 2).contiguous().transpose(1, 2)}, "'q'"),
-    ("varlen", {"out": lambda out: out.transpose(1, 2).contiguous().transpose(1, 2)}, "'out'"),
     ("flashinfer", {"sinks": torch.zeros(HEADS)}, "'sinks'"),
     ("flashinfer", {"scale": -0.3}, "'scale'"),
+    ("flashinfer", {"scale": 0.0}, "'scale'"),
+    ("flashinfer", {"q": lambda q: q.transpose(1, 2).contiguous().transpose(1, 2)}, "'q'"),
     ("flashinfer", {"out": lambda out: out.repeat(1, 2, 1)[:, :HEADS]}, "'out'.*contiguous"),
 ]
 
@@ -300,7 +237,7 @@ def test_auto_and_torch_never_pick_a_library(libraries, backend):
     cache = new_cache(backend, block_size=256)
     for ids, lens in HISTORY:
         check_step(cache, ids, lens)
-    assert not FakeWrapper.made and not fake_varlen_attn_out.calls and cache.library is None
+    assert not FakeWrapper.made and cache.library is None
 
 
 def test_no_library_is_imported_before_it_is_named():
@@ -310,7 +247,7 @@ def test_no_library_is_imported_before_it_is_named():
         "boundary_ops.PagedKVCache(num_layers=1, num_blocks=1, block_size=4, num_kv_heads=1, head_dim=8,\n"
         "                          dtype=torch.float32)\n"
         "new = set(sys.modules) - before\n"
-        "print(*sorted(new & {'triton', 'flashinfer', 'torch.nn.attention.varlen'}))"
+        "print(*sorted(new & {'triton', 'flashinfer'}))"
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.strip() == ""
@@ -364,19 +301,17 @@ def test_a_bound_call_is_the_librarys(libraries, backend):
     with torch.no_grad():
         for ids, lens in (("ab", (3, 2)), ("ba", (1, 4))):
             check_step(cache, ids, lens, call=bound.function)
-    assert (
-        FakeWrapper.made or fake_varlen_attn_out.calls
-    ) and bound.function is not attention.attend_by_choice
+    assert FakeWrapper.made and bound.function is not attention.attend_by_choice
 
 
 @pytest.mark.parametrize("backend", LIBRARIES)
 def test_a_bound_call_goes_by_the_running_steps_cache(libraries, backend):
-    cache, other = new_cache(backend), new_cache("torch", block_size=PAGES[backend])
+    cache, other = new_cache(backend), new_cache("torch", block_size=4)
     q, k, v, out = new_rows(5)
     bound = attn_inplace.bind(q, k, v, out, cache.k[0], cache.v[0], 0.3)
     with torch.no_grad():
         check_step(other, "ab", (3, 2), call=bound.function)
-        assert not FakeWrapper.made and not fake_varlen_attn_out.calls
+        assert not FakeWrapper.made
         with pytest.raises(BoundaryOpError, match="'k_cache'"), PrefillBatch.build(cache, "ab", (3, 2)):
             bound.function(q, k, v, out, other.k[0], other.v[0], 0.3)
         with pytest.raises(BoundaryOpError, match="'q'.*6 rows"), PrefillBatch.build(cache, "ab", (3, 3)):
@@ -398,43 +333,45 @@ def test_warm_up_calls_the_library_and_touches_nothing(libraries, backend, named
     arguments = dict(q=q, k=k, v=v, out=out, k_cache=cache.k[0], v_cache=cache.v[0], scale=0.3, window=2)
     args, kwargs = ((), arguments) if named else (tuple(arguments.values()), {})
     attn_inplace.warm_up(8, *args, **kwargs)
-    if backend == "varlen":
-        assert [call["window_size"] for call in fake_varlen_attn_out.calls] == [(1, 0)]
-    else:
-        (wrapper,) = FakeWrapper.made
-        assert [plan["heads"] for plan in wrapper.plans] == [(HEADS, KV_HEADS, DIM, 4)] and wrapper.runs == 1
-        assert wrapper.planned["window"] == 2 and wrapper.planned["lists"][0].tolist() == [0, 8]
+    (wrapper,) = FakeWrapper.made
+    assert [plan["heads"] for plan in wrapper.plans] == [(HEADS, KV_HEADS, DIM, 4)] and wrapper.runs == 1
+    assert wrapper.planned["window"] == 2 and wrapper.planned["lists"][0].tolist() == [0, 8]
     assert not cache.k[0].any() and (out == 7).all() and cache.request_ids == ()
     # What was made then serves the steps.
     check_step(cache, "ab", (3, 2), window=2)
-    assert len(FakeWrapper.made) == (backend == "flashinfer")
+    assert len(FakeWrapper.made) == 1
 
 
 def test_warm_up_refuses_what_a_call_would_be_refused(libraries):
-    cache = new_cache("varlen")
+    cache = new_cache("flashinfer")
     q, k, v, out = new_rows(3)
-    with pytest.raises(BoundaryOpError, match="'softcap'"):
-        attn_inplace.warm_up(8, q, k, v, out, cache.k[0], cache.v[0], 0.3, 0, 2.0)
+    with pytest.raises(BoundaryOpError, match="'sinks'"):
+        attn_inplace.warm_up(8, q, k, v, out, cache.k[0], cache.v[0], 0.3, 0, 0.0, torch.zeros(HEADS))
 
 
-def test_graphs_around_a_named_back_end_keep_to_it(libraries):
-    sizes = dict(num_layers=2, num_blocks=6, block_size=256, num_kv_heads=2, head_dim=paged_models.DIM)
-    cache = PagedKVCache(**sizes, dtype=torch.bfloat16, attention_backend="varlen")
-    graphed = paged_models.capture(paged_models.new_paged(cache=cache).bfloat16(), boundary="eager")
-    warmed_up = len(fake_varlen_attn_out.calls)
+@pytest.fixture
+def model(libraries, monkeypatch):
+    """A model of two layers over a cache with a named library; its heads are smaller than real ones."""
+    monkeypatch.setattr(flashinfer, "HEAD_DIMS", (paged_models.DIM,))
+    sizes = dict(num_layers=2, num_blocks=32, block_size=4, num_kv_heads=2, head_dim=paged_models.DIM)
+    cache = PagedKVCache(**sizes, dtype=torch.bfloat16, attention_backend="flashinfer")
+    return paged_models.new_paged(cache=cache).bfloat16()
+
+
+def test_graphs_around_a_named_back_end_keep_to_it(model):
+    graphed = paged_models.capture(model, boundary="eager")
+    warmed_up = sum(made.runs for made in FakeWrapper.made)
     assert warmed_up == len(paged_models.BUCKETS)
     for lens in ((3, 2), (1, 4), (3, 2), (8, 5)):
         assert paged_models.serve_step(graphed, "ab", lens, close=CLOSE) == "replay"
     # Two layers, each step once without graphs and once with.
-    assert len(fake_varlen_attn_out.calls) - warmed_up == 4 * 2 * 2
+    assert sum(made.runs for made in FakeWrapper.made) - warmed_up == 4 * 2 * 2
 
 
-def test_a_named_library_is_refused_where_the_op_would_be_captured(libraries):
-    sizes = dict(num_layers=2, num_blocks=6, block_size=256, num_kv_heads=2, head_dim=paged_models.DIM)
-    cache = PagedKVCache(**sizes, dtype=torch.bfloat16, attention_backend="varlen")
+def test_a_named_library_is_refused_where_the_op_would_be_captured(model):
     with pytest.raises(BoundaryOpError) as error:
-        paged_models.capture(paged_models.new_paged(cache=cache).bfloat16(), boundary="captured")
-    check_refusal(error, "attention_backend='varlen'", "boundary='eager'")
+        paged_models.capture(model, boundary="captured")
+    check_refusal(error, "attention_backend='flashinfer'", "boundary='eager'")
 
 
 @pytest.mark.parametrize("backend", ["auto", "torch", *LIBRARIES])

@@ -20,7 +20,7 @@ import piecewise
 from piecewise import cli
 from piecewise.backend import piecewise_backend
 from piecewise.config import PiecewiseConfig
-from piecewise.planner import evaluate, plan_buckets
+from piecewise.planner import BucketPlans, evaluate
 from piecewise.traffic import Histogram
 from piecewise.traffic_recorder import TrafficRecorder
 from runners.errors import ConfigError
@@ -69,7 +69,7 @@ def test_a_plan_is_the_planner_s_and_stands_beside_the_engines_grids(capsys, req
     by_name = {line["name"]: line for line in found["compared"] if line["name"] != "plan, as many"}
     assert set(by_name) == {"tensorrt-llm", "sglang", "vllm", "plan"}
     plan = by_name["plan"]
-    assert tuple(plan["buckets"]) == plan_buckets(steps, max_graphs=6, cover=found["cover"])
+    assert tuple(plan["buckets"]) == BucketPlans(steps, cover=found["cover"]).of(6)
     assert plan["padding"] == pytest.approx(evaluate(tuple(plan["buckets"]), steps).padding)
     assert plan["num_graphs"] == 6 and plan["graphed_steps"] == plan["graphed_tokens"] == 1.0
     for grid, same in zip(found["compared"][:-1:2], found["compared"][1:-1:2], strict=True):

@@ -7,10 +7,10 @@ import gc
 
 import pytest
 import torch
+from attention_oracle import naive_attn_inplace
 
 from boundary_ops import BoundaryOpError, PagedKVCache, PrefillBatch, attn_captured
 from boundary_ops.captured_attention import _CHUNK_ELEMENTS
-from boundary_ops.reference import naive_attn_inplace
 from boundary_ops.step_buffers import StepBuffers
 from runners.errors import CaptureError
 from runners.tape import TapeEngine

@@ -1,6 +1,6 @@
 """Named back ends of the attention on a real device, against float64 attention.
 
-The libraries' tests skip where torch has no `varlen_attn_out` (before 2.13) or FlashInfer is not installed.
+FlashInfer's tests skip where it is not installed.
 """
 
 from __future__ import annotations
@@ -19,17 +19,8 @@ pytestmark = pytest.mark.gpu
 HISTORY = (("abcd", (130, 1, 300, 17)), ("abcd", (64, 200, 1, 63)), ("ac", (5, 500)), ("b", (1,)))
 
 
-def has_varlen():
-    from torch.nn.attention import varlen
-
-    return hasattr(varlen, "varlen_attn_out")
-
-
 needs_triton = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="triton is not installed"
-)
-needs_varlen = pytest.mark.skipif(
-    not has_varlen(), reason=f"torch {torch.__version__} has no varlen_attn_out; 2.13 has it"
 )
 needs_flashinfer = pytest.mark.skipif(
     importlib.util.find_spec("flashinfer") is None, reason="flashinfer is not installed"
@@ -117,17 +108,6 @@ def test_torch_by_name_is_refused_where_the_captured_op_is_triton():
     assert StepBuffers(cache.k, max_num_seqs=2, max_num_tokens=8, max_seq_len=64).max_num_seqs == 2
 
 
-@needs_varlen
-@pytest.mark.parametrize("heads", [(32, 8), (8, 8), (9, 3)], ids=str)
-@pytest.mark.parametrize("window", [0, 1, 100])
-@pytest.mark.parametrize(("dim", "dtype"), [(64, torch.float16), (80, torch.bfloat16), (128, torch.bfloat16),
-                                            (256, torch.float16)])  # fmt: skip
-def test_varlen(dim, dtype, window, heads):
-    cache = new_cache("varlen", dim=dim, dtype=dtype, kv_heads=heads[1])
-    for ids, lens in HISTORY:
-        check_step(cache, ids, lens, heads=heads[0], window=window)
-
-
 @needs_flashinfer
 @pytest.mark.parametrize("options", [{}, {"window": 1}, {"window": 100}, {"softcap": 2.0},
                                      {"window": 100, "softcap": 2.0}], ids=str)  # fmt: skip
@@ -141,12 +121,9 @@ def test_flashinfer(dim, page, options):
         check_step(cache, ids, lens, **options)
 
 
-@pytest.mark.parametrize(
-    "backend",
-    [pytest.param("varlen", marks=needs_varlen), pytest.param("flashinfer", marks=needs_flashinfer)],
-)
-def test_the_same_step_twice_gives_the_same_bits_and_a_bound_call_too(backend):
-    cache = new_cache(backend)
+@needs_flashinfer
+def test_the_same_step_twice_gives_the_same_bits_and_a_bound_call_too():
+    cache = new_cache("flashinfer")
     check_step(cache, "ab", (300, 40))
     batch = PrefillBatch.build(cache, "ab", (70, 9))
     q, k, v, out = new_rows(79, cache, 32)

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from boundary_ops import BoundaryOpError, PagedKVCache, PrefillBatch, attention, attention_on_cuda
-from boundary_ops.kernels.configs import BlockConfig, candidates, default_config, fitted
+from boundary_ops.kernels.configs import BlockConfig, default_config, fitted
 from boundary_ops.kernels.geometry import Geometry, power_of_two
 from boundary_ops.kernels.tiles import tile_records, tiles_of
 from boundary_ops.step_buffers import StepBuffers
@@ -259,7 +259,7 @@ def test_a_program_that_fails_to_compile_with_others_is_compiled_by_its_launch(m
 
 @needs_triton
 def test_a_warm_up_compiles_all_programs_before_it_launches_one(monkeypatch):
-    from boundary_ops.kernels import tuning
+    from boundary_ops.kernels import warm_up
 
     geometry = Geometry(torch.float32, -1, 4, 2, 64, 16)
     runs, blocks = [], []
@@ -276,16 +276,16 @@ def test_a_warm_up_compiles_all_programs_before_it_launches_one(monkeypatch):
         yield
         blocks.append(len(runs))
 
-    for name, stand_in in (("_Scratch", Scratch), ("compiling_together", together)):
-        monkeypatch.setattr(tuning, name, stand_in)
-    monkeypatch.setattr(tuning, "is_interpreted", lambda program: False)
-    monkeypatch.setattr(tuning.plans, "geometries", {geometry: None})
-    tuning.warm_up(1000)
+    for name, stand_in in (("ScratchLayer", Scratch), ("compiling_together", together)):
+        monkeypatch.setattr(warm_up, name, stand_in)
+    monkeypatch.setattr(warm_up, "is_interpreted", lambda program: False)
+    monkeypatch.setattr(warm_up.plans, "geometries", {geometry: None})
+    warm_up.warm_up(1000)
     assert blocks == [len(runs) // 2] and len(runs) == len(set(runs)) >= 4
     assert [run[1:] for run in runs[: blocks[0]]] == [run[1:] for run in runs[blocks[0] :]]
     runs.clear()
-    monkeypatch.setattr(tuning, "is_interpreted", lambda program: True)
-    tuning.warm_up(1000)
+    monkeypatch.setattr(warm_up, "is_interpreted", lambda program: True)
+    warm_up.warm_up(1000)
     assert len(runs) == blocks[0] and len(blocks) == 1
 
 
@@ -316,7 +316,10 @@ def test_default_blocks_are_powers_of_two_that_fit(heads, head_dim, element_byte
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
+@needs_triton
 def test_candidates_fit_hopper(head_dim):
+    from block_sizes import candidates
+
     found = candidates(head_dim, 2)
     assert len(found) == len(set(found)) >= 4
     assert all(fitted(config, head_dim, 2, HOPPER_SHARED_BYTES) == config for config in found)

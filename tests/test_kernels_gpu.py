@@ -159,7 +159,7 @@ def test_many_sequences(prefill):
 
 @pytest.mark.parametrize("config", ["table", "candidates"])
 def test_all_block_sizes_are_right(prefill, monkeypatch, config):
-    from boundary_ops.kernels.configs import candidates
+    from block_sizes import candidates
 
     chosen = candidates(128, 2) if config == "candidates" else [None]
     for blocks in chosen:
@@ -332,22 +332,23 @@ def test_I1_a_captured_op_equals_the_eager_one_at_each_replay(prefill, options, 
 
 
 def test_tuning_changes_speed_alone(prefill):
-    from boundary_ops.kernels.tuning import tune
+    from block_sizes import block_sizes, measure_block_sizes
+
+    from boundary_ops.attention_checks import AttentionCall
 
     layer = Layer()
     q, k, v = layer.rows(400)
-    found, expected = torch.empty_like(q), None
+    found = torch.empty_like(q)
     batch = PrefillBatch.build(layer.cache, "ab", (300, 100))
     expected = exact(batch, q, k, v, layer.cache.k[0], layer.cache.v[0], **layer.options)
-    try:
-        times = tune(400, q, k, v, found, layer.cache.k[0], layer.cache.v[0], repeats=2, **layer.options)
-        (geometry,) = times
-        best = min(times[geometry], key=times[geometry].__getitem__)
-        assert prefill.plans.config_for(geometry, 400) == prefill.plans.config_for(geometry, 3) == best
-        with batch:
-            layer.call(q, k, v, found)
-    finally:
-        prefill.plans.forget_measured()
+    call = AttentionCall(q, k, v, found, layer.cache.k[0], layer.cache.v[0], **layer.options)
+    times = measure_block_sizes(400, call, repeats=2)
+    best = min(times, key=times.__getitem__)
+    with block_sizes(best), batch:
+        layer.call(q, k, v, found)
+        (plan,) = prefill.plans.by_look.values()
+        assert plan.config == best
+    assert not prefill.plans.by_look
     check_close(found, expected)
 
 

@@ -13,13 +13,17 @@ from traces import TRACES, needs_traces
 
 from piecewise.batching import chunked, packed
 from piecewise.grids import ENGINE_GRIDS, Grid
-from piecewise.planner import _LONG_ROWS, _layer, evaluate, plan_buckets
+from piecewise.planner import BucketPlans, _layer, evaluate
 from piecewise.slots import SlotRate, padded_slots
 from piecewise.step_cost import GraphMemory, MeasuredCost, PaddedTokens, read_bench
 from piecewise.traffic import Histogram, read_requests
 from runners.errors import ConfigError
 
 CHUNK = 2048
+
+
+def plan_buckets(steps: Histogram, *, max_graphs: int, cover: int, cost=None) -> tuple[int, ...]:
+    return BucketPlans(steps, cover=cover, cost=cost).of(max_graphs)
 
 
 def histogram(counts: dict[int, int]) -> Histogram:
@@ -94,7 +98,7 @@ def test_rows_far_apart_are_searched_as_those_near_by():
 
 def test_every_row_of_a_layer_has_its_least_column():
     rng = np.random.default_rng(2)
-    num_rows = 4 * _LONG_ROWS + 7
+    num_rows = 4103
     prefix = np.cumsum(rng.integers(0, 5, num_rows)).astype(float)
     price = np.cumsum(rng.integers(1, 4, num_rows)).astype(float)
     prefix[0] = 0.0
@@ -266,7 +270,7 @@ def test_the_engines_grids_further_up():
     assert len(sglang) == 58 and sglang[-9:-6] == (4096, 4608, 5120) and sglang[-1] == 8192
     vllm = Grid("vllm").sizes(512)
     assert len(vllm) == 51 and vllm[32:36] == (240, 248, 256, 272)
-    assert all(grid.sizes(0) == () for grid in ENGINE_GRIDS.values())
+    assert all(sizes(0) == () for sizes in ENGINE_GRIDS.values())
     assert len(Grid("vllm").sizes(2**31 - 1)) == 4097, "one too many, which settings refuse"
 
 

@@ -7,15 +7,11 @@ from collections.abc import Callable
 
 from boundary_ops.backends.flashinfer import FlashInferAttention
 from boundary_ops.backends.library import LibraryAttention, PoolLook, refuse_backend
-from boundary_ops.backends.varlen import VarlenAttention
 from boundary_ops.errors import BoundaryOpError
 
 __all__ = ["NAMES", "choose"]
 
-LIBRARIES: dict[str, Callable[[PoolLook], LibraryAttention]] = {
-    "varlen": VarlenAttention,
-    "flashinfer": FlashInferAttention,
-}
+LIBRARIES: dict[str, Callable[[PoolLook], LibraryAttention]] = {"flashinfer": FlashInferAttention}
 NAMES = ("auto", "triton", "torch", *LIBRARIES)
 
 

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from boundary_ops.backends.library import PoolLook, check_gpu_pools, check_rows, refuse_backend, refuse_call
+from boundary_ops.backends.library import PoolLook, refuse_backend, refuse_call
 
 if TYPE_CHECKING:
+    from boundary_ops.attention_checks import AttentionCall
     from boundary_ops.batch import PrefillBatch
 
 __all__ = ["FlashInferAttention"]
@@ -24,6 +25,9 @@ __all__ = ["FlashInferAttention"]
 NAME = "flashinfer"
 # What its documentation recommends.
 WORKSPACE_BYTES = 128 * 1024 * 1024
+# Where it has kernels.
+DEVICE_TYPES = ("cuda",)
+DTYPES = (torch.bfloat16, torch.float16)
 HEAD_DIMS = (64, 128, 256)
 MIN_VERSION = (0, 2)
 
@@ -51,51 +55,39 @@ class FlashInferAttention:
 
     def __init__(self, pools: PoolLook) -> None:
         self._wrapper_type = _find_wrapper_type()
-        check_gpu_pools(NAME, pools)
-        if pools.head_dim not in HEAD_DIMS:
-            refuse_backend(
-                NAME,
-                f"a head_dim of {', '.join(map(str, HEAD_DIMS))}",
-                str(pools.head_dim),
-                "FlashInfer has kernels for such heads alone",
-            )
+        _check_pools(pools)
         self._pools = pools
         self._workspaces: dict[int, torch.Tensor] = {}
         self._planned: dict[tuple[Any, ...], _Planned] = {}
         # Between a plan and its run no other thread may plan.
         self._lock = threading.Lock()
 
-    def check_call(
-        self, q: torch.Tensor, out: torch.Tensor, scale: float, softcap: float, sinks: torch.Tensor | None
-    ) -> None:
+    def check_call(self, call: AttentionCall) -> None:
         """Raises on sinks, a scale that is not positive, heads that are not dense and an `out` with gaps."""
-        check_rows(NAME, q, out, scale, sinks)
-        if not out.is_contiguous():
-            refuse_call(NAME, "out", "a contiguous tensor", f"strides {out.stride()}")
+        if call.sinks is not None:
+            refuse_call(NAME, "sinks", "none", f"a tensor of {list(call.sinks.shape)}")
+        if call.scale <= 0.0:
+            # Its softmax takes the largest score before it is scaled.
+            refuse_call(NAME, "scale", "a positive number", str(call.scale))
+        if call.q.stride(-1) != 1:
+            refuse_call(NAME, "q", "the elements of a head side by side", f"strides {call.q.stride()}")
+        if not call.out.is_contiguous():
+            refuse_call(NAME, "out", "a contiguous tensor", f"strides {call.out.stride()}")
 
-    def attend(
-        self,
-        batch: PrefillBatch,
-        q: torch.Tensor,
-        out: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        scale: float,
-        window: int,
-        softcap: float,
-    ) -> None:
+    def attend(self, batch: PrefillBatch, call: AttentionCall) -> None:
         """Attends straight into `out`; the first layer of its kind plans for the step."""
-        is_cuda = q.is_cuda
-        with self._lock, torch.cuda.device(q.device) if is_cuda else contextlib.nullcontext():
+        is_cuda = call.q.is_cuda
+        with self._lock, torch.cuda.device(call.q.device) if is_cuda else contextlib.nullcontext():
             stream = torch.cuda.current_stream().cuda_stream if is_cuda else 0
-            key = (NAME, stream, q.shape[1], k_cache.shape[2], scale, window, softcap)
+            kind = (call.q.shape[1], call.k_cache.shape[2], call.scale, call.window, call.softcap)
+            key = (NAME, stream, *kind)
             planned = self._planned.get(key)
             if planned is None:
                 planned = self._planned[key] = _Planned(self._make_wrapper(stream))
             if planned.step is None or batch.derived.get(key) is not planned.step:
-                self._plan(planned, batch, q.shape[1], k_cache.shape[2], scale, window, softcap)
+                self._plan(planned, batch, call)
                 batch.derived[key] = planned.step = object()
-            planned.wrapper.run(q, (k_cache, v_cache), out=out)
+            planned.wrapper.run(call.q, (call.k_cache, call.v_cache), out=call.out)
 
     def _make_wrapper(self, stream: int) -> Any:
         # Tensors made under inference mode could not be written outside it.
@@ -106,16 +98,7 @@ class FlashInferAttention:
                 self._workspaces[stream] = workspace
             return self._wrapper_type(workspace, "NHD")
 
-    def _plan(
-        self,
-        planned: _Planned,
-        batch: PrefillBatch,
-        heads: int,
-        kv_heads: int,
-        scale: float,
-        window: int,
-        softcap: float,
-    ) -> None:
+    def _plan(self, planned: _Planned, batch: PrefillBatch, call: AttentionCall) -> None:
         if planned.sent is not None:
             # The plan is staged in pinned memory of the wrapper, which the last plan's copy may still read.
             planned.sent.synchronize()
@@ -127,20 +110,35 @@ class FlashInferAttention:
             torch.from_numpy(starts),
             torch.from_numpy(pages),
             torch.from_numpy(last),
-            heads,
-            kv_heads,
+            call.q.shape[1],
+            call.k_cache.shape[2],
             self._pools.head_dim,
             self._pools.block_size,
             causal=True,
-            sm_scale=scale,
-            window_left=min(window, batch.max_seqlen_k) - 1 if window else -1,
-            logits_soft_cap=softcap,
+            sm_scale=call.scale,
+            window_left=min(call.window, batch.max_seqlen_k) - 1 if call.window else -1,
+            logits_soft_cap=call.softcap,
             q_data_type=self._pools.dtype,
             kv_data_type=self._pools.dtype,
         )
         if self._pools.device.type == "cuda":
             planned.sent = planned.sent or torch.cuda.Event()
             planned.sent.record()
+
+
+def _check_pools(pools: PoolLook) -> None:
+    """Raises unless FlashInfer has kernels for the device, dtype and head size."""
+    device = pools.device
+    if device.type not in DEVICE_TYPES:
+        refuse_backend(NAME, "a CUDA device", str(device), "the library has kernels for CUDA alone")
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
+        found = ".".join(map(str, torch.cuda.get_device_capability(device)))
+        refuse_backend(NAME, "compute capability 8.0 or above", found, "the library has no kernels below it")
+    if pools.dtype not in DTYPES:
+        refuse_backend(NAME, "bfloat16 or float16", str(pools.dtype), "the library has no other dtypes")
+    if pools.head_dim not in HEAD_DIMS:
+        expected = f"a head_dim of {', '.join(map(str, HEAD_DIMS))}"
+        refuse_backend(NAME, expected, str(pools.head_dim), "FlashInfer has kernels for such heads alone")
 
 
 def _page_lists(batch: PrefillBatch, block_size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

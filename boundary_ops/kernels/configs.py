@@ -1,13 +1,10 @@
-"""Block sizes of the attention program, from shapes alone: a table, right without any measurement.
-
-`tuning` may put a measured choice in its place; results then differ only by rounding.
-"""
+"""Block sizes of the attention program, from shapes alone: a table, right without any measurement."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-__all__ = ["BlockConfig", "candidates", "default_config", "fitted"]
+__all__ = ["BlockConfig", "default_config", "fitted"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,20 +58,6 @@ def default_config(
     if head_dim <= 128:
         return BlockConfig(64, 64, 4, 3, False)  # the fastest from 256 to 4096 tokens, and within 3 % below
     return BlockConfig(64, 32, 8, 2) if is_short else BlockConfig(128, 64, 8, 2)
-
-
-def candidates(head_dim: int, element_bytes: int) -> tuple[BlockConfig, ...]:
-    """Block sizes worth measuring on a Hopper GPU; all of them fit its shared memory and registers."""
-    if element_bytes > 2:
-        return ()
-    if head_dim <= 64:
-        pairs = [(64, 64, 4, 3), (64, 128, 4, 2), (128, 64, 8, 3), (128, 128, 8, 3), (128, 64, 4, 3)]
-    elif head_dim <= 128:
-        pairs = [(32, 64, 4, 2), (64, 32, 4, 3), (64, 64, 4, 2), (64, 64, 4, 3), (64, 128, 8, 2)]
-        pairs += [(128, 64, 8, 2), (128, 64, 8, 3), (128, 64, 8, 4), (128, 128, 8, 2), (128, 128, 8, 3)]
-    else:
-        pairs = [(64, 32, 8, 2), (64, 32, 4, 2), (128, 32, 8, 2), (128, 64, 8, 2)]
-    return tuple(BlockConfig(*pair, split) for pair in pairs for split in (True, False))
 
 
 def fitted(config: BlockConfig, head_dim: int, element_bytes: int, shared_bytes: int) -> BlockConfig:

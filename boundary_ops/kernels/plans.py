@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from boundary_ops.attention_checks import AttentionCall
 from boundary_ops.kernels.configs import BlockConfig, default_config, fitted
 from boundary_ops.kernels.geometry import Geometry
 from boundary_ops.kernels.launcher import DirectLaunch
@@ -57,7 +58,7 @@ class Plan:
 
 
 class Plans:
-    """Plans by look, compiled programs by what they were compiled for, and measured block sizes.
+    """Plans by look, and compiled programs by what they were compiled for.
 
     Attributes:
         by_look: the plans, bounded.
@@ -69,7 +70,6 @@ class Plans:
         self.by_look: dict[Any, Plan] = {}
         self.compiled: dict[tuple[Geometry, BlockConfig, bool, int], Compiled] = {}
         self.geometries: dict[Geometry, None] = {}
-        self._measured: dict[Geometry, dict[int, BlockConfig]] = {}
         self._warned: set[str] = set()
 
     def add(self, look: Any, plan: Plan) -> None:
@@ -93,23 +93,8 @@ class Plans:
             plan.launches[has_context, max_seqs] = found
         return found
 
-    def measured(self, geometry: Geometry, num_tokens: int, config: BlockConfig) -> None:
-        """From now on, steps up to `num_tokens` (beyond the next smaller measured size) use `config`."""
-        self._measured.setdefault(geometry, {})[num_tokens] = config
-        # Plans hold the block sizes that they were made with.
-        self.by_look.clear()
-
-    def forget_measured(self) -> None:
-        """Goes back to the table's block sizes."""
-        self._measured.clear()
-        self.by_look.clear()
-
     def config_for(self, geometry: Geometry, num_tokens: int) -> BlockConfig:
-        """The measured block sizes of the nearest measured size above, else those of the table."""
-        sizes = self._measured.get(geometry, {})
-        above = [size for size in sizes if size >= num_tokens]
-        if above:
-            return sizes[min(above)]
+        """The block sizes for a step of so many tokens."""
         processors, shared_bytes = device_limits(geometry.device_index)
         config = default_config(
             num_tokens=num_tokens,
@@ -121,20 +106,9 @@ class Plans:
         )
         return fitted(config, geometry.head_dim, geometry.dtype.itemsize, shared_bytes)
 
-    def make(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        scale: float,
-        window: int,
-        softcap: float,
-        sinks: torch.Tensor | None,
-    ) -> Plan:
+    def make(self, call: AttentionCall) -> Plan:
         """The plan for calls that look like this one, whose arguments fit each other."""
+        q, k, v, out, k_cache, v_cache, scale, window, softcap, sinks, _ = call
         geometry = Geometry(
             dtype=q.dtype,
             device_index=q.get_device(),

@@ -8,6 +8,7 @@ layer and shared by the others.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 
 from boundary_ops import captured_attention
 from boundary_ops.attention import attend_by_choice, attend_inplace
-from boundary_ops.attention_checks import NAME, check_batch, check_options, check_tensors
+from boundary_ops.attention_checks import NAME, AttentionCall, check_arguments, check_batch
 from boundary_ops.backends.library import refuse_call
 from boundary_ops.batch import PrefillBatch
 from boundary_ops.kernels.launcher import current_device, current_stream, jit_launch
@@ -30,92 +31,58 @@ __all__ = ["attend", "attend_captured", "bind", "plans"]
 plans = Plans()
 
 
-def attend(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    scale: float,
-    window: int = 0,
-    softcap: float = 0.0,
-    sinks: torch.Tensor | None = None,
-    implied_positions: bool = False,
-) -> None:
+def attend(*args: Any, **kwargs: Any) -> None:
     """The op's implementation on CUDA. Arguments, effects and errors are those of `attend_inplace`."""
-    batch = PrefillBatch.current(NAME)
-    plan = _plan_for(q, k, v, out, k_cache, v_cache, scale, window, softcap, sinks)
-    tensors = (q, k, v, out, k_cache, v_cache)
-    check_batch(batch, q, k_cache, v_cache, implied_positions)
+    call, batch = AttentionCall(*args, **kwargs), PrefillBatch.current(NAME)
+    plan = _plan_for(call)
+    check_batch(batch, call)
     if not batch.num_tokens:
         return
     if plan.unsupported is not None:
         if batch.cache.attention_backend == "triton":
             refuse_call("triton", "q", "a call that the program serves", plan.unsupported)
         plans.warn(plan.unsupported)
-        attend_inplace(*tensors, scale, window, softcap, sinks, implied_positions)
+        attend_inplace(*call)
         return
     stream = current_stream(plan.geometry.device_index)
     tiles = tiles_of(batch, plan.tile_tokens, plan.window, stream)
     metadata = (batch.slot_mapping, tiles.records, batch.seq_lens, batch.block_tables)
-    _launch(plan, tiles.num_tiles, tiles.has_context, 0, stream, tensors, metadata, sinks)
+    _launch(plan, tiles.num_tiles, tiles.has_context, 0, stream, call, metadata)
 
 
-def bind(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    scale: float,
-    window: int = 0,
-    softcap: float = 0.0,
-    sinks: torch.Tensor | None = None,
-    implied_positions: bool = False,
-) -> Callable[..., None] | None:
+def bind(*args: Any) -> Callable[..., None] | None:
     """`attend` for calls that repeat with arguments that look like these: no look-up and no check of shapes
     is left, only those of the batch, the pools and the addresses. None where torch operators serve them.
 
     A step of a cache with another back end than these pools' goes to that one.
     """
-    plan = _plan_for(q, k, v, out, k_cache, v_cache, scale, window, softcap, sinks)
-    num_tokens, device = q.shape[0], plan.geometry.device_index
-    if plan.unsupported is not None or implied_positions or not num_tokens:
+    call = AttentionCall(*args)
+    plan = _plan_for(call)
+    num_tokens, device = call.q.shape[0], plan.geometry.device_index
+    if plan.unsupported is not None or call.implied_positions or not num_tokens:
         return None
-    cache = PagedKVCache.owner_of(k_cache)
+    cache = PagedKVCache.owner_of(call.k_cache)
     backend = None if cache is None else cache.attention_backend
+    has_sinks = call.sinks is not None
     tail = (num_tokens, *plan.tail)
 
-    def attend_again(
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        scale: float,
-        window: int = 0,
-        softcap: float = 0.0,
-        sinks: torch.Tensor | None = None,
-        implied_positions: bool = False,
-    ) -> None:
+    # Of the options only the sinks' address may be another one than in `call`.
+    def attend_again(q: Any, k: Any, v: Any, out: Any, k_cache: Any, v_cache: Any, *options: Any) -> None:
         batch = PrefillBatch.current(NAME)
         if batch.cache.attention_backend != backend:
-            attend_by_choice(q, k, v, out, k_cache, v_cache, scale, window, softcap, sinks)
+            attend_by_choice(q, k, v, out, k_cache, v_cache, *options)
             return
         new, pools = (q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr()), batch.cache.pool_addresses
         k_pool, v_pool = k_cache.data_ptr(), v_cache.data_ptr()
         if batch.num_tokens != num_tokens or k_pool not in pools or v_pool not in pools:
-            check_batch(batch, q, k_cache, v_cache, implied_positions)
+            check_batch(batch, AttentionCall(q, k, v, out, k_cache, v_cache, *options))
         stream = current_stream(device)
         tiles = tiles_of(batch, plan.tile_tokens, plan.window, stream)
-        last = new[0] if sinks is None else sinks.data_ptr()
+        last = options[3].data_ptr() if has_sinks else new[0]
         bits = plan.bits | new[0] | new[1] | new[2] | new[3] | k_pool | v_pool | last
         found = plan.launches.get((tiles.has_context, 0))
         if found is None or (bits | tiles.address_bits) & 15 or current_device() != device:
-            attend(q, k, v, out, k_cache, v_cache, scale, window, softcap, sinks)
+            attend(q, k, v, out, k_cache, v_cache, *options)
             return
         launch, constants = found
         arguments = (*new, k_pool, v_pool, *tiles.addresses, last, tiles.table_stride, *tail, *constants)
@@ -124,66 +91,36 @@ def bind(
     return attend_again
 
 
-def _plan_for(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    scale: float,
-    window: int,
-    softcap: float,
-    sinks: torch.Tensor | None,
-) -> Plan:
+def _plan_for(call: AttentionCall) -> Plan:
     """The plan of calls that look like this one; they are checked where there is none yet."""
+    sinks = call.sinks
     look = (
-        q.shape, k.shape, v.shape, out.shape, k_cache.shape, v_cache.shape,
-        q.stride(), k.stride(), v.stride(), out.stride(), k_cache.stride(), v_cache.stride(),
-        q.dtype, k.dtype, v.dtype, out.dtype, k_cache.dtype, v_cache.dtype,
-        q.get_device(), k.get_device(), v.get_device(), out.get_device(),
-        k_cache.get_device(), v_cache.get_device(), scale, window, softcap,
+        *((tensor.shape, tensor.stride(), tensor.dtype, tensor.get_device()) for tensor in call[:6]),
+        call.scale, call.window, call.softcap,
         None if sinks is None else (sinks.shape, sinks.stride(), sinks.dtype, sinks.get_device()),
     )  # fmt: skip
     plan = plans.by_look.get(look)
     if plan is None:
-        check_tensors(q, k, v, out, k_cache, v_cache, sinks)
-        check_options(scale, window, softcap)
-        plan = plans.make(q, k, v, out, k_cache, v_cache, scale, window, softcap, sinks)
+        check_arguments(call)
+        plan = plans.make(call)
         plans.add(look, plan)
     return plan
 
 
-def attend_captured(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    seq_lens: torch.Tensor,
-    block_tables: torch.Tensor,
-    scale: float,
-    window: int = 0,
-    softcap: float = 0.0,
-    sinks: torch.Tensor | None = None,
-) -> None:
+def attend_captured(*args: Any, **kwargs: Any) -> None:
     """The captured form on CUDA. Arguments, effects and errors are those of the one in torch operators."""
-    metadata = (slot_mapping, cu_seqlens_q, seq_lens, block_tables)
-    captured_attention.check_metadata(q, *metadata)
-    tensors = (q, k, v, out, k_cache, v_cache)
-    plan = _plan_for(*tensors, scale, window, softcap, sinks)
+    call = captured_attention.CapturedCall(*args, **kwargs)
+    captured_attention.check_metadata(call)
+    plan = _plan_for(call.layer)
     if plan.unsupported is not None:
         plans.warn(plan.unsupported)
-        captured_attention.attend_captured(*tensors, *metadata, scale, window, softcap, sinks)
+        captured_attention.attend_captured(*call)
         return
-    rows, max_num_seqs = q.shape[0], seq_lens.shape[0]
+    rows, max_num_seqs = call.q.shape[0], call.seq_lens.shape[0]
     if rows:
         num_tiles = rows // plan.tile_tokens + min(max_num_seqs, rows)
         stream = current_stream(plan.geometry.device_index)
-        _launch(plan, num_tiles, True, max_num_seqs, stream, tensors, metadata, sinks)
+        _launch(plan, num_tiles, True, max_num_seqs, stream, call.layer, call.metadata)
 
 
 def _launch(
@@ -192,33 +129,24 @@ def _launch(
     has_context: bool,
     max_seqs: int,
     stream: int,
-    tensors: tuple[torch.Tensor, ...],
+    call: AttentionCall,
     metadata: tuple[torch.Tensor, ...],
-    sinks: torch.Tensor | None,
 ) -> None:
     """Launches directly where a program is compiled that fits the addresses, else through the JIT."""
-    q, k, v, out, k_cache, v_cache = tensors
-    slots, tiles, seq_lens, tables = metadata
     # The program does not look at `sinks` where there are none; any address serves.
-    sinks = q if sinks is None else sinks
-    addresses = (
-        q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(),
-        slots.data_ptr(), tiles.data_ptr(), seq_lens.data_ptr(), tables.data_ptr(), sinks.data_ptr(),
-    )  # fmt: skip
-    bits = plan.bits
-    for address in addresses:
-        bits |= address
+    tensors = (*call[:6], *metadata, call.q if call.sinks is None else call.sinks)
+    addresses = tuple(tensor.data_ptr() for tensor in tensors)
+    bits = functools.reduce(int.__or__, addresses, plan.bits)
     is_aligned = not bits & 15
     grid = (plan.programs_per_tile, num_tiles)
-    scalars = (tables.stride(0), q.shape[0], *plan.tail)
+    scalars = (metadata[3].stride(0), call.q.shape[0], *plan.tail)
     if is_aligned:
         found = plan.launches.get((has_context, max_seqs)) or plans.adopt(plan, has_context, max_seqs)
         if found is not None and current_device() == plan.geometry.device_index:
             launch, constants = found
             launch(*grid, stream, (*addresses, *scalars, *constants))
             return
-    arguments = (*tensors, *metadata, sinks, *scalars)
-    _launch_by_jit(plan, grid, has_context, max_seqs, arguments, is_aligned)
+    _launch_by_jit(plan, grid, has_context, max_seqs, (*tensors, *scalars), is_aligned)
 
 
 def _launch_by_jit(

@@ -79,13 +79,14 @@ def _attend_block(
 
 
 @triton.jit
-def _attend_new(
+def _attend_keys(
     q,
     total,
     norm,
     peak,
     k,
     v,
+    table,
     k_stride,
     v_stride,
     start,
@@ -95,56 +96,6 @@ def _attend_new(
     window,
     scale,
     cap,
-    DIM: tl.constexpr,
-    PADDED_DIM: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    MASKED: tl.constexpr,
-    WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """The new tokens [start, stop) of the sequence; `k` and `v` point at its first one.
-
-    Without MASKED, all of them are visible to all rows and exist.
-    """
-    column = tl.arange(0, BLOCK_N)
-    dim = tl.arange(0, PADDED_DIM)
-    k_offsets = column[:, None] * k_stride + dim[None, :]
-    v_offsets = column[:, None] * v_stride + dim[None, :]
-    for at in tl.range(start, stop, BLOCK_N):
-        key = at + column
-        k_block = _load_rows(
-            k + tl.cast(at, tl.int64) * k_stride + k_offsets, key < limit, dim < DIM, MASKED, PADDED_DIM > DIM
-        )
-        v_block = _load_rows(
-            v + tl.cast(at, tl.int64) * v_stride + v_offsets, key < limit, dim < DIM, MASKED, PADDED_DIM > DIM
-        )
-        visible = key[None, :] <= token[:, None]
-        if WINDOW:
-            visible = visible & (key[None, :] > token[:, None] - window)
-        total, norm, peak = _attend_block(
-            q, k_block, v_block, total, norm, peak, visible, scale, cap, MASKED, SOFTCAP, PRECISION
-        )
-    return total, norm, peak
-
-
-@triton.jit
-def _attend_context(
-    q,
-    total,
-    norm,
-    peak,
-    k_pool,
-    v_pool,
-    table,
-    start,
-    stop,
-    context,
-    token,
-    window,
-    scale,
-    cap,
-    POOL_ROW: tl.constexpr,
     PAGE: tl.constexpr,
     DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
@@ -154,31 +105,43 @@ def _attend_context(
     SOFTCAP: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """The tokens [start, stop) of the context, from the pages; the pools point at the K/V head."""
+    """The tokens [start, stop) of a sequence's context, in pages of PAGE tokens, or with PAGE = 0 of its new
+    ones, in the arguments; `limit` of them exist, and `token` are the rows' places among them.
+
+    `k` and `v` point at the pools' first row of the K/V head, or at its first new token. Without MASKED, all
+    of these tokens are visible to all rows and exist.
+    """
     column = tl.arange(0, BLOCK_N)
     dim = tl.arange(0, PADDED_DIM)
-    offsets = column[:, None] * POOL_ROW + dim[None, :]
+    k_offsets = column[:, None] * k_stride + dim[None, :]
+    v_offsets = column[:, None] * v_stride + dim[None, :]
     for at in tl.range(start, stop, BLOCK_N):
         key = at + column
-        exists = key < context
-        if PAGE % BLOCK_N == 0:
+        exists = key < limit
+        if PAGE == 0:
+            k_pointers = k + tl.cast(at, tl.int64) * k_stride + k_offsets
+            v_pointers = v + tl.cast(at, tl.int64) * v_stride + v_offsets
+        elif PAGE % BLOCK_N == 0:
             # A block lies in one page. Its first token exists, so its page does.
             slot = tl.load(table + at // PAGE).to(tl.int64) * PAGE + at % PAGE
-            k_pointers = k_pool + slot * POOL_ROW + offsets
-            v_pointers = v_pool + slot * POOL_ROW + offsets
+            k_pointers = k + slot * k_stride + k_offsets
+            v_pointers = v + slot * v_stride + v_offsets
         else:
             if MASKED:
                 page = tl.load(table + key // PAGE, mask=exists, other=0)
             else:
                 page = tl.load(table + key // PAGE)
-            rows = (page.to(tl.int64) * PAGE + key % PAGE) * POOL_ROW
-            k_pointers = k_pool + rows[:, None] + dim[None, :]
-            v_pointers = v_pool + rows[:, None] + dim[None, :]
+            slots = page.to(tl.int64) * PAGE + key % PAGE
+            k_pointers = k + (slots * k_stride)[:, None] + dim[None, :]
+            v_pointers = v + (slots * v_stride)[:, None] + dim[None, :]
         k_block = _load_rows(k_pointers, exists, dim < DIM, MASKED, PADDED_DIM > DIM)
         v_block = _load_rows(v_pointers, exists, dim < DIM, MASKED, PADDED_DIM > DIM)
-        visible = exists[None, :]
+        if PAGE == 0:
+            visible = key[None, :] <= token[:, None]
+        else:
+            visible = exists[None, :]
         if WINDOW:
-            visible = visible & (key[None, :] > context + token[:, None] - window)
+            visible = visible & (key[None, :] > token[:, None] - window)
         total, norm, peak = _attend_block(
             q, k_block, v_block, total, norm, peak, visible, scale, cap, MASKED, SOFTCAP, PRECISION
         )
@@ -329,13 +292,15 @@ def prefill_program(
             start = tl.maximum(context + first - window + 1, 0) // BLOCK_N * BLOCK_N
             full = start
         else:
-            total, norm, peak = _attend_context(
-                query, total, norm, peak, k_pool, v_pool, table, start, full, context, token, window,
-                scale, cap, POOL_ROW, PAGE, DIM, PADDED_DIM, BLOCK_N, False, False, SOFTCAP, PRECISION,
+            total, norm, peak = _attend_keys(
+                query, total, norm, peak, k_pool, v_pool, table, POOL_ROW, POOL_ROW, start, full, context,
+                context + token, window, scale, cap, PAGE, DIM, PADDED_DIM, BLOCK_N, False, False, SOFTCAP,
+                PRECISION,
             )  # fmt: skip
-        total, norm, peak = _attend_context(
-            query, total, norm, peak, k_pool, v_pool, table, full, context, context, token, window,
-            scale, cap, POOL_ROW, PAGE, DIM, PADDED_DIM, BLOCK_N, True, WINDOW, SOFTCAP, PRECISION,
+        total, norm, peak = _attend_keys(
+            query, total, norm, peak, k_pool, v_pool, table, POOL_ROW, POOL_ROW, full, context, context,
+            context + token, window, scale, cap, PAGE, DIM, PADDED_DIM, BLOCK_N, True, WINDOW, SOFTCAP,
+            PRECISION,
         )  # fmt: skip
 
     k += row_offset * k_token_stride
@@ -349,13 +314,13 @@ def prefill_program(
     elif not SPLIT_DIAGONAL:
         full = start
     else:
-        total, norm, peak = _attend_new(
-            query, total, norm, peak, k, v, k_token_stride, v_token_stride, start, full, new, token, window,
-            scale, cap, DIM, PADDED_DIM, BLOCK_N, False, False, SOFTCAP, PRECISION,
+        total, norm, peak = _attend_keys(
+            query, total, norm, peak, k, v, tables, k_token_stride, v_token_stride, start, full, new, token,
+            window, scale, cap, 0, DIM, PADDED_DIM, BLOCK_N, False, False, SOFTCAP, PRECISION,
         )  # fmt: skip
-    total, norm, peak = _attend_new(
-        query, total, norm, peak, k, v, k_token_stride, v_token_stride, full, stop, new, token, window,
-        scale, cap, DIM, PADDED_DIM, BLOCK_N, True, WINDOW, SOFTCAP, PRECISION,
+    total, norm, peak = _attend_keys(
+        query, total, norm, peak, k, v, tables, k_token_stride, v_token_stride, full, stop, new, token,
+        window, scale, cap, 0, DIM, PADDED_DIM, BLOCK_N, True, WINDOW, SOFTCAP, PRECISION,
     )  # fmt: skip
 
     out_rows = (line // TILE_HEADS)[:, None] * out_token_stride + head[:, None] * out_head_stride

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from boundary_ops.batch import PrefillBatch
+from boundary_ops.batch import PrefillBatch, send_to_device
 
 __all__ = ["StepTiles", "tile_records", "tiles_of"]
 
@@ -74,29 +74,16 @@ def tiles_of(batch: PrefillBatch, tile_tokens: int, window: int, stream: int) ->
     key = ("tiles", tile_tokens, window, stream)
     found: StepTiles | None = batch.derived.get(key)
     if found is None:
-        found = batch.derived[key] = _send(
-            batch, tile_records(batch.query_lens, batch.context_lens, tile_tokens, window)
+        records = tile_records(batch.query_lens, batch.context_lens, tile_tokens, window)
+        (on_device,) = send_to_device([records], batch.cache.device)
+        tensors = (batch.slot_mapping, on_device, batch.seq_lens, batch.block_tables)
+        slots, tiles, lens, tables = (tensor.data_ptr() for tensor in tensors)
+        found = batch.derived[key] = StepTiles(
+            on_device,
+            len(records),
+            any(batch.context_lens),
+            (slots, tiles, lens, tables),
+            slots | tiles | lens | tables,
+            batch.block_tables.stride(0),
         )
     return found
-
-
-def _send(batch: PrefillBatch, records: np.ndarray) -> StepTiles:
-    device = batch.cache.device
-    with torch.inference_mode(False):
-        if device.type == "cuda":
-            # Pinned, so that the copy is only enqueued. torch keeps the memory until the copy has run.
-            staged = torch.empty(records.shape, dtype=torch.int32, pin_memory=True)
-            staged.numpy()[...] = records
-            on_device = staged.to(device, non_blocking=True)
-        else:
-            on_device = torch.from_numpy(records).to(device)
-    slots, lens, tables = batch.slot_mapping, batch.seq_lens, batch.block_tables
-    addresses = (slots.data_ptr(), on_device.data_ptr(), lens.data_ptr(), tables.data_ptr())
-    return StepTiles(
-        on_device,
-        len(records),
-        any(batch.context_lens),
-        addresses,
-        addresses[0] | addresses[1] | addresses[2] | addresses[3],
-        tables.stride(0),
-    )

@@ -32,16 +32,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 if "--smoke" in sys.argv:
     os.environ["TRITON_INTERPRET"] = "1"
-    sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
     import interpreter_fixes  # noqa: F401
 
 import torch
 import triton
+from block_sizes import block_sizes, measure_block_sizes
 
 from boundary_ops import PagedKVCache, PrefillBatch, attn_captured, attn_inplace
-from boundary_ops.kernels import prefill, tuning
+from boundary_ops.attention_checks import AttentionCall
+from boundary_ops.kernels import prefill
 from boundary_ops.step_buffers import StepBuffers
 
 SMOKE = "--smoke" in sys.argv
@@ -281,17 +283,18 @@ def plain(size: int) -> dict[str, Any]:
         calls["captured"](0)
         result["error_captured"] = layers.check()
         if not SMOKE:
-            tuned = tuning.tune(
-                size, *layers.inputs[0], layers.out[0], layers.cache.k[0], layers.cache.v[0], DIM**-0.5
-            )
-            result["tuning"] = {str(config): taken for config, taken in next(iter(tuned.values())).items()}
-            result["tuned_blocks"] = str(prefill.plans.config_for(geometry, size))
-            clear(layers)
-            layers.op(0)
-            result["error_tuned"] = layers.check()
-            again = {"tuned": layers.op, "flash_again": calls[fastest(result["times"], "flash", "device_us")]}
-            result["times"] |= measure(again, layers.count)
-            prefill.plans.forget_measured()
+            pools = layers.cache.k[0], layers.cache.v[0]
+            call = AttentionCall(*layers.inputs[0], layers.out[0], *pools, DIM**-0.5)
+            tuned = measure_block_sizes(size, call)
+            best = min(tuned, key=tuned.__getitem__)
+            result["tuning"] = {str(config): taken for config, taken in tuned.items()}
+            result["tuned_blocks"] = str(best)
+            with block_sizes(best):
+                clear(layers)
+                layers.op(0)
+                result["error_tuned"] = layers.check()
+                flash = calls[fastest(result["times"], "flash", "device_us")]
+                result["times"] |= measure({"tuned": layers.op, "flash_again": flash}, layers.count)
     return result
 
 

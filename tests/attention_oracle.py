@@ -1,8 +1,5 @@
-"""Naive oracles of the boundary ops: slow, in float64, one row and one head at a time, sharing no code with
-the ops.
-
-They are what an op's tests compare with. Read them to learn what an op computes.
-"""
+"""Naive oracles of the attention ops: slow, in float64, one row and one head at a time, sharing no code with
+the ops. Read them to learn what an op computes."""
 
 from __future__ import annotations
 
@@ -11,8 +8,6 @@ import math
 import torch
 
 from boundary_ops.batch import PrefillBatch
-
-__all__ = ["naive_attention", "naive_attn_inplace"]
 
 
 def naive_attention(
