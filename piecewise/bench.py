@@ -24,6 +24,7 @@ from torch import nn
 import boundary_ops
 import piecewise
 from piecewise.api import GraphedModule
+from runners.engine import CapturedGraph
 from runners.state_check import StateCheck
 from runners.step_plan import CallStep, ReplayStep, StepPlan
 
@@ -65,17 +66,10 @@ class _Toy(nn.Module):
         return x
 
 
-class _EmptyGraph:
+class _EmptyGraph(CapturedGraph):
     """A captured segment without ops."""
 
-    outputs: tuple[Any, ...] = ()
-    num_ops = 0
-    is_empty = True
-
     def replay(self) -> None:
-        pass
-
-    def reset(self) -> None:
         pass
 
 
@@ -163,7 +157,7 @@ def _serve(graphed: GraphedModule, steps: StepPlan) -> None:
 
 
 def _emptied(step: ReplayStep | CallStep) -> ReplayStep:
-    return ReplayStep(_EmptyGraph(), step.name)
+    return ReplayStep(_EmptyGraph(step.name, (), 0), step.name)
 
 
 def _best_us(call: Callable[[], object], num_calls: int) -> float:

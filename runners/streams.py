@@ -19,25 +19,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 
-class Lanes(Protocol):
-    """What a scheduled function runs on."""
+class Lanes:
+    """What a scheduled function runs on; as it is here, a device without streams: what is called runs at
+    once, in the order of the calls."""
 
     def opened(self) -> AbstractContextManager[None]:
         """A block for one run of a function: whatever is raised in it, lane 0 is current again behind it."""
-        ...
+        return nullcontext()
 
     def fork(self, num_lanes: int) -> None:
         """Begins lanes 1 to `num_lanes` - 1 behind all that lane 0, which is current, has been given."""
-        ...
 
     def enter(self, lane: int) -> None:
         """Makes a lane current: what is called from now on runs on it."""
-        ...
 
     def join(self, *held: Any) -> None:
         """Makes lane 0 current, behind all that the others have been given.
@@ -45,26 +44,9 @@ class Lanes(Protocol):
         Args:
             held: what was made or read since the fork; it stays alive up to here.
         """
-        ...
 
 
-class OneLane:
-    """Lanes of a device without streams: what is called runs at once, in the order of the calls."""
-
-    def opened(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def fork(self, num_lanes: int) -> None:
-        pass
-
-    def enter(self, lane: int) -> None:
-        pass
-
-    def join(self, *held: Any) -> None:
-        pass
-
-
-class CudaLanes:
+class CudaLanes(Lanes):
     """Lanes of a CUDA device.
 
     Args:
