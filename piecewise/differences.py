@@ -48,34 +48,34 @@ class Tolerance:
 
     def for_one_segment(self) -> Tolerance:
         """The bound for one segment alone, on equal inputs."""
-        return Tolerance(self.reduction_length, 1, self.has_tf32)
+        return replace(self, num_segments=1)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TensorDifference:
     """Two tensors that differ by more than allowed.
 
     Attributes:
-        rows: the first rows that differ, along `dim`; `num_rows` is how many do.
+        dim, rows, num_rows: the first rows that differ, along a dim, and how many do.
         position: index of the largest difference.
         size, allowed: the largest difference, infinite where only one of the two is finite, and the bound.
-        written, left_alone: for a tensor that existed before the call, the first rows that differ where eager
-            writes them, and where eager leaves them as they were: in a KV cache, rows that this call puts
-            in use, and rows that are another's or nobody's. `num_written`, `num_left_alone` are how many.
-        detail: what is wrong where it is no matter of size; empty otherwise.
+        written, num_written, left_alone, num_left_alone: for a tensor that existed before the call, the rows
+            that differ and that eager writes in this call (in a KV cache: rows put in use), and those that it
+            leaves alone (rows of others, or in nobody's use).
+        detail: what is wrong in words, where no number says it (an error, another shape); empty otherwise.
     """
 
-    dim: int
-    rows: tuple[int, ...]
-    num_rows: int
-    position: tuple[int, ...]
-    size: float
-    allowed: float
-    detail: str = ""
+    dim: int = 0
+    rows: tuple[int, ...] = ()
+    num_rows: int = 0
+    position: tuple[int, ...] = ()
+    size: float = math.nan
+    allowed: float = math.nan
     written: tuple[int, ...] = ()
     num_written: int = 0
     left_alone: tuple[int, ...] = ()
     num_left_alone: int = 0
+    detail: str = ""
 
 
 def compare_tensors(
@@ -95,7 +95,7 @@ def compare_tensors(
     """
     if expected.shape != found.shape or expected.dtype != found.dtype:
         got = f"{_kind(found)} where eager has {_kind(expected)}"
-        return TensorDifference(dim, (), 0, (), math.inf, 0.0, got)
+        return TensorDifference(dim=dim, size=math.inf, allowed=0.0, detail=got)
     found = found.to(expected.device)
     if expected.numel() == 0 or torch.equal(expected, found):
         return None
@@ -115,28 +115,31 @@ def compare_tensors(
     if not bool(wrong.any()):
         return None
     worst = int(distance.reshape(-1).argmax())
-    position = tuple(int(i) for i in torch.unravel_index(torch.tensor(worst), tuple(distance.shape)))
-    if not wrong.dim():
-        return TensorDifference(0, (), 0, (), float(distance.max()), allowed)
-    dim = dim if dim < wrong.dim() else 0
-    rows = _rows_of(wrong, dim)
     size = float(distance.reshape(-1)[worst])
-    seen = TensorDifference(dim, tuple(rows[:_MAX_ROWS]), len(rows), position, size, allowed)
+    if not wrong.dim():
+        return TensorDifference(size=size, allowed=allowed)
+    position = tuple(int(i) for i in torch.unravel_index(torch.tensor(worst), tuple(distance.shape)))
+    dim = dim if dim < wrong.dim() else 0
+    rows, num_rows = _first_rows(wrong, dim)
+    seen = TensorDifference(
+        dim=dim, rows=rows, num_rows=num_rows, position=position, size=size, allowed=allowed
+    )
     if before is None:
         return seen
     before = before.to(expected.device)
     kept = (before == expected) | ((before != before) & (expected != expected))
-    written, left_alone = _rows_of(wrong & ~kept, dim), _rows_of(wrong & kept, dim)
+    written, num_written = _first_rows(wrong & ~kept, dim)
+    left_alone, num_left_alone = _first_rows(wrong & kept, dim)
     return replace(
-        seen, written=tuple(written[:_MAX_ROWS]), num_written=len(written),
-        left_alone=tuple(left_alone[:_MAX_ROWS]), num_left_alone=len(left_alone),
-    )  # fmt: skip
+        seen, written=written, num_written=num_written, left_alone=left_alone, num_left_alone=num_left_alone
+    )
 
 
-def _rows_of(wrong: torch.Tensor, dim: int) -> list[int]:
-    """The indices along `dim` at which something is wrong."""
+def _first_rows(wrong: torch.Tensor, dim: int) -> tuple[tuple[int, ...], int]:
+    """The first indices along `dim` at which something is wrong, and how many there are."""
     others = [other for other in range(wrong.dim()) if other != dim]
-    return (wrong.any(dim=others) if others else wrong).nonzero().reshape(-1).tolist()
+    found = (wrong.any(dim=others) if others else wrong).nonzero().reshape(-1).tolist()
+    return tuple(found[:_MAX_ROWS]), len(found)
 
 
 def reduction_length(weights: Sequence[torch.Tensor], num_tokens: int) -> int:

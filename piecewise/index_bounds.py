@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from runners.readbacks import kernel_keys
+
 # (indices, how many there are to choose from, whether negative ones count from the end, a value that is
 # let pass)
 Operand = tuple[Tensor, int, bool, int | None]
@@ -123,10 +125,4 @@ class CheckedIndices(TorchDispatchMode):
             check_indices(func, args, kwargs)
             return func(*args, **kwargs)
         with self:
-            return func._handle.redispatch_boxed(_kernel_keys(args, kwargs), *args, **kwargs)
-
-
-def _kernel_keys(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch._C.DispatchKeySet:
-    given = (value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
-    device = next((tensor.device.type for tensor in given), "cpu")
-    return torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, torch._C._dispatch_key_for_device(device)))
+            return func._handle.redispatch_boxed(kernel_keys(args, kwargs), *args, **kwargs)

@@ -44,7 +44,7 @@ class Outcome:
                 difference = None
             else:
                 detail = f"{right!r} where eager has {left!r}"
-                difference = TensorDifference(0, (), 0, (), float("inf"), 0.0, detail)
+                difference = TensorDifference(size=float("inf"), allowed=0.0, detail=detail)
             if difference is not None:
                 wrong.append((f"result leaf {index}", difference))
         for name, tensor in self.watched.items():

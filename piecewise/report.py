@@ -15,6 +15,19 @@ from piecewise.stream_report import StreamReport
 from runners.stats import CallStats
 
 
+class Jsonable:
+    """A report that is a dataclass of plain values and reports."""
+
+    __slots__ = ()
+
+    def asdict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)  # type: ignore[call-overload]
+
+    def to_json(self) -> str:
+        """`asdict()` as JSON."""
+        return json.dumps(self.asdict(), indent=2)
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class BucketReport:
     """How the capture of one bucket went.
@@ -65,7 +78,7 @@ class SegmentReport:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class PlanReport:
+class PlanReport(Jsonable):
     """A cut plan: its segments, the share of ops in graphs, which empty memory they fill, what was fused in
     them, and how they will be lowered and put on streams, where that was asked for."""
 
@@ -158,15 +171,12 @@ class PlanReport:
         lines += ["", f"{self.coverage:.1%} of ops in graphs.{eager}"]
         return "\n".join([*lines, *(f"* {line.strip()}" for part in parts for line in part.splitlines())])
 
-    def to_json(self) -> str:
-        return json.dumps(self.asdict(), indent=2)
-
     def asdict(self) -> dict[str, Any]:
         return {**dataclasses.asdict(self), "eager_shares": self.shares()}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class CaptureReport:
+class CaptureReport(Jsonable):
     """How each bucket that the settings list stands for one signature, largest first.
 
     Attributes:
@@ -226,12 +236,9 @@ class CaptureReport:
     def asdict(self) -> dict[str, Any]:
         return {**dataclasses.asdict(self), "captured": list(self.captured), "ok": self.ok}
 
-    def to_json(self) -> str:
-        return json.dumps(self.asdict(), indent=2)
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Report:
+class Report(Jsonable):
     """Plans, captures and calls of one graphed model.
 
     Attributes:
@@ -341,9 +348,6 @@ class Report:
             "unseen_signatures": dict(self.unseen),
             "changes": list(self.changes),
         }
-
-    def to_json(self) -> str:
-        return json.dumps(self.asdict(), indent=2)
 
     def to_markdown(self) -> str:
         parts = ["# Graphed prefill report", "", f"* {self._state()}", *(f"* {x}" for x in self._left_out())]

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -313,28 +313,18 @@ class _SizeVerifier:
         detail: str,
         cause: str,
     ) -> Difference:
-        call = self.num_tokens, self.bucket, run.name, what
-        if located is None:
-            missing = "each segment alone agrees: the plan as a whole is not what the model computes"
-            detail = "; ".join(filter(None, (detail, missing)))
-            return Difference(*call, cause=cause, detail=detail, **_numbers(difference, what))
-        segment = located.segment
+        found: dict[str, Any] = {"tensor": what}
+        more = "each segment alone agrees: the plan as a whole is not what the model computes"
+        if located is not None:
+            difference, more = located.difference, located.detail
+            segment = located.segment
+            found = dict(segment=segment.name, kind=segment.kind, op=located.op, tensor=located.tensor)
+        numbers = asdict(difference) if difference is not None else {}
+        numbers["detail"] = "; ".join(filter(None, (detail, more)))
         return Difference(
-            *call, segment=segment.name, kind=segment.kind, op=located.op, cause=cause,
-            detail="; ".join(filter(None, (detail, located.detail))),
-            **_numbers(located.difference, located.tensor),
+            num_tokens=self.num_tokens, bucket=self.bucket, run=run.name, what=what, cause=cause,
+            **found, **numbers,
         )  # fmt: skip
-
-
-def _numbers(difference: TensorDifference | None, tensor: str) -> dict[str, Any]:
-    if difference is None:
-        return {"tensor": tensor}
-    return dict(
-        tensor=tensor, dim=difference.dim, rows=difference.rows, num_rows=difference.num_rows,
-        position=difference.position, size=difference.size, allowed=difference.allowed,
-        written=difference.written, num_written=difference.num_written,
-        left_alone=difference.left_alone, num_left_alone=difference.num_left_alone,
-    )  # fmt: skip
 
 
 def _tolerance_for(plan: SegmentPlan, num_tokens: int, device: torch.device) -> Tolerance:

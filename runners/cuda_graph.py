@@ -43,7 +43,7 @@ from runners.engine import CapturedGraph, check_can_capture, checked_outputs
 from runners.errors import CaptureError, ConfigError
 from runners.graph_timing import median_us
 from runners.mode import capture_of, capturing
-from runners.readbacks import refused, tensors_in
+from runners.readbacks import refused, source_line, tensors_in
 
 # gc and torch's generator mode belong to the process, and so does this.
 _one_at_a_time = threading.RLock()
@@ -252,7 +252,7 @@ class _WorkFinder(TorchDispatchMode):
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         if self.error is None and _is_work(func, args, kwargs, result):
-            self.error = refused(str(func), ELSEWHERE, self._segment)
+            self.error = refused(f"{self._segment}, op {func}", ELSEWHERE, source_line())
         return result
 
 

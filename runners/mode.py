@@ -7,24 +7,30 @@ threads and tasks do not see each other's. Reading one costs well under 0.2 us, 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
+from typing import TypeVar
 
 import torch
 
+T = TypeVar("T")
 _eager_only: ContextVar[bool] = ContextVar("piecewise_eager_only", default=False)
 _capture_window: ContextVar[bool] = ContextVar("piecewise_capture_window", default=False)
 _capturing: ContextVar[str | None] = ContextVar("piecewise_capturing", default=None)
 
 
 @contextmanager
-def eager_only() -> Iterator[None]:
-    """No graph is replayed in this block: every call runs eagerly, with the reason ``eager_only``."""
-    token = _eager_only.set(True)
+def _set(mode: ContextVar[T], value: T) -> Iterator[None]:
+    token = mode.set(value)
     try:
         yield
     finally:
-        _eager_only.reset(token)
+        mode.reset(token)
+
+
+def eager_only() -> AbstractContextManager[None]:
+    """No graph is replayed in this block: every call runs eagerly, with the reason ``eager_only``."""
+    return _set(_eager_only, True)
 
 
 def is_eager_only() -> bool:
@@ -32,14 +38,9 @@ def is_eager_only() -> bool:
     return _eager_only.get()
 
 
-@contextmanager
-def capture_window() -> Iterator[None]:
+def capture_window() -> AbstractContextManager[None]:
     """Shapes seen in this block may be captured [I5]; outside of one, an unseen shape runs eagerly."""
-    token = _capture_window.set(True)
-    try:
-        yield
-    finally:
-        _capture_window.reset(token)
+    return _set(_capture_window, True)
 
 
 def in_capture_window() -> bool:
@@ -47,14 +48,9 @@ def in_capture_window() -> bool:
     return _capture_window.get()
 
 
-@contextmanager
-def capture_of(segment: str) -> Iterator[None]:
+def capture_of(segment: str) -> AbstractContextManager[None]:
     """Marks this block as the capture of `segment`; graph engines open it around the recorded function."""
-    token = _capturing.set(segment)
-    try:
-        yield
-    finally:
-        _capturing.reset(token)
+    return _set(_capturing, segment)
 
 
 def capturing() -> str | None:

@@ -14,20 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes
 
 from runners.arena import Arena, fill_with_garbage_
-from runners.errors import CaptureError
 from runners.readbacks import (
     DEVICE_CROSSING,
     LAYOUT,
     RESIZED,
-    Refusal,
-    call_decomposed,
-    call_op,
+    Watch,
+    WatchedOps,
     decomposes,
-    refusal_for_op,
-    refused,
     tensors_in,
 )
 
@@ -44,31 +40,19 @@ _CONSTANT_OPS = frozenset(
 )
 
 
-class Recorder(TorchDispatchMode):
-    """Records the ops that run while it is active into `arena`; `steps` hands the record over.
+class Recorder(WatchedOps):
+    """Records the ops that run while it is active into `arena`; `steps` hands the record over."""
 
-    Args:
-        arena: holds the memory of the recorded tensors.
-        segment: the segment as errors name it.
-    """
-
-    def __init__(self, arena: Arena, segment: str) -> None:
-        super().__init__()
+    def __init__(self, arena: Arena, watch: Watch) -> None:
+        super().__init__(watch)
         self._arena = arena
-        self._segment = segment
         self._calls: list[Callable[[], object]] = []
         self._bools: list[Tensor] = []
-        self._host_scalars: dict[int, Tensor] = {}
-        self._refusal: CaptureError | None = None
-
-    def refuse(self, error: CaptureError) -> None:
-        """Raises `error` and remembers it, so that a model that swallows it is not recorded half."""
-        self._refusal = self._refusal or error
-        raise error
 
     def clear(self) -> None:
         """Drops the record; a traceback may keep this object alive."""
-        self._calls, self._bools, self._host_scalars = [], [], {}
+        self._calls, self._bools = [], []
+        self._watch.host_scalars.clear()
 
     def steps(self) -> tuple[list[Callable[[], object]], list[Callable[[], object]]]:
         """The fills that spoil all recorded memory, and the recorded ops, as argumentless calls.
@@ -76,8 +60,8 @@ class Recorder(TorchDispatchMode):
         Raises:
             CaptureError: something was refused, and the recorded function swallowed the error.
         """
-        if self._refusal is not None:
-            raise self._refusal
+        if self._watch.error is not None:
+            raise self._watch.error
         fills: list[Callable[[], object]] = []
         fills += [partial(fill_with_garbage_, words) for words in self._arena.spans()]
         fills += [partial(mask.fill_, True) for mask in self._bools]
@@ -91,27 +75,25 @@ class Recorder(TorchDispatchMode):
             # Subclasses with a dispatch of their own take themselves apart; their parts come back here.
             return NotImplemented
         if decomposes(func):
-            return call_decomposed(func, args, kwargs, mode=self, refuse=self.refuse, segment=self._segment)
+            return self._call_decomposed(func, args, kwargs)
         with torch._C.DisableTorchFunction():
-            refusal = refusal_for_op(func, args, kwargs, self._host_scalars)
-            if refusal is not None:
-                raise self._error(func, refusal)
+            self._check_op(func, args, kwargs)
             given = list(tensors_in((*args, *kwargs.values())))
             named = {name: _aliased(value) for name, value in kwargs.items()}
             call = partial(func._op, *_aliased(args), **named)
             before = [_place(tensor) for tensor in given] if func._schema.is_mutable else []
             storages = {tensor.untyped_storage()._cdata for tensor in given if tensor.layout is torch.strided}
         try:
-            result = call_op(func, args, kwargs, refuse=self.refuse, segment=self._segment)
+            result = self._call_op(func, args, kwargs)
         except RuntimeError as error:
-            if "not resizable" not in str(error):
-                raise
-            raise self._error(func, RESIZED) from error
+            if "not resizable" in str(error):
+                self._watch.refuse(func, RESIZED)
+            raise
         with torch._C.DisableTorchFunction():
             if torch.Tag.inplace_view in func.tags:
                 return result
             if func._schema.is_mutable and before != [_place(tensor) for tensor in given]:
-                raise self._error(func, RESIZED)
+                self._watch.refuse(func, RESIZED)
             if func is torch.ops.aten.lift_fresh.default:
                 storages = set()
             return self._record(func, call, result, storages)
@@ -135,11 +117,6 @@ class Recorder(TorchDispatchMode):
             self._calls.append(_copying(call, copies))
         return _replaced(results, {path: mine for (path, _), mine in zip(fresh, recorded, strict=True)})
 
-    def _error(self, func: OpOverload, refusal: Refusal) -> CaptureError:
-        error = refused(str(func), refusal, self._segment)
-        self._refusal = self._refusal or error
-        return error
-
     def _record(self, func: OpOverload, call: partial[Any], result: Any, storages: set[int]) -> Any:
         """Moves a result's fresh tensors into the arena, notes how to make them, returns the result."""
         leaves = list(_leaves(result))
@@ -161,9 +138,9 @@ class Recorder(TorchDispatchMode):
 
     def _check(self, func: OpOverload, leaf: Tensor) -> None:
         if leaf.layout is not torch.strided or leaf.is_quantized:
-            raise self._error(func, LAYOUT)
+            self._watch.refuse(func, LAYOUT)
         if leaf.device != self._arena.device and not (leaf.device.type == "cpu" and leaf.dim() == 0):
-            raise self._error(func, DEVICE_CROSSING)
+            self._watch.refuse(func, DEVICE_CROSSING)
 
     def _is_view_or_query(self, func: OpOverload, result: Any) -> bool:
         if func._schema.is_mutable:
@@ -218,7 +195,7 @@ class Recorder(TorchDispatchMode):
 
     def _note_constant(self, func: OpOverload, mine: Tensor) -> None:
         if func is torch.ops.aten.lift_fresh.default:
-            self._host_scalars[mine.untyped_storage()._cdata] = mine
+            self._watch.host_scalars[mine.untyped_storage()._cdata] = mine
         if mine.numel():
             self._calls.append(partial(_spanned(mine).fill_, _spanned(mine)[0].item()))
 

@@ -43,7 +43,7 @@ from runners.arena import Arena
 from runners.engine import CapturedGraph, GraphPool, check_can_capture, checked_outputs
 from runners.mode import capture_of, capturing
 from runners.opaque_call import recording_calls
-from runners.readbacks import HostReads
+from runners.readbacks import HostReads, Watch
 from runners.recorder import Recorder
 from runners.streams import Lanes
 
@@ -146,12 +146,13 @@ class TapeEngine:
         """Runs `fn` once and records it; see `GraphEngine.capture`."""
         check_can_capture(pool, segment)
         mark = pool.arena.begin()
-        recorder = Recorder(pool.arena, segment)
+        watch = Watch(segment)
+        recorder = Recorder(pool.arena, watch)
         pool.is_recording = True
         try:
             # Outside inference mode, as tensors made in it could not be written by a replay outside.
             with capture_of(segment), torch.inference_mode(False), torch.no_grad():
-                with HostReads(recorder.refuse, segment), recorder, recording_calls(recorder):
+                with HostReads(watch), recorder, recording_calls(recorder):
                     outputs = fn()
                 fills, calls = recorder.steps()
                 graph = TapeGraph(segment, checked_outputs(outputs, segment), fills, calls)

@@ -249,7 +249,6 @@ ELSEWHERE = {
     FallbackReason.CAPTURE_IN_PROGRESS,
     FallbackReason.STATIC_TOKEN_COUNT,
     FallbackReason.LOW_COVERAGE,
-    FallbackReason.RANK_DISAGREEMENT,
 }
 
 

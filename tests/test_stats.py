@@ -40,7 +40,6 @@ CODES = {
     "released",
     "nested_tracing",
     "reentrant_call",
-    "rank_disagreement",
 }
 
 
