@@ -25,7 +25,8 @@ import torch
 from piecewise.plan import Segment, SegmentPlan, ValueSpec
 from runners.bound_steps import copy_elements, own_copy
 from runners.errors import CaptureError
-from runners.rows import has_strides, is_dense
+from runners.row_views import place_of
+from runners.rows import has_strides, in_one_memory, is_dense
 
 
 class Unlowerable(Exception):
@@ -178,14 +179,10 @@ class SegmentLayout:
                 groups.setdefault(result.group, []).append((value, result.index))
         found: dict[int, torch.Tensor] = {}
         for members in groups.values():
-            begin = min(_offset(value, rows) for value, _ in members)
-            length = max(_end(value, rows) for value, _ in members) - begin
-            memory = torch.zeros(length, dtype=own[members[0][1]].dtype, device=own[members[0][1]].device)
-            for value, index in members:
-                found[index] = memory.as_strided(
-                    _sizes(value, rows), _strides(value, rows), _offset(value, rows) - begin
-                )
-                copy_elements(found[index], own[index])
+            places = [place_of(value, rows) for value, _ in members]
+            for (_, index), copy in zip(members, in_one_memory(places, own[members[0][1]]), strict=True):
+                copy_elements(copy, own[index])
+                found[index] = copy
         return found
 
 

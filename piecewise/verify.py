@@ -25,7 +25,7 @@ import torch
 
 from boundary_ops import PrefillBatch
 from piecewise.differences import TensorDifference, Tolerance, reduction_length
-from piecewise.locate import Located, SegmentWalk, random_state, set_random_state
+from piecewise.locate import Located, SegmentWalk
 from piecewise.outcome import Outcome, has_same_bits, stored
 from piecewise.plan import SegmentPlan
 from piecewise.poison import AS_SERVED, Poison, poisons_for, replay_with, spoil_static_memory
@@ -166,7 +166,7 @@ class _SizeVerifier:
         self.tolerance = _tolerance_for(served.plan, num_tokens, self.device)
         self.watched = self._find_watched()
         self.before = {name: stored(tensor) for name, tensor in self.watched.items()}
-        self._random = random_state(self.device)
+        self._random = _random_state(self.device)
 
     def _find_watched(self) -> dict[str, torch.Tensor]:
         """By name: inputs, state that the plan writes, and all tensors of the model but its parameters."""
@@ -236,7 +236,7 @@ class _SizeVerifier:
         for name, tensor in self.watched.items():
             if not has_same_bits(tensor, self.before[name]):
                 copy_elements(tensor, self.before[name])
-        set_random_state(self.device, self._random)
+        _set_random_state(self.device, self._random)
 
     def _prepare(self, poison: Poison) -> None:
         """Makes all as before the call, but for static memory, which is overwritten."""
@@ -336,3 +336,15 @@ def _tolerance_for(plan: SegmentPlan, num_tokens: int, device: torch.device) -> 
     has_tf32 = device.type == "cuda" and torch.backends.cuda.matmul.allow_tf32
     segments = len(plan.graph_segments())
     return Tolerance(reduction_length(weights, num_tokens), segments, has_tf32)
+
+
+def _random_state(device: torch.device) -> list[torch.Tensor]:
+    """The states of the generators that a call may draw from."""
+    states = [torch.get_rng_state()]
+    return [*states, torch.cuda.get_rng_state(device)] if device.type == "cuda" else states
+
+
+def _set_random_state(device: torch.device, states: Sequence[torch.Tensor]) -> None:
+    torch.set_rng_state(states[0])
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(states[1], device)

@@ -26,6 +26,7 @@ from runners.readbacks import (
     decomposes,
     tensors_in,
 )
+from runners.rows import num_spanned
 
 _EMPTY_OPS = frozenset(
     f"aten::{name}"
@@ -156,7 +157,7 @@ class Recorder(WatchedOps):
         bounds: dict[int, tuple[int, int]] = {}
         for leaf in fresh:
             start = int(leaf.storage_offset()) * leaf.element_size()
-            end = start + _num_spanned(leaf) * leaf.element_size()
+            end = start + num_spanned(leaf.shape, leaf.stride()) * leaf.element_size()
             low, high = bounds.get(leaf.untyped_storage()._cdata, (start, end))
             bounds[leaf.untyped_storage()._cdata] = min(low, start), max(high, end)
         # From a multiple of 16, so that each offset stays one in units of any dtype.
@@ -230,19 +231,12 @@ def _replaced(result: Any, recorded: dict[tuple[int, ...], Tensor], path: tuple[
     return recorded.get(path, result) if isinstance(result, Tensor) else result
 
 
-def _num_spanned(tensor: Tensor) -> int:
-    """Elements from the first to the last, gaps included."""
-    if not tensor.numel():
-        return 0
-    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-
-
 def _bytes(tensor: Tensor) -> Tensor:
     return _spanned(tensor).view(torch.uint8)
 
 
 def _spanned(tensor: Tensor) -> Tensor:
-    return tensor.as_strided((_num_spanned(tensor),), (1,))
+    return tensor.as_strided((num_spanned(tensor.shape, tensor.stride()),), (1,))
 
 
 def _poison_(tensor: Tensor) -> None:
@@ -323,7 +317,7 @@ def _direct_overload_for(func: OpOverload, device: str) -> OpOverload | None:
 def _direct_call_for(func: OpOverload, call: partial[Any], leaf: Tensor, mine: Tensor) -> partial[Any] | None:
     """A call that writes straight into the recorded tensor and has just been seen to give the same bits."""
     overload = _direct_overload_for(func, leaf.device.type)
-    if overload is None or not mine.numel() or _num_spanned(mine) != mine.numel():
+    if overload is None or not mine.numel() or num_spanned(mine.shape, mine.stride()) != mine.numel():
         return None
     out = mine.detach()
     direct = partial(overload._op, *call.args, **call.keywords, out=out)

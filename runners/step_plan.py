@@ -42,8 +42,8 @@ from runners.bound_steps import (
     raise_change,
 )
 from runners.engine import CapturedGraph
-from runners.row_views import BoundRows, RowViews, SizedValue
-from runners.rows import has_strides, is_dense, row_copies
+from runners.row_views import BoundRows, RowViews, SizedValue, place_of
+from runners.rows import has_strides, is_dense, num_spanned, row_copies
 from runners.state_check import StateCheck, StateRef
 
 
@@ -310,15 +310,14 @@ class _Binder:
         found = []
         for position in group:
             item, index = self._results[position]
-            value = item.value
-            assert value is not None and value.sizes and value.strides and value.offset
-            offset = value.offset(num_tokens)[0]
-            sizes, strides = tuple(value.sizes(num_tokens)), tuple(value.strides(num_tokens))
+            assert item.value is not None
             target = self._first_copy + position
-            found.append(CopiedResult(target, rows.views[index], item.slot, sizes, strides, offset))
+            found.append(
+                CopiedResult(target, rows.views[index], item.slot, *place_of(item.value, num_tokens))
+            )
         begin = min(copied.offset for copied in found)
         copies = [replace(copied, offset=copied.offset - begin) for copied in found]
-        return CopyOut(copies, max(copy.offset + _num_spanned(copy.sizes, copy.strides) for copy in copies))
+        return CopyOut(copies, max(copy.offset + num_spanned(copy.sizes, copy.strides) for copy in copies))
 
 
 def _copy_in(shadow: Shadow, rows: torch.Tensor) -> CopyIn:
@@ -385,10 +384,3 @@ def _shared_results(results: tuple[ResultItem, ...]) -> list[list[int]]:
         if item.clone and value is not None and value.sizes and value.strides and value.offset:
             found.setdefault((item.memory, value.dtype), []).append(position)
     return [group for group in found.values() if len(group) > 1]
-
-
-def _num_spanned(sizes: tuple[int, ...], strides: tuple[int, ...]) -> int:
-    """Elements from the first to the last, gaps included."""
-    if 0 in sizes:
-        return 0
-    return 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
