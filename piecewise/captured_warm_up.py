@@ -17,7 +17,7 @@ import boundary_ops
 from boundary_ops import BoundaryOp
 from piecewise.boundary_warm_up import call_warm_up
 from piecewise.row_samples import stand_in
-from piecewise.tensors import storage_of, tensors_in
+from piecewise.tensors import bound_arguments, storage_of, tensors_in
 from runners.rows import poison_value
 
 
@@ -45,9 +45,7 @@ class CapturedWarmUp(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         if self._variant == 0:
             call_warm_up(op, self._num_rows, args, kwargs or {})
-        schema = op.overload._schema.arguments
-        bound = dict(zip((argument.name for argument in schema), args, strict=False)) | (kwargs or {})
-        self._stand_in(op, bound)
+        self._stand_in(op, bound_arguments(op.overload, args, kwargs or {}))
         return func(*args, **(kwargs or {}))
 
     def _stand_in(self, op: BoundaryOp, bound: Mapping[str, Any]) -> None:

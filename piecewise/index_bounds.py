@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from piecewise.tensors import bound_arguments
 from runners.readbacks import kernel_keys
 
 # (indices, how many there are to choose from, whether negative ones count from the end, a value that is
@@ -93,10 +94,7 @@ def check_indices(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mappin
     find = _OPERANDS.get(name) if namespace == "aten" else None
     if find is None:
         return
-    arguments = {argument.name: argument.default_value for argument in op._schema.arguments}
-    arguments.update({argument.name: value for argument, value in zip(op._schema.arguments, args)})  # noqa: B905
-    arguments.update(kwargs)
-    for index, size, may_be_negative, ignored in find(arguments):
+    for index, size, may_be_negative, ignored in find(bound_arguments(op, args, kwargs)):
         _check(name, index, size, may_be_negative=may_be_negative, ignored=ignored)
 
 

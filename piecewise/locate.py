@@ -25,7 +25,7 @@ from piecewise.plan import Segment, ValueSpec
 from piecewise.poison import AS_SERVED, Poison, replay_with, shadows_of
 from piecewise.row_samples import unchanged_random_state
 from piecewise.signatures import ServedBucket
-from piecewise.tensors import storage_of, tensors_in
+from piecewise.tensors import bound_arguments, storage_of, tensors_in, written_arguments
 from piecewise.warm_up import state_tensor
 from runners.bound_steps import copy_elements
 from runners.row_views import place_of
@@ -319,12 +319,9 @@ class _OpResults(TorchDispatchMode):
         if "empty" in str(func):
             self._unwritten.update((storage_of(item), item) for item in made)
             return result
-        bound = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False))
-        bound |= kwargs or {}
-        for argument in func._schema.arguments:
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                for written in tensors_in(bound.get(argument.name)):
-                    self._unwritten.pop(storage_of(written), None)
+        for written in tensors_in(written_arguments(func, args, kwargs or {})):
+            self._unwritten.pop(storage_of(written), None)
+        bound = bound_arguments(func, args, kwargs or {})
         for item in (*made, *_written_tokens(func, bound)):
             if isinstance(item, torch.Tensor) and storage_of(item) not in self._unwritten:
                 self.results.append((str(func), item.detach().clone()))

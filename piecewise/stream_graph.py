@@ -29,7 +29,7 @@ from piecewise.aten_graph import AtenGraph, function_of, trace_aten
 from piecewise.branches import Fork, Join, OpFacts, StreamSchedule, schedule
 from piecewise.passes.fakes import memory_of, value_of
 from piecewise.plan import Segment, ValueSpec
-from piecewise.tensors import tensors_in
+from piecewise.tensors import tensors_in, written_arguments
 from runners.streams import Lanes
 
 
@@ -105,10 +105,8 @@ def _facts(node: fx.Node, positions: Mapping[fx.Node, int], memories: Callable[[
         # Constants, items of tuples and sizes; whatever else there is may do anything.
         is_known = node.op == "get_attr" or made <= held
         return OpFacts(takes, is_barrier=not is_known)
-    written = set[int]()
-    for argument, value in _arguments(node):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            written |= memories(_flat([fx.node.map_arg(value, value_of)]))
+    args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), value_of)
+    written = memories(_flat(written_arguments(node.target, args, kwargs)))
     if not written and made <= held:
         # A view or a size; or, where it returns nothing, a check.
         return OpFacts(takes, is_barrier=not node.target._schema.returns)
@@ -123,14 +121,6 @@ def is_heavy(op: OpOverload) -> bool:
     """Whether an op is worth a lane: torch has a formula for its FLOPs, or it is named as a matmul is."""
     name = op._schema.name.rpartition("::")[2]
     return op.overloadpacket in flop_registry or name.rstrip("_").endswith("mm")
-
-
-def _arguments(node: fx.Node) -> list[tuple[Any, Any]]:
-    """(schema's argument, what the node passes for it)."""
-    arguments = node.target._schema.arguments  # type: ignore[union-attr]
-    by_name = {argument.name: argument for argument in arguments}
-    given = [*zip(arguments, node.args, strict=False)]
-    return [*given, *((by_name[name], value) for name, value in node.kwargs.items())]
 
 
 def _flat(value: Any) -> list[Any]:
