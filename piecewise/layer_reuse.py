@@ -51,20 +51,16 @@ def run_in_layers(model: nn.Module, run: Callable[..., DynamoRun]) -> tuple[Dyna
         TraceError: as `run`.
     """
     with one_at_a_time:
-        return _run_in_layers(model, run)
-
-
-def _run_in_layers(model: nn.Module, run: Callable[..., DynamoRun]) -> tuple[DynamoRun, LayerReuse | None]:
-    layers = repeated_layers(model)
-    if not layers:
-        return run(repeats=True), None
-    namespace = Namespace()
-    try:
-        with layers_as_ops(layers):
-            whole = run(repeats=False, namespace=namespace)
-        return whole, _Weaver(whole, layers, namespace).weave()
-    except Exception as refusal:  # whatever it is, a run over all of it does without, or has the reason
-        return run(repeats=True), LayerReuse(len(layers), len(layers), told(refusal))
+        layers = repeated_layers(model)
+        if not layers:
+            return run(repeats=True), None
+        namespace = Namespace()
+        try:
+            with layers_as_ops(layers):
+                whole = run(repeats=False, namespace=namespace)
+            return whole, _Weaver(whole, layers, namespace).weave()
+        except Exception as refusal:  # whatever it is, a run over all of it does without, or has the reason
+            return run(repeats=True), LayerReuse(len(layers), len(layers), told(refusal))
 
 
 # Attributes that `nn.Module.__call__` has, and the modules themselves do not.

@@ -57,11 +57,11 @@ _Around = Callable[[list[Any], str | None, Callable[[], None]], None]
 
 
 class SegmentWalk:
-    """Walks one call's plan, with the replay of its graphs or, without `uses_graphs`, with a call of their
-    functions on the same padded memory.
+    """Walks one call's plan, with the replay of its graphs or, where a run is without them, with a call of
+    their functions on the same padded memory.
 
-    Before each walk state, inputs and random numbers must be those of before the call: the caller sees to the
-    first walk, and a method that walks again calls its `prepare`.
+    Before each walk state, inputs and random numbers must be those of before the call: for that the caller
+    gives a `prepare`, or sees to it.
     """
 
     def __init__(
@@ -72,9 +72,7 @@ class SegmentWalk:
         leaves: Sequence[Any],
         num_tokens: int,
         tolerance: Tolerance,
-        uses_graphs: bool = True,
     ) -> None:
-        self.uses_graphs = uses_graphs
         self.plan, self.steps, self.assembler = served.plan, served.steps, assembler
         self.leaves, self.num_tokens = list(leaves), num_tokens
         self.bucket = served.steps.padded_num_tokens
@@ -93,6 +91,7 @@ class SegmentWalk:
 
     def beside_functions(self, poison: Poison, prepare: Callable[[], None]) -> Located | None:
         """The first segment whose step is not its function on the real rows."""
+        prepare()
 
         def around(env: list[Any], name: str | None, run: Callable[[], None]) -> None:
             if name is None:
@@ -125,6 +124,7 @@ class SegmentWalk:
             for value, wanted in before.pop(0) if name is not None else ():
                 self._compare(self._by_name[name or ""], value, wanted, env, None)
 
+        prepare()
         self._walk(AS_SERVED, note)
         prepare()
         return self._with_op(self._walk(poison, compare), poison, prepare, None)
@@ -161,7 +161,7 @@ class SegmentWalk:
     def _run(self, poison: Poison, around: _Around) -> list[Any]:
         def step(env: list[Any], name: str | None, run: Callable[[], None]) -> None:
             segment = self._by_name[name] if name is not None else None
-            if segment is not None and segment.kind == "graph" and not self.uses_graphs:
+            if segment is not None and segment.kind == "graph" and not poison.uses_graphs:
                 around(env, name, lambda: self._call_function(segment))
             else:
                 around(env, name, run)

@@ -134,8 +134,7 @@ class CudaPool(GraphPool):
 
     @property
     def device_bytes(self) -> int:
-        """By how much the device's free memory shrank from the first bucket's begin to the last one's end:
-        pool, static buffers and the driver's share."""
+        """From the first bucket's begin to the last one's end: pool, static buffers, the driver's share."""
         return self._device_bytes
 
     def begin_call(self) -> None:
@@ -171,11 +170,9 @@ class CudaPool(GraphPool):
         return self._handle
 
     def keep_only(self, tensors: Iterable[Tensor]) -> None:
-        """Outputs that none of `tensors` looks at may be overwritten by the segments captured from now on."""
         self.book.keep_only(tensors)
 
     def end_bucket(self) -> None:
-        """The next bucket reuses this one's memory [I9]."""
         self.check_usable("end a bucket of")
         self.begin_call()
         self.book.clear()

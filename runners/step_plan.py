@@ -36,7 +36,6 @@ from runners.bound_steps import (
     LoadStep,
     Measure,
     OpCall,
-    Replay,
     StateChanged,
     own_copy,
     raise_change,
@@ -78,6 +77,9 @@ class ReplayStep:
 
     graph: CapturedGraph
     name: str
+
+    def replay(self, env: list[Any]) -> None:
+        self.graph.replay()
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,8 +237,7 @@ class _Binder:
         self._loads = [LoadStep(metadata) for metadata in plan.step_metadata]
         self._copy_ins = [(shadow, self._views.add(shadow.buffer, shadow.value)) for shadow in plan.copy_ins]
         self._steps: list[Any] = [
-            Replay(step.graph) if isinstance(step, ReplayStep) else self._template(step)
-            for step in plan.steps
+            step if isinstance(step, ReplayStep) else self._template(step) for step in plan.steps
         ]
         self._results = [
             (item, self._views.add(item.tensor, item.value) if item.tensor is not None else -1)
