@@ -78,9 +78,7 @@ _Footprint = tuple[tuple[int, ...], dict[str, Any]]
 
 def tensor_arguments(node: fx.Node) -> tuple[fx.Node, ...]:
     """Argument nodes whose value is a tensor or holds some, each once, in order."""
-    return tuple(
-        n for n in node.all_input_nodes if any(True for _ in tensors_in(n.meta.get("example_value")))
-    )
+    return tuple(n for n in node.all_input_nodes if any(True for _ in fakes_of([n])))
 
 
 def find_facts(graph: fx.Graph, *, enabled: frozenset[str] | None = None) -> dict[fx.Node, NodeFacts]:
@@ -97,7 +95,7 @@ def find_facts(graph: fx.Graph, *, enabled: frozenset[str] | None = None) -> dic
         if not node.op.startswith("call"):
             continue
         reads = tensor_arguments(node)
-        storages = frozenset(storage_of(tensor) for tensor in tensors_in(node.meta.get("example_value")))
+        storages = frozenset(map(storage_of, fakes_of([node])))
         boundary = lookup(node.target) if node.op == "call_function" else None
         if boundary is not None and enabled is not None and boundary.name not in enabled:
             boundary = None
@@ -110,20 +108,12 @@ def find_facts(graph: fx.Graph, *, enabled: frozenset[str] | None = None) -> dic
             memo[key] = _run_on_fakes(node, reads, fake_mode)
         written, found = memo[key]
         writes = tuple(reads[index] for index in written)
-        shared = any(
-            storages & {storage_of(t) for t in tensors_in(arg.meta["example_value"])} for arg in reads
-        )
-        is_view = bool(storages) and not writes and shared and _all_shared(node, reads)
+        is_view = bool(storages) and not writes and storages <= set(map(storage_of, fakes_of(reads)))
         if is_tuple_item(node):
             # An item is the tensor that its producer made, unless that makes views (split).
             is_view = facts[node.args[0]].is_view  # type: ignore[index]
         facts[node] = NodeFacts(reads, writes, storages, is_view, **found)
     return facts
-
-
-def _all_shared(node: fx.Node, reads: Sequence[fx.Node]) -> bool:
-    held = {storage_of(t) for arg in reads for t in tensors_in(arg.meta["example_value"])}
-    return all(storage_of(tensor) in held for tensor in tensors_in(node.meta["example_value"]))
 
 
 def _schema_writes(node: fx.Node, boundary: BoundaryOp) -> tuple[fx.Node, ...]:
@@ -161,11 +151,8 @@ def node_key(node: fx.Node) -> Any:
 
     # Two arguments that are the same node, or share memory, must not be mistaken for two that do not.
     order: dict[int, int] = {}
-    pattern = []
-    for argument in node.all_input_nodes:
-        for tensor in tensors_in(argument.meta.get("example_value")):
-            pattern.append(order.setdefault(storage_of(tensor), len(order)))
-    return (node.op, str(node.target), describe(node.args), describe(dict(node.kwargs)), tuple(pattern))
+    pattern = tuple(order.setdefault(storage_of(fake), len(order)) for fake in fakes_of(node.all_input_nodes))
+    return (node.op, str(node.target), describe(node.args), describe(dict(node.kwargs)), pattern)
 
 
 def _run_on_fakes(node: fx.Node, reads: Sequence[fx.Node], fake_mode: Any) -> _Footprint:
@@ -179,7 +166,7 @@ def _run_on_fakes(node: fx.Node, reads: Sequence[fx.Node], fake_mode: Any) -> _F
         # Control flow reads its predicate back.
         return (), dict(reads_back=True, data_dependent=True, from_host=from_host)
 
-    mode = OpRecorder(list(fakes_of(reads)))
+    mode = OpRecorder([*fakes_of(reads)])
     made, asked = _called(node, fake_mode, mode)
     written = tuple(
         index

@@ -16,6 +16,7 @@ import dataclasses
 import hashlib
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from typing import Any
 
 import torch
@@ -149,14 +150,11 @@ class Lowering:
         job = _Job(self.config, self._compiled, plan, tuple(sorted(buckets)), graphs)
         began = time.perf_counter()
         if buckets and self.config.lowering != "eager":
-            bar = progress_bar(len(segments), enabled=self.config.progress)
-            bar.set_description("lowering segments")
-            try:
+            with closing(progress_bar(len(segments), enabled=self.config.progress)) as bar:
+                bar.set_description("lowering segments")
                 for segment in segments:
                     functions[segment.index] = job.lowered(segment)
                     bar.update(1)
-            finally:
-                bar.close()
         report = LoweringReport(
             self.config.lowering, len(segments), len({segment_text(plan, segment) for segment in segments}),
             job.num_compiled, job.num_from_disk, job.num_reused, time.perf_counter() - began,
@@ -211,7 +209,7 @@ class _Job:
                     "it holds captured boundary ops, which write memory that must not be copied"
                 )
             layout = SegmentLayout.of(self.plan, segment, self.buckets)
-            chosen = self._functions(segment, layout)
+            by_rows = self._functions(segment, layout)
         except Unlowerable as reason:
             self.kept_eager.append(KeptEager(segment.name, str(reason)))
             if self.config.strict:
@@ -223,22 +221,21 @@ class _Job:
                     fix="use lowering='eager', or strict=False",
                 ) from reason
             return segment.function
-        by_rows = {rows: compiled.function for rows, compiled in chosen.items()}
         function = LoweredSegment(segment, layout, by_rows, strict=self.config.strict)
         self.lowered_segments.append(function)
         return OpaqueCall(function)
 
-    def _functions(self, segment: Segment, layout: SegmentLayout) -> dict[int, _Compiled]:
+    def _functions(self, segment: Segment, layout: SegmentLayout) -> dict[int, Callable[..., Any]]:
         """Bucket → the function that serves it: one for all, where that holds."""
         largest = self.buckets[-1]
         # torch knows no symbol that may be 1.
         dynamic = self._function(segment, layout, largest, is_dynamic=True) if largest > 1 else None
         found = {}
         for rows in self.buckets:
-            if dynamic is None or rows in self.config.compile_sizes or not dynamic.holds_for(rows):
-                found[rows] = self._function(segment, layout, rows, is_dynamic=False)
-            else:
-                found[rows] = dynamic
+            compiled = dynamic
+            if compiled is None or rows in self.config.compile_sizes or not compiled.holds_for(rows):
+                compiled = self._function(segment, layout, rows, is_dynamic=False)
+            found[rows] = compiled.function
         return found
 
     def _function(self, segment: Segment, layout: SegmentLayout, rows: int, *, is_dynamic: bool) -> _Compiled:
