@@ -25,7 +25,7 @@ from torch._ops import OpOverload
 from torch.utils.flop_counter import flop_registry
 
 from piecewise import torch_internals as internals
-from piecewise.aten_graph import AtenGraph, function_of, trace_aten
+from piecewise.aten_graph import trace_aten
 from piecewise.branches import Fork, Join, OpFacts, StreamSchedule, schedule
 from piecewise.passes.fakes import memory_of, value_of
 from piecewise.plan import Segment, ValueSpec
@@ -63,7 +63,7 @@ class ScheduledFunction:
         made = schedule(facts_of(traced.module.graph, nodes, segment, values), num_streams)
         if not made.regions:
             return cls(made, None, traced.is_valid)
-        function = function_of(_on_lanes(traced.module.graph, nodes, made), _constants(traced))
+        function = traced.function(_on_lanes(traced.module.graph, nodes, made))
 
         def run(lanes: Lanes, num_rows: int, *inputs: torch.Tensor) -> tuple:
             # Casts of autocast are in the graph.
@@ -163,9 +163,3 @@ def _on_lanes(graph: fx.Graph, nodes: Sequence[fx.Node], made: StreamSchedule) -
 
 def _has_memory(node: fx.Node) -> bool:
     return any(True for _ in tensors_in(value_of(node)))
-
-
-def _constants(traced: AtenGraph) -> dict[str, Any]:
-    """What the graph's get_attr nodes name."""
-    nodes = traced.module.graph.find_nodes(op="get_attr")
-    return {str(node.target): getattr(traced.module, str(node.target)) for node in nodes}

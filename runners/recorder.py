@@ -7,7 +7,7 @@ return an argument without saying so.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache, partial
 from typing import Any
 
@@ -39,6 +39,12 @@ _CONSTANT_OPS = frozenset(
         *("full", "full_like", "new_full", "scalar_tensor", "lift_fresh"),
     )
 )
+
+
+# Where a tensor stands in a result of tuples and lists.
+_Path = tuple[int, ...]
+# A tensor of a result, and the recorded tensor that takes its place.
+_Output = tuple[_Path, Tensor, Tensor]
 
 
 class Recorder(WatchedOps):
@@ -105,37 +111,29 @@ class Recorder(WatchedOps):
         storages = {tensor.untyped_storage()._cdata for tensor in tensors_in(args)}
         with _disable_current_modes(), torch._C.DisableTorchFunction():
             results = tuple(function(*args))
-            fresh = [
-                ((position,), leaf)
-                for position, leaf in enumerate(results)
-                if leaf.untyped_storage()._cdata not in storages
-            ]
-            recorded = self._recorded_for([leaf for _, leaf in fresh])
-            copies = []
-            for (path, leaf), mine in zip(fresh, recorded, strict=True):
-                copies.append((path, _copy_for(mine, leaf)))
-                copies[-1][1](leaf)
-            self._calls.append(_copying(call, copies))
-        return _replaced(results, {path: mine for (path, _), mine in zip(fresh, recorded, strict=True)})
+            outputs = self._moved(_leaves(results), storages)
+            for _, theirs, mine in outputs:
+                _copy_for(mine, theirs)(theirs)
+            self._calls.append(_copying(call, outputs))
+        return _replaced(results, outputs)
 
     def _record(self, func: OpOverload, call: partial[Any], result: Any, storages: set[int]) -> Any:
         """Moves a result's fresh tensors into the arena, notes how to make them, returns the result."""
         leaves = list(_leaves(result))
         for _, leaf in leaves:
             self._check(func, leaf)
-        fresh = [(path, leaf) for path, leaf in leaves if leaf.untyped_storage()._cdata not in storages]
+        fresh = [leaf for _, leaf in leaves if leaf.untyped_storage()._cdata not in storages]
         if not fresh:
             if not self._is_view_or_query(func, result):
                 self._calls.append(call)
             return result
-        if all(leaf.device != self._arena.device for _, leaf in fresh):
+        if all(leaf.device != self._arena.device for leaf in fresh):
             # A 0-dim host constant beside a pool on another device: no memory of the pool, and nothing to
             # repeat.
             return result
-        recorded = self._recorded_for([leaf for _, leaf in fresh])
-        outputs = [(path, leaf, mine) for (path, leaf), mine in zip(fresh, recorded, strict=True)]
+        outputs = self._moved(leaves, storages)
         self._note(func, call, outputs)
-        return _replaced(result, {path: mine for path, _, mine in outputs})
+        return _replaced(result, outputs)
 
     def _check(self, func: OpOverload, leaf: Tensor) -> None:
         if leaf.layout is not torch.strided or leaf.is_quantized:
@@ -152,8 +150,11 @@ class Recorder(WatchedOps):
         # something.
         return func.namespace == "aten" and bool(func._schema.returns)
 
-    def _recorded_for(self, fresh: list[Tensor]) -> list[Tensor]:
-        """Arena tensors of the same sizes and strides; results that share a storage share one here too."""
+    def _moved(self, leaves: Iterable[tuple[_Path, Tensor]], storages: set[int]) -> list[_Output]:
+        """The leaves in none of these storages, each with an arena tensor of the same sizes and strides;
+        those that share a storage share one there too."""
+        outputs = [leaf for leaf in leaves if leaf[1].untyped_storage()._cdata not in storages]
+        fresh = [leaf for _, leaf in outputs]
         bounds: dict[int, tuple[int, int]] = {}
         for leaf in fresh:
             start = int(leaf.storage_offset()) * leaf.element_size()
@@ -163,20 +164,18 @@ class Recorder(WatchedOps):
         # From a multiple of 16, so that each offset stays one in units of any dtype.
         bounds = {storage: (low // 16 * 16, high) for storage, (low, high) in bounds.items()}
         memory = {storage: self._arena.allocate(high - low) for storage, (low, high) in bounds.items()}
-        recorded = []
-        for leaf in fresh:
+        recorded: list[_Output] = []
+        for path, leaf in outputs:
             storage = leaf.untyped_storage()._cdata
             offset = leaf.storage_offset() - bounds[storage][0] // leaf.element_size()
             mine = torch.empty(0, dtype=leaf.dtype, device=leaf.device)
             mine.set_(memory[storage].untyped_storage(), offset, leaf.shape, leaf.stride())
             if mine.dtype is torch.bool and mine.numel():
                 self._bools.append(_spanned(mine))
-            recorded.append(mine)
+            recorded.append((path, leaf, mine))
         return recorded
 
-    def _note(
-        self, func: OpOverload, call: partial[Any], outputs: list[tuple[tuple[int, ...], Tensor, Tensor]]
-    ) -> None:
+    def _note(self, func: OpOverload, call: partial[Any], outputs: list[_Output]) -> None:
         name = func._schema.name
         path, leaf, mine = outputs[0]
         if name in _EMPTY_OPS:
@@ -191,8 +190,7 @@ class Recorder(WatchedOps):
         if direct is not None:
             self._calls.append(direct)
             return
-        copies = [(path, _copy_for(target, theirs)) for path, theirs, target in outputs]
-        self._calls.append(_copying(_pinned(func, call, leaf), copies))
+        self._calls.append(_copying(_pinned(func, call, leaf), outputs))
 
     def _note_constant(self, func: OpOverload, mine: Tensor) -> None:
         if func is torch.ops.aten.lift_fresh.default:
@@ -216,7 +214,7 @@ def _aliased(value: Any) -> Any:
     return value
 
 
-def _leaves(result: Any, path: tuple[int, ...] = ()) -> Any:
+def _leaves(result: Any, path: _Path = ()) -> Iterator[tuple[_Path, Tensor]]:
     if isinstance(result, Tensor):
         yield path, result
     elif isinstance(result, (list, tuple)):
@@ -224,15 +222,11 @@ def _leaves(result: Any, path: tuple[int, ...] = ()) -> Any:
             yield from _leaves(item, (*path, position))
 
 
-def _replaced(result: Any, recorded: dict[tuple[int, ...], Tensor], path: tuple[int, ...] = ()) -> Any:
+def _replaced(result: Any, outputs: Sequence[_Output], path: _Path = ()) -> Any:
     if isinstance(result, (list, tuple)):
-        items = [_replaced(item, recorded, (*path, position)) for position, item in enumerate(result)]
+        items = [_replaced(item, outputs, (*path, position)) for position, item in enumerate(result)]
         return items if isinstance(result, list) else tuple(items)
-    return recorded.get(path, result) if isinstance(result, Tensor) else result
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    return _spanned(tensor).view(torch.uint8)
+    return next((mine for at, _, mine in outputs if at == path), result)
 
 
 def _spanned(tensor: Tensor) -> Tensor:
@@ -270,9 +264,9 @@ def _copy_for(recorded: Tensor, fresh: Tensor) -> Callable[[Tensor], object]:
     return copy
 
 
-def _copying(
-    call: Callable[[], Any], copies: Sequence[tuple[tuple[int, ...], Callable[[Tensor], object]]]
-) -> Callable[[], object]:
+def _copying(call: Callable[[], Any], outputs: Sequence[_Output]) -> Callable[[], object]:
+    """The call, and copies of its results into recorded tensors."""
+    copies = [(path, _copy_for(mine, theirs)) for path, theirs, mine in outputs]
     if len(copies) == 1 and not copies[0][0]:
         copy_result = copies[0][1]
         return lambda: copy_result(call())
@@ -323,7 +317,9 @@ def _direct_call_for(func: OpOverload, call: partial[Any], leaf: Tensor, mine: T
     direct = partial(overload._op, *call.args, **call.keywords, out=out)
     _poison_(mine)
     direct()
-    is_same = _place(out) == _place(mine) and torch.equal(_bytes(mine), _bytes(leaf))
+    is_same = _place(out) == _place(mine) and torch.equal(
+        _spanned(mine).view(torch.uint8), _spanned(leaf).view(torch.uint8)
+    )
     if not is_same:
         mine.copy_(leaf)
     return direct if is_same else None
