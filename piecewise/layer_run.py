@@ -146,7 +146,7 @@ class LayerRun:
                 leaf, dim = internals.symbol_source(inner, symbol) or (-1, -1)
                 if dim < 0:
                     raise NotReused("a condition on a number that is no size")
-                size = self.call.fake(self.numbers[leaf]).shape[dim]
+                size = self.call.fakes()[self.numbers[leaf]].shape[dim]
                 taken[symbol] = internals.expression(size, shape_env)
             if not internals.holds_as_guard(shape_env, condition.xreplace(taken)):
                 raise NotReused("a layer's condition does not hold in the whole")

@@ -11,7 +11,7 @@ segment that makes it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -321,18 +321,13 @@ class _OpResults(TorchDispatchMode):
             return result
         for written in tensors_in(written_arguments(func, args, kwargs or {})):
             self._unwritten.pop(storage_of(written), None)
-        bound = bound_arguments(func, args, kwargs or {})
-        for item in (*made, *_written_tokens(func, bound)):
+        op, bound = boundary_ops.lookup(func), bound_arguments(func, args, kwargs or {})
+        if op is not None:
+            made += [bound[name] for name in op.mutated if name in (op.token_args or op.mutated)]
+        for item in made:
             if isinstance(item, torch.Tensor) and storage_of(item) not in self._unwritten:
                 self.results.append((str(func), item.detach().clone()))
         return result
-
-
-def _written_tokens(func: Any, bound: Mapping[str, Any]) -> list[Any]:
-    op = boundary_ops.lookup(func)
-    if op is None:
-        return []
-    return [bound.get(name) for name in op.mutated if name in (op.token_args or op.mutated)]
 
 
 def _first_different(alone: _OpResults, beside: _OpResults, tolerance: Tolerance | None) -> str | None:

@@ -6,11 +6,9 @@ The ops are those of the segment's function, in another order; no kernel is anot
 is read from its schema and from the storages of its fakes; two inputs of the segment that share memory are
 one.
 
-**Memory.** torch's allocator keeps free blocks per stream: a block that Python frees may at once be handed
-out again on the stream that it was allocated on, while another stream still reads it. So every tensor that
-is made or read between a fork and its join is an argument of the join, and thereby held until then. What is
-freed later is used again on lane 0 behind the join, or on another lane behind the next fork, which waits for
-all that lane 0 has issued by then.
+**Memory.** Every tensor that is made or read between a fork and its join is an argument of the join, and
+thereby held until then: `runners/streams.py` says why. What is freed later is used again on lane 0 behind
+the join, or on another lane behind the next fork, which waits for all that lane 0 has issued by then.
 """
 
 from __future__ import annotations

@@ -19,6 +19,12 @@ _capture_window: ContextVar[bool] = ContextVar("piecewise_capture_window", defau
 _capturing: ContextVar[str | None] = ContextVar("piecewise_capturing", default=None)
 
 
+# Whether a block of that kind is open here; the segment that is being captured here, or None.
+is_eager_only = _eager_only.get
+in_capture_window = _capture_window.get
+capturing = _capturing.get
+
+
 @contextmanager
 def _set(mode: ContextVar[T], value: T) -> Iterator[None]:
     token = mode.set(value)
@@ -33,29 +39,14 @@ def eager_only() -> AbstractContextManager[None]:
     return _set(_eager_only, True)
 
 
-def is_eager_only() -> bool:
-    """Whether an `eager_only` block is open here."""
-    return _eager_only.get()
-
-
 def capture_window() -> AbstractContextManager[None]:
     """Shapes seen in this block may be captured [I5]; outside of one, an unseen shape runs eagerly."""
     return _set(_capture_window, True)
 
 
-def in_capture_window() -> bool:
-    """Whether a `capture_window` block is open here."""
-    return _capture_window.get()
-
-
 def capture_of(segment: str) -> AbstractContextManager[None]:
     """Marks this block as the capture of `segment`; graph engines open it around the recorded function."""
     return _set(_capturing, segment)
-
-
-def capturing() -> str | None:
-    """The segment that is being captured here, or None."""
-    return _capturing.get()
 
 
 def is_transforming() -> bool:

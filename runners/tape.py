@@ -50,14 +50,19 @@ from runners.streams import Lanes
 _Step = Callable[[], object]
 
 
+_KEYS_BELOW = ("Python", "PythonTLSSnapshot", "AutogradOther", "AutogradCPU", "AutogradCUDA")
+
+
 @cache
 def _keys_below_modes() -> torch._C.DispatchKeySet:
     """Autograd, autocast, view tracking and modes: recorded ops are below them, so a replay must be too."""
     keys = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
     for name in dir(torch._C.DispatchKey):
-        if name in ("Python", "PythonTLSSnapshot", "AutogradOther", "AutogradCPU", "AutogradCUDA"):
-            keys = keys | torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, name))
-        elif name.startswith("Autocast"):
+        if name.startswith(("Autocast", "Python")) or name in (
+            "AutogradOther",
+            "AutogradCPU",
+            "AutogradCUDA",
+        ):
             keys = keys | torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, name))
     return keys
 
@@ -152,7 +157,7 @@ class TapeEngine:
         try:
             # Outside inference mode, as tensors made in it could not be written by a replay outside.
             with capture_of(segment), torch.inference_mode(False), torch.no_grad():
-                with HostReads(watch), recorder, recording_calls(recorder):
+                with HostReads(watch), recorder, recording_calls(recorder.record_call):
                     outputs = fn()
                 fills, calls = recorder.steps()
                 graph = TapeGraph(segment, checked_outputs(outputs, segment), fills, calls)

@@ -124,15 +124,10 @@ def _computes_in_float32(match: Match) -> bool:
     """Whether all that the match computes with is float32 up to the rounding of the normed value."""
     weight = match.kwargs["weight"]
     for node in match.nodes:
-        if node.target in (aten.rsqrt.default, aten.pow.Tensor_Scalar, aten.mean.dim):
-            if value_of(node).dtype is not torch.float32:
-                return False
         # `1 + weight` in a narrow dtype rounds.
-        if (
-            node.target is aten.add.Tensor
-            and node.args[0] is weight
-            and value_of(node).dtype is not torch.float32
-        ):
+        is_factor = node.target is aten.add.Tensor and node.args[0] is weight
+        is_statistic = node.target in (aten.rsqrt.default, aten.pow.Tensor_Scalar, aten.mean.dim)
+        if (is_factor or is_statistic) and value_of(node).dtype is not torch.float32:
             return False
     return True
 
