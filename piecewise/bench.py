@@ -12,7 +12,7 @@ import dataclasses
 import platform
 import timeit
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -71,7 +71,7 @@ class _EmptyGraph(CapturedGraph):
         pass
 
 
-def print_host_overhead(*, num_calls: int, depths: Sequence[int] = (2, 32)) -> None:
+def print_host_overhead(*, num_calls: int) -> None:
     """Measures and prints the host time of one call, microseconds, best of several rounds, per depth.
 
     The fixed part is binding, signature, bucket, copy-in of two inputs, empty steps and output; the state
@@ -84,7 +84,7 @@ def print_host_overhead(*, num_calls: int, depths: Sequence[int] = (2, 32)) -> N
         " two tensor inputs, one tensor output\n"
     )
     rows = [("", "fixed part", "state comparison", "each boundary call", "whole call")]
-    print(text_table([*rows, *(_host_overhead(depth, num_calls=num_calls) for depth in depths)]))
+    print(text_table([*rows, *(_host_overhead(depth, num_calls=num_calls) for depth in (2, 32))]))
 
 
 def _host_overhead(num_layers: int, *, num_calls: int) -> tuple[str, ...]:
