@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -162,7 +163,7 @@ class SegmentWalk:
         def step(env: list[Any], name: str | None, run: Callable[[], None]) -> None:
             segment = self._by_name[name] if name is not None else None
             if segment is not None and segment.kind == "graph" and not poison.uses_graphs:
-                around(env, name, lambda: self._call_function(segment))
+                around(env, name, partial(self._call_function, segment))
             else:
                 around(env, name, run)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -98,9 +99,9 @@ def replay_with(
     num_tokens: int,
     poison: Poison,
     *,
-    around: Callable[[Any, str | None, Callable[[], None]], None] | None = None,
+    around: Callable[[Any, str | None, Callable[[], None]], None],
 ) -> list[Any]:
-    """One replay with poisoned padding, step by step; the result's leaves.
+    """One run with poisoned padding, step by step; the result's leaves.
 
     Args:
         around: called for each step in its stead, as `around(env, name of its segment or None, run)`.
@@ -115,10 +116,7 @@ def replay_with(
     names = iter(step.name for step in steps.steps)
     for position, step in enumerate(bound.steps):
         name = next(names) if isinstance(step, (ReplayStep, Call)) else None
-        if around is None:
-            step.replay(env)
-        else:
-            around(env, name, lambda step=step: step.replay(env))  # type: ignore[misc]
+        around(env, name, partial(step.replay, env))
         for tensor, value in pads.get(position, ()):
             assert poison.variant is not None
             poison_padding_(tensor, value, num_tokens, steps.padded_num_tokens, variant=poison.variant)

@@ -35,7 +35,7 @@ from piecewise.differences import (
 )
 from piecewise.locate import Located, SegmentWalk
 from piecewise.plan import SegmentPlan
-from piecewise.poison import AS_SERVED, WITHOUT_GRAPHS, Poison, poisons_for, replay_with, spoil_static_memory
+from piecewise.poison import AS_SERVED, WITHOUT_GRAPHS, Poison, poisons_for, spoil_static_memory
 from piecewise.row_samples import unchanged_random_state
 from piecewise.verify_report import Difference, SizeCheck, VerifyReport
 from runners.bound_steps import StateChanged, copy_elements
@@ -240,12 +240,9 @@ class _SizeVerifier:
         return Outcome.of(lambda: self.signature.rebuild(self._leaves(run)), self.watched)
 
     def _leaves(self, run: Poison) -> list[Any]:
-        steps, leaves = self.served.steps, list(self.leaves)
-        if not run.uses_graphs:
-            return self._walk().result(run)
-        if run.variant is None:
-            return steps.replay(leaves, self.num_tokens)
-        return replay_with(steps, leaves, self.num_tokens, run)
+        if run is AS_SERVED:
+            return self.served.steps.replay(list(self.leaves), self.num_tokens)
+        return self._walk().result(run)
 
     def _compare(self, run: Poison, eager: Outcome, found: Outcome) -> Difference | None:
         if eager.structure != found.structure:
