@@ -95,7 +95,7 @@ class GraphedModule:
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy, or what is unpickled, has the model and the settings; graphs do not outlive addresses."""
         forward = self._forward if self._in_place else None
-        return partial(GraphedModule, forward=forward), (self.model, self.piecewise_config)
+        return _copied, (self.model, self.piecewise_config, forward)
 
     def train(self, mode: bool = True) -> GraphedModule:
         """The model's own `train`; returns this object, so that `piecewise.compile(model).eval()` is
@@ -442,3 +442,7 @@ def compile(
 def explain(model: nn.Module, *args: Any, config: PiecewiseConfig | None = None, **kwargs: Any) -> PlanReport:
     """The plan for `model(*args, **kwargs)`, without capture."""
     return GraphedModule(model, config if config is not None else PiecewiseConfig()).explain(*args, **kwargs)
+
+
+def _copied(model: nn.Module, config: PiecewiseConfig, forward: Callable[..., Any] | None) -> GraphedModule:
+    return GraphedModule(model, config, forward=forward)
