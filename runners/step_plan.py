@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -280,7 +281,7 @@ class _Binder:
         for group in self._groups:
             steps.append(self._copy_out(group, num_tokens, rows))
             for position in group:
-                readers[position] = _slot_reader(self._first_copy + position)
+                readers[position] = itemgetter(self._first_copy + position)
         return _Bound(steps, readers)
 
     def _call(self, template: _CallTemplate, num_tokens: int, rows: BoundRows) -> Call:
@@ -361,7 +362,7 @@ def _reader(item: ResultItem, num_tokens: int, rows: torch.Tensor | None) -> Cal
         slot, convert = item.slot, item.number_type
         if convert is not None:
             return lambda env: convert(env[slot].item() if isinstance(env[slot], torch.Tensor) else env[slot])
-        return (lambda env: env[slot].clone()) if item.clone else _slot_reader(slot)
+        return (lambda env: env[slot].clone()) if item.clone else itemgetter(slot)
     if item.kind == "number":
         compute, slots = item.compute, item.slots
         assert compute is not None
@@ -371,10 +372,6 @@ def _reader(item: ResultItem, num_tokens: int, rows: torch.Tensor | None) -> Cal
         assert state is not None
         return lambda env: state.get()
     return lambda env: item.const
-
-
-def _slot_reader(slot: int) -> Callable[[list[Any]], Any]:
-    return lambda env: env[slot]
 
 
 def _shared_results(results: tuple[ResultItem, ...]) -> list[list[int]]:

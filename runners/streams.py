@@ -73,7 +73,13 @@ class CudaLanes(Lanes):
                     self.join()
 
     def fork(self, num_lanes: int) -> None:
-        self._take(num_lanes - 1)
+        # torch hands out a few dozen streams in turn, so the next one may be one that is in use here.
+        taken = {self._capture_stream.cuda_stream, *(side.cuda_stream for side in self._sides)}
+        while len(self._sides) < num_lanes - 1:
+            stream = torch.cuda.Stream(self._device)
+            if stream.cuda_stream not in taken:
+                taken.add(stream.cuda_stream)
+                self._sides.append(stream)
         self._num_open = num_lanes
         for side in self._sides[: num_lanes - 1]:
             side.wait_stream(self._main)
@@ -86,12 +92,3 @@ class CudaLanes(Lanes):
         for side in self._sides[: self._num_open - 1]:
             self._main.wait_stream(side)
         self._num_open = 1
-
-    def _take(self, num_sides: int) -> None:
-        # torch hands out a few dozen streams in turn, so the next one may be one that is in use here.
-        taken = {self._capture_stream.cuda_stream, *(side.cuda_stream for side in self._sides)}
-        while len(self._sides) < num_sides:
-            stream = torch.cuda.Stream(self._device)
-            if stream.cuda_stream not in taken:
-                taken.add(stream.cuda_stream)
-                self._sides.append(stream)
