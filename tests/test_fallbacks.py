@@ -243,7 +243,7 @@ CASES = {
     FallbackReason.REENTRANT_CALL: (plain, called_from_inside),
 }
 # Not of these models: a plan without any graph and a call inside a capture have tests of their own below; a
-# graph of Dynamo's is the backend's; an error comes before low coverage; ranks come with several devices.
+# graph of Dynamo's is the backend's; an error comes before low coverage.
 ELSEWHERE = {
     FallbackReason.DISABLED,
     FallbackReason.CAPTURE_IN_PROGRESS,
