@@ -9,9 +9,9 @@ of an object that Dynamo does not guard.
 from __future__ import annotations
 
 import dataclasses
-import json
 from typing import TYPE_CHECKING, Any
 
+from piecewise.report import Jsonable
 from piecewise.same_program import first_difference
 from runners.errors import PiecewiseError, StateError
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class AddressReport:
+class AddressReport(Jsonable):
     """What differs between a model and the graphs captured of it.
 
     Attributes:
@@ -63,9 +63,6 @@ class AddressReport:
 
     def asdict(self) -> dict[str, Any]:
         return {**dataclasses.asdict(self), "ok": self.ok}
-
-    def to_json(self) -> str:
-        return json.dumps(self.asdict(), indent=2)
 
 
 def check_signatures(

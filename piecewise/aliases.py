@@ -21,7 +21,7 @@ from torch import fx
 from boundary_ops.registry import BoundaryOp, lookup
 from piecewise import torch_internals as internals
 from piecewise.analysis.rows.recording import OpRecorder, Recording
-from piecewise.tensors import storage_of, tensors_in
+from piecewise.tensors import bound_arguments, storage_of, tensors_in
 
 _HOST_FACTORIES = frozenset({"tensor", "as_tensor", "from_numpy", "asarray", "scalar_tensor"})
 _READ_BACK_METHODS = frozenset(
@@ -71,21 +71,14 @@ class NodeFacts:
         return any(call.op.namespace not in ("aten", "prim", "prims") for call in calls)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Footprint:
-    written_args: tuple[int, ...]
-    random: bool
-    reads_back: bool
-    data_dependent: bool
-    from_host: bool
-    recording: Recording | None = None
+# Positions of the arguments that a node writes, and the fields of `NodeFacts` that say why it cannot be
+# recorded, and what it comes to.
+_Footprint = tuple[tuple[int, ...], dict[str, Any]]
 
 
 def tensor_arguments(node: fx.Node) -> tuple[fx.Node, ...]:
     """Argument nodes whose value is a tensor or holds some, each once, in order."""
-    return tuple(
-        n for n in node.all_input_nodes if any(True for _ in tensors_in(n.meta.get("example_value")))
-    )
+    return tuple(n for n in node.all_input_nodes if any(True for _ in fakes_of([n])))
 
 
 def find_facts(graph: fx.Graph, *, enabled: frozenset[str] | None = None) -> dict[fx.Node, NodeFacts]:
@@ -102,7 +95,7 @@ def find_facts(graph: fx.Graph, *, enabled: frozenset[str] | None = None) -> dic
         if not node.op.startswith("call"):
             continue
         reads = tensor_arguments(node)
-        storages = frozenset(storage_of(tensor) for tensor in tensors_in(node.meta.get("example_value")))
+        storages = frozenset(map(storage_of, fakes_of([node])))
         boundary = lookup(node.target) if node.op == "call_function" else None
         if boundary is not None and enabled is not None and boundary.name not in enabled:
             boundary = None
@@ -110,52 +103,26 @@ def find_facts(graph: fx.Graph, *, enabled: frozenset[str] | None = None) -> dic
             writes = _schema_writes(node, boundary)
             facts[node] = NodeFacts(reads, writes, storages, False, boundary=boundary)
             continue
-        print_ = _footprint(node, reads, fake_mode, memo)
-        writes = tuple(reads[index] for index in print_.written_args)
-        shared = any(
-            storages & {storage_of(t) for t in tensors_in(arg.meta["example_value"])} for arg in reads
-        )
-        is_view = bool(storages) and not writes and shared and _all_shared(node, reads)
-        if is_tuple_item(
-            node
-        ):  # an item is the tensor that its producer made, unless that makes views (split)
+        key = node_key(node)
+        if key not in memo:
+            memo[key] = _run_on_fakes(node, reads, fake_mode)
+        written, found = memo[key]
+        writes = tuple(reads[index] for index in written)
+        is_view = bool(storages) and not writes and storages <= set(map(storage_of, fakes_of(reads)))
+        if is_tuple_item(node):
+            # An item is the tensor that its producer made, unless that makes views (split).
             is_view = facts[node.args[0]].is_view  # type: ignore[index]
-        facts[node] = NodeFacts(
-            reads,
-            writes,
-            storages,
-            is_view,
-            print_.random,
-            print_.reads_back,
-            print_.data_dependent,
-            print_.from_host,
-            print_.recording,
-        )
+        facts[node] = NodeFacts(reads, writes, storages, is_view, **found)
     return facts
 
 
-def _all_shared(node: fx.Node, reads: Sequence[fx.Node]) -> bool:
-    held = {storage_of(t) for arg in reads for t in tensors_in(arg.meta["example_value"])}
-    return all(storage_of(tensor) in held for tensor in tensors_in(node.meta["example_value"]))
-
-
 def _schema_writes(node: fx.Node, boundary: BoundaryOp) -> tuple[fx.Node, ...]:
-    bound: dict[str, Any] = dict(node.kwargs)
-    for argument, value in zip(boundary.overload._schema.arguments, node.args, strict=False):
-        bound[argument.name] = value
-    written = [bound.get(name) for name in boundary.mutated]
-    flat = [item for value in written for item in (value if isinstance(value, (list, tuple)) else [value])]
+    bound = bound_arguments(boundary.overload, node.args, node.kwargs)
+    flat: list[Any] = []
+    for name in boundary.mutated:
+        value = bound[name]
+        flat += value if isinstance(value, (list, tuple)) else [value]
     return tuple(dict.fromkeys(item for item in flat if isinstance(item, fx.Node)))
-
-
-def _footprint(
-    node: fx.Node, reads: Sequence[fx.Node], fake_mode: Any, memo: dict[Any, _Footprint]
-) -> _Footprint:
-    key = node_key(node)
-    known = memo.get(key)
-    if known is None:
-        known = memo[key] = _run_on_fakes(node, reads, fake_mode)
-    return known
 
 
 def node_key(node: fx.Node) -> Any:
@@ -184,11 +151,8 @@ def node_key(node: fx.Node) -> Any:
 
     # Two arguments that are the same node, or share memory, must not be mistaken for two that do not.
     order: dict[int, int] = {}
-    pattern = []
-    for argument in node.all_input_nodes:
-        for tensor in tensors_in(argument.meta.get("example_value")):
-            pattern.append(order.setdefault(storage_of(tensor), len(order)))
-    return (node.op, str(node.target), describe(node.args), describe(dict(node.kwargs)), tuple(pattern))
+    pattern = tuple(order.setdefault(storage_of(fake), len(order)) for fake in fakes_of(node.all_input_nodes))
+    return (node.op, str(node.target), describe(node.args), describe(dict(node.kwargs)), pattern)
 
 
 def _run_on_fakes(node: fx.Node, reads: Sequence[fx.Node], fake_mode: Any) -> _Footprint:
@@ -197,11 +161,12 @@ def _run_on_fakes(node: fx.Node, reads: Sequence[fx.Node], fake_mode: Any) -> _F
     from_host = not reads and name in _HOST_FACTORIES
     value = node.meta.get("example_value")
     if reads_back or not (reads or any(True for _ in tensors_in(value))):
-        return _Footprint((), False, reads_back, reads_back, from_host)
+        return (), dict(reads_back=reads_back, data_dependent=reads_back, from_host=from_host)
     if isinstance(node.target, torch._ops.HigherOrderOperator):
-        return _Footprint((), False, True, True, from_host)  # control flow reads its predicate back
+        # Control flow reads its predicate back.
+        return (), dict(reads_back=True, data_dependent=True, from_host=from_host)
 
-    mode = OpRecorder(list(fakes_of(reads)))
+    mode = OpRecorder([*fakes_of(reads)])
     made, asked = _called(node, fake_mode, mode)
     written = tuple(
         index
@@ -211,7 +176,10 @@ def _run_on_fakes(node: fx.Node, reads: Sequence[fx.Node], fake_mode: Any) -> _F
     dynamic = torch.Tag.dynamic_output_shape in mode.tags
     item = torch.Tag.data_dependent_output in mode.tags
     random = torch.Tag.nondeterministic_seeded in mode.tags or _has_dropout(node)
-    return _Footprint(written, random, item, dynamic or item, from_host, mode.recording(made, asked))
+    return written, dict(
+        random=random, reads_back=item, data_dependent=dynamic or item, from_host=from_host,
+        recording=mode.recording(made, asked),
+    )  # fmt: skip
 
 
 def call_on_fakes(node: fx.Node, fake_mode: Any) -> Any:

@@ -10,7 +10,9 @@ A call takes one of two ways, and the results are the same on both [I6]:
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +21,6 @@ from torch import nn
 
 from piecewise.config import PiecewiseConfig
 from piecewise.coverage import CoverageError
-from piecewise.exclusive import Exclusive
 from piecewise.graph_store import GraphStore
 from piecewise.report import CaptureReport, PlanReport, Report
 from piecewise.signature import CallBinder, describe_call, is_plain_leaf
@@ -341,15 +342,24 @@ class GraphedModule:
 
         with self._exclusive("check_addresses"):
             self._graphs.refuse_suspended("check_addresses")
-            return check_signatures(
-                self._graphs.signatures,
-                lambda example: trace_model(
-                    self.model, example, forward=self._forward, config=self.piecewise_config
-                ),
-            )
+            retrace = partial(trace_model, self.model, forward=self._forward, config=self.piecewise_config)
+            return check_signatures(self._graphs.signatures, retrace)
 
-    def _exclusive(self, what: str) -> Exclusive:
-        return Exclusive(self, what)
+    @contextmanager
+    def _exclusive(self, what: str) -> Iterator[None]:
+        """Holds the lock for a change of the graphs, which is not made in the middle of a call."""
+        if self._owner == threading.get_ident():
+            raise StateError(
+                f"{what}() inside a call of the same module",
+                rule="capture replaces the memory that the running call uses",
+                fix="call it between calls",
+            )
+        with self._lock:
+            self._owner, self._is_capturing = threading.get_ident(), True
+            try:
+                yield
+            finally:
+                self._owner, self._is_capturing = None, False
 
     def _traced(self, example: ExampleCall) -> CapturedSignature:
         from piecewise.signatures import trace_signature

@@ -43,6 +43,12 @@ class AtenGraph:
     num_rows: int
     is_valid: Callable[[int], bool]
 
+    def function(self, graph: fx.Graph | None = None) -> Callable[..., tuple]:
+        """The graph, or another that uses the same constants, as a plain function that holds no FX object."""
+        nodes = self.module.graph.find_nodes(op="get_attr")
+        constants = {str(node.target): getattr(self.module, str(node.target)) for node in nodes}
+        return function_of(graph if graph is not None else self.module.graph, constants)
+
 
 def trace_aten(segment: Segment, values: Sequence[ValueSpec], *, num_rows: int) -> AtenGraph:
     """Traces a segment's function; nothing is computed and no state is read.

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from piecewise.compiler import TracedModel
     from piecewise.signatures import CapturedSignature
-    from piecewise.trace import ExampleCall, Trace
+    from piecewise.trace import Trace
 
 # The model or code that Dynamo compiles → its handle; dies with it.
 _handles: weakref.WeakKeyDictionary[Any, BackendHandle] = weakref.WeakKeyDictionary()
@@ -266,9 +266,10 @@ class CompiledGraph:
     def _trace(self, args: tuple[Any, ...]) -> Trace:
         from piecewise import torch_internals as internals
         from piecewise.plan import ResultLeaf
+        from piecewise.signature import CallBinder
         from piecewise.state import readable_path
         from piecewise.structure import Structure, flatten_structure
-        from piecewise.trace import Placeholder, Trace
+        from piecewise.trace import ExampleCall, Placeholder, Trace
         from runners.state_check import StateFacts, StateRef
 
         graph = _copy_graph(self._eager)
@@ -292,7 +293,7 @@ class CompiledGraph:
         children = tuple(Structure("tensor", index=index) for index in range(len(outputs)))
         leaves = tuple(ResultLeaf("output", index) for index in range(len(outputs)))
         structure, flat = flatten_structure((tuple(args[position] for position in self._inputs),))
-        example = _example(structure, flat, names)
+        example = ExampleCall(CallBinder(lambda *args: None), structure, tuple(flat), names)
         shape_env = internals.shape_env_of(self._fakes)
         result = Structure("tuple", children=children)
         # No facts: Dynamo's guards compare the module's state before each call.
@@ -322,10 +323,3 @@ def _is_state(source: str, value: torch.Tensor) -> bool:
     return isinstance(value, torch.nn.Parameter) or any(
         table in source for table in ("._parameters[", "._buffers[", "._modules[")
     )
-
-
-def _example(structure: Any, leaves: Sequence[Any], names: Mapping[int, str]) -> ExampleCall:
-    from piecewise.signature import CallBinder
-    from piecewise.trace import ExampleCall
-
-    return ExampleCall(CallBinder(lambda *args: None), structure, tuple(leaves), dict(names))

@@ -10,22 +10,21 @@ from __future__ import annotations
 
 import dataclasses
 import platform
-import sys
 import timeit
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, TextIO
 
 import torch
 from torch import nn
 
 import boundary_ops
 import piecewise
-from piecewise.api import GraphedModule
+from piecewise.report import text_table
+from runners.engine import CapturedGraph
 from runners.state_check import StateCheck
-from runners.step_plan import CallStep, ReplayStep, StepPlan
+from runners.step_plan import CallStep, ReplayStep
 
 _BUCKET, _NUM_TOKENS, _HIDDEN, _VOCAB = 32, 24, 32, 64
 _ROUNDS = 7
@@ -65,105 +64,52 @@ class _Toy(nn.Module):
         return x
 
 
-class _EmptyGraph:
-    """A captured segment without ops."""
+def print_host_overhead(*, num_calls: int) -> None:
+    """Measures and prints the host time of one call, microseconds, best of several rounds, per depth.
 
-    outputs: tuple[Any, ...] = ()
-    num_ops = 0
-    is_empty = True
-
-    def replay(self) -> None:
-        pass
-
-    def reset(self) -> None:
-        pass
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class HostOverhead:
-    """Host time of one call at one depth, microseconds, best of several rounds.
-
-    Attributes:
-        num_layers: boundary ops of the model.
-        num_compared: addresses and pieces of module state that a call compares.
-        fixed_us: binding, signature, bucket, copy-in of two inputs, empty steps, output.
-        state_us: the comparison, by itself.
-        boundary_us: what one boundary op's call adds, with an op that does nothing.
-        whole_us: a call with all three.
+    The fixed part is binding, signature, bucket, copy-in of two inputs, empty steps and output; the state
+    comparison is that of addresses and module state, by itself; each boundary call is what an op that does
+    nothing adds.
     """
+    print(f"{_processor()}; torch {torch.__version__}, Python {platform.python_version()}")
+    print(
+        f"Host time per call, µs, best of {_ROUNDS} rounds of {num_calls} calls: tape engine, empty segments,"
+        " two tensor inputs, one tensor output\n"
+    )
+    rows = [("", "fixed part", "state comparison", "each boundary call", "whole call")]
+    print(text_table([*rows, *(_host_overhead(depth, num_calls=num_calls) for depth in (2, 32))]))
 
-    num_layers: int
-    num_compared: int
-    fixed_us: float
-    state_us: float
-    boundary_us: float
-    whole_us: float
 
-
-def measure_host_overhead(num_layers: int, *, num_calls: int) -> HostOverhead:
-    """Time a call of a model of this depth on the tape engine with empty segments."""
+def _host_overhead(num_layers: int, *, num_calls: int) -> tuple[str, ...]:
+    """The row of a model of this depth, on the tape engine with empty segments."""
     graphed = piecewise.compile(_Toy(num_layers).eval(), buckets=[_BUCKET], engine="tape", progress=False)
     ids, positions = torch.arange(_NUM_TOKENS), torch.arange(_NUM_TOKENS)
     with torch.no_grad():
         graphed.capture(ids, positions)
-        steps = _step_plan(graphed)
+        # Taking a call apart needs what the public interface hides.
+        served = graphed._graphs.signatures[0].served
+        steps = served[_BUCKET].steps
         graphs_empty = [_emptied(step) if isinstance(step, ReplayStep) else step for step in steps.steps]
         all_empty = [_emptied(step) for step in steps.steps]
-        timed = {}
-        for name, kept, check in (
-            ("fixed", all_empty, StateCheck()),
-            ("calls", graphs_empty, StateCheck()),
-            ("whole", graphs_empty, steps.check),
+        timed = []
+        for kept, check in (
+            (all_empty, StateCheck()),
+            (graphs_empty, StateCheck()),
+            (graphs_empty, steps.check),
         ):
-            _serve(graphed, dataclasses.replace(steps, steps=tuple(kept), check=check, _bound=OrderedDict()))
-            timed[name] = _best_us(partial(graphed, ids, positions), num_calls)
-        state_us = _best_us(steps.check.is_unchanged, num_calls)
+            partly = dataclasses.replace(steps, steps=tuple(kept), check=check, _bound=OrderedDict())
+            served[_BUCKET] = dataclasses.replace(served[_BUCKET], steps=partly)
+            timed.append(_best_us(partial(graphed, ids, positions), num_calls))
+        fixed, calls, whole = timed
+        state = _best_us(steps.check.is_unchanged, num_calls)
     assert graphed.stats.eager_calls == 0, graphed.stats
-    return HostOverhead(
-        num_layers=num_layers,
-        num_compared=steps.check.num_entries,
-        fixed_us=timed["fixed"],
-        state_us=state_us,
-        boundary_us=(timed["calls"] - timed["fixed"]) / num_layers,
-        whole_us=timed["whole"],
-    )
-
-
-def print_host_overhead(
-    *, num_calls: int = 2000, depths: Sequence[int] = (2, 32), file: TextIO | None = None
-) -> list[HostOverhead]:
-    """Measure each depth and print the table; returns what was measured."""
-    file = file or sys.stdout
-    print(f"{_processor()}; torch {torch.__version__}, Python {platform.python_version()}", file=file)
-    print(
-        f"Host time per call, µs, best of {_ROUNDS} rounds of {num_calls} calls: tape engine, empty segments,"
-        " two tensor inputs, one tensor output",
-        file=file,
-    )
-    print("\n            fixed part   state comparison   each boundary call   whole call", file=file)
-    measured = [measure_host_overhead(depth, num_calls=num_calls) for depth in depths]
-    for each in measured:
-        compared = f"{each.state_us:.1f} ({each.num_compared} entries)"
-        print(
-            f"{each.num_layers:3} layers  {each.fixed_us:10.1f}   {compared:>16}   {each.boundary_us:18.1f}  "
-            f" {each.whole_us:10.1f}",
-            file=file,
-        )
-    return measured
-
-
-def _step_plan(graphed: GraphedModule) -> StepPlan:
-    # Taking a call apart needs what the public interface hides.
-    return graphed._graphs.signatures[0].served[_BUCKET].steps
-
-
-def _serve(graphed: GraphedModule, steps: StepPlan) -> None:
-    served = graphed._graphs.signatures[0].served
-    served[_BUCKET] = dataclasses.replace(served[_BUCKET], steps=steps)
+    compared = f"{state:.1f} ({steps.check.num_entries} entries)"
+    boundary = (calls - fixed) / num_layers
+    return f"{num_layers} layers", f"{fixed:.1f}", compared, f"{boundary:.1f}", f"{whole:.1f}"
 
 
 def _emptied(step: ReplayStep | CallStep) -> ReplayStep:
-    return ReplayStep(_EmptyGraph(), step.name)
+    return ReplayStep(CapturedGraph(step.name, (), 0), step.name)
 
 
 def _best_us(call: Callable[[], object], num_calls: int) -> float:

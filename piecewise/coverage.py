@@ -35,7 +35,10 @@ def require_buckets(reports: Sequence[BucketReport], minimum: float | None) -> N
     low = [report for report in reports if minimum is not None and report.coverage < minimum]
     if not low or minimum is None:
         return
-    lines = [f"bucket {report.bucket}: {report.coverage:.1%}{_reason(report)}" for report in low]
+    lines = []
+    for report in low:
+        why = f", {report.status}: {report.reason.splitlines()[0]}" if report.reason else ""
+        lines.append(f"bucket {report.bucket}: {report.coverage:.1%}{why}")
     raise CoverageError(
         "coverage of the captured buckets" + _listed(lines),
         expected=f"at least {minimum:.1%} of ops in graphs (min_coverage) in each of {len(reports)} buckets",
@@ -43,11 +46,6 @@ def require_buckets(reports: Sequence[BucketReport], minimum: float | None) -> N
         rule="a bucket that silently runs eagerly is slow for no visible reason",
         fix="remove the cause named for the bucket, leave the bucket out, or lower min_coverage",
     )
-
-
-def _reason(report: BucketReport) -> str:
-    first = report.reason.splitlines()[0] if report.reason else ""
-    return f", {report.status}: {first}" if first else ""
 
 
 def _described(reason: EagerReason) -> str:

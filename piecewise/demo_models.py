@@ -29,21 +29,6 @@ PROMPTS = (
     ("The quick brown fox jumps over", " the lazy dog."),
 )
 
-PASSAGE = (
-    "Ships at a distance were counted from the old stone tower every morning, and every evening the"
-    " keeper wrote the number in a book with a blue cover. In spring there were many, loaded with"
-    " timber and wool; in autumn there were few, and the keeper had time to mend the stairs, to paint"
-    " the railings and to teach the children of the village how the tides follow the moon. Nobody"
-    " asked what the numbers were for. When a young engineer came from the city to measure the"
-    " harbour, she read the book from the first page to the last, and found that the fleet had been"
-    " growing smaller for thirty years, so slowly that no one who looked at the sea had seen it. She"
-    " copied the columns, drew a curve through them, and showed the town council where the line would"
-    " cross zero. They argued for a week, then they built a school for boat builders, a market for"
-    " fish, and a road over the hill. The keeper went on counting. Ten years later the curve had"
-    " turned, and the engineer, who had stayed, gave a lecture about it: measure first, she said,"
-    " measure for longer than seems sensible, and write it down where somebody will find it."
-)
-
 
 @dataclass(frozen=True, slots=True)
 class DemoModel:

@@ -1,4 +1,4 @@
-"""How far two tensors are apart, what rounding allows, and where they differ.
+"""How far two tensors are apart, or what two runs of a call left behind, and what rounding allows.
 
 The bound for a value of dtype `t` behind `S` graph segments whose longest reduction has `K` terms:
 
@@ -12,10 +12,13 @@ number. It follows from the model and the call alone. Integers, bools and plain 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
+
+from piecewise.structure import Structure, flatten_structure
 
 _ROUNDINGS = 8
 _MAX_ROWS = 8
@@ -48,34 +51,34 @@ class Tolerance:
 
     def for_one_segment(self) -> Tolerance:
         """The bound for one segment alone, on equal inputs."""
-        return Tolerance(self.reduction_length, 1, self.has_tf32)
+        return replace(self, num_segments=1)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TensorDifference:
     """Two tensors that differ by more than allowed.
 
     Attributes:
-        rows: the first rows that differ, along `dim`; `num_rows` is how many do.
+        dim, rows, num_rows: the first rows that differ, along a dim, and how many do.
         position: index of the largest difference.
         size, allowed: the largest difference, infinite where only one of the two is finite, and the bound.
-        written, left_alone: for a tensor that existed before the call, the first rows that differ where eager
-            writes them, and where eager leaves them as they were: in a KV cache, rows that this call puts
-            in use, and rows that are another's or nobody's. `num_written`, `num_left_alone` are how many.
-        detail: what is wrong where it is no matter of size; empty otherwise.
+        written, num_written, left_alone, num_left_alone: for a tensor that existed before the call, the rows
+            that differ and that eager writes in this call (in a KV cache: rows put in use), and those that it
+            leaves alone (rows of others, or in nobody's use).
+        detail: what is wrong in words, where no number says it (an error, another shape); empty otherwise.
     """
 
-    dim: int
-    rows: tuple[int, ...]
-    num_rows: int
-    position: tuple[int, ...]
-    size: float
-    allowed: float
-    detail: str = ""
+    dim: int = 0
+    rows: tuple[int, ...] = ()
+    num_rows: int = 0
+    position: tuple[int, ...] = ()
+    size: float = math.nan
+    allowed: float = math.nan
     written: tuple[int, ...] = ()
     num_written: int = 0
     left_alone: tuple[int, ...] = ()
     num_left_alone: int = 0
+    detail: str = ""
 
 
 def compare_tensors(
@@ -95,7 +98,7 @@ def compare_tensors(
     """
     if expected.shape != found.shape or expected.dtype != found.dtype:
         got = f"{_kind(found)} where eager has {_kind(expected)}"
-        return TensorDifference(dim, (), 0, (), math.inf, 0.0, got)
+        return TensorDifference(dim=dim, size=math.inf, allowed=0.0, detail=got)
     found = found.to(expected.device)
     if expected.numel() == 0 or torch.equal(expected, found):
         return None
@@ -115,28 +118,31 @@ def compare_tensors(
     if not bool(wrong.any()):
         return None
     worst = int(distance.reshape(-1).argmax())
-    position = tuple(int(i) for i in torch.unravel_index(torch.tensor(worst), tuple(distance.shape)))
-    if not wrong.dim():
-        return TensorDifference(0, (), 0, (), float(distance.max()), allowed)
-    dim = dim if dim < wrong.dim() else 0
-    rows = _rows_of(wrong, dim)
     size = float(distance.reshape(-1)[worst])
-    seen = TensorDifference(dim, tuple(rows[:_MAX_ROWS]), len(rows), position, size, allowed)
+    if not wrong.dim():
+        return TensorDifference(size=size, allowed=allowed)
+    position = tuple(int(i) for i in torch.unravel_index(torch.tensor(worst), tuple(distance.shape)))
+    dim = dim if dim < wrong.dim() else 0
+    rows, num_rows = _first_rows(wrong, dim)
+    seen = TensorDifference(
+        dim=dim, rows=rows, num_rows=num_rows, position=position, size=size, allowed=allowed
+    )
     if before is None:
         return seen
     before = before.to(expected.device)
     kept = (before == expected) | ((before != before) & (expected != expected))
-    written, left_alone = _rows_of(wrong & ~kept, dim), _rows_of(wrong & kept, dim)
+    written, num_written = _first_rows(wrong & ~kept, dim)
+    left_alone, num_left_alone = _first_rows(wrong & kept, dim)
     return replace(
-        seen, written=tuple(written[:_MAX_ROWS]), num_written=len(written),
-        left_alone=tuple(left_alone[:_MAX_ROWS]), num_left_alone=len(left_alone),
-    )  # fmt: skip
+        seen, written=written, num_written=num_written, left_alone=left_alone, num_left_alone=num_left_alone
+    )
 
 
-def _rows_of(wrong: torch.Tensor, dim: int) -> list[int]:
-    """The indices along `dim` at which something is wrong."""
+def _first_rows(wrong: torch.Tensor, dim: int) -> tuple[tuple[int, ...], int]:
+    """The first indices along `dim` at which something is wrong, and how many there are."""
     others = [other for other in range(wrong.dim()) if other != dim]
-    return (wrong.any(dim=others) if others else wrong).nonzero().reshape(-1).tolist()
+    found = (wrong.any(dim=others) if others else wrong).nonzero().reshape(-1).tolist()
+    return tuple(found[:_MAX_ROWS]), len(found)
 
 
 def reduction_length(weights: Sequence[torch.Tensor], num_tokens: int) -> int:
@@ -154,3 +160,63 @@ def _wide(tensor: torch.Tensor) -> torch.Tensor:
 
 def _kind(tensor: torch.Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """The result's structure and leaves, and the watched tensors by name: copies of all."""
+
+    structure: Structure
+    leaves: list[Any]
+    watched: dict[str, torch.Tensor]
+
+    @classmethod
+    def of(cls, call: Callable[[], Any], watched: Mapping[str, torch.Tensor]) -> Outcome:
+        """Of `call()`. Copies, since the next run may overwrite what a result is a view of."""
+        structure, leaves = flatten_structure(call())
+        leaves = [stored(x.detach()) if isinstance(x, torch.Tensor) else x for x in leaves]
+        return cls(structure, leaves, {name: stored(tensor) for name, tensor in watched.items()})
+
+    def differing(
+        self, found: Outcome, tolerance: Tolerance | None, *, before: Mapping[str, torch.Tensor] | None = None
+    ) -> list[tuple[str, TensorDifference]]:
+        """What `found`, of equal structure, differs in, by name, results first.
+
+        Args:
+            tolerance: None for equal bits.
+            before: the watched tensors before the call.
+        """
+        wrong = []
+        for index, (left, right) in enumerate(zip(self.leaves, found.leaves, strict=True)):
+            if isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor):
+                difference = compare_tensors(left, right, tolerance)
+            elif left == right or (left != left and right != right):
+                difference = None
+            else:
+                detail = f"{right!r} where eager has {left!r}"
+                difference = TensorDifference(size=float("inf"), allowed=0.0, detail=detail)
+            if difference is not None:
+                wrong.append((f"result leaf {index}", difference))
+        for name, tensor in self.watched.items():
+            kept = before[name] if before is not None else None
+            difference = compare_tensors(tensor, found.watched[name], tolerance, before=kept)
+            if difference is not None:
+                wrong.append((name, difference))
+        return wrong
+
+
+def stored(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy; on the host where the device has too little room left for four of it."""
+    if tensor.device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(tensor.device)
+        if 4 * tensor.numel() * tensor.element_size() > free:
+            return tensor.cpu()
+    return tensor.clone()
+
+
+def has_same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Whether two tensors of one shape and dtype are the same; a NaN is never."""
+    right = right.to(left.device)
+    if not torch.equal(left, right):
+        return False
+    return not left.dtype.is_floating_point or torch.equal(left.signbit(), right.signbit())

@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 from piecewise import torch_internals as internals
-from piecewise.aten_graph import AtenGraph, NotTraceable, fake_input, function_of, trace_aten
+from piecewise.aten_graph import AtenGraph, NotTraceable, fake_input, trace_aten
 from piecewise.packed_weights import pack_, why_not_packable
 from piecewise.passes.fakes import geometry, memory_of
 from piecewise.passes.pack_linears import LinearGroup, find_groups
@@ -187,15 +187,10 @@ class _Fusing:
         keep_geometry(module.graph, [value for value, _ in before], traced.fake_mode, free=free)
         if [memory for _, memory in _results(module.graph)] != [memory for _, memory in before]:
             return NotTraceable("the rewritten graph's results would share memory in another way")
-        modules = {
-            str(node.target): getattr(module, str(node.target))
-            for node in module.graph.find_nodes(op="get_attr")
-        }
-        function = function_of(module.graph, modules)
         # Nothing in it differs from process to process.
         packed = [(each.weights, each.biases) for each in groups]
         key = f"{segment.lowering_key}, {self.names}, {packed}, {free}"
-        function = _where_valid(traced.is_valid, function, segment.function)
+        function = _where_valid(traced.is_valid, traced.function(), segment.function)
         self.graphs[function] = traced
         return _Fused(key, function, matches, expected)
 

@@ -63,10 +63,6 @@ class LayerCall:
         """The tensors, by number."""
         return [node.meta["example_value"] for node in self.nodes]
 
-    def fake(self, number: int | None) -> Any:
-        """The tensor of that number; None for a constant."""
-        return None if number is None else self.nodes[number].meta["example_value"]
-
     def example(self, binder: CallBinder) -> tuple[ExampleCall, dict[int, tuple[int, ...]], dict[int, int]]:
         """The call on tensors made up, which dims get no symbol, and leaf index → number of the tensor."""
         made = {node: _made(node.meta["example_value"]) for node in self.nodes}
@@ -82,7 +78,7 @@ class LayerCall:
             static[index] = ()
             if isinstance(leaf, torch.Tensor):
                 numbers[index] = by_tensor[id(leaf)]
-                sizes = [internals.expression(n, self._shape_env) for n in self.fake(numbers[index]).shape]
+                sizes = [internals.expression(n, self._shape_env) for n in self.fakes()[numbers[index]].shape]
                 static[index] = tuple(dim for dim, size in enumerate(sizes) if size is None or size.is_number)
         return example, static, numbers
 

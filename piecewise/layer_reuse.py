@@ -51,20 +51,16 @@ def run_in_layers(model: nn.Module, run: Callable[..., DynamoRun]) -> tuple[Dyna
         TraceError: as `run`.
     """
     with one_at_a_time:
-        return _run_in_layers(model, run)
-
-
-def _run_in_layers(model: nn.Module, run: Callable[..., DynamoRun]) -> tuple[DynamoRun, LayerReuse | None]:
-    layers = repeated_layers(model)
-    if not layers:
-        return run(repeats=True), None
-    namespace = Namespace()
-    try:
-        with layers_as_ops(layers):
-            whole = run(repeats=False, namespace=namespace)
-        return whole, _Weaver(whole, layers, namespace).weave()
-    except Exception as refusal:  # whatever it is, a run over all of it does without, or has the reason
-        return run(repeats=True), LayerReuse(len(layers), len(layers), told(refusal))
+        layers = repeated_layers(model)
+        if not layers:
+            return run(repeats=True), None
+        namespace = Namespace()
+        try:
+            with layers_as_ops(layers):
+                whole = run(repeats=False, namespace=namespace)
+            return whole, _Weaver(whole, layers, namespace).weave()
+        except Exception as refusal:  # whatever it is, a run over all of it does without, or has the reason
+            return run(repeats=True), LayerReuse(len(layers), len(layers), told(refusal))
 
 
 # Attributes that `nn.Module.__call__` has, and the modules themselves do not.
@@ -103,7 +99,9 @@ class _Weaver:
             if node.target is call_layer:
                 renewed |= self._put_in(node)
             elif node.op.startswith("call") and not renewed.isdisjoint(node.all_input_nodes):
-                self._renew(node)
+                if has_unbacked(node.meta.get("example_value")):
+                    raise NotReused("data tell a size")
+                node.meta["example_value"] = call_on_fakes(node, self.fake_mode)
                 renewed.add(node)
         self.whole.graph.recompile()
         return LayerReuse(num_calls, len(self.runs))
@@ -122,25 +120,18 @@ class _Weaver:
         """Drops what Dynamo looked at only because layers had a forward of their own, the op."""
         places = [layer.source for layer in self.layers.values()]
         forwards = re.compile(rf"(?:{'|'.join(map(re.escape, places))})\\.forward\\b")
-        self.whole.guards = [
-            guard
-            for guard in self.whole.guards
-            if not forwards.match(guard.source)
-            and not (guard.source in places and guard.arguments.get("attr") in _WAYS_TO_FORWARD)
-            and not guard.source.endswith("['_compiled_call_impl']")
-            and not self._is_the_op(guard.source)
-        ]
 
-    def _is_the_op(self, source: str) -> bool:
-        """Whether a source leads to the op itself: a global of the forwards that layers had."""
-        place = resolve(source, self.whole.scope()) if source.endswith("['call_layer']") else None
-        return place is not None and place.get() is call_layer
+        def is_of_an_op(guard: internals.SeenGuard) -> bool:
+            source = guard.source
+            if forwards.match(source) or source.endswith("['_compiled_call_impl']"):
+                return True
+            if source in places and guard.arguments.get("attr") in _WAYS_TO_FORWARD:
+                return True
+            # The op itself: a global of the forwards that layers had.
+            place = resolve(source, self.whole.scope()) if source.endswith("['call_layer']") else None
+            return place is not None and place.get() is call_layer
 
-    def _renew(self, node: fx.Node) -> None:
-        before = node.meta.get("example_value")
-        if has_unbacked(before):
-            raise NotReused("data tell a size")
-        node.meta["example_value"] = call_on_fakes(node, self.fake_mode)
+        self.whole.guards = [guard for guard in self.whole.guards if not is_of_an_op(guard)]
 
     def _put_in(self, node: fx.Node) -> set[fx.Node]:
         """Replaces a call of a layer by the layer's graph; returns the nodes that stand for its result."""

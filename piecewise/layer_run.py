@@ -49,14 +49,9 @@ class _Readings:
         text = f"lambda L: ([{', '.join(states)}], [{', '.join(parts)}])"
         self._read = eval(text, {"G": names})  # Dynamo's own source text
 
-    def of(self, layer: nn.Module) -> _Read:
-        return _Read(*self._read({"model": layer}))
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Read:
-    states: list[Any]
-    guarded: list[tuple[Any, ...]]
+    def of(self, layer: nn.Module) -> tuple[list[Any], list[tuple[Any, ...]]]:
+        """The states, and per guard what it looks at."""
+        return self._read({"model": layer})
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -151,7 +146,7 @@ class LayerRun:
                 leaf, dim = internals.symbol_source(inner, symbol) or (-1, -1)
                 if dim < 0:
                     raise NotReused("a condition on a number that is no size")
-                size = self.call.fake(self.numbers[leaf]).shape[dim]
+                size = self.call.fakes()[self.numbers[leaf]].shape[dim]
                 taken[symbol] = internals.expression(size, shape_env)
             if not internals.holds_as_guard(shape_env, condition.xreplace(taken)):
                 raise NotReused("a layer's condition does not hold in the whole")
@@ -161,14 +156,13 @@ class LayerRun:
         if type(layer.module) is not type(self.layer.module):
             return False
         try:
-            found = self.readings.of(layer.module)
+            states, guarded = self.readings.of(layer.module)
         except Exception:  # it lacks what was read; properties of the user's may raise anything
             return False
-        tensors = {id(value) for value in found.states}
-        if len(tensors) < len(found.states):  # what were two are one
+        if len(set(map(id, states))) < len(states):  # what were two are one
             return False
-        seen = self.readings.of(self.layer.module)
-        return all(map(is_same_to, self.own_guards, seen.guarded, found.guarded))
+        _, seen = self.readings.of(self.layer.module)
+        return all(map(is_same_to, self.own_guards, seen, guarded))
 
     def guards_of(self, layer: RepeatedLayer) -> list[internals.SeenGuard]:
         """The layer's own guards, as a run over the whole model gives them for `layer`."""
@@ -186,7 +180,7 @@ class LayerRun:
     def states_of(self, layer: RepeatedLayer) -> dict[fx.Node, Any]:
         """Placeholder of a state → what it stands for in `layer`."""
         states = [each.node for each in self.placeholders if each.kind == "state"]
-        return dict(zip(states, self.readings.of(layer.module).states, strict=True))
+        return dict(zip(states, self.readings.of(layer.module)[0], strict=True))
 
     def size_of(self, placeholder: Placeholder) -> tuple[int, int]:
         """(number of the argument, dim) of the size that a placeholder stands for.

@@ -11,8 +11,9 @@ segment that makes it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,11 +24,13 @@ from piecewise.assemble import PlanAssembler
 from piecewise.differences import TensorDifference, Tolerance, compare_tensors
 from piecewise.plan import Segment, ValueSpec
 from piecewise.poison import AS_SERVED, Poison, replay_with, shadows_of
+from piecewise.row_samples import unchanged_random_state
 from piecewise.signatures import ServedBucket
-from piecewise.tensors import storage_of, tensors_in
+from piecewise.tensors import bound_arguments, storage_of, tensors_in, written_arguments
 from piecewise.warm_up import state_tensor
 from runners.bound_steps import copy_elements
-from runners.rows import narrow_to
+from runners.row_views import place_of
+from runners.rows import in_one_memory, narrow_to
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,15 +50,19 @@ class Located:
 
 
 class _Found(Exception):
-    """Ends a walk."""
+    """Ends a walk with what it looked for."""
+
+
+# For each step of a walk: the call's values, the name of its segment, if it has one, and what runs it.
+_Around = Callable[[list[Any], str | None, Callable[[], None]], None]
 
 
 class SegmentWalk:
-    """Walks one call's plan, with the replay of its graphs or, without `uses_graphs`, with a call of their
-    functions on the same padded memory.
+    """Walks one call's plan, with the replay of its graphs or, where a run is without them, with a call of
+    their functions on the same padded memory.
 
-    Before each walk state, inputs and random numbers must be those of before the call: the caller sees to the
-    first walk, and a method that walks again calls its `prepare`.
+    Before each walk state, inputs and random numbers must be those of before the call: for that the caller
+    gives a `prepare`, or sees to it.
     """
 
     def __init__(
@@ -66,66 +73,47 @@ class SegmentWalk:
         leaves: Sequence[Any],
         num_tokens: int,
         tolerance: Tolerance,
-        uses_graphs: bool = True,
     ) -> None:
-        self.uses_graphs = uses_graphs
         self.plan, self.steps, self.assembler = served.plan, served.steps, assembler
         self.leaves, self.num_tokens = list(leaves), num_tokens
         self.bucket = served.steps.padded_num_tokens
         self.device = leaves[served.plan.token_dim.leaf].device
         self.tolerance = tolerance.for_one_segment()
         self._by_name = {segment.name: segment for segment in self.plan.segments}
-        self._static = self._static_tensors()
-
-    def _static_tensors(self) -> dict[int, torch.Tensor]:
-        """Value index → what graphs read or made, as at the capture."""
-        static = {index: shadow.buffer for index, shadow in shadows_of(self.steps).items()}
+        # Value index → what graphs read or made, as at the capture.
+        self._static = {index: shadow.buffer for index, shadow in shadows_of(self.steps).items()}
         for segment in self.plan.graph_segments():
             if segment.views_only:
-                arguments = [
-                    static[i] if i in static else state_tensor(self.plan.values[i]) for i in segment.inputs
-                ]
-                outputs: Sequence[Any] = segment.function(self.bucket, *arguments)
+                outputs: Sequence[Any] = segment.function(self.bucket, *self._padded_arguments(segment))
             else:
                 graph = self.assembler.runners[segment.index].graph_for(self.bucket)
                 outputs = graph.outputs if graph is not None else ()
-            static.update(zip(segment.outputs, outputs, strict=False))
-        return static
+            self._static.update(zip(segment.outputs, outputs, strict=False))
 
     def beside_functions(self, poison: Poison, prepare: Callable[[], None]) -> Located | None:
         """The first segment whose step is not its function on the real rows."""
-        found: list[Located] = []
+        prepare()
 
         def around(env: list[Any], name: str | None, run: Callable[[], None]) -> None:
             if name is None:
                 run()
                 return
             segment = self._by_name[name]
-            state = random_state(self.device)
-            expected = self._reference(segment, env)
-            set_random_state(self.device, state)
+            with unchanged_random_state(self.device):
+                expected = self._reference(segment, env)
             try:
                 run()
             except Exception as error:
                 detail = f"{type(error).__name__}: {error}"
-                found.append(Located(segment, segment.op_names[0], "", None, detail))
-                raise _Found from error
+                raise _Found(Located(segment, segment.op_names[0], "", None, detail)) from error
             for value, wanted, before in expected:
-                if (located := self._located(segment, value, wanted, env, before=before)) is not None:
-                    found.append(located)
-                    raise _Found
+                self._compare(segment, value, wanted, env, self.tolerance, before=before)
 
-        self._walk(poison, around)
-        if not found or found[0].segment.kind != "graph":
-            return found[0] if found else None
-        prepare()
-        op = self._first_mixing_op(found[0].segment, poison)
-        return found[0] if op is None else Located(found[0].segment, op, found[0].tensor, found[0].difference)
+        return self._with_op(self._walk(poison, around), poison, prepare, self.tolerance)
 
     def beside_unpoisoned(self, poison: Poison, prepare: Callable[[], None]) -> Located | None:
         """The first segment whose real rows change by any bit with what padded rows hold."""
         before: list[list[tuple[ValueSpec, Any]]] = []
-        found: list[Located] = []
 
         def note(env: list[Any], name: str | None, run: Callable[[], None]) -> None:
             run()
@@ -135,27 +123,33 @@ class SegmentWalk:
         def compare(env: list[Any], name: str | None, run: Callable[[], None]) -> None:
             run()
             for value, wanted in before.pop(0) if name is not None else ():
-                located = self._located(self._by_name[name or ""], value, wanted, env, bits=True)
-                if located is not None:
-                    found.append(located)
-                    raise _Found
+                self._compare(self._by_name[name or ""], value, wanted, env, None)
 
+        prepare()
         self._walk(AS_SERVED, note)
         prepare()
-        self._walk(poison, compare)
-        if not found or found[0].segment.kind != "graph":
-            return found[0] if found else None
-        prepare()
-        op = self._first_mixing_op(found[0].segment, poison, bits=True)
-        return found[0] if op is None else Located(found[0].segment, op, found[0].tensor, found[0].difference)
+        return self._with_op(self._walk(poison, compare), poison, prepare, None)
 
-    def _walk(
-        self, poison: Poison, around: Callable[[list[Any], str | None, Callable[[], None]], None]
-    ) -> None:
+    def _with_op(
+        self,
+        found: Located | None,
+        poison: Poison,
+        prepare: Callable[[], None],
+        tolerance: Tolerance | None,
+    ) -> Located | None:
+        """`found`, with the op of a graph segment that mixes rows, where one does."""
+        if found is None or found.segment.kind != "graph":
+            return found
+        prepare()
+        op = self._first_mixing_op(found.segment, poison, tolerance)
+        return found if op is None else replace(found, op=op, detail="")
+
+    def _walk(self, poison: Poison, around: _Around) -> Any:
         try:
             self._run(poison, around)
-        except _Found:
-            return
+        except _Found as found:
+            return found.args[0]
+        return None
 
     def result(self, poison: Poison) -> list[Any]:
         """The call served by this walk: the result's leaves.
@@ -165,13 +159,11 @@ class SegmentWalk:
         """
         return self._run(poison, lambda env, name, run: run())
 
-    def _run(
-        self, poison: Poison, around: Callable[[list[Any], str | None, Callable[[], None]], None]
-    ) -> list[Any]:
+    def _run(self, poison: Poison, around: _Around) -> list[Any]:
         def step(env: list[Any], name: str | None, run: Callable[[], None]) -> None:
             segment = self._by_name[name] if name is not None else None
-            if segment is not None and segment.kind == "graph" and not self.uses_graphs:
-                around(env, name, lambda: self._call_function(segment))
+            if segment is not None and segment.kind == "graph" and not poison.uses_graphs:
+                around(env, name, partial(self._call_function, segment))
             else:
                 around(env, name, run)
 
@@ -197,27 +189,27 @@ class SegmentWalk:
         made = {v.index for v in values[: len(segment.outputs)] if v.memory not in segment.unwritten}
         return [v for v in values if v.index in made or (v.is_tensor and v.memory in segment.writes)]
 
-    def _located(
+    def _compare(
         self,
         segment: Segment,
         value: ValueSpec,
         wanted: Any,
         env: list[Any],
+        tolerance: Tolerance | None,
         *,
-        bits: bool = False,
         before: torch.Tensor | None = None,
-    ) -> Located | None:
+    ) -> None:
+        """Ends the walk where a value is not the one wanted; to the bit without a tolerance."""
         found = self._now(value, env)
         name = value.state.path if value.state is not None else value.name
         op = _maker(segment, value.name)
-        if not isinstance(wanted, torch.Tensor) or not isinstance(found, torch.Tensor):
-            if wanted == found or (wanted != wanted and found != found):
-                return None
-            return Located(segment, op, name, None, f"{found!r} where eager has {wanted!r}")
-        dim = value.token_dims[0] if value.token_dims else 0
-        tolerance = None if bits else self.tolerance
-        difference = compare_tensors(wanted, found, tolerance, dim=dim, before=before)
-        return None if difference is None else Located(segment, op, name, difference)
+        if isinstance(wanted, torch.Tensor) and isinstance(found, torch.Tensor):
+            dim = value.token_dims[0] if value.token_dims else 0
+            difference = compare_tensors(wanted, found, tolerance, dim=dim, before=before)
+            if difference is not None:
+                raise _Found(Located(segment, op, name, difference))
+        elif not (wanted == found or (wanted != wanted and found != found)):
+            raise _Found(Located(segment, op, name, None, f"{found!r} where eager has {wanted!r}"))
 
     def _now(self, value: ValueSpec, env: list[Any]) -> Any:
         """The value's real rows as the plan holds them."""
@@ -273,7 +265,10 @@ class SegmentWalk:
                 groups.setdefault((value.memory, value.dtype), []).append(value)
         copies: dict[int, torch.Tensor] = {}
         for group in groups.values():
-            copies.update(self._copies(group))
+            places = [place_of(value, self.num_tokens) for value in group]
+            for value, copy in zip(group, in_one_memory(places, self._static[group[0].index]), strict=True):
+                copy_elements(copy, self._real(value))
+                copies[value.index] = copy
         found = []
         for value in inputs:
             if value.index in copies:
@@ -284,30 +279,8 @@ class SegmentWalk:
                 found.append(self._outside(value, env))
         return found
 
-    def _copies(self, group: Sequence[ValueSpec]) -> dict[int, torch.Tensor]:
-        n = self.num_tokens
-        places = {}
-        for value in group:
-            assert value.sizes and value.strides and value.offset
-            places[value.index] = tuple(value.sizes(n)), tuple(value.strides(n)), value.offset(n)[0]
-        begin = min(offset for _, _, offset in places.values())
-        length = max(
-            offset - begin + 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
-            for sizes, strides, offset in places.values()
-            if 0 not in sizes
-        ) if any(0 not in sizes for sizes, _, _ in places.values()) else 0  # fmt: skip
-        first = self._static[group[0].index]
-        memory = torch.zeros(length, dtype=first.dtype, device=first.device)
-        found = {}
-        for value in group:
-            sizes, strides, offset = places[value.index]
-            found[value.index] = memory.as_strided(sizes, strides, offset - begin)
-            copy_elements(found[value.index], self._real(value))
-        return found
-
-    def _first_mixing_op(self, segment: Segment, poison: Poison, *, bits: bool = False) -> str | None:
+    def _first_mixing_op(self, segment: Segment, poison: Poison, tolerance: Tolerance | None) -> str | None:
         """The first op of a graph segment whose real rows are others on padded rows than alone."""
-        found: list[str | None] = []
 
         def around(env: list[Any], name: str | None, run: Callable[[], None]) -> None:
             if name != segment.name:
@@ -326,11 +299,9 @@ class SegmentWalk:
                 segment.function(self.num_tokens, *real)
             with beside:
                 segment.function(self.bucket, *padded)
-            found.append(_first_different(alone, beside, None if bits else self.tolerance))
-            raise _Found
+            raise _Found(_first_different(alone, beside, tolerance))
 
-        self._walk(poison, around)
-        return found[0] if found else None
+        return self._walk(poison, around)
 
 
 class _OpResults(TorchDispatchMode):
@@ -349,23 +320,15 @@ class _OpResults(TorchDispatchMode):
         if "empty" in str(func):
             self._unwritten.update((storage_of(item), item) for item in made)
             return result
-        bound = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False))
-        bound |= kwargs or {}
-        for argument in func._schema.arguments:
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                for written in tensors_in(bound.get(argument.name)):
-                    self._unwritten.pop(storage_of(written), None)
-        for item in (*made, *_written_tokens(func, bound)):
+        for written in tensors_in(written_arguments(func, args, kwargs or {})):
+            self._unwritten.pop(storage_of(written), None)
+        op, bound = boundary_ops.lookup(func), bound_arguments(func, args, kwargs or {})
+        if op is not None:
+            made += [bound[name] for name in op.mutated if name in (op.token_args or op.mutated)]
+        for item in made:
             if isinstance(item, torch.Tensor) and storage_of(item) not in self._unwritten:
                 self.results.append((str(func), item.detach().clone()))
         return result
-
-
-def _written_tokens(func: Any, bound: Mapping[str, Any]) -> list[Any]:
-    op = boundary_ops.lookup(func)
-    if op is None:
-        return []
-    return [bound.get(name) for name in op.mutated if name in (op.token_args or op.mutated)]
 
 
 def _first_different(alone: _OpResults, beside: _OpResults, tolerance: Tolerance | None) -> str | None:
@@ -389,15 +352,3 @@ def _maker(segment: Segment, name: str) -> str:
 
 def _copied(value: Any) -> Any:
     return value.clone() if isinstance(value, torch.Tensor) else value
-
-
-def random_state(device: torch.device) -> list[torch.Tensor]:
-    """The states of the generators that a call may draw from, for `set_random_state`."""
-    states = [torch.get_rng_state()]
-    return [*states, torch.cuda.get_rng_state(device)] if device.type == "cuda" else states
-
-
-def set_random_state(device: torch.device, states: Sequence[torch.Tensor]) -> None:
-    torch.set_rng_state(states[0])
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(states[1], device)

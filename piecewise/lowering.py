@@ -16,6 +16,7 @@ import dataclasses
 import hashlib
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from typing import Any
 
 import torch
@@ -47,6 +48,7 @@ FIELDS_NOT_IN_KEY = frozenset(
 COMPILED = "compiled by Inductor: one callable"
 
 
+@dataclasses.dataclass(slots=True, eq=False)
 class LoweredSegment:
     """A segment's function, put together from compiled ones.
 
@@ -59,16 +61,11 @@ class LoweredSegment:
         failed: row count → why its function is not used.
     """
 
-    def __init__(
-        self,
-        segment: Segment,
-        layout: SegmentLayout,
-        by_rows: Mapping[int, Callable[..., Any]],
-        *,
-        strict: bool,
-    ) -> None:
-        self.segment, self.layout, self.by_rows, self._strict = segment, layout, by_rows, strict
-        self.failed: dict[int, str] = {}
+    segment: Segment
+    layout: SegmentLayout
+    by_rows: Mapping[int, Callable[..., Any]]
+    strict: bool
+    failed: dict[int, str] = dataclasses.field(default_factory=dict)
 
     def __call__(self, num_rows: int, *inputs: torch.Tensor) -> Sequence[torch.Tensor]:
         if num_rows in self.failed:
@@ -78,7 +75,7 @@ class LoweredSegment:
                 made = self.by_rows[num_rows](num_rows, *self.layout.arguments_of(num_rows, inputs))
                 return self.layout.results_of(num_rows, inputs, made)
         except Exception as error:
-            if self._strict or self.segment.writes or capturing() is not None:
+            if self.strict or self.segment.writes or capturing() is not None:
                 raise
             self.failed[num_rows] = told(error)
         return self.segment.function(num_rows, *inputs)
@@ -149,14 +146,11 @@ class Lowering:
         job = _Job(self.config, self._compiled, plan, tuple(sorted(buckets)), graphs)
         began = time.perf_counter()
         if buckets and self.config.lowering != "eager":
-            bar = progress_bar(len(segments), enabled=self.config.progress)
-            bar.set_description("lowering segments")
-            try:
+            with closing(progress_bar(len(segments), enabled=self.config.progress)) as bar:
+                bar.set_description("lowering segments")
                 for segment in segments:
                     functions[segment.index] = job.lowered(segment)
                     bar.update(1)
-            finally:
-                bar.close()
         report = LoweringReport(
             self.config.lowering, len(segments), len({segment_text(plan, segment) for segment in segments}),
             job.num_compiled, job.num_from_disk, job.num_reused, time.perf_counter() - began,
@@ -178,23 +172,21 @@ class Lowering:
         )
 
 
+@dataclasses.dataclass(slots=True, eq=False)
 class _Job:
-    """One plan being lowered."""
+    """One plan being lowered; `compiled` outlives it."""
 
-    def __init__(
-        self,
-        config: PiecewiseConfig,
-        compiled: dict[str, _Compiled | Unlowerable],
-        plan: SegmentPlan,
-        buckets: tuple[int, ...],
-        graphs: Mapping[Callable[..., tuple], AtenGraph],
-    ) -> None:
-        self.config, self.plan, self.buckets, self.graphs = config, plan, buckets, graphs
-        self.num_compiled = self.num_from_disk = self.num_reused = 0
-        self.kept_eager: list[KeptEager] = []
-        self.lowered_segments: list[LoweredSegment] = []
-        self._compiled, self._used = compiled, set[str]()
-        self._settings = ", ".join(f"{name}={getattr(config, name)!r}" for name in sorted(FIELDS_IN_KEY))
+    config: PiecewiseConfig
+    compiled: dict[str, _Compiled | Unlowerable]
+    plan: SegmentPlan
+    buckets: tuple[int, ...]
+    graphs: Mapping[Callable[..., tuple], AtenGraph]
+    num_compiled: int = 0
+    num_from_disk: int = 0
+    num_reused: int = 0
+    kept_eager: list[KeptEager] = dataclasses.field(default_factory=list)
+    lowered_segments: list[LoweredSegment] = dataclasses.field(default_factory=list)
+    used: set[str] = dataclasses.field(default_factory=set)
 
     def lowered(self, segment: Segment) -> Callable[..., Sequence[torch.Tensor]]:
         """The segment's function; its own eager one where it cannot be lowered, which is noted.
@@ -211,7 +203,7 @@ class _Job:
                     "it holds captured boundary ops, which write memory that must not be copied"
                 )
             layout = SegmentLayout.of(self.plan, segment, self.buckets)
-            chosen = self._functions(segment, layout)
+            by_rows = self._functions(segment, layout)
         except Unlowerable as reason:
             self.kept_eager.append(KeptEager(segment.name, str(reason)))
             if self.config.strict:
@@ -223,45 +215,45 @@ class _Job:
                     fix="use lowering='eager', or strict=False",
                 ) from reason
             return segment.function
-        by_rows = {rows: compiled.function for rows, compiled in chosen.items()}
-        function = LoweredSegment(segment, layout, by_rows, strict=self.config.strict)
+        function = LoweredSegment(segment, layout, by_rows, self.config.strict)
         self.lowered_segments.append(function)
         return OpaqueCall(function)
 
-    def _functions(self, segment: Segment, layout: SegmentLayout) -> dict[int, _Compiled]:
+    def _functions(self, segment: Segment, layout: SegmentLayout) -> dict[int, Callable[..., Any]]:
         """Bucket → the function that serves it: one for all, where that holds."""
         largest = self.buckets[-1]
         # torch knows no symbol that may be 1.
         dynamic = self._function(segment, layout, largest, is_dynamic=True) if largest > 1 else None
         found = {}
         for rows in self.buckets:
-            if dynamic is None or rows in self.config.compile_sizes or not dynamic.holds_for(rows):
-                found[rows] = self._function(segment, layout, rows, is_dynamic=False)
-            else:
-                found[rows] = dynamic
+            compiled = dynamic
+            if compiled is None or rows in self.config.compile_sizes or not compiled.holds_for(rows):
+                compiled = self._function(segment, layout, rows, is_dynamic=False)
+            found[rows] = compiled.function
         return found
 
     def _function(self, segment: Segment, layout: SegmentLayout, rows: int, *, is_dynamic: bool) -> _Compiled:
         """The function for `rows` rows, or for any count of which `rows` is the likeliest."""
         device = next((v.device for v in (*layout.outputs, *layout.inputs) if v.device), torch.device("cpu"))
+        settings = ", ".join(f"{name}={getattr(self.config, name)!r}" for name in sorted(FIELDS_IN_KEY))
         count = f"any count such as {rows}" if is_dynamic else f"{rows} rows"
         parts = (
-            self._settings, internals.numeric_settings(device), count, segment_text(self.plan, segment),
+            settings, internals.numeric_settings(device), count, segment_text(self.plan, segment),
             layout.arguments, layout.made,
         )  # fmt: skip
         key = hashlib.sha256("\n".join(map(str, parts)).encode()).hexdigest()
-        if key not in self._compiled:
+        if key not in self.compiled:
             before = internals.inductor_cache_counts()
             with unchanged_random_state(device):
-                self._compiled[key] = self._compile(segment, layout, rows, is_dynamic=is_dynamic)
+                self.compiled[key] = self._compile(segment, layout, rows, is_dynamic=is_dynamic)
             found, missed = map(int.__sub__, internals.inductor_cache_counts(), before)
-            if isinstance(self._compiled[key], _Compiled):
+            if isinstance(self.compiled[key], _Compiled):
                 self.num_compiled += 1
                 self.num_from_disk += bool(found and not missed)
-        elif key not in self._used:
+        elif key not in self.used:
             self.num_reused += 1
-        self._used.add(key)
-        compiled = self._compiled[key]
+        self.used.add(key)
+        compiled = self.compiled[key]
         if isinstance(compiled, Unlowerable):
             raise Unlowerable(str(compiled))
         return compiled

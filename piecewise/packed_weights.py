@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from piecewise.tensors import storage_of
 from piecewise.torch_internals import num_storage_users
 from runners.state_check import StateRef
 
@@ -40,12 +41,12 @@ def why_not_packable(places: Sequence[StateRef]) -> str | None:
         return None
     if any(each.numel() * each.element_size() % _ALIGNMENT_BYTES for each in tensors[:-1]):
         return f"the weight behind {places[0].path} would not be aligned"
-    storages = {_storage_of(each): each.untyped_storage() for each in tensors}
-    members = Counter(map(_storage_of, tensors))
+    storages = {storage_of(each): each.untyped_storage() for each in tensors}
+    members = Counter(map(storage_of, tensors))
     for key, storage in storages.items():
         # Somebody else would keep looking at the old memory: a view, or graphs that were captured before.
         if num_storage_users(storage) > members[key]:
-            held = (place for place, each in zip(places, tensors, strict=True) if _storage_of(each) == key)
+            held = (place for place, each in zip(places, tensors, strict=True) if storage_of(each) == key)
             return f"{next(held).path} shares its memory with another tensor, or is in use by other graphs"
     return None
 
@@ -54,7 +55,7 @@ def are_packed(tensors: Sequence[torch.Tensor]) -> bool:
     """Whether contiguous tensors lie one after the other from the beginning of one storage."""
     expected = 0
     for each in tensors:
-        if _storage_of(each) != _storage_of(tensors[0]) or each.storage_offset() != expected:
+        if storage_of(each) != storage_of(tensors[0]) or each.storage_offset() != expected:
             return False
         expected += each.numel()
     return True
@@ -77,7 +78,3 @@ def pack_(places: Sequence[StateRef]) -> None:
             part.copy_(each)
             each.data = part  # the old memory goes here, before the next one is copied
             begin += each.shape[0]
-
-
-def _storage_of(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata

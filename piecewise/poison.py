@@ -9,26 +9,34 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
 
 from piecewise.padding import OTHER_ROWS, poison_padding_
 from piecewise.plan import ValueSpec
-from runners.bound_steps import Call, CopyInputs, Replay
+from runners.bound_steps import Call, CopyInputs
 from runners.rows import poison_value
-from runners.step_plan import CallStep, Shadow, StaticArgument, StepPlan
+from runners.step_plan import CallStep, ReplayStep, Shadow, StaticArgument, StepPlan
 
 
 @dataclass(frozen=True, slots=True)
 class Poison:
-    """What padded rows hold; `variant` as for `poison_padding_`, None for what the plan itself puts there."""
+    """One run of a call: what padded rows hold, and whether its graphs are replayed.
+
+    Attributes:
+        variant: as for `poison_padding_`, None for what the plan itself puts there.
+        uses_graphs: without them each graph segment's function is called.
+    """
 
     name: str
     variant: int | None
+    uses_graphs: bool = True
 
 
 AS_SERVED = Poison("padding as served", None)
+WITHOUT_GRAPHS = Poison("no graphs, padding as served", None, uses_graphs=False)
 _FINITE = (
     Poison("padding of 1e4", 1),
     Poison("padding of -1e4", 2),
@@ -48,13 +56,10 @@ def poisons_for(engine: str, *, is_padded: bool) -> tuple[Poison, ...]:
 def shadows_of(steps: StepPlan) -> dict[int, Shadow]:
     """Value index → the static buffer that graphs read in its place."""
     found = {}
-    for shadow in [*steps.copy_ins, *(s for step in call_steps(steps) for s in step.copies)]:
+    calls = [step for step in steps.steps if isinstance(step, CallStep)]
+    for shadow in [*steps.copy_ins, *(s for step in calls for s in step.copies)]:
         found[cast(ValueSpec, shadow.value).index] = shadow
     return found
-
-
-def call_steps(steps: StepPlan) -> list[CallStep]:
-    return [step for step in steps.steps if isinstance(step, CallStep)]
 
 
 def spoil_static_memory(steps: StepPlan, pool: Any, poison: Poison) -> None:
@@ -76,7 +81,7 @@ def _set_at(bound: Any, steps: StepPlan) -> Mapping[int, list[tuple[torch.Tensor
     for position, step in enumerate(bound.steps):
         if isinstance(step, CopyInputs):
             found[position] = [(shadow.buffer, shadow.value) for shadow in steps.copy_ins]
-        elif isinstance(step, (Replay, Call)):
+        elif isinstance(step, (ReplayStep, Call)):
             plan_step = next(planned)
             if isinstance(plan_step, CallStep):
                 found[position] = [(shadow.buffer, shadow.value) for shadow in plan_step.copies]
@@ -94,9 +99,9 @@ def replay_with(
     num_tokens: int,
     poison: Poison,
     *,
-    around: Callable[[Any, str | None, Callable[[], None]], None] | None = None,
+    around: Callable[[Any, str | None, Callable[[], None]], None],
 ) -> list[Any]:
-    """One replay with poisoned padding, step by step; the result's leaves.
+    """One run with poisoned padding, step by step; the result's leaves.
 
     Args:
         around: called for each step in its stead, as `around(env, name of its segment or None, run)`.
@@ -110,11 +115,8 @@ def replay_with(
     env = leaves + [None] * (steps.num_values + len(steps.results))
     names = iter(step.name for step in steps.steps)
     for position, step in enumerate(bound.steps):
-        name = next(names) if isinstance(step, (Replay, Call)) else None
-        if around is None:
-            step.replay(env)
-        else:
-            around(env, name, lambda step=step: step.replay(env))  # type: ignore[misc]
+        name = next(names) if isinstance(step, (ReplayStep, Call)) else None
+        around(env, name, partial(step.replay, env))
         for tensor, value in pads.get(position, ()):
             assert poison.variant is not None
             poison_padding_(tensor, value, num_tokens, steps.padded_num_tokens, variant=poison.variant)

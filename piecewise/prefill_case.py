@@ -57,10 +57,8 @@ class PrefillCase:
             parameter = inspect.signature(self.make_inputs).parameters.get("seed")
         except (TypeError, ValueError):
             return False
-        return parameter is not None and parameter.kind in (
-            parameter.KEYWORD_ONLY,
-            parameter.POSITIONAL_OR_KEYWORD,
-        )
+        kinds = inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
+        return parameter is not None and parameter.kind in kinds
 
     def inputs(self, num_tokens: int, *, seed: int = 0) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments of one call with `num_tokens` tokens.

@@ -15,6 +15,19 @@ from piecewise.stream_report import StreamReport
 from runners.stats import CallStats
 
 
+class Jsonable:
+    """A report that is a dataclass of plain values and reports."""
+
+    __slots__ = ()
+
+    def asdict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)  # type: ignore[call-overload]
+
+    def to_json(self) -> str:
+        """`asdict()` as JSON."""
+        return json.dumps(self.asdict(), indent=2)
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class BucketReport:
     """How the capture of one bucket went.
@@ -54,6 +67,9 @@ class SegmentReport:
     reasons: tuple[EagerReason, ...]
     captured_ops: int = 0
 
+    def cells(self) -> tuple[str, str, str, str]:
+        return str(self.index), self.kind, str(self.num_ops), self.module_path
+
     def notes(self, quote: str = "") -> list[str]:
         """Why each op is not in a graph, or what is special about the graph; ops between `quote` marks."""
         if self.kind == "boundary":
@@ -65,7 +81,7 @@ class SegmentReport:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class PlanReport:
+class PlanReport(Jsonable):
     """A cut plan: its segments, the share of ops in graphs, which empty memory they fill, what was fused in
     them, and how they will be lowered and put on streams, where that was asked for."""
 
@@ -122,51 +138,35 @@ class PlanReport:
             more = f" (+{len(notes) - 1})" if len(notes) > 1 else ""
             source = segment.reasons[0].source if segment.reasons and segment.kind == "eager" else ""
             where = f" at {source}" if source else ""
-            rows.append(
-                (
-                    str(segment.index),
-                    segment.kind,
-                    str(segment.num_ops),
-                    segment.module_path,
-                    (notes[0] if notes else "") + more + where,
-                )
-            )
+            rows.append((*segment.cells(), (notes[0] if notes else "") + more + where))
         summary = (
             f"{self.count('graph')} graph, {self.count('boundary')} boundary and {self.count('eager')} eager "
             f"segments; {self.coverage:.1%} of ops in graphs; tokens in {self.token_dim}; "
             f"{self.num_dead_ops} dead ops removed"
         )
         eager = "".join(f"; {share:.1%} eager: {code}" for code, share in sorted(self.shares().items()))
-        parts = self._parts()
-        return "\n".join([text_table(rows), summary + eager, *parts])
+        return "\n".join([text_table(rows), summary + eager, *self._parts()])
 
     def _parts(self) -> list[str]:
-        fills = (
-            self.fills if self.fills is not None and (self.fills.num_needless or self.fills.kept) else None
-        )
-        return [str(part) for part in (fills, self.fusions, self.lowering, self.streams) if part is not None]
+        has_fills = self.fills is not None and (self.fills.num_needless or self.fills.kept)
+        parts = self.fills if has_fills else None, self.fusions, self.lowering, self.streams
+        return [str(part) for part in parts if part is not None]
 
     def to_markdown(self) -> str:
-        lines = ["| segment | kind | ops | module path | reason |", "|---|---|---|---|---|"]
+        rows = [("segment", "kind", "ops", "module path", "reason")]
         for segment in self.segments:
-            reason = "; ".join(segment.notes("`"))
-            lines.append(
-                f"| {segment.index} | {segment.kind} | {segment.num_ops} | {segment.module_path} | {reason} |"
-            )
+            rows.append((*segment.cells(), "; ".join(segment.notes("`"))))
         eager = "".join(f" {share:.1%} eager: `{code}`." for code, share in sorted(self.shares().items()))
-        parts = self._parts()
-        lines += ["", f"{self.coverage:.1%} of ops in graphs.{eager}"]
-        return "\n".join([*lines, *(f"* {line.strip()}" for part in parts for line in part.splitlines())])
-
-    def to_json(self) -> str:
-        return json.dumps(self.asdict(), indent=2)
+        lines = [markdown_table(rows), "", f"{self.coverage:.1%} of ops in graphs.{eager}"]
+        parts = (f"* {line.strip()}" for part in self._parts() for line in part.splitlines())
+        return "\n".join([*lines, *parts])
 
     def asdict(self) -> dict[str, Any]:
         return {**dataclasses.asdict(self), "eager_shares": self.shares()}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class CaptureReport:
+class CaptureReport(Jsonable):
     """How each bucket that the settings list stands for one signature, largest first.
 
     Attributes:
@@ -226,12 +226,9 @@ class CaptureReport:
     def asdict(self) -> dict[str, Any]:
         return {**dataclasses.asdict(self), "captured": list(self.captured), "ok": self.ok}
 
-    def to_json(self) -> str:
-        return json.dumps(self.asdict(), indent=2)
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Report:
+class Report(Jsonable):
     """Plans, captures and calls of one graphed model.
 
     Attributes:
@@ -254,7 +251,7 @@ class Report:
         return self.plans[0].coverage if self.plans else 0.0
 
     def __str__(self) -> str:
-        parts = ["\n".join([f"engine: {self.engine}; {self._state()}", *self._left_out()])]
+        parts = ["\n".join([f"engine: {self.engine}; {self._state()[0]}", *self._state()[1:]])]
         for index, (plan, capture) in enumerate(zip(self.plans, self.captures, strict=True)):
             parts += [f"signature {index}", str(plan), str(capture)]
         parts.append(self._calls())
@@ -273,18 +270,19 @@ class Report:
         most: what a replay of it replays.
         """
         total = max(self.stats.replays + self.stats.eager_calls, 1)
+        reports = [report for capture in self.captures for report in capture.buckets]
         found = []
         for bucket in sorted({*self.stats.calls_by_bucket, *self.stats.eager_by_bucket}):
             replayed = self.stats.calls_by_bucket.get(bucket, 0)
             reasons = self.stats.eager_by_bucket.get(bucket, Counter())
-            reports = [report for capture in self.captures for report in capture.buckets]
+            eager = sum(reasons.values())
             found.append(
                 {
                     "bucket": bucket,
                     "replayed": replayed,
-                    "eager": sum(reasons.values()),
-                    "share_of_calls": (replayed + sum(reasons.values())) / total,
-                    "share_replayed": replayed / max(replayed + sum(reasons.values()), 1),
+                    "eager": eager,
+                    "share_of_calls": (replayed + eager) / total,
+                    "share_replayed": replayed / max(replayed + eager, 1),
                     "op_coverage": max((r.coverage for r in reports if r.bucket == bucket), default=0.0),
                     "reasons": {str(code): count for code, count in sorted(reasons.items())},
                 }
@@ -296,15 +294,12 @@ class Report:
         total = self.stats.replays + self.stats.eager_calls
         return {str(code): count / total for code, count in sorted(self.stats.reasons.items())}
 
-    def _state(self) -> str:
+    def _state(self) -> list[str]:
         told = {
             "suspended": "suspended: the graphs' memory was given back until resume()",
             "released": "released: the graphs were given back until the next capture()",
         }
-        return told.get(self.state, self.state)
-
-    def _left_out(self) -> list[str]:
-        return [f"left out: {text}" for text in self.left_out]
+        return [told.get(self.state, self.state), *(f"left out: {text}" for text in self.left_out)]
 
     def _calls(self) -> str:
         total = self.stats.replays + self.stats.eager_calls
@@ -342,11 +337,8 @@ class Report:
             "changes": list(self.changes),
         }
 
-    def to_json(self) -> str:
-        return json.dumps(self.asdict(), indent=2)
-
     def to_markdown(self) -> str:
-        parts = ["# Graphed prefill report", "", f"* {self._state()}", *(f"* {x}" for x in self._left_out())]
+        parts = ["# Graphed prefill report", "", *(f"* {text}" for text in self._state())]
         for index, (plan, capture) in enumerate(zip(self.plans, self.captures, strict=True)):
             parts += [f"## Signature {index}", "", plan.to_markdown(), "", "```", str(capture), "```", ""]
         return "\n".join([*parts, "## Calls", "", "```", self._calls(), "```", ""])
@@ -360,11 +352,17 @@ def text_table(rows: Sequence[Sequence[str]]) -> str:
     )
 
 
+def markdown_table(rows: Sequence[Sequence[str]]) -> str:
+    """Rows as a table; the first row is the heading."""
+    lines = [f"| {' | '.join(row)} |" for row in rows]
+    return "\n".join([lines[0], "|" + "---|" * len(rows[0]), *lines[1:]])
+
+
 def shown_bytes(count: int) -> str:
     """A size for readers, in binary units."""
-    size = float(count)
-    for unit in ("B", "KiB", "MiB"):
-        if size < 1024:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.2f} GiB"
+    if count < 1024:
+        return f"{count} B"
+    for power, unit in ((1, "KiB"), (2, "MiB")):
+        if count < 1024 ** (power + 1):
+            return f"{count / 1024**power:.1f} {unit}"
+    return f"{count / 1024**3:.2f} GiB"

@@ -12,12 +12,12 @@ import torch
 from torch import fx
 
 from piecewise import torch_internals as internals
-from piecewise.aliases import NodeFacts
+from piecewise.aliases import NodeFacts, fakes_of
 from piecewise.normalize import target_name
 from piecewise.plan import ResultLeaf
 from piecewise.split import source_line
 from piecewise.structure import Structure
-from piecewise.tensors import storage_of, tensors_in
+from piecewise.tensors import storage_of
 from piecewise.torch_internals import SYMBOLIC
 from piecewise.trace import Trace
 
@@ -75,27 +75,19 @@ class _Program:
             if node.op.startswith("call") and self._holds_tensors_or_writes(node):
                 self._name(node, len(self.lines))
                 self.nodes.append(node)
-                shapes = [self._sizes(tensor.shape) for tensor in tensors_in(node.meta.get("example_value"))]
-                self.lines.append(
-                    (
-                        node.op,
-                        str(node.target),
-                        node.meta.get("autocast", ()),
-                        self._argument(node.args),
-                        self._argument(dict(node.kwargs)),
-                        shapes,
-                        self._written(node),
-                    )
-                )
+                shapes = [self._sizes(tensor.shape) for tensor in fakes_of([node])]
+                arguments = self._argument(node.args), self._argument(dict(node.kwargs))
+                what = node.op, str(node.target), node.meta.get("autocast", ())
+                self.lines.append((*what, *arguments, shapes, self._written(node)))
         self._outputs: Any = trace.graph.graph.output_node().args[0]
-        self.result = (
-            self._result(trace.result),
-            self._aliases(trace.graph.graph.output_node().all_input_nodes),
-        )
+        # And which of its tensors share memory, as numbers in order of appearance.
+        results, seen = trace.graph.graph.output_node().all_input_nodes, dict[int, int]()
+        aliases = [seen.setdefault(storage_of(tensor), len(seen)) for tensor in fakes_of(results)]
+        self.result = self._result(trace.result), aliases
 
     def _name(self, node: fx.Node, name: Any) -> None:
         self._names[node] = name
-        for memory in {storage_of(t) for t in tensors_in(node.meta.get("example_value"))}:
+        for memory in set(map(storage_of, fakes_of([node]))):
             self._holders.setdefault(memory, []).append(node)
 
     def _written(self, node: fx.Node) -> Any:
@@ -104,7 +96,7 @@ class _Program:
         fact = self._facts.get(node)
         if fact is None or not fact.writes:
             return ()
-        memory = {storage_of(t) for arg in fact.writes for t in tensors_in(arg.meta.get("example_value"))}
+        memory = set(map(storage_of, fakes_of(fact.writes)))
         order = self._order
         holders = dict.fromkeys(other for each in memory for other in self._holders.get(each, ()))
         return sorted(
@@ -112,12 +104,6 @@ class _Program:
             for other in holders
             if other.op == "placeholder" or any(order[user] > order[node] for user in other.users)
         )
-
-    def _aliases(self, nodes: Sequence[fx.Node]) -> list[int]:
-        """Which of the tensors share memory, as numbers in order of appearance."""
-        seen: dict[int, int] = {}
-        found = [storage_of(t) for node in nodes for t in tensors_in(node.meta.get("example_value"))]
-        return [seen.setdefault(memory, len(seen)) for memory in found]
 
     def _result(self, node: Structure) -> Any:
         """The structure of the result, with each leaf as where it comes from, and numbers by value."""
@@ -144,9 +130,7 @@ class _Program:
     def _holds_tensors_or_writes(self, node: fx.Node) -> bool:
         if node.op == "call_method" and node.target == "size":  # compared where it is used, by value
             return False
-        return any(True for _ in tensors_in(node.meta.get("example_value"))) or any(
-            True for source in node.all_input_nodes for _ in tensors_in(source.meta.get("example_value"))
-        )
+        return any(True for _ in fakes_of([node, *node.all_input_nodes]))
 
     def _sizes(self, sizes: Any) -> tuple[Any, ...]:
         return tuple(self._number(size) for size in sizes)
@@ -165,25 +149,17 @@ class _Program:
     def _argument(self, value: Any) -> Any:
         if isinstance(value, fx.Node):
             known = self._names.get(value)
-            is_number = known is None or not any(True for _ in tensors_in(value.meta.get("example_value")))
-            return self._scalar(value) if is_number and value.op != "get_attr" else ("node", known)
+            is_number = known is None or not any(True for _ in fakes_of([value]))
+            if not is_number or value.op == "get_attr":
+                return ("node", known)
+            scalar = value.meta.get("example_value")
+            return self._sizes(scalar) if isinstance(scalar, torch.Size) else self._number(scalar)
         if isinstance(value, (tuple, list)):
             return tuple(map(self._argument, value))
         if isinstance(value, dict):
             return tuple((key, self._argument(item)) for key, item in sorted(value.items()))
         if isinstance(value, slice):
-            return (
-                "slice",
-                self._argument(value.start),
-                self._argument(value.stop),
-                self._argument(value.step),
-            )
+            return ("slice", *map(self._argument, (value.start, value.stop, value.step)))
         if isinstance(value, (int, float, *SYMBOLIC)) and not isinstance(value, bool):
             return self._number(value)
         return repr(value)
-
-    def _scalar(self, node: fx.Node) -> Any:
-        value = node.meta.get("example_value")
-        if isinstance(value, torch.Size):
-            return self._sizes(value)
-        return self._number(value)

@@ -25,7 +25,8 @@ import torch
 from piecewise.plan import Segment, SegmentPlan, ValueSpec
 from runners.bound_steps import copy_elements, own_copy
 from runners.errors import CaptureError
-from runners.rows import has_strides, is_dense
+from runners.row_views import place_of
+from runners.rows import has_strides, in_one_memory, is_dense
 
 
 class Unlowerable(Exception):
@@ -93,7 +94,7 @@ class SegmentLayout:
         """Sizes and strides of an argument at `rows`, an int or a symbol."""
         members = [self.inputs[index] for index in self.arguments[position]]
         if len(members) == 1:
-            return _sizes(members[0], rows), _strides(members[0], rows)
+            return place_of(members[0], rows)[:2]
         return (_end(members[-1], rows) - _offset(members[0], rows),), (1,)
 
     def arguments_of(self, rows: int, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -128,12 +129,13 @@ class SegmentLayout:
         """The segment's inputs, made of the function's arguments; traced as part of the function."""
         found: dict[int, torch.Tensor] = {}
         for members, argument in zip(self.arguments, arguments, strict=True):
-            begin = _offset(self.inputs[members[0]], rows) if len(members) > 1 else 0
+            if len(members) == 1:
+                found[members[0]] = argument
+                continue
+            begin = _offset(self.inputs[members[0]], rows)
             for member in members:
-                value = self.inputs[member]
-                found[member] = argument if len(members) == 1 else argument.as_strided(
-                    _sizes(value, rows), _strides(value, rows), _offset(value, rows) - begin
-                )  # fmt: skip
+                sizes, strides, offset = place_of(self.inputs[member], rows)
+                found[member] = argument.as_strided(sizes, strides, offset - begin)
         return [found[position] for position in range(len(self.inputs))]
 
     def results_of(
@@ -151,8 +153,9 @@ class SegmentLayout:
             else:
                 assert result.of is not None
                 viewed = inputs[result.index] if result.source == "input" else own[result.index]
-                offset = viewed.storage_offset() + _offset(value, rows) - _offset(result.of, rows)
-                found.append(viewed.as_strided(_sizes(value, rows), _strides(value, rows), offset))
+                sizes, strides, offset = place_of(value, rows)
+                offset += viewed.storage_offset() - _offset(result.of, rows)
+                found.append(viewed.as_strided(sizes, strides, offset))
         return tuple(found)
 
     def _own(
@@ -178,14 +181,10 @@ class SegmentLayout:
                 groups.setdefault(result.group, []).append((value, result.index))
         found: dict[int, torch.Tensor] = {}
         for members in groups.values():
-            begin = min(_offset(value, rows) for value, _ in members)
-            length = max(_end(value, rows) for value, _ in members) - begin
-            memory = torch.zeros(length, dtype=own[members[0][1]].dtype, device=own[members[0][1]].device)
-            for value, index in members:
-                found[index] = memory.as_strided(
-                    _sizes(value, rows), _strides(value, rows), _offset(value, rows) - begin
-                )
-                copy_elements(found[index], own[index])
+            places = [place_of(value, rows) for value, _ in members]
+            for (_, index), copy in zip(members, in_one_memory(places, own[members[0][1]]), strict=True):
+                copy_elements(copy, own[index])
+                found[index] = copy
         return found
 
 
@@ -290,7 +289,7 @@ def _cover_of(members: Sequence[int], outputs: Sequence[ValueSpec], row_counts: 
 
     def covers(whole: ValueSpec, part: ValueSpec, rows: int) -> bool:
         is_inside = _offset(whole, rows) <= _offset(part, rows) and _end(part, rows) <= _end(whole, rows)
-        return is_inside and is_dense(_sizes(whole, rows), _strides(whole, rows))
+        return is_inside and is_dense(*place_of(whole, rows)[:2])
 
     for member in members:
         whole = outputs[member]
@@ -299,24 +298,15 @@ def _cover_of(members: Sequence[int], outputs: Sequence[ValueSpec], row_counts: 
     return None
 
 
-def _sizes(value: ValueSpec, rows: Any) -> tuple[Any, ...]:
-    assert value.sizes is not None
-    return tuple(value.sizes(rows))
-
-
 def _strides(value: ValueSpec, rows: Any) -> tuple[Any, ...]:
-    assert value.strides is not None
-    return tuple(value.strides(rows))
+    return place_of(value, rows)[1]
 
 
 def _offset(value: ValueSpec, rows: Any) -> Any:
-    assert value.offset is not None
-    return value.offset(rows)[0]
+    return place_of(value, rows)[2]
 
 
 def _end(value: ValueSpec, rows: Any) -> Any:
     """Offset behind the last element; of a tensor that has some."""
-    reach = sum(
-        (size - 1) * stride for size, stride in zip(_sizes(value, rows), _strides(value, rows), strict=True)
-    )
-    return _offset(value, rows) + 1 + reach
+    sizes, strides, offset = place_of(value, rows)
+    return offset + 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))

@@ -38,19 +38,11 @@ class SizeFunctions:
         shown = [[str(expr.xreplace({self._symbol: _ROWS})) for expr in self.exprs(part)] for part in parts]
         return " ".join(f"[{', '.join(part)}]" for part in shown)
 
-    def token_dims_of(self, value: Any) -> tuple[int, ...]:
-        """As `token_dims`; none for what is no tensor."""
-        return self.token_dims(value) if isinstance(value, torch.Tensor) else ()
-
     def token_dims(self, tensor: torch.Tensor) -> tuple[int, ...]:
         """Dims whose size depends on the token count, ascending."""
         return tuple(
             dim for dim, expr in enumerate(self.exprs(tensor.shape)) if self._symbol in expr.free_symbols
         )
-
-    def keeps_strides(self, tensor: torch.Tensor) -> bool:
-        """Whether leading rows of the padded tensor have the strides of the unpadded one."""
-        return not any(self._symbol in expr.free_symbols for expr in self.exprs(tensor.stride()))
 
 
 def holds(conditions: Callable[..., tuple]) -> Callable[..., bool]:

@@ -6,11 +6,9 @@ The ops are those of the segment's function, in another order; no kernel is anot
 is read from its schema and from the storages of its fakes; two inputs of the segment that share memory are
 one.
 
-**Memory.** torch's allocator keeps free blocks per stream: a block that Python frees may at once be handed
-out again on the stream that it was allocated on, while another stream still reads it. So every tensor that
-is made or read between a fork and its join is an argument of the join, and thereby held until then. What is
-freed later is used again on lane 0 behind the join, or on another lane behind the next fork, which waits for
-all that lane 0 has issued by then.
+**Memory.** Every tensor that is made or read between a fork and its join is an argument of the join, and
+thereby held until then: `runners/streams.py` says why. What is freed later is used again on lane 0 behind
+the join, or on another lane behind the next fork, which waits for all that lane 0 has issued by then.
 """
 
 from __future__ import annotations
@@ -25,11 +23,11 @@ from torch._ops import OpOverload
 from torch.utils.flop_counter import flop_registry
 
 from piecewise import torch_internals as internals
-from piecewise.aten_graph import AtenGraph, function_of, trace_aten
+from piecewise.aten_graph import trace_aten
 from piecewise.branches import Fork, Join, OpFacts, StreamSchedule, schedule
 from piecewise.passes.fakes import memory_of, value_of
 from piecewise.plan import Segment, ValueSpec
-from piecewise.tensors import tensors_in
+from piecewise.tensors import tensors_in, written_arguments
 from runners.streams import Lanes
 
 
@@ -63,7 +61,7 @@ class ScheduledFunction:
         made = schedule(facts_of(traced.module.graph, nodes, segment, values), num_streams)
         if not made.regions:
             return cls(made, None, traced.is_valid)
-        function = function_of(_on_lanes(traced.module.graph, nodes, made), _constants(traced))
+        function = traced.function(_on_lanes(traced.module.graph, nodes, made))
 
         def run(lanes: Lanes, num_rows: int, *inputs: torch.Tensor) -> tuple:
             # Casts of autocast are in the graph.
@@ -105,10 +103,8 @@ def _facts(node: fx.Node, positions: Mapping[fx.Node, int], memories: Callable[[
         # Constants, items of tuples and sizes; whatever else there is may do anything.
         is_known = node.op == "get_attr" or made <= held
         return OpFacts(takes, is_barrier=not is_known)
-    written = set[int]()
-    for argument, value in _arguments(node):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            written |= memories(_flat([fx.node.map_arg(value, value_of)]))
+    args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), value_of)
+    written = memories(_flat(written_arguments(node.target, args, kwargs)))
     if not written and made <= held:
         # A view or a size; or, where it returns nothing, a check.
         return OpFacts(takes, is_barrier=not node.target._schema.returns)
@@ -123,14 +119,6 @@ def is_heavy(op: OpOverload) -> bool:
     """Whether an op is worth a lane: torch has a formula for its FLOPs, or it is named as a matmul is."""
     name = op._schema.name.rpartition("::")[2]
     return op.overloadpacket in flop_registry or name.rstrip("_").endswith("mm")
-
-
-def _arguments(node: fx.Node) -> list[tuple[Any, Any]]:
-    """(schema's argument, what the node passes for it)."""
-    arguments = node.target._schema.arguments  # type: ignore[union-attr]
-    by_name = {argument.name: argument for argument in arguments}
-    given = [*zip(arguments, node.args, strict=False)]
-    return [*given, *((by_name[name], value) for name, value in node.kwargs.items())]
 
 
 def _flat(value: Any) -> list[Any]:
@@ -173,9 +161,3 @@ def _on_lanes(graph: fx.Graph, nodes: Sequence[fx.Node], made: StreamSchedule) -
 
 def _has_memory(node: fx.Node) -> bool:
     return any(True for _ in tensors_in(value_of(node)))
-
-
-def _constants(traced: AtenGraph) -> dict[str, Any]:
-    """What the graph's get_attr nodes name."""
-    nodes = traced.module.graph.find_nodes(op="get_attr")
-    return {str(node.target): getattr(traced.module, str(node.target)) for node in nodes}

@@ -149,28 +149,24 @@ class StreamForms:
         kind = self.schedules.kind_of.get(segment.index)
         if kind is None or kind.scheduled is None or kind.scheduled.run is None:
             return None
-        if bucket not in kind.found:
-            self._settle(kind, bucket)
-        known = kind.found.get(bucket)
+        known = kind.found.get(bucket) or self._without_measuring(kind, bucket)
+        if known is not None:
+            kind.found[bucket] = known
         return partial(kind.scheduled.run, self._pool.lanes) if known is None or known.kept else None
 
-    def _settle(self, kind: _Kind, bucket: int) -> None:
-        """Decides what needs no measurement."""
+    def _without_measuring(self, kind: _Kind, bucket: int) -> BucketStreams | None:
+        """What needs no measurement, decided."""
         assert kind.scheduled is not None
         plan = self.schedules.plan
         given = {plan.values[index].memory for index in kind.first.inputs}
-        # Captured boundary ops write nothing while the step that is loaded has no sequences.
-        written = set(kind.first.writes) - plan.step_memory
         if not kind.scheduled.is_valid(bucket):
-            reason = "what its trace assumed does not hold here"
-        elif self._engine.measure is None:
-            kind.found[bucket] = BucketStreams(bucket, True, reason="not measured on the tape")
-            return
-        elif given & written:
-            reason = "not measured: it writes its inputs"
-        else:
-            return
-        kind.found[bucket] = BucketStreams(bucket, False, reason=reason)
+            return BucketStreams(bucket, False, reason="what its trace assumed does not hold here")
+        if self._engine.measure is None:
+            return BucketStreams(bucket, True, reason="not measured on the tape")
+        # Captured boundary ops write nothing while the step that is loaded has no sequences.
+        if given & (set(kind.first.writes) - plan.step_memory):
+            return BucketStreams(bucket, False, reason="not measured: it writes its inputs")
+        return None
 
     @contextmanager
     def chosen(

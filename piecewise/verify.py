@@ -17,18 +17,25 @@ call is counted.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import asdict, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from boundary_ops import PrefillBatch
-from piecewise.differences import TensorDifference, Tolerance, reduction_length
-from piecewise.locate import Located, SegmentWalk, random_state, set_random_state
-from piecewise.outcome import Outcome, has_same_bits, stored
+from piecewise.differences import (
+    Outcome,
+    TensorDifference,
+    Tolerance,
+    has_same_bits,
+    reduction_length,
+    stored,
+)
+from piecewise.locate import Located, SegmentWalk
 from piecewise.plan import SegmentPlan
-from piecewise.poison import AS_SERVED, Poison, poisons_for, replay_with, spoil_static_memory
+from piecewise.poison import AS_SERVED, WITHOUT_GRAPHS, Poison, poisons_for, spoil_static_memory
 from piecewise.row_samples import unchanged_random_state
 from piecewise.verify_report import Difference, SizeCheck, VerifyReport
 from runners.bound_steps import StateChanged, copy_elements
@@ -125,27 +132,9 @@ class _Rehearsal(Exception):
 @contextmanager
 def _uncounted_step() -> Iterator[None]:
     """A block of the current `PrefillBatch`, if there is one, that leaves its cache's counts alone."""
-    batch = PrefillBatch.peek()
-    if batch is None:
+    with suppress(_Rehearsal), PrefillBatch.peek() or nullcontext():
         yield
-        return
-    batch.__enter__()
-    try:
-        yield
-    finally:
-        batch.__exit__(_Rehearsal, None, None)
-
-
-@dataclass(frozen=True, slots=True)
-class _Run:
-    """One run to compare with eager: with graphs or without, and what padded rows hold."""
-
-    poison: Poison
-    uses_graphs: bool = True
-
-    @property
-    def name(self) -> str:
-        return self.poison.name if self.uses_graphs else f"no graphs, {self.poison.name}"
+        raise _Rehearsal
 
 
 class _SizeVerifier:
@@ -166,7 +155,7 @@ class _SizeVerifier:
         self.tolerance = _tolerance_for(served.plan, num_tokens, self.device)
         self.watched = self._find_watched()
         self.before = {name: stored(tensor) for name, tensor in self.watched.items()}
-        self._random = random_state(self.device)
+        self._random = _random_state(self.device)
 
     def _find_watched(self) -> dict[str, torch.Tensor]:
         """By name: inputs, state that the plan writes, and all tensors of the model but its parameters."""
@@ -194,7 +183,7 @@ class _SizeVerifier:
     def run(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> SizeCheck:
         engine = self.graphed._graphs.engine_name
         poisons = poisons_for(engine, is_padded=self.num_tokens < self.bucket)
-        runs = [_Run(AS_SERVED, uses_graphs=False), *map(_Run, poisons)]
+        runs = [WITHOUT_GRAPHS, *poisons]
         with unchanged_random_state(self.device):
             try:
                 eager = Outcome.of(lambda: self.graphed._forward(*args, **kwargs), self.watched)
@@ -212,7 +201,9 @@ class _SizeVerifier:
             tuple((str(d).removeprefix("torch."), self.tolerance.relative(d)) for d in floats), difference,
         )  # fmt: skip
 
-    def _compare_runs(self, runs: Sequence[_Run], eager: Outcome) -> tuple[Outcome | None, Difference | None]:
+    def _compare_runs(
+        self, runs: Sequence[Poison], eager: Outcome
+    ) -> tuple[Outcome | None, Difference | None]:
         """The replay as it is served, where it came so far, and the first difference."""
         served: Outcome | None = None
         for run in runs:
@@ -236,7 +227,7 @@ class _SizeVerifier:
         for name, tensor in self.watched.items():
             if not has_same_bits(tensor, self.before[name]):
                 copy_elements(tensor, self.before[name])
-        set_random_state(self.device, self._random)
+        _set_random_state(self.device, self._random)
 
     def _prepare(self, poison: Poison) -> None:
         """Makes all as before the call, but for static memory, which is overwritten."""
@@ -244,97 +235,89 @@ class _SizeVerifier:
         spoil_static_memory(self.served.steps, self.graphed._graphs.pool, poison)
         self.restore()  # an input may lie in static memory, where outputs="view"
 
-    def _outcome(self, run: _Run) -> Outcome:
-        self._prepare(run.poison)
+    def _outcome(self, run: Poison) -> Outcome:
+        self._prepare(run)
         return Outcome.of(lambda: self.signature.rebuild(self._leaves(run)), self.watched)
 
-    def _leaves(self, run: _Run) -> list[Any]:
-        steps, leaves = self.served.steps, list(self.leaves)
-        if not run.uses_graphs:
-            return self._walk(run).result(run.poison)
-        if run.poison is AS_SERVED:
-            return steps.replay(leaves, self.num_tokens)
-        return replay_with(steps, leaves, self.num_tokens, run.poison)
+    def _leaves(self, run: Poison) -> list[Any]:
+        if run is AS_SERVED:
+            return self.served.steps.replay(list(self.leaves), self.num_tokens)
+        return self._walk().result(run)
 
-    def _compare(self, run: _Run, eager: Outcome, found: Outcome) -> Difference | None:
+    def _compare(self, run: Poison, eager: Outcome, found: Outcome) -> Difference | None:
         if eager.structure != found.structure:
             return self._explained(run, eager, "the result", "its structure is not eager's")
         wrong = eager.differing(found, self.tolerance, before=self.before)
         if not wrong:
             return None
         what, difference = wrong[0]
-        self._prepare(run.poison)
-        located = self._walk(run).beside_functions(run.poison, lambda: self._prepare(run.poison))
-        return self._difference(run, what, difference, located, difference.detail, self._cause(run, eager))
+        return self._explained(run, eager, what, difference.detail, difference)
 
-    def _compare_bits(self, run: _Run, served: Outcome, found: Outcome) -> Difference | None:
+    def _compare_bits(self, run: Poison, served: Outcome, found: Outcome) -> Difference | None:
         wrong = served.differing(found, None, before=self.before)
-        if not wrong or served.differing(self._outcome(_Run(AS_SERVED)), None):
+        if not wrong or served.differing(self._outcome(AS_SERVED), None):
             return None  # nothing, or an op that sums in another order each time: bits say nothing
         what, difference = wrong[0]
-        self._prepare(run.poison)
-        located = self._walk(run).beside_unpoisoned(run.poison, lambda: self._prepare(run.poison))
+        located = self._walk().beside_unpoisoned(run, partial(self._prepare, run))
         detail = "within rounding of eager, but it changes with what padded rows hold"
         return self._difference(run, what, difference, located, detail, "plan")
 
-    def _explained(self, run: _Run, eager: Outcome, what: str, detail: str) -> Difference:
-        """A difference that is no number: where it begins, if a segment shows it."""
-        self._prepare(run.poison)
+    def _explained(
+        self,
+        run: Poison,
+        eager: Outcome,
+        what: str,
+        detail: str,
+        difference: TensorDifference | None = None,
+    ) -> Difference:
+        """A difference, or what went wrong where it is no number, with where it begins, if a segment shows
+        that."""
         try:
-            located = self._walk(run).beside_functions(run.poison, lambda: self._prepare(run.poison))
+            located = self._walk().beside_functions(run, partial(self._prepare, run))
         except Exception:  # the segment's own function fails in the same way
+            if difference is not None:
+                raise
             located = None
-        return self._difference(run, what, None, located, detail, self._cause(run, eager))
+        return self._difference(run, what, difference, located, detail, self._cause(run, eager))
 
-    def _cause(self, run: _Run, eager: Outcome) -> str:
+    def _cause(self, run: Poison, eager: Outcome) -> str:
         """Whether the run's difference shows without graphs, too."""
         if not run.uses_graphs:
             return "plan"
         try:
-            found = self._outcome(_Run(run.poison, uses_graphs=False))
+            found = self._outcome(replace(run, uses_graphs=False))
         except Exception:
             return "plan"
         is_right = eager.structure == found.structure and not eager.differing(found, self.tolerance)
         return "graphs" if is_right else "plan"
 
-    def _walk(self, run: _Run) -> SegmentWalk:
+    def _walk(self) -> SegmentWalk:
         assembler = next(a for a in self.signature.assemblers if a.plan is self.served.plan)
         return SegmentWalk(
-            self.served, assembler, leaves=self.leaves, num_tokens=self.num_tokens, tolerance=self.tolerance,
-            uses_graphs=run.uses_graphs,
-        )  # fmt: skip
+            self.served, assembler, leaves=self.leaves, num_tokens=self.num_tokens, tolerance=self.tolerance
+        )
 
     def _difference(
         self,
-        run: _Run,
+        run: Poison,
         what: str,
         difference: TensorDifference | None,
         located: Located | None,
         detail: str,
         cause: str,
     ) -> Difference:
-        call = self.num_tokens, self.bucket, run.name, what
-        if located is None:
-            missing = "each segment alone agrees: the plan as a whole is not what the model computes"
-            detail = "; ".join(filter(None, (detail, missing)))
-            return Difference(*call, cause=cause, detail=detail, **_numbers(difference, what))
-        segment = located.segment
+        found: dict[str, Any] = {"tensor": what}
+        more = "each segment alone agrees: the plan as a whole is not what the model computes"
+        if located is not None:
+            difference, more = located.difference, located.detail
+            segment = located.segment
+            found = dict(segment=segment.name, kind=segment.kind, op=located.op, tensor=located.tensor)
+        numbers = asdict(difference) if difference is not None else {}
+        numbers["detail"] = "; ".join(filter(None, (detail, more)))
         return Difference(
-            *call, segment=segment.name, kind=segment.kind, op=located.op, cause=cause,
-            detail="; ".join(filter(None, (detail, located.detail))),
-            **_numbers(located.difference, located.tensor),
+            num_tokens=self.num_tokens, bucket=self.bucket, run=run.name, what=what, cause=cause,
+            **found, **numbers,
         )  # fmt: skip
-
-
-def _numbers(difference: TensorDifference | None, tensor: str) -> dict[str, Any]:
-    if difference is None:
-        return {"tensor": tensor}
-    return dict(
-        tensor=tensor, dim=difference.dim, rows=difference.rows, num_rows=difference.num_rows,
-        position=difference.position, size=difference.size, allowed=difference.allowed,
-        written=difference.written, num_written=difference.num_written,
-        left_alone=difference.left_alone, num_left_alone=difference.num_left_alone,
-    )  # fmt: skip
 
 
 def _tolerance_for(plan: SegmentPlan, num_tokens: int, device: torch.device) -> Tolerance:
@@ -346,3 +329,15 @@ def _tolerance_for(plan: SegmentPlan, num_tokens: int, device: torch.device) -> 
     has_tf32 = device.type == "cuda" and torch.backends.cuda.matmul.allow_tf32
     segments = len(plan.graph_segments())
     return Tolerance(reduction_length(weights, num_tokens), segments, has_tf32)
+
+
+def _random_state(device: torch.device) -> list[torch.Tensor]:
+    """The states of the generators that a call may draw from."""
+    states = [torch.get_rng_state()]
+    return [*states, torch.cuda.get_rng_state(device)] if device.type == "cuda" else states
+
+
+def _set_random_state(device: torch.device, states: Sequence[torch.Tensor]) -> None:
+    torch.set_rng_state(states[0])
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(states[1], device)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from typing import Any
 
+from piecewise.differences import TensorDifference
+from piecewise.report import Jsonable, text_table
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Difference:
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Difference(TensorDifference):
     """The first thing in which a replay is not the eager call.
 
     Attributes:
@@ -20,16 +22,9 @@ class Difference:
         kind: its kind: "graph", "boundary" or "eager".
         op: the op in it: the boundary op, or the first op of a graph whose real rows change with padding, or
             else the op that made the tensor.
-        tensor: what differs first, in that segment.
-        dim, rows, num_rows: the first rows of it that differ, along a dim, and how many do.
-        position: index of the largest difference.
-        size, allowed: the largest difference, and what rounding explains.
-        written, num_written, left_alone, num_left_alone: for state and inputs, the rows that differ and that
-            eager writes in this call (in a KV cache: rows put in use), and those that it leaves alone (rows
-            of others, or in nobody's use).
+        tensor: what differs first, in that segment; how, say the attributes of `TensorDifference`.
         cause: "plan" where the same padded call without graphs differs, too: the plan, an op that it calls or
             what padded rows do in it is at fault; "graphs" where it does not: lowering, capture or replay is.
-        detail: in words, where no number says it (an error, another shape, a row that eager leaves alone).
     """
 
     num_tokens: int
@@ -40,18 +35,7 @@ class Difference:
     kind: str = ""
     op: str = ""
     tensor: str = ""
-    dim: int = 0
-    rows: tuple[int, ...] = ()
-    num_rows: int = 0
-    position: tuple[int, ...] = ()
-    size: float = math.nan
-    allowed: float = math.nan
-    written: tuple[int, ...] = ()
-    num_written: int = 0
-    left_alone: tuple[int, ...] = ()
-    num_left_alone: int = 0
     cause: str = ""
-    detail: str = ""
 
     def __str__(self) -> str:
         lines = [f"{self.num_tokens} tokens in bucket {self.bucket}, {self.run}: {self.what} differs"]
@@ -113,7 +97,7 @@ class SizeCheck:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class VerifyReport:
+class VerifyReport(Jsonable):
     """Every size that was looked at."""
 
     checks: tuple[SizeCheck, ...]
@@ -148,12 +132,8 @@ class VerifyReport:
             "checks": _plain(checks),
         }
 
-    def to_json(self) -> str:
-        """`asdict()` as JSON."""
-        return json.dumps(self.asdict(), indent=2)
-
     def __str__(self) -> str:
-        lines = ["tokens  bucket  path                   runs  tensors  result       rounding explains"]
+        rows = [("tokens", "bucket", "path", "runs", "tensors", "result", "rounding explains")]
         for check in self.checks:
             bounds = ", ".join(f"{dtype} {share:.1e}" for dtype, share in check.tolerance)
             result = "-"
@@ -161,17 +141,17 @@ class VerifyReport:
                 result = "identical" if check.identical else "to rounding"
             if check.difference is not None:
                 result = "DIFFERENT"
-            lines.append(
-                f"{check.num_tokens:6}  {check.bucket or '-':>6}  {check.path:<21}  {len(check.runs):4}  "
-                f"{check.num_tensors:7}  {result:<11}  {bounds}".rstrip()
+            counts = str(len(check.runs)), str(check.num_tensors)
+            rows.append(
+                (str(check.num_tokens), str(check.bucket or "-"), check.path, *counts, result, bounds)
             )
         if self.first_difference is not None:
-            lines += ["", f"DIFFERENT: {self.first_difference}"]
+            verdict = f"DIFFERENT: {self.first_difference}"
         elif not self.num_compared:
-            lines += ["", "NOTHING COMPARED: no call was replayed; the path names the reason"]
+            verdict = "NOTHING COMPARED: no call was replayed; the path names the reason"
         else:
-            lines += ["", f"Graphed equals eager at {self.num_compared} sizes."]
-        return "\n".join(lines)
+            verdict = f"Graphed equals eager at {self.num_compared} sizes."
+        return f"{text_table(rows)}\n\n{verdict}"
 
 
 def _plain(value: Any) -> Any:

@@ -5,7 +5,7 @@ hold for the segment as it was lowered, so the real rows of its results must be 
 hold what the proof allows them (`padding.py`).
 
 Boundary ops between graphs are not called; what they write is filled with random real rows and poison. Those
-in graphs run on a step of zero sequences (`captured_warm_up.py`). Eager segments are called, on the real
+in graphs run on a step of zero sequences (`boundary_warm_up.py`). Eager segments are called, on the real
 rows and on copies of what belongs to the caller: what they make is often an index or an offset (a
 permutation, an expert's range), for which no made-up value would do. One that fails on stand-in values is
 left out, and what it makes is stood in for too.
@@ -19,8 +19,7 @@ from typing import Any
 
 import torch
 
-from piecewise.boundary_warm_up import warm_up_boundary
-from piecewise.captured_warm_up import CapturedWarmUp
+from piecewise.boundary_warm_up import CapturedWarmUp, warm_up_boundary
 from piecewise.faults import SegmentFault, checked_indices
 from piecewise.padding import poison_padding_
 from piecewise.plan import Segment, SegmentPlan, ValueSpec

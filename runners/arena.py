@@ -9,8 +9,6 @@ gets further than a larger one did, and needs no more chunks.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
@@ -21,13 +19,8 @@ _MAX_CHUNK_BYTES = 1 << 26
 _GARBAGE_WORD = 0x7FFF
 
 
-@dataclass(frozen=True, slots=True)
-class ArenaMark:
-    """A position of the bump pointer, to rewind to."""
-
-    num_chunks: int
-    chunk: int
-    offset: int
+# Number of chunks, and the position of the bump pointer: a chunk and an offset in it.
+ArenaMark = tuple[int, int, int]
 
 
 class Arena:
@@ -51,12 +44,13 @@ class Arena:
     def begin(self) -> ArenaMark:
         """Begins a new owner's spans at the present position, which `rewind` returns to."""
         self._spans = []
-        return ArenaMark(len(self._chunks), self._chunk, self._offset)
+        return len(self._chunks), self._chunk, self._offset
 
     def rewind(self, mark: ArenaMark) -> None:
         """Forgets what was handed out since `mark`, chunks added since included."""
-        del self._chunks[mark.num_chunks :]
-        self._chunk, self._offset, self._spans = mark.chunk, mark.offset, []
+        num_chunks, self._chunk, self._offset = mark
+        del self._chunks[num_chunks:]
+        self._spans = []
 
     def restart(self) -> None:
         """The next piece handed out is the first byte again."""

@@ -8,7 +8,6 @@ from typing import Any, Protocol
 
 import torch
 
-from runners.engine import CapturedGraph
 from runners.state_check import StateChange, StateCheck, StateRef
 
 
@@ -73,16 +72,6 @@ class CopyInputs:
             torch._foreach_copy_([copy.rows for copy in copies], given)
         for copy in copies:
             copy.fill()
-
-
-@dataclass(slots=True)
-class Replay:
-    """Replays one captured segment."""
-
-    graph: CapturedGraph
-
-    def replay(self, env: list[Any]) -> None:
-        self.graph.replay()
 
 
 @dataclass(slots=True)

@@ -7,6 +7,7 @@ there is one here [I2].
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Sequence
 
 import torch
@@ -38,9 +39,7 @@ class StaticBuffers:
         graphs that read the old one keep it alive and stay right.
         """
         sizes = tuple(sizes)
-        numel = 1
-        for size in sizes:
-            numel *= size
+        numel = math.prod(sizes)
         num_bytes = max(numel, 1) * dtype.itemsize
         storage = self._storages.get(key)
         # Memory made under inference_mode could never be written outside of it.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from runners.errors import CaptureError
-from runners.readbacks import DEVICE_CROSSING, READ_BACK, Refusal, source_line_of
+from runners.readbacks import DEVICE_CROSSING, READ_BACK, Refusal, refused, source_line_of
 
 SYNCHRONIZED = Refusal(
     "a wait for the device, or another call that a capture forbids",
@@ -85,15 +85,6 @@ def translated(error: BaseException, segment: str) -> CaptureError | None:
     refusal = recognised(error)
     if refusal is None:
         return None
-    line = source_line_of(error)
-    got = refusal.got
-    if refusal is OUT_OF_MEMORY:
-        # torch's text says how much was asked for and who holds what.
-        got += ": " + " ".join(str(error).split()[:40])
-    return CaptureError(
-        segment,
-        expected="work that repeats without the host",
-        got=got + (f", at {line}" if line else ""),
-        rule=refusal.rule,
-        fix=refusal.fix,
-    )
+    # torch's text says how much was asked for and who holds what.
+    more = ": " + " ".join(str(error).split()[:40]) if refusal is OUT_OF_MEMORY else ""
+    return refused(segment, refusal, source_line_of(error), more=more)

@@ -23,6 +23,7 @@ Memory is `cuda_pool.py`'s business. Random ops may be refused: segments have no
 
 from __future__ import annotations
 
+import statistics
 import threading
 import traceback
 import warnings
@@ -39,16 +40,17 @@ from runners.collector import paused_collector
 from runners.cuda_driver import StreamCapture
 from runners.cuda_faults import ELSEWHERE, translated
 from runners.cuda_pool import CudaPool
-from runners.errors import CaptureError, ConfigError, StateError
-from runners.graph_timing import median_us
+from runners.engine import CapturedGraph, check_can_capture, checked_outputs
+from runners.errors import CaptureError, ConfigError
 from runners.mode import capture_of, capturing
-from runners.readbacks import refused, tensors_in
+from runners.readbacks import refused, source_line, tensors_in
 
 # gc and torch's generator mode belong to the process, and so does this.
 _one_at_a_time = threading.RLock()
+_ROUNDS = 11  # of a measurement
 
 
-class CudaGraph:
+class CudaGraph(CapturedGraph):
     """One captured segment at one bucket."""
 
     def __init__(
@@ -60,23 +62,10 @@ class CudaGraph:
         num_ops: int,
         pool: CudaPool,
     ) -> None:
-        self.segment = segment
-        self.outputs = outputs
-        self.num_ops = num_ops
-        self._pool = pool
-        self._graph: torch.cuda.CUDAGraph | None = graph
+        super().__init__(segment, outputs, num_ops)
+        self._pool, self._graph = pool, graph
         # Past the wrapper's Python.
         self._launch: Callable[[], None] = partial(torch._C._CUDAGraph.replay, graph)
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether the graph has no nodes: the segment makes views only."""
-        return self.num_ops == 0
-
-    @property
-    def is_reset(self) -> bool:
-        """Whether `reset` was called."""
-        return self._graph is None
 
     @property
     def device(self) -> torch.device:
@@ -84,30 +73,19 @@ class CudaGraph:
         return self._pool.device
 
     def replay(self) -> None:
-        """Launches the graph on the caller's current stream.
-
-        Raises:
-            StateError: after `reset`, or inside a capture.
-        """
-        if self._graph is None or capturing() is not None:
-            raise StateError(
-                f"replay of {self.segment}",
-                expected="a captured graph, outside of captures",
-                got="a graph that was reset" if self._graph is None else f"one inside that of {capturing()}",
-                rule="a graph that was reset is gone, and graphs do not nest",
-                fix="capture the segment again" if self._graph is None else "replay after the capture",
-            )
+        """Launches the graph on the caller's current stream."""
+        if self.is_reset or capturing() is not None:
+            raise self._wrong_replay()
         self._launch()
 
     def reset(self) -> None:
         """Waits for replays that are under way, then drops the graph and its hold on the pool. Idempotent."""
-        if self._graph is None:
+        if self.is_reset:
             return
         torch.cuda.synchronize(self._pool.device)
-        graph, self._graph = self._graph, None
-        del self._launch
-        self.outputs = ()
-        graph.reset()
+        super().reset()
+        self._graph.reset()
+        del self._launch, self._graph
 
 
 class CudaEngine:
@@ -116,8 +94,34 @@ class CudaEngine:
     name = "cuda"
 
     def measure(self, graphs: Sequence[Any]) -> list[float]:
-        """Median microseconds of a replay of each graph; see `graph_timing.py`."""
-        return median_us(graphs, graphs[0].device)
+        """Median microseconds of one replay of each graph on the current stream; waits for the device.
+
+        The graphs take turns, in one order and then the other, so that a drift of the clocks meets all of
+        them. Before each replay the second-level cache is overwritten: in a whole model, a segment's weights
+        come from memory. That write also keeps the device busy until the host has issued the replay and both
+        events.
+        """
+        device = graphs[0].device
+        with torch.cuda.device(device):
+            cache_bytes = torch.cuda.get_device_properties(device).L2_cache_size
+            spoiler = torch.empty(2 * cache_bytes, dtype=torch.uint8, device=device)
+            pairs: list[list[tuple[torch.cuda.Event, torch.cuda.Event]]] = [[] for _ in graphs]
+            for turn in range(1 + _ROUNDS):
+                numbered = list(zip(graphs, pairs, strict=True))
+                for graph, noted in numbered if turn % 2 else numbered[::-1]:
+                    began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                    spoiler.fill_(turn)
+                    began.record()
+                    graph.replay()
+                    ended.record()
+                    noted.append((began, ended))
+            torch.cuda.synchronize(device)
+            # The first replay of a graph uploads it.
+            times = [[a.elapsed_time(b) * 1e3 for a, b in noted[1:]] for noted in pairs]
+            del spoiler
+            # While a bucket is captured, the allocator gives nothing back by itself.
+            torch.cuda.empty_cache()
+        return list(map(statistics.median, times))
 
     def new_pool(self, device: torch.device) -> CudaPool:
         """An empty pool on `device`.
@@ -148,15 +152,7 @@ class CudaEngine:
 
     def capture(self, fn: Callable[[], Sequence[Any]], *, pool: CudaPool, segment: str) -> CudaGraph:
         """Runs `fn` once and captures its work; see `GraphEngine.capture`."""
-        if capturing() is not None:
-            raise StateError(
-                f"capture of {segment}",
-                expected="no capture in progress",
-                got=f"the capture of {capturing()}",
-                rule="captures do not nest",
-                fix="capture the segments one after the other",
-            )
-        pool.check_usable("capture into")
+        check_can_capture(pool, segment)
         with _one_at_a_time, torch.cuda.device(pool.device), torch.inference_mode(False), torch.no_grad():
             handle = pool.handle_for_capture()
             pool.is_recording = True
@@ -177,20 +173,12 @@ class CudaEngine:
 
 def _captured(
     fn: Callable[[], Sequence[Any]], pool: CudaPool, handle: Any, segment: str
-) -> tuple[torch.cuda.CUDAGraph, Sequence[Any]]:
+) -> tuple[torch.cuda.CUDAGraph, tuple[Any, ...]]:
     """The instantiated graph of one run of `fn`, on the current stream, and what `fn` returned."""
     graph = torch.cuda.CUDAGraph(keep_graph=True)
     try:
         _begin(graph, pool, handle)
-        outputs = fn()
-        if not isinstance(outputs, (tuple, list)):
-            raise CaptureError(
-                segment,
-                expected="a tuple or list of outputs",
-                got=type(outputs).__name__,
-                rule="a captured function returns the sequence of its outputs",
-                fix="return (tensor,) for a single output",
-            )
+        outputs = checked_outputs(fn(), segment)
         torch.cuda.set_stream(pool.stream)  # `fn` may have left another one
         _end(graph)
         graph.instantiate()
@@ -291,7 +279,7 @@ class _WorkFinder(TorchDispatchMode):
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         if self.error is None and _is_work(func, args, kwargs, result):
-            self.error = refused(str(func), ELSEWHERE, self._segment)
+            self.error = refused(f"{self._segment}, op {func}", ELSEWHERE, source_line())
         return result
 
 

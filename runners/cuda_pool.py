@@ -19,18 +19,14 @@ with CUDA graphs does) cannot take it away from our graphs, and the next bucket 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
-from weakref import WeakMethod, WeakSet
+from typing import Any
+from weakref import WeakMethod
 
 import torch
 from torch import Tensor
 
-from runners.errors import StateError
+from runners.engine import GraphPool
 from runners.streams import CudaLanes
-
-if TYPE_CHECKING:
-    from runners.cuda_graph import CudaGraph
-
 
 # About 1e4 in float32 and bfloat16, and finite in the other float formats.
 _SPOILED_WORD = 0x461C
@@ -101,21 +97,21 @@ class AliasBook:
         self._aliases.clear()
 
 
-class CudaPool:
+class CudaPool(GraphPool):
     """Memory, capture stream and scratch generator that the graphs of one module share.
 
     Args:
         device: a CUDA device with an index.
     """
 
+    kind = "graph"
+
     def __init__(self, device: torch.device) -> None:
-        self.device = device
+        super().__init__(device)
         self.index = device.index
-        self.graphs: WeakSet[CudaGraph] = WeakSet()
         # In a cycle a pool would keep its generator's device memory until a collection.
         is_ours = WeakMethod(self._is_ours)
         self.book = AliasBook(lambda address: is_ours()(address))  # type: ignore[misc]
-        self.is_recording = False
         with torch.cuda.device(device):
             # Freed blocks are reused on the stream of their allocation only, so one stream for all captures.
             self.stream = torch.cuda.Stream(device)
@@ -126,7 +122,6 @@ class CudaPool:
         self._handle: Any = None
         self._ranges: list[tuple[int, int]] = []
         self._is_open = False
-        self._is_released = False
         self._free_before: int | None = None
         self._device_bytes = 0
         self._last_stream = torch.cuda.current_stream(device)
@@ -139,25 +134,11 @@ class CudaPool:
 
     @property
     def device_bytes(self) -> int:
-        """By how much the device's free memory shrank from the first bucket's begin to the last one's end:
-        pool, static buffers and the driver's share."""
+        """From the first bucket's begin to the last one's end: pool, static buffers, the driver's share."""
         return self._device_bytes
 
-    @property
-    def num_live(self) -> int:
-        """Graphs that were not reset."""
-        return sum(not graph.is_reset for graph in self.graphs)
-
-    @property
-    def _has_live(self) -> bool:
-        return any(not graph.is_reset for graph in self.graphs)
-
-    @property
-    def begin_call(self) -> Callable[[], None]:
+    def begin_call(self) -> None:
         """Makes the caller's stream wait for the last one, where it is another."""
-        return self._join_streams
-
-    def _join_streams(self) -> None:
         raw = torch._C._cuda_getCurrentRawStream(self.index)
         if raw != self._last_raw_stream:
             current = torch.cuda.current_stream(self.device)
@@ -166,7 +147,7 @@ class CudaPool:
 
     def begin_bucket(self) -> None:
         """Work of earlier calls is waited for, and the device's free memory noted once."""
-        self._join_streams()
+        self.begin_call()
         if self._free_before is None:
             torch.cuda.synchronize(self.device)
             torch.cuda.empty_cache()
@@ -183,22 +164,20 @@ class CudaPool:
             torch._C._cuda_clearCublasWorkspaces()
             torch.cuda.empty_cache()
             self._is_open = True
-        if self._handle is None or not self._has_live:
+        if self._handle is None or not self.num_live:
             self._handle = torch.cuda.graph_pool_handle()
             self._ranges = []
         return self._handle
 
     def keep_only(self, tensors: Iterable[Tensor]) -> None:
-        """Outputs that none of `tensors` looks at may be overwritten by the segments captured from now on."""
         self.book.keep_only(tensors)
 
     def end_bucket(self) -> None:
-        """The next bucket reuses this one's memory [I9]."""
         self.check_usable("end a bucket of")
-        self._join_streams()
+        self.begin_call()
         self.book.clear()
         torch._C._cuda_clearCublasWorkspaces()
-        if not self._has_live:
+        if not self.num_live:
             self._handle = None
             torch.cuda.empty_cache()
         self._is_open = False
@@ -206,30 +185,14 @@ class CudaPool:
 
     def spoil(self) -> None:
         """Fills the pool with large finite floats, on the current stream."""
-        self._join_streams()
+        self.begin_call()
         for start, end in self._segments():
             make: Any = torch._C._construct_storage_from_data_pointer
             storage = make(start, self.device, end - start)
             words = torch.empty(0, dtype=torch.int16, device=self.device)
             words.set_(storage, 0, ((end - start) // 2,), (1,)).fill_(_SPOILED_WORD)
 
-    def release(self) -> None:
-        """Gives all memory back to the device. Idempotent.
-
-        Raises:
-            StateError: a graph of this pool was not reset, or one is being captured.
-        """
-        if self._is_released:
-            return
-        if self.num_live or self.is_recording:
-            raise StateError(
-                f"release of the graph pool on {self.device}",
-                expected="all graphs of the pool reset",
-                got="a capture in progress" if self.is_recording else f"{self.num_live} still captured",
-                rule="a pool's memory goes after the last graph that uses it [I9]",
-                fix="reset every graph first",
-            )
-        self._is_released = True
+    def _give_back(self) -> None:
         self.book.clear()
         self._handle = None
         self._ranges = []
@@ -237,17 +200,6 @@ class CudaPool:
         torch._C._cuda_clearCublasWorkspaces()
         torch.cuda.empty_cache()
         self._measure()
-
-    def check_usable(self, verb: str) -> None:
-        """Raises StateError when the pool was released or is being captured into."""
-        if self._is_released or self.is_recording:
-            raise StateError(
-                f"attempt to {verb} the graph pool on {self.device}",
-                expected="a pool that is neither released nor in use",
-                got="a released pool" if self._is_released else "a pool that another capture uses",
-                rule="a pool serves one capture at a time, and none after its release [I9]",
-                fix="take a new pool" if self._is_released else "finish the other capture first",
-            )
 
     def _free_bytes(self) -> int:
         return int(torch.cuda.mem_get_info(self.device)[0])

@@ -7,59 +7,46 @@ threads and tasks do not see each other's. Reading one costs well under 0.2 us, 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
+from typing import TypeVar
 
 import torch
 
+T = TypeVar("T")
 _eager_only: ContextVar[bool] = ContextVar("piecewise_eager_only", default=False)
 _capture_window: ContextVar[bool] = ContextVar("piecewise_capture_window", default=False)
 _capturing: ContextVar[str | None] = ContextVar("piecewise_capturing", default=None)
 
 
+# Whether a block of that kind is open here; the segment that is being captured here, or None.
+is_eager_only = _eager_only.get
+in_capture_window = _capture_window.get
+capturing = _capturing.get
+
+
 @contextmanager
-def eager_only() -> Iterator[None]:
+def _set(mode: ContextVar[T], value: T) -> Iterator[None]:
+    token = mode.set(value)
+    try:
+        yield
+    finally:
+        mode.reset(token)
+
+
+def eager_only() -> AbstractContextManager[None]:
     """No graph is replayed in this block: every call runs eagerly, with the reason ``eager_only``."""
-    token = _eager_only.set(True)
-    try:
-        yield
-    finally:
-        _eager_only.reset(token)
+    return _set(_eager_only, True)
 
 
-def is_eager_only() -> bool:
-    """Whether an `eager_only` block is open here."""
-    return _eager_only.get()
-
-
-@contextmanager
-def capture_window() -> Iterator[None]:
+def capture_window() -> AbstractContextManager[None]:
     """Shapes seen in this block may be captured [I5]; outside of one, an unseen shape runs eagerly."""
-    token = _capture_window.set(True)
-    try:
-        yield
-    finally:
-        _capture_window.reset(token)
+    return _set(_capture_window, True)
 
 
-def in_capture_window() -> bool:
-    """Whether a `capture_window` block is open here."""
-    return _capture_window.get()
-
-
-@contextmanager
-def capture_of(segment: str) -> Iterator[None]:
+def capture_of(segment: str) -> AbstractContextManager[None]:
     """Marks this block as the capture of `segment`; graph engines open it around the recorded function."""
-    token = _capturing.set(segment)
-    try:
-        yield
-    finally:
-        _capturing.reset(token)
-
-
-def capturing() -> str | None:
-    """The segment that is being captured here, or None."""
-    return _capturing.get()
+    return _set(_capturing, segment)
 
 
 def is_transforming() -> bool:

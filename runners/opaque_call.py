@@ -9,24 +9,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, Protocol
+from typing import Any
 
-
-class CallRecorder(Protocol):
-    """Records opaque calls."""
-
-    def record_call(self, function: Callable[..., Sequence[Any]], args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Runs the call, notes how to repeat it, and returns its results in recorded memory."""
-        ...
-
-
+# Runs `function(*args)`, notes how to repeat it, and returns its results in recorded memory.
+CallRecorder = Callable[[Callable[..., Sequence[Any]], tuple[Any, ...]], Sequence[Any]]
 _recorder: ContextVar[CallRecorder | None] = ContextVar("piecewise_call_recorder", default=None)
 
 
 @contextmanager
-def recording_calls(recorder: CallRecorder) -> Iterator[None]:
-    """Hands the opaque calls of this block to `recorder`."""
-    token = _recorder.set(recorder)
+def recording_calls(record: CallRecorder) -> Iterator[None]:
+    """Hands the opaque calls of this block to `record`."""
+    token = _recorder.set(record)
     try:
         yield
     finally:
@@ -45,5 +38,5 @@ class OpaqueCall:
         self.function = function
 
     def __call__(self, *args: Any) -> Sequence[Any]:
-        recorder = _recorder.get()
-        return self.function(*args) if recorder is None else recorder.record_call(self.function, args)
+        record = _recorder.get()
+        return self.function(*args) if record is None else record(self.function, args)

@@ -19,9 +19,6 @@ from runners.engine import CapturedGraph, GraphEngine, GraphPool
 from runners.errors import CaptureError, ConfigError, PiecewiseError, StateError
 from runners.mode import is_eager_only
 
-# Per argument: address, shape, stride and dtype of a tensor, or the frozen value of anything else.
-_Place = tuple[int, torch.Size, tuple[int, ...], torch.dtype]
-
 
 class BucketPhase(Enum):
     """How far a bucket has come."""
@@ -53,7 +50,7 @@ COLD = BucketState(BucketPhase.COLD)
 @dataclass(frozen=True, slots=True)
 class _Capture:
     graph: CapturedGraph
-    arguments: tuple[tuple[bool, Any], ...]  # (is a tensor, its place or the value), one per argument
+    arguments: tuple[Any, ...]
 
 
 class PiecewiseRunner:
@@ -160,8 +157,7 @@ class PiecewiseRunner:
         Raises:
             StateError: too few warm-ups were made, or the bucket was captured or given up before.
             CaptureError: the segment cannot be captured. The bucket is EAGER_ONLY from then on, and no graph
-            and no
-                memory is left behind [I8].
+                and no memory is left behind [I8].
         """
         state = self.state_for(padded_num_tokens)
         is_open = state.phase in (BucketPhase.COLD, BucketPhase.WARMING)
@@ -169,7 +165,7 @@ class PiecewiseRunner:
             raise self._wrong_state(
                 "capture", padded_num_tokens, f"a bucket after {self.warmup_steps} warm-ups"
             )
-        arguments = tuple(_argument(value) for value in args)
+        arguments = _looks(args)
         try:
             graph = self._engine.capture(
                 lambda: (fn or self._fn)(padded_num_tokens, *args), pool=self._pool, segment=self._place()
@@ -207,7 +203,7 @@ class PiecewiseRunner:
         They are when tensors have the same address, shape, stride and dtype, and other values are equal.
         """
         capture = self._captures.get(padded_num_tokens)
-        if capture is None or is_eager_only() or not _is_same(capture.arguments, args):
+        if capture is None or is_eager_only() or capture.arguments != _looks(args):
             return tuple(self._fn(padded_num_tokens, *args))
         return self.replay(padded_num_tokens)
 
@@ -262,21 +258,12 @@ class PiecewiseRunner:
         )
 
 
-def _argument(value: Any) -> tuple[bool, Any]:
-    return (True, _place_of(value)) if isinstance(value, Tensor) else (False, value)
-
-
-def _place_of(tensor: Tensor) -> _Place:
-    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
-
-
-def _is_same(captured: tuple[tuple[bool, Any], ...], args: tuple[Any, ...]) -> bool:
-    if len(captured) != len(args):
-        return False
-    for (is_tensor, expected), value in zip(captured, args, strict=True):
-        if isinstance(value, Tensor):
-            if not is_tensor or _place_of(value) != expected:
-                return False
-        elif is_tensor or type(value) is not type(expected) or value != expected:
-            return False
-    return True
+def _looks(args: Sequence[Any]) -> tuple[Any, ...]:
+    """Address, shape, stride and dtype of tensors, type and value of anything else: equal where a graph that
+    was captured with one of them serves the other."""
+    return tuple(
+        (value.data_ptr(), value.shape, value.stride(), value.dtype)
+        if isinstance(value, Tensor)
+        else (type(value), value)
+        for value in args
+    )

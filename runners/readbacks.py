@@ -3,7 +3,7 @@
 A CUDA capture fails on these, or worse, freezes the value. On the CPU torch does them silently, and no single
 hook sees them all: `.tolist()` and `.numpy()` never reach the dispatcher, and a function mode is off inside
 the kernel of a custom op. So two modes look at once, `HostReads` at Python's calls and the recorder at the
-dispatcher's ops, and both are put up again around each kernel that may be written in Python (`call_op`).
+dispatcher's ops, and both are put up again around each kernel that may be written in Python.
 
 Not seen by either, as they go straight to C: `torch.frombuffer`, `torch.utils.dlpack.to_dlpack`, pickling,
 reading memory through `data_ptr()`, and kernels that read values in C++ without going through the dispatcher.
@@ -15,11 +15,11 @@ import linecache
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -144,9 +144,7 @@ def refusal_for_op(
 
     Args:
         func: the op as the dispatcher sees it, below autograd.
-        args: its positional arguments.
-        kwargs: its keyword arguments.
-        host_scalars: 0-dim tensors that torch made from Python numbers, by storage: not values of the device.
+        host_scalars: see `Watch`: not values of the device.
     """
     name, tags = func._schema.name, func.tags
     if torch.Tag.data_dependent_output in tags:
@@ -216,16 +214,37 @@ def _shown_line(frame: FrameType, line: int) -> str:
     return f"{name}:{line}" + (f": `{text}`" if text else "")
 
 
-def refused(op: str, refusal: Refusal, segment: str) -> CaptureError:
-    """The error that names the op, the segment and the user's source line."""
-    line = source_line()
+def refused(what: str, refusal: Refusal, line: str | None, *, more: str = "") -> CaptureError:
+    """The error that names what was refused (the segment, the op) and the user's source line."""
     return CaptureError(
-        f"{segment}, op {op}",
+        what,
         expected="work that repeats without the host",
-        got=refusal.got + (f", at {line}" if line else ""),
+        got=refusal.got + more + (f", at {line}" if line else ""),
         rule=refusal.rule,
         fix=refusal.fix,
     )
+
+
+class Watch:
+    """Refuses what a recording cannot hold, and remembers it: a model that swallows the error is not recorded
+    half.
+
+    Args:
+        segment: as errors name it, such as ``"segment 3"``.
+    Attributes:
+        error: the first refusal.
+        host_scalars: 0-dim tensors that torch made from Python numbers, by storage.
+    """
+
+    def __init__(self, segment: str) -> None:
+        self.segment = segment
+        self.error: CaptureError | None = None
+        self.host_scalars: dict[int, Tensor] = {}
+
+    def refuse(self, op: Any, refusal: Refusal) -> NoReturn:
+        error = refused(f"{self.segment}, op {op}", refusal, source_line())
+        self.error = self.error or error
+        raise error
 
 
 def one_hot_on_device(indices: Tensor, num_classes: int) -> Tensor:
@@ -235,17 +254,11 @@ def one_hot_on_device(indices: Tensor, num_classes: int) -> Tensor:
 
 
 class HostReads(TorchFunctionMode):
-    """Passes each refused Python call to `refuse` as an error; all others run as they are.
+    """Refuses Python calls that a recording cannot hold; all others run as they are."""
 
-    Args:
-        refuse: raises the error it is given, after making a note of it.
-        segment: the segment as errors name it, such as ``"segment 3"``.
-    """
-
-    def __init__(self, refuse: Callable[[CaptureError], None], segment: str) -> None:
+    def __init__(self, watch: Watch) -> None:
         super().__init__()
-        self._refuse = refuse
-        self._segment = segment
+        self._watch = watch
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -253,7 +266,7 @@ class HostReads(TorchFunctionMode):
         kwargs = kwargs or {}
         found = _refusal_for_function(func, args, kwargs)
         if found is not None:
-            self._refuse(refused(*found, self._segment))
+            self._watch.refuse(*found)
         if func is torch.nn.functional.one_hot:
             num_classes = kwargs.get("num_classes", args[1] if len(args) > 1 else -1)
             if num_classes > 0:
@@ -268,44 +281,46 @@ class HostReads(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-class KernelReads(TorchDispatchMode):
-    """Refuses what a recording refuses, inside the kernel of a custom op, and records nothing."""
+class WatchedOps(TorchDispatchMode):
+    """A dispatch mode that refuses ops which a recording cannot hold; as it is here, for the inside of a
+    custom op's kernel, it records nothing."""
 
-    def __init__(self, refuse: Callable[[CaptureError], None], segment: str) -> None:
+    def __init__(self, watch: Watch) -> None:
         super().__init__()
-        self._refuse = refuse
-        self._segment = segment
-        self._host_scalars: dict[int, Tensor] = {}
+        self._watch = watch
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        refusal = refusal_for_op(func, args, kwargs, self._host_scalars)
-        if refusal is not None:
-            self._refuse(refused(str(func), refusal, self._segment))
+        self._check_op(func, args, kwargs)
         if decomposes(func):
-            return call_decomposed(func, args, kwargs, mode=self, refuse=self._refuse, segment=self._segment)
-        result = call_op(func, args, kwargs, refuse=self._refuse, segment=self._segment)
+            return self._call_decomposed(func, args, kwargs)
+        result = self._call_op(func, args, kwargs)
         if func is torch.ops.aten.lift_fresh.default:
-            self._host_scalars[result.untyped_storage()._cdata] = result
+            self._watch.host_scalars[result.untyped_storage()._cdata] = result
         return result
 
+    def _check_op(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        refusal = refusal_for_op(func, args, kwargs, self._watch.host_scalars)
+        if refusal is not None:
+            self._watch.refuse(func, refusal)
 
-def call_op(
-    func: OpOverload,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    *,
-    refuse: Callable[[CaptureError], None],
-    segment: str,
-) -> Any:
-    """Runs an op from a dispatch mode's handler, with both modes up again if its kernel may be Python."""
-    if func.namespace in ("aten", "prims"):
-        with torch._C.DisableTorchFunction():
-            return func(*args, **kwargs)
-    with HostReads(refuse, segment), KernelReads(refuse, segment):
-        return func._handle.redispatch_boxed(_kernel_keys(args, kwargs), *args, **kwargs)
+    def _call_op(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs an op, with both modes up again if its kernel may be Python."""
+        if func.namespace in ("aten", "prims"):
+            with torch._C.DisableTorchFunction():
+                return func(*args, **kwargs)
+        with HostReads(self._watch), WatchedOps(self._watch):
+            return func._handle.redispatch_boxed(kernel_keys(args, kwargs), *args, **kwargs)
+
+    def _call_decomposed(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs an op that `decomposes`, so that this mode sees the ops it calls."""
+        if func.namespace in ("aten", "prims"):
+            with self, torch._C.DisableTorchFunction():
+                return func.decompose(*args, **kwargs)
+        with self, HostReads(self._watch):
+            return func._handle.redispatch_boxed(kernel_keys(args, kwargs), *args, **kwargs)
 
 
 def decomposes(func: OpOverload) -> bool:
@@ -316,23 +331,7 @@ def decomposes(func: OpOverload) -> bool:
     return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
 
 
-def call_decomposed(
-    func: OpOverload,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    *,
-    mode: TorchDispatchMode,
-    refuse: Callable[[CaptureError], None],
-    segment: str,
-) -> Any:
-    """Runs an op that `decomposes` from `mode`'s handler, so that `mode` sees the ops it calls."""
-    if func.namespace in ("aten", "prims"):
-        with mode, torch._C.DisableTorchFunction():
-            return func.decompose(*args, **kwargs)
-    with mode, HostReads(refuse, segment):
-        return func._handle.redispatch_boxed(_kernel_keys(args, kwargs), *args, **kwargs)
-
-
-def _kernel_keys(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch._C.DispatchKeySet:
+def kernel_keys(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch._C.DispatchKeySet:
+    """Where an op's own kernel is, below autograd and modes."""
     device = next((tensor.device.type for tensor in tensors_in((*args, *kwargs.values()))), "cpu")
     return torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, torch._C._dispatch_key_for_device(device)))

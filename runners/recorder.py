@@ -7,29 +7,26 @@ return an argument without saying so.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes
 
 from runners.arena import Arena, fill_with_garbage_
-from runners.errors import CaptureError
 from runners.readbacks import (
     DEVICE_CROSSING,
     LAYOUT,
     RESIZED,
-    Refusal,
-    call_decomposed,
-    call_op,
+    Watch,
+    WatchedOps,
     decomposes,
-    refusal_for_op,
-    refused,
     tensors_in,
 )
+from runners.rows import num_spanned
 
 _EMPTY_OPS = frozenset(
     f"aten::{name}"
@@ -44,31 +41,25 @@ _CONSTANT_OPS = frozenset(
 )
 
 
-class Recorder(TorchDispatchMode):
-    """Records the ops that run while it is active into `arena`; `steps` hands the record over.
+# Where a tensor stands in a result of tuples and lists.
+_Path = tuple[int, ...]
+# A tensor of a result, and the recorded tensor that takes its place.
+_Output = tuple[_Path, Tensor, Tensor]
 
-    Args:
-        arena: holds the memory of the recorded tensors.
-        segment: the segment as errors name it.
-    """
 
-    def __init__(self, arena: Arena, segment: str) -> None:
-        super().__init__()
+class Recorder(WatchedOps):
+    """Records the ops that run while it is active into `arena`; `steps` hands the record over."""
+
+    def __init__(self, arena: Arena, watch: Watch) -> None:
+        super().__init__(watch)
         self._arena = arena
-        self._segment = segment
         self._calls: list[Callable[[], object]] = []
         self._bools: list[Tensor] = []
-        self._host_scalars: dict[int, Tensor] = {}
-        self._refusal: CaptureError | None = None
-
-    def refuse(self, error: CaptureError) -> None:
-        """Raises `error` and remembers it, so that a model that swallows it is not recorded half."""
-        self._refusal = self._refusal or error
-        raise error
 
     def clear(self) -> None:
         """Drops the record; a traceback may keep this object alive."""
-        self._calls, self._bools, self._host_scalars = [], [], {}
+        self._calls, self._bools = [], []
+        self._watch.host_scalars.clear()
 
     def steps(self) -> tuple[list[Callable[[], object]], list[Callable[[], object]]]:
         """The fills that spoil all recorded memory, and the recorded ops, as argumentless calls.
@@ -76,8 +67,8 @@ class Recorder(TorchDispatchMode):
         Raises:
             CaptureError: something was refused, and the recorded function swallowed the error.
         """
-        if self._refusal is not None:
-            raise self._refusal
+        if self._watch.error is not None:
+            raise self._watch.error
         fills: list[Callable[[], object]] = []
         fills += [partial(fill_with_garbage_, words) for words in self._arena.spans()]
         fills += [partial(mask.fill_, True) for mask in self._bools]
@@ -91,27 +82,25 @@ class Recorder(TorchDispatchMode):
             # Subclasses with a dispatch of their own take themselves apart; their parts come back here.
             return NotImplemented
         if decomposes(func):
-            return call_decomposed(func, args, kwargs, mode=self, refuse=self.refuse, segment=self._segment)
+            return self._call_decomposed(func, args, kwargs)
         with torch._C.DisableTorchFunction():
-            refusal = refusal_for_op(func, args, kwargs, self._host_scalars)
-            if refusal is not None:
-                raise self._error(func, refusal)
+            self._check_op(func, args, kwargs)
             given = list(tensors_in((*args, *kwargs.values())))
             named = {name: _aliased(value) for name, value in kwargs.items()}
             call = partial(func._op, *_aliased(args), **named)
             before = [_place(tensor) for tensor in given] if func._schema.is_mutable else []
             storages = {tensor.untyped_storage()._cdata for tensor in given if tensor.layout is torch.strided}
         try:
-            result = call_op(func, args, kwargs, refuse=self.refuse, segment=self._segment)
+            result = self._call_op(func, args, kwargs)
         except RuntimeError as error:
-            if "not resizable" not in str(error):
-                raise
-            raise self._error(func, RESIZED) from error
+            if "not resizable" in str(error):
+                self._watch.refuse(func, RESIZED)
+            raise
         with torch._C.DisableTorchFunction():
             if torch.Tag.inplace_view in func.tags:
                 return result
             if func._schema.is_mutable and before != [_place(tensor) for tensor in given]:
-                raise self._error(func, RESIZED)
+                self._watch.refuse(func, RESIZED)
             if func is torch.ops.aten.lift_fresh.default:
                 storages = set()
             return self._record(func, call, result, storages)
@@ -122,48 +111,35 @@ class Recorder(TorchDispatchMode):
         storages = {tensor.untyped_storage()._cdata for tensor in tensors_in(args)}
         with _disable_current_modes(), torch._C.DisableTorchFunction():
             results = tuple(function(*args))
-            fresh = [
-                ((position,), leaf)
-                for position, leaf in enumerate(results)
-                if leaf.untyped_storage()._cdata not in storages
-            ]
-            recorded = self._recorded_for([leaf for _, leaf in fresh])
-            copies = []
-            for (path, leaf), mine in zip(fresh, recorded, strict=True):
-                copies.append((path, _copy_for(mine, leaf)))
-                copies[-1][1](leaf)
-            self._calls.append(_copying(call, copies))
-        return _replaced(results, {path: mine for (path, _), mine in zip(fresh, recorded, strict=True)})
-
-    def _error(self, func: OpOverload, refusal: Refusal) -> CaptureError:
-        error = refused(str(func), refusal, self._segment)
-        self._refusal = self._refusal or error
-        return error
+            outputs = self._moved(_leaves(results), storages)
+            for _, theirs, mine in outputs:
+                _copy_for(mine, theirs)(theirs)
+            self._calls.append(_copying(call, outputs))
+        return _replaced(results, outputs)
 
     def _record(self, func: OpOverload, call: partial[Any], result: Any, storages: set[int]) -> Any:
         """Moves a result's fresh tensors into the arena, notes how to make them, returns the result."""
         leaves = list(_leaves(result))
         for _, leaf in leaves:
             self._check(func, leaf)
-        fresh = [(path, leaf) for path, leaf in leaves if leaf.untyped_storage()._cdata not in storages]
+        fresh = [leaf for _, leaf in leaves if leaf.untyped_storage()._cdata not in storages]
         if not fresh:
             if not self._is_view_or_query(func, result):
                 self._calls.append(call)
             return result
-        if all(leaf.device != self._arena.device for _, leaf in fresh):
+        if all(leaf.device != self._arena.device for leaf in fresh):
             # A 0-dim host constant beside a pool on another device: no memory of the pool, and nothing to
             # repeat.
             return result
-        recorded = self._recorded_for([leaf for _, leaf in fresh])
-        outputs = [(path, leaf, mine) for (path, leaf), mine in zip(fresh, recorded, strict=True)]
+        outputs = self._moved(leaves, storages)
         self._note(func, call, outputs)
-        return _replaced(result, {path: mine for path, _, mine in outputs})
+        return _replaced(result, outputs)
 
     def _check(self, func: OpOverload, leaf: Tensor) -> None:
         if leaf.layout is not torch.strided or leaf.is_quantized:
-            raise self._error(func, LAYOUT)
+            self._watch.refuse(func, LAYOUT)
         if leaf.device != self._arena.device and not (leaf.device.type == "cpu" and leaf.dim() == 0):
-            raise self._error(func, DEVICE_CROSSING)
+            self._watch.refuse(func, DEVICE_CROSSING)
 
     def _is_view_or_query(self, func: OpOverload, result: Any) -> bool:
         if func._schema.is_mutable:
@@ -174,31 +150,32 @@ class Recorder(TorchDispatchMode):
         # something.
         return func.namespace == "aten" and bool(func._schema.returns)
 
-    def _recorded_for(self, fresh: list[Tensor]) -> list[Tensor]:
-        """Arena tensors of the same sizes and strides; results that share a storage share one here too."""
+    def _moved(self, leaves: Iterable[tuple[_Path, Tensor]], storages: set[int]) -> list[_Output]:
+        """The leaves in none of these storages, each with an arena tensor of the same sizes and strides;
+        those that share a storage share one there too."""
+        outputs = [leaf for leaf in leaves if leaf[1].untyped_storage()._cdata not in storages]
+        fresh = [leaf for _, leaf in outputs]
         bounds: dict[int, tuple[int, int]] = {}
         for leaf in fresh:
             start = int(leaf.storage_offset()) * leaf.element_size()
-            end = start + _num_spanned(leaf) * leaf.element_size()
+            end = start + num_spanned(leaf.shape, leaf.stride()) * leaf.element_size()
             low, high = bounds.get(leaf.untyped_storage()._cdata, (start, end))
             bounds[leaf.untyped_storage()._cdata] = min(low, start), max(high, end)
         # From a multiple of 16, so that each offset stays one in units of any dtype.
         bounds = {storage: (low // 16 * 16, high) for storage, (low, high) in bounds.items()}
         memory = {storage: self._arena.allocate(high - low) for storage, (low, high) in bounds.items()}
-        recorded = []
-        for leaf in fresh:
+        recorded: list[_Output] = []
+        for path, leaf in outputs:
             storage = leaf.untyped_storage()._cdata
             offset = leaf.storage_offset() - bounds[storage][0] // leaf.element_size()
             mine = torch.empty(0, dtype=leaf.dtype, device=leaf.device)
             mine.set_(memory[storage].untyped_storage(), offset, leaf.shape, leaf.stride())
             if mine.dtype is torch.bool and mine.numel():
                 self._bools.append(_spanned(mine))
-            recorded.append(mine)
+            recorded.append((path, leaf, mine))
         return recorded
 
-    def _note(
-        self, func: OpOverload, call: partial[Any], outputs: list[tuple[tuple[int, ...], Tensor, Tensor]]
-    ) -> None:
+    def _note(self, func: OpOverload, call: partial[Any], outputs: list[_Output]) -> None:
         name = func._schema.name
         path, leaf, mine = outputs[0]
         if name in _EMPTY_OPS:
@@ -213,12 +190,11 @@ class Recorder(TorchDispatchMode):
         if direct is not None:
             self._calls.append(direct)
             return
-        copies = [(path, _copy_for(target, theirs)) for path, theirs, target in outputs]
-        self._calls.append(_copying(_pinned(func, call, leaf), copies))
+        self._calls.append(_copying(_pinned(func, call, leaf), outputs))
 
     def _note_constant(self, func: OpOverload, mine: Tensor) -> None:
         if func is torch.ops.aten.lift_fresh.default:
-            self._host_scalars[mine.untyped_storage()._cdata] = mine
+            self._watch.host_scalars[mine.untyped_storage()._cdata] = mine
         if mine.numel():
             self._calls.append(partial(_spanned(mine).fill_, _spanned(mine)[0].item()))
 
@@ -238,7 +214,7 @@ def _aliased(value: Any) -> Any:
     return value
 
 
-def _leaves(result: Any, path: tuple[int, ...] = ()) -> Any:
+def _leaves(result: Any, path: _Path = ()) -> Iterator[tuple[_Path, Tensor]]:
     if isinstance(result, Tensor):
         yield path, result
     elif isinstance(result, (list, tuple)):
@@ -246,26 +222,15 @@ def _leaves(result: Any, path: tuple[int, ...] = ()) -> Any:
             yield from _leaves(item, (*path, position))
 
 
-def _replaced(result: Any, recorded: dict[tuple[int, ...], Tensor], path: tuple[int, ...] = ()) -> Any:
+def _replaced(result: Any, outputs: Sequence[_Output], path: _Path = ()) -> Any:
     if isinstance(result, (list, tuple)):
-        items = [_replaced(item, recorded, (*path, position)) for position, item in enumerate(result)]
+        items = [_replaced(item, outputs, (*path, position)) for position, item in enumerate(result)]
         return items if isinstance(result, list) else tuple(items)
-    return recorded.get(path, result) if isinstance(result, Tensor) else result
-
-
-def _num_spanned(tensor: Tensor) -> int:
-    """Elements from the first to the last, gaps included."""
-    if not tensor.numel():
-        return 0
-    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    return _spanned(tensor).view(torch.uint8)
+    return next((mine for at, _, mine in outputs if at == path), result)
 
 
 def _spanned(tensor: Tensor) -> Tensor:
-    return tensor.as_strided((_num_spanned(tensor),), (1,))
+    return tensor.as_strided((num_spanned(tensor.shape, tensor.stride()),), (1,))
 
 
 def _poison_(tensor: Tensor) -> None:
@@ -299,9 +264,9 @@ def _copy_for(recorded: Tensor, fresh: Tensor) -> Callable[[Tensor], object]:
     return copy
 
 
-def _copying(
-    call: Callable[[], Any], copies: Sequence[tuple[tuple[int, ...], Callable[[Tensor], object]]]
-) -> Callable[[], object]:
+def _copying(call: Callable[[], Any], outputs: Sequence[_Output]) -> Callable[[], object]:
+    """The call, and copies of its results into recorded tensors."""
+    copies = [(path, _copy_for(mine, theirs)) for path, theirs, mine in outputs]
     if len(copies) == 1 and not copies[0][0]:
         copy_result = copies[0][1]
         return lambda: copy_result(call())
@@ -346,13 +311,15 @@ def _direct_overload_for(func: OpOverload, device: str) -> OpOverload | None:
 def _direct_call_for(func: OpOverload, call: partial[Any], leaf: Tensor, mine: Tensor) -> partial[Any] | None:
     """A call that writes straight into the recorded tensor and has just been seen to give the same bits."""
     overload = _direct_overload_for(func, leaf.device.type)
-    if overload is None or not mine.numel() or _num_spanned(mine) != mine.numel():
+    if overload is None or not mine.numel() or num_spanned(mine.shape, mine.stride()) != mine.numel():
         return None
     out = mine.detach()
     direct = partial(overload._op, *call.args, **call.keywords, out=out)
     _poison_(mine)
     direct()
-    is_same = _place(out) == _place(mine) and torch.equal(_bytes(mine), _bytes(leaf))
+    is_same = _place(out) == _place(mine) and torch.equal(
+        _spanned(mine).view(torch.uint8), _spanned(leaf).view(torch.uint8)
+    )
     if not is_same:
         mine.copy_(leaf)
     return direct if is_same else None

@@ -36,6 +36,12 @@ class SizedValue(Protocol):
     def units(self) -> tuple[int, ...]: ...
 
 
+def place_of(value: SizedValue, rows: Any) -> Any:
+    """Sizes, strides and offset of a value whose place is known, at `rows`, an int or a symbol."""
+    assert value.sizes is not None and value.strides is not None and value.offset is not None
+    return tuple(value.sizes(rows)), tuple(value.strides(rows)), value.offset(rows)[0]
+
+
 @dataclass(slots=True)
 class _Group:
     sizes: Sizes

@@ -10,6 +10,9 @@ from collections.abc import Sequence
 
 import torch
 
+# Sizes, strides and offset of a tensor.
+Place = tuple[tuple[int, ...], tuple[int, ...], int]
+
 
 def narrow_to(tensor: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
     """The leading part of `tensor` of the given sizes, as a view of the same memory."""
@@ -38,6 +41,21 @@ def is_dense(sizes: Sequence[int], strides: Sequence[int]) -> bool:
             return False
         expected *= size
     return True
+
+
+def num_spanned(sizes: Sequence[int], strides: Sequence[int]) -> int:
+    """Elements from the first to the last, gaps included."""
+    if 0 in sizes:
+        return 0
+    return 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
+
+
+def in_one_memory(places: Sequence[Place], like: torch.Tensor) -> list[torch.Tensor]:
+    """Tensors of zeros, of `like`'s dtype and device, that lie in one new memory as in eager's."""
+    begin = min(offset for _, _, offset in places)
+    ends = [offset - begin + num_spanned(sizes, strides) for sizes, strides, offset in places]
+    memory = torch.zeros(max(ends), dtype=like.dtype, device=like.device)
+    return [memory.as_strided(sizes, strides, offset - begin) for sizes, strides, offset in places]
 
 
 def padded_parts(tensor: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:

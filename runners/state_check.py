@@ -122,7 +122,7 @@ class StateCheck:
         self._storages = [tensor.untyped_storage() for tensor in self._tensors]
         self._addresses = [tensor.data_ptr() for tensor in self._tensors]
         self._looked_up_refs = tuple(looked_up)
-        self._look_up = _LookUp(self._looked_up_refs)
+        self._looked_up = _look_up(self._looked_up_refs)
         self._kinds = [_kind(tensor) for tensor in (*self._tensors, *self._looked_up())]
         # One for the recorded tensors and one for those looked up, per mode.
         self._guards: dict[bool, tuple[Any, Any]] = {}
@@ -190,9 +190,6 @@ class StateCheck:
         `is_unchanged` is fast again.
         """
         return self._find_moved() or self._find_changed_value() or self._find_changed_structure()
-
-    def _looked_up(self) -> Iterable[Any]:
-        return self._look_up.values()
 
     def _recorded_fit(self) -> bool:
         if not self._tensors:
@@ -283,20 +280,6 @@ class _Places:
         )
 
 
-class _LookUp:
-    """What is in some places now, without a Python frame for those in dicts."""
-
-    def __init__(self, refs: Sequence[StateRef]) -> None:
-        in_dicts = all(not ref.is_attribute and type(ref.owner) is dict for ref in refs)
-        self._refs = refs if not in_dicts else None
-        self._owners, self._keys = [ref.owner for ref in refs], [ref.key for ref in refs]
-
-    def values(self) -> Iterable[Any]:
-        if self._refs is None:
-            return map(dict.get, self._owners, self._keys)
-        return map(StateRef.get, self._refs)
-
-
 class _Tables:
     """Containers with the content expected in them, or just its length."""
 
@@ -348,6 +331,13 @@ class _Questions:
         return all(
             list(map(ask, items, whats)) == answers for ask, (items, whats, answers) in self._columns.items()
         )
+
+
+def _look_up(refs: Sequence[StateRef]) -> Callable[[], Iterable[Any]]:
+    """Gives what is in some places now, without a Python frame for those in dicts."""
+    if all(not ref.is_attribute and type(ref.owner) is dict for ref in refs):
+        return functools.partial(map, dict.get, [ref.owner for ref in refs], [ref.key for ref in refs])
+    return functools.partial(map, StateRef.get, refs)
 
 
 def _guard(tensors: Sequence[torch.Tensor]) -> Any:

@@ -6,6 +6,7 @@ code. Warm-up, capture and verification are not calls; who runs them does not co
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from dataclasses import dataclass, field
 from enum import Enum
@@ -214,25 +215,21 @@ class CallStats:
 
     def snapshot(self) -> CallStats:
         """A copy that later calls do not change."""
-        return CallStats(
-            replays=self.replays,
-            eager_calls=self.eager_calls,
-            reasons=Counter(self.reasons),
-            captured=self.captured,
-            calls_by_bucket=Counter(self.calls_by_bucket),
-            eager_by_bucket={size: Counter(reasons) for size, reasons in self.eager_by_bucket.items()},
-        )
+        return copy.deepcopy(self)
 
     def asdict(self) -> dict[str, Any]:
         """Plain values for JSON; buckets are strings there, as JSON's keys are."""
         return {
             "replays": self.replays,
             "eager_calls": self.eager_calls,
-            "reasons": {str(reason): count for reason, count in sorted(self.reasons.items())},
+            "reasons": _plain(self.reasons),
             "captured": list(self.captured),
-            "calls_by_bucket": {str(size): count for size, count in sorted(self.calls_by_bucket.items())},
+            "calls_by_bucket": _plain(self.calls_by_bucket),
             "eager_by_bucket": {
-                str(size): {str(reason): count for reason, count in sorted(reasons.items())}
-                for size, reasons in sorted(self.eager_by_bucket.items())
+                str(size): _plain(reasons) for size, reasons in sorted(self.eager_by_bucket.items())
             },
         }
+
+
+def _plain(counts: Counter[Any]) -> dict[str, int]:
+    return {str(key): count for key, count in sorted(counts.items())}

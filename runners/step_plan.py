@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -36,14 +37,13 @@ from runners.bound_steps import (
     LoadStep,
     Measure,
     OpCall,
-    Replay,
     StateChanged,
     own_copy,
     raise_change,
 )
 from runners.engine import CapturedGraph
-from runners.row_views import BoundRows, RowViews, SizedValue
-from runners.rows import has_strides, is_dense, row_copies
+from runners.row_views import BoundRows, RowViews, SizedValue, place_of
+from runners.rows import has_strides, is_dense, num_spanned, row_copies
 from runners.state_check import StateCheck, StateRef
 
 
@@ -78,6 +78,9 @@ class ReplayStep:
 
     graph: CapturedGraph
     name: str
+
+    def replay(self, env: list[Any]) -> None:
+        self.graph.replay()
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,8 +238,7 @@ class _Binder:
         self._loads = [LoadStep(metadata) for metadata in plan.step_metadata]
         self._copy_ins = [(shadow, self._views.add(shadow.buffer, shadow.value)) for shadow in plan.copy_ins]
         self._steps: list[Any] = [
-            Replay(step.graph) if isinstance(step, ReplayStep) else self._template(step)
-            for step in plan.steps
+            step if isinstance(step, ReplayStep) else self._template(step) for step in plan.steps
         ]
         self._results = [
             (item, self._views.add(item.tensor, item.value) if item.tensor is not None else -1)
@@ -279,7 +281,7 @@ class _Binder:
         for group in self._groups:
             steps.append(self._copy_out(group, num_tokens, rows))
             for position in group:
-                readers[position] = _slot_reader(self._first_copy + position)
+                readers[position] = itemgetter(self._first_copy + position)
         return _Bound(steps, readers)
 
     def _call(self, template: _CallTemplate, num_tokens: int, rows: BoundRows) -> Call:
@@ -310,15 +312,14 @@ class _Binder:
         found = []
         for position in group:
             item, index = self._results[position]
-            value = item.value
-            assert value is not None and value.sizes and value.strides and value.offset
-            offset = value.offset(num_tokens)[0]
-            sizes, strides = tuple(value.sizes(num_tokens)), tuple(value.strides(num_tokens))
+            assert item.value is not None
             target = self._first_copy + position
-            found.append(CopiedResult(target, rows.views[index], item.slot, sizes, strides, offset))
+            found.append(
+                CopiedResult(target, rows.views[index], item.slot, *place_of(item.value, num_tokens))
+            )
         begin = min(copied.offset for copied in found)
         copies = [replace(copied, offset=copied.offset - begin) for copied in found]
-        return CopyOut(copies, max(copy.offset + _num_spanned(copy.sizes, copy.strides) for copy in copies))
+        return CopyOut(copies, max(copy.offset + num_spanned(copy.sizes, copy.strides) for copy in copies))
 
 
 def _copy_in(shadow: Shadow, rows: torch.Tensor) -> CopyIn:
@@ -361,7 +362,7 @@ def _reader(item: ResultItem, num_tokens: int, rows: torch.Tensor | None) -> Cal
         slot, convert = item.slot, item.number_type
         if convert is not None:
             return lambda env: convert(env[slot].item() if isinstance(env[slot], torch.Tensor) else env[slot])
-        return (lambda env: env[slot].clone()) if item.clone else _slot_reader(slot)
+        return (lambda env: env[slot].clone()) if item.clone else itemgetter(slot)
     if item.kind == "number":
         compute, slots = item.compute, item.slots
         assert compute is not None
@@ -373,10 +374,6 @@ def _reader(item: ResultItem, num_tokens: int, rows: torch.Tensor | None) -> Cal
     return lambda env: item.const
 
 
-def _slot_reader(slot: int) -> Callable[[list[Any]], Any]:
-    return lambda env: env[slot]
-
-
 def _shared_results(results: tuple[ResultItem, ...]) -> list[list[int]]:
     """Positions of results to clone that share memory with another one, group by group."""
     found: dict[Any, list[int]] = {}
@@ -385,10 +382,3 @@ def _shared_results(results: tuple[ResultItem, ...]) -> list[list[int]]:
         if item.clone and value is not None and value.sizes and value.strides and value.offset:
             found.setdefault((item.memory, value.dtype), []).append(position)
     return [group for group in found.values() if len(group) > 1]
-
-
-def _num_spanned(sizes: tuple[int, ...], strides: tuple[int, ...]) -> int:
-    """Elements from the first to the last, gaps included."""
-    if 0 in sizes:
-        return 0
-    return 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))

@@ -19,25 +19,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 
-class Lanes(Protocol):
-    """What a scheduled function runs on."""
+class Lanes:
+    """What a scheduled function runs on; as it is here, a device without streams: what is called runs at
+    once, in the order of the calls."""
 
     def opened(self) -> AbstractContextManager[None]:
         """A block for one run of a function: whatever is raised in it, lane 0 is current again behind it."""
-        ...
+        return nullcontext()
 
     def fork(self, num_lanes: int) -> None:
         """Begins lanes 1 to `num_lanes` - 1 behind all that lane 0, which is current, has been given."""
-        ...
 
     def enter(self, lane: int) -> None:
         """Makes a lane current: what is called from now on runs on it."""
-        ...
 
     def join(self, *held: Any) -> None:
         """Makes lane 0 current, behind all that the others have been given.
@@ -45,26 +44,9 @@ class Lanes(Protocol):
         Args:
             held: what was made or read since the fork; it stays alive up to here.
         """
-        ...
 
 
-class OneLane:
-    """Lanes of a device without streams: what is called runs at once, in the order of the calls."""
-
-    def opened(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def fork(self, num_lanes: int) -> None:
-        pass
-
-    def enter(self, lane: int) -> None:
-        pass
-
-    def join(self, *held: Any) -> None:
-        pass
-
-
-class CudaLanes:
+class CudaLanes(Lanes):
     """Lanes of a CUDA device.
 
     Args:
@@ -91,7 +73,13 @@ class CudaLanes:
                     self.join()
 
     def fork(self, num_lanes: int) -> None:
-        self._take(num_lanes - 1)
+        # torch hands out a few dozen streams in turn, so the next one may be one that is in use here.
+        taken = {self._capture_stream.cuda_stream, *(side.cuda_stream for side in self._sides)}
+        while len(self._sides) < num_lanes - 1:
+            stream = torch.cuda.Stream(self._device)
+            if stream.cuda_stream not in taken:
+                taken.add(stream.cuda_stream)
+                self._sides.append(stream)
         self._num_open = num_lanes
         for side in self._sides[: num_lanes - 1]:
             side.wait_stream(self._main)
@@ -104,12 +92,3 @@ class CudaLanes:
         for side in self._sides[: self._num_open - 1]:
             self._main.wait_stream(side)
         self._num_open = 1
-
-    def _take(self, num_sides: int) -> None:
-        # torch hands out a few dozen streams in turn, so the next one may be one that is in use here.
-        taken = {self._capture_stream.cuda_stream, *(side.cuda_stream for side in self._sides)}
-        while len(self._sides) < num_sides:
-            stream = torch.cuda.Stream(self._device)
-            if stream.cuda_stream not in taken:
-                taken.add(stream.cuda_stream)
-                self._sides.append(stream)

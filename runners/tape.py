@@ -31,23 +31,25 @@ an `OpaqueCall`, which is one step, run again as a whole, its results copied int
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 from weakref import WeakSet
 
 import torch
-from torch import Tensor
 
 from runners.arena import Arena
-from runners.errors import CaptureError, StateError
+from runners.engine import CapturedGraph, GraphPool, check_can_capture, checked_outputs
 from runners.mode import capture_of, capturing
 from runners.opaque_call import recording_calls
-from runners.readbacks import HostReads
+from runners.readbacks import HostReads, Watch
 from runners.recorder import Recorder
-from runners.streams import OneLane
+from runners.streams import Lanes
 
 _Step = Callable[[], object]
+
+
+_KEYS_BELOW = ("Python", "PythonTLSSnapshot", "AutogradOther", "AutogradCPU", "AutogradCUDA")
 
 
 @cache
@@ -55,53 +57,43 @@ def _keys_below_modes() -> torch._C.DispatchKeySet:
     """Autograd, autocast, view tracking and modes: recorded ops are below them, so a replay must be too."""
     keys = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
     for name in dir(torch._C.DispatchKey):
-        if name in ("Python", "PythonTLSSnapshot", "AutogradOther", "AutogradCPU", "AutogradCUDA"):
-            keys = keys | torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, name))
-        elif name.startswith("Autocast"):
+        if name.startswith(("Autocast", "Python")) or name in (
+            "AutogradOther",
+            "AutogradCPU",
+            "AutogradCUDA",
+        ):
             keys = keys | torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, name))
     return keys
 
 
-class TapePool:
-    """Arena memory shared by the tapes of one module, all buckets and signatures [I9]."""
+class TapePool(GraphPool):
+    """Arena memory shared by the tapes of one module, all buckets and signatures [I9].
+
+    Within a bucket no memory is reused, so that a late reader is not fooled.
+    """
+
+    kind = "tape"
+    begin_call = None  # a CPU has no streams
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
+        super().__init__(device)
         self.arena = Arena(device)
-        self.lanes = OneLane()
-        self.tapes: WeakSet[TapeGraph] = WeakSet()
-        self._of_bucket: WeakSet[TapeGraph] = WeakSet()
-        self._before_bucket = self.arena.begin()
-        self.is_recording = False
-        self._is_released = False
+        self.lanes = Lanes()
+        self.begin_bucket()
 
     @property
     def allocated_bytes(self) -> int:
-        """Bytes of all arena chunks: the peak over buckets."""
         return self.arena.allocated_bytes
-
-    @property
-    def device_bytes(self) -> int:
-        """The same: nothing else is taken."""
-        return self.arena.allocated_bytes
-
-    @property
-    def begin_call(self) -> None:
-        """None: a CPU has no streams."""
-        return None
 
     def begin_bucket(self) -> None:
         """Notes what the arena holds, to return to should no tape of the bucket be kept."""
-        self._of_bucket = WeakSet()
+        self._of_bucket: WeakSet[TapeGraph] = WeakSet()
         self._before_bucket = self.arena.begin()
 
     def add(self, tape: TapeGraph) -> None:
         """Counts a new tape among those that use the arena."""
-        self.tapes.add(tape)
+        self.graphs.add(tape)
         self._of_bucket.add(tape)
-
-    def keep_only(self, tensors: Iterable[Tensor]) -> None:
-        """Nothing to do: within a bucket no memory is reused, so that a late reader is not fooled."""
 
     def end_bucket(self) -> None:
         """The next capture begins at the arena's first byte again [I9]; a bucket that failed leaves no
@@ -112,86 +104,37 @@ class TapePool:
         self.arena.restart()
 
     def spoil(self) -> None:
-        """Fills the arena with garbage."""
         self.arena.spoil()
 
-    def release(self) -> None:
-        """Gives the arena back. Idempotent.
-
-        Raises:
-            StateError: a tape of this pool was not reset, or one is being recorded.
-        """
-        num_live = sum(not tape.is_reset for tape in self.tapes)
-        if num_live or self.is_recording:
-            raise StateError(
-                f"release of the tape pool on {self.device}",
-                expected="all graphs of the pool reset",
-                got="a capture in progress" if self.is_recording else f"{num_live} still captured",
-                rule="a pool's memory goes after the last graph that uses it [I9]",
-                fix="reset every graph first",
-            )
-        self._is_released = True
+    def _give_back(self) -> None:
         self.arena.clear()
 
-    def check_usable(self, verb: str) -> None:
-        """Raises StateError when the pool was released or is being recorded into."""
-        if self._is_released or self.is_recording:
-            raise StateError(
-                f"attempt to {verb} the tape pool on {self.device}",
-                expected="a pool that is neither released nor in use",
-                got="a released pool" if self._is_released else "a pool that another capture records into",
-                rule="a pool serves one capture at a time, and none after its release [I9]",
-                fix="take a new pool" if self._is_released else "finish the other capture first",
-            )
 
-
-class TapeGraph:
+class TapeGraph(CapturedGraph):
     """The recorded ops of one segment at one bucket, as argumentless calls."""
 
     def __init__(
         self, segment: str, outputs: tuple[Any, ...], fills: list[_Step], calls: list[_Step]
     ) -> None:
-        self.segment = segment
-        self.outputs = outputs
-        self.num_ops = len(calls)
-        self._steps: list[_Step] | None = [*fills, *calls]
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether no op is replayed: the segment makes views only."""
-        return self.num_ops == 0
-
-    @property
-    def is_reset(self) -> bool:
-        """Whether `reset` was called."""
-        return self._steps is None
+        super().__init__(segment, outputs, len(calls))
+        self._steps = [*fills, *calls]
 
     def replay(self) -> None:
         """Fills the tape's memory with garbage and runs the recorded ops on the recorded tensors.
 
         The caller's grad, inference, autocast and mode settings have no effect, and random ops draw new
         numbers.
-
-        Raises:
-            StateError: after `reset`, or inside a capture.
         """
-        steps = self._steps
-        if steps is None or capturing() is not None:
-            raise StateError(
-                f"replay of {self.segment}",
-                expected="a captured graph, outside of captures",
-                got="a graph that was reset" if steps is None else f"one inside that of {capturing()}",
-                rule="a graph that was reset is gone, and graphs do not nest",
-                fix="capture the segment again" if steps is None else "replay after the capture",
-            )
+        if self.is_reset or capturing() is not None:
+            raise self._wrong_replay()
         with torch._C._ExcludeDispatchKeyGuard(_keys_below_modes()), torch._C.DisableTorchFunction():
-            for step in steps:
+            for step in self._steps:
                 step()
 
     def reset(self) -> None:
         """Drops ops and outputs, and with them the references to the arena. Idempotent."""
-        self._steps = None
-        self.outputs = ()
+        super().reset()
+        self._steps = []
 
 
 class TapeEngine:
@@ -206,24 +149,20 @@ class TapeEngine:
 
     def capture(self, fn: Callable[[], Sequence[Any]], *, pool: TapePool, segment: str) -> TapeGraph:
         """Runs `fn` once and records it; see `GraphEngine.capture`."""
-        if capturing() is not None:
-            raise StateError(
-                f"capture of {segment}",
-                expected="no capture in progress",
-                got=f"the capture of {capturing()}",
-                rule="captures do not nest",
-                fix="capture the segments one after the other",
-            )
-        pool.check_usable("capture into")
+        check_can_capture(pool, segment)
         mark = pool.arena.begin()
-        recorder = Recorder(pool.arena, segment)
+        watch = Watch(segment)
+        recorder = Recorder(pool.arena, watch)
         pool.is_recording = True
         try:
             # Outside inference mode, as tensors made in it could not be written by a replay outside.
             with capture_of(segment), torch.inference_mode(False), torch.no_grad():
-                with HostReads(recorder.refuse, segment), recorder, recording_calls(recorder):
+                with HostReads(watch), recorder, recording_calls(recorder.record_call):
                     outputs = fn()
-                return _finished(outputs, recorder, pool, segment)
+                fills, calls = recorder.steps()
+                graph = TapeGraph(segment, checked_outputs(outputs, segment), fills, calls)
+                pool.add(graph)
+                return graph
         except BaseException:
             # The traceback keeps the recorder's frames alive, but not the recorded tensors.
             recorder.clear()
@@ -231,18 +170,3 @@ class TapeEngine:
             raise
         finally:
             pool.is_recording = False
-
-
-def _finished(outputs: Any, recorder: Recorder, pool: TapePool, segment: str) -> TapeGraph:
-    fills, calls = recorder.steps()
-    if not isinstance(outputs, (tuple, list)):
-        raise CaptureError(
-            segment,
-            expected="a tuple or list of outputs",
-            got=type(outputs).__name__,
-            rule="a captured function returns the sequence of its outputs",
-            fix="return (tensor,) for a single output",
-        )
-    graph = TapeGraph(segment, tuple(outputs), fills, calls)
-    pool.add(graph)
-    return graph

@@ -7,7 +7,7 @@ import contextlib
 import pytest
 import torch
 
-from runners.streams import CudaLanes, OneLane
+from runners.streams import CudaLanes, Lanes
 
 DEVICE = torch.device("cuda", 0)
 
@@ -112,7 +112,7 @@ def test_an_error_between_fork_and_join_leaves_the_callers_stream_and_device(mac
 
 
 def test_one_lane_takes_every_command_and_does_nothing():
-    lanes = OneLane()
+    lanes = Lanes()
     with lanes.opened():
         lanes.fork(3)
         lanes.enter(2)

@@ -180,7 +180,7 @@ def test_I8_a_failed_bucket_leaves_no_graph_and_no_memory(fragile, in_capture):
     graphed = graph(fragile, captured=False, buckets=(16,))
     graphed.capture(tokens(7))
     assert graphed._graphs.pool.allocated_bytes == 0
-    assert not [tape for tape in graphed._graphs.pool.tapes if not tape.is_reset]
+    assert not [tape for tape in graphed._graphs.pool.graphs if not tape.is_reset]
     graphed.release()
 
     graphed = graph(fragile, captured=False, buckets=(8, 16))

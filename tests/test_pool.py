@@ -60,7 +60,7 @@ def test_I9_release_gives_everything_back(wide):
         *map(weak, graphed._graphs.pool.arena._chunks),
         *map(weak, graphed._graphs.buffers._storages.values()),
     ]
-    tapes = [weakref.ref(tape) for tape in graphed._graphs.pool.tapes]
+    tapes = [weakref.ref(tape) for tape in graphed._graphs.pool.graphs]
     assert len(chunks) > 2 and tapes
     graphed.release()
     gc.collect()

@@ -20,7 +20,7 @@ from piecewise.stream_report import BucketStreams, SegmentStreams, StreamReport
 from piecewise.streams import StreamForms
 from runners.errors import ConfigError
 from runners.mode import capturing
-from runners.streams import OneLane
+from runners.streams import Lanes
 from runners.tape import TapeEngine
 
 
@@ -46,14 +46,14 @@ def check(model, num_streams=2, **settings):
 def forks(monkeypatch):
     """The segments in whose captures a fork was recorded, one entry per fork."""
     found = []
-    fork = OneLane.fork
+    fork = Lanes.fork
 
     def noted(self, num_lanes):
         if capturing() is not None:
             found.append(capturing())
         fork(self, num_lanes)
 
-    monkeypatch.setattr(OneLane, "fork", noted)
+    monkeypatch.setattr(Lanes, "fork", noted)
     return found
 
 
@@ -96,8 +96,8 @@ def test_a_decoder_on_several_streams_is_what_it_is_on_one(num_streams):
 
 def test_warm_ups_and_captures_run_the_branches(forks, monkeypatch):
     warm_ups = []
-    opened = OneLane.opened
-    monkeypatch.setattr(OneLane, "opened", lambda self: (warm_ups.append(capturing()), opened(self))[1])
+    opened = Lanes.opened
+    monkeypatch.setattr(Lanes, "opened", lambda self: (warm_ups.append(capturing()), opened(self))[1])
     graphed(Plain(2))
     # One region in the first and in the last segment, two in the middle one.
     assert len(forks) == 2 * (1 + 2 + 1) and len(set(forks)) == 3
@@ -319,7 +319,7 @@ def test_I8_trials_leave_no_graph_and_no_change_of_state(measure, times):
     before = {name: tensor.clone() for name, tensor in [*model.named_parameters()]}
     caches = [layer.cache.clone() for layer in model.layers]
     made, _ = graphed(model)
-    live = [tape for tape in made._graphs.pool.tapes if not tape.is_reset]
+    live = [tape for tape in made._graphs.pool.graphs if not tape.is_reset]
     assert len(live) == 4 * 2
     assert all(torch.equal(before[name], tensor) for name, tensor in model.named_parameters())
     assert all(torch.equal(cache, layer.cache) for cache, layer in zip(caches, model.layers, strict=True))

@@ -51,7 +51,7 @@ def test_I9_suspend_gives_all_memory_back_and_calls_are_right(model):
     memory = [*store.pool.arena._chunks, *store.buffers._storages.values()]
     held = weak([each.untyped_storage() for each in memory])
     del memory
-    tapes = [weakref.ref(tape) for tape in store.pool.tapes]
+    tapes = [weakref.ref(tape) for tape in store.pool.graphs]
     graphed.suspend()
     gc.collect()
     assert store.pool is None and store.buffers.allocated_bytes == 0 and graphed.stats.captured == ()

@@ -68,11 +68,10 @@ def _make_temporaries_plain(graph: fx.Graph) -> int:
     changed = 0
     for node in list(graph.nodes):
         plain = _plain_twin_for(node)
-        if plain is None:
-            continue
-        node.target = plain
-        del node.meta["val"]
-        changed += 1
+        if plain is not None:
+            node.target = plain
+            del node.meta["val"]
+            changed += 1
     return changed
 
 
@@ -158,9 +157,8 @@ def _share_views(graph: fx.Graph) -> int:
             continue
         if not (target.is_view or target is aten._unsafe_view.default) or is_mutation_op(node):
             continue
-        if memory_of(value_of(node)) is None or memory_of(value_of(node)) != memory_of(
-            value_of(node.args[0])
-        ):
+        memory = memory_of(value_of(node))
+        if memory is None or memory != memory_of(value_of(node.args[0])):
             continue
         key = (target, _frozen(node.args), _frozen(node.kwargs))
         first = known.setdefault(key, node)

@@ -6,6 +6,7 @@ functional first: what they write, and who shares memory with whom, stays as the
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -33,6 +34,7 @@ __all__ = [
     "PatternSet",
     "find_regions",
     "is_mutation_op",
+    "replace_output",
     "same_mutation_regions",
 ]
 
@@ -78,3 +80,14 @@ def _says_all(match: Match) -> bool:
 def find_regions(graph: fx.Graph) -> None:
     """Numbers the stretches between writing ops anew; `same_mutation_regions` compares two nodes' numbers."""
     compute_mutation_region_ids(graph)
+
+
+def replace_output(match: Match, op: Any, arguments: tuple[Any, ...], *, item: int | None = None) -> None:
+    """Puts a call of `op` in the place of the match's last node, or an item of its result."""
+    last = match.output_node()
+    with last.graph.inserting_before(last):
+        made = last.graph.call_function(op, arguments)
+        if item is not None:
+            made = last.graph.call_function(operator.getitem, (made, item))
+        last.replace_all_uses_with(made)
+    last.graph.erase_node(last)

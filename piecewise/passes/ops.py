@@ -7,7 +7,6 @@ memory of their own, with the strides that `empty_like` of the first input gives
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -35,19 +34,19 @@ def _define(name: str, arguments: str, results: str, cpu: Any, cuda: Any, fake: 
     return getattr(torch.ops.piecewise, name).default
 
 
-def _norm(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float, first: bool) -> torch.Tensor:
-    return _launches().norm(x, None, weight, eps=eps, offset=offset, round_first=first)[0]
+def _norm(x: torch.Tensor, *rest: Any) -> torch.Tensor:
+    return _add_norm(x, None, *rest)[0]
 
 
 def _add_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, offset: float, first: bool
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    eps: float,
+    offset: float,
+    first: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     return _launches().norm(x, residual, weight, eps=eps, offset=offset, round_first=first)[:2]
-
-
-def _norm_quant(x: torch.Tensor, *options: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    quantised, scales, _ = _quantised(x, None, *options)
-    return quantised, scales
 
 
 def _quantised(
@@ -73,14 +72,6 @@ def _quant_fake(x: torch.Tensor, scale: torch.Tensor | None) -> tuple[torch.Tens
     return torch.empty_like(x, dtype=torch.float8_e4m3fn), x.new_empty(sizes, dtype=torch.float32)
 
 
-def _gated(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    return _launches().silu_and_mul(gate, up)
-
-
-def _rotated(tensors: Sequence[torch.Tensor], cos: torch.Tensor, sin: torch.Tensor) -> list[torch.Tensor]:
-    return _launches().rotate(tensors, cos, sin)
-
-
 rms_norm = _define(
     "rms_norm", "Tensor x, Tensor weight, float eps, float offset, bool round_first", "Tensor",
     reference.rms_norm, _norm, lambda x, *_: torch.empty_like(x),
@@ -95,7 +86,8 @@ _QUANT = (
     "Tensor? scale, float least_peak, float least_step"
 )
 rms_norm_quant = _define(
-    "rms_norm_quant", f"Tensor x, {_QUANT}", "(Tensor, Tensor)", reference.rms_norm_quant, _norm_quant,
+    "rms_norm_quant", f"Tensor x, {_QUANT}", "(Tensor, Tensor)", reference.rms_norm_quant,
+    lambda x, *options: _quantised(x, None, *options)[:2],
     lambda x, weight, eps, offset, first, scale, *_: _quant_fake(x, scale),
 )  # fmt: skip
 add_rms_norm_quant = _define(
@@ -104,10 +96,12 @@ add_rms_norm_quant = _define(
     lambda x, residual, weight, eps, offset, first, scale, *_: (*_quant_fake(x, scale), torch.empty_like(x)),
 )  # fmt: skip
 silu_and_mul = _define(
-    "silu_and_mul", "Tensor gate, Tensor up", "Tensor", reference.silu_and_mul, _gated,
+    "silu_and_mul", "Tensor gate, Tensor up", "Tensor", reference.silu_and_mul,
+    lambda gate, up: _launches().silu_and_mul(gate, up),
     lambda gate, up: torch.empty_like(gate),
 )  # fmt: skip
 rotate = _define(
-    "rotate", "Tensor[] tensors, Tensor cos, Tensor sin", "Tensor[]", reference.rotate, _rotated,
+    "rotate", "Tensor[] tensors, Tensor cos, Tensor sin", "Tensor[]", reference.rotate,
+    lambda tensors, cos, sin: _launches().rotate(tensors, cos, sin),
     lambda tensors, cos, sin: [torch.empty_like(each) for each in tensors],
 )  # fmt: skip

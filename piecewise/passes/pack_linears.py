@@ -71,7 +71,7 @@ def _linears(graph: fx.Graph, parameters: Collection[int] | None) -> dict[Linear
         if parameters is not None and any(placeholders[each] not in parameters for each in used):
             continue
         weight = value_of(used[0])
-        key = (_input_of(node), node.target, weight.dtype, weight.device, node.meta["mutation_region_id"])
+        key = (node.args[-2], node.target, weight.dtype, weight.device, node.meta["mutation_region_id"])
         together.setdefault(key, []).append(node)
     found = {}
     for nodes in together.values():
@@ -82,20 +82,12 @@ def _linears(graph: fx.Graph, parameters: Collection[int] | None) -> dict[Linear
     return found
 
 
-def _input_of(node: fx.Node) -> fx.Node:
-    source = node.args[0] if node.target is aten.mm.default else node.args[1]
-    assert isinstance(source, fx.Node)
-    return source
-
-
 def _parameters_of(node: fx.Node) -> list[fx.Node] | None:
     """[weight] or [weight, bias] where the node is a plain linear over contiguous placeholders."""
-    turned = node.args[1] if node.target is aten.mm.default else node.args[2]
+    *bias, _, turned = node.args
     if not isinstance(turned, fx.Node) or turned.target is not aten.t.default or node.kwargs:
         return None
-    used = [turned.args[0]]
-    if node.target is aten.addmm.default:
-        used.append(node.args[0])
+    used = [turned.args[0], *bias]
     found = [each for each in used if isinstance(each, fx.Node) and each.op == "placeholder"]
     if len(found) != len(used):
         return None
@@ -118,12 +110,12 @@ def _pack(graph: fx.Graph, nodes: Sequence[fx.Node]) -> None:
             aten.as_strided.default, (parameters[0][0], [sum(rows), columns], [columns, 1])
         )
         turned = graph.call_function(aten.t.default, (weight,))
-        source = _input_of(nodes[0])
-        if nodes[0].target is aten.addmm.default:
-            bias = graph.call_function(aten.as_strided.default, (parameters[0][1], [sum(rows)], [1]))
-            packed = graph.call_function(aten.addmm.default, (bias, source, turned))
-        else:
-            packed = graph.call_function(aten.mm.default, (source, turned))
+        bias = [
+            graph.call_function(aten.as_strided.default, (first, [sum(rows)], [1]))
+            for first in parameters[0][1:]
+        ]
+        arguments = (*bias, nodes[0].args[-2], turned)
+        packed = graph.call_function(nodes[0].target, arguments)  # type: ignore[arg-type]
         begin = 0
         for node, size in zip(nodes, rows, strict=True):
             part = graph.call_function(aten.slice.Tensor, (packed, 1, begin, begin + size))

@@ -21,6 +21,7 @@ import torch
 
 MAX_FLOAT8 = 448.0  # the largest float8_e4m3fn
 MAX_WIDTH = 16384
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def rms_norm(

@@ -23,10 +23,8 @@ from torch import fx
 
 from piecewise.passes import ops
 from piecewise.passes.fakes import aten, geometry, value_of
-from piecewise.passes.matcher import MULTIPLE, CallFunction, KeywordArg, Match, PatternSet
-from piecewise.passes.reference import MAX_WIDTH
-
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+from piecewise.passes.matcher import MULTIPLE, CallFunction, KeywordArg, Match, PatternSet, replace_output
+from piecewise.passes.reference import DTYPES, MAX_WIDTH
 
 
 @functools.cache
@@ -34,7 +32,7 @@ def rms_norm_patterns() -> PatternSet:
     """The formulations of a norm."""
     patterns = PatternSet("rms_norm")
     for pattern, offset, round_first in _formulations():
-        patterns.add(pattern, _is_norm, _replacement(offset, round_first))
+        patterns.add(pattern, _is_norm, functools.partial(_replace, offset, round_first))
     return patterns
 
 
@@ -107,7 +105,7 @@ def _is_norm(match: Match) -> bool:
     if not all(isinstance(each, torch.Tensor) for each in (x, weight)) or not isinstance(eps, float):
         return False
     width = x.shape[-1]
-    if isinstance(width, torch.SymInt) or not 1 < width <= MAX_WIDTH or x.dtype not in _DTYPES:
+    if isinstance(width, torch.SymInt) or not 1 < width <= MAX_WIDTH or x.dtype not in DTYPES:
         return False
     # The one op takes the sizes that it norms over, a mean takes dims.
     is_whole = any(node.target is aten._fused_rms_norm.default for node in match.nodes)
@@ -115,7 +113,7 @@ def _is_norm(match: Match) -> bool:
     return (
         over_last
         and result.dtype is x.dtype
-        and weight.dtype in _DTYPES
+        and weight.dtype in DTYPES
         and tuple(weight.shape) == (width,)
         and weight.stride(0) == 1
         and _computes_in_float32(match)
@@ -126,28 +124,17 @@ def _computes_in_float32(match: Match) -> bool:
     """Whether all that the match computes with is float32 up to the rounding of the normed value."""
     weight = match.kwargs["weight"]
     for node in match.nodes:
-        if node.target in (aten.rsqrt.default, aten.pow.Tensor_Scalar, aten.mean.dim):
-            if value_of(node).dtype is not torch.float32:
-                return False
         # `1 + weight` in a narrow dtype rounds.
-        if (
-            node.target is aten.add.Tensor
-            and node.args[0] is weight
-            and value_of(node).dtype is not torch.float32
-        ):
+        is_factor = node.target is aten.add.Tensor and node.args[0] is weight
+        is_statistic = node.target in (aten.rsqrt.default, aten.pow.Tensor_Scalar, aten.mean.dim)
+        if (is_factor or is_statistic) and value_of(node).dtype is not torch.float32:
             return False
     return True
 
 
-def _replacement(offset: float, round_first: bool) -> Any:
-    def replace(match: Match) -> None:
-        last, found = match.output_node(), match.kwargs
-        with last.graph.inserting_before(last):
-            arguments = (found["x"], found["weight"], found["eps"], offset, round_first)
-            last.replace_all_uses_with(last.graph.call_function(ops.rms_norm, arguments))
-        last.graph.erase_node(last)
-
-    return replace
+def _replace(offset: float, round_first: bool, match: Match) -> None:
+    found = match.kwargs
+    replace_output(match, ops.rms_norm, (found["x"], found["weight"], found["eps"], offset, round_first))
 
 
 def _is_norm_of_sum(match: Match) -> bool:

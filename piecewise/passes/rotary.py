@@ -18,10 +18,16 @@ from torch import fx
 
 from piecewise.passes import ops
 from piecewise.passes.fakes import aten, geometry, value_of
-from piecewise.passes.matcher import CallFunction, KeywordArg, Match, PatternSet, find_regions
+from piecewise.passes.matcher import (
+    CallFunction,
+    KeywordArg,
+    Match,
+    PatternSet,
+    find_regions,
+    replace_output,
+)
 from piecewise.passes.matcher import same_mutation_regions as same_regions
-
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+from piecewise.passes.reference import DTYPES
 
 
 @functools.cache
@@ -68,7 +74,7 @@ def _is_rotation(match: Match) -> bool:
         return False
     result = value_of(match.output_node())
     width, last = x.shape[-1], x.dim() - 1
-    if isinstance(width, torch.SymInt) or width % 2 or x.dtype not in _DTYPES:
+    if isinstance(width, torch.SymInt) or width % 2 or x.dtype not in DTYPES:
         return False
     dims = all(found[name] in (last, -1) for name in ("dim1", "dim2", "dim3"))
     halves = found["begin"] == found["middle"] == width // 2 and found["end"] >= width
@@ -79,11 +85,8 @@ def _is_rotation(match: Match) -> bool:
 
 
 def _replace(match: Match) -> None:
-    last, found = match.output_node(), match.kwargs
-    with last.graph.inserting_before(last):
-        both = last.graph.call_function(ops.rotate, ([found["x"]], found["cos"], found["sin"]))
-        last.replace_all_uses_with(last.graph.call_function(operator.getitem, (both, 0)))
-    last.graph.erase_node(last)
+    found = match.kwargs
+    replace_output(match, ops.rotate, ([found["x"]], found["cos"], found["sin"]), item=0)
 
 
 def _join_pairs(graph: fx.Graph) -> None:

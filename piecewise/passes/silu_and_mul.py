@@ -9,9 +9,8 @@ from torch import fx
 
 from piecewise.passes import ops
 from piecewise.passes.fakes import aten, geometry, value_of
-from piecewise.passes.matcher import CallFunction, KeywordArg, Match, PatternSet
-
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+from piecewise.passes.matcher import CallFunction, KeywordArg, Match, PatternSet, replace_output
+from piecewise.passes.reference import DTYPES
 
 
 @functools.cache
@@ -31,12 +30,8 @@ def _is_gated(match: Match) -> bool:
     gate, up = value_of(match.kwargs["gate"]), value_of(match.kwargs["up"])
     if not isinstance(gate, torch.Tensor) or not isinstance(up, torch.Tensor) or gate.dim() == 0:
         return False
-    return gate.dtype in _DTYPES and geometry(gate)[:3] == geometry(up)[:3]
+    return gate.dtype in DTYPES and geometry(gate)[:3] == geometry(up)[:3]
 
 
 def _replace(match: Match) -> None:
-    last = match.output_node()
-    with last.graph.inserting_before(last):
-        arguments = (match.kwargs["gate"], match.kwargs["up"])
-        last.replace_all_uses_with(last.graph.call_function(ops.silu_and_mul, arguments))
-    last.graph.erase_node(last)
+    replace_output(match, ops.silu_and_mul, (match.kwargs["gate"], match.kwargs["up"]))

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -106,7 +107,4 @@ def _sizes(copy: CopyIn) -> tuple[int, int, int, int, int] | None:
     if not grown:
         return buffer.numel(), buffer.numel(), buffer.numel(), 1, 1
     (dim,) = grown
-    inner = 1
-    for size in shape[dim + 1 :]:
-        inner *= size
-    return buffer.numel(), copy.rows.shape[dim], shape[dim], inner, copy.units[dim]
+    return buffer.numel(), copy.rows.shape[dim], shape[dim], math.prod(shape[dim + 1 :]), copy.units[dim]

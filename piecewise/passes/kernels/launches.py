@@ -53,9 +53,7 @@ def _addressable(tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[int, int, in
 def _output(like: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
     """Memory of `like`'s strides to write rows into, or a dense one where those do not address rows."""
     made = torch.empty_like(like, dtype=dtype)
-    return (
-        made if row_steps(made) is not None else torch.empty(like.shape, dtype=made.dtype, device=like.device)
-    )
+    return made if row_steps(made) is not None else made.new_empty(like.shape)
 
 
 def _as_made(written: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -108,7 +106,7 @@ def norm(
         norm_program[(triton.cdiv(num_rows, rows),)](
             x, added, weight, scale if scale is not None else x, out, total, scales,
             num_rows, width, eps, offset, MAX_FLOAT8, least_peak, least_step,
-            *x_steps, *added_steps, *_steps_of(out), *_steps_of(total),
+            *x_steps, *added_steps, *_addressable(out)[1], *_addressable(total)[1],
             ROWS=rows, WIDTH=columns, HAS_RESIDUAL=residual is not None, ROUND_FIRST=round_first, QUANT=quant,
             num_warps=_num_warps(rows * columns),
         )  # fmt: skip
@@ -123,7 +121,7 @@ def silu_and_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     if out.numel():
         block = min(triton.next_power_of_2(width), _GATED_BLOCK)
         gated_program[(out.numel() // width, triton.cdiv(width, block))](
-            gate, up, out, width, *gate_steps, *up_steps, *_steps_of(out), BLOCK=block, num_warps=2
+            gate, up, out, width, *gate_steps, *up_steps, *_addressable(out)[1], BLOCK=block, num_warps=2
         )
     return _as_made(out, given)
 
@@ -140,7 +138,7 @@ def rotate(tensors: Sequence[torch.Tensor], cos: torch.Tensor, sin: torch.Tensor
         angles = [row_steps(angle.expand(each.shape)) for angle in (cos, sin)]
         if angles[0] is None or angles[1] is None:
             return [_rotated_alone(each, cos, sin) for each in tensors]
-        all_steps = (*steps, *angles[0], *angles[1], *_steps_of(out))
+        all_steps = (*steps, *angles[0], *angles[1], *_addressable(out)[1])
         parts.append((rows_of, out, each.numel() // (2 * half), all_steps))
     first, second = parts[0], parts[-1] if len(parts) > 1 else (*parts[0][:2], 0, parts[0][3])
     blocks = [triton.cdiv(part[2], rows) for part in (first, second)]
@@ -155,9 +153,3 @@ def rotate(tensors: Sequence[torch.Tensor], cos: torch.Tensor, sin: torch.Tensor
 
 def _rotated_alone(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     return rotate([x], cos.expand(x.shape).contiguous(), sin.expand(x.shape).contiguous())[0]
-
-
-def _steps_of(out: torch.Tensor) -> tuple[int, int, int]:
-    steps = row_steps(out)
-    assert steps is not None
-    return steps
