@@ -116,7 +116,8 @@ class FaultFinder:
             for spec, tensor in zip(self._specs, self._fault.arguments, strict=True)
         ]
         try:
-            own(rows, *given)
+            with checked_indices(given):
+                own(rows, *given)
         except Exception:
             return True
         return False
@@ -188,7 +189,8 @@ class FaultFinder:
                 why = refusal(call, node.name) if node is not None and not is_mode else None
                 if node is not None and why is not None:
                     return node, Verdict("eager", "not_recordable", why)
-                call()
+                with checked_indices(self._fault.arguments):
+                    call()
         return None
 
     def _steps(
@@ -218,9 +220,9 @@ class FaultFinder:
                 yield originals.get(copy), call, "autocast" in str(copy.target)
 
 
-def checked_indices(arguments: Sequence[torch.Tensor]) -> Any:
+def checked_indices(arguments: Sequence[Any]) -> Any:
     """A block in which an index out of range is an error on a CUDA device, too."""
-    return CheckedIndices() if any(tensor.is_cuda for tensor in arguments) else nullcontext()
+    return CheckedIndices() if any(getattr(each, "is_cuda", False) for each in arguments) else nullcontext()
 
 
 def _same(left: torch.Tensor, right: torch.Tensor) -> bool:

@@ -1,8 +1,8 @@
 """Checks index operands before the kernels that trust them.
 
 On a CPU an index out of range is an `IndexError`. On a CUDA device it is an assertion that ends the whole
-process' use of the device. The probes feed ops with garbage in padded rows, so on CUDA they look at the
-indices first, and raise what a CPU would.
+process' use of the device. Warm-ups run ops on made-up values, so on CUDA they look at the indices first, and
+raise what a CPU would.
 """
 
 from __future__ import annotations
@@ -67,17 +67,26 @@ _OPERANDS: dict[str, Callable[[Mapping[str, Any]], Iterable[Operand]]] = {
     **dict.fromkeys(("nll_loss_forward", "nll_loss2d_forward"), _loss_target),
 }
 
+# Other ops that look at values on the device: whether they would end its use.
+_FAILS: dict[str, Callable[[Mapping[str, Any]], Tensor]] = {
+    "_assert_async": lambda a: ~a["self"].bool().all(),
+    "multinomial": lambda a: ((a["self"] < 0) | ~a["self"].isfinite()).any() | (a["self"].sum(-1) <= 0).any(),
+}
+
 
 def check_indices(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Raises IndexError where an index operand of this call of an aten op is out of range.
+    """Raises IndexError where an index operand of this call of an aten op is out of range, and RuntimeError
+    where a kernel's own check of values would fail.
 
-    Reads the operands' extremes back to the host. Ops that take no indices pass.
+    Reads the operands' extremes back to the host. Ops that check no values pass.
 
     Args:
         op: as the dispatcher sees it, such as `torch.ops.aten.embedding.default`.
         args, kwargs: its arguments.
     """
     namespace, _, name = op._schema.name.partition("::")
+    if namespace == "aten" and name in _FAILS and bool(_FAILS[name](bound_arguments(op, args, kwargs))):
+        raise RuntimeError(f"{name}: its check of values fails")
     find = _OPERANDS.get(name) if namespace == "aten" else None
     if find is None:
         return

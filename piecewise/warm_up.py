@@ -133,7 +133,8 @@ class WarmUp:
             else:
                 return  # made by an eager segment that was left out
         try:
-            results = segment.function(real_rows, *arguments)
+            with checked_indices(arguments):
+                results = segment.function(real_rows, *arguments)
         except Exception:  # the stand-ins do not suit it; the call itself will say what is wrong, if anything
             return
         for rows, dense in copied_back:

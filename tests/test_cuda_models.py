@@ -326,6 +326,29 @@ def test_I3_garbage_that_becomes_an_index_is_found_before_the_device_sees_it() -
         check_equal(graphed, n)
 
 
+def test_I8_an_eager_step_that_made_up_rows_do_not_suit_is_no_assertion_in_a_warm_up() -> None:
+    """A table that the caller passes has its own number of rows: fewer than a warm-up of a bucket looks up."""
+
+    class Sorted(Model):
+        def forward(self, ids: Tensor, positions: Tensor, table: Tensor) -> Tensor:  # type: ignore[override]
+            return super().forward(ids, positions) + table[ids.argsort()]
+
+    torch.manual_seed(0)
+    model = Sorted().cuda().eval()
+    graphed = piecewise.compile(model, buckets=(8, 32), progress=False)
+    table = torch.randn(40, HIDDEN, device="cuda")
+    with torch.no_grad():
+        report = graphed.capture(*inputs(5), table[:5])
+        assert report.ok, str(report)
+        torch.cuda.synchronize()
+        for n in (5, 8, 20, 32):
+            args = inputs(n)
+            torch.testing.assert_close(
+                graphed(*args, table[:n]), model(*args, table[:n]), rtol=1e-4, atol=1e-4
+            )
+    assert graphed.stats.replays == 4
+
+
 FAMILIES = {
     "Llama": {},
     "Qwen3": dict(head_dim=64),

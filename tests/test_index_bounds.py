@@ -37,6 +37,21 @@ CALLS = {
 }
 
 
+def test_other_checks_of_values_are_made_ahead_of_the_kernel():
+    ones = torch.ones(3)
+    with CheckedIndices():
+        torch.ops.aten._assert_async(torch.tensor(True))
+        torch.multinomial(ones, 2)
+        for call in (
+            lambda: torch.ops.aten._assert_async(torch.tensor(False)),
+            lambda: torch.multinomial(-ones, 2),
+            lambda: torch.multinomial(ones * float("nan"), 2),
+            lambda: torch.multinomial(ones * 0, 2),
+        ):
+            with pytest.raises(RuntimeError, match="its check of values fails"):
+                call()
+
+
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize("index", [(0, 3), (3, 0), (-1, 2), (4, 0), (-5, 1), (2**40, 0), (-(2**40), 0)])
 def test_the_checker_agrees_with_the_cpu(name: str, index: tuple[int, int]) -> None:
