@@ -191,7 +191,9 @@ def judge(
             Rows(sizes, prefixes(sizes), each.dtype, each.is_real or is_settled, True,
                  bounds_within(each.dtype, found, known))
         )  # fmt: skip
-    return Judgement(known, Judge(known).in_graph(recording, tuple(given)), recording, tuple(given))
+    return Judgement(
+        known, Judge(known).judge(recording, tuple(given), in_graph=True), recording, tuple(given)
+    )
 
 
 @contextlib.contextmanager
@@ -337,7 +339,7 @@ def check_eager(
     function: Callable[..., Any], inputs: tuple[Input, ...], found: Judgement, *, where: str
 ) -> None:
     """Tests what is claimed of real rows where the function runs outside of graphs."""
-    judged = Judge(found.known).eager(found.recording, found.given)
+    judged = Judge(found.known).judge(found.recording, found.given, in_graph=False)
     claims = [*judged.results, *judged.written.values()]
     for n in sorted({n for n, _ in PAIRS} & set(map(int, found.known.counts[found.known.counts > 1]))):
         given = [each.values(n, torch.Generator().manual_seed(n)) for each in inputs]
@@ -414,4 +416,6 @@ def prefix_of(found: Judgement, *, results: int, calls: int) -> Judgement:
     """The judgement of what the first calls do, which make the first results."""
     recording = found.recording
     part = dataclasses.replace(recording, calls=recording.calls[:calls], results=recording.results[:results])
-    return dataclasses.replace(found, recording=part, judged=Judge(found.known).in_graph(part, found.given))
+    return dataclasses.replace(
+        found, recording=part, judged=Judge(found.known).judge(part, found.given, in_graph=True)
+    )

@@ -17,9 +17,8 @@ from piecewise.analysis.rows.layout import (
     Layout,
     Mixes,
     Refusal,
-    are_whole_rows,
     is_static,
-    prefixes,
+    prefixes_or_none,
     regrouped,
 )
 from piecewise.analysis.rows.recording import AtenCall, Recording, Ref
@@ -66,34 +65,23 @@ class Judge:
 
     def __init__(self, known: Sizes) -> None:
         self.known = known
-        self._sizes: dict[int, tuple[Recording, list[tuple[Size, ...] | None]]] = {}
-        self._judged: dict[Any, Judged] = {}
+        self._judged: dict[tuple[Recording, tuple[Rows, ...], bool], Judged] = {}
 
-    def in_graph(self, recording: Recording, given: tuple[Rows, ...]) -> Judged:
-        """A node on padded rows; one that mixes them is judged as `eager` does, and says why."""
-        return self._known(recording, given, in_graph=True)
-
-    def eager(self, recording: Recording, given: tuple[Rows, ...]) -> Judged:
-        """A node outside of graphs, on real rows; copies of its results reach graphs."""
-        return self._known(recording, given, in_graph=False)
-
-    def _known(self, recording: Recording, given: tuple[Rows, ...], *, in_graph: bool) -> Judged:
-        key = id(recording), given, in_graph
+    def judge(self, recording: Recording, given: tuple[Rows, ...], *, in_graph: bool) -> Judged:
+        """A node on padded rows; one that mixes them is judged as outside of graphs, and says why. There it
+        sees real rows, and copies of its results reach graphs."""
+        key = recording, given, in_graph
         if key not in self._judged:
-            self._judged[key] = self._judge(recording, given, in_graph=in_graph)
+            sizes = [self.sizes(tensor.sizes) for tensor in recording.tensors]
+            try:
+                found = _Run(self.known, recording, sizes, given, in_graph=in_graph).judged()
+            except Mixes as mixes:
+                if not in_graph:
+                    raise
+                outside = self.judge(recording, given, in_graph=False)
+                found = dataclasses.replace(outside, mixes=mixes.refusal)
+            self._judged[key] = found
         return self._judged[key]
-
-    def _judge(self, recording: Recording, given: tuple[Rows, ...], *, in_graph: bool) -> Judged:
-        if id(recording) not in self._sizes:
-            self._sizes[id(recording)] = recording, [self.sizes(tensor.sizes) for tensor in recording.tensors]
-        _, sizes = self._sizes[id(recording)]
-        run = _Run(self.known, recording, sizes, given, in_graph=in_graph)
-        if not in_graph:
-            return run.judged()
-        try:
-            return run.judged()
-        except Mixes as mixes:
-            return dataclasses.replace(self.eager(recording, given), mixes=mixes.refusal)
 
     def sizes(self, sizes: Sequence[Any]) -> tuple[Size, ...] | None:
         """Sizes of a tensor; None where another symbol decides on one."""
@@ -157,7 +145,7 @@ class _Run:
         namespace, _, name = schema.name.partition("::")
         call = self._call(noted, name)
         if not self.in_graph:
-            outcome = Outcome([_prefixes(sizes) for sizes, _ in call.results])
+            outcome = Outcome([prefixes_or_none(sizes) for sizes, _ in call.results])
         else:
             try:
                 outcome = self._outcome(noted, namespace, call)
@@ -217,11 +205,8 @@ class _Run:
         if call.largest is not None:
             self.largest = call.largest if self.largest is None else min(call.largest, self.largest)
         outcome = found if isinstance(found, Outcome) else Outcome([found])
-        wanted = [sizes for sizes, _ in call.results]
-        if len(outcome.layouts) != len(wanted) or any(
-            layout is not None and (tuple(dim.size for dim in layout) != sizes or any(map(_is_odd, layout)))
-            for layout, sizes in zip(outcome.layouts, wanted, strict=True)
-        ):
+        made = zip(outcome.layouts, (sizes for sizes, _ in call.results), strict=True)
+        if not all(layout is None or _is_of(layout, sizes) for layout, sizes in made):
             raise Mixes("its sizes are others at some token counts", code="unknown_op")
         return outcome
 
@@ -240,12 +225,9 @@ class _Run:
             self._rows[position] = Rows(sizes, layout, dtype, is_real, covers, bounds, why)
 
     def _covers(self, noted: AtenCall, position: int, outcome: Outcome) -> bool:
-        memory = self._recording.tensors[position].memory
-        looked_at = [
-            self._at(other).covers
-            for other in _refs(noted)
-            if self._recording.tensors[other].memory == memory
-        ]
+        tensors = self._recording.tensors
+        memory = tensors[position].memory
+        looked_at = [self._at(other).covers for other in noted.reads if tensors[other].memory == memory]
         return not looked_at or (all(looked_at) and outcome.keeps_cover)
 
     def _write(self, position: int, layout: Layout | None, bounds: Bounds, *, is_kept: bool) -> None:
@@ -256,12 +238,11 @@ class _Run:
             if not before.is_settled and not before.covers:
                 raise Mixes("padded rows would be written over others")
         self._written.add(memory)
+        self._rows[position] = before
         for other, rows in list(self._rows.items()):
             if self._recording.tensors[other].memory == memory:
-                kept = bounds if other == position else bounds_within(rows.dtype, UNBOUNDED, self.known)
-                stays = is_kept and rows.is_real and are_whole_rows(before.layout, rows.layout)
-                is_real = rows.is_settled or stays
-                self._rows[other] = rows._replace(bounds=kept, is_real=is_real)
+                self._rows[other] = rows.after_write(before.layout, self.known, is_real=is_kept)
+        self._rows[position] = self._rows[position]._replace(bounds=bounds)
 
     def _bounds(self, noted: AtenCall, call: Call) -> list[Bounds]:
         """Of each result; unknown where nobody bounds the op's integers."""
@@ -269,7 +250,7 @@ class _Run:
             return [UNBOUNDED] * len(call.results)
         function = _entry(BOUNDS, call.name) if noted.op.namespace == "aten" else None
         is_out = any(argument.is_out for argument in noted.op._schema.arguments)
-        if is_out or any(self._sizes[at] is None for at in (*_refs(noted), *noted.made)):
+        if is_out or any(self._sizes[at] is None for at in (*noted.reads, *noted.made)):
             function = None
         try:
             found = function(call) if function is not None else UNBOUNDED
@@ -289,13 +270,6 @@ def _entry(table: Mapping[str, _Found], name: str) -> _Found | None:
     return found if found is not None else table.get(name.partition(".")[0])
 
 
-def _prefixes(sizes: Sequence[Size]) -> Layout | None:
-    try:
-        return prefixes(sizes)
-    except Mixes:
-        return None
-
-
 def _are_fixed(call: Call) -> bool:
     return all(size.constant is not None for sizes, _ in call.results for size in sizes)
 
@@ -307,28 +281,15 @@ def _is_real(layout: Layout | None, is_kept: bool) -> bool:
     return is_static(layout) or (is_kept and all(f.values.min() > 0 for dim in layout for f in dim.factors))
 
 
-def _is_odd(dim: Dim) -> bool:
-    return dim.is_static and dim.size.constant is None
+def _is_of(layout: Layout, sizes: Sequence[Size]) -> bool:
+    is_whole = all(not dim.is_static or dim.size.constant is not None for dim in layout)
+    return is_whole and tuple(dim.size for dim in layout) == tuple(sizes)
 
 
 def _holds_count(value: Any) -> bool:
     if isinstance(value, Rows):
         return False
     return isinstance(value, Size) or isinstance(value, list) and any(map(_holds_count, value))
-
-
-def _refs(noted: AtenCall) -> list[int]:
-    found: list[int] = []
-
-    def look(value: Any) -> None:
-        if isinstance(value, Ref):
-            found.append(value.position)
-        elif isinstance(value, (tuple, list)):
-            for item in value:
-                look(item)
-
-    look((*noted.args, *noted.kwargs.values()))
-    return found
 
 
 def _declared(op: Any, call: Call) -> Outcome:

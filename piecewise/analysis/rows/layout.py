@@ -88,6 +88,14 @@ def prefixes(sizes: Iterable[Size]) -> Layout:
     return tuple(map(prefix, sizes))
 
 
+def prefixes_or_none(sizes: Iterable[Size]) -> Layout | None:
+    """That layout, or None where a size falls."""
+    try:
+        return prefixes(sizes)
+    except Mixes:
+        return None
+
+
 def is_prefix(layout: Layout) -> bool:
     return all(dim.is_prefix for dim in layout)
 

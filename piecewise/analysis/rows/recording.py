@@ -37,7 +37,7 @@ class AtenCall(NamedTuple):
     """One op.
 
     Attributes:
-        args, kwargs: with `Ref` in place of tensors.
+        args, kwargs: with `Ref` in place of tensors; `reads` has the positions of all.
         results: positions of the tensors that it returns.
         writes: positions of the tensors that it writes.
     """
@@ -45,6 +45,7 @@ class AtenCall(NamedTuple):
     op: Any
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    reads: tuple[int, ...]
     results: tuple[int, ...]
     writes: tuple[int, ...]
 
@@ -116,6 +117,7 @@ class OpRecorder(TorchDispatchMode):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 value = args[position] if position < len(args) else kwargs.get(argument.name)
                 written += list(tensors_in(value))
+        reads = tuple(map(self._position_of, tensors_in([*args, *kwargs.values()])))
         noted = map_tensors((tuple(args), dict(kwargs)), lambda tensor: Ref(self._position_of(tensor)))
         writes = tuple(map(self._position_of, written))
         result = func(*args, **kwargs)
@@ -127,7 +129,7 @@ class OpRecorder(TorchDispatchMode):
         if is_view and all(position >= self._num_given for position in writes):
             written, writes = [], ()  # it looks at its memory in another way
         self.written |= set(map(storage_of, written))
-        self._calls.append(AtenCall(func, noted[0], noted[1], results, writes))
+        self._calls.append(AtenCall(func, noted[0], noted[1], reads, results, writes))
         return result
 
     def recording(self, value: Any, asked: Collection[sympy.Basic] = ()) -> Recording:

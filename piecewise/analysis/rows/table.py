@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from piecewise.analysis.rows.counts import Size, Sizes
-from piecewise.analysis.rows.layout import Layout, Mixes, is_static
+from piecewise.analysis.rows.layout import Layout, Mixes, are_whole_rows, is_static
 
 # Larger integers have no bounds here, so that no sum or product of two overflows.
 _LARGEST = 1 << 31
@@ -59,6 +59,12 @@ class Rows(NamedTuple):
     def is_settled(self) -> bool:
         """Whether all its elements agree: it has no padded rows."""
         return self.layout is not None and is_static(self.layout)
+
+    def after_write(self, layout: Layout | None, known: Sizes, *, is_real: bool) -> Rows:
+        """What is known still when rows of a layout were written to its memory, real ones or not."""
+        stays = is_real and self.is_real and are_whole_rows(layout, self.layout)
+        bounds = bounds_within(self.dtype, UNBOUNDED, known)
+        return self._replace(bounds=bounds, is_real=self.is_settled or stays)
 
 
 class Outcome(NamedTuple):

@@ -15,7 +15,7 @@ from torch import fx
 
 from piecewise.aliases import NodeFacts, fakes_of
 from piecewise.analysis.rows.judge import Judge
-from piecewise.analysis.rows.layout import Mixes, Refusal, are_whole_rows, is_prefix, prefixes
+from piecewise.analysis.rows.layout import Refusal, is_prefix, prefixes_or_none
 from piecewise.analysis.rows.recording import Ref
 from piecewise.analysis.rows.table import UNBOUNDED, Bounds, Rows, bounds_within
 from piecewise.tensors import map_tensors, storage_of, tensors_in
@@ -61,7 +61,7 @@ class RowsWalk:
         fact = self._facts[node]
         if fact.recording is None:
             return Refusal("unknown_op", "nobody has looked into it")
-        judged = self._judge.in_graph(fact.recording, self._given(fact))
+        judged = self._judge.judge(fact.recording, self._given(fact), in_graph=True)
         if judged.mixes is not None:
             return judged.mixes
         fakes = tensors_in(node.meta.get("example_value"))
@@ -83,7 +83,7 @@ class RowsWalk:
         if fact.recording is None:
             self.boundary(node, in_graph=False)
         else:
-            judged = self._judge.eager(fact.recording, self._given(fact))
+            judged = self._judge.judge(fact.recording, self._given(fact), in_graph=False)
             self._write(fact, judged.written, in_graph=False)
             if [rows.dtype for rows in judged.results] == [rows.dtype for rows in found]:
                 made = zip(found, judged.results, strict=True)
@@ -95,13 +95,8 @@ class RowsWalk:
         fact = self._facts[node]
         for target in fact.writes:
             for at, rows in enumerate(self.rows_of(target)):
-                left = rows._replace(bounds=self._unbound(rows))
-                left = (
-                    left._replace(is_real=rows.is_settled)
-                    if in_graph
-                    else self._after_eager((target, at), left)
-                )
-                self._change((target, at), left)
+                left = rows._replace(bounds=self._unbound(rows), is_real=rows.is_settled)
+                self._change((target, at), left if in_graph else self._after_eager((target, at), left))
 
     def item(self, node: fx.Node) -> None:
         """Notes an item of a tuple."""
@@ -120,11 +115,7 @@ class RowsWalk:
         found = []
         for fake in tensors_in(node.meta.get("example_value")):
             sizes = self._judge.sizes(fake.shape)
-            layout = None
-            try:
-                layout = prefixes(sizes) if sizes is not None else None
-            except Mixes:
-                pass
+            layout = prefixes_or_none(sizes) if sizes is not None else None
             bounds = bounds_within(fake.dtype, UNBOUNDED, self._judge.known)
             why = "its sizes do not grow with the token count alone"
             found.append(Rows(sizes or (), layout, fake.dtype, bounds=bounds, why=why))
@@ -170,18 +161,12 @@ class RowsWalk:
         return storage_of(list(tensors_in(place[0].meta["example_value"]))[place[1]])
 
     def _change(self, place: _Place, rows: Rows) -> None:
-        """Notes what a write leaves of a tensor, and of other looks at its memory: no bounds, and padded rows
-        that repeat a real one only where whole rows were written."""
-        node, at = place
-        for other, position in self._holders[self._memory_of(place)]:
-            found = list(self._rows[other])
-            own = found[position]
-            stays = own.is_real and rows.is_real and are_whole_rows(rows.layout, own.layout)
-            found[position] = own._replace(bounds=self._unbound(own), is_real=own.is_settled or stays)
-            self._rows[other] = tuple(found)
-        found = list(self._rows[node])
-        found[at] = rows
-        self._rows[node] = tuple(found)
+        """Notes what a write leaves of a tensor, and of other looks at its memory."""
+        for node, at in self._holders[self._memory_of(place)]:
+            found = list(self._rows[node])
+            left = found[at].after_write(rows.layout, self._judge.known, is_real=rows.is_real)
+            found[at] = rows if (node, at) == place else left
+            self._rows[node] = tuple(found)
 
 
 def makes_empty(node: fx.Node) -> bool:
