@@ -79,7 +79,7 @@ LATENT = dict(
 SORTED_EXPERTS = {
     # The rows of all tokens are sorted by expert: with padded rows among them, their order is another.
     "sort": "mixes_tokens",
-    "histc": "unknown_op",  # A histogram over tokens has no layout.
+    "histc": "consumes_token_dim",  # A histogram counts all rows.
     # transformers' grouped matmul for a trace in float32 reads the experts' bounds back.
     "transformers::grouped_mm_fallback": "unknown_op",
     "setitem": "mixes_tokens",  # The inverse of the permutation is written at places that tokens give.

@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch._dispatch.python import enable_python_dispatcher
 
 from piecewise import torch_internals as internals
 from piecewise.analysis.rows import table
@@ -164,7 +163,7 @@ def record(
         fakes = [torch.empty(each.shape(rows), dtype=each.dtype, device=device) for each in inputs]
     recorder = OpRecorder(fakes)
     with fake_mode.shape_env.ignore_fresh_unbacked_symbols(), torch.no_grad(), fake_mode, recorder:
-        with enable_python_dispatcher(), _on(device):
+        with internals.python_dispatcher(), _on(device):
             try:
                 value = function(*fakes)
             except Exception as error:

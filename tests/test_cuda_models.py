@@ -327,7 +327,7 @@ def test_I3_garbage_that_becomes_an_index_is_found_before_the_device_sees_it() -
 
 
 def test_I8_an_eager_step_that_made_up_rows_do_not_suit_is_no_assertion_in_a_warm_up() -> None:
-    """A table that the caller passes has its own number of rows: fewer than a warm-up of a bucket looks up."""
+    """A table that the caller passes has rows of its own: fewer than a warm-up of a bucket looks up."""
 
     class Sorted(Model):
         def forward(self, ids: Tensor, positions: Tensor, table: Tensor) -> Tensor:  # type: ignore[override]

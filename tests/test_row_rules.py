@@ -670,6 +670,7 @@ MIXING = {
     "rest by zero": (lambda i, j: i % j, IDS_B, IDS_B, MIXES),
     "least divided": (lambda x: x.long() // -1, X, MIXES),
     "assert": (lambda i: (aten._assert_async((i < 4).all()), i)[1], IDS, MIXES),
+    "one hot of any": (lambda i: F.one_hot(i, H), IDS, MIXES),
     "assert of small": (lambda i: (aten._assert_async((i < 1000).all()), i)[1], SMALL, MIXES),
     "times count": (lambda x: x * x.shape[0], X, COUNTS),
     "full of count": (lambda x: torch.full((x.shape[0],), x.shape[0]), X, COUNTS),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -13,9 +14,30 @@ from torch._subclasses import FakeTensor, FakeTensorMode
 from torch._subclasses.fake_tensor import in_kernel_invocation_manager
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.overrides import TorchFunctionMode
 
-# In its block composite ops are run by their Python decompositions, as in a trace.
-python_dispatcher = enable_python_dispatcher
+
+@contextmanager
+def python_dispatcher() -> Iterator[None]:
+    """A block in which composite ops are run by their Python decompositions, as in a trace, and with the
+    checks of values that their kernels make."""
+    checks = nullcontext() if torch.__version__ >= "2.13" else _OneHotChecks()
+    with enable_python_dispatcher(), checks:
+        yield
+
+
+class _OneHotChecks(TorchFunctionMode):
+    """Before torch 2.13 `one_hot` of a fake leaves out the checks of values that its kernels make."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if getattr(func, "__name__", "") == "one_hot":
+            given = dict(zip(("input", "num_classes"), args, strict=False)) | (kwargs or {})
+            index, count = given["input"], given.get("num_classes", -1)
+            for check in (index >= 0, index < count) if count != -1 else ():
+                torch.ops.aten._assert_async.default(check.all())
+        return func(*args, **(kwargs or {}))
 
 
 def fake_mode_of(values: Sequence[Any]) -> Any:
