@@ -5,16 +5,7 @@
                            ├─ k matmul · k rotary ─┤                    lane 1
                            └─ v matmul ────────────┘                    lane 2
 
-Two ops are ordered where one takes what the other makes, or both touch one memory and one of them writes it.
-All else may run at the same time, and is worth it only for heavy ops: each branch holds at least one
-(`OpFacts.is_heavy`, a matmul or the like).
-
-A heavy op that is ordered with every other heavy op is a *cut*: everything heavy lies before it or after it.
-Between two cuts the heavy ops fall into groups that no order connects: with two groups or more, that stretch
-is a *region*, and the groups are its branches. Light ops of the stretch go to the one branch that they belong
-to; what several branches need runs before the fork, and what needs several branches runs after the join.
-Branches inside a branch stay in a row. A region's branches are dealt to the lanes, heaviest first, each to
-the lane that has least, and the heaviest lane is the caller's own stream.
+docs/DESIGN.md says what orders two ops, which ops are cuts, and how regions and their branches are found.
 """
 
 from __future__ import annotations

@@ -1,14 +1,9 @@
 """One layer traced, and its graph used for the others that Dynamo would trace to the same.
 
-    model ─run, each layer one op─▶ graph of the rest   ┐
-    layer 0 ─run─▶ its graph, what it read (guards)     ├─▶ one graph, as a run over all of it gives it
-    layer i: do these guards hold for it, too?   yes ───┘      no ─▶ a run of its own
-
 The nodes of a layer's graph are copied, its parameters looked up anew, and each node is run on fakes of the
-graph that it comes into, so that sizes and shared memory are what they are there. Its guards and conditions
-on sizes become those of the whole. Where anything is out of the ordinary (containers that could be written,
-state that is written and read, regions of autocast around layers, sizes that data tell), all is traced at
-once. `layer_run.py` says when one layer's graph is another's.
+graph that it comes into. Its guards and conditions on sizes become those of the whole. Where anything is out
+of the ordinary, all is traced at once; `layer_run.py` says when one layer's graph is another's, and
+docs/DESIGN.md what a layer could see only in its place.
 """
 
 from __future__ import annotations

@@ -2,12 +2,9 @@
 
     segment ─layout─▶ no aliases ─trace─▶ functional aten graph ─Inductor─▶ callable
 
-Segments are distinct where their program, shapes, dtypes, strides or aliases differ; parameters are
-arguments, so the middle layers of a transformer are one. Each is compiled for any row count, and again for
-single counts that `compile_sizes` names or that the first compile excluded. One that cannot be compiled keeps
-eager kernels, alone, with its reason. What was compiled is kept for the next capture of the same model; over
-processes Inductor's own cache on disk does that, whose key is the aten graph: nothing in it depends on
-addresses or on the order of sets.
+Each is compiled for any row count, and again for single counts that `compile_sizes` names or that the first
+compile excluded. One that cannot be compiled keeps eager kernels, alone, with its reason. What was compiled
+is kept for the next capture of the same model; over processes Inductor's own cache on disk does that.
 """
 
 from __future__ import annotations

@@ -1,14 +1,10 @@
-"""A graph segment's function with its independent branches on parallel lanes.
+"""A graph segment's function with its independent branches on parallel lanes: the same ops in another order.
 
     segment ─run on fakes─▶ aten graph ─what each op touches─▶ schedule ─▶ function(lanes, num_rows, *inputs)
 
-The ops are those of the segment's function, in another order; no kernel is another one. What an op touches
-is read from its schema and from the storages of its fakes; two inputs of the segment that share memory are
-one.
-
-**Memory.** Every tensor that is made or read between a fork and its join is an argument of the join, and
-thereby held until then: `runners/streams.py` says why. What is freed later is used again on lane 0 behind
-the join, or on another lane behind the next fork, which waits for all that lane 0 has issued by then.
+What an op touches is read from its schema and from the storages of its fakes; two inputs of the segment that
+share memory are one. Every tensor that is made or read between a fork and its join is an argument of the
+join, and thereby held until then (`runners/streams.py`).
 """
 
 from __future__ import annotations

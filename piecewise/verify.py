@@ -6,11 +6,7 @@ For each size, from the same state, inputs and random numbers:
     padded    the plan on padded rows, with a call of each graph segment's function in place of its graph
     replays   as served; then with NaN (tape), +1e4, -1e4 and shuffled real rows in every padded row
 
-Before each run but eager all static memory is overwritten. Compared are the results, and every tensor that
-boundary ops or eager segments write, inputs and model state, in full: rows in use and rows that are not.
-Real rows must be eager's to rounding (`differences.py`), and the same bits whatever padded rows hold. Where
-a replay differs, the padded run with the same poison tells a fault of the plan or its padding from one of
-capture or replay, and the segment is looked for one by one (`locate.py`). All is put back afterwards, and no
+docs/DESIGN.md says what is compared and how a fault is told from another. All is put back afterwards, and no
 call is counted.
 """
 

@@ -1,14 +1,10 @@
 """Dicts that a recorded graph relies on, and whether any of them was written: one C call for many.
 
-A model's Python state lies in dicts: each module's attributes, parameters and submodules, a config's fields.
-Looking up every value costs about 35 ns each, and a transformer has thousands. CPython numbers each state of
-a dict (a version tag, or a watcher from 3.12 on), and such numbers can be compared in C, 7 to 14 ns per dict,
-however many values count. A dict with the number that it had holds what it held. How the numbers are read is
-the caller's to say, since torch does it with the compiler's guards.
-
-A new number says only that something was written, perhaps a key that nobody reads. Then the values are
-compared one by one, and new numbers are taken. That costs as much as hundreds of comparisons, so each time it
-was in vain the next one waits longer: a dict that is written on every call costs what its values cost.
+CPython numbers each state of a dict (a version tag, or a watcher from 3.12 on): a dict with the number that
+it had holds what it held, which costs 7 to 14 ns however many values it has. How the numbers are read is the
+caller's to say, since torch does it with the compiler's guards. A new number says only that something was
+written. Then the values are compared one by one, and new numbers are taken; each time that was in vain, the
+next one waits longer.
 """
 
 from __future__ import annotations
