@@ -12,10 +12,11 @@ from typing import Any
 import sympy
 import torch
 from torch._dynamo.source import LocalSource
-from torch._guards import detect_fake_mode
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.utils._sympy.printers import PythonPrinter
+
+from piecewise.torch_internals.fakes import fake_mode_of
 
 _TORCH = os.path.dirname(torch.__file__)
 SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
@@ -23,8 +24,13 @@ SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 def shape_env_of(values: Sequence[Any]) -> ShapeEnv | None:
     """The ShapeEnv behind the first fake tensor among `values`."""
-    fake_mode = detect_fake_mode([value for value in values if isinstance(value, torch.Tensor)])
-    return fake_mode.shape_env if fake_mode is not None else None
+    return getattr(fake_mode_of(values), "shape_env", None)
+
+
+def name_of(source: Any) -> Any:
+    """A source as Python source: a method in some versions of torch, a property in others."""
+    name = getattr(source, "name", None)
+    return name() if callable(name) else name
 
 
 def expression(value: Any, shape_env: ShapeEnv | None) -> sympy.Expr | None:
@@ -122,21 +128,17 @@ def specialisation_places(shape_env: ShapeEnv | None) -> list[str]:
 def symbol_source(shape_env: ShapeEnv | None, symbol: sympy.Symbol) -> tuple[int, int] | None:
     """(leaf, dim) of the traced function's argument that defines `symbol`; dim −1 for an int argument."""
     for source in shape_env.var_to_sources.get(symbol, ()) if shape_env is not None else ():
-        name = source.name() if callable(source.name) else source.name
-        tensor = re.fullmatch(r"L\['t(\d+)'\]\.size\(\)\[(\d+)\]", name)
-        if tensor:
-            return int(tensor[1]), int(tensor[2])
-        number = re.fullmatch(r"L\['i(\d+)'\]", name)
-        if number:
-            return int(number[1]), -1
+        found = re.fullmatch(r"L\['t(\d+)'\]\.size\(\)\[(\d+)\]|L\['i(\d+)'\]", name_of(source))
+        if found:
+            tensor, dim, number = found.groups()
+            return (int(tensor), int(dim)) if number is None else (int(number), -1)
     return None
 
 
 def source_of_symbol(shape_env: ShapeEnv | None, symbol: sympy.Basic) -> str | None:
     """Python source of a value that the symbol stands for."""
     sources = shape_env.var_to_sources.get(symbol, ()) if shape_env is not None else ()
-    names = [source.name() if callable(source.name) else source.name for source in sources]
-    return names[0] if names else None
+    return name_of(sources[0]) if sources else None
 
 
 def symbolic_sizes(shape_env: ShapeEnv | None) -> dict[tuple[int, int], sympy.Expr]:
