@@ -30,7 +30,7 @@ from piecewise.plan import ComputedNumber, InputAt, Segment, SegmentPlan, ValueS
 from piecewise.row_samples import unchanged_random_state
 from piecewise.startup_times import StartupTimes
 from piecewise.streams import StreamForms, StreamSchedules
-from piecewise.warm_up import WarmUp, last_uses, state_tensor
+from piecewise.warm_up import WarmUp, last_uses, state_tensor, static_arguments
 from runners.bound_steps import CopyLaunch, DirectCall
 from runners.buffers import StaticBuffers
 from runners.engine import GraphEngine, GraphPool
@@ -143,12 +143,6 @@ class PlanAssembler:
         memories -= self.plan.step_memory
         return [state_tensor(v) for v in self.plan.values if v.origin == "state" and v.memory in memories]
 
-    def _arguments(self, segment: Segment, made: dict[int, torch.Tensor]) -> list[torch.Tensor]:
-        return [
-            made[index] if index in made else state_tensor(self.plan.values[index])
-            for index in segment.inputs
-        ]
-
     def _capture_segments(
         self, bucket: int, shadows: dict[int, torch.Tensor], on_segment: Callable[[], None]
     ) -> dict[int, torch.Tensor]:
@@ -158,7 +152,7 @@ class PlanAssembler:
             buffer.zero_()
         for position, segment in enumerate(self.plan.segments):
             if segment.kind == "graph":
-                arguments = self._arguments(segment, static)
+                arguments = static_arguments(segment, values, static)
                 if segment.views_only:
                     outputs = segment.function(bucket, *arguments)
                 else:
@@ -173,7 +167,7 @@ class PlanAssembler:
                                 torch.zeros_like(tensor) if values[index].origin == "graph" else tensor
                                 for index, tensor in zip(segment.inputs, arguments, strict=True)
                             ]
-                            raise SegmentFault.of(
+                            raise SegmentFault(
                                 error, segment, form or runner.function, given,
                                 bucket=bucket, real_rows=bucket, variant=None,
                             ) from error  # fmt: skip
