@@ -56,6 +56,15 @@ class Verdict:
     code: str = ""
     detail: str = ""
 
+    @classmethod
+    def of(cls, code: str, kind: str = "eager") -> Verdict:
+        return cls(kind, code, REASONS[code])
+
+
+def kind_outside(fact: NodeFacts) -> str:
+    """What a node runs as that must not be in a graph."""
+    return "eager" if fact.boundary is None else "boundary"
+
 
 class Classifier:
     """Classifies the nodes of one graph; `verdicts` has one entry per call node.
@@ -103,20 +112,13 @@ class Classifier:
 
     def symbols(self, value: Any) -> frozenset[sympy.Symbol]:
         """Free symbols of the sizes of a tensor (or of all in a tuple), or of a scalar."""
-        found: set[Any] = set()
-        for tensor in tensors_in(value):
-            for size in tensor.shape:
-                if not isinstance(size, int):
-                    found |= self._free(size)
-        if isinstance(value, SYMBOLIC):
-            found |= self._free(value)
-        return frozenset(found)
+        sizes = [value, *(size for tensor in tensors_in(value) for size in tensor.shape)]
+        return frozenset().union(*(self._free(size) for size in sizes if isinstance(size, SYMBOLIC)))
 
     def _free(self, scalar: Any) -> frozenset[sympy.Symbol]:
         known = self._exprs.get(id(scalar.node))
         if known is None:
-            expr = internals.expression(scalar, self.shape_env)
-            known = frozenset(expr.free_symbols) if expr is not None else frozenset()  # type: ignore[arg-type]
+            known = frozenset(internals.free_symbols([scalar], self.shape_env))
             self._exprs[id(scalar.node)] = known
         return known
 
@@ -139,7 +141,7 @@ class Classifier:
             if code is None and _is_number(node, fact):
                 return Verdict("scalar")
             code = code or self._by_symbols(fact, value)
-            verdict = Verdict("eager", code, REASONS[code]) if code else self._by_rows(node, fact, value)
+            verdict = Verdict.of(code) if code else self._by_rows(node, fact, value)
         if verdict.kind != "graph":
             self.rows.eager(node)
         return verdict
@@ -163,13 +165,13 @@ class Classifier:
         if "kept_out" in node.meta:
             return Verdict("boundary", "not_capturable", node.meta["kept_out"])
         if not fact.boundary.capture_safe:
-            return Verdict("boundary", "not_capture_safe", REASONS["not_capture_safe"])
+            return Verdict.of("not_capture_safe", "boundary")
         code = self._unrecordable(node, fact, None) or self._by_symbols(fact, None)
         if code is None and self._uses_count(node):
             code = "token_count_as_value"
         if code is None and not all(map(self.rows.is_prefix, fact.reads)):
             code = "mixes_tokens"
-        return Verdict("boundary", code, REASONS[code]) if code else Verdict("graph")
+        return Verdict.of(code, "boundary") if code else Verdict("graph")
 
     def _unrecordable(self, node: fx.Node, fact: NodeFacts, value: Any) -> str | None:
         if isinstance(node.target, torch._ops.HigherOrderOperator):
@@ -182,9 +184,8 @@ class Classifier:
             return "host_tensor"
         if fact.reads_back:
             return "reads_back"
-        seen = set(self.symbols(value))
-        for argument in node.all_input_nodes:
-            seen |= self.symbols(argument.meta.get("example_value"))
+        values = [value, *(argument.meta.get("example_value") for argument in node.all_input_nodes)]
+        seen = set().union(*map(self.symbols, values))
         if fact.data_dependent or any(internals.is_unbacked(symbol) for symbol in seen):
             return "data_dependent"
         return None
@@ -201,32 +202,24 @@ class Classifier:
 
     def _uses_count(self, node: fx.Node) -> bool:
         """Whether a size is among the node's arguments."""
-        counted = False
-
-        def look(argument: Any) -> Any:
-            nonlocal counted
-            value = argument.meta.get("example_value") if isinstance(argument, fx.Node) else argument
-            sizes = value if isinstance(value, torch.Size) else (value,)
-            counted = counted or any(
-                isinstance(size, SYMBOLIC) and bool(self.symbols(size)) for size in sizes
-            )
-            return argument
-
-        fx.node.map_aggregate((node.args, dict(node.kwargs)), look)
-        return counted
+        leaves: list[Any] = []
+        fx.node.map_aggregate((node.args, dict(node.kwargs)), leaves.append)
+        values = [leaf.meta.get("example_value") if isinstance(leaf, fx.Node) else leaf for leaf in leaves]
+        sizes = [size for value in values for size in (value if isinstance(value, torch.Size) else (value,))]
+        return any(isinstance(size, SYMBOLIC) and self.symbols(size) for size in sizes)
 
     def _shared_writes(self) -> dict[fx.Node, Verdict]:
         """Graph ops that write memory which an eager op also holds: they become eager."""
-        held = set(self._input_memory())
+        inputs = [n for n in self.graph.find_nodes(op="placeholder") if n.meta.get("is_input")]
+        held = set(map(storage_of, fakes_of(inputs)))
         for node, verdict in self.verdicts.items():
             if verdict.kind == "eager" and not self.facts[node].writes:
                 held |= self.facts[node].storages
-        found = {}
-        for node, verdict in self.verdicts.items():
-            if verdict.kind == "graph" and written_storages([self.facts[node]]) & held:
-                kind = "eager" if self.facts[node].boundary is None else "boundary"
-                found[node] = Verdict(kind, "shared_with_eager", REASONS["shared_with_eager"])
-        return found
+        return {
+            node: Verdict.of("shared_with_eager", kind_outside(self.facts[node]))
+            for node, verdict in self.verdicts.items()
+            if verdict.kind == "graph" and written_storages([self.facts[node]]) & held
+        }
 
     def _shared_copies(self) -> dict[fx.Node, Verdict]:
         """Memory whose rows lie apart when padded reaches eager ops as dense copies. Where one of them writes
@@ -237,8 +230,7 @@ class Classifier:
             if verdict.kind not in ("eager", "boundary"):
                 continue
             written |= written_storages([self.facts[node]])
-            takers = [*self.facts[node].reads, *([node] if self.facts[node].is_view else [])]
-            for taken in takers:
+            for taken in [*self.facts[node].reads, *([node] if self.facts[node].is_view else [])]:
                 for tensor in fakes_of([taken]):
                     looked_at.setdefault(storage_of(tensor), set()).add(taken)
         found = {}
@@ -248,19 +240,10 @@ class Classifier:
             for tensor in fakes_of([node]):
                 memory = storage_of(tensor)
                 shared = memory in written and len(looked_at.get(memory, ())) > 1
-                lies_apart = any(
-                    self.symbol in self._free(stride)
-                    for stride in tensor.stride()
-                    if not isinstance(stride, int)
-                )
-                if shared and lies_apart:
-                    found[node] = Verdict("eager", "shared_with_eager", REASONS["shared_with_eager"])
+                strides = (stride for stride in tensor.stride() if not isinstance(stride, int))
+                if shared and any(self.symbol in self._free(stride) for stride in strides):
+                    found[node] = Verdict.of("shared_with_eager")
         return found
-
-    def _input_memory(self) -> Iterable[int]:
-        for node in self.graph.find_nodes(op="placeholder"):
-            if node.meta.get("is_input"):
-                yield from map(storage_of, fakes_of([node]))
 
     def is_floating(self, node: fx.Node) -> bool:
         """A view that each consumer makes for itself from its base, so that it never crosses a border."""
@@ -293,7 +276,7 @@ class Classifier:
             base, _ = self.view_chain(taken)
             taken.meta["pinned"] = True
             if not self._is_in_graph(base):
-                found[taken] = Verdict("eager", "view_for_boundary", REASONS["view_for_boundary"])
+                found[taken] = Verdict.of("view_for_boundary")
         return found
 
     def _borders(self) -> dict[fx.Node, Verdict]:

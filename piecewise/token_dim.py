@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import sympy
@@ -19,9 +19,9 @@ from torch import fx
 
 import boundary_ops
 from piecewise import torch_internals as internals
-from piecewise.aliases import NodeFacts, tensor_arguments
+from piecewise.aliases import NodeFacts, fakes_of
 from piecewise.normalize import target_name
-from piecewise.tensors import storage_of, tensors_in
+from piecewise.tensors import storage_of
 from piecewise.trace import Trace
 from runners.errors import TokenDimError
 
@@ -36,24 +36,13 @@ class InputTokens:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TokenSymbol:
-    """The token count's symbol, its value in the example, and the inputs that carry it."""
+    """The token count's symbol, its value in the example, the inputs that carry it, and the (leaf, dim) whose
+    size is exactly the count."""
 
     symbol: sympy.Symbol
     example_num_tokens: int
     inputs: tuple[InputTokens, ...]
-
-    @property
-    def anchor(self) -> tuple[int, int]:
-        """(leaf, dim) whose size is exactly the token count."""
-        for carried in self.inputs:
-            for dim, expr in carried.dims.items():
-                if expr == self.symbol:
-                    return carried.leaf, dim
-        raise TokenDimError(
-            f"no input has a dim of exactly the token count '{self.symbol}'",
-            rule="the count is read from an input's shape on each call",
-            fix="pass one tensor with a dim of num_tokens",
-        )
+    anchor: tuple[int, int]
 
 
 def find_token_symbol(trace: Trace, facts: Mapping[fx.Node, NodeFacts]) -> TokenSymbol:
@@ -72,7 +61,7 @@ def find_token_symbol(trace: Trace, facts: Mapping[fx.Node, NodeFacts]) -> Token
             fix="declare the op with boundary_ops.define or boundary_ops.register, and call it in forward; "
             "for a transformers model use boundary_ops.huggingface.attach(model, cache)",
         )
-    outside = _outside_storages(trace)
+    outside = set(map(storage_of, fakes_of(placeholder.node for placeholder in trace.placeholders)))
     candidates: set[sympy.Symbol] | None = None
     for node, fact in boundaries:
         carried = _symbols_carried(node, fact, trace, outside)
@@ -82,56 +71,42 @@ def find_token_symbol(trace: Trace, facts: Mapping[fx.Node, NodeFacts]) -> Token
     symbol = _only(candidates or set(), trace, boundaries[0][0])
     inputs = _inputs_carrying(trace, symbol)
     _make_the_rest_static(trace, symbol)
-    found = TokenSymbol(symbol, _hint(trace, symbol), inputs)
-    _ = found.anchor
-    return found
-
-
-def _outside_storages(trace: Trace) -> set[int]:
-    values = [placeholder.node.meta.get("example_value") for placeholder in trace.placeholders]
-    return {storage_of(tensor) for value in values for tensor in tensors_in(value)}
+    exact = ((c.leaf, dim) for c in inputs for dim, expr in c.dims.items() if expr == symbol)
+    anchor = next(exact, None)
+    if anchor is None:
+        raise TokenDimError(
+            f"no input has a dim of exactly the token count '{symbol}'",
+            rule="the count is read from an input's shape on each call",
+            fix="pass one tensor with a dim of num_tokens",
+        )
+    leaf, dim = anchor
+    return TokenSymbol(symbol, int(trace.example.leaves[leaf].shape[dim]), inputs, anchor)
 
 
 def _symbols_carried(node: fx.Node, fact: NodeFacts, trace: Trace, outside: set[int]) -> set[sympy.Symbol]:
     """Symbols that this boundary call's tokens may have: one where an argument's dim is declared."""
     assert fact.boundary is not None
-    bound: dict[str, Any] = dict(node.kwargs)
-    for argument, value in zip(fact.boundary.overload._schema.arguments, node.args, strict=False):
-        bound[argument.name] = value
+    names = (argument.name for argument in fact.boundary.overload._schema.arguments)
+    bound: dict[str, Any] = {**node.kwargs, **dict(zip(names, node.args, strict=False))}
     for name, dim in (fact.boundary.token_args or {}).items():
         value = bound[name].meta.get("example_value") if isinstance(bound.get(name), fx.Node) else None
         if isinstance(value, torch.Tensor):
-            return _symbols_of(value.shape[dim : dim + 1 or None], trace)
-    written = [
-        tensor
-        for argument in fact.writes
-        for tensor in tensors_in(argument.meta["example_value"])
-        if storage_of(tensor) not in outside
-    ]
+            return internals.free_symbols(value.shape[dim : dim + 1 or None], trace.shape_env)
+    written = [_symbols_of(t, trace) for t in fakes_of(fact.writes) if storage_of(t) not in outside]
     if written:
-        return set.intersection(*(_symbols_of(tensor.shape, trace) for tensor in written))
-    carried = [
-        _symbols_of(t.shape, trace)
-        for argument in fact.reads
-        for t in tensors_in(argument.meta["example_value"])
-    ]
-    carried = [symbols for symbols in carried if symbols]
+        return set.intersection(*written)
+    carried = [symbols for tensor in fakes_of(fact.reads) if (symbols := _symbols_of(tensor, trace))]
     return set.intersection(*carried) if carried else set()
 
 
-def _symbols_of(sizes: Sequence[Any], trace: Trace) -> set[sympy.Symbol]:
-    exprs = [internals.expression(size, trace.shape_env) for size in sizes]
-    return {symbol for expr in exprs if expr is not None for symbol in expr.free_symbols}  # type: ignore[misc]
+def _symbols_of(tensor: torch.Tensor, trace: Trace) -> set[sympy.Symbol]:
+    return internals.free_symbols(tensor.shape, trace.shape_env)
 
 
 def _only(candidates: set[sympy.Symbol], trace: Trace, node: fx.Node) -> sympy.Symbol:
     where = _where(node)
     described = _describe_inputs(trace)
-    if not candidates and any(
-        _symbols_of(t.shape, trace)
-        for arg in tensor_arguments(node)
-        for t in tensors_in(arg.meta["example_value"])
-    ):
+    if not candidates and any(_symbols_of(tensor, trace) for tensor in fakes_of(node.all_input_nodes)):
         raise TokenDimError(
             f"the arguments of {where} have no symbolic dim in common",
             expected="one token count in all of them",
@@ -169,14 +144,10 @@ def _specialised_at(trace: Trace) -> str:
 def _ints_in_schema(node: fx.Node) -> str:
     """What to do about `int` arguments of the op: a trace fixes them, and the count they are made of."""
     op = boundary_ops.lookup(node.target)
-    names = (
-        [argument.name for argument in op.overload._schema.arguments if str(argument.type) == "int"]
-        if op
-        else []
-    )
-    if not names:
+    arguments = op.overload._schema.arguments if op is not None else ()
+    listed = ", ".join(repr(argument.name) for argument in arguments if str(argument.type) == "int")
+    if not listed:
         return ""
-    listed = ", ".join(map(repr, names))
     return f"; an int argument fixes what it is computed from: declare {listed} as SymInt in the op's schema"
 
 
@@ -200,14 +171,10 @@ def _describe_inputs(trace: Trace) -> str:
 
 def _inputs_carrying(trace: Trace, symbol: sympy.Symbol) -> tuple[InputTokens, ...]:
     found = []
-    for placeholder in trace.placeholders:
-        if placeholder.kind != "input":
-            continue
-        sizes = trace.symbols_of_leaf(placeholder.leaf)
-        dims = {dim: expr for dim, expr in enumerate(sizes) if symbol in expr.free_symbols}
-        if dims:
-            found.append(InputTokens(placeholder.leaf, dims))
-    return tuple(found)
+    for leaf in (placeholder.leaf for placeholder in trace.placeholders if placeholder.kind == "input"):
+        sizes = enumerate(trace.symbols_of_leaf(leaf))
+        found.append(InputTokens(leaf, {dim: expr for dim, expr in sizes if symbol in expr.free_symbols}))
+    return tuple(carried for carried in found if carried.dims)
 
 
 def _make_the_rest_static(trace: Trace, symbol: sympy.Symbol) -> None:
@@ -215,19 +182,8 @@ def _make_the_rest_static(trace: Trace, symbol: sympy.Symbol) -> None:
     tokens."""
     for placeholder in trace.placeholders:
         value = placeholder.node.meta.get("example_value")
-        if not isinstance(value, torch.Tensor):
+        if not isinstance(value, torch.Tensor) or symbol not in _symbols_of(value, trace):
             continue
-        exprs = [internals.expression(size, trace.shape_env) for size in value.shape]
-        if not any(expr is not None and symbol in expr.free_symbols for expr in exprs):
-            continue
-        for size, expr in zip(value.shape, exprs, strict=True):
-            if expr is not None and expr.free_symbols and symbol not in expr.free_symbols:
+        for size, others in [(size, internals.free_symbols([size], trace.shape_env)) for size in value.shape]:
+            if others and symbol not in others:
                 int(size)  # adds Eq(other, hint) to the ShapeEnv; later `simplify` returns the constant
-
-
-def _hint(trace: Trace, symbol: sympy.Symbol) -> int:
-    for carried in _inputs_carrying(trace, symbol):
-        for dim, expr in carried.dims.items():
-            if expr == symbol:
-                return int(trace.example.leaves[carried.leaf].shape[dim])
-    return 0

@@ -53,6 +53,7 @@ from piecewise.torch_internals.symbols import (
     asked_of_sizes,
     compile_expressions,
     expression,
+    free_symbols,
     guard_expressions,
     holds_as_guard,
     is_unbacked,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -44,6 +44,12 @@ def expression(value: Any, shape_env: ShapeEnv | None) -> sympy.Expr | None:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
     return sympy.Integer(value) if isinstance(value, int) else sympy.Float(value)
+
+
+def free_symbols(values: Iterable[Any], shape_env: ShapeEnv | None) -> set[sympy.Symbol]:
+    """The symbols in the simplified expressions of sizes and other numbers."""
+    exprs = [expression(value, shape_env) for value in values]
+    return {symbol for expr in exprs if expr is not None for symbol in expr.free_symbols}  # type: ignore[misc]
 
 
 def is_unbacked(expr: sympy.Basic) -> bool:
