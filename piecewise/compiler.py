@@ -19,12 +19,12 @@ from piecewise.captured_ops import MetadataMade, enabled_ops, fix_metadata_input
 from piecewise.classify import Classifier, Verdict, kind_outside
 from piecewise.config import PiecewiseConfig
 from piecewise.faults import LOWERING, MAX_CUTS, FaultFinder, SegmentFault
-from piecewise.normalize import normalize
+from piecewise.normalize import module_path, normalize, source_line
 from piecewise.passes import passes_for
 from piecewise.plan import SegmentPlan
 from piecewise.row_samples import resize_leaf
 from piecewise.same_program import has_same_program
-from piecewise.split import Splitter, module_path, source_line
+from piecewise.split import Splitter
 from piecewise.startup_times import StartupTimes
 from piecewise.token_dim import TokenSymbol, find_token_symbol
 from piecewise.trace import ExampleCall, Trace, trace

@@ -22,10 +22,11 @@ from torch import fx
 
 from piecewise.classify import Verdict
 from piecewise.index_bounds import CheckedIndices
+from piecewise.normalize import source_line
 from piecewise.plan import Segment, ValueSpec
 from piecewise.poison import poison_padding_
 from piecewise.segment_graph import SegmentWriter
-from piecewise.split import Splitter, source_line
+from piecewise.split import Splitter
 from piecewise.tensors import tensors_in
 from runners.engine import GraphEngine, GraphPool, engine_for
 from runners.errors import CaptureError, told

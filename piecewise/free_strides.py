@@ -30,7 +30,9 @@ def with_free_strides(
 
     def is_free(value: ValueSpec) -> bool:
         is_read = value.index in taken and value.index not in bound
-        return value.origin == "graph" and in_memory[value.memory] == 1 and is_read and _ends_dense(value)
+        # Eager's elements of one row lie side by side, as they go on to do.
+        is_dense = value.strides is not None and value.strides(2)[-1:] == (1,)
+        return value.origin == "graph" and in_memory[value.memory] == 1 and is_read and is_dense
 
     return tuple(
         dataclasses.replace(value, strides=None, any_strides=True, geometry=f"{value.geometry}, any strides")
@@ -54,16 +56,8 @@ def _counted_on(segment: Segment) -> set[int]:
     op = boundary_ops.lookup(segment.op_call.name) if segment.op_call is not None else None
     if segment.op_call is None or op is None:
         return set(segment.inputs)
-    names = [argument.name for argument in op.overload._schema.arguments]
-    passed = zip(names, segment.op_call.arguments, strict=False)
     return {
         segment.inputs[argument.position]
-        for name, argument in passed
-        if isinstance(argument, InputAt) and name not in op.any_strides
+        for named, argument in zip(op.overload._schema.arguments, segment.op_call.arguments, strict=False)
+        if isinstance(argument, InputAt) and named.name not in op.any_strides
     }
-
-
-def _ends_dense(value: ValueSpec) -> bool:
-    """Whether eager's elements of one row lie side by side, as they go on to do."""
-    strides = value.strides(2) if value.strides is not None else ()
-    return bool(strides) and strides[-1] == 1

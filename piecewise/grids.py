@@ -5,9 +5,9 @@ A grid ends at the largest of its sizes that fits the limit; the limit itself is
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, count, islice, takewhile
 
 from runners.buckets import MAX_NUM_BUCKETS
 
@@ -43,54 +43,44 @@ class EngineGrid:
 
     Attributes:
         default_max: the size at which it stops by default.
-        sizes: from the largest size allowed to the list.
+        first: the sizes at the beginning, ascending.
+        start, step: the sizes after them, without an end.
     """
 
     default_max: int
-    sizes: Callable[[int], tuple[int, ...]]
+    first: Sequence[int]
+    start: int
+    step: int
 
-
-def _tensorrt_llm(top: int) -> tuple[int, ...]:
-    return _up_to(top, [1 << power for power in range(8)], range(256, top + 1, 256))
-
-
-def _sglang(top: int) -> tuple[int, ...]:
-    return _up_to(
-        top,
-        range(4, 33, 4),
-        range(48, 257, 16),
-        range(288, 513, 32),
-        range(576, 1025, 64),
-        range(1280, 4097, 256),
-        range(4608, top + 1, 512),
-    )
-
-
-def _vllm(top: int) -> tuple[int, ...]:
-    return _up_to(top, [1, 2, 4], range(8, 256, 8), range(256, top + 1, 16))
-
-
-def _up_to(top: int, *parts: range | list[int]) -> tuple[int, ...]:
-    # A hostile limit must not make a list of 2**31 / 16 entries; one that long is refused anyway.
-    found: list[int] = []
-    for size in chain(*parts):
-        if size > top or len(found) > MAX_NUM_BUCKETS:
-            break
-        found.append(size)
-    return tuple(found)
+    def sizes(self, top: int) -> tuple[int, ...]:
+        """The sizes up to the largest one allowed."""
+        found = takewhile(lambda size: size <= top, chain(self.first, count(self.start, self.step)))
+        # A hostile limit must not make a list of 2**31 / 16 entries; one that long is refused anyway.
+        return tuple(islice(found, MAX_NUM_BUCKETS + 1))
 
 
 # Sources: TensorRT-LLM's default of capture_num_tokens, SGLang's of piecewise_cuda_graph_tokens, vLLM's of
 # cudagraph_capture_sizes (its rule is continued above its own stop where a larger limit is given).
 ENGINE_GRIDS = {
-    "tensorrt-llm": EngineGrid(3072, _tensorrt_llm),
-    "sglang": EngineGrid(4096, _sglang),
-    "vllm": EngineGrid(512, _vllm),
+    "tensorrt-llm": EngineGrid(3072, [1 << power for power in range(8)], 256, 256),
+    "sglang": EngineGrid(
+        4096,
+        [
+            *range(4, 33, 4),
+            *range(48, 257, 16),
+            *range(288, 513, 32),
+            *range(576, 1025, 64),
+            *range(1280, 4097, 256),
+        ],
+        4608,
+        512,
+    ),
+    "vllm": EngineGrid(512, [1, 2, 4, *range(8, 256, 8)], 256, 16),
 }
 
 # What decode batch sizes are compared with.
 DECODE_GRIDS: dict[str, Callable[[int], tuple[int, ...]]] = {
     "every size": lambda top: tuple(range(1, top + 1)),
     "powers of two": lambda top: tuple(1 << power for power in range(top.bit_length())),
-    "vllm": _vllm,
+    "vllm": ENGINE_GRIDS["vllm"].sizes,
 }

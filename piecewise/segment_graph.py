@@ -24,8 +24,8 @@ from torch.utils._sympy.interp import sympy_interp
 import boundary_ops
 from piecewise import torch_internals as internals
 from piecewise.aten_graph import function_of
-from piecewise.formulas import RowFormulas
 from piecewise.plan import InputAt, OpCall
+from piecewise.sizes import RowFormulas
 from piecewise.torch_internals import SYMBOLIC
 
 if TYPE_CHECKING:
@@ -53,21 +53,13 @@ class SegmentWriter:
 
     def write(self) -> SegmentWriter:
         """Copies the nodes; outputs are added by `finish`."""
-        region: tuple = ()
-        entered: list[fx.Node] = []
-        for node in self.nodes:
-            wanted = node.meta.get("autocast", ())
-            if wanted != region:
-                self._close(entered)
-                entered = [self.graph.call_function(_enter_autocast, arguments) for arguments in wanted]
-                region = wanted
-            self._copy(node)
-        self._close(entered)
+        for region, nodes in itertools.groupby(self.nodes, lambda node: node.meta.get("autocast", ())):
+            entered = [self.graph.call_function(_enter_autocast, arguments) for arguments in region]
+            for node in nodes:
+                self._copy(node)
+            for opened in reversed(entered):
+                self.graph.call_function(_exit_autocast, (opened,))
         return self
-
-    def _close(self, entered: list[fx.Node]) -> None:
-        for opened in reversed(entered):
-            self.graph.call_function(_exit_autocast, (opened,))
 
     def _copy(self, node: fx.Node) -> None:
         args, kwargs = fx.node.map_aggregate((node.args, dict(node.kwargs)), self._argument)
@@ -79,30 +71,22 @@ class SegmentWriter:
             return self._scalar(node) if isinstance(node, SYMBOLIC) else node
         if node in self.copies:
             return self.copies[node]
-        verdict = self.splitter.verdicts.get(node)
-        if node.op == "get_attr" and not isinstance(
-            getattr(self.splitter.trace.graph, str(node.target)), torch.Tensor
-        ):
-            self.modules[str(node.target)] = getattr(self.splitter.trace.graph, str(node.target))
-            self.copies[node] = self.graph.create_node("get_attr", str(node.target))
-            return self.copies[node]
         value = node.meta.get("example_value")
-        if verdict is not None and self.splitter.classifier.is_floating(node):
+        if node.op == "get_attr":
+            value = getattr(self.splitter.trace.graph, str(node.target))
+            if not isinstance(value, torch.Tensor):
+                self.modules[str(node.target)] = value
+                self.copies[node] = self.graph.create_node("get_attr", str(node.target))
+                return self.copies[node]
+        if self.splitter.classifier.is_floating(node):
             base, chain = self.splitter.classifier.view_chain(node)
             self._argument(base)
             for view in chain:
                 if view not in self.copies:
                     self._copy(view)
             return self.copies[node]
-        if (
-            isinstance(value, torch.Tensor)
-            or node.op == "get_attr"
-            or (verdict is not None and verdict.kind == "eager")
-        ):
-            return self._input(node)
-        return self._scalar(value)
-
-    def _input(self, node: fx.Node) -> fx.Node:
+        if not isinstance(value, torch.Tensor) and not self.splitter.is_eager(node):
+            return self._scalar(value)
         self.copies[node] = self._placeholder(self.splitter._value(node))
         self.input_nodes.append(node)
         return self.copies[node]

@@ -1,13 +1,17 @@
-"""Shapes and strides as plain functions of the row count."""
+"""Shapes and strides as plain functions of the row count, and as ops of a graph."""
 
 from __future__ import annotations
 
+import math
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import sympy
 import torch
+from torch import fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils._sympy.reference import PythonReferenceAnalysis
 
 from piecewise import torch_internals as internals
 
@@ -38,19 +42,11 @@ class SizeFunctions:
         shown = [[str(expr.xreplace({self._symbol: _ROWS})) for expr in self.exprs(part)] for part in parts]
         return " ".join(f"[{', '.join(part)}]" for part in shown)
 
-    def token_dims_of(self, value: Any) -> tuple[int, ...]:
-        """As `token_dims`; none for what is no tensor."""
-        return self.token_dims(value) if isinstance(value, torch.Tensor) else ()
-
     def token_dims(self, tensor: torch.Tensor) -> tuple[int, ...]:
         """Dims whose size depends on the token count, ascending."""
         return tuple(
             dim for dim, expr in enumerate(self.exprs(tensor.shape)) if self._symbol in expr.free_symbols
         )
-
-    def keeps_strides(self, tensor: torch.Tensor) -> bool:
-        """Whether leading rows of the padded tensor have the strides of the unpadded one."""
-        return not any(self._symbol in expr.free_symbols for expr in self.exprs(tensor.stride()))
 
 
 def holds(conditions: Callable[..., tuple]) -> Callable[..., bool]:
@@ -63,3 +59,36 @@ def holds(conditions: Callable[..., tuple]) -> Callable[..., bool]:
             return False
 
     return check
+
+
+def _floor(value: float) -> float:
+    return float(math.floor(value))
+
+
+def _ceil(value: float) -> float:
+    return float(math.ceil(value))
+
+
+def _recorded(function: Callable[..., Any], num_arguments: int) -> Any:
+    """`function` on its first arguments (the rest is a dtype), noted as one call where one is a proxy."""
+
+    def apply(*arguments: Any) -> Any:
+        taken = arguments[:num_arguments]
+        proxy = next((item for item in taken if isinstance(item, fx.Proxy)), None)
+        if proxy is None:
+            return function(*taken)
+        return proxy.tracer.create_proxy("call_function", function, taken, {})
+
+    return staticmethod(apply)
+
+
+class RowFormulas(PythonReferenceAnalysis):
+    """Interprets a sympy expression over numbers or FX proxies, which torch's own reference does not take for
+    all ops."""
+
+    truediv = int_truediv = _recorded(operator.truediv, 2)
+    floor_to_int, ceil_to_int = _recorded(math.floor, 1), _recorded(math.ceil, 1)
+    trunc_to_int, round_to_int = _recorded(math.trunc, 1), _recorded(round, 1)
+    floor, ceil = _recorded(_floor, 1), _recorded(_ceil, 1)
+    round_decimal = _recorded(round, 2)
+    exp, log, log2, sqrt = (_recorded(function, 1) for function in (math.exp, math.log, math.log2, math.sqrt))
