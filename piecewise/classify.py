@@ -13,7 +13,6 @@ from typing import Any
 import sympy
 import torch
 from torch import fx
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from piecewise import torch_internals as internals
 from piecewise.aliases import NodeFacts, fakes_of, is_tuple_item, view_chain, written_storages
@@ -21,7 +20,9 @@ from piecewise.analysis.rows.judge import Judge
 from piecewise.analysis.rows.walk import RowsWalk
 from piecewise.normalize import target_name
 from piecewise.tensors import storage_of, tensors_in
+from piecewise.token_dim import TokenSymbol
 from piecewise.torch_internals import SYMBOLIC
+from piecewise.trace import Trace
 
 REASONS: Mapping[str, str] = {
     "random": "draws random numbers, which a replay would repeat",
@@ -75,18 +76,18 @@ class Classifier:
 
     def __init__(
         self,
-        graph: fx.Graph,
+        trace: Trace,
         facts: Mapping[fx.Node, NodeFacts],
+        token: TokenSymbol,
         *,
-        symbol: sympy.Symbol,
-        shape_env: ShapeEnv | None,
-        device: torch.device,
         judge: Judge,
         forced: Mapping[fx.Node, Verdict],
         captures_boundaries: bool = False,
     ) -> None:
-        self.graph, self.facts, self.symbol, self.shape_env = graph, facts, symbol, shape_env
-        self.device, self.captures_boundaries = device, captures_boundaries
+        self.trace, self.facts, self.token = trace, facts, token
+        self.graph, self.shape_env, self.symbol = trace.graph.graph, trace.shape_env, token.symbol
+        self.captures_boundaries = captures_boundaries
+        self.device: torch.device = trace.example.leaves[token.anchor[0]].device
         self.verdicts: dict[fx.Node, Verdict] = {}
         self.judge = judge
         self._forced = dict(forced)
@@ -151,8 +152,8 @@ class Classifier:
         if mixes is None:
             return Verdict("graph")
         code = mixes.code
-        reads = any(self.carries_tokens(argument.meta["example_value"]) for argument in fact.reads)
-        results = [argument.meta["example_value"] for argument in fact.writes] or [value]
+        results = list(fakes_of(fact.writes)) if fact.writes else [value]
+        reads = any(map(self.carries_tokens, fakes_of(fact.reads)))
         if code == "mixes_tokens" and reads and not any(map(self.carries_tokens, results)):
             code = "consumes_token_dim"
         detail = mixes.detail if code == "unknown_op" else f"{REASONS[code]}: {mixes.detail}"
@@ -210,7 +211,7 @@ class Classifier:
 
     def _shared_writes(self) -> dict[fx.Node, Verdict]:
         """Graph ops that write memory which an eager op also holds: they become eager."""
-        inputs = [n for n in self.graph.find_nodes(op="placeholder") if n.meta.get("is_input")]
+        inputs = (placeholder.node for placeholder in self.trace.placeholders if placeholder.kind == "input")
         held = set(map(storage_of, fakes_of(inputs)))
         for node, verdict in self.verdicts.items():
             if verdict.kind == "eager" and not self.facts[node].writes:
@@ -248,16 +249,12 @@ class Classifier:
     def is_floating(self, node: fx.Node) -> bool:
         """A view that each consumer makes for itself from its base, so that it never crosses a border."""
         fact = self.facts.get(node)
-        return (
-            fact is not None
-            and fact.is_view
-            and self.verdicts[node].kind == "graph"
-            and not node.meta.get("pinned")
-        )
+        is_view = fact is not None and fact.is_view
+        return is_view and self._is_in_graph(node) and not node.meta.get("pinned")
 
     def view_chain(self, node: fx.Node) -> tuple[fx.Node, tuple[fx.Node, ...]]:
         """The tensor that a view is made of in each segment, and the views in between, in order."""
-        return view_chain(node, self.facts, is_link=lambda link: self.verdicts[link].kind == "graph")
+        return view_chain(node, self.facts, is_link=self._is_in_graph)
 
     def _taken_by(self, *kinds: str) -> Iterable[fx.Node]:
         """The call nodes that nodes of these kinds, or the caller, take."""

@@ -66,17 +66,18 @@ class TracedModel:
             CaptureError: an op lets padding reach real rows, and `strict` is set.
         """
         classifier = Classifier(
-            self.trace.graph.graph, self.facts, symbol=self.token.symbol, shape_env=self.trace.shape_env,
-            device=self.trace.example.leaves[self.token.anchor[0]].device, judge=self.judge,
-            forced=self.forced, captures_boundaries=self.captures_boundaries,
+            self.trace, self.facts, self.token, judge=self.judge, forced=self.forced,
+            captures_boundaries=self.captures_boundaries,
         )  # fmt: skip
-        self.splitter = Splitter(
-            self.trace, self.facts, self.token, classifier=classifier, num_dead_ops=self.num_dead_ops,
-            keeps_own=self.keeps_own,
-        )  # fmt: skip
+        self.splitter = Splitter(classifier, num_dead_ops=self.num_dead_ops, keeps_own=self.keeps_own)
         for node, verdict in self.splitter.verdicts.items() if strict else ():
             if verdict.code in _STRICT:
-                raise _strict_error(node, verdict)
+                where = f"{module_path(node) or 'forward'} ({source_line(node)})"
+                raise CaptureError(
+                    f"op '{node.name}' in {where} {verdict.detail}",
+                    rule="no padded row reaches a real row, and nothing depends on the padded count [I3]",
+                    fix="rewrite it row by row, declare it (boundary_ops.declare_rows), or drop strict=True",
+                )
         return self.splitter.cut()
 
     def heed(self, fault: SegmentFault, plan: SegmentPlan) -> bool:
@@ -128,15 +129,6 @@ class TracedModel:
 _STRICT = ("mixes_tokens", "unknown_op", "not_recordable")
 
 
-def _strict_error(node: fx.Node, verdict: Verdict) -> CaptureError:
-    """Which op mixes tokens, and where the user wrote it."""
-    return CaptureError(
-        f"op '{node.name}' in {module_path(node) or 'forward'} ({source_line(node)}) {verdict.detail}",
-        rule="no padded row reaches a real row, and nothing depends on the padded count [I3]",
-        fix="rewrite it row by row, declare it (boundary_ops.declare_rows), or drop strict=True",
-    )
-
-
 def trace_model(
     model: nn.Module, example: ExampleCall, *, forward: Any, config: PiecewiseConfig
 ) -> TracedModel:
@@ -173,8 +165,6 @@ def _ints_that_decide(traced: Trace) -> list[int]:
 
 def prepare(traced: Trace, config: PiecewiseConfig) -> TracedModel:
     """Brings a traced graph into the form that is classified and cut."""
-    for placeholder in traced.placeholders:
-        placeholder.node.meta["is_input"] = placeholder.kind == "input"
     numbers = [leaf.index for leaf in traced.result_leaves if leaf.kind == "output" and leaf.value is float]
     normalize(traced.graph, shape_env=traced.shape_env, numbers=numbers)
     step_metadata = write_captured_forms(traced, config)
@@ -203,8 +193,8 @@ def example_of_size(traced: TracedModel, num_tokens: int) -> ExampleCall:
     leaves = list(traced.trace.example.leaves)
     for carried in traced.token.inputs:
         sizes = list(leaves[carried.leaf].shape)
-        for dim, expr in carried.dims.items():
-            sizes[dim] = int(expr.subs(traced.token.symbol, num_tokens))
+        for dim, size in carried.dims.items():
+            sizes[dim] = size(num_tokens)
         passed, resized = leaves[carried.leaf], resize_leaf(leaves[carried.leaf], sizes)
         leaves = [resized if leaf is passed else leaf for leaf in leaves]  # also where it is passed twice
     return traced.trace.example.with_leaves(leaves)

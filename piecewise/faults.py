@@ -67,17 +67,15 @@ class FaultFinder:
     Args:
         splitter: the cut.
         values: the plan's values.
+    Attributes:
+        nodes: the nodes of the segment.
     """
 
     def __init__(self, splitter: Splitter, values: Sequence[ValueSpec], fault: SegmentFault) -> None:
         self._splitter, self._values, self._fault = splitter, values, fault
         self._writer: SegmentWriter = splitter.writers[fault.segment.index]
+        self.nodes = self._writer.nodes
         self._specs = [values[index] for index in fault.segment.inputs]
-
-    @property
-    def nodes(self) -> tuple[fx.Node, ...]:
-        """The nodes of the segment."""
-        return self._writer.nodes
 
     def blames_lowering(self) -> bool:
         """Whether the segment's own kernels do right, where another form of them failed."""
@@ -85,10 +83,10 @@ class FaultFinder:
         if own is None or self._fault.function is own or variant is None:
             return False
         try:
-            first, second = (self._real_rows(self._run(own, each)) for each in (0, variant))
+            first, second = (self._real_results(own, each) for each in (0, variant))
         except Exception:
             return False
-        return all(map(are_same, first, second))
+        return all(are_same(rows, second[index]) for index, rows in first.items())
 
     def is_the_models(self) -> bool:
         """Whether the segment fails on real rows alone, too."""
@@ -109,9 +107,10 @@ class FaultFinder:
         """The first node that cannot be recorded, or whose real rows change with padding, if one tells."""
         return self._first_unrecordable() if self._fault.variant is None else self._first_mixing()
 
-    def _run(self, function: Callable[..., Any], variant: int) -> list[torch.Tensor]:
+    def _real_results(self, function: Callable[..., Any], variant: int) -> dict[int, torch.Tensor]:
         with checked_indices(self._fault.arguments):
-            return list(function(self._fault.bucket, *self._given(variant)))
+            outputs = function(self._fault.bucket, *self._given(variant))
+        return real_results(self._fault.segment, self._values, outputs, self._fault.real_rows)
 
     def _given(self, variant: int) -> list[torch.Tensor]:
         copies = [tensor.clone() for tensor in self._fault.arguments]
@@ -119,31 +118,18 @@ class FaultFinder:
             poison_padding_(tensor, spec, self._fault.real_rows, self._fault.bucket, variant=variant)
         return copies
 
-    def _real_rows(self, outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        specs = [self._values[index] for index in self._fault.segment.outputs]
-        return [
-            spec.real_rows(tensor, self._fault.real_rows)
-            for spec, tensor in zip(specs, outputs, strict=True)
-            if spec.padded.is_prefix and spec.memory not in self._fault.segment.unwritten
-        ]
-
     def _first_mixing(self) -> tuple[fx.Node, Verdict] | None:
         assert self._fault.variant is not None
         runs = [self._steps(self._given(each)) for each in (0, self._fault.variant)]
         with checked_indices(self._fault.arguments):
-            while True:
-                node: fx.Node | None = None
+            for (node, first, is_mode), (_, second, _) in zip(*runs, strict=True):
                 try:
-                    values = []
-                    for run in runs:
-                        node, call, is_mode = next(run)
-                        values.append(call() if not is_mode or run is runs[0] else None)
-                except StopIteration:
-                    return None
+                    values = [first(), None if is_mode else second()]
                 except Exception as error:
                     return self._faulty(node, f"it fails on padded rows: {told(error)}")
                 if node is not None and not self._agrees(node, values):
                     return self._faulty(node, "its real rows change with padded ones")
+        return None
 
     def _faulty(self, node: fx.Node | None, seen: str) -> tuple[fx.Node, Verdict] | None:
         if node is None:
@@ -221,6 +207,17 @@ def _refusal(call: Callable[[], Any], name: str, engine: GraphEngine, pool: Grap
 def checked_indices(arguments: Sequence[torch.Tensor]) -> Any:
     """A block in which an index out of range is an error on a CUDA device, too."""
     return CheckedIndices() if any(tensor.is_cuda for tensor in arguments) else nullcontext()
+
+
+def real_results(
+    segment: Segment, values: Sequence[ValueSpec], outputs: Sequence[torch.Tensor], num_rows: int
+) -> dict[int, torch.Tensor]:
+    """Value index → real rows, of the results whose real rows lead and were written."""
+    return {
+        index: values[index].real_rows(tensor, num_rows)
+        for index, tensor in zip(segment.outputs, outputs, strict=True)
+        if values[index].padded.is_prefix and values[index].memory not in segment.unwritten
+    }
 
 
 def are_same(left: torch.Tensor, right: torch.Tensor) -> bool:

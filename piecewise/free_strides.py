@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 
 import boundary_ops
+from boundary_ops import BoundaryOp
 from piecewise.plan import InputAt, Segment, ValueSpec
 
 
@@ -44,16 +45,18 @@ def with_free_strides(
 
 def takers_of_any_strides(segments: Sequence[Segment], values: Sequence[ValueSpec]) -> set[str]:
     """Names of the boundary ops on whose declaration it depends that values have no strides of eager's."""
-    return {
-        segment.op_call.name
-        for segment in segments
-        if segment.op_call is not None and any(values[index].any_strides for index in segment.inputs)
-    }
+    takers = (segment for segment in segments if any(values[index].any_strides for index in segment.inputs))
+    return {segment.op_call.name for segment in takers if segment.op_call is not None}
+
+
+def op_of(segment: Segment) -> BoundaryOp | None:
+    """The boundary op that is all the segment does, as it is declared now."""
+    return boundary_ops.lookup(segment.op_call.name) if segment.op_call is not None else None
 
 
 def _counted_on(segment: Segment) -> set[int]:
     """The inputs whose strides the segment may count on."""
-    op = boundary_ops.lookup(segment.op_call.name) if segment.op_call is not None else None
+    op = op_of(segment)
     if segment.op_call is None or op is None:
         return set(segment.inputs)
     return {

@@ -71,10 +71,12 @@ def module_path(node: fx.Node) -> str:
     return re.sub(r"\._\w+(\.\w+)*?\.__self__", "", path).strip(".")
 
 
-def source_line(node: fx.Node) -> str:
-    """The user's line: ``modeling.py:42, in forward: x = x[-1:]``."""
+def source_line(node: fx.Node, *, outside: str | None = None) -> str:
+    """The user's line: ``modeling.py:42, in forward: x = x[-1:]``; frames in the folder `outside` are left
+    out."""
     lines = (node.meta.get("stack_trace") or "").strip().splitlines()
     places = [index for index, line in enumerate(lines) if line.strip().startswith("File ")]
+    places = [index for index in places if outside is None or outside not in lines[index]]
     if not places:
         return ""
     index = places[-1]
@@ -139,15 +141,12 @@ def _copy_inner(graph: fx.GraphModule, node: fx.Node, inner: fx.GraphModule, arg
     """Copies `inner`'s nodes in front of `node`; returns what stands for inner's output."""
     values: dict[fx.Node, Any] = dict(zip(inner.graph.find_nodes(op="placeholder"), arguments, strict=True))
     with graph.graph.inserting_before(node):
-        for inner_node in inner.graph.nodes:
-            if inner_node.op == "get_attr":
-                name = f"{node.name}_{inner_node.name}"
-                setattr(graph, name, getattr(inner, str(inner_node.target)))
-                values[inner_node] = graph.graph.create_node("get_attr", name)
-                values[inner_node].meta = dict(inner_node.meta)
-            elif inner_node.op not in ("placeholder", "output"):
-                values[inner_node] = graph.graph.node_copy(inner_node, lambda old: values[old])
-    return fx.node.map_arg(inner.graph.output_node().args[0], lambda old: values[old])
+        for held in inner.graph.find_nodes(op="get_attr"):
+            name = f"{node.name}_{held.name}"
+            setattr(graph, name, getattr(inner, str(held.target)))
+            values[held] = graph.graph.create_node("get_attr", name)
+            values[held].meta = dict(held.meta)
+        return graph.graph.graph_copy(inner.graph, values)
 
 
 def _wrapped_module(graph: fx.GraphModule, node: fx.Node) -> tuple[fx.GraphModule | None, list[Any]]:

@@ -36,20 +36,20 @@ class Outcome:
             tolerance: None for equal bits.
             before: the watched tensors before the call.
         """
+        leaves = enumerate(zip(self.leaves, found.leaves, strict=True))
+        pairs: list[tuple[str, Any, Any, Any]]
+        pairs = [(f"result leaf {index}", left, right, None) for index, (left, right) in leaves]
+        kept = before if before is not None else {}
+        pairs += [(name, t, found.watched[name], kept.get(name)) for name, t in self.watched.items()]
         wrong = []
-        for index, (left, right) in enumerate(zip(self.leaves, found.leaves, strict=True)):
+        for name, left, right, earlier in pairs:
             if isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor):
-                difference = compare_tensors(left, right, tolerance)
+                difference = compare_tensors(left, right, tolerance, before=earlier)
             elif left == right or (left != left and right != right):
                 difference = None
             else:
                 detail = f"{right!r} where eager has {left!r}"
                 difference = TensorDifference(0, (), 0, (), float("inf"), 0.0, detail)
-            if difference is not None:
-                wrong.append((f"result leaf {index}", difference))
-        for name, tensor in self.watched.items():
-            kept = before[name] if before is not None else None
-            difference = compare_tensors(tensor, found.watched[name], tolerance, before=kept)
             if difference is not None:
                 wrong.append((name, difference))
         return wrong

@@ -170,7 +170,8 @@ class Segment:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class InputRule:
-    """How an input's dims follow the token count: dim → size as a function of it."""
+    """How an input's dims follow the token count: dim → size as a function of it; the size of `anchor_dim` is
+    the count itself, −1 for none."""
 
     leaf: int
     dims: Mapping[int, Callable[[int], int]]
@@ -285,15 +286,12 @@ class SegmentPlan:
     def holds_at(self, num_tokens: int, leaves: Sequence[Any]) -> bool:
         """Whether the trace holds for so many tokens, with the other sizes of a call's leaves."""
         is_within = self.max_rows is None or num_tokens <= self.max_rows
-        return is_within and self.is_valid(num_tokens, *self.other_sizes(leaves))
-
-    def other_sizes(self, leaves: Sequence[Any]) -> list[int]:
-        """Values of the symbols that are not the token count, for one call."""
-        return [self.values[index].number_in(leaves) for index in self.symbols]
+        others = (self.values[index].number_in(leaves) for index in self.symbols)
+        return is_within and self.is_valid(num_tokens, *others)
 
     @property
     def coverage(self) -> float:
         """Share of the model's ops that are in graph segments; boundary ops are not counted."""
-        graph = sum(segment.num_ops for segment in self.segments if segment.kind == "graph")
+        graph = sum(segment.num_ops for segment in self.graph_segments())
         total = sum(segment.num_ops for segment in self.segments if segment.kind != "boundary")
         return graph / total if total else 0.0

@@ -83,14 +83,9 @@ def _filling(tensor: torch.Tensor, bounds: tuple[int | None, int | None], varian
 
 def shadows_of(steps: StepPlan) -> dict[int, Shadow]:
     """Value index → the static buffer that graphs read in its place."""
-    found = {}
-    for shadow in [*steps.copy_ins, *(s for step in call_steps(steps) for s in step.copies)]:
-        found[cast(ValueSpec, shadow.value).index] = shadow
-    return found
-
-
-def call_steps(steps: StepPlan) -> list[CallStep]:
-    return [step for step in steps.steps if isinstance(step, CallStep)]
+    calls = (step for step in steps.steps if isinstance(step, CallStep))
+    shadows = [*steps.copy_ins, *(shadow for step in calls for shadow in step.copies)]
+    return {cast(ValueSpec, shadow.value).index: shadow for shadow in shadows}
 
 
 def spoil_static_memory(steps: StepPlan, pool: Any, poison: Poison) -> None:

@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from piecewise import torch_internals as internals
+from piecewise.tensors import map_tensors
 
 # Fewer are traced as fast, one by one.
 _MIN_LAYERS = 3
@@ -80,22 +81,13 @@ one_at_a_time = threading.RLock()
 @torch.compiler.allow_in_graph
 def call_layer(number: int, *args: Any, **kwargs: Any) -> Any:
     """The forward of a layer, as one op."""
-    given = [value for value in _values((args, kwargs)) if isinstance(value, torch.Tensor)]
+    given: list[torch.Tensor] = []
+    map_tensors((args, kwargs), given.append)
     if number in _active and any(map(internals.is_fake, given)):
         like = given[0]
         return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
     module = _modules[number]
     return type(module).forward(module, *args, **kwargs)
-
-
-def _values(value: Any) -> Iterator[Any]:
-    if isinstance(value, (tuple, list)):
-        for item in value:
-            yield from _values(item)
-    elif isinstance(value, dict):
-        yield from _values(list(value.values()))
-    else:
-        yield value
 
 
 @contextmanager

@@ -37,7 +37,11 @@ _serial = itertools.count()
 
 class SegmentWriter:
     """Copies `nodes` of the splitter's graph into a new graph, with what they need from outside as
-    placeholders."""
+    placeholders.
+
+    Attributes:
+        inputs: placeholder → index of the value that it stands for.
+    """
 
     def __init__(self, splitter: Splitter, kind: str, nodes: Sequence[fx.Node]) -> None:
         self.splitter, self.kind, self.nodes = splitter, kind, tuple(nodes)
@@ -47,7 +51,7 @@ class SegmentWriter:
         self.copies: dict[fx.Node, Any] = {}
         self._scalars: dict[Any, Any] = {}
         self._symbols: dict[sympy.Symbol, fx.Node] = {splitter.token.symbol: self.rows}
-        self._inputs: list[tuple[fx.Node, int]] = []
+        self.inputs: dict[fx.Node, int] = {}
         self.modules: dict[str, Any] = {}
         self._last_placeholder = self.rows
 
@@ -93,9 +97,9 @@ class SegmentWriter:
 
     def _placeholder(self, value: int) -> fx.Node:
         with self.graph.inserting_after(self._last_placeholder):
-            placeholder = self.graph.placeholder(f"v{len(self._inputs)}")
+            placeholder = self.graph.placeholder(f"v{len(self.inputs)}")
         self._last_placeholder = placeholder
-        self._inputs.append((placeholder, value))
+        self.inputs[placeholder] = value
         return placeholder
 
     def _scalar(self, value: Any) -> Any:
@@ -131,9 +135,6 @@ class SegmentWriter:
         with self.graph.inserting_after(copy):
             self.graph.call_method("zero_", (copy,))
 
-    def input_values(self) -> list[int]:
-        return [value for _, value in self._inputs]
-
     def op_call(self) -> OpCall | None:
         """The one call of a boundary op that the segment is; None where it computes anything beside."""
         op = boundary_ops.lookup(self.nodes[0].target)
@@ -143,7 +144,7 @@ class SegmentWriter:
             return None
         schema = op.overload._schema.arguments
         given = dict(zip((argument.name for argument in schema), call.args, strict=False)) | call.kwargs
-        places: dict[Any, Any] = {node: InputAt(at) for at, (node, _) in enumerate(self._inputs)}
+        places: dict[Any, Any] = {node: InputAt(at) for at, node in enumerate(self.inputs)}
         arguments = []
         for argument in schema:
             value = given.get(argument.name, argument.default_value)
@@ -159,8 +160,8 @@ class SegmentWriter:
         """Closes the graph and compiles it; equal sources share one function object through `functions`."""
         self.graph.output(tuple(self.copies[node] for node in outputs))
         code = self.graph.python_code("self")
-        foreign = tuple((name, id(value)) for name, value in sorted(code.globals.items()))
-        key = (code.src, foreign, tuple((name, id(module)) for name, module in sorted(self.modules.items())))
+        named = [*sorted(code.globals.items()), *sorted(self.modules.items())]
+        key = code.src, tuple((name, id(value)) for name, value in named)
         if key not in functions:
             functions[key] = function_of(self.graph, self.modules), self._stable_key(code, functions)
         return functions[key]

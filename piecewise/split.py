@@ -12,16 +12,15 @@ inside from it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
-import numpy as np
 import sympy
 import torch
 from torch import fx
 
 from piecewise import torch_internals as internals
-from piecewise.aliases import NodeFacts, fakes_of, is_tuple_item, written_storages
+from piecewise.aliases import fakes_of, is_tuple_item, written_storages
 from piecewise.analysis.rows.walk import makes_empty
 from piecewise.classify import Classifier, Verdict
 from piecewise.free_strides import with_free_strides
@@ -30,7 +29,6 @@ from piecewise.plan import (
     ComputedNumber,
     EagerReason,
     FillReport,
-    InputRule,
     PaddedRows,
     Segment,
     SegmentPlan,
@@ -40,8 +38,6 @@ from piecewise.plan import (
 from piecewise.segment_graph import SegmentWriter
 from piecewise.sizes import SizeFunctions, holds
 from piecewise.tensors import storage_of
-from piecewise.token_dim import TokenSymbol
-from piecewise.trace import Trace
 from piecewise.zero_fills import ZeroFills
 from runners.state_check import StateRef
 
@@ -50,34 +46,26 @@ class Splitter:
     """One cut of one trace. `cut()` returns the plan."""
 
     def __init__(
-        self,
-        trace: Trace,
-        facts: Mapping[fx.Node, NodeFacts],
-        token: TokenSymbol,
-        *,
-        classifier: Classifier,
-        num_dead_ops: int,
-        keeps_own: Mapping[fx.Node, str] = {},
+        self, classifier: Classifier, *, num_dead_ops: int, keeps_own: Mapping[fx.Node, str]
     ) -> None:
-        self.trace, self.facts, self.token, self.num_dead_ops = trace, facts, token, num_dead_ops
-        self.graph, self.classifier = trace.graph.graph, classifier
-        self.verdicts: dict[fx.Node, Verdict] = self.classifier.run()
+        self.classifier, self.num_dead_ops = classifier, num_dead_ops
+        self.trace, self.facts, self.token = classifier.trace, classifier.facts, classifier.token
+        self.graph = self.trace.graph.graph
+        self.verdicts: dict[fx.Node, Verdict] = classifier.run()
         kinds = {node: verdict.kind for node, verdict in self.verdicts.items()}
-        self.fills = ZeroFills(self.graph, facts, kinds)
+        self.fills = ZeroFills(self.graph, self.facts, kinds)
         self.keeps_own = keeps_own
         self.writers: list[SegmentWriter] = []
         self.values: list[ValueSpec] = []
-        self.index_of: dict[fx.Node, int] = {}
-        self.symbol_index: dict[sympy.Symbol, int] = {}
+        self._index_of: dict[fx.Node | sympy.Symbol, int] = {}
         self._memory: dict[int, int] = {}
-        self._sizes = SizeFunctions(trace.shape_env, token.symbol)
+        self._sizes = SizeFunctions(self.trace.shape_env, self.token.symbol)
 
     def _value(self, node: fx.Node) -> int:
-        known = self.index_of.get(node)
-        if known is None:
-            known = self.index_of[node] = len(self.values)
-            self.values.append(self._spec(node, known))
-        return known
+        if node not in self._index_of:
+            index = self._index_of[node] = len(self.values)
+            self.values.append(self._spec(node, index))
+        return self._index_of[node]
 
     def _spec(self, node: fx.Node, index: int) -> ValueSpec:
         fake = node.meta.get("example_value")
@@ -113,7 +101,7 @@ class Splitter:
         counts = self.classifier.judge.known.counts
 
         def bounds(num_rows: int) -> tuple[int | None, int | None]:
-            at = int(np.searchsorted(counts, num_rows))
+            at = int(counts.searchsorted(num_rows))
             low, high = (int(side.values[at]) if side is not None else None for side in rows.bounds[:2])
             return low, high
 
@@ -121,25 +109,23 @@ class Splitter:
 
     def symbol_value(self, symbol: sympy.Symbol) -> int:
         """Value index of a symbol that is not the token count: an int input, or a size of an input."""
-        if symbol not in self.symbol_index:
+        if symbol not in self._index_of:
             source = self._symbol_source_for(symbol)
             assert source is not None, f"symbol {symbol} belongs to no input"
             leaf, dim = source
-            index = self.symbol_index[symbol] = len(self.values)
+            index = self._index_of[symbol] = len(self.values)
             self.values.append(ValueSpec(index, str(symbol), "symbol", leaf=leaf, dim=dim))
-        return self.symbol_index[symbol]
+        return self._index_of[symbol]
 
     def _symbol_source_for(self, symbol: sympy.Symbol) -> tuple[int, int] | None:
         """(leaf, dim) of the input that gives the symbol its value; dim −1 for an int."""
         for placeholder in self.trace.placeholders:
             value = placeholder.node.meta.get("example_value")
-            if placeholder.kind != "input":
-                continue
-            if isinstance(value, torch.Tensor):
-                for dim, expr in enumerate(self.trace.symbols_of_leaf(placeholder.leaf)):
-                    if expr == symbol:
-                        return placeholder.leaf, dim
-            elif internals.expression(value, self.trace.shape_env) == symbol:
+            if placeholder.kind == "input" and isinstance(value, torch.Tensor):
+                sizes = self.trace.symbols_of_leaf(placeholder.leaf)
+                if symbol in sizes:
+                    return placeholder.leaf, sizes.index(symbol)
+            elif placeholder.kind == "input" and internals.expression(value, self.trace.shape_env) == symbol:
                 return placeholder.leaf, -1
         return internals.symbol_source(self.trace.shape_env, symbol)  # an input that the graph does not read
 
@@ -214,7 +200,7 @@ class Splitter:
         unwritten = self._fill_empty(writer, outside) if is_graph else ()
         function, key = writer.finish(outputs, functions)
         written = written_storages(facts)
-        inputs = tuple(writer.input_values())
+        inputs = tuple(writer.inputs.values())
         memories = {self._memory[storage] for storage in written if storage in self._memory}
         counted = [node for node in nodes if not is_tuple_item(node)]
         reasons = tuple(
@@ -248,8 +234,9 @@ class Splitter:
         symbols = tuple(self.symbol_value(symbol) for symbol in known)
         given = [source for source in result_values if isinstance(source, int)]
         values = with_free_strides(self.values, segments, given)
+        token_dim = TokenDim(str(self.token.symbol), *self.token.anchor, self.token.inputs)
         return SegmentPlan(
-            self._token_dim(), values, segments, self.trace.result, self.trace.result_leaves,
+            token_dim, values, segments, self.trace.result, self.trace.result_leaves,
             tuple(result_values), holds(check), symbols, self.trace.state_facts,
             self._written_leaves(), self.num_dead_ops,
             FillReport(self.fills.num_needless, tuple(self.fills.kept)),
@@ -281,15 +268,6 @@ class Splitter:
         indices = tuple(self.symbol_value(symbol) for symbol in others)
         return ComputedNumber(compute, indices)
 
-    def _token_dim(self) -> TokenDim:
-        leaf, dim = self.token.anchor
-        rules = []
-        for carried in self.token.inputs:
-            dims = {dim: _single(expr, self.token.symbol) for dim, expr in carried.dims.items()}
-            anchor = next((d for d, expr in carried.dims.items() if expr == self.token.symbol), -1)
-            rules.append(InputRule(carried.leaf, dims, anchor))
-        return TokenDim(str(self.token.symbol), leaf, dim, tuple(rules))
-
     def _written_leaves(self) -> tuple[int, ...]:
         written = written_storages(self.facts.values())
         return tuple(
@@ -297,8 +275,3 @@ class Splitter:
             for placeholder in self.trace.placeholders
             if placeholder.kind == "input" and written & set(map(storage_of, fakes_of([placeholder.node])))
         )
-
-
-def _single(expr: sympy.Expr, symbol: sympy.Symbol) -> Callable[[int], int]:
-    function = internals.compile_expressions([expr], [symbol])
-    return lambda rows: function(rows)[0]

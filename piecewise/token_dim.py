@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import sympy
@@ -20,18 +20,11 @@ from torch import fx
 import boundary_ops
 from piecewise import torch_internals as internals
 from piecewise.aliases import NodeFacts, fakes_of
-from piecewise.normalize import target_name
+from piecewise.normalize import source_line, target_name
+from piecewise.plan import InputRule
 from piecewise.tensors import storage_of
 from piecewise.trace import Trace
 from runners.errors import TokenDimError
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class InputTokens:
-    """Where an input tensor carries tokens: dim → size as an expression of the token symbol."""
-
-    leaf: int
-    dims: Mapping[int, sympy.Expr]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -41,7 +34,7 @@ class TokenSymbol:
 
     symbol: sympy.Symbol
     example_num_tokens: int
-    inputs: tuple[InputTokens, ...]
+    inputs: tuple[InputRule, ...]
     anchor: tuple[int, int]
 
 
@@ -69,10 +62,9 @@ def find_token_symbol(trace: Trace, facts: Mapping[fx.Node, NodeFacts]) -> Token
         if candidates and len(candidates) == 1:
             break
     symbol = _only(candidates or set(), trace, boundaries[0][0])
-    inputs = _inputs_carrying(trace, symbol)
     _make_the_rest_static(trace, symbol)
-    exact = ((c.leaf, dim) for c in inputs for dim, expr in c.dims.items() if expr == symbol)
-    anchor = next(exact, None)
+    inputs = _inputs_carrying(trace, symbol)
+    anchor = next(((rule.leaf, rule.anchor_dim) for rule in inputs if rule.anchor_dim >= 0), None)
     if anchor is None:
         raise TokenDimError(
             f"no input has a dim of exactly the token count '{symbol}'",
@@ -115,10 +107,12 @@ def _only(candidates: set[sympy.Symbol], trace: Trace, node: fx.Node) -> sympy.S
             fix='declare it: boundary_ops.define(..., token_args={"q": 0, "out": 0})',
         )
     if not candidates:
+        places = internals.specialisation_places(trace.shape_env)
+        fixed = f"; fixed at {', '.join(places)}" if places else ""
         raise TokenDimError(
             f"the arguments of {where} have no symbolic dim",
             expected="a token count that stays symbolic",
-            got=f"sizes fixed by the example; inputs: {described}" + _specialised_at(trace),
+            got=f"sizes fixed by the example; inputs: {described}{fixed}",
             rule="the token count must be traced as a symbol [I10]",
             fix="pass an example of two or more tokens, and remove what fixes the count (int(n), log(n), "
             "x.unbind(0), a slice of constant length)" + _ints_in_schema(node),
@@ -136,11 +130,6 @@ def _only(candidates: set[sympy.Symbol], trace: Trace, node: fx.Node) -> sympy.S
     return next(iter(candidates))
 
 
-def _specialised_at(trace: Trace) -> str:
-    places = internals.specialisation_places(trace.shape_env)
-    return f"; fixed at {', '.join(places)}" if places else ""
-
-
 def _ints_in_schema(node: fx.Node) -> str:
     """What to do about `int` arguments of the op: a trace fixes them, and the count they are made of."""
     op = boundary_ops.lookup(node.target)
@@ -153,11 +142,8 @@ def _ints_in_schema(node: fx.Node) -> str:
 
 def _where(node: fx.Node) -> str:
     """The op and the user's line that calls it; the frames of the op's own library are left out."""
-    own = os.path.dirname(boundary_ops.__file__)
-    trace_text = node.meta.get("stack_trace") or ""
-    lines = [line.strip() for line in trace_text.splitlines() if line.strip().startswith("File ")]
-    theirs = [line for line in lines if own not in line]
-    return f"'{target_name(node)}'" + (f" ({theirs[-1]})" if theirs else "")
+    line = source_line(node, outside=os.path.dirname(boundary_ops.__file__))
+    return f"'{target_name(node)}'" + (f" ({line})" if line else "")
 
 
 def _describe_inputs(trace: Trace) -> str:
@@ -169,12 +155,18 @@ def _describe_inputs(trace: Trace) -> str:
     return ", ".join(parts) or "no tensors"
 
 
-def _inputs_carrying(trace: Trace, symbol: sympy.Symbol) -> tuple[InputTokens, ...]:
+def _inputs_carrying(trace: Trace, symbol: sympy.Symbol) -> tuple[InputRule, ...]:
+    def size(expr: sympy.Expr) -> Callable[[int], int]:
+        function = internals.compile_expressions([expr], [symbol])
+        return lambda rows: function(rows)[0]
+
     found = []
     for leaf in (placeholder.leaf for placeholder in trace.placeholders if placeholder.kind == "input"):
-        sizes = enumerate(trace.symbols_of_leaf(leaf))
-        found.append(InputTokens(leaf, {dim: expr for dim, expr in sizes if symbol in expr.free_symbols}))
-    return tuple(carried for carried in found if carried.dims)
+        exprs = trace.symbols_of_leaf(leaf)
+        dims = {dim: size(expr) for dim, expr in enumerate(exprs) if symbol in expr.free_symbols}
+        if dims:
+            found.append(InputRule(leaf, dims, exprs.index(symbol) if symbol in exprs else -1))
+    return tuple(found)
 
 
 def _make_the_rest_static(trace: Trace, symbol: sympy.Symbol) -> None:

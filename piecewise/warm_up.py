@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from piecewise.boundary_warm_up import BoundaryWarmUp, CapturedWarmUp
-from piecewise.faults import SegmentFault, are_same, checked_indices
+from piecewise.faults import SegmentFault, are_same, checked_indices, real_results
 from piecewise.plan import Segment, SegmentPlan, ValueSpec
 from piecewise.poison import poison_padding_
 from piecewise.row_samples import resize_leaf, stand_in
@@ -33,7 +33,7 @@ _INPUTS = ("input", "symbol")
 
 
 class WarmUp:
-    """Warm-ups of one plan; one `run` per bucket."""
+    """Warm-ups of one plan; one `run` per bucket, of `num_steps` (one or more) runs of each segment."""
 
     def __init__(
         self,
@@ -161,35 +161,17 @@ class WarmUp:
         form: Callable[..., Sequence[Any]] | None = None,
     ) -> Sequence[torch.Tensor]:
         """Runs a segment's function, or another form of it, with one padding after the other."""
-        runner = self.runners[segment.index]
-        values = [self.plan.values[index] for index in segment.inputs]
-        outputs_spec = [self.plan.values[index] for index in segment.outputs]
-        compared = [
-            at
-            for at, spec in enumerate(outputs_spec)
-            if spec.memory not in segment.unwritten and spec.padded.is_prefix
-        ]
-        written = [
-            (tensor, tensor.clone())
-            for value, tensor in zip(values, arguments, strict=True)
-            if value.memory in segment.writes
-        ]
-        first: list[torch.Tensor] = []
+        runner, values = self.runners[segment.index], self.plan.values
+        taken = [(values[index], tensor) for index, tensor in zip(segment.inputs, arguments, strict=True)]
+        written = [(tensor, tensor.clone()) for value, tensor in taken if value.memory in segment.writes]
+        first: dict[int, torch.Tensor] = {}
         outputs: Sequence[torch.Tensor] = ()
         function = form or runner.function
         own = function is segment.own_function
-
-        def fault(error: CaptureError, step: int) -> SegmentFault:
+        for step in range(self.num_steps):
             for tensor, before in written:
                 tensor.copy_(before)
-            return SegmentFault(
-                error, segment, function, arguments, bucket=bucket, real_rows=real_rows, variant=step
-            )
-
-        for step in range(max(self.num_steps, 1)):
-            for tensor, before in written:
-                tensor.copy_(before)
-            for value, tensor in zip(values, arguments, strict=True):
+            for value, tensor in taken:
                 poison_padding_(tensor, value, real_rows, bucket, variant=step)
             made_up = CapturedWarmUp(arguments, num_rows=bucket, real_rows=real_rows, variant=step)
             try:
@@ -197,27 +179,24 @@ class WarmUp:
                     made_up if segment.captured_ops else nullcontext(),
                     checked_indices(arguments) if own else nullcontext(),
                 ):
-                    outputs = (
-                        runner.warm_up(bucket, arguments, fn=form)
-                        if step < self.num_steps
-                        else segment.function(bucket, *arguments)
+                    outputs = runner.warm_up(bucket, arguments, fn=form)
+                rows = real_results(segment, values, outputs, real_rows)
+                if step == 0:
+                    first = {index: row.clone() for index, row in rows.items()}
+                elif (changed := _first_changed(first, rows)) is not None:
+                    raise CaptureError(
+                        f"{segment.name}, bucket {bucket}, result '{values[changed].name}'",
+                        expected="real rows that do not depend on what padded rows hold",
+                        got=f"other values in warm-up {step + 1} than in warm-up 1",
+                        rule="no padded row reaches a real row [I3]",
+                        fix="leave strict=False, with which the op at fault runs eagerly, and report it",
                     )
-            except CaptureError as failed:
-                raise fault(failed, step) from failed
-            rows = [outputs_spec[at].real_rows(outputs[at], real_rows) for at in compared]
-            if step == 0:
-                first = [row.clone() for row in rows]
-                continue
-            changed = _first_changed(first, rows)
-            if changed is not None:
-                mixed = CaptureError(
-                    f"{segment.name}, bucket {bucket}, result '{outputs_spec[compared[changed]].name}'",
-                    expected="real rows that do not depend on what padded rows hold",
-                    got=f"other values in warm-up {step + 1} than in warm-up 1",
-                    rule="no padded row reaches a real row [I3]",
-                    fix="leave strict=False, with which the op at fault runs eagerly, and report it",
-                )
-                raise fault(mixed, step)
+            except CaptureError as error:
+                for tensor, before in written:
+                    tensor.copy_(before)
+                raise SegmentFault(
+                    error, segment, function, arguments, bucket=bucket, real_rows=real_rows, variant=step
+                ) from error
         return outputs
 
     def _stand_in_for(self, segment: Segment, made: dict[int, torch.Tensor], real_rows: int) -> None:
@@ -277,11 +256,10 @@ def last_uses(plan: SegmentPlan) -> list[int]:
     return [last.get(value.memory, -1) for value in plan.values]
 
 
-def _first_changed(before: Sequence[torch.Tensor], now: Sequence[torch.Tensor]) -> int | None:
-    """The first position whose values differ; the device is waited for once, where none does."""
-    equal = [(left == right).all() for left, right in zip(before, now, strict=True)]
+def _first_changed(before: Mapping[int, torch.Tensor], now: Mapping[int, torch.Tensor]) -> int | None:
+    """The first value that differs; the device is waited for once, where none does."""
+    equal = [(before[index] == rows).all() for index, rows in now.items()]
     if not equal or bool(torch.stack(equal).all()):
         return None
     # NaN is the same as NaN here, and takes a second look.
-    pairs = enumerate(zip(before, now, strict=True))
-    return next((at for at, (left, right) in pairs if not are_same(left, right)), None)
+    return next((index for index, rows in now.items() if not are_same(before[index], rows)), None)

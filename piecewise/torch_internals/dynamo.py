@@ -101,14 +101,10 @@ def sources_to_be_written() -> list[str]:
 
     effects = InstructionTranslator.current_tx().output.side_effects
     older = (AttributeMutationExisting, ValueMutationExisting)
-    found = []
-    for variable in effects.id_to_variable.values():
-        if isinstance(variable.mutation_type, older) and effects.is_modified(variable):
-            if type(variable.source) is Source:  # of the trace's own making: it leads nowhere
-                continue
-            if name := name_of(variable.source):
-                found.append(name)
-    return found
+    known = [item for item in effects.id_to_variable.values() if isinstance(item.mutation_type, older)]
+    # A plain `Source` is of the trace's own making: it leads nowhere.
+    written = [item for item in known if effects.is_modified(item) and type(item.source) is not Source]
+    return [name for item in written if (name := name_of(item.source))]
 
 
 _patches_side_effects = threading.RLock()

@@ -78,12 +78,8 @@ def guard_expressions(shape_env: ShapeEnv | None) -> list[sympy.Basic]:
     """Conditions on the symbols under which the trace holds, simplified, true ones left out."""
     if shape_env is None:
         return []
-    found = []
-    for guard in shape_env.guards:
-        expr = shape_env.simplify(guard.expr)
-        if expr != sympy.true and expr not in found:
-            found.append(expr)
-    return found
+    exprs = dict.fromkeys(shape_env.simplify(guard.expr) for guard in shape_env.guards)
+    return [expr for expr in exprs if expr != sympy.true]
 
 
 def raw_guards(shape_env: ShapeEnv | None) -> list[sympy.Basic]:
