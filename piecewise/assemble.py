@@ -20,17 +20,16 @@ from typing import Any
 
 import torch
 
-import boundary_ops
 from boundary_ops.capture import StepMetadata
-from boundary_ops.registry import BoundaryOp, declarations
+from boundary_ops.registry import declarations
 from piecewise import torch_internals as internals
 from piecewise.faults import SegmentFault
-from piecewise.free_strides import takers_of_any_strides
+from piecewise.free_strides import op_of, takers_of_any_strides
 from piecewise.plan import ComputedNumber, InputAt, Segment, SegmentPlan, ValueSpec
 from piecewise.row_samples import unchanged_random_state
 from piecewise.startup_times import StartupTimes
 from piecewise.streams import StreamForms, StreamSchedules
-from piecewise.warm_up import WarmUp, last_uses, state_tensor
+from piecewise.warm_up import WarmUp, last_uses, state_tensor, static_arguments
 from runners.bound_steps import CopyLaunch, DirectCall
 from runners.buffers import StaticBuffers
 from runners.engine import GraphEngine, GraphPool
@@ -69,25 +68,20 @@ class PlanAssembler:
         self.outputs, self.pool, self.check, self.times = outputs, pool, check, times
         self.step_metadata = tuple(step_metadata)
         self.num_leaves = len(self.leaves)
-        graphs = plan.graph_segments()
-        self.read_by_graphs = _read_by_graphs(plan)
         self.runners = {
             segment.index: PiecewiseRunner(
                 functions[segment.index], name=f"segment {segment.index}", engine=engine, pool=pool,
                 warmup_steps=warmup_steps, module_path=segment.module_path,
             )
-            for segment in graphs
+            for segment in plan.graph_segments()
             if not segment.views_only
         }  # fmt: skip
         self.streams = StreamForms(schedules, functions=functions, engine=engine, pool=pool, strict=strict)
         self.warm_up = WarmUp(
             plan, self.runners, leaves=self.leaves, num_steps=warmup_steps, streams=self.streams
         )
-        self.shadowed = [
-            value
-            for value in plan.values
-            if value.index in self.read_by_graphs and value.origin in ("input", "eager")
-        ]
+        read = [plan.values[index] for index in sorted(_read_by_graphs(plan))]
+        self.shadowed = [value for value in read if value.origin in ("input", "eager")]
         self.last_use = last_uses(plan)
         self.graph_memory = {value.memory for value in plan.values if value.origin == "graph"}
 
@@ -106,9 +100,8 @@ class PlanAssembler:
         self.forget(bucket)  # it may have failed before
         self.pool.begin_bucket()
         shadows = {value.index: self._shadow_buffer(value, bucket) for value in self.shadowed}
-        written = self._written_state()
         device = next(iter(shadows.values())).device if shadows else torch.device("cpu")
-        saved = [(tensor, tensor.clone()) for tensor in written]
+        saved = [(tensor, tensor.clone()) for tensor in self._written_state()]
         try:
             with torch.inference_mode(False), torch.no_grad(), unchanged_random_state(device):
                 for metadata in self.step_metadata:
@@ -132,22 +125,14 @@ class PlanAssembler:
         assert value.sizes is not None and value.dtype is not None and value.device is not None
         sizes = value.sizes(bucket)
         strides = value.strides(bucket) if value.strides is not None else ()
+        strides = strides or torch.empty(sizes, device="meta").stride()
         key = ("input", value.leaf) if value.origin == "input" else ("eager", value.index)
-        return self.buffers.tensor(
-            key, sizes, strides or torch.empty(sizes, device="meta").stride(), value.dtype, value.device
-        )
+        return self.buffers.tensor(key, sizes, strides, value.dtype, value.device)
 
     def _written_state(self) -> list[torch.Tensor]:
         segments = [segment for segment in self.plan.segments if segment.kind != "boundary"]
-        memories = {memory for segment in segments for memory in segment.writes}
-        memories -= self.plan.step_memory
+        memories = {memory for segment in segments for memory in segment.writes} - self.plan.step_memory
         return [state_tensor(v) for v in self.plan.values if v.origin == "state" and v.memory in memories]
-
-    def _arguments(self, segment: Segment, made: dict[int, torch.Tensor]) -> list[torch.Tensor]:
-        return [
-            made[index] if index in made else state_tensor(self.plan.values[index])
-            for index in segment.inputs
-        ]
 
     def _capture_segments(
         self, bucket: int, shadows: dict[int, torch.Tensor], on_segment: Callable[[], None]
@@ -158,7 +143,7 @@ class PlanAssembler:
             buffer.zero_()
         for position, segment in enumerate(self.plan.segments):
             if segment.kind == "graph":
-                arguments = self._arguments(segment, static)
+                arguments = static_arguments(segment, values, static)
                 if segment.views_only:
                     outputs = segment.function(bucket, *arguments)
                 else:
@@ -173,7 +158,7 @@ class PlanAssembler:
                                 torch.zeros_like(tensor) if values[index].origin == "graph" else tensor
                                 for index, tensor in zip(segment.inputs, arguments, strict=True)
                             ]
-                            raise SegmentFault.of(
+                            raise SegmentFault(
                                 error, segment, form or runner.function, given,
                                 bucket=bucket, real_rows=bucket, variant=None,
                             ) from error  # fmt: skip
@@ -194,7 +179,6 @@ class PlanAssembler:
         values = self.plan.values
         steps: list[ReplayStep | CallStep] = []
         taken: list[Segment] = []
-        looked_up: dict[int, StateRef] = {}
         available = {value.index for value in self.shadowed if value.origin == "input"}
         for segment in self.plan.segments:
             if segment.kind == "graph":
@@ -204,26 +188,24 @@ class PlanAssembler:
                     taken.append(segment)
                 continue
             taken.append(segment)
-            for index in segment.inputs:
-                state = values[index].state
-                if values[index].origin == "state" and state is not None:
-                    looked_up[index] = state
             steps.append(self._call_step(segment, shadows, static, available))
             available |= {index for index in segment.outputs if index in shadows}
-        copy_ins = tuple(
-            Shadow(self._slot(v.index), shadows[v.index], v) for v in self.shadowed if v.origin == "input"
-        )
-        sizes = tuple(
-            (self._slot(v.index), v.leaf, v.dim) for v in values if v.origin == "symbol" and v.dim >= 0
-        )
+        outside = (values[i] for segment in taken if segment.kind != "graph" for i in segment.inputs)
+        looked_up = {self._slot(v.index): v.state for v in outside if v.origin == "state" and v.state}
+        inputs = [value.index for value in self.shadowed if value.origin == "input"]
+        copy_ins = self._shadows(inputs, shadows)
+        symbols = (value for value in values if value.origin == "symbol" and value.dim >= 0)
         return StepPlan(
             bucket, self.num_leaves, len(values), copy_ins, tuple(steps),
-            tuple((self._slot(index), ref) for index, ref in looked_up.items()), sizes,
+            tuple(looked_up.items()), tuple((self._slot(v.index), v.leaf, v.dim) for v in symbols),
             tuple(self._result_item(leaf, static) for leaf in self.plan.result_leaves),
             self.check, self._check_before(taken), self.outputs, self.pool.begin_call,
             may_run_ahead=_are_repeatable(taken), step_metadata=self.step_metadata,
             copier=_copier_for(copy_ins[0].buffer.device) if copy_ins else None,
         )  # fmt: skip
+
+    def _shadows(self, indices: Sequence[int], shadows: Mapping[int, torch.Tensor]) -> tuple[Shadow, ...]:
+        return tuple(Shadow(self._slot(i), shadows[i], self.plan.values[i]) for i in indices)
 
     def _call_step(
         self,
@@ -233,31 +215,26 @@ class PlanAssembler:
         available: set[int],
     ) -> CallStep:
         values = self.plan.values
-        arguments: list[StaticArgument | int] = []
-        for index in segment.inputs:
-            value = values[index]
-            if value.origin == "graph":
-                arguments.append(StaticArgument(static[index], value, value.memory in segment.writes))
-            else:
-                arguments.append(self._slot(index))
+        arguments = tuple(
+            StaticArgument(static[value.index], value, value.memory in segment.writes)
+            if value.origin == "graph"
+            else self._slot(value.index)
+            for value in (values[index] for index in segment.inputs)
+        )
         renewed = [index for index in segment.outputs if index in shadows]
-        renewed += [
-            index
-            for index in sorted(available)
-            if values[index].memory in segment.writes and index not in renewed
-        ]
-        copies = tuple(Shadow(self._slot(index), shadows[index], values[index]) for index in renewed)
+        renewed += [i for i in sorted(available - {*renewed}) if values[i].memory in segment.writes]
+        copies = self._shadows(renewed, shadows)
         results = tuple(self._slot(index) for index in segment.outputs)
         taken = {values[index].memory for index in segment.inputs}
         made = enumerate(values[index] for index in segment.outputs)
         owned = tuple(at for at, value in made if value.is_tensor and value.memory not in taken)
         direct = self._direct_call(segment)
-        return CallStep(segment.function, segment.name, tuple(arguments), results, copies, direct, owned)
+        return CallStep(segment.function, segment.name, arguments, results, copies, direct, owned)
 
     def _direct_call(self, segment: Segment) -> DirectCall | None:
         """How to call the op itself; only what graphs own, and state whose looks are checked, looks the same
         at each call of one row count."""
-        call, op = segment.op_call, _op_of(segment)
+        call, op = segment.op_call, op_of(segment)
         origins = {self.plan.values[index].origin for index in segment.inputs}
         if call is None or op is None or origins - {"graph", "state"}:
             return None
@@ -282,12 +259,12 @@ class PlanAssembler:
             return ResultItem("static", tensor=static[source], value=value, clone=copied, memory=value.memory)
         if value.origin == "state":
             return ResultItem("state", state=value.state)
-        is_number = leaf.value if isinstance(leaf.value, type) else None
-        clone = copied and value.origin == "eager" and value.memory in self.graph_memory and is_number is None
-        slot = self._slot(source)
+        number_type = leaf.value if isinstance(leaf.value, type) else None
+        is_graphs = value.origin == "eager" and value.memory in self.graph_memory
         return ResultItem(
-            "slot", slot=slot, value=value, clone=clone, number_type=is_number, memory=value.memory
-        )
+            "slot", slot=self._slot(source), value=value, clone=copied and is_graphs and number_type is None,
+            number_type=number_type, memory=value.memory,
+        )  # fmt: skip
 
     def _check_before(self, segments: Sequence[Segment]) -> int:
         """The position of the first segment that may leave something behind which the same call would not
@@ -300,7 +277,8 @@ class PlanAssembler:
             origins = {value.origin for value in self.plan.values if value.memory in written}
             lasting = origins - ({"graph", "state"} if is_repeatable else {"graph"})
             # An op that nobody described may write what is none of its arguments.
-            is_known = is_repeatable or segment.kind == "graph" or all(map(_is_torchs, segment.op_names))
+            are_torchs = all("::" not in name or name.startswith("aten::") for name in segment.op_names)
+            is_known = is_repeatable or segment.kind == "graph" or are_torchs
             # Drawn once here, random numbers would be other ones in the eager call.
             draws = any(reason.code in ("random", "control_flow") for reason in segment.reasons)
             if lasting or draws or not is_known:
@@ -337,17 +315,8 @@ def _are_repeatable(segments: Sequence[Segment]) -> Callable[[], bool]:
 
 
 def _is_repeatable(segment: Segment) -> bool:
-    op = _op_of(segment)
+    op = op_of(segment)
     return op is not None and op.repeatable
-
-
-def _op_of(segment: Segment) -> BoundaryOp | None:
-    """The boundary op that is all the segment does, as it is declared now."""
-    return boundary_ops.lookup(segment.op_call.name) if segment.op_call is not None else None
-
-
-def _is_torchs(op_name: str) -> bool:
-    return "::" not in op_name or op_name.startswith("aten::")
 
 
 def state_check_of(plan: SegmentPlan) -> StateCheck:

@@ -1,19 +1,19 @@
-"""Lets boundary ops compile what their first call would, before a bucket is captured.
+"""Boundary ops in a warm-up: what their first call would compile is compiled ahead, and nothing is written.
 
-Boundary ops between graphs are not called by a capture, so what they compile on first use would be compiled
-while serving. An op that declares `warm_up=fn` has it called once per bucket, `fn(num_tokens)`, or
+A capture does not call the ops between graphs, so what they compile on first use would be compiled while
+serving. An op that declares `warm_up=fn` has it called once per bucket, `fn(num_tokens)`, or
 `fn(num_tokens, *args, **kwargs)` where it takes more: the arguments of such a call, to look at and not to
 touch.
 
-Captured ops really run, on a step of zero sequences, so that they write nothing [I8]. What such an op would
-have left in memory that the graph owns is stood in for, as it is for ops between graphs: random values, the
-same in each warm-up, and poison in padded rows [I3].
+Ops in graphs really run, on a step of zero sequences, so that they write nothing [I8]. What such an op would
+have left in memory that the graph owns is therefore stood in for, as it is for ops between graphs: random
+values, the same in each warm-up, and poison in padded rows [I3].
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -21,61 +21,37 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 import boundary_ops
+from boundary_ops import BoundaryOp
 from piecewise.row_samples import stand_in
 from piecewise.tensors import bound_arguments, storage_of, tensors_in
 from runners.rows import poison_value
 
 
-def warm_up_boundary(function: Callable[..., Any], num_tokens: int, arguments: Sequence[Any]) -> None:
-    """Calls the `warm_up` of each op in a boundary segment instead of the op.
+class BoundaryWarmUp(TorchFunctionMode):
+    """In this block the `warm_up` of each boundary op is called instead of the op.
 
     Args:
-        function: the segment, `function(num_tokens, *arguments)`.
-        arguments: of `num_tokens` rows each.
+        num_rows: of tensors that carry tokens.
     """
-    with _InsteadOfCalls(num_tokens):
-        function(num_tokens, *arguments)
 
-
-class _InsteadOfCalls(TorchFunctionMode):
-    def __init__(self, num_tokens: int) -> None:
+    def __init__(self, num_rows: int) -> None:
         super().__init__()
-        self._num_tokens = num_tokens
+        self._num_rows = num_rows
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         op = boundary_ops.lookup(func)
-        if op is None:
-            return func(*args, **(kwargs or {}))
-        call_warm_up(op, self._num_tokens, args, kwargs or {})
-        return None
+        return func(*args, **(kwargs or {})) if op is None else self._served(op, args, kwargs or {})
+
+    def _served(self, op: BoundaryOp, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        if op.warm_up is not None:
+            shown = (args, kwargs) if _takes_more(op.warm_up) else ((), {})
+            op.warm_up(self._num_rows, *shown[0], **shown[1])
 
 
-def call_warm_up(
-    op: boundary_ops.BoundaryOp, num_tokens: int, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> None:
-    """Calls an op's `warm_up`, if it has one, with as much of the call as it takes."""
-    if op.warm_up is None:
-        return
-    if _takes_more(op.warm_up):
-        warm_up: Callable[..., object] = op.warm_up
-        warm_up(num_tokens, *args, **kwargs)
-    else:
-        op.warm_up(num_tokens)
-
-
-@lru_cache(maxsize=64)
-def _takes_more(warm_up: Callable[..., object]) -> bool:
-    try:
-        parameters = inspect.signature(warm_up).parameters.values()
-    except ValueError:  # a builtin without a signature
-        return False
-    return any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters)
-
-
-class CapturedWarmUp(TorchFunctionMode):
-    """In this block boundary ops are warmed up, and what they write into the graph's own memory is made up.
+class CapturedWarmUp(BoundaryWarmUp):
+    """In this block boundary ops run, and what they write into the graph's own memory is made up.
 
     Args:
         outside: tensors that the graph does not own: their content is left alone.
@@ -86,28 +62,31 @@ class CapturedWarmUp(TorchFunctionMode):
     def __init__(
         self, outside: Iterable[torch.Tensor], *, num_rows: int, real_rows: int, variant: int
     ) -> None:
-        super().__init__()
+        super().__init__(num_rows)
         self._outside = {storage_of(tensor) for tensor in outside}
-        self._num_rows, self._real_rows, self._variant = num_rows, real_rows, variant
+        self._real_rows, self._variant = real_rows, variant
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        op = boundary_ops.lookup(func)
-        if op is None:
-            return func(*args, **(kwargs or {}))
+    def _served(self, op: BoundaryOp, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         if self._variant == 0:
-            call_warm_up(op, self._num_rows, args, kwargs or {})
-        self._stand_in(op, bound_arguments(op.overload, args, kwargs or {}))
-        return func(*args, **(kwargs or {}))
-
-    def _stand_in(self, op: boundary_ops.BoundaryOp, bound: Mapping[str, Any]) -> None:
+            super()._served(op, args, kwargs)
+        bound = bound_arguments(op.overload, args, kwargs)
         for name in op.mutated:
             for tensor in tensors_in(bound.get(name)):
-                if storage_of(tensor) in self._outside:
-                    continue
-                tensor.copy_(stand_in(tensor.shape, tensor, seed=0))
-                dim = (op.token_args or {}).get(name) if tensor.dtype.is_floating_point else None
-                if dim is not None and tensor.shape[dim] == self._num_rows:
-                    padded = tensor.narrow(dim, self._real_rows, self._num_rows - self._real_rows)
-                    padded.fill_(poison_value(tensor.dtype, self._variant))
+                if storage_of(tensor) not in self._outside:
+                    self._stand_in(tensor, (op.token_args or {}).get(name))
+        op(*args, **kwargs)
+
+    def _stand_in(self, tensor: torch.Tensor, dim: int | None) -> None:
+        tensor.copy_(stand_in(tensor.shape, tensor, seed=0))
+        if tensor.dtype.is_floating_point and dim is not None and tensor.shape[dim] == self._num_rows:
+            padded = tensor.narrow(dim, self._real_rows, self._num_rows - self._real_rows)
+            padded.fill_(poison_value(tensor.dtype, self._variant))
+
+
+@lru_cache(maxsize=64)
+def _takes_more(warm_up: Callable[..., object]) -> bool:
+    try:
+        parameters = inspect.signature(warm_up).parameters.values()
+    except ValueError:  # a builtin without a signature
+        return False
+    return any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters)

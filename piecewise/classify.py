@@ -13,7 +13,6 @@ from typing import Any
 import sympy
 import torch
 from torch import fx
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from piecewise import torch_internals as internals
 from piecewise.aliases import NodeFacts, fakes_of, is_tuple_item, view_chain, written_storages
@@ -21,7 +20,9 @@ from piecewise.analysis.rows.judge import Judge
 from piecewise.analysis.rows.walk import RowsWalk
 from piecewise.normalize import target_name
 from piecewise.tensors import storage_of, tensors_in
+from piecewise.token_dim import TokenSymbol
 from piecewise.torch_internals import SYMBOLIC
+from piecewise.trace import Trace
 
 REASONS: Mapping[str, str] = {
     "random": "draws random numbers, which a replay would repeat",
@@ -56,6 +57,15 @@ class Verdict:
     code: str = ""
     detail: str = ""
 
+    @classmethod
+    def of(cls, code: str, kind: str = "eager") -> Verdict:
+        return cls(kind, code, REASONS[code])
+
+
+def kind_outside(fact: NodeFacts) -> str:
+    """What a node runs as that must not be in a graph."""
+    return "eager" if fact.boundary is None else "boundary"
+
 
 class Classifier:
     """Classifies the nodes of one graph; `verdicts` has one entry per call node.
@@ -66,18 +76,18 @@ class Classifier:
 
     def __init__(
         self,
-        graph: fx.Graph,
+        trace: Trace,
         facts: Mapping[fx.Node, NodeFacts],
+        token: TokenSymbol,
         *,
-        symbol: sympy.Symbol,
-        shape_env: ShapeEnv | None,
-        device: torch.device,
         judge: Judge,
         forced: Mapping[fx.Node, Verdict],
         captures_boundaries: bool = False,
     ) -> None:
-        self.graph, self.facts, self.symbol, self.shape_env = graph, facts, symbol, shape_env
-        self.device, self.captures_boundaries = device, captures_boundaries
+        self.trace, self.facts, self.token = trace, facts, token
+        self.graph, self.shape_env, self.symbol = trace.graph.graph, trace.shape_env, token.symbol
+        self.captures_boundaries = captures_boundaries
+        self.device: torch.device = trace.example.leaves[token.anchor[0]].device
         self.verdicts: dict[fx.Node, Verdict] = {}
         self.judge = judge
         self._forced = dict(forced)
@@ -103,20 +113,13 @@ class Classifier:
 
     def symbols(self, value: Any) -> frozenset[sympy.Symbol]:
         """Free symbols of the sizes of a tensor (or of all in a tuple), or of a scalar."""
-        found: set[Any] = set()
-        for tensor in tensors_in(value):
-            for size in tensor.shape:
-                if not isinstance(size, int):
-                    found |= self._free(size)
-        if isinstance(value, SYMBOLIC):
-            found |= self._free(value)
-        return frozenset(found)
+        sizes = [value, *(size for tensor in tensors_in(value) for size in tensor.shape)]
+        return frozenset().union(*(self._free(size) for size in sizes if isinstance(size, SYMBOLIC)))
 
     def _free(self, scalar: Any) -> frozenset[sympy.Symbol]:
         known = self._exprs.get(id(scalar.node))
         if known is None:
-            expr = internals.expression(scalar, self.shape_env)
-            known = frozenset(expr.free_symbols) if expr is not None else frozenset()  # type: ignore[arg-type]
+            known = frozenset(internals.free_symbols([scalar], self.shape_env))
             self._exprs[id(scalar.node)] = known
         return known
 
@@ -139,7 +142,7 @@ class Classifier:
             if code is None and _is_number(node, fact):
                 return Verdict("scalar")
             code = code or self._by_symbols(fact, value)
-            verdict = Verdict("eager", code, REASONS[code]) if code else self._by_rows(node, fact, value)
+            verdict = Verdict.of(code) if code else self._by_rows(node, fact, value)
         if verdict.kind != "graph":
             self.rows.eager(node)
         return verdict
@@ -149,8 +152,8 @@ class Classifier:
         if mixes is None:
             return Verdict("graph")
         code = mixes.code
-        reads = any(self.carries_tokens(argument.meta["example_value"]) for argument in fact.reads)
-        results = [argument.meta["example_value"] for argument in fact.writes] or [value]
+        results = list(fakes_of(fact.writes)) if fact.writes else [value]
+        reads = any(map(self.carries_tokens, fakes_of(fact.reads)))
         if code == "mixes_tokens" and reads and not any(map(self.carries_tokens, results)):
             code = "consumes_token_dim"
         detail = mixes.detail if code == "unknown_op" else f"{REASONS[code]}: {mixes.detail}"
@@ -163,13 +166,13 @@ class Classifier:
         if "kept_out" in node.meta:
             return Verdict("boundary", "not_capturable", node.meta["kept_out"])
         if not fact.boundary.capture_safe:
-            return Verdict("boundary", "not_capture_safe", REASONS["not_capture_safe"])
+            return Verdict.of("not_capture_safe", "boundary")
         code = self._unrecordable(node, fact, None) or self._by_symbols(fact, None)
         if code is None and self._uses_count(node):
             code = "token_count_as_value"
         if code is None and not all(map(self.rows.is_prefix, fact.reads)):
             code = "mixes_tokens"
-        return Verdict("boundary", code, REASONS[code]) if code else Verdict("graph")
+        return Verdict.of(code, "boundary") if code else Verdict("graph")
 
     def _unrecordable(self, node: fx.Node, fact: NodeFacts, value: Any) -> str | None:
         if isinstance(node.target, torch._ops.HigherOrderOperator):
@@ -182,9 +185,8 @@ class Classifier:
             return "host_tensor"
         if fact.reads_back:
             return "reads_back"
-        seen = set(self.symbols(value))
-        for argument in node.all_input_nodes:
-            seen |= self.symbols(argument.meta.get("example_value"))
+        values = [value, *(argument.meta.get("example_value") for argument in node.all_input_nodes)]
+        seen = set().union(*map(self.symbols, values))
         if fact.data_dependent or any(internals.is_unbacked(symbol) for symbol in seen):
             return "data_dependent"
         return None
@@ -201,32 +203,24 @@ class Classifier:
 
     def _uses_count(self, node: fx.Node) -> bool:
         """Whether a size is among the node's arguments."""
-        counted = False
-
-        def look(argument: Any) -> Any:
-            nonlocal counted
-            value = argument.meta.get("example_value") if isinstance(argument, fx.Node) else argument
-            sizes = value if isinstance(value, torch.Size) else (value,)
-            counted = counted or any(
-                isinstance(size, SYMBOLIC) and bool(self.symbols(size)) for size in sizes
-            )
-            return argument
-
-        fx.node.map_aggregate((node.args, dict(node.kwargs)), look)
-        return counted
+        leaves: list[Any] = []
+        fx.node.map_aggregate((node.args, dict(node.kwargs)), leaves.append)
+        values = [leaf.meta.get("example_value") if isinstance(leaf, fx.Node) else leaf for leaf in leaves]
+        sizes = [size for value in values for size in (value if isinstance(value, torch.Size) else (value,))]
+        return any(isinstance(size, SYMBOLIC) and self.symbols(size) for size in sizes)
 
     def _shared_writes(self) -> dict[fx.Node, Verdict]:
         """Graph ops that write memory which an eager op also holds: they become eager."""
-        held = set(self._input_memory())
+        inputs = (placeholder.node for placeholder in self.trace.placeholders if placeholder.kind == "input")
+        held = set(map(storage_of, fakes_of(inputs)))
         for node, verdict in self.verdicts.items():
             if verdict.kind == "eager" and not self.facts[node].writes:
                 held |= self.facts[node].storages
-        found = {}
-        for node, verdict in self.verdicts.items():
-            if verdict.kind == "graph" and written_storages([self.facts[node]]) & held:
-                kind = "eager" if self.facts[node].boundary is None else "boundary"
-                found[node] = Verdict(kind, "shared_with_eager", REASONS["shared_with_eager"])
-        return found
+        return {
+            node: Verdict.of("shared_with_eager", kind_outside(self.facts[node]))
+            for node, verdict in self.verdicts.items()
+            if verdict.kind == "graph" and written_storages([self.facts[node]]) & held
+        }
 
     def _shared_copies(self) -> dict[fx.Node, Verdict]:
         """Memory whose rows lie apart when padded reaches eager ops as dense copies. Where one of them writes
@@ -237,8 +231,7 @@ class Classifier:
             if verdict.kind not in ("eager", "boundary"):
                 continue
             written |= written_storages([self.facts[node]])
-            takers = [*self.facts[node].reads, *([node] if self.facts[node].is_view else [])]
-            for taken in takers:
+            for taken in [*self.facts[node].reads, *([node] if self.facts[node].is_view else [])]:
                 for tensor in fakes_of([taken]):
                     looked_at.setdefault(storage_of(tensor), set()).add(taken)
         found = {}
@@ -248,33 +241,20 @@ class Classifier:
             for tensor in fakes_of([node]):
                 memory = storage_of(tensor)
                 shared = memory in written and len(looked_at.get(memory, ())) > 1
-                lies_apart = any(
-                    self.symbol in self._free(stride)
-                    for stride in tensor.stride()
-                    if not isinstance(stride, int)
-                )
-                if shared and lies_apart:
-                    found[node] = Verdict("eager", "shared_with_eager", REASONS["shared_with_eager"])
+                strides = (stride for stride in tensor.stride() if not isinstance(stride, int))
+                if shared and any(self.symbol in self._free(stride) for stride in strides):
+                    found[node] = Verdict.of("shared_with_eager")
         return found
-
-    def _input_memory(self) -> Iterable[int]:
-        for node in self.graph.find_nodes(op="placeholder"):
-            if node.meta.get("is_input"):
-                yield from map(storage_of, fakes_of([node]))
 
     def is_floating(self, node: fx.Node) -> bool:
         """A view that each consumer makes for itself from its base, so that it never crosses a border."""
         fact = self.facts.get(node)
-        return (
-            fact is not None
-            and fact.is_view
-            and self.verdicts[node].kind == "graph"
-            and not node.meta.get("pinned")
-        )
+        is_view = fact is not None and fact.is_view
+        return is_view and self._is_in_graph(node) and not node.meta.get("pinned")
 
     def view_chain(self, node: fx.Node) -> tuple[fx.Node, tuple[fx.Node, ...]]:
         """The tensor that a view is made of in each segment, and the views in between, in order."""
-        return view_chain(node, self.facts, is_link=lambda link: self.verdicts[link].kind == "graph")
+        return view_chain(node, self.facts, is_link=self._is_in_graph)
 
     def _taken_by(self, *kinds: str) -> Iterable[fx.Node]:
         """The call nodes that nodes of these kinds, or the caller, take."""
@@ -293,7 +273,7 @@ class Classifier:
             base, _ = self.view_chain(taken)
             taken.meta["pinned"] = True
             if not self._is_in_graph(base):
-                found[taken] = Verdict("eager", "view_for_boundary", REASONS["view_for_boundary"])
+                found[taken] = Verdict.of("view_for_boundary")
         return found
 
     def _borders(self) -> dict[fx.Node, Verdict]:

@@ -11,22 +11,21 @@ import torch
 from torch import fx, nn
 
 from piecewise import torch_internals as internals
-from piecewise.aliases import NodeFacts, find_facts, remove_dead_nodes
+from piecewise.aliases import NodeFacts, fakes_of, find_facts, remove_dead_nodes
 from piecewise.analysis.rows.counts import Sizes, valid_counts
 from piecewise.analysis.rows.judge import Judge
 from piecewise.aten_graph import AtenGraph
 from piecewise.captured_ops import MetadataMade, enabled_ops, fix_metadata_inputs, write_captured_forms
-from piecewise.classify import Classifier, Verdict
+from piecewise.classify import Classifier, Verdict, kind_outside
 from piecewise.config import PiecewiseConfig
 from piecewise.faults import LOWERING, MAX_CUTS, FaultFinder, SegmentFault
-from piecewise.normalize import normalize
+from piecewise.normalize import module_path, normalize, source_line
 from piecewise.passes import passes_for
 from piecewise.plan import SegmentPlan
 from piecewise.row_samples import resize_leaf
 from piecewise.same_program import has_same_program
-from piecewise.split import Splitter, module_path, source_line
+from piecewise.split import Splitter
 from piecewise.startup_times import StartupTimes
-from piecewise.tensors import tensors_in
 from piecewise.token_dim import TokenSymbol, find_token_symbol
 from piecewise.trace import ExampleCall, Trace, trace
 from runners.errors import CaptureError, TraceError
@@ -66,13 +65,19 @@ class TracedModel:
         Raises:
             CaptureError: an op lets padding reach real rows, and `strict` is set.
         """
-        self.splitter = Splitter(
-            self.trace, self.facts, self.token, classifier=self._classifier(), num_dead_ops=self.num_dead_ops,
-            keeps_own=self.keeps_own,
+        classifier = Classifier(
+            self.trace, self.facts, self.token, judge=self.judge, forced=self.forced,
+            captures_boundaries=self.captures_boundaries,
         )  # fmt: skip
+        self.splitter = Splitter(classifier, num_dead_ops=self.num_dead_ops, keeps_own=self.keeps_own)
         for node, verdict in self.splitter.verdicts.items() if strict else ():
             if verdict.code in _STRICT:
-                raise _strict_error(node, verdict)
+                where = f"{module_path(node) or 'forward'} ({source_line(node)})"
+                raise CaptureError(
+                    f"op '{node.name}' in {where} {verdict.detail}",
+                    rule="no padded row reaches a real row, and nothing depends on the padded count [I3]",
+                    fix="rewrite it row by row, declare it (boundary_ops.declare_rows), or drop strict=True",
+                )
         return self.splitter.cut()
 
     def heed(self, fault: SegmentFault, plan: SegmentPlan) -> bool:
@@ -89,14 +94,12 @@ class TracedModel:
         if found is not None:
             wrong = dict([found])
         elif fault.variant is not None:
-            wrong = dict.fromkeys(
-                finder.nodes, Verdict("eager", "mixes_tokens", f"{fault.what}: {fault.got}")
-            )
+            verdict = Verdict("eager", "mixes_tokens", f"{fault.what}: {fault.got}")
+            wrong = dict.fromkeys(finder.nodes, verdict)
         else:
             return False
         for node, verdict in wrong.items():
-            kind = "eager" if self.facts[node].boundary is None else "boundary"
-            self.forced[node] = dataclasses.replace(verdict, kind=kind)
+            self.forced[node] = dataclasses.replace(verdict, kind=kind_outside(self.facts[node]))
         self.num_cuts += 1
         return True
 
@@ -121,31 +124,9 @@ class TracedModel:
             plan, self.graphs = fuse(plan, names, num_rows=num_rows, move_weights=move_weights)
             return plan
 
-    def _classifier(self) -> Classifier:
-        leaf, _ = self.token.anchor
-        return Classifier(
-            self.trace.graph.graph,
-            self.facts,
-            symbol=self.token.symbol,
-            shape_env=self.trace.shape_env,
-            device=self.trace.example.leaves[leaf].device,
-            judge=self.judge,
-            forced=self.forced,
-            captures_boundaries=self.captures_boundaries,
-        )
-
 
 # Reasons that `strict` does not let pass.
 _STRICT = ("mixes_tokens", "unknown_op", "not_recordable")
-
-
-def _strict_error(node: fx.Node, verdict: Verdict) -> CaptureError:
-    """Which op mixes tokens, and where the user wrote it."""
-    return CaptureError(
-        f"op '{node.name}' in {module_path(node) or 'forward'} ({source_line(node)}) {verdict.detail}",
-        rule="no padded row reaches a real row, and nothing depends on the padded count [I3]",
-        fix="rewrite it row by row, declare it (boundary_ops.declare_rows), or drop strict=True",
-    )
 
 
 def trace_model(
@@ -175,21 +156,15 @@ def _ints_that_decide(traced: Trace) -> list[int]:
     """Int arguments whose symbol is in a guard or in the shape of some tensor."""
     sizes = internals.symbolic_sizes(traced.shape_env)
     ints = [(expr, leaf) for (leaf, dim), expr in sizes.items() if dim < 0 and expr.is_Symbol]
-    seen = {
-        symbol for guard in internals.guard_expressions(traced.shape_env) for symbol in guard.free_symbols
-    }
-    for node in traced.graph.graph.nodes if ints else ():
-        for tensor in tensors_in(node.meta.get("example_value")):
-            for size in tensor.shape:
-                expr = internals.expression(size, traced.shape_env)
-                seen |= expr.free_symbols if expr is not None else set()
+    guards = internals.guard_expressions(traced.shape_env)
+    seen: set[Any] = {symbol for guard in guards for symbol in guard.free_symbols}
+    for tensor in fakes_of(traced.graph.graph.nodes) if ints else ():
+        seen |= internals.free_symbols(tensor.shape, traced.shape_env)
     return sorted(leaf for symbol, leaf in ints if symbol in seen)
 
 
 def prepare(traced: Trace, config: PiecewiseConfig) -> TracedModel:
     """Brings a traced graph into the form that is classified and cut."""
-    for placeholder in traced.placeholders:
-        placeholder.node.meta["is_input"] = placeholder.kind == "input"
     numbers = [leaf.index for leaf in traced.result_leaves if leaf.kind == "output" and leaf.value is float]
     normalize(traced.graph, shape_env=traced.shape_env, numbers=numbers)
     step_metadata = write_captured_forms(traced, config)
@@ -218,8 +193,8 @@ def example_of_size(traced: TracedModel, num_tokens: int) -> ExampleCall:
     leaves = list(traced.trace.example.leaves)
     for carried in traced.token.inputs:
         sizes = list(leaves[carried.leaf].shape)
-        for dim, expr in carried.dims.items():
-            sizes[dim] = int(expr.subs(traced.token.symbol, num_tokens))
+        for dim, size in carried.dims.items():
+            sizes[dim] = size(num_tokens)
         passed, resized = leaves[carried.leaf], resize_leaf(leaves[carried.leaf], sizes)
         leaves = [resized if leaf is passed else leaf for leaf in leaves]  # also where it is passed twice
     return traced.trace.example.with_leaves(leaves)

@@ -20,14 +20,16 @@ from typing import Any
 import torch
 from torch import fx
 
+from piecewise.analysis.rows.walk import makes_empty
 from piecewise.classify import Verdict
 from piecewise.index_bounds import CheckedIndices
-from piecewise.padding import poison_padding_
+from piecewise.normalize import source_line
 from piecewise.plan import Segment, ValueSpec
-from piecewise.recordable import recorders
+from piecewise.poison import poison_padding_
 from piecewise.segment_graph import SegmentWriter
-from piecewise.split import Splitter, source_line
+from piecewise.split import Splitter
 from piecewise.tensors import tensors_in
+from runners.engine import GraphEngine, GraphPool, engine_for
 from runners.errors import CaptureError, told
 from runners.rows import narrow_to
 
@@ -44,16 +46,8 @@ class SegmentFault(CaptureError):
         variant: the padding with which it failed; None where it was being recorded.
     """
 
-    segment: Segment
-    function: Callable[..., Any]
-    arguments: tuple[torch.Tensor, ...]
-    bucket: int
-    real_rows: int
-    variant: int | None
-
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         error: CaptureError,
         segment: Segment,
         function: Callable[..., Any],
@@ -62,12 +56,10 @@ class SegmentFault(CaptureError):
         bucket: int,
         real_rows: int,
         variant: int | None,
-    ) -> SegmentFault:
-        """The error with what it takes to find its cause."""
-        found = cls(error.what, expected=error.expected, got=error.got, rule=error.rule, fix=error.fix)
-        found.segment, found.function, found.arguments = segment, function, tuple(arguments)
-        found.bucket, found.real_rows, found.variant = bucket, real_rows, variant
-        return found
+    ) -> None:
+        super().__init__(error.what, expected=error.expected, got=error.got, rule=error.rule, fix=error.fix)
+        self.segment, self.function, self.arguments = segment, function, tuple(arguments)
+        self.bucket, self.real_rows, self.variant = bucket, real_rows, variant
 
 
 class FaultFinder:
@@ -76,17 +68,15 @@ class FaultFinder:
     Args:
         splitter: the cut.
         values: the plan's values.
+    Attributes:
+        nodes: the nodes of the segment.
     """
 
     def __init__(self, splitter: Splitter, values: Sequence[ValueSpec], fault: SegmentFault) -> None:
         self._splitter, self._values, self._fault = splitter, values, fault
         self._writer: SegmentWriter = splitter.writers[fault.segment.index]
+        self.nodes = self._writer.nodes
         self._specs = [values[index] for index in fault.segment.inputs]
-
-    @property
-    def nodes(self) -> tuple[fx.Node, ...]:
-        """The nodes of the segment."""
-        return self._writer.nodes
 
     def blames_lowering(self) -> bool:
         """Whether the segment's own kernels do right, where another form of them failed."""
@@ -94,27 +84,20 @@ class FaultFinder:
         if own is None or self._fault.function is own or variant is None:
             return False
         try:
-            first, second = (self._real_rows(self._run(own, each)) for each in (0, variant))
+            first, second = (self._real_results(own, each) for each in (0, variant))
         except Exception:
             return False
-        return all(map(_same, first, second))
+        return all(are_same(rows, second[index]) for index, rows in first.items())
 
     def is_the_models(self) -> bool:
         """Whether the segment fails on real rows alone, too."""
         own = self._fault.segment.own_function
-        if (
-            own is None
-            or self._fault.variant is None
-            or not all(spec.padded.is_prefix for spec in self._specs)
-        ):
+        are_prefixes = all(spec.padded.is_prefix for spec in self._specs)
+        if own is None or self._fault.variant is None or not are_prefixes:
             return False
         rows = self._fault.real_rows
-        given = [
-            (
-                narrow_to(tensor, spec.sizes(rows)) if spec.token_dims and spec.sizes is not None else tensor
-            ).clone()
-            for spec, tensor in zip(self._specs, self._fault.arguments, strict=True)
-        ]
+        pairs = zip(self._specs, self._fault.arguments, strict=True)
+        given = [spec.real_rows(tensor, rows).clone() for spec, tensor in pairs]
         try:
             with checked_indices(given):
                 own(rows, *given)
@@ -126,9 +109,10 @@ class FaultFinder:
         """The first node that cannot be recorded, or whose real rows change with padding, if one tells."""
         return self._first_unrecordable() if self._fault.variant is None else self._first_mixing()
 
-    def _run(self, function: Callable[..., Any], variant: int) -> list[torch.Tensor]:
+    def _real_results(self, function: Callable[..., Any], variant: int) -> dict[int, torch.Tensor]:
         with checked_indices(self._fault.arguments):
-            return list(function(self._fault.bucket, *self._given(variant)))
+            outputs = function(self._fault.bucket, *self._given(variant))
+        return real_results(self._fault.segment, self._values, outputs, self._fault.real_rows)
 
     def _given(self, variant: int) -> list[torch.Tensor]:
         copies = [tensor.clone() for tensor in self._fault.arguments]
@@ -136,31 +120,21 @@ class FaultFinder:
             poison_padding_(tensor, spec, self._fault.real_rows, self._fault.bucket, variant=variant)
         return copies
 
-    def _real_rows(self, outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        specs = [self._values[index] for index in self._fault.segment.outputs]
-        return [
-            narrow_to(tensor, spec.sizes(self._fault.real_rows)) if spec.token_dims and spec.sizes else tensor
-            for spec, tensor in zip(specs, outputs, strict=True)
-            if spec.padded.is_prefix and spec.memory not in self._fault.segment.unwritten
-        ]
-
     def _first_mixing(self) -> tuple[fx.Node, Verdict] | None:
         assert self._fault.variant is not None
         runs = [self._steps(self._given(each)) for each in (0, self._fault.variant)]
         with checked_indices(self._fault.arguments):
-            while True:
-                node: fx.Node | None = None
+            for (node, first, is_mode), (_, second, _) in zip(*runs, strict=True):
                 try:
-                    values = []
-                    for run in runs:
-                        node, call, is_mode = next(run)
-                        values.append(call() if not is_mode or run is runs[0] else None)
-                except StopIteration:
-                    return None
+                    values = [first(), None if is_mode else second()]
                 except Exception as error:
                     return self._faulty(node, f"it fails on padded rows: {told(error)}")
+                if node is not None and makes_empty(node):
+                    for garbage in tensors_in(values):  # other garbage in each run
+                        garbage.zero_()
                 if node is not None and not self._agrees(node, values):
                     return self._faulty(node, "its real rows change with padded ones")
+        return None
 
     def _faulty(self, node: fx.Node | None, seen: str) -> tuple[fx.Node, Verdict] | None:
         if node is None:
@@ -173,24 +147,33 @@ class FaultFinder:
         rows_of = self._splitter.classifier.rows
         if not rows_of.is_prefix(node):
             return True
-        sizes = self._splitter.classifier.judge
-        at = self._fault.real_rows
-        index = int(sizes.known.counts.searchsorted(at))
+        counts = self._splitter.classifier.judge.known.counts
+        index = int(counts.searchsorted(self._fault.real_rows))
         for rows, left, right in zip(rows_of.rows_of(node), *map(tensors_in, values), strict=True):
             real = [int(size.values[index]) for size in rows.sizes]
-            if not _same(narrow_to(left, real), narrow_to(right, real)):
+            if not are_same(narrow_to(left, real), narrow_to(right, real)):
                 return False
         return True
 
     def _first_unrecordable(self) -> tuple[fx.Node, Verdict] | None:
+        """Each node is recorded alone. Fakes do not show what a kernel of somebody's does inside, and the
+        tape does: reading values back, say. What only CUDA refuses, a capture shows."""
         device = next((tensor.device for tensor in self._fault.arguments), torch.device("cpu"))
-        with recorders(device) as refusal:
+        names = dict.fromkeys(("tape", engine_for("auto", device).name))
+        engines = [engine_for(name, device) for name in names]
+        pools = [(engine, engine.new_pool(device)) for engine in engines]
+        try:
             for node, call, is_mode in self._steps([tensor.clone() for tensor in self._fault.arguments]):
-                why = refusal(call, node.name) if node is not None and not is_mode else None
-                if node is not None and why is not None:
-                    return node, Verdict("eager", "not_recordable", why)
+                for engine, pool in pools if node is not None and not is_mode else ():
+                    assert node is not None
+                    why = _refusal(call, node.name, engine, pool)
+                    if why is not None:
+                        return node, Verdict("eager", "not_recordable", why)
                 with checked_indices(self._fault.arguments):
                     call()
+        finally:
+            for _, pool in pools:
+                pool.release()
         return None
 
     def _steps(
@@ -200,24 +183,31 @@ class FaultFinder:
         changes modes. A node's call comes before the next one is asked for."""
         writer = self._writer
         originals = {copy: node for node, copy in writer.copies.items() if isinstance(copy, fx.Node)}
-        given = iter([self._fault.bucket, *inputs])
-        env: dict[fx.Node, Any] = {}
+        runs = fx.Interpreter(fx.GraphModule(writer.modules, writer.graph))
+        runs.args_iter = iter([self._fault.bucket, *inputs])
         for copy in writer.graph.nodes:
-            if copy.op == "placeholder":
-                env[copy] = next(given)
-            elif copy.op == "get_attr":
-                env[copy] = writer.modules[str(copy.target)]
-            elif copy.op != "output":
 
-                def call(copy: fx.Node = copy) -> Any:
-                    args, kwargs = fx.node.map_arg((copy.args, dict(copy.kwargs)), lambda node: env[node])
-                    if copy.op == "call_method":
-                        env[copy] = getattr(args[0], str(copy.target))(*args[1:], **kwargs)
-                    else:
-                        env[copy] = copy.target(*args, **kwargs)  # type: ignore[operator]
-                    return env[copy]
+            def call(copy: fx.Node = copy) -> Any:
+                runs.env[copy] = runs.run_node(copy)
+                return runs.env[copy]
 
+            if copy.op.startswith("call"):
                 yield originals.get(copy), call, "autocast" in str(copy.target)
+            elif copy.op != "output":
+                call()
+
+
+def _refusal(call: Callable[[], Any], name: str, engine: GraphEngine, pool: GraphPool) -> str | None:
+    """Why the engine cannot record a call, or None."""
+    try:
+        engine.capture(lambda: [call()], pool=pool, segment=name).reset()
+    except CaptureError as error:
+        return f"{error.what}: {error.got}" if error.got else error.what
+    except RuntimeError as error:
+        return f"cannot be captured: {str(error).splitlines()[0]}"
+    finally:
+        pool.end_bucket()
+    return None
 
 
 def checked_indices(arguments: Sequence[Any]) -> Any:
@@ -225,7 +215,19 @@ def checked_indices(arguments: Sequence[Any]) -> Any:
     return CheckedIndices() if any(getattr(each, "is_cuda", False) for each in arguments) else nullcontext()
 
 
-def _same(left: torch.Tensor, right: torch.Tensor) -> bool:
+def real_results(
+    segment: Segment, values: Sequence[ValueSpec], outputs: Sequence[torch.Tensor], num_rows: int
+) -> dict[int, torch.Tensor]:
+    """Value index → real rows, of the results whose real rows lead and were written."""
+    return {
+        index: values[index].real_rows(tensor, num_rows)
+        for index, tensor in zip(segment.outputs, outputs, strict=True)
+        if values[index].padded.is_prefix and values[index].memory not in segment.unwritten
+    }
+
+
+def are_same(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Whether all values are equal; NaN is the same as NaN here."""
     equal = left == right
     if left.dtype.is_floating_point:
         equal |= (left != left) & (right != right)

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 
 import boundary_ops
+from boundary_ops import BoundaryOp
 from piecewise.plan import InputAt, Segment, ValueSpec
 
 
@@ -30,7 +31,9 @@ def with_free_strides(
 
     def is_free(value: ValueSpec) -> bool:
         is_read = value.index in taken and value.index not in bound
-        return value.origin == "graph" and in_memory[value.memory] == 1 and is_read and _ends_dense(value)
+        # Eager's elements of one row lie side by side, as they go on to do.
+        is_dense = value.strides is not None and value.strides(2)[-1:] == (1,)
+        return value.origin == "graph" and in_memory[value.memory] == 1 and is_read and is_dense
 
     return tuple(
         dataclasses.replace(value, strides=None, any_strides=True, geometry=f"{value.geometry}, any strides")
@@ -42,28 +45,22 @@ def with_free_strides(
 
 def takers_of_any_strides(segments: Sequence[Segment], values: Sequence[ValueSpec]) -> set[str]:
     """Names of the boundary ops on whose declaration it depends that values have no strides of eager's."""
-    return {
-        segment.op_call.name
-        for segment in segments
-        if segment.op_call is not None and any(values[index].any_strides for index in segment.inputs)
-    }
+    takers = (segment for segment in segments if any(values[index].any_strides for index in segment.inputs))
+    return {segment.op_call.name for segment in takers if segment.op_call is not None}
+
+
+def op_of(segment: Segment) -> BoundaryOp | None:
+    """The boundary op that is all the segment does, as it is declared now."""
+    return boundary_ops.lookup(segment.op_call.name) if segment.op_call is not None else None
 
 
 def _counted_on(segment: Segment) -> set[int]:
     """The inputs whose strides the segment may count on."""
-    op = boundary_ops.lookup(segment.op_call.name) if segment.op_call is not None else None
+    op = op_of(segment)
     if segment.op_call is None or op is None:
         return set(segment.inputs)
-    names = [argument.name for argument in op.overload._schema.arguments]
-    passed = zip(names, segment.op_call.arguments, strict=False)
     return {
         segment.inputs[argument.position]
-        for name, argument in passed
-        if isinstance(argument, InputAt) and name not in op.any_strides
+        for named, argument in zip(op.overload._schema.arguments, segment.op_call.arguments, strict=False)
+        if isinstance(argument, InputAt) and named.name not in op.any_strides
     }
-
-
-def _ends_dense(value: ValueSpec) -> bool:
-    """Whether eager's elements of one row lie side by side, as they go on to do."""
-    strides = value.strides(2) if value.strides is not None else ()
-    return bool(strides) and strides[-1] == 1

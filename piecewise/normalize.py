@@ -19,6 +19,7 @@
 from __future__ import annotations
 
 import operator
+import re
 from collections.abc import Collection
 from typing import Any
 
@@ -35,6 +36,7 @@ from piecewise.torch_internals import SYMBOLIC
 from runners.errors import SplitError
 
 _GRAD_SWITCHES = ("_set_grad_enabled", "_enter_inference_mode", "_exit_inference_mode")
+_REGIONS = ("_enter_autocast", "_exit_autocast", *_GRAD_SWITCHES)
 # Higher-order ops that run their first graph module on the remaining arguments, unconditionally and once.
 _WRAPPERS = (
     "wrap",
@@ -55,6 +57,32 @@ def target_name(node: fx.Node) -> str:
     if isinstance(target, torch._ops.OpOverloadPacket):
         return target._qualified_op_name
     return getattr(target, "__name__", str(target))
+
+
+def module_path(node: fx.Node) -> str:
+    """The innermost module that called this op, as a user writes it: ``layers.0.self_attn``."""
+    stack = node.meta.get("nn_module_stack")
+    if not stack:
+        return ""
+    path = list(stack.values())[-1][0]
+    path = path.replace("L['model']", "").replace("['", ".").replace("']", "")
+    path = path.replace("._modules", "")
+    # A forward wrapped by a bound method is reached through a private attribute of the same module.
+    return re.sub(r"\._\w+(\.\w+)*?\.__self__", "", path).strip(".")
+
+
+def source_line(node: fx.Node, *, outside: str | None = None) -> str:
+    """The user's line: ``modeling.py:42, in forward: x = x[-1:]``; frames in the folder `outside` are left
+    out."""
+    lines = (node.meta.get("stack_trace") or "").strip().splitlines()
+    places = [index for index, line in enumerate(lines) if line.strip().startswith("File ")]
+    places = [index for index in places if outside is None or outside not in lines[index]]
+    if not places:
+        return ""
+    index = places[-1]
+    where = lines[index].strip().removeprefix("File ")
+    code = lines[index + 1].strip() if index + 1 < len(lines) else ""
+    return f"{where}: {code}" if code else where
 
 
 _DROPOUTS = (F.dropout, torch.dropout, torch.dropout_, torch.ops.aten.dropout, torch.ops.aten.dropout.default)
@@ -113,43 +141,34 @@ def _copy_inner(graph: fx.GraphModule, node: fx.Node, inner: fx.GraphModule, arg
     """Copies `inner`'s nodes in front of `node`; returns what stands for inner's output."""
     values: dict[fx.Node, Any] = dict(zip(inner.graph.find_nodes(op="placeholder"), arguments, strict=True))
     with graph.graph.inserting_before(node):
-        for inner_node in inner.graph.nodes:
-            if inner_node.op == "get_attr":
-                name = f"{node.name}_{inner_node.name}"
-                setattr(graph, name, getattr(inner, str(inner_node.target)))
-                values[inner_node] = graph.graph.create_node("get_attr", name)
-                values[inner_node].meta = dict(inner_node.meta)
-            elif inner_node.op not in ("placeholder", "output"):
-                values[inner_node] = graph.graph.node_copy(inner_node, lambda old: values[old])
-    return fx.node.map_arg(inner.graph.output_node().args[0], lambda old: values[old])
+        for held in inner.graph.find_nodes(op="get_attr"):
+            name = f"{node.name}_{held.name}"
+            setattr(graph, name, getattr(inner, str(held.target)))
+            values[held] = graph.graph.create_node("get_attr", name)
+            values[held].meta = dict(held.meta)
+        return graph.graph.graph_copy(inner.graph, values)
 
 
 def _wrapped_module(graph: fx.GraphModule, node: fx.Node) -> tuple[fx.GraphModule | None, list[Any]]:
     if node.op == "call_module":
         inner = graph.get_submodule(str(node.target))
-        return (
-            (inner, list(node.args)) if isinstance(inner, fx.GraphModule) and not node.kwargs else (None, [])
-        )
-    if node.op != "call_function" or not isinstance(node.target, torch._ops.HigherOrderOperator):
-        return None, []
-    if node.target.name() not in _WRAPPERS:
-        return None, []
-    for position, argument in enumerate(node.args):
-        if isinstance(argument, fx.Node) and argument.op == "get_attr":
-            held = getattr(graph, str(argument.target), None)
-            if isinstance(held, fx.GraphModule):
-                return held, [item for item in node.args[position + 1 :] if not isinstance(item, str)]
+        if isinstance(inner, fx.GraphModule) and not node.kwargs:
+            return inner, list(node.args)
+    elif isinstance(node.target, torch._ops.HigherOrderOperator) and node.target.name() in _WRAPPERS:
+        for position, argument in enumerate(node.args):
+            if isinstance(argument, fx.Node) and argument.op == "get_attr":
+                held = getattr(graph, str(argument.target), None)
+                if isinstance(held, fx.GraphModule):
+                    return held, [item for item in node.args[position + 1 :] if not isinstance(item, str)]
     return None, []
 
 
 def _refuse_reshaping_in_place(graph: fx.Graph) -> None:
     for node in graph.nodes:
         if node.op.startswith("call") and target_name(node).rsplit("::", 1)[-1] in _RESHAPE_IN_PLACE:
-            lines = [
-                line.strip() for line in (node.meta.get("stack_trace") or "").splitlines() if line.strip()
-            ]
+            line = source_line(node)
             raise SplitError(
-                f"forward calls '{target_name(node)}'" + (f" ({'; '.join(lines[-2:])})" if lines else ""),
+                f"forward calls '{target_name(node)}'" + (f" ({line})" if line else ""),
                 rule="a tensor keeps its shape and strides while graphs are cut out of forward",
                 fix=f"use the form without the trailing underscore, '{target_name(node).rstrip('_')}'",
             )
@@ -217,30 +236,22 @@ def _lift_regions(graph: fx.Graph) -> None:
             open_regions.append((node, tuple(node.args)))
         elif name == "_exit_autocast":
             open_regions = [region for region in open_regions if region[0] is not node.args[0]]
-            graph.erase_node(node)
-        elif name in _GRAD_SWITCHES:
-            if not node.users:
-                graph.erase_node(node)
-        elif node.op.startswith("call"):
+        elif name not in _GRAD_SWITCHES and node.op.startswith("call"):
             node.meta["autocast"] = tuple(arguments for _, arguments in open_regions)
-    for node in list(graph.nodes):
-        if node.op == "call_function" and target_name(node) in ("_enter_autocast", *_GRAD_SWITCHES):
+    for node in reversed(list(graph.nodes)):  # an exit takes what its entry has made
+        if node.op == "call_function" and target_name(node) in _REGIONS:
             graph.erase_node(node)
 
 
 def _move_getitems(graph: fx.Graph) -> None:
     for node in list(graph.nodes):
         value = node.meta.get("example_value")
-        if (
-            node.op.startswith("call")
-            and isinstance(value, (tuple, list))
-            and not isinstance(value, torch.Size)
-        ):
-            anchor = node
-            for user in list(node.users):
-                if user.op == "call_function" and user.target is operator.getitem:
-                    anchor.append(user)
-                    anchor = user
+        is_tuple = isinstance(value, (tuple, list)) and not isinstance(value, torch.Size)
+        anchor = node
+        for user in list(node.users) if is_tuple and node.op.startswith("call") else ():
+            if user.op == "call_function" and user.target is operator.getitem:
+                anchor.append(user)
+                anchor = user
 
 
 def _unwrap_numbers(graph: fx.Graph, numbers: Collection[int]) -> None:
@@ -248,13 +259,10 @@ def _unwrap_numbers(graph: fx.Graph, numbers: Collection[int]) -> None:
     items = list(output.args[0])  # type: ignore[arg-type]
     for position in numbers:
         carrier = items[position]
-        number = (
-            carrier.args[0]
-            if isinstance(carrier, fx.Node) and carrier.target is torch.scalar_tensor
-            else None
-        )
-        if isinstance(number, fx.Node) and isinstance(number.meta.get("example_value"), SYMBOLIC):
-            items[position] = number
+        if isinstance(carrier, fx.Node) and carrier.target is torch.scalar_tensor:
+            number = carrier.args[0]
+            if isinstance(number, fx.Node) and isinstance(number.meta.get("example_value"), SYMBOLIC):
+                items[position] = number
     output.args = (tuple(items),)
 
 
@@ -296,37 +304,30 @@ def _renew_views(graph: fx.Graph, memory: set[int]) -> None:
 
 def _rename_in_place_results(graph: fx.Graph) -> None:
     for node in list(graph.nodes):
-        value = node.meta.get("example_value")
-        if not node.op.startswith("call") or not isinstance(value, torch.Tensor) or not node.args:
-            continue
-        written = node.args[0]
-        if not isinstance(written, fx.Node) or not _writes_first_argument(node):
-            continue
-        source = written.meta.get("example_value")
-        if (
-            isinstance(source, torch.Tensor)
-            and storage_of(source) == storage_of(value)
-            and _same_view(source, value)
-        ):
-            node.replace_all_uses_with(written)
+        written = node.args[0] if node.op.startswith("call") and node.args else None
+        if isinstance(written, fx.Node) and _writes_first_argument(node):
+            source, value = written.meta.get("example_value"), node.meta.get("example_value")
+            if (
+                isinstance(source, torch.Tensor)
+                and isinstance(value, torch.Tensor)
+                and _same_view(source, value)
+            ):
+                node.replace_all_uses_with(written)
 
 
 def _writes_first_argument(node: fx.Node) -> bool:
     name = target_name(node).rsplit("::", 1)[-1]
     if name.startswith("__") and name.endswith("__"):
         return name.startswith("__i") and name not in ("__invert__", "__index__", "__int__")
-    in_place_operator = getattr(node.target, "__module__", "") == "_operator" and name.startswith("i")
-    flagged = node.kwargs.get("inplace") is True
-    return (
-        name.endswith("_")
-        or flagged
-        or (in_place_operator and name not in ("inv", "invert", "index", "is_", "is_not"))
-    )
+    if getattr(node.target, "__module__", "") == "_operator" and name.startswith("i"):
+        return name not in ("inv", "invert", "index", "is_", "is_not")
+    return name.endswith("_") or node.kwargs.get("inplace") is True
 
 
 def _same_view(left: torch.Tensor, right: torch.Tensor) -> bool:
-    return left is right or (
-        str(tuple(left.shape)) == str(tuple(right.shape))
-        and str(tuple(left.stride())) == str(tuple(right.stride()))
-        and str(left.storage_offset()) == str(right.storage_offset())
-    )
+    """Whether two fakes look at the same elements; no guard on their sizes is made."""
+
+    def look(fake: torch.Tensor) -> str:
+        return f"{storage_of(fake)} {[*fake.shape]} {[*fake.stride()]} {fake.storage_offset()}"
+
+    return left is right or look(left) == look(right)

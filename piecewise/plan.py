@@ -1,9 +1,8 @@
 """What compile time hands to run time: frozen data, no FX object and no CUDA object.
 
 A `SegmentPlan` is one trace cut into segments. Its segments exchange numbered values. A `ValueSpec` says
-where a
-value comes from and how large it is, as plain functions of the row count: the padded count inside graphs,
-the real count outside them [I1].
+where a value comes from and how large it is, as plain functions of the row count: the padded count inside
+graphs, the real count outside them [I1].
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ from typing import Any
 import torch
 
 from piecewise.structure import Structure
+from runners.rows import narrow_to
 from runners.state_check import StateFacts, StateRef
 
 Sizes = Callable[..., tuple[int, ...]]
@@ -83,6 +83,15 @@ class ValueSpec:
     @property
     def is_tensor(self) -> bool:
         return self.dtype is not None
+
+    def real_rows(self, tensor: torch.Tensor, num_rows: int) -> torch.Tensor:
+        """The leading rows of the value's padded tensor, as a view; all of one that carries no tokens."""
+        follows = self.token_dims and self.sizes is not None
+        return narrow_to(tensor, self.sizes(num_rows)) if follows else tensor  # type: ignore[misc]
+
+    def number_in(self, leaves: Sequence[Any]) -> Any:
+        """What a value of origin "symbol" is for one call's leaves."""
+        return leaves[self.leaf] if self.dim < 0 else leaves[self.leaf].shape[self.dim]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -161,7 +170,8 @@ class Segment:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class InputRule:
-    """How an input's dims follow the token count: dim → size as a function of it."""
+    """How an input's dims follow the token count: dim → size as a function of it; the size of `anchor_dim` is
+    the count itself, −1 for none."""
 
     leaf: int
     dims: Mapping[int, Callable[[int], int]]
@@ -276,19 +286,12 @@ class SegmentPlan:
     def holds_at(self, num_tokens: int, leaves: Sequence[Any]) -> bool:
         """Whether the trace holds for so many tokens, with the other sizes of a call's leaves."""
         is_within = self.max_rows is None or num_tokens <= self.max_rows
-        return is_within and self.is_valid(num_tokens, *self.other_sizes(leaves))
-
-    def other_sizes(self, leaves: Sequence[Any]) -> list[int]:
-        """Values of the symbols that are not the token count, for one call."""
-        sizes = []
-        for index in self.symbols:
-            value = self.values[index]
-            sizes.append(leaves[value.leaf] if value.dim < 0 else leaves[value.leaf].shape[value.dim])
-        return sizes
+        others = (self.values[index].number_in(leaves) for index in self.symbols)
+        return is_within and self.is_valid(num_tokens, *others)
 
     @property
     def coverage(self) -> float:
         """Share of the model's ops that are in graph segments; boundary ops are not counted."""
-        graph = sum(segment.num_ops for segment in self.segments if segment.kind == "graph")
+        graph = sum(segment.num_ops for segment in self.graph_segments())
         total = sum(segment.num_ops for segment in self.segments if segment.kind != "boundary")
         return graph / total if total else 0.0

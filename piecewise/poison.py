@@ -1,8 +1,12 @@
 """What padded rows and static memory are filled with, to see whether anything depends on them [I2, I3].
 
 Before a replay all static memory is overwritten: a replay that reads what an earlier one left there shows.
-During the replay each padded row is overwritten as soon as the plan has set it: a real row that depends on
-one shows. Weights, state and inputs are never touched.
+During the replay, as in a warm-up, each padded row is overwritten as soon as it is set: a real row that
+depends on one shows. Weights, state and inputs are never touched.
+
+A padded row that repeats a real one is given another one, the same in all values; integers that an op bounds
+are given the ends of their range; anything else gets NaN and large numbers, and integers that are no index,
+since nothing is indexed by it. On a CUDA device such an integer would end its use, should a rule be wrong.
 """
 
 from __future__ import annotations
@@ -14,11 +18,14 @@ from typing import Any, cast
 
 import torch
 
-from piecewise.padding import OTHER_ROWS, poison_padding_
 from piecewise.plan import ValueSpec
 from runners.bound_steps import Call, CopyInputs
-from runners.rows import poison_value
+from runners.rows import padded_parts, poison_value, repeat_row_
 from runners.step_plan import CallStep, ReplayStep, Shadow, StaticArgument, StepPlan
+
+_NO_INDEX = 1 << 30
+# The variant for which padded rows repeat a real one, whatever they may hold.
+OTHER_ROWS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,13 +60,40 @@ def poisons_for(engine: str, *, is_padded: bool) -> tuple[Poison, ...]:
     return (AS_SERVED, *nan, *_FINITE)
 
 
+def poison_padding_(
+    tensor: torch.Tensor, value: ValueSpec, num_rows: int, bucket: int, *, variant: int
+) -> None:
+    """Fills the padded rows of a value at a bucket, of whose rows `num_rows` are real, with what it was
+    proven for."""
+    if not value.token_dims or value.sizes is None or not value.padded.is_prefix:
+        return
+    sizes = value.sizes(num_rows)
+    if value.padded.is_real or variant == OTHER_ROWS:
+        repeat_row_(tensor, sizes, value.units, row=variant)
+        return
+    filling = _filling(tensor, value.padded.bounds(bucket), variant)
+    for part in padded_parts(tensor, sizes):
+        part.fill_(filling)
+
+
+def _filling(tensor: torch.Tensor, bounds: tuple[int | None, int | None], variant: int) -> float | int | bool:
+    dtype = tensor.dtype
+    if dtype.is_floating_point or dtype.is_complex or dtype is torch.bool:
+        return poison_value(dtype, variant)
+    low, high = bounds
+    limits = torch.iinfo(dtype)
+    if low is None:
+        low = max(-_NO_INDEX, limits.min) if tensor.device.type == "cpu" else min(high or 0, 0)
+    if high is None:
+        high = min(_NO_INDEX, limits.max) if tensor.device.type == "cpu" else max(low, 0)
+    return (low, high)[variant % 2]
+
+
 def shadows_of(steps: StepPlan) -> dict[int, Shadow]:
     """Value index → the static buffer that graphs read in its place."""
-    found = {}
-    calls = [step for step in steps.steps if isinstance(step, CallStep)]
-    for shadow in [*steps.copy_ins, *(s for step in calls for s in step.copies)]:
-        found[cast(ValueSpec, shadow.value).index] = shadow
-    return found
+    calls = (step for step in steps.steps if isinstance(step, CallStep))
+    shadows = [*steps.copy_ins, *(shadow for step in calls for shadow in step.copies)]
+    return {cast(ValueSpec, shadow.value).index: shadow for shadow in shadows}
 
 
 def spoil_static_memory(steps: StepPlan, pool: Any, poison: Poison) -> None:

@@ -12,6 +12,7 @@ import inspect
 import itertools
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -50,18 +51,11 @@ def repeated_layers(model: nn.Module) -> list[RepeatedLayer]:
 
     def walk(module: nn.Module, source: str) -> None:
         children = {key: child for key, child in module._modules.items() if child is not None}
-        if isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
-            kinds = [type(child) for child in children.values()]
-            alike = {
-                key: child
-                for key, child in children.items()
-                if kinds.count(type(child)) >= _MIN_LAYERS and _is_worth_it(child)
-            }
-        else:
-            alike = {}
+        is_container = isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential))
+        kinds = Counter(map(type, children.values()))
         for key, child in children.items():
             place = f"{source}._modules[{key!r}]"
-            if key in alike:
+            if is_container and kinds[type(child)] >= _MIN_LAYERS and _is_worth_it(child):
                 found.setdefault(id(child), RepeatedLayer(next(_numbers), child, place))
             else:
                 walk(child, place)
@@ -71,10 +65,9 @@ def repeated_layers(model: nn.Module) -> list[RepeatedLayer]:
 
 
 def _is_worth_it(layer: nn.Module) -> bool:
-    is_plain = "forward" not in layer.__dict__ and not isinstance(
-        layer, (torch.jit.ScriptModule, torch.fx.GraphModule)
-    )
-    return is_plain and sum(1 for _ in layer.modules()) > _MIN_SUBMODULES
+    is_code = isinstance(layer, (torch.jit.ScriptModule, torch.fx.GraphModule))
+    is_large = sum(1 for _ in layer.modules()) > _MIN_SUBMODULES
+    return is_large and not is_code and "forward" not in layer.__dict__
 
 
 # Layers that are ops now. The modules outlive that: somebody else's trace of the same model may have seen the

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 
 import torch
 
@@ -25,8 +25,5 @@ def stand_in(sizes: Sequence[int], like: torch.Tensor, *, seed: int) -> torch.Te
     return torch.randn(tuple(sizes), generator=generator, device=like.device).to(like.dtype)
 
 
-@contextmanager
-def unchanged_random_state(device: torch.device) -> Iterator[None]:
-    devices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices):
-        yield
+def unchanged_random_state(device: torch.device) -> AbstractContextManager[None]:
+    return torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])

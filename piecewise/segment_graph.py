@@ -24,8 +24,8 @@ from torch.utils._sympy.interp import sympy_interp
 import boundary_ops
 from piecewise import torch_internals as internals
 from piecewise.aten_graph import function_of
-from piecewise.formulas import RowFormulas
 from piecewise.plan import InputAt, OpCall
+from piecewise.sizes import RowFormulas
 from piecewise.torch_internals import SYMBOLIC
 
 if TYPE_CHECKING:
@@ -37,7 +37,11 @@ _serial = itertools.count()
 
 class SegmentWriter:
     """Copies `nodes` of the splitter's graph into a new graph, with what they need from outside as
-    placeholders."""
+    placeholders.
+
+    Attributes:
+        inputs: placeholder → index of the value that it stands for.
+    """
 
     def __init__(self, splitter: Splitter, kind: str, nodes: Sequence[fx.Node]) -> None:
         self.splitter, self.kind, self.nodes = splitter, kind, tuple(nodes)
@@ -47,27 +51,19 @@ class SegmentWriter:
         self.copies: dict[fx.Node, Any] = {}
         self._scalars: dict[Any, Any] = {}
         self._symbols: dict[sympy.Symbol, fx.Node] = {splitter.token.symbol: self.rows}
-        self._inputs: list[tuple[fx.Node, int]] = []
+        self.inputs: dict[fx.Node, int] = {}
         self.modules: dict[str, Any] = {}
         self._last_placeholder = self.rows
 
     def write(self) -> SegmentWriter:
         """Copies the nodes; outputs are added by `finish`."""
-        region: tuple = ()
-        entered: list[fx.Node] = []
-        for node in self.nodes:
-            wanted = node.meta.get("autocast", ())
-            if wanted != region:
-                self._close(entered)
-                entered = [self.graph.call_function(_enter_autocast, arguments) for arguments in wanted]
-                region = wanted
-            self._copy(node)
-        self._close(entered)
+        for region, nodes in itertools.groupby(self.nodes, lambda node: node.meta.get("autocast", ())):
+            entered = [self.graph.call_function(_enter_autocast, arguments) for arguments in region]
+            for node in nodes:
+                self._copy(node)
+            for opened in reversed(entered):
+                self.graph.call_function(_exit_autocast, (opened,))
         return self
-
-    def _close(self, entered: list[fx.Node]) -> None:
-        for opened in reversed(entered):
-            self.graph.call_function(_exit_autocast, (opened,))
 
     def _copy(self, node: fx.Node) -> None:
         args, kwargs = fx.node.map_aggregate((node.args, dict(node.kwargs)), self._argument)
@@ -79,39 +75,31 @@ class SegmentWriter:
             return self._scalar(node) if isinstance(node, SYMBOLIC) else node
         if node in self.copies:
             return self.copies[node]
-        verdict = self.splitter.verdicts.get(node)
-        if node.op == "get_attr" and not isinstance(
-            getattr(self.splitter.trace.graph, str(node.target)), torch.Tensor
-        ):
-            self.modules[str(node.target)] = getattr(self.splitter.trace.graph, str(node.target))
-            self.copies[node] = self.graph.create_node("get_attr", str(node.target))
-            return self.copies[node]
         value = node.meta.get("example_value")
-        if verdict is not None and self.splitter.classifier.is_floating(node):
+        if node.op == "get_attr":
+            value = getattr(self.splitter.trace.graph, str(node.target))
+            if not isinstance(value, torch.Tensor):
+                self.modules[str(node.target)] = value
+                self.copies[node] = self.graph.create_node("get_attr", str(node.target))
+                return self.copies[node]
+        if self.splitter.classifier.is_floating(node):
             base, chain = self.splitter.classifier.view_chain(node)
             self._argument(base)
             for view in chain:
                 if view not in self.copies:
                     self._copy(view)
             return self.copies[node]
-        if (
-            isinstance(value, torch.Tensor)
-            or node.op == "get_attr"
-            or (verdict is not None and verdict.kind == "eager")
-        ):
-            return self._input(node)
-        return self._scalar(value)
-
-    def _input(self, node: fx.Node) -> fx.Node:
+        if not isinstance(value, torch.Tensor) and not self.splitter.is_eager(node):
+            return self._scalar(value)
         self.copies[node] = self._placeholder(self.splitter._value(node))
         self.input_nodes.append(node)
         return self.copies[node]
 
     def _placeholder(self, value: int) -> fx.Node:
         with self.graph.inserting_after(self._last_placeholder):
-            placeholder = self.graph.placeholder(f"v{len(self._inputs)}")
+            placeholder = self.graph.placeholder(f"v{len(self.inputs)}")
         self._last_placeholder = placeholder
-        self._inputs.append((placeholder, value))
+        self.inputs[placeholder] = value
         return placeholder
 
     def _scalar(self, value: Any) -> Any:
@@ -147,9 +135,6 @@ class SegmentWriter:
         with self.graph.inserting_after(copy):
             self.graph.call_method("zero_", (copy,))
 
-    def input_values(self) -> list[int]:
-        return [value for _, value in self._inputs]
-
     def op_call(self) -> OpCall | None:
         """The one call of a boundary op that the segment is; None where it computes anything beside."""
         op = boundary_ops.lookup(self.nodes[0].target)
@@ -159,7 +144,7 @@ class SegmentWriter:
             return None
         schema = op.overload._schema.arguments
         given = dict(zip((argument.name for argument in schema), call.args, strict=False)) | call.kwargs
-        places: dict[Any, Any] = {node: InputAt(at) for at, (node, _) in enumerate(self._inputs)}
+        places: dict[Any, Any] = {node: InputAt(at) for at, node in enumerate(self.inputs)}
         arguments = []
         for argument in schema:
             value = given.get(argument.name, argument.default_value)
@@ -175,8 +160,8 @@ class SegmentWriter:
         """Closes the graph and compiles it; equal sources share one function object through `functions`."""
         self.graph.output(tuple(self.copies[node] for node in outputs))
         code = self.graph.python_code("self")
-        foreign = tuple((name, id(value)) for name, value in sorted(code.globals.items()))
-        key = (code.src, foreign, tuple((name, id(module)) for name, module in sorted(self.modules.items())))
+        named = [*sorted(code.globals.items()), *sorted(self.modules.items())]
+        key = code.src, tuple((name, id(value)) for name, value in named)
         if key not in functions:
             functions[key] = function_of(self.graph, self.modules), self._stable_key(code, functions)
         return functions[key]

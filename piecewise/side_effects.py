@@ -47,7 +47,7 @@ class StateSnapshot:
         for path, container, before in self._entries.values():
             if isinstance(container, dict):
                 changed += _restore_dict(path, container, before)
-            elif not _same_items(container, before):
+            elif _items(container) != _items(before):
                 changed.append(path)
                 container.clear()
                 (container.update if isinstance(container, set) else container.extend)(before)
@@ -63,7 +63,6 @@ def _restore_dict(path: str, table: dict[Any, Any], before: dict[Any, Any]) -> l
     return [f"{path}.{key}" if path else str(key) for key in keys]
 
 
-def _same_items(now: Any, seen: Any) -> bool:
-    if isinstance(seen, set):
-        return bool(now == seen)
-    return len(now) == len(seen) and all(left is right for left, right in zip(now, seen, strict=True))
+def _items(container: Any) -> Any:
+    """What is compared of a container: which objects it holds, in order, or what a set holds."""
+    return container if isinstance(container, set) else [*map(id, container)]

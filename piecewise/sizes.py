@@ -1,13 +1,17 @@
-"""Shapes and strides as plain functions of the row count."""
+"""Shapes and strides as plain functions of the row count, and as ops of a graph."""
 
 from __future__ import annotations
 
+import math
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import sympy
 import torch
+from torch import fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils._sympy.reference import PythonReferenceAnalysis
 
 from piecewise import torch_internals as internals
 
@@ -55,3 +59,36 @@ def holds(conditions: Callable[..., tuple]) -> Callable[..., bool]:
             return False
 
     return check
+
+
+def _floor(value: float) -> float:
+    return float(math.floor(value))
+
+
+def _ceil(value: float) -> float:
+    return float(math.ceil(value))
+
+
+def _recorded(function: Callable[..., Any], num_arguments: int) -> Any:
+    """`function` on its first arguments (the rest is a dtype), noted as one call where one is a proxy."""
+
+    def apply(*arguments: Any) -> Any:
+        taken = arguments[:num_arguments]
+        proxy = next((item for item in taken if isinstance(item, fx.Proxy)), None)
+        if proxy is None:
+            return function(*taken)
+        return proxy.tracer.create_proxy("call_function", function, taken, {})
+
+    return staticmethod(apply)
+
+
+class RowFormulas(PythonReferenceAnalysis):
+    """Interprets a sympy expression over numbers or FX proxies, which torch's own reference does not take for
+    all ops."""
+
+    truediv = int_truediv = _recorded(operator.truediv, 2)
+    floor_to_int, ceil_to_int = _recorded(math.floor, 1), _recorded(math.ceil, 1)
+    trunc_to_int, round_to_int = _recorded(math.trunc, 1), _recorded(round, 1)
+    floor, ceil = _recorded(_floor, 1), _recorded(_ceil, 1)
+    round_decimal = _recorded(round, 2)
+    exp, log, log2, sqrt = (_recorded(function, 1) for function in (math.exp, math.log, math.log2, math.sqrt))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -57,17 +58,13 @@ class SlotRate:
         One more graph saves ever fewer padded slots and always displaces as many, so the sum falls up to the
         best number and rises after it: that number is found by halving.
         """
-        low, high = 1, most_graphs
-        while low < high:
-            middle = (low + high) // 2
-            if self._total(steps, plan_of(middle)) <= self._total(steps, plan_of(middle + 1)):
-                high = middle
-            else:
-                low = middle + 1
-        return plan_of(low)
 
-    def _total(self, steps: Histogram, sizes: tuple[int, ...]) -> float:
-        return padded_slots(steps, sizes) + self.slots(len(sizes))
+        def total(num_graphs: int) -> float:
+            sizes = plan_of(num_graphs)
+            return padded_slots(steps, sizes) + self.slots(len(sizes))
+
+        numbers = range(1, most_graphs)
+        return plan_of(1 + bisect_left(numbers, True, key=lambda number: total(number) <= total(number + 1)))
 
 
 def padded_slots(steps: Histogram, sizes: tuple[int, ...]) -> float:

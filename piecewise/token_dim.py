@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import sympy
@@ -19,41 +19,23 @@ from torch import fx
 
 import boundary_ops
 from piecewise import torch_internals as internals
-from piecewise.aliases import NodeFacts, tensor_arguments
-from piecewise.normalize import target_name
-from piecewise.tensors import storage_of, tensors_in
+from piecewise.aliases import NodeFacts, fakes_of
+from piecewise.normalize import source_line, target_name
+from piecewise.plan import InputRule
+from piecewise.tensors import storage_of
 from piecewise.trace import Trace
 from runners.errors import TokenDimError
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class InputTokens:
-    """Where an input tensor carries tokens: dim → size as an expression of the token symbol."""
-
-    leaf: int
-    dims: Mapping[int, sympy.Expr]
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
 class TokenSymbol:
-    """The token count's symbol, its value in the example, and the inputs that carry it."""
+    """The token count's symbol, its value in the example, the inputs that carry it, and the (leaf, dim) whose
+    size is exactly the count."""
 
     symbol: sympy.Symbol
     example_num_tokens: int
-    inputs: tuple[InputTokens, ...]
-
-    @property
-    def anchor(self) -> tuple[int, int]:
-        """(leaf, dim) whose size is exactly the token count."""
-        for carried in self.inputs:
-            for dim, expr in carried.dims.items():
-                if expr == self.symbol:
-                    return carried.leaf, dim
-        raise TokenDimError(
-            f"no input has a dim of exactly the token count '{self.symbol}'",
-            rule="the count is read from an input's shape on each call",
-            fix="pass one tensor with a dim of num_tokens",
-        )
+    inputs: tuple[InputRule, ...]
+    anchor: tuple[int, int]
 
 
 def find_token_symbol(trace: Trace, facts: Mapping[fx.Node, NodeFacts]) -> TokenSymbol:
@@ -72,7 +54,7 @@ def find_token_symbol(trace: Trace, facts: Mapping[fx.Node, NodeFacts]) -> Token
             fix="declare the op with boundary_ops.define or boundary_ops.register, and call it in forward; "
             "for a transformers model use boundary_ops.huggingface.attach(model, cache)",
         )
-    outside = _outside_storages(trace)
+    outside = set(map(storage_of, fakes_of(placeholder.node for placeholder in trace.placeholders)))
     candidates: set[sympy.Symbol] | None = None
     for node, fact in boundaries:
         carried = _symbols_carried(node, fact, trace, outside)
@@ -80,58 +62,43 @@ def find_token_symbol(trace: Trace, facts: Mapping[fx.Node, NodeFacts]) -> Token
         if candidates and len(candidates) == 1:
             break
     symbol = _only(candidates or set(), trace, boundaries[0][0])
-    inputs = _inputs_carrying(trace, symbol)
     _make_the_rest_static(trace, symbol)
-    found = TokenSymbol(symbol, _hint(trace, symbol), inputs)
-    _ = found.anchor
-    return found
-
-
-def _outside_storages(trace: Trace) -> set[int]:
-    values = [placeholder.node.meta.get("example_value") for placeholder in trace.placeholders]
-    return {storage_of(tensor) for value in values for tensor in tensors_in(value)}
+    inputs = _inputs_carrying(trace, symbol)
+    anchor = next(((rule.leaf, rule.anchor_dim) for rule in inputs if rule.anchor_dim >= 0), None)
+    if anchor is None:
+        raise TokenDimError(
+            f"no input has a dim of exactly the token count '{symbol}'",
+            rule="the count is read from an input's shape on each call",
+            fix="pass one tensor with a dim of num_tokens",
+        )
+    leaf, dim = anchor
+    return TokenSymbol(symbol, int(trace.example.leaves[leaf].shape[dim]), inputs, anchor)
 
 
 def _symbols_carried(node: fx.Node, fact: NodeFacts, trace: Trace, outside: set[int]) -> set[sympy.Symbol]:
     """Symbols that this boundary call's tokens may have: one where an argument's dim is declared."""
     assert fact.boundary is not None
-    bound: dict[str, Any] = dict(node.kwargs)
-    for argument, value in zip(fact.boundary.overload._schema.arguments, node.args, strict=False):
-        bound[argument.name] = value
+    names = (argument.name for argument in fact.boundary.overload._schema.arguments)
+    bound: dict[str, Any] = {**node.kwargs, **dict(zip(names, node.args, strict=False))}
     for name, dim in (fact.boundary.token_args or {}).items():
         value = bound[name].meta.get("example_value") if isinstance(bound.get(name), fx.Node) else None
         if isinstance(value, torch.Tensor):
-            return _symbols_of(value.shape[dim : dim + 1 or None], trace)
-    written = [
-        tensor
-        for argument in fact.writes
-        for tensor in tensors_in(argument.meta["example_value"])
-        if storage_of(tensor) not in outside
-    ]
+            return internals.free_symbols(value.shape[dim : dim + 1 or None], trace.shape_env)
+    written = [_symbols_of(t, trace) for t in fakes_of(fact.writes) if storage_of(t) not in outside]
     if written:
-        return set.intersection(*(_symbols_of(tensor.shape, trace) for tensor in written))
-    carried = [
-        _symbols_of(t.shape, trace)
-        for argument in fact.reads
-        for t in tensors_in(argument.meta["example_value"])
-    ]
-    carried = [symbols for symbols in carried if symbols]
+        return set.intersection(*written)
+    carried = [symbols for tensor in fakes_of(fact.reads) if (symbols := _symbols_of(tensor, trace))]
     return set.intersection(*carried) if carried else set()
 
 
-def _symbols_of(sizes: Sequence[Any], trace: Trace) -> set[sympy.Symbol]:
-    exprs = [internals.expression(size, trace.shape_env) for size in sizes]
-    return {symbol for expr in exprs if expr is not None for symbol in expr.free_symbols}  # type: ignore[misc]
+def _symbols_of(tensor: torch.Tensor, trace: Trace) -> set[sympy.Symbol]:
+    return internals.free_symbols(tensor.shape, trace.shape_env)
 
 
 def _only(candidates: set[sympy.Symbol], trace: Trace, node: fx.Node) -> sympy.Symbol:
     where = _where(node)
     described = _describe_inputs(trace)
-    if not candidates and any(
-        _symbols_of(t.shape, trace)
-        for arg in tensor_arguments(node)
-        for t in tensors_in(arg.meta["example_value"])
-    ):
+    if not candidates and any(_symbols_of(tensor, trace) for tensor in fakes_of(node.all_input_nodes)):
         raise TokenDimError(
             f"the arguments of {where} have no symbolic dim in common",
             expected="one token count in all of them",
@@ -140,10 +107,12 @@ def _only(candidates: set[sympy.Symbol], trace: Trace, node: fx.Node) -> sympy.S
             fix='declare it: boundary_ops.define(..., token_args={"q": 0, "out": 0})',
         )
     if not candidates:
+        places = internals.specialisation_places(trace.shape_env)
+        fixed = f"; fixed at {', '.join(places)}" if places else ""
         raise TokenDimError(
             f"the arguments of {where} have no symbolic dim",
             expected="a token count that stays symbolic",
-            got=f"sizes fixed by the example; inputs: {described}" + _specialised_at(trace),
+            got=f"sizes fixed by the example; inputs: {described}{fixed}",
             rule="the token count must be traced as a symbol [I10]",
             fix="pass an example of two or more tokens, and remove what fixes the count (int(n), log(n), "
             "x.unbind(0), a slice of constant length)" + _ints_in_schema(node),
@@ -161,32 +130,20 @@ def _only(candidates: set[sympy.Symbol], trace: Trace, node: fx.Node) -> sympy.S
     return next(iter(candidates))
 
 
-def _specialised_at(trace: Trace) -> str:
-    places = internals.specialisation_places(trace.shape_env)
-    return f"; fixed at {', '.join(places)}" if places else ""
-
-
 def _ints_in_schema(node: fx.Node) -> str:
     """What to do about `int` arguments of the op: a trace fixes them, and the count they are made of."""
     op = boundary_ops.lookup(node.target)
-    names = (
-        [argument.name for argument in op.overload._schema.arguments if str(argument.type) == "int"]
-        if op
-        else []
-    )
-    if not names:
+    arguments = op.overload._schema.arguments if op is not None else ()
+    listed = ", ".join(repr(argument.name) for argument in arguments if str(argument.type) == "int")
+    if not listed:
         return ""
-    listed = ", ".join(map(repr, names))
     return f"; an int argument fixes what it is computed from: declare {listed} as SymInt in the op's schema"
 
 
 def _where(node: fx.Node) -> str:
     """The op and the user's line that calls it; the frames of the op's own library are left out."""
-    own = os.path.dirname(boundary_ops.__file__)
-    trace_text = node.meta.get("stack_trace") or ""
-    lines = [line.strip() for line in trace_text.splitlines() if line.strip().startswith("File ")]
-    theirs = [line for line in lines if own not in line]
-    return f"'{target_name(node)}'" + (f" ({theirs[-1]})" if theirs else "")
+    line = source_line(node, outside=os.path.dirname(boundary_ops.__file__))
+    return f"'{target_name(node)}'" + (f" ({line})" if line else "")
 
 
 def _describe_inputs(trace: Trace) -> str:
@@ -198,15 +155,17 @@ def _describe_inputs(trace: Trace) -> str:
     return ", ".join(parts) or "no tensors"
 
 
-def _inputs_carrying(trace: Trace, symbol: sympy.Symbol) -> tuple[InputTokens, ...]:
+def _inputs_carrying(trace: Trace, symbol: sympy.Symbol) -> tuple[InputRule, ...]:
+    def size(expr: sympy.Expr) -> Callable[[int], int]:
+        function = internals.compile_expressions([expr], [symbol])
+        return lambda rows: function(rows)[0]
+
     found = []
-    for placeholder in trace.placeholders:
-        if placeholder.kind != "input":
-            continue
-        sizes = trace.symbols_of_leaf(placeholder.leaf)
-        dims = {dim: expr for dim, expr in enumerate(sizes) if symbol in expr.free_symbols}
+    for leaf in (placeholder.leaf for placeholder in trace.placeholders if placeholder.kind == "input"):
+        exprs = trace.symbols_of_leaf(leaf)
+        dims = {dim: size(expr) for dim, expr in enumerate(exprs) if symbol in expr.free_symbols}
         if dims:
-            found.append(InputTokens(placeholder.leaf, dims))
+            found.append(InputRule(leaf, dims, exprs.index(symbol) if symbol in exprs else -1))
     return tuple(found)
 
 
@@ -215,19 +174,8 @@ def _make_the_rest_static(trace: Trace, symbol: sympy.Symbol) -> None:
     tokens."""
     for placeholder in trace.placeholders:
         value = placeholder.node.meta.get("example_value")
-        if not isinstance(value, torch.Tensor):
+        if not isinstance(value, torch.Tensor) or symbol not in _symbols_of(value, trace):
             continue
-        exprs = [internals.expression(size, trace.shape_env) for size in value.shape]
-        if not any(expr is not None and symbol in expr.free_symbols for expr in exprs):
-            continue
-        for size, expr in zip(value.shape, exprs, strict=True):
-            if expr is not None and expr.free_symbols and symbol not in expr.free_symbols:
+        for size, others in [(size, internals.free_symbols([size], trace.shape_env)) for size in value.shape]:
+            if others and symbol not in others:
                 int(size)  # adds Eq(other, hint) to the ShapeEnv; later `simplify` returns the constant
-
-
-def _hint(trace: Trace, symbol: sympy.Symbol) -> int:
-    for carried in _inputs_carrying(trace, symbol):
-        for dim, expr in carried.dims.items():
-            if expr == symbol:
-                return int(trace.example.leaves[carried.leaf].shape[dim])
-    return 0

@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections import OrderedDict
+from collections import Counter
 
 from runners.errors import PiecewiseError
 from runners.stats import FallbackReason
 
 _MAX_LISTED = 16
-
-
-@dataclasses.dataclass(slots=True)
-class _Kind:
-    count: int = 0
-    note: str = ""
 
 
 class UnseenCalls:
@@ -25,16 +18,16 @@ class UnseenCalls:
     """
 
     def __init__(self, max_refused: int) -> None:
-        self._kinds: OrderedDict[str, _Kind] = OrderedDict()
+        self._counts: Counter[str] = Counter()
+        self._notes: dict[str, str] = {}
         self._refused: dict[str, tuple[FallbackReason, str]] = {}
         self._max_refused = max_refused
 
     def note(self, text: str, note: str = "") -> None:
         """Counts one call; `note` says why no graph serves it, where more is known than that it is new."""
-        if text in self._kinds or len(self._kinds) < _MAX_LISTED:
-            kind = self._kinds.setdefault(text, _Kind())
-            kind.count += 1
-            kind.note = note or kind.note
+        if text in self._counts or len(self._counts) < _MAX_LISTED:
+            self._counts[text] += 1
+            self._notes[text] = note or self._notes.get(text, "")
 
     def refuse(self, text: str, reason: FallbackReason, error: PiecewiseError) -> None:
         """Notes that a capture of this kind failed, so that it is not tried again."""
@@ -53,11 +46,11 @@ class UnseenCalls:
     def listed(self) -> dict[str, int]:
         """Each kind in words, with the count of its calls."""
         found = {}
-        for text, kind in self._kinds.items():
-            note = f", {kind.note}" if kind.note else ""
+        for text, count in self._counts.items():
+            note = f", {self._notes[text]}" if self._notes[text] else ""
             if text in self._refused:
                 reason, error = self._refused[text]
                 untraced = reason is FallbackReason.CAPTURE_FAILED
                 note = f", {'cannot be traced' if untraced else 'not captured'}: {error}"
-            found[text + note] = kind.count
+            found[text + note] = count
         return found

@@ -2,7 +2,7 @@
 
 Three runs per graph segment, on the same real rows and other padding: what was proven for each op has to
 hold for the segment as it was lowered, so the real rows of its results must be the same bits. Padded rows
-hold what the proof allows them (`padding.py`).
+hold what the proof allows them (`poison.py`).
 
 Boundary ops between graphs are not called; what they write is filled with random real rows and poison. Those
 in graphs run on a step of zero sequences (`boundary_warm_up.py`). Eager segments are called, on the real
@@ -19,19 +19,21 @@ from typing import Any
 
 import torch
 
-from piecewise.boundary_warm_up import CapturedWarmUp, warm_up_boundary
-from piecewise.faults import SegmentFault, checked_indices
-from piecewise.padding import poison_padding_
+from piecewise.boundary_warm_up import BoundaryWarmUp, CapturedWarmUp
+from piecewise.faults import SegmentFault, are_same, checked_indices, real_results
 from piecewise.plan import Segment, SegmentPlan, ValueSpec
+from piecewise.poison import poison_padding_
 from piecewise.row_samples import resize_leaf, stand_in
 from piecewise.streams import StreamForms
 from runners.errors import CaptureError
 from runners.piecewise_runner import PiecewiseRunner
 from runners.rows import has_strides, narrow_to, padded_parts, poison_value, repeat_row_
 
+_INPUTS = ("input", "symbol")
+
 
 class WarmUp:
-    """Warm-ups of one plan; one `run` per bucket."""
+    """Warm-ups of one plan; one `run` per bucket, of `num_steps` (one or more) runs of each segment."""
 
     def __init__(
         self,
@@ -67,7 +69,7 @@ class WarmUp:
             elif segment.kind == "eager":
                 self._run_eager(segment, made, eager, shadows, real_rows)
             else:
-                arguments = self._arguments(segment, made)
+                arguments = static_arguments(segment, self.plan.values, made)
                 if segment.views_only:
                     outputs: Sequence[torch.Tensor] = segment.function(bucket, *arguments)
                 else:
@@ -80,18 +82,20 @@ class WarmUp:
 
     def _inputs(self, real_rows: int) -> dict[int, Any]:
         """Value index → the example's input at `real_rows`; a copy where the call writes it."""
-        found: dict[int, Any] = {}
-        for value in self.plan.values:
-            if value.origin == "symbol":
-                leaf = self.leaves[value.leaf]
-                found[value.index] = leaf if value.dim < 0 else leaf.shape[value.dim]
-            elif value.origin == "input":
-                leaf = self.leaves[value.leaf]
-                if isinstance(leaf, torch.Tensor) and value.token_dims and value.sizes is not None:
-                    leaf = resize_leaf(leaf.detach(), value.sizes(real_rows))
-                written = value.leaf in self.plan.written_leaves and isinstance(leaf, torch.Tensor)
-                found[value.index] = leaf.clone() if written else leaf
+        found = {v.index: self._input(v, real_rows) for v in self.plan.values if v.origin in _INPUTS}
+        for index, given in found.items():
+            if isinstance(given, torch.Tensor) and self.plan.values[index].leaf in self.plan.written_leaves:
+                found[index] = given.clone()
         return found
+
+    def _input(self, value: ValueSpec, num_rows: int) -> Any:
+        """The example's input, or the size of one, at so many rows."""
+        if value.origin == "symbol":
+            return value.number_in(self.leaves)
+        leaf = self.leaves[value.leaf]
+        if not isinstance(leaf, torch.Tensor) or value.sizes is None:
+            return leaf
+        return resize_leaf(leaf.detach(), value.sizes(num_rows))
 
     def _fill_shadows(
         self, shadows: Mapping[int, torch.Tensor], inputs: Mapping[int, Any], real_rows: int
@@ -119,7 +123,7 @@ class WarmUp:
         copied_back: list[tuple[torch.Tensor, torch.Tensor]] = []
         for value in (self.plan.values[index] for index in segment.inputs):
             if value.origin == "graph":
-                rows = _real_rows(value, made[value.index], real_rows)
+                rows = value.real_rows(made[value.index], real_rows)
                 wanted = tuple(value.strides(real_rows)) if value.strides is not None else rows.stride()
                 if not has_strides(rows, wanted):
                     dense = rows.new_empty(0).new_empty_strided(tuple(rows.shape), wanted).copy_(rows)
@@ -158,35 +162,17 @@ class WarmUp:
         form: Callable[..., Sequence[Any]] | None = None,
     ) -> Sequence[torch.Tensor]:
         """Runs a segment's function, or another form of it, with one padding after the other."""
-        runner = self.runners[segment.index]
-        values = [self.plan.values[index] for index in segment.inputs]
-        outputs_spec = [self.plan.values[index] for index in segment.outputs]
-        compared = [
-            at
-            for at, spec in enumerate(outputs_spec)
-            if spec.memory not in segment.unwritten and spec.padded.is_prefix
-        ]
-        written = [
-            (tensor, tensor.clone())
-            for value, tensor in zip(values, arguments, strict=True)
-            if value.memory in segment.writes
-        ]
-        first: list[torch.Tensor] = []
+        runner, values = self.runners[segment.index], self.plan.values
+        taken = [(values[index], tensor) for index, tensor in zip(segment.inputs, arguments, strict=True)]
+        written = [(tensor, tensor.clone()) for value, tensor in taken if value.memory in segment.writes]
+        first: dict[int, torch.Tensor] = {}
         outputs: Sequence[torch.Tensor] = ()
         function = form or runner.function
         own = function is segment.own_function
-
-        def fault(error: CaptureError, step: int) -> SegmentFault:
+        for step in range(self.num_steps):
             for tensor, before in written:
                 tensor.copy_(before)
-            return SegmentFault.of(
-                error, segment, function, arguments, bucket=bucket, real_rows=real_rows, variant=step
-            )
-
-        for step in range(max(self.num_steps, 1)):
-            for tensor, before in written:
-                tensor.copy_(before)
-            for value, tensor in zip(values, arguments, strict=True):
+            for value, tensor in taken:
                 poison_padding_(tensor, value, real_rows, bucket, variant=step)
             made_up = CapturedWarmUp(arguments, num_rows=bucket, real_rows=real_rows, variant=step)
             try:
@@ -194,27 +180,24 @@ class WarmUp:
                     made_up if segment.captured_ops else nullcontext(),
                     checked_indices(arguments) if own else nullcontext(),
                 ):
-                    outputs = (
-                        runner.warm_up(bucket, arguments, fn=form)
-                        if step < self.num_steps
-                        else segment.function(bucket, *arguments)
+                    outputs = runner.warm_up(bucket, arguments, fn=form)
+                rows = real_results(segment, values, outputs, real_rows)
+                if step == 0:
+                    first = {index: row.clone() for index, row in rows.items()}
+                elif (changed := _first_changed(first, rows)) is not None:
+                    raise CaptureError(
+                        f"{segment.name}, bucket {bucket}, result '{values[changed].name}'",
+                        expected="real rows that do not depend on what padded rows hold",
+                        got=f"other values in warm-up {step + 1} than in warm-up 1",
+                        rule="no padded row reaches a real row [I3]",
+                        fix="leave strict=False, with which the op at fault runs eagerly, and report it",
                     )
-            except CaptureError as failed:
-                raise fault(failed, step) from failed
-            rows = [_real_rows(outputs_spec[at], outputs[at], real_rows) for at in compared]
-            if step == 0:
-                first = [row.clone() for row in rows]
-                continue
-            changed = _first_changed(first, rows)
-            if changed is not None:
-                mixed = CaptureError(
-                    f"{segment.name}, bucket {bucket}, result '{outputs_spec[compared[changed]].name}'",
-                    expected="real rows that do not depend on what padded rows hold",
-                    got=f"other values in warm-up {step + 1} than in warm-up 1",
-                    rule="no padded row reaches a real row [I3]",
-                    fix="leave strict=False, with which the op at fault runs eagerly, and report it",
-                )
-                raise fault(mixed, step)
+            except CaptureError as error:
+                for tensor, before in written:
+                    tensor.copy_(before)
+                raise SegmentFault(
+                    error, segment, function, arguments, bucket=bucket, real_rows=real_rows, variant=step
+                ) from error
         return outputs
 
     def _stand_in_for(self, segment: Segment, made: dict[int, torch.Tensor], real_rows: int) -> None:
@@ -236,24 +219,23 @@ class WarmUp:
                 arguments.append(made[value.index])
             elif value.state is not None:
                 arguments.append(value.state.get())
-            elif value.origin == "input" and value.sizes is not None:
-                arguments.append(resize_leaf(self.leaves[value.leaf].detach(), value.sizes(bucket)))
-            elif value.origin in ("input", "symbol"):
-                leaf = self.leaves[value.leaf]
-                arguments.append(leaf if value.dim < 0 else leaf.shape[value.dim])
+            elif value.origin in _INPUTS:
+                arguments.append(self._input(value, bucket))
             else:
                 return  # made by an eager segment
         kinds = ((a.shape, a.dtype) if isinstance(a, torch.Tensor) else a for a in arguments)
         key = segment.lowering_key, *kinds
         if key not in self._warmed_up:
             self._warmed_up.add(key)
-            warm_up_boundary(segment.function, bucket, arguments)
+            with BoundaryWarmUp(bucket):
+                segment.function(bucket, *arguments)
 
-    def _arguments(self, segment: Segment, made: Mapping[int, torch.Tensor]) -> list[torch.Tensor]:
-        return [
-            made[index] if index in made else state_tensor(self.plan.values[index])
-            for index in segment.inputs
-        ]
+
+def static_arguments(
+    segment: Segment, values: Sequence[ValueSpec], made: Mapping[int, torch.Tensor]
+) -> list[torch.Tensor]:
+    """What a graph segment takes: value index → static memory, and the model's tensors."""
+    return [made[index] if index in made else state_tensor(values[index]) for index in segment.inputs]
 
 
 def state_tensor(value: ValueSpec) -> torch.Tensor:
@@ -275,24 +257,10 @@ def last_uses(plan: SegmentPlan) -> list[int]:
     return [last.get(value.memory, -1) for value in plan.values]
 
 
-def _real_rows(value: ValueSpec, tensor: torch.Tensor, real_rows: int) -> torch.Tensor:
-    return (
-        narrow_to(tensor, value.sizes(real_rows)) if value.token_dims and value.sizes is not None else tensor
-    )
-
-
-def _first_changed(before: Sequence[torch.Tensor], now: Sequence[torch.Tensor]) -> int | None:
-    """The first position whose values differ; the device is waited for once, where none does."""
-    equal = [(left == right).all() for left, right in zip(before, now, strict=True)]
+def _first_changed(before: Mapping[int, torch.Tensor], now: Mapping[int, torch.Tensor]) -> int | None:
+    """The first value that differs; the device is waited for once, where none does."""
+    equal = [(before[index] == rows).all() for index, rows in now.items()]
     if not equal or bool(torch.stack(equal).all()):
         return None
     # NaN is the same as NaN here, and takes a second look.
-    pairs = enumerate(zip(before, now, strict=True))
-    return next((at for at, (left, right) in pairs if not _are_same(left, right)), None)
-
-
-def _are_same(left: torch.Tensor, right: torch.Tensor) -> bool:
-    equal = left == right
-    if left.dtype.is_floating_point:
-        equal |= (left != left) & (right != right)
-    return bool(equal.all())
+    return next((index for index, rows in now.items() if not are_same(before[index], rows)), None)

@@ -17,7 +17,7 @@ from torch import fx
 from piecewise.aliases import NodeFacts, fakes_of
 from piecewise.normalize import target_name
 from piecewise.plan import KeptFill
-from piecewise.tensors import storage_of, tensors_in
+from piecewise.tensors import storage_of
 
 
 class ZeroFills:
@@ -34,16 +34,11 @@ class ZeroFills:
         self._readers: dict[int, str] = {}
         for node in graph.nodes:
             fact = facts.get(node)
-            if (
-                fact is None
-                or kinds[node] != "graph"
-                or not (fact.boundary is not None or fact.calls_op_of_others)
-            ):
-                continue
-            # What an op writes is its own affair.
-            read = [argument for argument in fact.reads if argument not in fact.writes]
-            told = f"{target_name(node)} reads it, which is no op of torch"
-            self._readers.update(dict.fromkeys(map(storage_of, fakes_of(read)), told))
+            if fact is not None and kinds[node] == "graph" and (fact.boundary or fact.calls_op_of_others):
+                # What an op writes is its own affair.
+                read = [argument for argument in fact.reads if argument not in fact.writes]
+                told = f"{target_name(node)} reads it, which is no op of torch"
+                self._readers.update(dict.fromkeys(map(storage_of, fakes_of(read)), told))
         self.num_needless = 0
         self.kept: list[KeptFill] = []
 
@@ -55,18 +50,14 @@ class ZeroFills:
             leaving: memory that is read or written outside of it.
         """
         memory = self._facts[node].storages
-        writers = [
-            other
-            for other in segment
-            if not memory.isdisjoint(map(storage_of, fakes_of(self._facts[other].writes)))
-        ]
-        if not memory & set(leaving) and all(self._facts[other].boundary is None for other in writers):
+        facts = map(self._facts.__getitem__, segment)
+        writers = [fact for fact in facts if not memory.isdisjoint(map(storage_of, fakes_of(fact.writes)))]
+        if not memory & set(leaving) and all(fact.boundary is None for fact in writers):
             return False  # what graphs alone write is eager's, row by row
-        fakes = list(tensors_in(node.meta["example_value"]))
         reason = next((self._readers[storage] for storage in memory if storage in self._readers), None)
-        if not all(fake.dtype.is_floating_point for fake in fakes):
+        if not all(fake.dtype.is_floating_point for fake in fakes_of([node])):
             reason = "it holds integers, which may be indices"
-        elif any(self._facts[other].boundary is None for other in writers):
+        elif any(fact.boundary is None for fact in writers):
             reason = reason or "ops of its own segment write a part of it"
         if reason is None:
             self.num_needless += 1

@@ -204,3 +204,17 @@ def test_I8_a_failure_of_a_capture_that_no_op_explains_stays_one_of_its_bucket(m
     graphed = piecewise.compile(toy, buckets=BUCKETS, progress=False)
     report = graphed.capture(make_ids(5), torch.arange(5))
     assert report.captured == (4, 16) and "a bad day" in str(report)
+
+
+def test_I3_memory_that_nobody_has_written_yet_is_not_blamed(monkeypatch):
+    wrong_rule(monkeypatch, "flip")
+
+    def head(m, x):
+        torch.full_like(x, float(x.shape[1])).add_(1)  # leaves garbage of its own behind
+        out = torch.empty_like(x)
+        out.copy_(x.flip(0))
+        return out * 2
+
+    with faults_told(1):
+        graphed = served(head)
+    assert [r.op for s in graphed.report().plans[0].segments for r in s.reasons] == ["flip"]

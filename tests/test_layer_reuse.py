@@ -111,8 +111,6 @@ def compared(model, monkeypatch, num_tokens=6):
     for is_whole in (False, True):
         with whole_traces(monkeypatch) if is_whole else contextlib.nullcontext():
             found = traced(model, num_tokens)
-        for placeholder in found.placeholders:
-            placeholder.node.meta["is_input"] = placeholder.kind == "input"
         normalize(found.graph, shape_env=found.shape_env)
         facts = find_facts(found.graph.graph, enabled=None)
         both.append((found, facts, find_token_symbol(found, facts)))

@@ -20,8 +20,8 @@ from boundary_ops import PrefillBatch
 from piecewise import cli, poison
 from piecewise.analysis.rows.table import RULES, Entry
 from piecewise.differences import Tolerance, compare_tensors
-from piecewise.padding import poison_padding_
 from piecewise.plan import PaddedRows, ValueSpec
+from piecewise.poison import poison_padding_
 from piecewise.verify import edge_sizes
 from runners.bound_steps import Call, CopyInputs
 from runners.piecewise_runner import PiecewiseRunner

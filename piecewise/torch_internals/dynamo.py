@@ -6,7 +6,7 @@ import dataclasses
 import re
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from types import CodeType
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch._dynamo as dynamo
 from torch._guards import Source, TracingContext
 
 from piecewise.torch_internals.fakes import fakes_remembered
+from piecewise.torch_internals.symbols import name_of
 
 
 @contextmanager
@@ -25,16 +26,13 @@ def tracing_config(int_names: Sequence[str], *, repeats: bool) -> Iterator[None]
     Args:
         repeats: whether many ops are like others before; see `fakes_remembered`.
     """
-    with ExitStack() as stack:
-        stack.enter_context(fakes_remembered(repeats))
-        stack.enter_context(
-            dynamo.config.patch(  # type: ignore[attr-defined]
-                capture_scalar_outputs=True, capture_dynamic_output_shape_ops=True, run_gc_after_compile=False
-            )
-        )
-        patterns = ",".join(re.escape(f"L['{name}']") for name in int_names)
-        if patterns:  # replaces the user's own setting, which names sources of the user's frames
-            stack.enter_context(torch.compiler.config.patch(dynamic_sources=patterns))  # type: ignore[attr-defined]
+    kept: Any = dynamo.config.patch(  # type: ignore[attr-defined]
+        capture_scalar_outputs=True, capture_dynamic_output_shape_ops=True, run_gc_after_compile=False
+    )
+    # Without ints it stays the user's own setting, which names sources of the user's frames.
+    patterns = ",".join(re.escape(f"L['{name}']") for name in int_names)
+    ints: Any = torch.compiler.config.patch(dynamic_sources=patterns) if patterns else nullcontext()  # type: ignore[attr-defined]
+    with fakes_remembered(repeats), kept, ints:
         yield
 
 
@@ -84,8 +82,8 @@ def current_guards() -> list[SeenGuard]:
     found = []
     for guard in context.guards_context.dynamo_guards:
         kind, arguments = guard.create_fn_name(), getattr(guard.create_fn, "keywords", {})
-        other = arguments["source_b"].name if kind == "DUPLICATE_INPUT" else ""
-        found.append(SeenGuard(guard.name, kind, arguments, other() if callable(other) else other))
+        other = name_of(arguments["source_b"]) if kind == "DUPLICATE_INPUT" else ""
+        found.append(SeenGuard(guard.name, kind, arguments, other))
     return found
 
 
@@ -103,16 +101,10 @@ def sources_to_be_written() -> list[str]:
 
     effects = InstructionTranslator.current_tx().output.side_effects
     older = (AttributeMutationExisting, ValueMutationExisting)
-    found = []
-    for variable in effects.id_to_variable.values():
-        if isinstance(variable.mutation_type, older) and effects.is_modified(variable):
-            if type(variable.source) is Source:  # of the trace's own making: it leads nowhere
-                continue
-            name = getattr(variable.source, "name", None)
-            text = name() if callable(name) else name
-            if text:
-                found.append(text)
-    return found
+    known = [item for item in effects.id_to_variable.values() if isinstance(item.mutation_type, older)]
+    # A plain `Source` is of the trace's own making: it leads nowhere.
+    written = [item for item in known if effects.is_modified(item) and type(item.source) is not Source]
+    return [name for item in written if (name := name_of(item.source))]
 
 
 _patches_side_effects = threading.RLock()
@@ -145,10 +137,7 @@ def tensor_attributes_set() -> Iterator[list[str]]:
 
 def source_name(node: torch.fx.Node) -> str | None:
     """Python source, in terms of L and G, of what a placeholder stands for; only inside a backend."""
-    grapharg = node.meta.get("grapharg")
-    source = getattr(grapharg, "source", None)
-    name = getattr(source, "name", None)
-    return name() if callable(name) else name
+    return name_of(getattr(node.meta.get("grapharg"), "source", None))
 
 
 def wraps_number(node: torch.fx.Node) -> bool:

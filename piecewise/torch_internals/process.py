@@ -21,7 +21,7 @@ class GlobalState:
 
     def __init__(self) -> None:
         with torch.no_grad():
-            self._guard = torch._C._dynamo.guards.GlobalStateGuard()  # type: ignore[attr-defined]
+            self._guard = _guards.GlobalStateGuard()
         self._modes = _active_modes()
 
     def check(self) -> bool:

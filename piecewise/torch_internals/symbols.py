@@ -5,17 +5,18 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import sympy
 import torch
 from torch._dynamo.source import LocalSource
-from torch._guards import detect_fake_mode
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.utils._sympy.printers import PythonPrinter
+
+from piecewise.torch_internals.fakes import fake_mode_of
 
 _TORCH = os.path.dirname(torch.__file__)
 SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
@@ -23,8 +24,13 @@ SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 def shape_env_of(values: Sequence[Any]) -> ShapeEnv | None:
     """The ShapeEnv behind the first fake tensor among `values`."""
-    fake_mode = detect_fake_mode([value for value in values if isinstance(value, torch.Tensor)])
-    return fake_mode.shape_env if fake_mode is not None else None
+    return getattr(fake_mode_of(values), "shape_env", None)
+
+
+def name_of(source: Any) -> Any:
+    """A source as Python source: a method in some versions of torch, a property in others."""
+    name = getattr(source, "name", None)
+    return name() if callable(name) else name
 
 
 def expression(value: Any, shape_env: ShapeEnv | None) -> sympy.Expr | None:
@@ -38,6 +44,12 @@ def expression(value: Any, shape_env: ShapeEnv | None) -> sympy.Expr | None:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
     return sympy.Integer(value) if isinstance(value, int) else sympy.Float(value)
+
+
+def free_symbols(values: Iterable[Any], shape_env: ShapeEnv | None) -> set[sympy.Symbol]:
+    """The symbols in the simplified expressions of sizes and other numbers."""
+    exprs = [expression(value, shape_env) for value in values]
+    return {symbol for expr in exprs if expr is not None for symbol in expr.free_symbols}  # type: ignore[misc]
 
 
 def is_unbacked(expr: sympy.Basic) -> bool:
@@ -66,12 +78,8 @@ def guard_expressions(shape_env: ShapeEnv | None) -> list[sympy.Basic]:
     """Conditions on the symbols under which the trace holds, simplified, true ones left out."""
     if shape_env is None:
         return []
-    found = []
-    for guard in shape_env.guards:
-        expr = shape_env.simplify(guard.expr)
-        if expr != sympy.true and expr not in found:
-            found.append(expr)
-    return found
+    exprs = dict.fromkeys(shape_env.simplify(guard.expr) for guard in shape_env.guards)
+    return [expr for expr in exprs if expr != sympy.true]
 
 
 def raw_guards(shape_env: ShapeEnv | None) -> list[sympy.Basic]:
@@ -122,21 +130,17 @@ def specialisation_places(shape_env: ShapeEnv | None) -> list[str]:
 def symbol_source(shape_env: ShapeEnv | None, symbol: sympy.Symbol) -> tuple[int, int] | None:
     """(leaf, dim) of the traced function's argument that defines `symbol`; dim −1 for an int argument."""
     for source in shape_env.var_to_sources.get(symbol, ()) if shape_env is not None else ():
-        name = source.name() if callable(source.name) else source.name
-        tensor = re.fullmatch(r"L\['t(\d+)'\]\.size\(\)\[(\d+)\]", name)
-        if tensor:
-            return int(tensor[1]), int(tensor[2])
-        number = re.fullmatch(r"L\['i(\d+)'\]", name)
-        if number:
-            return int(number[1]), -1
+        found = re.fullmatch(r"L\['t(\d+)'\]\.size\(\)\[(\d+)\]|L\['i(\d+)'\]", name_of(source))
+        if found:
+            tensor, dim, number = found.groups()
+            return (int(tensor), int(dim)) if number is None else (int(number), -1)
     return None
 
 
 def source_of_symbol(shape_env: ShapeEnv | None, symbol: sympy.Basic) -> str | None:
     """Python source of a value that the symbol stands for."""
     sources = shape_env.var_to_sources.get(symbol, ()) if shape_env is not None else ()
-    names = [source.name() if callable(source.name) else source.name for source in sources]
-    return names[0] if names else None
+    return name_of(sources[0]) if sources else None
 
 
 def symbolic_sizes(shape_env: ShapeEnv | None) -> dict[tuple[int, int], sympy.Expr]:
