@@ -7,25 +7,13 @@ from piecewise.analysis.rows.table import Call, Outcome, rule
 
 
 @rule("zeros ones full new_zeros new_ones new_full", sizes="size")
-def constant(call: Call) -> Layout:
-    return prefixes(call.results[0][0])
-
-
 @rule("zeros_like ones_like full_like")
-def constant_like(call: Call) -> Layout:
-    return call.layout()
+def constant(call: Call) -> Layout:
+    return call.layout() if call.name.endswith("_like") else prefixes(call.results[0][0])
 
 
-@rule("empty empty_strided new_empty", sizes="size stride")
-def empty(call: Call) -> Outcome:
-    return Outcome([prefixes(call.results[0][0])], keeps_real=False)
-
-
+@rule("empty empty_strided new_empty arange eye", sizes="size stride end n m")
 @rule("empty_like")
-def empty_like(call: Call) -> Outcome:
-    return Outcome([call.layout()], keeps_real=False)
-
-
-@rule("arange eye", sizes="end n m")
-def counted(call: Call) -> Outcome:
-    return Outcome([prefixes(call.results[0][0])], keeps_real=False)
+def unlike(call: Call) -> Outcome:
+    """Rows of which none is like another."""
+    return Outcome([constant(call)], keeps_real=False)

@@ -17,9 +17,14 @@ def _product(call: Call, left: Layout, right: Layout) -> Layout:
     return (*batch, left[-2], right[-1])
 
 
-@rule("mm bmm _int_mm")
+_FACTORS = {"addmm": ("mat1", "mat2"), "baddbmm": ("batch1", "batch2")}
+
+
+@rule("mm bmm _int_mm addmm baddbmm")
 def product(call: Call) -> Layout:
-    return _product(call, call.layout(), call.layout("mat2"))
+    left, right = _FACTORS.get(call.name, ("self", "mat2"))
+    made = _product(call, call.layout(left), call.layout(right))
+    return broadcast([made, call.layout()], call.results[0][0]) if left != "self" else made
 
 
 @rule("mv")
@@ -28,32 +33,18 @@ def product_with_vector(call: Call) -> Layout:
     return call.layout()[:1]
 
 
-@rule("addmm")
-def sum_and_product(call: Call) -> Layout:
-    made = _product(call, call.layout("mat1"), call.layout("mat2"))
-    return broadcast([made, call.layout()], call.results[0][0])
-
-
-@rule("baddbmm")
-def sum_and_products(call: Call) -> Layout:
-    made = _product(call, call.layout("batch1"), call.layout("batch2"))
-    return broadcast([made, call.layout()], call.results[0][0])
-
-
 @rule("_cdist_forward")
 def distances(call: Call) -> Layout:
     left, right = call.layout("x1"), call.layout("x2")
     check_static(left, [-1], "it sums")
-    sizes = call.results[0][0]
-    return (*broadcast([left[:-2], right[:-2]], sizes[:-2]), left[-2], right[-2])
+    return (*broadcast([left[:-2], right[:-2]], call.results[0][0][:-2]), left[-2], right[-2])
 
 
 @rule("linalg_solve_triangular")
 def solved(call: Call) -> Layout:
     left, right = call.layout(), call.layout("B")
     check_static(right, [-1, -2], "it solves")
-    sizes = call.results[0][0]
-    return (*broadcast([left[:-2], right[:-2]], sizes[:-2]), *right[-2:])
+    return (*broadcast([left[:-2], right[:-2]], call.results[0][0][:-2]), *right[-2:])
 
 
 @rule("_scaled_mm")
