@@ -8,6 +8,7 @@ asked about this one, under the source that leads there.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -22,7 +23,7 @@ from piecewise.layer_call import LayerCall, NotReused
 from piecewise.repeated_layers import RepeatedLayer
 from piecewise.signature import CallBinder
 from piecewise.state import is_asked_of, is_same_to, looked_at, readable_path
-from piecewise.structure import Namespace
+from piecewise.structure import PLAIN, Namespace
 from piecewise.tensors import tensors_in
 from piecewise.unguarded import reads_attribute_tables
 
@@ -88,13 +89,10 @@ class LayerRun:
         forward = layer.module.forward
         example, static, numbers = call.example(CallBinder(forward, fills_defaults=False))
         run = run_dynamo(
-            layer.module, example, forward=forward, static_dims=static, keeps_identity=True,
-            repeats=False, namespace=namespace,
-        )  # fmt: skip
+            layer.module, example, forward=forward, static_dims=static, repeats=False, namespace=namespace
+        )
         if run.changes or run.written:
             raise NotReused("a layer writes state")
-        if run.compares_identity:
-            raise NotReused("a layer may ask whether two tensors are one")
         if run.marks_tensors or reads_attribute_tables(run.names_read):
             raise NotReused("a layer sets attributes of tensors, or reads names of attributes")
         for node in run.graph.graph.nodes:
@@ -159,10 +157,16 @@ class LayerRun:
             states, guarded = self.readings.of(layer.module)
         except Exception:  # it lacks what was read; properties of the user's may raise anything
             return False
-        if len(set(map(id, states))) < len(states):  # what were two are one
+        old_states, seen = self.readings.of(self.layer.module)
+        if _which_are_one(old_states, *seen) != _which_are_one(states, *guarded):
             return False
-        _, seen = self.readings.of(self.layer.module)
         return all(map(is_same_to, self.own_guards, seen, guarded))
+
+    def reads_one_of(self, tensors: Sequence[Any], layer: RepeatedLayer) -> bool:
+        """Whether `layer` itself leads to one of these tensors: a run over it takes them for others."""
+        states, guarded = self.readings.of(layer.module)
+        read = set(map(id, itertools.chain(states, *guarded)))
+        return any(id(tensor) in read for tensor in tensors)
 
     def guards_of(self, layer: RepeatedLayer) -> list[internals.SeenGuard]:
         """The layer's own guards, as a run over the whole model gives them for `layer`."""
@@ -192,6 +196,13 @@ class LayerRun:
         if found is None:
             raise NotReused("a layer computes with a number that is no size")
         return self.numbers[int(found[1])], int(found[2])
+
+
+def _which_are_one(*values: Sequence[Any]) -> list[int]:
+    """For each value that is no plain one, where it is met first: forward may ask which are one object."""
+    places: dict[int, int] = {}
+    found = [value for value in itertools.chain(*values) if not isinstance(value, (int, *PLAIN))]
+    return [places.setdefault(id(value), place) for place, value in enumerate(found)]
 
 
 def moved(source: str, layer_source: str) -> str:

@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-import dis
 import itertools
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -25,8 +24,6 @@ from runners.state_check import StateFacts, StateRef, table_content
 
 _FLAGS = frozenset({"requires_grad", "is_leaf", "grad_fn", "Parameter"})
 _ENVIRONMENT = frozenset({"environ", "getenv"})
-# Instructions that neither load nor compute, by the names of Python 3.10 to 3.14.
-_NO_STEPS = frozenset({"PRECALL", "PUSH_NULL", "CACHE", "RESUME", "NOP", "EXTENDED_ARG", "COPY_FREE_VARS"})
 _ATTRIBUTE_TABLES = frozenset({"__dict__", "vars"})
 
 
@@ -42,40 +39,6 @@ def names_read(code: Iterable[CodeType]) -> frozenset[str]:
 def reads_attribute_tables(names: frozenset[str]) -> bool:
     """Whether forward may read names of attributes."""
     return bool(names & _ATTRIBUTE_TABLES)
-
-
-def compares_identity(code: Iterable[CodeType]) -> bool:
-    """Whether code asks if two objects are one, and so may ask it of two inputs.
-
-    torch's own code counts, too: its attention asks whether query and key are one tensor. What cannot be an
-    input does not: constants (`is None`), globals (`is torch.float32`) and what belongs to a type.
-    """
-    for each in code:
-        if "id" in each.co_names:
-            return True
-        steps = [step for step in dis.get_instructions(each) if step.opname not in _NO_STEPS]
-        for position, step in enumerate(steps):
-            if step.opname == "IS_OP" and _may_be_inputs(steps, position):
-                return True
-    return False
-
-
-def _may_be_inputs(steps: Sequence[dis.Instruction], position: int) -> bool:
-    """Whether both operands of the comparison at `position` may be inputs."""
-    right = _root(steps, position - 1)
-    if right < 0 or steps[right].opname in ("LOAD_CONST", "LOAD_GLOBAL", "LOAD_NAME"):
-        return False
-    left = _root(steps, right - 1)
-    if left >= 2 and steps[left].opname.startswith("CALL"):
-        return not any(step.argval == "type" for step in steps[left - 2 : left])
-    return True
-
-
-def _root(steps: Sequence[dis.Instruction], position: int) -> int:
-    """Where the value begins of which attributes were taken up to `position`."""
-    while position >= 0 and steps[position].opname in ("LOAD_ATTR", "LOAD_METHOD"):
-        position -= 1
-    return position
 
 
 def _is_installed(path: str) -> bool:
