@@ -50,9 +50,9 @@ def _leaf_rules(traced: TracedModel) -> dict[int, LeafRule]:
     return rules
 
 
-def matcher_of(traced: TracedModel, plan: SegmentPlan, example: ExampleCall) -> Callable[[tuple], Any]:
-    rules = _leaf_rules(traced)
-    token = plan.token_dim
+def matcher_of(traced: TracedModel, plan: SegmentPlan) -> Callable[[tuple], Any]:
+    """What tells the calls that a trace is valid for, and takes them apart."""
+    rules, example, token = _leaf_rules(traced), traced.trace.example, plan.token_dim
     dims = []
     for rule in token.inputs:
         for dim, size in rule.dims.items():

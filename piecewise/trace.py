@@ -24,10 +24,10 @@ from piecewise.dynamo_run import DynamoRun, ExampleCall, run_dynamo
 from piecewise.layer_reuse import run_in_layers
 from piecewise.plan import ResultLeaf
 from piecewise.startup_times import LayerReuse
-from piecewise.state import facts_read
+from piecewise.state import FactFinder
 from piecewise.structure import Structure
 from piecewise.trace_errors import refuse_flags
-from piecewise.unguarded import facts_unguarded, reads_flags
+from piecewise.unguarded import add_unguarded, reads_flags
 from runners.errors import TraceError
 from runners.state_check import StateFacts
 
@@ -117,11 +117,12 @@ def trace(
     if reads_flags(seen.names_read):
         refuse_flags(example.leaves, example.names)
     skip_root = not isinstance(forward, nn.Module)
-    found = _finished(seen, example, skip_root=skip_root, finds_facts=finds_facts)
-    return dataclasses.replace(found, layers=layers)
+    return _finished(seen, example, layers, skip_root=skip_root, finds_facts=finds_facts)
 
 
-def _finished(run: DynamoRun, example: ExampleCall, *, skip_root: bool, finds_facts: bool) -> Trace:
+def _finished(
+    run: DynamoRun, example: ExampleCall, layers: LayerReuse | None, *, skip_root: bool, finds_facts: bool
+) -> Trace:
     fakes = [node.meta["example_value"] for node in run.placeholders()]
     shape_env = internals.shape_env_of(fakes)
     internals.forget_tensors(internals.fake_mode_of(fakes))
@@ -133,13 +134,14 @@ def _finished(run: DynamoRun, example: ExampleCall, *, skip_root: bool, finds_fa
         pairs = zip(placeholders, run.arguments, strict=True)
         places = {id(argument): each.state for each, argument in pairs if each.state is not None}
         ties = [(guard.source, guard.other) for guard in run.guards if guard.other]
-        facts = facts_unguarded(
-            facts_read(run.guards, scope, run.model, skip_root=skip_root),
-            run.model, names=run.names_read, ties=ties, places=places, scope=scope,
-        )  # fmt: skip
+        finder = FactFinder(run.model, skip_root=skip_root)
+        for guard in run.guards:
+            finder.add_guard(guard, scope)
+        add_unguarded(finder, run.model, names=run.names_read, ties=ties, places=places, scope=scope)
+        facts = finder.facts()
     seen = (re.match(r"L\['t(\d+)'\]", guard.source) for guard in run.guards)
     return Trace(
         run.graph, placeholders, structure, result_leaves, shape_env, facts, example,
         leaves_seen=frozenset(int(found[1]) for found in seen if found),
-        reads_flags=reads_flags(run.names_read),
+        reads_flags=reads_flags(run.names_read), layers=layers,
     )  # fmt: skip

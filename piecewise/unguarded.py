@@ -11,16 +11,15 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import CodeType, FunctionType, MethodType, ModuleType
-from typing import Any
 
 import torch
 from torch import nn
 
 from piecewise.config import environment
-from piecewise.state import Scope, resolve
-from runners.state_check import StateFacts, StateRef, table_content
+from piecewise.state import FactFinder, Scope, resolve
+from runners.state_check import StateRef
 
 _FLAGS = frozenset({"requires_grad", "is_leaf", "grad_fn", "Parameter"})
 _ENVIRONMENT = frozenset({"environ", "getenv"})
@@ -51,44 +50,45 @@ def reads_flags(names: frozenset[str]) -> bool:
     return bool(names & _FLAGS)
 
 
-def facts_unguarded(
-    facts: StateFacts,
+def add_unguarded(
+    finder: FactFinder,
     model: nn.Module,
     *,
     names: frozenset[str],
     ties: Iterable[Sequence[str]],
     places: Mapping[int, StateRef],
     scope: Scope,
-) -> StateFacts:
-    """`facts`, with those that forward read and no guard compares.
+) -> None:
+    """Adds the facts that forward read and no guard compares.
 
     Args:
+        finder: has the facts of the guards.
         names: what `names_read` found in the traced code.
         ties: sources that gave one tensor.
         places: id of a tensor of the model → the place at which the graph reads it.
     """
-    values = [*facts.values, *_calls(model)]
-    answers, tables = [*facts.answers, *_ties(ties, places, scope)], [*facts.tables]
-    if reads_flags(names):
-        for path, module in model.named_modules():
-            for key, tensor in {**module._parameters, **module._buffers}.items():
-                owner = module._parameters if key in module._parameters else module._buffers
-                if tensor is not None:
-                    place = StateRef(owner, key, f"model.{path}.{key}" if path else f"model.{key}")
-                    flag = tensor.requires_grad
-                    answers.append((_requires_grad, place, Said("requires_grad"), flag, place.path))
-    if names & _ENVIRONMENT:
-        answers.append((_is_environment, environment(), Said("the value read"), True, "the environment"))
-    if names & _ATTRIBUTE_TABLES:
-        tables += _attribute_tables(model, facts)
-    return StateFacts(tuple(values), tuple(tables), facts.types, tuple(answers))
-
-
-def _calls(model: nn.Module) -> Iterator[tuple[StateRef, Any]]:
-    """How each class of module is called: Dynamo takes `__call__` for the way to forward, unguarded."""
+    # Dynamo takes `__call__` for the way to forward, unguarded.
     for cls in dict.fromkeys(type(module) for module in model.modules()):
         place = StateRef(cls, "__call__", f"{cls.__name__}.__call__", is_attribute=True)
-        yield place, place.get()
+        finder.add_value(place, place.get())
+    for place, other in _ties(ties, places, scope):
+        finder.add_answer(_is_tied, place, Said(f"the tensor of {other.path}", other), place.path)
+    if reads_flags(names):
+        for path, module in model.named_modules():
+            for owner in (module._parameters, module._buffers):
+                for key in [key for key, tensor in owner.items() if tensor is not None]:
+                    place = StateRef(owner, key, f"model.{path}.{key}" if path else f"model.{key}")
+                    finder.add_answer(_requires_grad, place, Said("requires_grad"), place.path)
+    if names & _ENVIRONMENT:
+        finder.add_answer(_is_environment, environment(), Said("the value read"), "the environment")
+    if names & _ATTRIBUTE_TABLES:
+        for path, module in model.named_modules():
+            finder.add_table(vars(module), f"vars(model{'.' + path if path else ''})")
+        settled = (nn.Module, type, FunctionType, MethodType, ModuleType)
+        for place, value in finder.facts().values:
+            attributes = getattr(value, "__dict__", None)
+            if isinstance(attributes, dict) and not isinstance(value, settled):
+                finder.add_table(attributes, f"vars({place.path})")
 
 
 def _requires_grad(place: StateRef, _: Said) -> bool:
@@ -99,28 +99,17 @@ def _is_environment(seen: dict[str, str], _: Said) -> bool:
     return environment() == seen
 
 
-def _attribute_tables(model: nn.Module, facts: StateFacts) -> Iterator[tuple[Any, Any, str]]:
-    """The names in the `__dict__` of each module, and of each other object that forward reached."""
-    for path, module in model.named_modules():
-        yield vars(module), table_content(vars(module)), f"vars(model{'.' + path if path else ''})"
-    settled = (nn.Module, type, FunctionType, MethodType, ModuleType)
-    for place, value in facts.values:
-        names = getattr(value, "__dict__", None)
-        if isinstance(names, dict) and not isinstance(value, settled):
-            yield names, table_content(names), f"vars({place.path})"
-
-
-def _ties(sources: Iterable[Sequence[str]], places: Mapping[int, StateRef], scope: Scope) -> list[Any]:
-    """That tensors which forward reads at several places are one tensor at all of them."""
+def _ties(
+    sources: Iterable[Sequence[str]], places: Mapping[int, StateRef], scope: Scope
+) -> Iterable[tuple[StateRef, StateRef]]:
+    """For tensors that forward reads at several places: where the graph reads each, and another place."""
     found = {}
     for source in itertools.chain.from_iterable(sources):
         other = resolve(source, scope)
         place = places.get(id(other.get())) if other is not None else None
-        if other is None or place is None or (id(place.owner), place.key) == (id(other.owner), other.key):
-            continue
-        said = Said(f"the tensor of {other.path}", other)
-        found[id(other.owner), other.key] = (_is_tied, place, said, True, place.path)
-    return list(found.values())
+        if other and place and (id(place.owner), place.key) != (id(other.owner), other.key):
+            found[id(other.owner), other.key] = place, other
+    return found.values()
 
 
 class Said:
