@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import sympy
@@ -35,24 +35,19 @@ _FORWARD = ("L['model'].forward", "L['model'].forward.__func__")
 _MODE_SWITCHES = ("_enter_", "_exit_", "_set_")
 
 
-class _Readings:
+def _reader(
+    states: Sequence[str], guarded: Sequence[Sequence[str]], names: dict[str, Any]
+) -> Callable[[nn.Module], tuple[list[Any], list[tuple[Any, ...]]]]:
     """What a run over a layer read, as one function of the layer: a deep model has many layers.
 
     Args:
         states: sources of tensors. `guarded`: for each guard those of what it looks at.
         names: those that sources use as G.
     """
-
-    def __init__(
-        self, states: Sequence[str], guarded: Sequence[Sequence[str]], names: dict[str, Any]
-    ) -> None:
-        parts = [f"({''.join(f'{source}, ' for source in sources)})" for sources in guarded]
-        text = f"lambda L: ([{', '.join(states)}], [{', '.join(parts)}])"
-        self._read = eval(text, {"G": names})  # Dynamo's own source text
-
-    def of(self, layer: nn.Module) -> tuple[list[Any], list[tuple[Any, ...]]]:
-        """The states, and per guard what it looks at."""
-        return self._read({"model": layer})
+    parts = [f"({''.join(f'{source}, ' for source in sources)})" for sources in guarded]
+    text = f"lambda L: ([{', '.join(states)}], [{', '.join(parts)}])"
+    read = eval(text, {"G": names})  # Dynamo's own source text
+    return lambda layer: read({"model": layer})
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -65,7 +60,7 @@ class LayerRun:
         output: which of the graph's outputs the layer returns.
         numbers: leaf index → number of the argument that it is.
         own_guards: those that look at the layer, each once; `shared_guards` hold for each layer.
-        readings: what own guards and placeholders of state look at.
+        read: the states in a layer, and per own guard what it looks at there.
     """
 
     layer: RepeatedLayer
@@ -76,7 +71,7 @@ class LayerRun:
     numbers: Mapping[int, int]
     own_guards: tuple[internals.SeenGuard, ...]
     shared_guards: tuple[internals.SeenGuard, ...]
-    readings: _Readings
+    read: Callable[[nn.Module], tuple[list[Any], list[tuple[Any, ...]]]]
 
     @classmethod
     def over(cls, layer: RepeatedLayer, call: LayerCall, *, namespace: Namespace) -> LayerRun:
@@ -110,10 +105,8 @@ class LayerRun:
         shared = tuple(guard for guard in guards if repr(guard) not in own)
         own_guards = tuple(filter(is_asked_of, own.values()))
         states = [_source_of(run, each) for each in placeholders if each.kind == "state"]
-        readings = _Readings(states, list(map(looked_at, own_guards)), run.function.__globals__)
-        return cls(
-            layer, call, run, placeholders, leaves[0].index, numbers, own_guards, shared, readings
-        )  # fmt: skip
+        read = _reader(states, list(map(looked_at, own_guards)), run.function.__globals__)
+        return cls(layer, call, run, placeholders, leaves[0].index, numbers, own_guards, shared, read)
 
     def check_reads(self, written: Sequence[Any]) -> None:
         """That the layer reads nothing which the rest writes before the call: alone it saw the old state.
@@ -154,17 +147,17 @@ class LayerRun:
         if type(layer.module) is not type(self.layer.module):
             return False
         try:
-            states, guarded = self.readings.of(layer.module)
+            states, guarded = self.read(layer.module)
         except Exception:  # it lacks what was read; properties of the user's may raise anything
             return False
-        old_states, seen = self.readings.of(self.layer.module)
+        old_states, seen = self.read(self.layer.module)
         if _which_are_one(old_states, *seen) != _which_are_one(states, *guarded):
             return False
         return all(map(is_same_to, self.own_guards, seen, guarded))
 
     def reads_one_of(self, tensors: Sequence[Any], layer: RepeatedLayer) -> bool:
         """Whether `layer` itself leads to one of these tensors: a run over it takes them for others."""
-        states, guarded = self.readings.of(layer.module)
+        states, guarded = self.read(layer.module)
         read = set(map(id, itertools.chain(states, *guarded)))
         return any(id(tensor) in read for tensor in tensors)
 
@@ -184,7 +177,7 @@ class LayerRun:
     def states_of(self, layer: RepeatedLayer) -> dict[fx.Node, Any]:
         """Placeholder of a state → what it stands for in `layer`."""
         states = [each.node for each in self.placeholders if each.kind == "state"]
-        return dict(zip(states, self.readings.of(layer.module)[0], strict=True))
+        return dict(zip(states, self.read(layer.module)[0], strict=True))
 
     def size_of(self, placeholder: Placeholder) -> tuple[int, int]:
         """(number of the argument, dim) of the size that a placeholder stands for.

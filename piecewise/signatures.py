@@ -43,7 +43,6 @@ class CaptureContext:
     pool: GraphPool
     buffers: StaticBuffers
     lowering: Lowering
-    on_segment: Callable[[], None] = lambda: None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -290,7 +289,7 @@ def capture_bucket(context: CaptureContext, signature: CapturedSignature, bucket
         else:
             plan = cut.plan
             real = _warm_up_rows(plan, bucket, assembler.leaves)
-            steps = assembler.capture(bucket, real, on_segment=context.on_segment)
+            steps = assembler.capture(bucket, real)
             steps.check.settle()
             signature.served[bucket] = ServedBucket(steps, plan)
             signature.refused.pop(bucket, None)
