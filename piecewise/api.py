@@ -9,16 +9,15 @@ A call takes one of two ways, and the results are the same on both [I6]:
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Callable
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from piecewise.call_router import CallRouter
 from piecewise.config import PiecewiseConfig
 from piecewise.coverage import CoverageError
 from piecewise.graph_store import GraphStore
@@ -26,10 +25,9 @@ from piecewise.report import CaptureReport, PlanReport, Report
 from piecewise.signature import CallBinder, describe_call, is_plain_leaf
 from piecewise.structure import flatten_structure
 from piecewise.unseen_calls import UnseenCalls
-from runners.bound_steps import StateChanged
 from runners.collector import paused_collector
 from runners.errors import ConfigError, PiecewiseError, StateError
-from runners.mode import in_capture_window, is_eager_only, is_transforming
+from runners.mode import in_capture_window
 from runners.stats import FallbackReason
 
 if TYPE_CHECKING:
@@ -63,12 +61,9 @@ class GraphedModule:
         self.stats, self.traffic = graphs.stats, graphs.traffic
         self._forward: Callable[..., Any] = forward if forward is not None else model
         self._in_place = forward is not None
-        self._binder: CallBinder | None = None
         self._to_refresh: list[tuple[ExampleCall, tuple[int, ...]]] = []
         self._unseen = UnseenCalls(graphs.config.max_signatures)
-        self._lock = threading.Lock()
-        self._owner: int | None = None
-        self._is_capturing = False
+        self._router = CallRouter(graphs)
         self._graphs = graphs
 
     def __getattr__(self, name: str) -> Any:
@@ -114,40 +109,11 @@ class GraphedModule:
         """The model's own call: `model(*args, **kwargs)`, replayed where a captured bucket serves it."""
         if torch.compiler.is_compiling():
             return self._forward(*args, **kwargs)
-        if self._owner == threading.get_ident():
-            codes = FallbackReason.REENTRANT_CALL, FallbackReason.CAPTURE_IN_PROGRESS
-            return self._eager(codes[self._is_capturing], args, kwargs)
-        with self._lock:
-            self._owner = threading.get_ident()
-            try:
-                found = self._find_plan(args, kwargs)
-                if not isinstance(found, FallbackReason):
-                    signature, steps, num_tokens, leaves = found
-                    try:
-                        result = signature.rebuild(steps.replay(leaves, num_tokens))
-                    except StateChanged as changed:
-                        found = self._graphs.note_change(changed.change)
-                        self.stats.place_eager(steps.padded_num_tokens, found)
-                    else:
-                        self.stats.count_replay(steps.padded_num_tokens)
-                        return result
-            finally:
-                self._owner = None
-        return self._eager(found, args, kwargs)
-
-    def _eager(self, reason: FallbackReason, args: Any, kwargs: Any) -> Any:
-        self.stats.count_eager(reason)
-        return self._forward(*args, **kwargs)
+        return self._router.serve(self._find_plan, self._forward, args, kwargs)
 
     def _find_plan(self, args: Any, kwargs: Any) -> Any:
         """(signature, step plan, token count, leaves) where a plan serves this call, else the reason why
         not."""
-        if is_eager_only():
-            return FallbackReason.EAGER_ONLY
-        if torch.is_grad_enabled():
-            return FallbackReason.GRAD_ENABLED
-        if is_transforming():
-            return FallbackReason.NESTED_TRACING
         graphs = self._graphs
         if graphs.is_suspended:
             return FallbackReason.SUSPENDED
@@ -156,69 +122,62 @@ class GraphedModule:
         if not graphs.signatures and not may_capture:
             return FallbackReason.RELEASED if graphs.is_released else FallbackReason.NOT_CAPTURED
         try:
-            bound = self._bind(args, kwargs)
+            bound = self._binder.bind(*args, **kwargs)
         except TypeError:
             return FallbackReason.UNSEEN_SIGNATURE  # the model says what is wrong with the call
-        position, matched = self._matching(bound)
-        if matched is None or (may_capture and not graphs.signatures[position].may_serve(*matched)):
-            return self._unseen_signature(args, kwargs, may_capture)
-        return graphs.plan_for(graphs.signatures[position], *matched, may_capture=may_capture)
+        signature, matched = self._matching(bound)
+        if signature is None or (may_capture and not signature.may_serve(*matched)):
+            added = self._unseen_signature(args, kwargs, may_capture)
+            if isinstance(added, FallbackReason):
+                return added
+            signature, matched = added, added.match(bound)
+            if matched is None:
+                return FallbackReason.UNSEEN_SIGNATURE
+        return graphs.plan_for(signature, *matched, may_capture=may_capture)
 
-    def _matching(self, bound: tuple) -> tuple[int, tuple[int, list[Any]] | None]:
-        """The signature of a call, rather one of the present global state whose trace may hold for it;
-        gradients must be disabled."""
-        found: tuple[int, tuple[int, list[Any]] | None] = (-1, None)
-        for position, signature in enumerate(self._graphs.signatures):
+    def _matching(self, bound: tuple) -> tuple[CapturedSignature, tuple[int, list[Any]]] | tuple[None, Any]:
+        """The signature of a call, rather one of the present global state whose trace may hold for it, with
+        the call's token count and leaves; gradients must be disabled."""
+        found: Any = None, ()
+        for signature in self._graphs.signatures:
             matched = signature.match(bound)
             if matched is not None:
                 if signature.may_serve(*matched):
-                    return position, matched
-                found = found if found[1] is not None else (position, matched)
+                    return signature, matched
+                found = found if found[0] is not None else (signature, matched)
         return found
 
-    def _bind(self, args: Any, kwargs: Any) -> tuple:
-        if self._binder is None:
-            forward = self._forward if self._in_place else self.model.forward
-            self._binder = CallBinder(forward)
-        return self._binder.bind(*args, **kwargs)
+    @cached_property
+    def _binder(self) -> CallBinder:
+        return CallBinder(self._forward if self._in_place else self.model.forward)
 
-    def _unseen_signature(self, args: Any, kwargs: Any, may_capture: bool) -> Any:
-        text, limit = describe_call(args, kwargs), self.piecewise_config.max_signatures
-        is_full = len(self._graphs.signatures) >= limit
-        self._unseen.note(text, f"beyond max_signatures = {limit}" if is_full else "")
+    def _unseen_signature(
+        self, args: Any, kwargs: Any, may_capture: bool
+    ) -> CapturedSignature | FallbackReason:
+        """A new signature for the call, captured inside a capture window, or why there is none."""
+        graphs, config = self._graphs, self.piecewise_config
+        text, is_full = describe_call(args, kwargs), len(graphs.signatures) >= config.max_signatures
+        self._unseen.note(text, f"beyond max_signatures = {config.max_signatures}" if is_full else "")
         if not all(map(is_plain_leaf, flatten_structure((args, kwargs))[1])):
             return FallbackReason.UNSUPPORTED_INPUT
         if not may_capture:
-            return FallbackReason.UNSEEN_SIGNATURE if self._graphs.signatures else FallbackReason.NOT_CAPTURED
-        if is_full:
-            return FallbackReason.SIGNATURE_LIMIT
-        refused = self._try_to_add(text, args, kwargs)
-        if refused is not None:
-            return refused
-        signature = self._graphs.signatures[-1]
-        if in_capture_window():
-            self._graphs.capture(signature, self._graphs.missing(signature))
-        matched = signature.match(self._bind(args, kwargs))
-        if matched is None:
-            return FallbackReason.UNSEEN_SIGNATURE
-        return self._graphs.plan_for(signature, *matched, may_capture=True)
-
-    def _try_to_add(self, text: str, args: Any, kwargs: Any) -> FallbackReason | None:
-        """Adds the call's signature, or notes why that fails, so that it is not tried again."""
-        refused = self._unseen.refusal_for(text)
+            return FallbackReason.UNSEEN_SIGNATURE if graphs.signatures else FallbackReason.NOT_CAPTURED
+        refused = FallbackReason.SIGNATURE_LIMIT if is_full else self._unseen.refusal_for(text)
         if refused is not None:
             return refused
         try:
-            self._add_signature(args, kwargs)
+            signature = graphs.add(self._traced(self._example(args, kwargs)))
         except CoverageError as error:
             self._unseen.refuse(text, FallbackReason.LOW_COVERAGE, error)
             raise
         except PiecewiseError as error:
-            if self.piecewise_config.strict:
+            if config.strict:
                 raise
             self._unseen.refuse(text, FallbackReason.CAPTURE_FAILED, error)
             return FallbackReason.CAPTURE_FAILED
-        return None
+        if in_capture_window():
+            graphs.capture(signature, graphs.missing(signature))
+        return signature
 
     @paused_collector()
     def capture(self, *args: Any, **kwargs: Any) -> CaptureReport:
@@ -240,14 +199,12 @@ class GraphedModule:
                 `min_coverage`, too few ops are in graphs. Then nothing of this capture is kept.
             StateError: `max_signatures` are captured already, a call is in progress, or it is suspended.
         """
-        with self._exclusive("capture"):
+        with self._router.exclusive("capture"):
             self._graphs.refuse_suspended("capture")
             with torch.no_grad():
-                position, matched = self._matching(self._bind(args, kwargs))
-                is_known = matched is not None and self._graphs.signatures[position].may_serve(*matched)
-            if is_known and self._graphs.signatures[position].find_change() is not None:
-                self._renew(position)
-            elif not is_known:
+                signature, matched = self._matching(self._binder.bind(*args, **kwargs))
+                is_known = signature is not None and signature.may_serve(*matched)
+            if signature is None or not is_known:
                 if len(self._graphs.signatures) >= self.piecewise_config.max_signatures:
                     raise StateError(
                         f"capture() of signature {len(self._graphs.signatures) + 1}",
@@ -256,9 +213,12 @@ class GraphedModule:
                         rule="graphs are bounded in number [I10]",
                         fix="raise max_signatures, or make the calls alike",
                     )
-                self._add_signature(args, kwargs)
-                position = len(self._graphs.signatures) - 1
-            signature = self._graphs.signatures[position]
+                signature = self._graphs.add(self._traced(self._example(args, kwargs)))
+            elif signature.find_change() is not None:  # its trace is out of date; its graphs go first
+                old = signature
+                old.reset()
+                old.check = None  # it holds the weights, which may be laid out anew
+                signature = self._graphs.add(self._traced(old.traced.trace.example), instead_of=old)
             return self._graphs.capture(signature, self._graphs.missing(signature))
 
     def refresh(self) -> CaptureReport | None:
@@ -266,7 +226,7 @@ class GraphedModule:
 
         The old graphs and their memory go first, so two pools never exist at once.
         """
-        with self._exclusive("refresh"):
+        with self._router.exclusive("refresh"):
             self._graphs.refuse_suspended("refresh")
             # Kept until done: a model that fails now can be refreshed again when it is whole.
             self._to_refresh += [(s.traced.trace.example, s.buckets) for s in self._graphs.signatures]
@@ -274,8 +234,7 @@ class GraphedModule:
             report = None
             while self._to_refresh:
                 example, buckets = self._to_refresh[0]
-                signature = self._traced(example)
-                self._graphs.add(signature)
+                signature = self._graphs.add(self._traced(example))
                 try:
                     report = self._graphs.capture(signature, list(buckets))
                 except BaseException:
@@ -283,13 +242,6 @@ class GraphedModule:
                     raise
                 del self._to_refresh[0]
             return report
-
-    def _renew(self, position: int) -> None:
-        """Traces a signature again whose trace is out of date; its graphs go first."""
-        old = self._graphs.signatures[position]
-        old.reset()
-        old.check = None  # it holds the weights, which may be laid out anew
-        self._graphs.add(self._traced(old.traced.trace.example), position=position)
 
     def suspend(self) -> None:
         """Gives all graph memory back, for a trainer that needs it, until `resume()`; calls run eagerly.
@@ -301,7 +253,7 @@ class GraphedModule:
         Raises:
             StateError: from inside a call of the same thread. A call in another thread is waited for.
         """
-        with self._exclusive("suspend"):
+        with self._router.exclusive("suspend"):
             self._graphs.suspend()
 
     def resume(self) -> CaptureReport | None:
@@ -315,13 +267,13 @@ class GraphedModule:
             StateError: it is not suspended.
             TraceError, TokenDimError, CaptureError: as for `capture`; everything is suspended as before then.
         """
-        with self._exclusive("resume"):
+        with self._router.exclusive("resume"):
             return self._graphs.resume(lambda old: self._traced(old.traced.trace.example))
 
     def release(self) -> None:
         """Gives all graph memory back and forgets what was captured, traces included; calls run eagerly until
         `capture()` is called again. Ends a suspension, too."""
-        with self._exclusive("release"):
+        with self._router.exclusive("release"):
             self._drop_graphs()
             self._to_refresh.clear()
             self._graphs.is_released = True
@@ -340,45 +292,23 @@ class GraphedModule:
         from piecewise.address_check import check_signatures
         from piecewise.compiler import trace_model
 
-        with self._exclusive("check_addresses"):
+        with self._router.exclusive("check_addresses"):
             self._graphs.refuse_suspended("check_addresses")
             retrace = partial(trace_model, self.model, forward=self._forward, config=self.piecewise_config)
             return check_signatures(self._graphs.signatures, retrace)
-
-    @contextmanager
-    def _exclusive(self, what: str) -> Iterator[None]:
-        """Holds the lock for a change of the graphs, which is not made in the middle of a call."""
-        if self._owner == threading.get_ident():
-            raise StateError(
-                f"{what}() inside a call of the same module",
-                rule="capture replaces the memory that the running call uses",
-                fix="call it between calls",
-            )
-        with self._lock:
-            self._owner, self._is_capturing = threading.get_ident(), True
-            try:
-                yield
-            finally:
-                self._owner, self._is_capturing = None, False
 
     def _traced(self, example: ExampleCall) -> CapturedSignature:
         from piecewise.signatures import trace_signature
 
         return trace_signature(self.model, example, forward=self._forward, config=self.piecewise_config)
 
-    def _add_signature(self, args: Any, kwargs: Any) -> None:
-        self._graphs.add(self._traced(self._example(args, kwargs)))
-
     def _example(self, args: Any, kwargs: Any) -> ExampleCall:
         from piecewise.trace import ExampleCall
 
-        self._bind(args, kwargs)
-        assert self._binder is not None
         return ExampleCall.from_call(self._binder, args, kwargs)
 
     def _drop_graphs(self) -> None:
         self._graphs.drop_graphs()
-        self._graphs.signatures.clear()
         self._unseen.forget_refusals()
 
     def explain(self, *args: Any, **kwargs: Any) -> PlanReport:
@@ -388,7 +318,7 @@ class GraphedModule:
         Raises:
             TraceError, TokenDimError: as for `capture`.
         """
-        with self._exclusive("explain"):
+        with self._router.exclusive("explain"):
             from piecewise.compiler import trace_model
             from piecewise.lowering import Lowering
             from piecewise.startup_times import StartupTimes
@@ -417,7 +347,7 @@ class GraphedModule:
         """
         from piecewise.verify import verify
 
-        with self._exclusive("verify"):
+        with self._router.exclusive("verify"):
             return verify(self, args, kwargs, make_inputs)
 
     def report(self) -> Report:

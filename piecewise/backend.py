@@ -12,7 +12,6 @@ the first call inside `piecewise.capture_window()`.
 from __future__ import annotations
 
 import math
-import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -20,15 +19,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from boundary_ops.registry import lookup
+from piecewise.call_router import CallRouter
 from piecewise.config import PiecewiseConfig
 from piecewise.coverage import CoverageError
 from piecewise.graph_store import GraphStore
 from piecewise.report import Report
 from piecewise.startup_times import StartupTimes
-from runners.bound_steps import StateChanged
 from runners.collector import paused_collector
 from runners.errors import ConfigError, PiecewiseError, StateError
-from runners.mode import is_eager_only
 from runners.stats import FallbackReason
 
 if TYPE_CHECKING:
@@ -52,7 +50,7 @@ class BackendHandle:
         self.stats, self.traffic = self.store.stats, self.store.traffic
         self.graphs: list[CompiledGraph] = []
         self.notes: dict[str, int] = {}
-        self.lock = threading.Lock()
+        self.router = CallRouter(self.store)
 
     def report(self) -> Report:
         """Plans, captures and calls so far; a graph that could not be planned is listed with its reason."""
@@ -60,7 +58,7 @@ class BackendHandle:
 
     def suspend(self) -> None:
         """Gives all graph memory back and keeps the plans; calls run eagerly until `resume()`."""
-        with self.lock:
+        with self.router.exclusive("suspend"):
             self.store.suspend()
             for graph in self.graphs:
                 graph.let_go()
@@ -72,15 +70,14 @@ class BackendHandle:
         Raises:
             StateError: it is not suspended.
         """
-        with self.lock:
-            self.store.resume_at_calls()
+        with self.router.exclusive("resume"):
+            self.store.resume(None)
 
     def release(self) -> None:
         """Gives all graph memory back and forgets the plans; buckets that are called again are captured anew,
         from the weights of then."""
-        with self.lock:
+        with self.router.exclusive("release"):
             self.store.drop_graphs()
-            self.store.signatures.clear()
             for graph in self.graphs:
                 graph.forget()
 
@@ -173,21 +170,7 @@ class CompiledGraph:
         self._inputs: list[int] = []
 
     def __call__(self, *args: Any) -> Any:
-        owner = self._owner
-        with owner.lock:
-            found = self._find_plan(args)
-            if not isinstance(found, FallbackReason):
-                signature, steps, num_tokens, leaves = found
-                try:
-                    result = signature.rebuild(steps.replay(leaves, num_tokens))
-                except StateChanged as changed:
-                    found = owner.store.note_change(changed.change)
-                    owner.stats.place_eager(steps.padded_num_tokens, found)
-                else:
-                    owner.stats.count_replay(steps.padded_num_tokens)
-                    return result
-            owner.stats.count_eager(found)
-        return self._eager(*args)
+        return self._owner.router.serve(self._find_plan, self._eager, args, {})
 
     def forget(self) -> None:
         """Drops the plan; the next call makes one again."""
@@ -198,11 +181,7 @@ class CompiledGraph:
         """Holds no argument of the last call any more, weights among them."""
         self._arguments[:] = [None] * len(self._arguments)
 
-    def _find_plan(self, args: tuple[Any, ...]) -> Any:
-        if is_eager_only():
-            return FallbackReason.EAGER_ONLY
-        if torch.is_grad_enabled():
-            return FallbackReason.GRAD_ENABLED
+    def _find_plan(self, args: tuple[Any, ...], _: dict[str, Any]) -> Any:
         if self._refused is not None:
             return self._refused
         if self._owner.store.is_suspended:
@@ -223,7 +202,7 @@ class CompiledGraph:
         """Plans the graph with the first call's arguments; a graph that cannot be planned stays eager for
         good."""
         from piecewise.compiler import prepare
-        from piecewise.signatures import signature_of
+        from piecewise.signatures import CapturedSignature, Cut
 
         config = self._owner.piecewise_config
         times = StartupTimes()
@@ -240,9 +219,8 @@ class CompiledGraph:
 
             # One token is another graph: Dynamo specialises sizes of 0 and 1.
             one_token = "Dynamo makes a graph of its own for one token"
-            signature = signature_of(traced, one_token=one_token, retrace=retrace, config=config, times=times)
-            self._owner.store.add(signature)
-            self._signature = signature
+            cut = Cut(traced, traced.planned(config, times, move_weights=True))
+            self._signature = self._owner.store.add(CapturedSignature([cut], one_token, retrace, times))
         except PiecewiseError as error:
             note = str(error).splitlines()[0]
             self._owner.notes[note] = self._owner.notes.get(note, 0) + 1

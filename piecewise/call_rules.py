@@ -36,9 +36,8 @@ def _leaf_rules(traced: TracedModel) -> dict[int, LeafRule]:
     rules: dict[int, LeafRule] = {}
     for index, leaf in enumerate(example.leaves):
         if isinstance(leaf, torch.Tensor):
-            # One that is passed twice is one placeholder, the first one's, where forward may ask for that.
+            # One that is passed twice is one placeholder, the first one's.
             first = next(i for i, other in enumerate(example.leaves) if other is leaf)
-            first = first if trace.compares_identity else index
             sizes = trace.symbols_of_leaf(first) if first in read else ()
             static = {dim: int(expr) for dim, expr in enumerate(sizes) if expr.is_number}
             if first in trace.leaves_seen and first not in read:  # Python read it, and no op
@@ -51,26 +50,23 @@ def _leaf_rules(traced: TracedModel) -> dict[int, LeafRule]:
     return rules
 
 
-def matcher_of(traced: TracedModel, plan: SegmentPlan, example: ExampleCall) -> Callable[[tuple], Any]:
-    rules = _leaf_rules(traced)
-    token = plan.token_dim
+def matcher_of(traced: TracedModel, plan: SegmentPlan) -> Callable[[tuple], Any]:
+    """What tells the calls that a trace is valid for, and takes them apart."""
+    rules, example, token = _leaf_rules(traced), traced.trace.example, plan.token_dim
     dims = []
     for rule in token.inputs:
         for dim, size in rule.dims.items():
             if (rule.leaf, dim) != (token.leaf, token.dim):
                 dims.append((rule.leaf, dim, same_count if dim == rule.anchor_dim else size))
     tensors = [index for index, leaf in enumerate(example.leaves) if isinstance(leaf, torch.Tensor)]
-    # A tensor passed twice is two inputs of equal content, unless forward may ask whether they are one; only
-    # a call that writes one must keep them apart.
-    compares = traced.trace.compares_identity
     groups: dict[int, list[int]] = {}
-    for index in tensors if compares else ():
+    for index in tensors:
         groups.setdefault(id(example.leaves[index]), []).append(index)
     distinct = [
         (written, other)
         for written in plan.written_leaves
         for other in tensors
-        if other != written and not (compares and example.leaves[other] is example.leaves[written])
+        if example.leaves[other] is not example.leaves[written]
     ]
     _refuse_shared_memory(example, distinct)
     in_graphs = {memory for segment in plan.graph_segments() for memory in segment.writes}

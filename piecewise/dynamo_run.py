@@ -29,7 +29,7 @@ from piecewise.signature import CallBinder, is_plain_leaf
 from piecewise.state import Scope, readable_path
 from piecewise.structure import Namespace, Structure, flatten_structure
 from piecewise.trace_errors import translated
-from piecewise.unguarded import compares_identity, names_read
+from piecewise.unguarded import names_read
 from runners.errors import PiecewiseError, TraceError
 
 _serial = itertools.count()
@@ -73,12 +73,6 @@ class ExampleCall:
         values, leaves = flatten_structure(bound)
         return cls(binder, values, tuple(leaves), binder.leaf_paths(values))
 
-    @property
-    def passes_one_twice(self) -> bool:
-        """Whether two of the leaves are one tensor."""
-        ids = [id(leaf) for leaf in self.leaves if isinstance(leaf, torch.Tensor)]
-        return len(set(ids)) < len(ids)
-
     def with_leaves(self, leaves: Sequence[Any]) -> ExampleCall:
         return dataclasses.replace(self, leaves=tuple(leaves))
 
@@ -93,7 +87,7 @@ class DynamoRun:
         arguments: what Dynamo passed for each placeholder: the tensors of the model, twins of the inputs.
         sources: placeholder's name → Python source of what it stands for, in terms of L and G.
         guards: all that the run looked at.
-        names_read, compares_identity: of the code that it went through; see `unguarded.py`.
+        names_read: of the code that it went through; see `unguarded.py`.
         marks_tensors: whether forward sets a Python attribute of a tensor.
         written: objects, older than the run, that forward writes to, for a while or for good; None for one
             that is not found.
@@ -111,7 +105,6 @@ class DynamoRun:
     sources: dict[str, str | None] = dataclasses.field(default_factory=dict)
     guards: list[internals.SeenGuard] = dataclasses.field(default_factory=list)
     names_read: frozenset[str] = frozenset()
-    compares_identity: bool = False
     marks_tensors: bool = False
     written: list[Any] = dataclasses.field(default_factory=list)
     arguments: tuple[Any, ...] = ()
@@ -128,8 +121,7 @@ class DynamoRun:
             dataclasses.replace(guard, source=self.as_read(guard.source), other=self.as_read(guard.other))
             for guard in internals.current_guards()
         ]
-        code = internals.traced_code()
-        self.names_read, self.compares_identity = names_read(code), compares_identity(code)
+        self.names_read = names_read(internals.traced_code())
         self._note_writes()
         outputs = graph.graph.output_node().args[0]
         fakes = [node.meta.get("example_value") if isinstance(node, fx.Node) else node for node in outputs]  # type: ignore[union-attr]
@@ -181,7 +173,6 @@ def run_dynamo(
     *,
     forward: Any,
     static_dims: Mapping[int, Sequence[int]],
-    keeps_identity: bool,
     repeats: bool,
     namespace: Namespace | None = None,
 ) -> DynamoRun:
@@ -193,7 +184,7 @@ def run_dynamo(
     Raises:
         TraceError: forward cannot be one graph.
     """
-    leaves = _prepare_leaves(example, static_dims, keeps_identity=keeps_identity)
+    leaves = _prepare_leaves(example, static_dims)
     function = _traced_function(example, forward, namespace or Namespace())
     snapshot = StateSnapshot(model)
     run = DynamoRun(model, function, leaves, snapshot, own_name=_name_of_self(function, forward, model))
@@ -231,10 +222,9 @@ def run_dynamo(
     return run
 
 
-def _prepare_leaves(
-    example: ExampleCall, static_dims: Mapping[int, Sequence[int]], *, keeps_identity: bool
-) -> list[Any]:
-    """Detached twins of the tensors, dims marked; the caller's objects are never marked."""
+def _prepare_leaves(example: ExampleCall, static_dims: Mapping[int, Sequence[int]]) -> list[Any]:
+    """Detached twins of the tensors, one for a tensor passed twice, dims marked; the caller's objects are
+    never marked."""
     prepared: list[Any] = []
     twins: dict[int, torch.Tensor] = {}
     for index, leaf in enumerate(example.leaves):
@@ -249,7 +239,7 @@ def _prepare_leaves(
                 rule="graphs read static buffers, which are plain memory [I4]",
                 fix="convert it before the call, or keep it inside the model",
             )
-        if not keeps_identity or id(leaf) not in twins:
+        if id(leaf) not in twins:
             with torch.inference_mode(False), torch.no_grad():
                 twins[id(leaf)] = leaf.clone() if leaf.is_inference() else leaf.detach()
         twin = twins[id(leaf)]

@@ -151,33 +151,33 @@ class GraphStore:
         elif (lack := lack_of_memory(_device_of(signature))) is not None:
             signature.refuse(bucket, FallbackReason.OUT_OF_MEMORY, lack)
         else:
-            self._capture_lazily(signature, bucket)
+            try:
+                self.capture(signature, [bucket])
+            except CoverageError as error:  # told once: a call is no capture() that somebody waits for
+                if signature not in self.signatures:
+                    self.signatures.append(signature)
+                signature.refuse(bucket, FallbackReason.LOW_COVERAGE, str(error))
+                raise
         return None if bucket in signature.served else signature.refused[bucket][0]
-
-    def _capture_lazily(self, signature: CapturedSignature, bucket: int) -> None:
-        try:
-            self.capture(signature, [bucket])
-        except CoverageError as error:  # told once: a call is no capture() that somebody waits for
-            if signature not in self.signatures:
-                self.signatures.append(signature)
-            signature.refuse(bucket, FallbackReason.LOW_COVERAGE, str(error))
-            raise
 
     def missing(self, signature: CapturedSignature) -> list[int]:
         """Buckets that are not captured, largest first: its memory serves the rest [I9]."""
         return [size for size in sorted(self._buckets.sizes, reverse=True) if size not in signature.served]
 
-    def add(self, signature: CapturedSignature, *, position: int | None = None) -> None:
-        """Adds a traced signature, or puts it in the place of one.
+    def add(
+        self, signature: CapturedSignature, *, instead_of: CapturedSignature | None = None
+    ) -> CapturedSignature:
+        """Adds a traced signature, or puts it in the place of one; returns it.
 
         Raises:
             CoverageError: its plan has less than `min_coverage` of the ops in graphs.
         """
         require_plan(signature.plan, self.config.min_coverage)
-        if position is None:
+        if instead_of is None:
             self.signatures.append(signature)
         else:
-            self.signatures[position] = signature
+            self.signatures[:] = [signature if each is instead_of else each for each in self.signatures]
+        return signature
 
     @paused_collector()
     def capture(
@@ -201,20 +201,16 @@ class GraphStore:
             reports = [signature.bucket_reports[bucket] for bucket in buckets]
             require_buckets(reports, self.config.min_coverage)
         except CoverageError:
-            self._take_back(signature, buckets)
+            for bucket in buckets:  # nothing is left: no bucket, no signature without one, no memory [I8]
+                signature.take_back(bucket)
+            if not signature.served:
+                self.remove(signature)
             raise
         finally:
             bar.close()
             self._note_captured()
         self.is_released = False
         return self.report_of(signature)
-
-    def _take_back(self, signature: CapturedSignature, buckets: list[int]) -> None:
-        """Leaves nothing of a capture: no bucket, no signature without one, no memory [I8]."""
-        for bucket in buckets:
-            signature.take_back(bucket)
-        if not signature.served:
-            self.remove(signature)
 
     def remove(self, signature: CapturedSignature) -> None:
         """Drops a signature with its graphs, and the pool with the last of them. Idempotent."""
@@ -232,9 +228,12 @@ class GraphStore:
         self._note_captured()
         self.is_suspended = True
 
-    def resume(self, retrace: Callable[[CapturedSignature], CapturedSignature]) -> CaptureReport | None:
+    def resume(
+        self, retrace: Callable[[CapturedSignature], CapturedSignature] | None
+    ) -> CaptureReport | None:
         """Captures again what `suspend` gave back; a signature whose model changed is traced again first, and
-        one that was traced under another global state is captured at its next call.
+        one that was traced under another global state is captured at its next call. So is each one where
+        `retrace` is None.
 
         Raises:
             StateError: it is not suspended.
@@ -242,19 +241,24 @@ class GraphStore:
             called again.
         """
         if not self.is_suspended:
-            raise _not_suspended()
+            raise StateError(
+                "resume()",
+                expected="a model that suspend() was called on",
+                got="one that is not suspended",
+                rule="resume() undoes suspend()",
+                fix="call capture() to capture, or refresh() to capture again",
+            )
+        if retrace is None:
+            self.is_suspended = False
+            return None
         # A graph is captured under the autocast, default dtype and so on of its trace; where those differ, it
         # has to wait for a call under them.
-        now = [position for position, each in enumerate(self.signatures) if each.is_of_this_state()]
-        for position in now:
-            old = self.signatures[position]
+        for old in list(self.signatures):
             assert old.suspended is not None
-            if not old.holds():
-                renewed = retrace(old)
-                renewed.suspended = dataclasses.replace(old.suspended, places=(), kinds=())
-                self.add(renewed, position=position)
+            if old.is_of_this_state() and not old.holds():
+                self.add(retrace(old), instead_of=old).suspend_for(old.suspended.buckets)
         signatures = list(self.signatures)
-        resumed = [(each, each.resume()) for each in map(signatures.__getitem__, now)]
+        resumed = [(each, each.resume()) for each in signatures if each.is_of_this_state()]
         self.is_suspended = False
         report = None
         try:
@@ -271,8 +275,8 @@ class GraphStore:
     def _resume_at_call(self, signature: CapturedSignature) -> None:
         assert signature.suspended is not None
         if not signature.holds():
+            detail = "the model changed while it was suspended; refresh() captures again"
             for bucket in signature.suspended.buckets:
-                detail = "the model changed while it was suspended; refresh() captures again"
                 signature.refuse(bucket, FallbackReason.MODULE_STATE_CHANGED, detail)
             signature.suspended = None
             return
@@ -282,19 +286,8 @@ class GraphStore:
         except BaseException as error:  # told once, not at each call
             for bucket in buckets:
                 if bucket not in signature.served:
-                    detail = str(error) or f"{type(error).__name__} without a message"
-                    signature.refuse(bucket, FallbackReason.CAPTURE_FAILED, detail)
+                    signature.refuse_after(error, bucket)
             raise
-
-    def resume_at_calls(self) -> None:
-        """Lets each signature capture again what it had, at its next call.
-
-        Raises:
-            StateError: it is not suspended.
-        """
-        if not self.is_suspended:
-            raise _not_suspended()
-        self.is_suspended = False
 
     def refuse_suspended(self, what: str) -> None:
         """Raises StateError while suspended."""
@@ -370,9 +363,10 @@ class GraphStore:
         return _CHANGE_REASONS[change.kind]
 
     def drop_graphs(self) -> None:
-        """Resets every graph and gives the memory back; the signatures stay."""
+        """Resets every graph, gives the memory back and forgets the signatures. Ends a suspension."""
         for signature in self.signatures:
             signature.reset()
+        self.signatures.clear()
         self.changes.clear()
         self.is_suspended = False
         self._release_pool()
@@ -404,13 +398,3 @@ class GraphStore:
 def _device_of(signature: CapturedSignature) -> torch.device:
     device: torch.device = signature.traced.trace.example.leaves[signature.plan.token_dim.leaf].device
     return device
-
-
-def _not_suspended() -> StateError:
-    return StateError(
-        "resume()",
-        expected="a model that suspend() was called on",
-        got="one that is not suspended",
-        rule="resume() undoes suspend()",
-        fix="call capture() to capture, or refresh() to capture again",
-    )

@@ -50,9 +50,10 @@ class LayerCall:
         is_plain = internals.is_fake(fake) and not isinstance(fake, torch.nn.Parameter)
         if not is_plain or fake.requires_grad or fake.layout != torch.strided:
             raise NotReused("a layer is given something that is no plain tensor")
-        if value not in self.nodes:
-            self.nodes.append(value)
-        return self.nodes.index(value)
+        # By its fake, as Dynamo tells whether two values are one object: an op in place returns its input.
+        number = next((i for i, known in enumerate(self.fakes()) if known is fake), len(self.nodes))
+        self.nodes += [value] if number == len(self.nodes) else []
+        return number
 
     def key(self) -> Any:
         """Equal for calls of which one trace may serve both, as far as is known of the sizes now."""
@@ -65,8 +66,10 @@ class LayerCall:
 
     def example(self, binder: CallBinder) -> tuple[ExampleCall, dict[int, tuple[int, ...]], dict[int, int]]:
         """The call on tensors made up, which dims get no symbol, and leaf index → number of the tensor."""
-        made = {node: _made(node.meta["example_value"]) for node in self.nodes}
-        args, kwargs = fx.node.map_arg((self._args, self._kwargs), lambda node: made[node])
+        made = {id(fake): _made(fake) for fake in self.fakes()}
+        args, kwargs = fx.node.map_arg(
+            (self._args, self._kwargs), lambda node: made[id(node.meta["example_value"])]
+        )
         extra = [name for name in kwargs if name not in binder.names]
         if extra != sorted(extra):
             raise NotReused("the order of a layer's keywords may matter")

@@ -79,9 +79,15 @@ class _Weaver:
             if isinstance(node.meta["example_value"], torch.SymInt)
             and (expr := internals.expression(node.meta["example_value"], self.shape_env)) is not None
         }
-        self.passed = dict(zip(whole.placeholders(), whole.arguments, strict=True))
+        passed = dict(zip(whole.placeholders(), whole.arguments, strict=True))
+        # The model's own tensors, by their fakes.
+        self.states = {
+            id(node.meta["example_value"]): argument
+            for node, argument in passed.items()
+            if isinstance(argument, torch.Tensor) and not any(argument is leaf for leaf in whole.leaves)
+        }
         # By tensor: where the graph has it already.
-        self.held = {id(argument): node for node, argument in self.passed.items()}
+        self.held = {id(argument): node for node, argument in passed.items()}
 
     def weave(self) -> LayerReuse | None:
         num_calls = sum(node.target is call_layer for node in self.graph.nodes)
@@ -133,12 +139,12 @@ class _Weaver:
         number, *args = node.args
         layer = self.layers[number]  # type: ignore[index]
         call = LayerCall(args, dict(node.kwargs), self.shape_env)
-        for argument in call.nodes:
-            passed = self.passed.get(argument)
-            is_input = any(passed is leaf for leaf in self.whole.leaves)
-            if isinstance(passed, torch.Tensor) and not is_input and vars(passed):
-                raise NotReused("a layer is given a tensor with attributes of its own")
+        given = [self.states[id(fake)] for fake in call.fakes() if id(fake) in self.states]
+        if any(map(vars, given)):
+            raise NotReused("a layer is given a tensor with attributes of its own")
         served = self._run_for(layer, call)
+        if served.reads_one_of(given, layer):
+            raise NotReused("a layer is given a tensor that it also holds")
         self.whole.guards += served.guards_of(layer)
         values = self._copied(served, layer, call, node)
         return self._replaced(node, call, served, values)

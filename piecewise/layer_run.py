@@ -8,8 +8,9 @@ asked about this one, under the source that leads there.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import sympy
@@ -22,7 +23,7 @@ from piecewise.layer_call import LayerCall, NotReused
 from piecewise.repeated_layers import RepeatedLayer
 from piecewise.signature import CallBinder
 from piecewise.state import is_asked_of, is_same_to, looked_at, readable_path
-from piecewise.structure import Namespace
+from piecewise.structure import PLAIN, Namespace
 from piecewise.tensors import tensors_in
 from piecewise.unguarded import reads_attribute_tables
 
@@ -34,24 +35,19 @@ _FORWARD = ("L['model'].forward", "L['model'].forward.__func__")
 _MODE_SWITCHES = ("_enter_", "_exit_", "_set_")
 
 
-class _Readings:
+def _reader(
+    states: Sequence[str], guarded: Sequence[Sequence[str]], names: dict[str, Any]
+) -> Callable[[nn.Module], tuple[list[Any], list[tuple[Any, ...]]]]:
     """What a run over a layer read, as one function of the layer: a deep model has many layers.
 
     Args:
         states: sources of tensors. `guarded`: for each guard those of what it looks at.
         names: those that sources use as G.
     """
-
-    def __init__(
-        self, states: Sequence[str], guarded: Sequence[Sequence[str]], names: dict[str, Any]
-    ) -> None:
-        parts = [f"({''.join(f'{source}, ' for source in sources)})" for sources in guarded]
-        text = f"lambda L: ([{', '.join(states)}], [{', '.join(parts)}])"
-        self._read = eval(text, {"G": names})  # Dynamo's own source text
-
-    def of(self, layer: nn.Module) -> tuple[list[Any], list[tuple[Any, ...]]]:
-        """The states, and per guard what it looks at."""
-        return self._read({"model": layer})
+    parts = [f"({''.join(f'{source}, ' for source in sources)})" for sources in guarded]
+    text = f"lambda L: ([{', '.join(states)}], [{', '.join(parts)}])"
+    read = eval(text, {"G": names})  # Dynamo's own source text
+    return lambda layer: read({"model": layer})
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -64,7 +60,7 @@ class LayerRun:
         output: which of the graph's outputs the layer returns.
         numbers: leaf index → number of the argument that it is.
         own_guards: those that look at the layer, each once; `shared_guards` hold for each layer.
-        readings: what own guards and placeholders of state look at.
+        read: the states in a layer, and per own guard what it looks at there.
     """
 
     layer: RepeatedLayer
@@ -75,7 +71,7 @@ class LayerRun:
     numbers: Mapping[int, int]
     own_guards: tuple[internals.SeenGuard, ...]
     shared_guards: tuple[internals.SeenGuard, ...]
-    readings: _Readings
+    read: Callable[[nn.Module], tuple[list[Any], list[tuple[Any, ...]]]]
 
     @classmethod
     def over(cls, layer: RepeatedLayer, call: LayerCall, *, namespace: Namespace) -> LayerRun:
@@ -88,13 +84,10 @@ class LayerRun:
         forward = layer.module.forward
         example, static, numbers = call.example(CallBinder(forward, fills_defaults=False))
         run = run_dynamo(
-            layer.module, example, forward=forward, static_dims=static, keeps_identity=True,
-            repeats=False, namespace=namespace,
-        )  # fmt: skip
+            layer.module, example, forward=forward, static_dims=static, repeats=False, namespace=namespace
+        )
         if run.changes or run.written:
             raise NotReused("a layer writes state")
-        if run.compares_identity:
-            raise NotReused("a layer may ask whether two tensors are one")
         if run.marks_tensors or reads_attribute_tables(run.names_read):
             raise NotReused("a layer sets attributes of tensors, or reads names of attributes")
         for node in run.graph.graph.nodes:
@@ -112,10 +105,8 @@ class LayerRun:
         shared = tuple(guard for guard in guards if repr(guard) not in own)
         own_guards = tuple(filter(is_asked_of, own.values()))
         states = [_source_of(run, each) for each in placeholders if each.kind == "state"]
-        readings = _Readings(states, list(map(looked_at, own_guards)), run.function.__globals__)
-        return cls(
-            layer, call, run, placeholders, leaves[0].index, numbers, own_guards, shared, readings
-        )  # fmt: skip
+        read = _reader(states, list(map(looked_at, own_guards)), run.function.__globals__)
+        return cls(layer, call, run, placeholders, leaves[0].index, numbers, own_guards, shared, read)
 
     def check_reads(self, written: Sequence[Any]) -> None:
         """That the layer reads nothing which the rest writes before the call: alone it saw the old state.
@@ -156,13 +147,19 @@ class LayerRun:
         if type(layer.module) is not type(self.layer.module):
             return False
         try:
-            states, guarded = self.readings.of(layer.module)
+            states, guarded = self.read(layer.module)
         except Exception:  # it lacks what was read; properties of the user's may raise anything
             return False
-        if len(set(map(id, states))) < len(states):  # what were two are one
+        old_states, seen = self.read(self.layer.module)
+        if _which_are_one(old_states, *seen) != _which_are_one(states, *guarded):
             return False
-        _, seen = self.readings.of(self.layer.module)
         return all(map(is_same_to, self.own_guards, seen, guarded))
+
+    def reads_one_of(self, tensors: Sequence[Any], layer: RepeatedLayer) -> bool:
+        """Whether `layer` itself leads to one of these tensors: a run over it takes them for others."""
+        states, guarded = self.read(layer.module)
+        read = set(map(id, itertools.chain(states, *guarded)))
+        return any(id(tensor) in read for tensor in tensors)
 
     def guards_of(self, layer: RepeatedLayer) -> list[internals.SeenGuard]:
         """The layer's own guards, as a run over the whole model gives them for `layer`."""
@@ -180,7 +177,7 @@ class LayerRun:
     def states_of(self, layer: RepeatedLayer) -> dict[fx.Node, Any]:
         """Placeholder of a state → what it stands for in `layer`."""
         states = [each.node for each in self.placeholders if each.kind == "state"]
-        return dict(zip(states, self.readings.of(layer.module)[0], strict=True))
+        return dict(zip(states, self.read(layer.module)[0], strict=True))
 
     def size_of(self, placeholder: Placeholder) -> tuple[int, int]:
         """(number of the argument, dim) of the size that a placeholder stands for.
@@ -192,6 +189,13 @@ class LayerRun:
         if found is None:
             raise NotReused("a layer computes with a number that is no size")
         return self.numbers[int(found[1])], int(found[2])
+
+
+def _which_are_one(*values: Sequence[Any]) -> list[int]:
+    """For each value that is no plain one, where it is met first: forward may ask which are one object."""
+    places: dict[int, int] = {}
+    found = [value for value in itertools.chain(*values) if not isinstance(value, (int, *PLAIN))]
+    return [places.setdefault(id(value), place) for place, value in enumerate(found)]
 
 
 def moved(source: str, layer_source: str) -> str:

@@ -9,6 +9,7 @@ the same pass.
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -193,9 +194,11 @@ def write_matcher(
     for first, *rest in same:
         for leaf in rest:
             writer.reject(f"{writer.leaf_names[leaf]} is not {writer.leaf_names[first]}")
-    if len(same) > 1:
-        ids = ", ".join(f"id({writer.leaf_names[group[0]]})" for group in same)
-        writer.reject(f"len({{{ids}}}) != {len(same)}")
+    firsts = [writer.leaf_names[group[0]] for group in same]
+    if len(firsts) > 8:
+        writer.reject(f"len({{{', '.join(f'id({name})' for name in firsts)}}}) != {len(firsts)}")
+    elif len(firsts) > 1:  # quicker, while pairs are few
+        writer.reject(" or ".join(f"{one} is {other}" for one, other in itertools.combinations(firsts, 2)))
     leaves = ", ".join(writer.leaf_names[index] for index in sorted(writer.leaf_names))
     writer.lines.append(f"rows = {writer.leaf_names[anchor[0]]}.shape[{anchor[1]}]")
     for leaf, dim, size in token_dims:
@@ -219,12 +222,15 @@ def is_plain_leaf(value: Any) -> bool:
 
 
 def describe_call(args: Any, kwargs: Any) -> str:
-    """One line that tells kinds of calls apart: dtypes, shapes and plain values."""
+    """One line that tells kinds of calls apart: dtypes, shapes, plain values, which tensors are one."""
+    numbers: dict[int, int] = {}
 
     def describe(value: Any) -> str:
         if isinstance(value, torch.Tensor):
             kind = "" if type(value) in (torch.Tensor, torch.nn.Parameter) else f"{type(value).__name__} "
-            return f"{kind}{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+            again = f" (tensor {numbers[id(value)]} again)" if id(value) in numbers else ""
+            numbers.setdefault(id(value), len(numbers) + 1)
+            return f"{kind}{str(value.dtype).removeprefix('torch.')}{list(value.shape)}{again}"
         if isinstance(value, (list, tuple)):
             return f"[{', '.join(map(describe, value[:4]))}{', ...' if len(value) > 4 else ''}]"
         if isinstance(value, dict):

@@ -43,7 +43,6 @@ class CaptureContext:
     pool: GraphPool
     buffers: StaticBuffers
     lowering: Lowering
-    on_segment: Callable[[], None] = lambda: None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -54,12 +53,20 @@ class ServedBucket:
     plan: SegmentPlan
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class ResizedTrace:
-    """A trace of the example at another size, and the plan cut from it."""
+@dataclasses.dataclass(slots=True)
+class Cut:
+    """A trace, the plan cut from it, and from the first capture on what runs in the segments."""
 
     traced: TracedModel
     plan: SegmentPlan
+    lowered: LoweredPlan | None = None
+    assembler: PlanAssembler | None = None
+
+    def reset(self) -> None:
+        """Drops the graphs."""
+        if self.assembler is not None:
+            self.assembler.reset()
+        self.assembler = self.lowered = None
 
 
 @dataclasses.dataclass(slots=True)
@@ -67,42 +74,60 @@ class CapturedSignature:
     """One signature, its traces and the buckets that it serves.
 
     Attributes:
+        cuts: of the first trace, and of traces at other sizes, for buckets that the first trace excludes.
+        one_token: why one token runs eagerly; empty where it may replay.
+        retrace: traces again with the example resized, for a bucket that the first trace excludes.
+        times: seconds spent on all this.
+        global_state: of now; false from `check()` where grad mode, autocast or the like differ.
         match: bound values → (token count, leaves) or None.
         rebuild: result leaves → the result.
         served: bucket → plan; `refused`: bucket → why it runs eagerly.
-        one_token: why one token runs eagerly; empty where it may replay.
-        retrace: traces again with the example resized, for a bucket that the first trace excludes.
-        global_state: false from `check()` where grad mode, autocast or the like differ from the trace.
         waiting: bucket → calls that a lazy capture has seen.
         check: what the trace saw of the model, None once the graphs were given up over a moved address, and
             while suspended.
-        resized: traces at other sizes, for buckets that the first trace excludes.
         suspended: what `resume` captures again; None where it is not suspended.
-        lowerings: what runs in the segments of each plan; `times`: seconds spent on all this.
     """
 
-    traced: TracedModel
-    plan: SegmentPlan
-    match: Callable[[tuple], tuple[int, list[Any]] | None]
-    rebuild: Callable[[list[Any]], Any]
-    global_state: internals.GlobalState
-    check: StateCheck | None
+    cuts: list[Cut]
     one_token: str
     retrace: Callable[[int], TracedModel]
+    times: StartupTimes
+    global_state: internals.GlobalState = dataclasses.field(default_factory=internals.GlobalState)
+    match: Callable[[tuple], tuple[int, list[Any]] | None] = dataclasses.field(init=False)
+    rebuild: Callable[[list[Any]], Any] = dataclasses.field(init=False)
+    check: StateCheck | None = dataclasses.field(init=False)
     served: dict[int, ServedBucket] = dataclasses.field(default_factory=dict)
     refused: dict[int, tuple[FallbackReason, str]] = dataclasses.field(default_factory=dict)
-    assemblers: list[PlanAssembler] = dataclasses.field(default_factory=list)
     bucket_reports: dict[int, BucketReport] = dataclasses.field(default_factory=dict)
     waiting: Counter[int] = dataclasses.field(default_factory=Counter)
-    lowerings: list[LoweredPlan] = dataclasses.field(default_factory=list)
-    times: StartupTimes = dataclasses.field(default_factory=StartupTimes)
-    resized: list[ResizedTrace] = dataclasses.field(default_factory=list)
     suspended: Suspended | None = None
     _valid: dict[tuple[int, int], bool] = dataclasses.field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        self.rebuild = _rebuilder(self.traced)
+        self.take_addresses()
+
     @property
-    def num_segments(self) -> int:
-        return len(self.plan.segments)
+    def traced(self) -> TracedModel:
+        return self.cuts[0].traced
+
+    @property
+    def plan(self) -> SegmentPlan:
+        return self.cuts[0].plan
+
+    @property
+    def assemblers(self) -> list[PlanAssembler]:
+        return [cut.assembler for cut in self.cuts if cut.assembler is not None]
+
+    @property
+    def lowerings(self) -> list[LoweredPlan]:
+        return [cut.lowered for cut in self.cuts if cut.lowered is not None]
+
+    def take_addresses(self) -> None:
+        """Lets calls be compared with the model's tensors as they are now."""
+        self.check = state_check_of(self.plan)
+        # It knows the addresses that graphs write.
+        self.match = matcher_of(self.traced, self.plan)
 
     def is_valid(self, served: ServedBucket, num_tokens: int, leaves: Sequence[Any]) -> bool:
         """Whether eager would take the traced branches at this real count, with these other sizes."""
@@ -120,10 +145,10 @@ class CapturedSignature:
         excluded at every count: one sequence is another kind of call where the trace asks for several."""
         if not self.global_state.check():
             return False
+        if not self.plan.symbols:
+            return True
         counts = (num_tokens, *self.buckets)
-        return not self.plan.symbols or any(
-            plan.holds_at(count, leaves) for count in counts for plan in self._plans()
-        )
+        return any(cut.plan.holds_at(count, leaves) for count in counts for cut in self.cuts)
 
     @property
     def buckets(self) -> tuple[int, ...]:
@@ -153,21 +178,15 @@ class CapturedSignature:
 
     def suspend_for(self, again: Sequence[int]) -> None:
         """As `suspend`, and these are the buckets that `resume` is to capture."""
-        is_valid = self.find_change() is None
-        fixed = [
-            place
-            for traced in (self.traced, *(resized.traced for resized in self.resized))
-            for made in traced.step_metadata
-            for place in made.places
-        ]
-        self.suspended = Suspended.of(again, self._plans(), fixed, is_valid=is_valid)
+        plans = [cut.plan for cut in self.cuts]
+        fixed = [place for cut in self.cuts for made in cut.traced.step_metadata for place in made.places]
+        self.suspended = Suspended.of(again, plans, fixed, is_valid=self.find_change() is None)
         for bucket in again:
             detail = "its memory was given back by suspend(); resume() captures it again"
             self.bucket_reports[bucket] = BucketReport(
                 bucket, "suspended", detail, code=FallbackReason.SUSPENDED.value
             )
         self.reset()
-        self.lowerings.clear()  # one comes with each assembler
         self.check = None
 
     def is_of_this_state(self) -> bool:
@@ -179,25 +198,26 @@ class CapturedSignature:
         """Whether the traces of a suspended signature are of the model as it is."""
         assert self.suspended is not None
         return self.suspended.holds() and all(
-            state_check_of(plan).find_change() is None for plan in self._plans()
+            state_check_of(cut.plan).find_change() is None for cut in self.cuts
         )
 
     def resume(self) -> list[int]:
         """Ends the suspension of traces that hold; returns the buckets to capture, largest first."""
         assert self.suspended is not None
         again, self.suspended = list(self.suspended.buckets), None
-        self.check = state_check_of(self.plan)
-        # It knows the addresses that graphs write.
-        self.match = matcher_of(self.traced, self.plan, self.traced.trace.example)
+        self.take_addresses()
         return again
-
-    def _plans(self) -> list[SegmentPlan]:
-        return [self.plan, *(resized.plan for resized in self.resized)]
 
     def refuse(self, bucket: int, reason: FallbackReason, detail: str, *, state: str = "eager") -> None:
         """Serves a bucket eagerly from now on."""
         self.refused[bucket] = (reason, detail)
         self.bucket_reports[bucket] = BucketReport(bucket, state, detail, code=reason.value)
+
+    def refuse_after(self, error: BaseException, bucket: int) -> None:
+        """Serves a bucket eagerly whose capture failed."""
+        detail = str(error) or f"{type(error).__name__} without a message"
+        reason = FallbackReason.OUT_OF_MEMORY if _is_out_of_memory(error) else FallbackReason.CAPTURE_FAILED
+        self.refuse(bucket, reason, detail, state="failed")
 
     def take_back(self, bucket: int) -> None:
         """Drops a bucket's graphs, and that it was ever asked for."""
@@ -208,11 +228,10 @@ class CapturedSignature:
             assembler.forget(bucket)
 
     def reset(self) -> None:
-        for assembler in self.assemblers:
-            assembler.reset()
+        """Drops all graphs; the traces stay."""
+        for cut in self.cuts:
+            cut.reset()
         self.served.clear()
-        self.assemblers.clear()
-        self.lowerings.clear()
 
 
 # Refusals that are not the model's own: another capture may do better.
@@ -244,24 +263,8 @@ def trace_signature(
     def retrace(bucket: int) -> TracedModel:
         return trace_model(model, example_of_size(traced, bucket), forward=forward, config=config)
 
-    return signature_of(traced, one_token=one_token, retrace=retrace, config=config, times=times)
-
-
-def signature_of(
-    traced: TracedModel,
-    *,
-    one_token: str,
-    retrace: Callable[[int], TracedModel],
-    config: PiecewiseConfig,
-    times: StartupTimes,
-) -> CapturedSignature:
-    """The signature that a trace serves, under the global state (grad mode off) of now."""
-    plan = traced.planned(config, times, move_weights=True)
-    matcher = matcher_of(traced, plan, traced.trace.example)
-    return CapturedSignature(
-        traced, plan, matcher, _rebuilder(traced), internals.GlobalState(), state_check_of(plan), one_token,
-        retrace, times=times,
-    )  # fmt: skip
+    cut = Cut(traced, traced.planned(config, times, move_weights=True))
+    return CapturedSignature([cut], one_token, retrace, times)
 
 
 def capture_bucket(context: CaptureContext, signature: CapturedSignature, bucket: int) -> BucketReport:
@@ -272,20 +275,21 @@ def capture_bucket(context: CaptureContext, signature: CapturedSignature, bucket
         signature.refuse(bucket, FallbackReason.ONE_TOKEN_BRANCH, signature.one_token)
         return signature.bucket_reports[bucket]
     before = context.pool.allocated_bytes, context.pool.device_bytes
-    assembler: PlanAssembler | None = None
+    cut: Cut | None = None
     try:
-        plan, assembler = _plan_for(context, signature, bucket)
-        if assembler is None:
+        cut, plan = _cut_for(context, signature, bucket), signature.plan
+        if cut is None:
             detail = "the model branches on the token count, and no trace at this size holds"
             if plan.max_rows is not None and bucket > plan.max_rows:
                 detail = f"an index of its padded rows would reach beyond a table of {plan.max_rows} rows"
             signature.refuse(bucket, FallbackReason.SHAPE_GUARD, detail)
-        elif not assembler.runners:
+        elif not (assembler := _assembler_of(context, signature, cut)).runners:
             detail = "no op can be in a graph; explain() has the reason for each"
             signature.refuse(bucket, FallbackReason.DISABLED, detail)
         else:
+            plan = cut.plan
             real = _warm_up_rows(plan, bucket, assembler.leaves)
-            steps = assembler.capture(bucket, real, on_segment=context.on_segment)
+            steps = assembler.capture(bucket, real)
             steps.check.settle()
             signature.served[bucket] = ServedBucket(steps, plan)
             signature.refused.pop(bucket, None)
@@ -297,53 +301,36 @@ def capture_bucket(context: CaptureContext, signature: CapturedSignature, bucket
                 device_bytes=max(context.pool.device_bytes - before[1], 0),
                 coverage=plan.coverage,
             )  # fmt: skip
-    except SegmentFault as fault:
-        if context.config.strict:
-            raise
-        if assembler is not None and (again := _cut_again(context, signature, assembler, fault)) is not None:
-            for size in sorted({*again, bucket}, reverse=True):
-                capture_bucket(context, signature, size)
-            return signature.bucket_reports[bucket]
-        _failed(signature, bucket, fault)
     except Exception as error:
         if context.config.strict:
             raise
-        _failed(signature, bucket, error)
+        if cut is not None and (again := _cut_again(context, signature, cut, error)) is not None:
+            for size in sorted({*again, bucket}, reverse=True):
+                capture_bucket(context, signature, size)
+            return signature.bucket_reports[bucket]
+        signature.refuse_after(error, bucket)
     taken_ms = (time.perf_counter() - began) * 1e3
     report = dataclasses.replace(signature.bucket_reports[bucket], capture_ms=taken_ms)
     signature.bucket_reports[bucket] = report
     return report
 
 
-def _failed(signature: CapturedSignature, bucket: int, error: Exception) -> None:
-    """Serves a bucket eagerly whose capture failed."""
-    detail = str(error) or f"{type(error).__name__} without a message"
-    reason = FallbackReason.OUT_OF_MEMORY if _is_out_of_memory(error) else FallbackReason.CAPTURE_FAILED
-    signature.refuse(bucket, reason, detail, state="failed")
-
-
 def _cut_again(
-    context: CaptureContext, signature: CapturedSignature, assembler: PlanAssembler, fault: SegmentFault
+    context: CaptureContext, signature: CapturedSignature, cut: Cut, error: Exception
 ) -> list[int] | None:
     """Cuts the trace again without what was wrong; the buckets that lost their graphs by that, or None where
     nothing is to be done about it."""
-    old = assembler.plan
-    at = next((i for i, resized in enumerate(signature.resized) if resized.plan is old), -1)
-    traced = signature.traced if at < 0 else signature.resized[at].traced
-    if _is_out_of_memory(fault) or not traced.heed(fault, old):
+    if not isinstance(error, SegmentFault) or cut.assembler is None or _is_out_of_memory(error):
         return None
-    lost = [bucket for bucket, served in signature.served.items() if served.plan is old]
+    if not cut.traced.heed(error, cut.plan):
+        return None
+    lost = [bucket for bucket, served in signature.served.items() if served.plan is cut.plan]
     for bucket in lost:
         del signature.served[bucket]
-    assembler.reset()
-    position = signature.assemblers.index(assembler)
-    del signature.assemblers[position], signature.lowerings[position]
-    plan = traced.planned(context.config, signature.times, move_weights=True)
-    if at >= 0:
-        signature.resized[at] = ResizedTrace(traced, plan)
-    else:
-        signature.plan, signature.check = plan, state_check_of(plan)
-        signature.match = matcher_of(traced, plan, traced.trace.example)
+    cut.reset()
+    cut.plan = cut.traced.planned(context.config, signature.times, move_weights=True)
+    if cut is signature.cuts[0]:
+        signature.take_addresses()
     return lost
 
 
@@ -356,34 +343,43 @@ def _is_out_of_memory(error: BaseException | None) -> bool:
     return False
 
 
-def _plan_for(
-    context: CaptureContext, signature: CapturedSignature, bucket: int
-) -> tuple[SegmentPlan, PlanAssembler | None]:
+def _cut_for(context: CaptureContext, signature: CapturedSignature, bucket: int) -> Cut | None:
+    """A cut that holds for a bucket: a known one, else of a trace made at its size; None where none holds."""
     leaves = signature.traced.trace.example.leaves
-    for assembler in signature.assemblers:
-        if assembler.plan.holds_at(bucket, leaves):
-            return assembler.plan, assembler
-    traced, plan, check = signature.traced, signature.plan, signature.check
-    if not plan.holds_at(bucket, leaves):
-        # A trace at one token has no symbol for the count.
-        resized = _resized_for(context, signature, bucket) if bucket > 1 else None
-        if resized is None:
-            return plan, None
-        traced, plan, check = resized.traced, resized.plan, state_check_of(resized.plan)
+    for cut in signature.cuts:
+        if cut.plan.holds_at(bucket, leaves):
+            return cut
+    if bucket <= 1:  # a trace at one token has no symbol for the count
+        return None
+    with signature.times.timed("trace"):
+        traced = signature.retrace(bucket)
+    cut = Cut(traced, traced.planned(context.config, signature.times, move_weights=True))
+    if not cut.plan.holds_at(bucket, leaves) or not is_alike(signature.traced, traced):
+        return None
+    signature.cuts.append(cut)
+    return cut
+
+
+def _assembler_of(context: CaptureContext, signature: CapturedSignature, cut: Cut) -> PlanAssembler:
+    """What captures the buckets of a cut; made for the first of them."""
+    if cut.assembler is not None:
+        return cut.assembler
+    traced, plan = cut.traced, cut.plan
+    leaves = traced.trace.example.leaves
+    check = signature.check if cut is signature.cuts[0] else state_check_of(plan)
     assert check is not None, "captures follow a trace of the model as it is"
     served = [size for size in context.config.buckets if plan.holds_at(size, leaves)]
     with signature.times.timed("lowering"):
-        lowered = context.lowering.lower(plan, served, traced.graphs)
+        lowered = cut.lowered = context.lowering.lower(plan, served, traced.graphs)
         schedules = StreamSchedules(
             plan, one_callable=lowered.one_callable, num_rows=max(served, default=0),
             num_streams=context.config.num_streams,
         )  # fmt: skip
-    signature.lowerings.append(lowered)
-    assembler = PlanAssembler(
+    cut.assembler = PlanAssembler(
         plan,
         functions=lowered.functions,
         schedules=schedules,
-        leaves=traced.trace.example.leaves,
+        leaves=leaves,
         engine=context.engine,
         pool=context.pool,
         buffers=context.buffers,
@@ -394,23 +390,7 @@ def _plan_for(
         strict=context.config.strict,
         times=signature.times,
     )
-    signature.assemblers.append(assembler)
-    return plan, assembler
-
-
-def _resized_for(context: CaptureContext, signature: CapturedSignature, bucket: int) -> ResizedTrace | None:
-    """A trace that holds for a bucket which the first one excludes: a known one, else made at its size."""
-    example = signature.traced.trace.example.leaves
-    for known in signature.resized:
-        if known.plan.holds_at(bucket, example):
-            return known
-    with signature.times.timed("trace"):
-        traced = signature.retrace(bucket)
-    plan = traced.planned(context.config, signature.times, move_weights=True)
-    if not plan.holds_at(bucket, example) or not is_alike(signature.traced, traced):
-        return None
-    signature.resized.append(ResizedTrace(traced, plan))
-    return signature.resized[-1]
+    return cut.assembler
 
 
 def _warm_up_rows(plan: SegmentPlan, bucket: int, leaves: Sequence[Any]) -> int:

@@ -39,6 +39,8 @@ _ATTRIBUTES = frozenset({"HASATTR", "NOT_PRESENT_IN_GENERIC_DICT"})
 _MODULE_TABLES = ("_modules", "_parameters", "_buffers")
 # Inputs, which the signature compares; builtins; hooks that are none of forward's or are listed elsewhere.
 _NOISE = re.compile(r"^L\['(?!model'\])|^G\['__builtins|\._backward(_pre)?_hooks$|_hooks_with_kwargs$")
+# What looking up a source raises where there is nothing.
+_NOT_FOUND = (SyntaxError, ValueError, KeyError, IndexError, AttributeError, TypeError, NameError)
 # Code that nobody changes between two calls; reading its globals would only be noise.
 _SETTLED = frozenset({"torch", "builtins"}) | frozenset(sys.stdlib_module_names) - {"__main__"}
 
@@ -78,7 +80,7 @@ class Scope:
         """The values at each step of the way to what a guard looks at."""
         try:
             return [value for value, _ in self.steps(_owner_and_attribute(guard, guard.source)[0])]
-        except (SyntaxError, ValueError, KeyError, IndexError, AttributeError, TypeError, NameError):
+        except _NOT_FOUND:
             return []
 
     def _steps_of(self, node: Any) -> list[tuple[Any, StateRef | None]]:
@@ -127,26 +129,27 @@ def resolve(source: str, scope: Scope) -> StateRef | None:
     """The (owner, key) behind a source; None where the path does not end in an attribute, key or index."""
     try:
         return scope.find(source)[1]
-    except (SyntaxError, ValueError, KeyError, IndexError, AttributeError, TypeError, NameError):
+    except _NOT_FOUND:
         return None
 
 
 class FactFinder:
-    """Collects facts, each place once."""
+    """Collects facts, each place once: those of the module tree at first.
 
-    def __init__(self) -> None:
+    Args:
+        skip_root: leave out what belongs to the call of the root and not to its forward.
+    """
+
+    def __init__(self, model: nn.Module, *, skip_root: bool) -> None:
         self._values: dict[Any, tuple[StateRef, Any]] = {}
         self._tables: dict[int, tuple[Any, Any, str]] = {}
         self._types: dict[int, tuple[Any, type, str]] = {}
         self._answers: dict[Any, tuple[Callable[[Any, Any], bool], Any, Any, bool, str]] = {}
+        self._add_module_tree(model, skip_root=skip_root)
 
     def facts(self) -> StateFacts:
-        return StateFacts(
-            tuple(self._values.values()),
-            tuple(self._tables.values()),
-            tuple(self._types.values()),
-            tuple(self._answers.values()),
-        )
+        found: Any = (self._values, self._tables, self._types, self._answers)
+        return StateFacts(*(tuple(each.values()) for each in found))
 
     def add_value(self, ref: StateRef, value: Any) -> None:
         self._values.setdefault((id(ref.owner), ref.key, ref.is_attribute), (ref, value))
@@ -158,13 +161,9 @@ class FactFinder:
     def add_answer(self, ask: Callable[[Any, Any], bool], item: Any, what: Any, path: str) -> None:
         self._answers.setdefault((ask, id(item), what), (ask, item, what, ask(item, what), path))
 
-    def add_module_tree(self, model: nn.Module, *, skip_root: bool) -> None:
+    def _add_module_tree(self, model: nn.Module, *, skip_root: bool) -> None:
         """What changes the meaning of any module, read by the trace or not: its class, submodules, training
-        flag, hooks and a forward of its own.
-
-        Args:
-            skip_root: leave out what belongs to the call of the root and not to its forward.
-        """
+        flag, hooks and a forward of its own."""
         for path, module in model.named_modules():
             name = f"model.{path}" if path else "model"
             names = module.__dict__
@@ -205,7 +204,7 @@ class FactFinder:
         source, attribute = _owner_and_attribute(guard, guard.source)
         try:
             (value, ref), *path = scope.steps(source) or [(None, None)]
-        except (SyntaxError, ValueError, KeyError, IndexError, AttributeError, TypeError, NameError):
+        except _NOT_FOUND:
             return
         if any(_is_settled(step) for step in (value, *(step for step, _ in path))):
             return
@@ -217,7 +216,7 @@ class FactFinder:
             self.add_answer(operator.contains, value, guard.arguments["key"], readable_path(source))
         elif guard.kind == "HASATTR":
             self.add_answer(hasattr, value, attribute, readable_path(source))
-        elif attribute != "forward":  # which `add_module_tree` compares
+        elif attribute != "forward":  # which `_add_module_tree` compares
             self.add_answer(operator.contains, value.__dict__, attribute, readable_path(source))
         if guard.kind == "CLASS_MATCH":
             self._add_class(value, readable_path(source))
@@ -338,12 +337,3 @@ def _as_attribute(node: Any) -> Any:
     ):
         return ast.Attribute(_as_attribute(node.args[0]), str(node.args[-1].value), ast.Load())
     return node
-
-
-def facts_read(guards: Sequence[SeenGuard], scope: Scope, model: nn.Module, *, skip_root: bool) -> StateFacts:
-    """The facts of the module tree, and all that the trace's guards name beside tensors and inputs."""
-    finder = FactFinder()
-    finder.add_module_tree(model, skip_root=skip_root)
-    for guard in guards:
-        finder.add_guard(guard, scope)
-    return finder.facts()

@@ -24,16 +24,15 @@ class Suspended:
 
     Attributes:
         buckets: largest first.
-        places: of the model's tensors that the traces read.
-        kinds: what `kinds_of` those places were; None where the trace was out of date already.
-        fixed: places, each with the address of its tensor, for which the traces hold step metadata: that
-            knows a KV pool by its address.
+        places: of the model's tensors that the traces read; they are not held.
+        fixed: those for which the traces hold step metadata, that knows a KV pool by its address.
+        seen: what `kinds_of` those places were; None where the trace was out of date already.
     """
 
     buckets: tuple[int, ...]
-    places: tuple[StateRef, ...] = ()
-    kinds: tuple[Any, ...] | None = None
-    fixed: tuple[tuple[StateRef, int | None], ...] = ()
+    places: tuple[StateRef, ...]
+    fixed: tuple[StateRef, ...]
+    seen: tuple[Any, ...] | None
 
     @classmethod
     def of(
@@ -44,33 +43,20 @@ class Suspended:
         *,
         is_valid: bool,
     ) -> Suspended:
-        """The tensors of these plans as they are now; they are not held."""
-        found = {
-            (id(value.state.owner), value.state.key): value.state
-            for plan in plans
-            for value in plan.values
-            if value.state is not None
-        }
-        places = tuple(found.values())
-        addresses = tuple((place, _address_in(place)) for place in fixed)
-        return cls(tuple(buckets), places, kinds_of(places) if is_valid else None, addresses)
+        """The tensors of these plans as they are now."""
+        states = [value.state for plan in plans for value in plan.values if value.state is not None]
+        places = tuple({(id(state.owner), state.key): state for state in states}.values())
+        fixed = tuple(fixed)
+        return cls(tuple(buckets), places, fixed, kinds_of(places, fixed) if is_valid else None)
 
     def holds(self) -> bool:
         """Whether the model's tensors are of the kinds that the traces were made with."""
-        return (
-            self.kinds is not None
-            and kinds_of(self.places) == self.kinds
-            and all(_address_in(place) == address for place, address in self.fixed)
-        )
+        return self.seen is not None and kinds_of(self.places, self.fixed) == self.seen
 
 
-def _address_in(place: StateRef) -> int | None:
-    tensor = place.get()
-    return tensor.data_ptr() if isinstance(tensor, torch.Tensor) else None
-
-
-def kinds_of(places: Iterable[StateRef]) -> tuple[Any, ...]:
-    """Each tensor's type, dtype, device and geometry, and which ones are one tensor or share memory."""
+def kinds_of(places: Iterable[StateRef], fixed: Iterable[StateRef]) -> tuple[Any, ...]:
+    """Each tensor's type, dtype, device and geometry, which ones are one tensor or share memory, and the
+    addresses of those that are fixed."""
     found: list[Any] = []
     tensors: dict[int, int] = {}
     memories: dict[int, int] = {}
@@ -83,4 +69,6 @@ def kinds_of(places: Iterable[StateRef]) -> tuple[Any, ...]:
         same = tensors.setdefault(id(tensor), len(tensors)), memories.setdefault(memory, len(memories))
         geometry = tuple(tensor.shape), tensor.stride(), tensor.storage_offset()
         found.append((type(tensor), tensor.dtype, tensor.device, geometry, same))
+    pools = [place.get() for place in fixed]
+    found += [pool.data_ptr() if isinstance(pool, torch.Tensor) else None for pool in pools]
     return tuple(found)

@@ -24,10 +24,10 @@ from piecewise.dynamo_run import DynamoRun, ExampleCall, run_dynamo
 from piecewise.layer_reuse import run_in_layers
 from piecewise.plan import ResultLeaf
 from piecewise.startup_times import LayerReuse
-from piecewise.state import facts_read
+from piecewise.state import FactFinder
 from piecewise.structure import Structure
 from piecewise.trace_errors import refuse_flags
-from piecewise.unguarded import facts_unguarded, reads_flags
+from piecewise.unguarded import add_unguarded, reads_flags
 from runners.errors import TraceError
 from runners.state_check import StateFacts
 
@@ -47,7 +47,6 @@ class Trace:
         example: the call that was traced.
         leaves_seen: input tensors that forward looked at, if only at their sizes.
         reads_flags: whether forward may ask if an input is a Parameter or requires grad.
-        compares_identity: whether forward may ask if two inputs are one object.
         layers: how many layers were traced, None for a model without any that look alike.
     """
 
@@ -60,7 +59,6 @@ class Trace:
     example: ExampleCall
     leaves_seen: frozenset[int] = frozenset()
     reads_flags: bool = False
-    compares_identity: bool = False
     layers: LayerReuse | None = None
 
     def symbols_of_leaf(self, leaf: int) -> tuple[sympy.Expr, ...]:
@@ -79,7 +77,6 @@ def trace(
     *,
     forward: Any,
     static_dims: Mapping[int, Sequence[int]] = {},
-    keeps_identity: bool = False,
     finds_facts: bool = True,
 ) -> Trace:
     """Traces `forward(model's call)` with the example's structure; the model is not run and its state is
@@ -89,8 +86,6 @@ def trace(
         model: the module whose state the trace records.
         forward: the callable to trace; reached from `model` (the module itself, or its own forward).
         static_dims: leaf index → dims that get no symbol; an int argument in here gets none either.
-        keeps_identity: whether a tensor that the example passes twice is one for forward, too. The trace is
-            made again in this way where forward may ask for it.
         finds_facts: whether the trace lists the Python state that it read; one that is only looked at, and
             never replayed, need not.
     Raises:
@@ -108,9 +103,7 @@ def trace(
         )
 
     def run(**options: Any) -> DynamoRun:
-        return run_dynamo(
-            model, example, forward=forward, static_dims=static_dims, keeps_identity=keeps_identity, **options
-        )
+        return run_dynamo(model, example, forward=forward, static_dims=static_dims, **options)
 
     seen, layers = run_in_layers(model, run)
     if seen.changes:
@@ -121,19 +114,15 @@ def trace(
             fix="keep it in a registered buffer and write that in place (self.count.add_(1), not +=), "
             "or return it",
         )
-    if seen.compares_identity and not keeps_identity and example.passes_one_twice:
-        return trace(
-            model, example, forward=forward, static_dims=static_dims, keeps_identity=True,
-            finds_facts=finds_facts,
-        )  # fmt: skip
     if reads_flags(seen.names_read):
         refuse_flags(example.leaves, example.names)
     skip_root = not isinstance(forward, nn.Module)
-    found = _finished(seen, example, skip_root=skip_root, finds_facts=finds_facts)
-    return dataclasses.replace(found, layers=layers)
+    return _finished(seen, example, layers, skip_root=skip_root, finds_facts=finds_facts)
 
 
-def _finished(run: DynamoRun, example: ExampleCall, *, skip_root: bool, finds_facts: bool) -> Trace:
+def _finished(
+    run: DynamoRun, example: ExampleCall, layers: LayerReuse | None, *, skip_root: bool, finds_facts: bool
+) -> Trace:
     fakes = [node.meta["example_value"] for node in run.placeholders()]
     shape_env = internals.shape_env_of(fakes)
     internals.forget_tensors(internals.fake_mode_of(fakes))
@@ -145,13 +134,14 @@ def _finished(run: DynamoRun, example: ExampleCall, *, skip_root: bool, finds_fa
         pairs = zip(placeholders, run.arguments, strict=True)
         places = {id(argument): each.state for each, argument in pairs if each.state is not None}
         ties = [(guard.source, guard.other) for guard in run.guards if guard.other]
-        facts = facts_unguarded(
-            facts_read(run.guards, scope, run.model, skip_root=skip_root),
-            run.model, names=run.names_read, ties=ties, places=places, scope=scope,
-        )  # fmt: skip
+        finder = FactFinder(run.model, skip_root=skip_root)
+        for guard in run.guards:
+            finder.add_guard(guard, scope)
+        add_unguarded(finder, run.model, names=run.names_read, ties=ties, places=places, scope=scope)
+        facts = finder.facts()
     seen = (re.match(r"L\['t(\d+)'\]", guard.source) for guard in run.guards)
     return Trace(
         run.graph, placeholders, structure, result_leaves, shape_env, facts, example,
         leaves_seen=frozenset(int(found[1]) for found in seen if found),
-        reads_flags=reads_flags(run.names_read), compares_identity=run.compares_identity,
+        reads_flags=reads_flags(run.names_read), layers=layers,
     )  # fmt: skip

@@ -9,24 +9,20 @@
 
 from __future__ import annotations
 
-import dis
 import itertools
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import CodeType, FunctionType, MethodType, ModuleType
-from typing import Any
 
 import torch
 from torch import nn
 
 from piecewise.config import environment
-from piecewise.state import Scope, resolve
-from runners.state_check import StateFacts, StateRef, table_content
+from piecewise.state import FactFinder, Scope, resolve
+from runners.state_check import StateRef
 
 _FLAGS = frozenset({"requires_grad", "is_leaf", "grad_fn", "Parameter"})
 _ENVIRONMENT = frozenset({"environ", "getenv"})
-# Instructions that neither load nor compute, by the names of Python 3.10 to 3.14.
-_NO_STEPS = frozenset({"PRECALL", "PUSH_NULL", "CACHE", "RESUME", "NOP", "EXTENDED_ARG", "COPY_FREE_VARS"})
 _ATTRIBUTE_TABLES = frozenset({"__dict__", "vars"})
 
 
@@ -44,40 +40,6 @@ def reads_attribute_tables(names: frozenset[str]) -> bool:
     return bool(names & _ATTRIBUTE_TABLES)
 
 
-def compares_identity(code: Iterable[CodeType]) -> bool:
-    """Whether code asks if two objects are one, and so may ask it of two inputs.
-
-    torch's own code counts, too: its attention asks whether query and key are one tensor. What cannot be an
-    input does not: constants (`is None`), globals (`is torch.float32`) and what belongs to a type.
-    """
-    for each in code:
-        if "id" in each.co_names:
-            return True
-        steps = [step for step in dis.get_instructions(each) if step.opname not in _NO_STEPS]
-        for position, step in enumerate(steps):
-            if step.opname == "IS_OP" and _may_be_inputs(steps, position):
-                return True
-    return False
-
-
-def _may_be_inputs(steps: Sequence[dis.Instruction], position: int) -> bool:
-    """Whether both operands of the comparison at `position` may be inputs."""
-    right = _root(steps, position - 1)
-    if right < 0 or steps[right].opname in ("LOAD_CONST", "LOAD_GLOBAL", "LOAD_NAME"):
-        return False
-    left = _root(steps, right - 1)
-    if left >= 2 and steps[left].opname.startswith("CALL"):
-        return not any(step.argval == "type" for step in steps[left - 2 : left])
-    return True
-
-
-def _root(steps: Sequence[dis.Instruction], position: int) -> int:
-    """Where the value begins of which attributes were taken up to `position`."""
-    while position >= 0 and steps[position].opname in ("LOAD_ATTR", "LOAD_METHOD"):
-        position -= 1
-    return position
-
-
 def _is_installed(path: str) -> bool:
     """Whether a file below Python's library is a package of its own, and not torch."""
     return "site-packages" in path and not path.startswith(os.path.dirname(torch.__file__))
@@ -88,44 +50,45 @@ def reads_flags(names: frozenset[str]) -> bool:
     return bool(names & _FLAGS)
 
 
-def facts_unguarded(
-    facts: StateFacts,
+def add_unguarded(
+    finder: FactFinder,
     model: nn.Module,
     *,
     names: frozenset[str],
     ties: Iterable[Sequence[str]],
     places: Mapping[int, StateRef],
     scope: Scope,
-) -> StateFacts:
-    """`facts`, with those that forward read and no guard compares.
+) -> None:
+    """Adds the facts that forward read and no guard compares.
 
     Args:
+        finder: has the facts of the guards.
         names: what `names_read` found in the traced code.
         ties: sources that gave one tensor.
         places: id of a tensor of the model → the place at which the graph reads it.
     """
-    values = [*facts.values, *_calls(model)]
-    answers, tables = [*facts.answers, *_ties(ties, places, scope)], [*facts.tables]
-    if reads_flags(names):
-        for path, module in model.named_modules():
-            for key, tensor in {**module._parameters, **module._buffers}.items():
-                owner = module._parameters if key in module._parameters else module._buffers
-                if tensor is not None:
-                    place = StateRef(owner, key, f"model.{path}.{key}" if path else f"model.{key}")
-                    flag = tensor.requires_grad
-                    answers.append((_requires_grad, place, Said("requires_grad"), flag, place.path))
-    if names & _ENVIRONMENT:
-        answers.append((_is_environment, environment(), Said("the value read"), True, "the environment"))
-    if names & _ATTRIBUTE_TABLES:
-        tables += _attribute_tables(model, facts)
-    return StateFacts(tuple(values), tuple(tables), facts.types, tuple(answers))
-
-
-def _calls(model: nn.Module) -> Iterator[tuple[StateRef, Any]]:
-    """How each class of module is called: Dynamo takes `__call__` for the way to forward, unguarded."""
+    # Dynamo takes `__call__` for the way to forward, unguarded.
     for cls in dict.fromkeys(type(module) for module in model.modules()):
         place = StateRef(cls, "__call__", f"{cls.__name__}.__call__", is_attribute=True)
-        yield place, place.get()
+        finder.add_value(place, place.get())
+    for place, other in _ties(ties, places, scope):
+        finder.add_answer(_is_tied, place, Said(f"the tensor of {other.path}", other), place.path)
+    if reads_flags(names):
+        for path, module in model.named_modules():
+            for owner in (module._parameters, module._buffers):
+                for key in [key for key, tensor in owner.items() if tensor is not None]:
+                    place = StateRef(owner, key, f"model.{path}.{key}" if path else f"model.{key}")
+                    finder.add_answer(_requires_grad, place, Said("requires_grad"), place.path)
+    if names & _ENVIRONMENT:
+        finder.add_answer(_is_environment, environment(), Said("the value read"), "the environment")
+    if names & _ATTRIBUTE_TABLES:
+        for path, module in model.named_modules():
+            finder.add_table(vars(module), f"vars(model{'.' + path if path else ''})")
+        settled = (nn.Module, type, FunctionType, MethodType, ModuleType)
+        for place, value in finder.facts().values:
+            attributes = getattr(value, "__dict__", None)
+            if isinstance(attributes, dict) and not isinstance(value, settled):
+                finder.add_table(attributes, f"vars({place.path})")
 
 
 def _requires_grad(place: StateRef, _: Said) -> bool:
@@ -136,28 +99,17 @@ def _is_environment(seen: dict[str, str], _: Said) -> bool:
     return environment() == seen
 
 
-def _attribute_tables(model: nn.Module, facts: StateFacts) -> Iterator[tuple[Any, Any, str]]:
-    """The names in the `__dict__` of each module, and of each other object that forward reached."""
-    for path, module in model.named_modules():
-        yield vars(module), table_content(vars(module)), f"vars(model{'.' + path if path else ''})"
-    settled = (nn.Module, type, FunctionType, MethodType, ModuleType)
-    for place, value in facts.values:
-        names = getattr(value, "__dict__", None)
-        if isinstance(names, dict) and not isinstance(value, settled):
-            yield names, table_content(names), f"vars({place.path})"
-
-
-def _ties(sources: Iterable[Sequence[str]], places: Mapping[int, StateRef], scope: Scope) -> list[Any]:
-    """That tensors which forward reads at several places are one tensor at all of them."""
+def _ties(
+    sources: Iterable[Sequence[str]], places: Mapping[int, StateRef], scope: Scope
+) -> Iterable[tuple[StateRef, StateRef]]:
+    """For tensors that forward reads at several places: where the graph reads each, and another place."""
     found = {}
     for source in itertools.chain.from_iterable(sources):
         other = resolve(source, scope)
         place = places.get(id(other.get())) if other is not None else None
-        if other is None or place is None or (id(place.owner), place.key) == (id(other.owner), other.key):
-            continue
-        said = Said(f"the tensor of {other.path}", other)
-        found[id(other.owner), other.key] = (_is_tied, place, said, True, place.path)
-    return list(found.values())
+        if other and place and (id(place.owner), place.key) != (id(other.owner), other.key):
+            found[id(other.owner), other.key] = place, other
+    return found.values()
 
 
 class Said:

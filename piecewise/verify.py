@@ -115,10 +115,10 @@ def _find_plan(graphed: GraphedModule, args: Sequence[Any], kwargs: Mapping[str,
     graphs = graphed._graphs
     if not graphs.signatures:
         return 0, FallbackReason.RELEASED if graphs.is_released else FallbackReason.NOT_CAPTURED
-    position, matched = graphed._matching(graphed._bind(tuple(args), dict(kwargs)))
-    if matched is None:
+    signature, matched = graphed._matching(graphed._binder.bind(*args, **kwargs))
+    if signature is None:
         return 0, FallbackReason.UNSEEN_SIGNATURE
-    return matched[0], graphs.choose_plan(graphs.signatures[position], *matched, may_capture=False)
+    return matched[0], graphs.choose_plan(signature, *matched, may_capture=False)
 
 
 class _Rehearsal(Exception):

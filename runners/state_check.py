@@ -129,19 +129,23 @@ class StateCheck:
         self._facts = facts
         self._values = [value for _, value in facts.values]
         self._dicts = WatchedDicts(number_dicts)
-        self._places = _Places(self._dicts)
+        # How to look → columns of where, at what, and the very object expected there.
+        self._columns: dict[Callable[[Any, Any], Any], tuple[list[Any], list[Any], list[Any]]] = {}
         for ref, tensor in zip(self._tensor_refs, self._tensors, strict=True):
-            self._places.add(ref, tensor)
-        self._value_columns = [self._places.add(ref, value) for ref, value in facts.values]
+            self._add_value(ref, tensor)
+        self._value_columns = [self._add_value(ref, value) for ref, value in facts.values]
         self._attributes = [getattr(item, "__dict__", None) for item, _, _ in facts.types]
-        without_dict = [i for i, names in enumerate(self._attributes) if type(names) is not dict]
-        self._objects = [facts.types[i][0] for i in without_dict]
-        self._types = [facts.types[i][1] for i in without_dict]
         for (item, cls, _), attributes in zip(facts.types, self._attributes, strict=True):
             if type(attributes) is dict:
                 self._dicts.add_object(item, cls)
-        self._tables = _Tables(facts.tables, self._dicts)
-        self._questions = _Questions(facts.answers, self._dicts)
+            else:
+                self._add(_class_of, item, None, cls)
+        self._empty: list[Any] = []
+        self._tables: list[tuple[Any, Any]] = []
+        for table, content, _ in facts.tables:
+            self._add_table(table, content)
+        for ask, item, what, answer, _ in facts.answers:
+            self._add_answer(ask, item, what, answer)
 
     @property
     def num_entries(self) -> int:
@@ -159,10 +163,12 @@ class StateCheck:
                 and list(map(torch.Tensor.data_ptr, self._tensors)) == self._addresses
                 and self._recorded_fit()
                 and self.looked_up_fit()
-                and self._places.are_unchanged()
-                and all(map(operator.is_, map(type, self._objects), self._types))
-                and self._tables.are_unchanged()
-                and self._questions.are_unchanged()
+                and not any(self._empty)
+                and all(
+                    all(map(operator.is_, map(look, owners, keys), values))
+                    for look, (owners, keys, values) in self._columns.items()
+                )
+                and all(_content_like(content, table) == content for table, content in self._tables)
             )
         except _NOTHING_THERE:
             return False
@@ -190,6 +196,38 @@ class StateCheck:
         `is_unchanged` is fast again.
         """
         return self._find_moved() or self._find_changed_value() or self._find_changed_structure()
+
+    def _add_value(self, ref: StateRef, value: Any) -> tuple[list[Any], int]:
+        """Where the expected object is kept: a list and an index into it."""
+        if not ref.is_attribute and type(ref.owner) is dict:
+            return self._dicts.add_value(ref.owner, ref.key, value)
+        if not ref.is_attribute and type(ref.owner) in _IMMUTABLE and ref.get() is value:
+            return [value], 0
+        if ref.is_empty():  # which the look-ups in C do not take for None
+            return self._add(_get, ref, None, value)
+        return self._add(getattr if ref.is_attribute else operator.getitem, ref.owner, ref.key, value)
+
+    def _add_table(self, table: Any, content: Any) -> None:
+        size = content if isinstance(content, int) else len(content)
+        if size == 0 and type(table) in _CONTAINERS:
+            self._empty.append(table)
+        elif type(table) is dict:
+            self._dicts.add_answer(table, functools.partial(_content_like, content, table), content)
+        elif type(table) not in _IMMUTABLE or len(table) != size:
+            self._tables.append((table, content))
+
+    def _add_answer(self, ask: Callable[[Any, Any], bool], item: Any, what: Any, answer: bool) -> None:
+        is_member = ask is operator.contains
+        if is_member and type(item) is dict:
+            self._dicts.add_answer(item, functools.partial(ask, item, what), answer)
+        elif not (is_member and type(item) in _IMMUTABLE and ask(item, what) is answer):
+            self._add(ask, item, what, answer)
+
+    def _add(self, look: Callable[[Any, Any], Any], *entry: Any) -> tuple[list[Any], int]:
+        columns = self._columns.setdefault(look, ([], [], []))
+        for column, item in zip(columns, entry, strict=True):
+            column.append(item)
+        return columns[-1], len(columns[-1]) - 1
 
     def _recorded_fit(self) -> bool:
         if not self._tensors:
@@ -235,7 +273,7 @@ class StateCheck:
                 detail = f"the attributes of {path} were replaced as a whole"
                 return StateChange("module_state_changed", detail)
         for table, content, path in self._facts.tables:
-            now = len(table) if isinstance(content, int) else table_content(table)
+            now = _content_like(content, table)
             if now != content:
                 detail = f"the contents of {path} were {_brief(content)}, are {_brief(now)}"
                 return StateChange("module_state_changed", detail)
@@ -246,91 +284,17 @@ class StateCheck:
         return None
 
 
-class _Places:
-    """Places with the objects expected there, split by how the look-up is done at C speed."""
-
-    def __init__(self, dicts: WatchedDicts) -> None:
-        self._dicts = dicts
-        self._attributes: tuple[list[Any], list[str], list[Any]] = ([], [], [])
-        self._items: tuple[list[Any], list[Any], list[Any]] = ([], [], [])
-        self._others: tuple[list[StateRef], list[Any]] = ([], [])
-
-    def add(self, ref: StateRef, value: Any) -> tuple[list[Any], int]:
-        """Where the expected object is kept: a list and an index into it."""
-        if not ref.is_attribute and type(ref.owner) is dict:
-            return self._dicts.add_value(ref.owner, ref.key, value)
-        if not ref.is_attribute and type(ref.owner) in _IMMUTABLE and ref.get() is value:
-            return [value], 0
-        group: Any = self._attributes if ref.is_attribute else self._items
-        entry: Any = (ref.owner, ref.key, value)
-        if ref.is_empty():  # which the look-ups in C do not take for None
-            group, entry = self._others, (ref, value)
-        for column, item in zip(group, entry, strict=True):
-            column.append(item)
-        return group[-1], len(group[-1]) - 1
-
-    def are_unchanged(self) -> bool:
-        owners, names, values = self._attributes
-        containers, keys, in_containers = self._items
-        refs, in_others = self._others
-        return (
-            all(map(operator.is_, map(getattr, owners, names), values))
-            and all(map(operator.is_, map(operator.getitem, containers, keys), in_containers))
-            and all(map(operator.is_, map(StateRef.get, refs), in_others))
-        )
+def _content_like(content: Any, table: Any) -> Any:
+    """What is compared of a table of which `content` was recorded."""
+    return len(table) if isinstance(content, int) else table_content(table)
 
 
-class _Tables:
-    """Containers with the content expected in them, or just its length."""
-
-    def __init__(self, tables: Sequence[tuple[Any, Any, str]], dicts: WatchedDicts) -> None:
-        self._empty: list[Any] = []
-        self._sized: tuple[list[Any], list[int]] = ([], [])
-        self._keyed: list[tuple[Any, Any]] = []
-        for table, content, _ in tables:
-            size = content if isinstance(content, int) else len(content)
-            if size == 0 and type(table) in _CONTAINERS:
-                self._empty.append(table)
-            elif type(table) is dict:
-                read = len if isinstance(content, int) else table_content
-                dicts.add_answer(table, functools.partial(read, table), content)
-            elif type(table) not in _IMMUTABLE or len(table) != size:
-                self._sized[0].append(table)
-                self._sized[1].append(size)
-                if not isinstance(content, int):
-                    self._keyed.append((table, content))
-
-    def are_unchanged(self) -> bool:
-        tables, sizes = self._sized
-        return (
-            not any(self._empty)
-            and list(map(len, tables)) == sizes
-            and all(table_content(table) == content for table, content in self._keyed)
-        )
+def _get(ref: StateRef, _: None) -> Any:
+    return ref.get()
 
 
-class _Questions:
-    """Questions with the answers expected to them."""
-
-    def __init__(
-        self,
-        answers: Sequence[tuple[Callable[[Any, Any], bool], Any, Any, bool, str]],
-        dicts: WatchedDicts,
-    ) -> None:
-        self._columns: dict[Any, tuple[list[Any], list[Any], list[bool]]] = {}
-        for ask, item, what, answer, _ in answers:
-            is_member = ask is operator.contains
-            if is_member and type(item) is dict:
-                dicts.add_answer(item, functools.partial(ask, item, what), answer)
-            elif not (is_member and type(item) in _IMMUTABLE and ask(item, what) is answer):
-                columns = self._columns.setdefault(ask, ([], [], []))
-                for column, entry in zip(columns, (item, what, answer), strict=True):
-                    column.append(entry)
-
-    def are_unchanged(self) -> bool:
-        return all(
-            list(map(ask, items, whats)) == answers for ask, (items, whats, answers) in self._columns.items()
-        )
+def _class_of(item: Any, _: None) -> type:
+    return type(item)
 
 
 def _look_up(refs: Sequence[StateRef]) -> Callable[[], Iterable[Any]]:

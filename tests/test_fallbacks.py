@@ -285,7 +285,7 @@ def test_I6_a_call_from_inside_a_capture():
     outcomes = []
 
     def peek(x):
-        if graphed._is_capturing and not outcomes:
+        if graphed._router.is_capturing and not outcomes:
             outcomes.append(None)
             outcomes.append(graphed(tokens(3)))
         return x * 2

@@ -150,7 +150,7 @@ def test_the_floor_runs_the_plans_kernels() -> None:
         graphed, _ = maker._captured("graphed")
         args, kwargs = case.inputs(4)
         (signature,) = graphed._graphs.signatures
-        _, leaves = signature.match(graphed._bind(args, kwargs))
+        _, leaves = signature.match(graphed._binder.bind(*args, **kwargs))
         functions = signature.assemblers[0].functions
         (found,) = run_plan(signature.served[4].plan, functions, leaves, 4)
         assert torch.equal(found, case.model(*args, **kwargs)["y"])

@@ -178,6 +178,10 @@ def passes_its_own_rows(model, layer, x):
     return layer(x, x.view(x.shape) if layer.number % 2 == 0 else x.clone()) + x
 
 
+def doubles_one(layer, y, a, b):
+    return y * 2 if a is b else y + b
+
+
 def writes_through_a_view(model, layer, x):
     x = layer(x)
     x[:, :1].add_(1)
@@ -196,6 +200,8 @@ def writes_through_a_view(model, layer, x):
         (writes_rows, passes_its_own_rows, Layer, 1),
         (None, writes_through_a_view, Layer, 1),
         (None, lambda model, layer, x: layer(x) if layer.number % 2 else layer(x[:, :]).clone(), Layer, 1),
+        (doubles_one, lambda model, layer, x: layer(x, x, x if layer.number else x.clone()), Layer, 2),
+        (doubles_one, lambda model, layer, x: layer(x, x, x.add_(1) if layer.number else x), Layer, 1),
     ],
     ids=[
         "plain",
@@ -207,6 +213,8 @@ def writes_through_a_view(model, layer, x):
         "memory of arguments",
         "view of a result",
         "around",
+        "one argument or two",
+        "one argument through an op in place",
     ],
 )
 def test_it_is_the_trace_of_all_layers(how, call, kind, num_traced, monkeypatch):
@@ -334,6 +342,14 @@ def one_extra(model):
     model.layers[2].extra = 1.0
 
 
+def tables(model):
+    """A table for each layer; that of one is the model's, and another's is its second one, too."""
+    model.table = torch.ones(HIDDEN)
+    for layer in model.layers:
+        layer.table, layer.second, layer.third = (torch.ones(HIDDEN) for _ in range(3))
+    model.layers[2].table, model.layers[1].third = model.table, model.layers[1].second
+
+
 def marked_table(model):
     model.register_buffer("table", torch.ones(HIDDEN))
     model.table.tag = 3.0
@@ -357,6 +373,17 @@ CALLS_SEEN_WHOLE = {
     "attribute of a buffer": dict(
         how=lambda layer, y, table: y * getattr(table, "tag", 1.0),
         call=lambda model, layer, x: layer(x, model.table), change=marked_table,
+    ),
+    "a tensor that a layer holds": dict(
+        how=lambda layer, y, table: y * (2.0 if table is layer.table else 1.0),
+        call=lambda model, layer, x: layer(x, model.table), change=tables,
+    ),
+    "a tensor that a layer holds, through an op in place": dict(
+        how=lambda layer, y, table: y * (2.0 if table is layer.table else 1.0),
+        call=lambda model, layer, x: layer(x, model.table.mul_(1)), change=tables,
+    ),
+    "two tensors of a layer that are one": dict(
+        how=lambda layer, y: y * (2.0 if layer.second is layer.third else 1.0), change=tables,
     ),
     "names of attributes": dict(how=by_extra, change=one_extra),
     "a parameter as argument": dict(

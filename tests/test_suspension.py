@@ -193,7 +193,7 @@ def test_I10_weights_that_were_untied_meanwhile_are_traced_again(traces):
 def test_a_bucket_with_a_trace_of_its_own_is_resumed_from_that(traces):
     model = new_model(before=lambda model, x: x * 2 if x.shape[0] % 8 == 0 else x + 1)
     graphed = graph(model, tokens(8), buckets=(8, 12))
-    assert len(graphed._graphs.signatures[0].resized) == 1
+    assert len(graphed._graphs.signatures[0].cuts) == 2
     count = len(traces)
     graphed.suspend()
     assert graphed.resume().captured == (8, 12) and len(traces) == count
@@ -387,7 +387,7 @@ def test_I10_a_model_that_changed_while_a_failed_resume_waits_is_traced_again(mo
 def test_I6_a_resume_that_fails_at_a_call_is_told_once(model, monkeypatch):
     graphed = graph(model, strict=True)
     graphed.suspend()
-    graphed._graphs.resume_at_calls()
+    graphed._graphs.resume(None)
     with monkeypatch.context() as patch, torch.no_grad():
         failing_captures(patch, RuntimeError("no room"))
         with pytest.raises(RuntimeError, match="no room"):
@@ -400,7 +400,7 @@ def test_I6_a_resume_that_fails_at_a_call_is_told_once(model, monkeypatch):
 def test_I4_a_weight_that_is_gone_when_a_resume_is_due_is_no_error(model):
     graphed = graph(model)
     graphed.suspend()
-    graphed._graphs.resume_at_calls()
+    graphed._graphs.resume(None)
     model.projection.bias = None
     assert serve(graphed, tokens(5)) == "module_state_changed"
     assert graphed.refresh().ok and serve(graphed, tokens(5)) == "replay"

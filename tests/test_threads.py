@@ -192,7 +192,7 @@ def test_I7_a_capture_in_one_thread_keeps_calls_of_another_waiting():
         with torch.no_grad():
             results.append(graphed(tokens(5)))
 
-    with graphed._exclusive("refresh"):
+    with graphed._router.exclusive("refresh"):
         thread = threading.Thread(target=work)
         thread.start()
         thread.join(0.1)
