@@ -16,7 +16,7 @@ import functools
 import operator
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -28,6 +28,7 @@ _PLAIN = (bool, int, float, complex, str, bytes, tuple, frozenset, torch.dtype, 
 _IMMUTABLE = (tuple, str, bytes, frozenset, range)
 # Their truth is that they hold anything.
 _CONTAINERS = (dict, OrderedDict, list, set, deque)
+_Columns: TypeAlias = dict[Callable[[Any, Any], Any], tuple[list[Any], list[Any], list[Any]]]
 # Type, dispatch keys, dtype, device, sizes and strides of many tensors in one call; Dynamo's own guard.
 _TensorGuards = torch._C._dynamo.guards.TensorGuards  # type: ignore[attr-defined]
 
@@ -130,7 +131,8 @@ class StateCheck:
         self._values = [value for _, value in facts.values]
         self._dicts = WatchedDicts(number_dicts)
         # How to look → columns of where, at what, and the very object expected there.
-        self._columns: dict[Callable[[Any, Any], Any], tuple[list[Any], list[Any], list[Any]]] = {}
+        self._columns: _Columns = {}
+        self._answers: _Columns = {}  # of answers, which may be compared by value: that is quicker
         for ref, tensor in zip(self._tensor_refs, self._tensors, strict=True):
             self._add_value(ref, tensor)
         self._value_columns = [self._add_value(ref, value) for ref, value in facts.values]
@@ -139,7 +141,7 @@ class StateCheck:
             if type(attributes) is dict:
                 self._dicts.add_object(item, cls)
             else:
-                self._add(_class_of, item, None, cls)
+                _add(self._columns, _class_of, item, None, cls)
         self._empty: list[Any] = []
         self._tables: list[tuple[Any, Any]] = []
         for table, content, _ in facts.tables:
@@ -167,6 +169,10 @@ class StateCheck:
                 and all(
                     all(map(operator.is_, map(look, owners, keys), values))
                     for look, (owners, keys, values) in self._columns.items()
+                )
+                and all(
+                    list(map(ask, items, whats)) == answers
+                    for ask, (items, whats, answers) in self._answers.items()
                 )
                 and all(_content_like(content, table) == content for table, content in self._tables)
             )
@@ -204,8 +210,9 @@ class StateCheck:
         if not ref.is_attribute and type(ref.owner) in _IMMUTABLE and ref.get() is value:
             return [value], 0
         if ref.is_empty():  # which the look-ups in C do not take for None
-            return self._add(_get, ref, None, value)
-        return self._add(getattr if ref.is_attribute else operator.getitem, ref.owner, ref.key, value)
+            return _add(self._columns, _get, ref, None, value)
+        look = getattr if ref.is_attribute else operator.getitem
+        return _add(self._columns, look, ref.owner, ref.key, value)
 
     def _add_table(self, table: Any, content: Any) -> None:
         size = content if isinstance(content, int) else len(content)
@@ -221,13 +228,7 @@ class StateCheck:
         if is_member and type(item) is dict:
             self._dicts.add_answer(item, functools.partial(ask, item, what), answer)
         elif not (is_member and type(item) in _IMMUTABLE and ask(item, what) is answer):
-            self._add(ask, item, what, answer)
-
-    def _add(self, look: Callable[[Any, Any], Any], *entry: Any) -> tuple[list[Any], int]:
-        columns = self._columns.setdefault(look, ([], [], []))
-        for column, item in zip(columns, entry, strict=True):
-            column.append(item)
-        return columns[-1], len(columns[-1]) - 1
+            _add(self._answers, ask, item, what, answer)
 
     def _recorded_fit(self) -> bool:
         if not self._tensors:
@@ -282,6 +283,14 @@ class StateCheck:
                 detail = f"{what!r} was {'' if answer else 'not '}in {path}"
                 return StateChange("module_state_changed", detail)
         return None
+
+
+def _add(columns: _Columns, look: Callable[[Any, Any], Any], *entry: Any) -> tuple[list[Any], int]:
+    """Where the last of the entry is kept: a list and an index into it."""
+    found = columns.setdefault(look, ([], [], []))
+    for column, item in zip(found, entry, strict=True):
+        column.append(item)
+    return found[-1], len(found[-1]) - 1
 
 
 def _content_like(content: Any, table: Any) -> Any:
