@@ -8,6 +8,8 @@ rows hold. What is known of ops of libraries is in `library_rows`.
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -35,8 +37,9 @@ class RowsDeclaration:
         token_args: argument → where its rows are; other arguments carry no tokens. Where it is empty, as for
             an op that unpacks weights, only calls without tokens are known.
         token_results: per result where its rows are, or None; of a result that is a list, per item.
-        padded: "real" where a padded row that equals a real one gives that row's result, so that an index
-            made of it is in range; "anything" where no more is known than that real rows are right.
+        padded: "real" where each row is made of itself alone, so that a padded row that equals a real one
+            gives that row's result, and an index made of it is in range; "anything" where a row may be made
+            of those before it, too, which then must lie in their order.
         only: argument → the one value for which it holds; None for an argument that must not be given.
     """
 
@@ -67,6 +70,20 @@ def declare_rows(
         BoundaryOpError: there is no such op, argument, result or way to treat padded rows; the op writes, or
             is torch's own.
     """
+    for what, value, kinds in (
+        ("the name", name, str),
+        ("token_args", token_args, (Mapping, type(None))),
+        ("token_results", token_results, (list, tuple)),
+        ("only", only, (Mapping, type(None))),
+    ):
+        if not isinstance(value, kinds):
+            raise BoundaryOpError(
+                f"declare_rows, {what}",
+                expected='"lib::op", token_args={name: dim}, token_results=(dim, ...), only={name: value}',
+                got=repr(value)[:200],
+                rule="an op is declared by its name and by names of its arguments",
+                fix=f"correct {what}",
+            )
     schema = find_overload(name)._schema
     full_name = qualified(schema.name, schema.overload_name)
     if token_args is None:
@@ -103,8 +120,13 @@ def _check_op(name: str, schema: Any, said: RowsDeclaration) -> None:
             rule="rows are followed from arguments to new results",
             fix="call a form of it that returns its result, or make it a boundary op: boundary_ops.register",
         )
-    is_list = any("List" in str(value.type) for value in schema.returns)
-    if not said.token_results or (len(said.token_results) != len(schema.returns) and not is_list):
+    kinds = [str(value.type) for value in schema.returns]
+    is_list = any("List" in kind for kind in kinds)
+    if (
+        not all("Tensor" in kind for kind in kinds)
+        or not said.token_results
+        or (len(said.token_results) != len(schema.returns) and not is_list)
+    ):
         raise BoundaryOpError(
             f"op '{name}', token_results",
             expected=f"one for each of {len(schema.returns)} results",
@@ -153,6 +175,12 @@ def declared_rows(op: OpOverload) -> RowsDeclaration | None:
     return found if is_known else None
 
 
+def is_shipped(op: OpOverload) -> bool:
+    """Whether its rows are as declared here: of these ops none looks anything up by integers."""
+    name = qualified(op._schema.name, op._schema.overload_name)
+    return name in LIBRARY_ROWS and _declared.get(name) == RowsDeclaration(*LIBRARY_ROWS[name])
+
+
 def token_dims(where: int | str | None, rank: int) -> tuple[int, ...]:
     """The dims of a tensor along which its rows are."""
     if isinstance(where, str):
@@ -163,13 +191,15 @@ def token_dims(where: int | str | None, rank: int) -> tuple[int, ...]:
 def check_rows(name: str, example: Sequence[Any] | Mapping[str, Any]) -> None:
     """Tests what was declared of an op on real tensors.
 
-    The op is run on the example, with rows behind it, and with others in place of its last ones. These hold
-    NaN, large numbers and other real rows: real rows of the results must be equal, to rounding.
+    The op is run on the example, and on its rows in other orders with others behind, before and between them,
+    of several numbers. These hold NaN, infinite and large numbers and other real rows; of integers, which may
+    be indices, other real rows alone. Real rows of the results must be equal, to rounding.
 
     Args:
         example: the op's arguments, in order or by name; two or more token rows.
     Raises:
-        BoundaryOpError: nothing was declared, a declared dim does not exist, or a real row changes.
+        BoundaryOpError: nothing was declared, the example is no call of the op, a declared dim does not
+            exist, or a real row changes.
     """
     overload = find_overload(name)
     declaration = declared_rows(overload)
@@ -179,12 +209,10 @@ def check_rows(name: str, example: Sequence[Any] | Mapping[str, Any]) -> None:
             rule="a declaration is tested, not an op",
             fix=near(name, list(_declared)) or f'call boundary_ops.declare_rows("{name}", ...) first',
         )
-    arguments = {argument.name: argument.default_value for argument in overload._schema.arguments}
-    given = dict(example if isinstance(example, Mapping) else zip(arguments, example, strict=False))
+    given = _bound(name, overload, example)
     for key, wanted in declaration.only.items():
-        got = given.get(key, arguments[key])
-        if got is not wanted and got != wanted:
-            raise _refuted(name, f"{key}={wanted!r}", repr(got))
+        if given[key] is not wanted and given[key] != wanted:
+            raise _refuted(name, f"{key}={wanted!r}", repr(given[key]))
     rows = {
         key: _rows(name, f"'{key}'", given[key], where)
         for key, where in declaration.token_args.items()
@@ -196,17 +224,32 @@ def check_rows(name: str, example: Sequence[Any] | Mapping[str, Any]) -> None:
             raise _refuted(name, f"{max(count, 2)} rows in '{key}'", f"{len(found)}")
     with torch.no_grad():
         real = _results(name, declaration, overload, given)
-        for what, num_real, call in _calls(declaration, given, rows, count):
+        for what, picks, call in _calls(declaration, given, rows, count):
             padded = _results(name, declaration, overload, call)
+            is_real, is_again = picks >= 0, what == _AGAIN and declaration.padded == "real"
             for at, where in enumerate(declaration.token_results):
-                own, other, kept = real[at], padded[at], num_real if where is not None else 1
+                own, other = real[at], padded[at]
                 if len(own) != (count if where is not None else 1):
                     raise _refuted(name, f"{count} rows in result {at}", f"{len(own)}")
-                if not _is_equal(own[:kept], other[:kept]):
+                if where is not None and len(other) != len(picks):
+                    raise _refuted(name, f"{len(picks)} rows in result {at}", f"{len(other)}")
+                kept = (own[picks[is_real]], other[is_real]) if where is not None else (own, other)
+                if not _is_equal(*kept):
                     raise _refuted(name, f"real rows of result {at} that do not depend on others", what)
-                is_again = what == _AGAIN and declaration.padded == "real" and where is not None
-                if is_again and not _is_equal(own[:1].expand_as(other[kept:]), other[kept:]):
-                    raise _refuted(name, f"row 0 of result {at} again (padded='real')", what)
+                if is_again and where is not None:
+                    if not _is_equal(own[:1].expand_as(other[~is_real]), other[~is_real]):
+                        raise _refuted(name, f"row 0 of result {at} again (padded='real')", what)
+
+
+def _bound(name: str, overload: OpOverload, example: Any) -> dict[str, Any]:
+    """Argument name → what the example passes, or the default."""
+    arguments = {argument.name: argument.default_value for argument in overload._schema.arguments}
+    if not isinstance(example, (Mapping, list, tuple)) or len(example) > len(arguments):
+        raise _refuted(name, f"an example of its arguments {list(arguments)}", repr(example)[:200])
+    given = dict(example if isinstance(example, Mapping) else zip(arguments, example, strict=False))
+    if unknown := [key for key in given if key not in arguments]:
+        raise _refuted(name, f"arguments of {list(arguments)}", repr(unknown[0]))
+    return arguments | given
 
 
 def _rows(name: str, what: str, tensor: torch.Tensor, where: int | str | None) -> torch.Tensor:
@@ -226,10 +269,13 @@ def _results(
     """The rows of what the op returns for copies of its tensors; of an optional result that is None, one."""
     copied = {key: each.clone() if isinstance(each, torch.Tensor) else each for key, each in given.items()}
     positional = [
-        copied.pop(argument.name) for argument in overload._schema.arguments
-        if not argument.kwarg_only and argument.name in copied
-    ]  # fmt: skip
-    made = overload(*positional, **copied)
+        copied.pop(argument.name) for argument in overload._schema.arguments if not argument.kwarg_only
+    ]
+    try:
+        made = overload(*positional, **copied)
+    except Exception as error:
+        told = f"{type(error).__name__}: {str(error)[:300]}"
+        raise _refuted(name, "an op that runs on these rows, whatever others hold", told) from error
     made = [made] if isinstance(made, torch.Tensor) else list(made)
     if len(made) != len(declaration.token_results):
         raise _refuted(name, f"{len(declaration.token_results)} results", f"{len(made)}")
@@ -241,6 +287,8 @@ def _results(
 _AGAIN = "row 0 again"
 _OTHERS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "NaN": lambda rows: _filled(rows, float("nan")),
+    "inf": lambda rows: _filled(rows, float("inf")),
+    "-inf": lambda rows: _filled(rows, -float("inf")),
     "1e4": lambda rows: _filled(rows, 1e4),
     "-1e4": lambda rows: _filled(rows, -1e4),
     "other rows": lambda rows: rows.flip(0),
@@ -254,27 +302,50 @@ def _filled(rows: torch.Tensor, number: float) -> torch.Tensor:
     return torch.full_like(rows, number, dtype=torch.float32).to(rows.dtype)
 
 
+def _arranged(count: int, *, is_alone: bool) -> Iterator[list[int]]:
+    """Rows of a call: numbers of real ones, and −1 for others; in their order, or in any."""
+    real = list(range(count))
+    yield real[: count // 2] + [-1] * (count - count // 2)
+    yield from (real + [-1] * number for number in (1, 3, count, 3 * count + 2, 257))
+    yield from (real[:1], real[: count // 2])
+    if is_alone:
+        yield real[::-1]
+        yield [-1, *real, -1, -1]
+        yield [row for each in real for row in (-1, each)]
+
+
 def _calls(
     declaration: RowsDeclaration, given: Mapping[str, Any], rows: Mapping[str, torch.Tensor], count: int
-) -> Iterator[tuple[str, int, dict[str, Any]]]:
-    """(what other rows hold, how many of the example's come before them, the arguments with them)."""
-    for what, make in _OTHERS.items():
-        for num_real in (count, count - 1, count // 2):
-            call = dict(given)
-            for argument, own in rows.items():
-                if len(own) != count:
-                    continue
-                joined = torch.cat([own[:num_real], make(own)[num_real % count :]])
-                where, shape = declaration.token_args[argument], given[argument].shape
-                made = joined.movedim(0, where) if isinstance(where, int) else joined.reshape(-1, *shape[1:])
-                call[argument] = made.contiguous()
-            yield what, num_real, call
+) -> Iterator[tuple[str, torch.Tensor, dict[str, Any]]]:
+    """(what other rows hold, per row which one of the example's it is or −1, the arguments with them)."""
+    # Rows that several dims count come in whole multiples of the inner ones.
+    units = [
+        len(own) // given[key].shape[0] if isinstance(declaration.token_args[key], str) else 1
+        for key, own in rows.items() if len(own) == count and given[key].dim()
+    ]  # fmt: skip
+    unit = math.lcm(*units)
+    arrangements = list(_arranged(count, is_alone=declaration.padded == "real"))
+    for (what, make), arranged in itertools.product(_OTHERS.items(), arrangements):
+        picks = torch.tensor(arranged + [-1] * (-len(arranged) % unit))
+        call = dict(given)
+        for argument, own in rows.items():
+            if len(own) != count:
+                continue
+            places = picks.to(own.device)
+            others = make(own)[torch.arange(len(picks), device=own.device) % count]
+            is_real = (places >= 0).view(-1, *[1] * (own.dim() - 1))
+            joined = torch.where(is_real, own[places.clamp(min=0)], others)
+            where, shape = declaration.token_args[argument], given[argument].shape
+            made = joined.movedim(0, where) if isinstance(where, int) else joined.reshape(-1, *shape[1:])
+            call[argument] = made.contiguous()
+        yield what if -1 in arranged else "other rows or another order", picks, call
 
 
 def _is_equal(real: torch.Tensor, found: torch.Tensor) -> bool:
     if real.shape != found.shape or not real.dtype.is_floating_point:
         return torch.equal(real, found)
-    tolerance = 16 * torch.finfo(real.dtype).eps if real.dtype.itemsize > 1 else 0.0
+    # Of half types a last bit is much; others sum in another order where there are more rows.
+    tolerance = {1: 0.0, 2: 2.0}.get(real.dtype.itemsize, 16.0) * torch.finfo(real.dtype).eps
     real, found = real.double(), found.double()
     largest = float(real.nan_to_num(0, 0, 0).abs().max()) if real.numel() else 0.0
     return torch.allclose(found, real, rtol=tolerance, atol=tolerance * largest, equal_nan=True)

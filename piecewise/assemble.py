@@ -85,14 +85,11 @@ class PlanAssembler:
         self.last_use = last_uses(plan)
         self.graph_memory = {value.memory for value in plan.values if value.origin == "graph"}
 
-    def capture(
-        self, bucket: int, real_rows: int, *, on_segment: Callable[[], None] = lambda: None
-    ) -> StepPlan:
+    def capture(self, bucket: int, real_rows: int) -> StepPlan:
         """Warms up and captures every graph segment at `bucket` rows.
 
         Args:
             real_rows: how many rows of the warm-ups are real; the rest is poisoned.
-            on_segment: called after each graph segment, for progress.
         Raises:
             CaptureError: a segment cannot be captured, or its real rows change with its padding. Nothing
                 of the bucket is left behind.
@@ -109,7 +106,7 @@ class PlanAssembler:
                 with self.times.timed("warm_up"):
                     self.warm_up.run(bucket, real_rows, shadows)
                 with self.times.timed("capture"):
-                    static = self._capture_segments(bucket, shadows, on_segment)
+                    static = self._capture_segments(bucket, shadows)
         except BaseException as error:
             for runner in self.runners.values():
                 runner.discard(bucket, str(error))
@@ -134,9 +131,7 @@ class PlanAssembler:
         memories = {memory for segment in segments for memory in segment.writes} - self.plan.step_memory
         return [state_tensor(v) for v in self.plan.values if v.origin == "state" and v.memory in memories]
 
-    def _capture_segments(
-        self, bucket: int, shadows: dict[int, torch.Tensor], on_segment: Callable[[], None]
-    ) -> dict[int, torch.Tensor]:
+    def _capture_segments(self, bucket: int, shadows: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
         static: dict[int, torch.Tensor] = dict(shadows)
         values = self.plan.values
         for buffer in shadows.values():
@@ -162,7 +157,6 @@ class PlanAssembler:
                                 error, segment, form or runner.function, given,
                                 bucket=bucket, real_rows=bucket, variant=None,
                             ) from error  # fmt: skip
-                    on_segment()
                 static.update(zip(segment.outputs, outputs, strict=True))
             self.pool.keep_only(static[index] for index in static if self.last_use[index] > position)
         return static

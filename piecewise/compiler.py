@@ -80,6 +80,11 @@ class TracedModel:
                 )
         return self.splitter.cut()
 
+    def is_the_models(self, fault: SegmentFault, plan: SegmentPlan) -> bool:
+        """Whether a segment fails on the real rows of its warm-up alone, too."""
+        assert self.splitter is not None
+        return FaultFinder(self.splitter, plan.values, fault).is_the_models()
+
     def heed(self, fault: SegmentFault, plan: SegmentPlan) -> bool:
         """Makes the next cut one without what was wrong with a segment of this one; false where nothing is to
         be done about it."""

@@ -67,11 +67,27 @@ _OPERANDS: dict[str, Callable[[Mapping[str, Any]], Iterable[Operand]]] = {
     **dict.fromkeys(("nll_loss_forward", "nll_loss2d_forward"), _loss_target),
 }
 
+
+def _is_no_share(values: Any) -> Tensor:
+    return ~((torch.as_tensor(values) >= 0) & (torch.as_tensor(values) <= 1)).all()
+
+
 # Other ops that look at values on the device: whether they would end its use.
 _FAILS: dict[str, Callable[[Mapping[str, Any]], Tensor]] = {
     "_assert_async": lambda a: ~a["self"].bool().all(),
+    "bernoulli": lambda a: _is_no_share(a["self"]) if a.get("p") is None else torch.tensor(False),
+    "bernoulli_": lambda a: _is_no_share(a["p"]),
+    "binary_cross_entropy": lambda a: _is_no_share(a["self"]) | _is_no_share(a["target"]),
+    "repeat_interleave": lambda a: (a["repeats"] < 0).any(),
+    "poisson": lambda a: ~(a["self"] >= 0).all(),
     "multinomial": lambda a: ((a["self"] < 0) | ~a["self"].isfinite()).any() | (a["self"].sum(-1) <= 0).any(),
 }
+
+
+def checks_values(op: torch._ops.OpOverload) -> bool:
+    """Whether an op's kernel looks at values on the device, as far as is known."""
+    namespace, _, name = op._schema.name.partition("::")
+    return namespace not in ("aten", "prim", "prims") or name in _OPERANDS or name in _FAILS
 
 
 def check_indices(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:

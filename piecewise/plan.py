@@ -142,6 +142,7 @@ class Segment:
         op_call: the same as `function` where a boundary op is called with nothing but inputs and constants.
         own_function: `function` as the model has it, whatever was fused.
         keeps_own: why nothing may be fused, compiled or scheduled in it; empty where that may be.
+        checks_values: an op of it looks at values on the device, such as indices.
     """
 
     index: int
@@ -161,6 +162,7 @@ class Segment:
     unwritten: tuple[int, ...] = ()
     own_function: Callable[..., tuple] | None = None
     keeps_own: str = ""
+    checks_values: bool = False
 
     @property
     def name(self) -> str:

@@ -71,12 +71,15 @@ def poison_padding_(
     if value.padded.is_real or variant == OTHER_ROWS:
         repeat_row_(tensor, sizes, value.units, row=variant)
         return
-    filling = _filling(tensor, value.padded.bounds(bucket), variant)
+    filling = anything(tensor, variant, value.padded.bounds(bucket))
     for part in padded_parts(tensor, sizes):
         part.fill_(filling)
 
 
-def _filling(tensor: torch.Tensor, bounds: tuple[int | None, int | None], variant: int) -> float | int | bool:
+def anything(
+    tensor: torch.Tensor, variant: int, bounds: tuple[int | None, int | None] = (None, None)
+) -> float | int | bool:
+    """A value of which no more is known than these bounds."""
     dtype = tensor.dtype
     if dtype.is_floating_point or dtype.is_complex or dtype is torch.bool:
         return poison_value(dtype, variant)

@@ -289,7 +289,14 @@ def capture_bucket(context: CaptureContext, signature: CapturedSignature, bucket
         else:
             plan = cut.plan
             real = _warm_up_rows(plan, bucket, assembler.leaves)
-            steps = assembler.capture(bucket, real)
+            try:
+                steps = assembler.capture(bucket, real)
+            except SegmentFault as fault:
+                # Rows that repeat the example's may break what the model asks of its inputs.
+                own = cut.traced.token.example_num_tokens
+                if not 1 < own <= bucket or own == real or not cut.traced.is_the_models(fault, plan):
+                    raise
+                steps = assembler.capture(bucket, own)
             steps.check.settle()
             signature.served[bucket] = ServedBucket(steps, plan)
             signature.refused.pop(bucket, None)
@@ -304,8 +311,13 @@ def capture_bucket(context: CaptureContext, signature: CapturedSignature, bucket
     except Exception as error:
         if context.config.strict:
             raise
-        if cut is not None and (again := _cut_again(context, signature, cut, error)) is not None:
-            for size in sorted({*again, bucket}, reverse=True):
+        lost = None
+        try:
+            lost = _cut_again(context, signature, cut, error) if cut is not None else None
+        except Exception as second:
+            error = second
+        if lost is not None:
+            for size in sorted({*lost, bucket}, reverse=True):
                 capture_bucket(context, signature, size)
             return signature.bucket_reports[bucket]
         signature.refuse_after(error, bucket)
@@ -324,11 +336,12 @@ def _cut_again(
         return None
     if not cut.traced.heed(error, cut.plan):
         return None
+    plan = cut.traced.planned(context.config, signature.times, move_weights=True)
     lost = [bucket for bucket, served in signature.served.items() if served.plan is cut.plan]
     for bucket in lost:
         del signature.served[bucket]
     cut.reset()
-    cut.plan = cut.traced.planned(context.config, signature.times, move_weights=True)
+    cut.plan = plan
     if cut is signature.cuts[0]:
         signature.take_addresses()
     return lost

@@ -24,6 +24,7 @@ from piecewise.aliases import fakes_of, is_tuple_item, written_storages
 from piecewise.analysis.rows.walk import makes_empty
 from piecewise.classify import Classifier, Verdict
 from piecewise.free_strides import with_free_strides
+from piecewise.index_bounds import checks_values
 from piecewise.normalize import module_path, source_line, target_name
 from piecewise.plan import (
     ComputedNumber,
@@ -218,6 +219,9 @@ class Splitter:
             captured_ops=sum(is_graph and fact.boundary is not None for fact in facts),
             unwritten=unwritten, own_function=function,
             keeps_own=next((self.keeps_own[node] for node in nodes if node in self.keeps_own), ""),
+            checks_values=any(
+                checks_values(call.op) for fact in facts if fact.recording for call in fact.recording.calls
+            ),
         )  # fmt: skip
 
     def _plan(self, segments: tuple[Segment, ...]) -> SegmentPlan:

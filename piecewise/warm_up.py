@@ -22,12 +22,12 @@ import torch
 from piecewise.boundary_warm_up import BoundaryWarmUp, CapturedWarmUp
 from piecewise.faults import SegmentFault, are_same, checked_indices, real_results
 from piecewise.plan import Segment, SegmentPlan, ValueSpec
-from piecewise.poison import poison_padding_
+from piecewise.poison import anything, poison_padding_
 from piecewise.row_samples import resize_leaf, stand_in
 from piecewise.streams import StreamForms
-from runners.errors import CaptureError
+from runners.errors import CaptureError, told
 from runners.piecewise_runner import PiecewiseRunner
-from runners.rows import has_strides, narrow_to, padded_parts, poison_value, repeat_row_
+from runners.rows import has_strides, narrow_to, padded_parts, repeat_row_
 
 _INPUTS = ("input", "symbol")
 
@@ -176,11 +176,13 @@ class WarmUp:
                 poison_padding_(tensor, value, real_rows, bucket, variant=step)
             made_up = CapturedWarmUp(arguments, num_rows=bucket, real_rows=real_rows, variant=step)
             try:
-                with (
-                    made_up if segment.captured_ops else nullcontext(),
-                    checked_indices(arguments) if own else nullcontext(),
-                ):
-                    outputs = runner.warm_up(bucket, arguments, fn=form)
+                with made_up if segment.captured_ops else nullcontext():
+                    if not own and segment.checks_values:  # what is compiled or fused trusts its indices
+                        self._run_own(segment, bucket, arguments)
+                        for tensor, before in written:
+                            tensor.copy_(before)
+                    with checked_indices(arguments) if own else nullcontext():
+                        outputs = runner.warm_up(bucket, arguments, fn=form)
                 rows = real_results(segment, values, outputs, real_rows)
                 if step == 0:
                     first = {index: row.clone() for index, row in rows.items()}
@@ -200,6 +202,20 @@ class WarmUp:
                 ) from error
         return outputs
 
+    def _run_own(self, segment: Segment, bucket: int, arguments: Sequence[torch.Tensor]) -> None:
+        """Runs a segment as the model has it; only on a device that an index out of range would end."""
+        if not any(tensor.is_cuda for tensor in arguments) or segment.own_function is None:
+            return
+        try:
+            with checked_indices(arguments):
+                segment.own_function(bucket, *arguments)
+        except Exception as error:
+            raise CaptureError(
+                f"{segment.name}, bucket {bucket}", expected="a segment that runs", got=told(error),
+                rule="no padded row is an index that is out of range [I3]",
+                fix="leave strict=False, with which the op at fault runs eagerly, and report it",
+            ) from error  # fmt: skip
+
     def _stand_in_for(self, segment: Segment, made: dict[int, torch.Tensor], real_rows: int) -> None:
         """Fills what a boundary op would write: random real rows, poisoned padding."""
         for index in segment.inputs:
@@ -208,7 +224,7 @@ class WarmUp:
                 continue
             tensor, sizes = made[index], value.sizes(real_rows)
             for part in padded_parts(tensor, sizes):
-                part.fill_(poison_value(tensor.dtype, 0) if tensor.dtype.is_floating_point else 0)
+                part.fill_(anything(tensor, 0))
             narrow_to(tensor, sizes).copy_(stand_in(sizes, tensor, seed=index))
 
     def _warm_up_boundary(self, segment: Segment, made: dict[int, torch.Tensor], bucket: int) -> None:

@@ -137,6 +137,54 @@ def test_an_example_may_be_given_by_name_and_holds_the_values_that_were_said():
         check_rows("row_toys::scaled", [floats(6, 4), floats(4), 2.0])
 
 
+COUNTED = {
+    "parity": lambda x: x * (1 + x.shape[0] % 2),
+    "size": lambda x: x * (1 + (x.shape[0] > 7)),
+    "infinity": lambda x: x + torch.isinf(x).any(),
+    "half": lambda x: x + (0.05 * torch.tanh(x.abs().amax())).to(x.dtype),
+    "neighbours": lambda x: torch.cat([x[:1], x[1:] + x[:-1]]),
+}
+
+
+@pytest.mark.parametrize("name", COUNTED)
+def test_a_result_that_depends_on_other_rows_or_on_their_number_is_refuted(name):
+    with torch.library._scoped_library("row_counts", "FRAGMENT") as library:
+        library.define("op(Tensor x) -> Tensor")
+        library.impl("op", COUNTED[name], "CompositeExplicitAutograd")
+        declare_rows("row_counts::op", token_args={"x": 0})
+        dtype = torch.bfloat16 if name == "half" else torch.float32
+        with pytest.raises(BoundaryOpError, match="real rows of result 0"):
+            check_rows("row_counts::op", [floats(8, 4).to(dtype)])
+
+
+def test_an_op_that_goes_through_rows_in_order_stays_where_they_lie_in_order():
+    declare_rows("row_toys::summed", token_args={"x": 0}, padded="anything")
+    ordered, blocks = (
+        judge(lambda x, at=at: torch.ops.row_toys.summed(at(x)), (anything("n", 4),))
+        for at in (lambda x: x, lambda x: torch.cat([x, x]))
+    )
+    assert ordered.judged.mixes is None and "order" in blocks.judged.mixes.detail
+
+
+@pytest.mark.parametrize("arguments", [
+    dict(name=3, token_args={"x": 0}), dict(name="row_toys::scaled", token_args=["x"]),
+    dict(name="row_toys::scaled", token_args={"x": 0}, token_results=0),
+    dict(name="row_toys::scaled", token_args={"x": 0}, only=["power"]),
+], ids=repr)  # fmt: skip
+def test_what_is_no_declaration_is_refused(arguments):
+    with pytest.raises(BoundaryOpError, match="declare_rows"):
+        declare_rows(**arguments)
+
+
+@pytest.mark.parametrize("example", [
+    None, [floats(6, 4)] * 9, {"no": 1}, [floats(6, 4)], [floats(6, 4), "four"]
+], ids=["none", "many", "unknown", "few", "wrong"])  # fmt: skip
+def test_what_is_no_call_of_the_op_is_refuted(example):
+    declare_rows("row_toys::scaled", token_args={"x": 0})
+    with pytest.raises(BoundaryOpError, match="row_toys::scaled"):
+        check_rows("row_toys::scaled", example)
+
+
 REFUTED = {
     "rows mix": ("centred", {"x": 0}, (0,), "real", [floats(6, 4)], "real rows of result 0.* got NaN"),
     "rows mix along one leading dim": ("within", {"x": "leading"}, ("leading",), "real", [floats(2, 3, 4)],
@@ -144,8 +192,8 @@ REFUTED = {
     "a result without tokens": ("scaled", {"x": 0}, (None,), "real", [floats(6, 4), floats(4)], "result 0"),
     "another value": ("scaled", {"x": 0}, (0,), "real", [floats(6, 4), floats(4), 2.0],
                       "real rows of result 0"),
-    "padded rows are not real": ("summed", {"x": 0}, (0,), "real", [floats(6, 4)],
-                                 "row 0 of result 0 again"),
+    "rows before it": ("summed", {"x": 0}, (0,), "real", [floats(6, 4)],
+                       "real rows of result 0.* got other rows or another order"),
     "no such dim": ("scaled", {"x": 2}, (0,), "real", [floats(6, 4), floats(4)],
                     "'x' with a dim 2, got shape"),
     "no such dim of a result": ("scaled", {"x": 0}, (2,), "real", [floats(6, 4), floats(4)],

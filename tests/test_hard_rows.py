@@ -229,6 +229,74 @@ def test_I3_a_position_behind_the_end_of_a_table_leaves_its_bucket_out():
     assert graphed.stats.replays == 2
 
 
+def _tiled(x, out):
+    """Writes zeros to the rows, and garbage behind them, as a kernel that works on whole tiles may."""
+    memory = out.untyped_storage()
+    out.as_strided((memory.nbytes() // 8,), (1,)).fill_(1 << 40)
+    out.zero_()
+
+
+tiled = boundary_ops.define("hard_rows::tiled(Tensor x, Tensor(a!) out) -> ()", _tiled)
+
+
+def test_I2_what_a_boundary_op_leaves_behind_the_rows_is_no_zero():
+    def how(m, x, ids):
+        back = torch.empty(x.shape[0], dtype=torch.long)
+        tiled(x, back)
+        places = ids.argsort(stable=True)
+        back[places] = torch.arange(len(places))
+        return x + x[back]
+
+    check(how, (make_ids(5),), FROM_IDS)
+
+
+def test_I2_every_second_row_repeats_another_row_than_all_do():
+    """The ids at odd places are none, and eager never looks them up."""
+
+    def inputs(n):
+        others = torch.full((n,), 3)
+        others[1::2] = 999
+        return make_ids(n), others
+
+    graphed = check(
+        lambda m, x, ids, others: x[::2] + m.embedding((others + ids * 0)[::2]),
+        inputs(5),
+        [inputs(n) for n in COUNTS if n > 2],
+    )
+    with torch.no_grad():
+        assert graphed.verify(*inputs(5)).ok
+
+
+def test_I3_declared_ops_see_no_padded_integers_that_are_no_real_ones():
+    with torch.library._scoped_library("hard_rows_lookup", "FRAGMENT") as library:
+        library.define("look_up(Tensor table, Tensor index) -> Tensor")
+        library.impl("look_up", lambda table, index: table[index], "CompositeExplicitAutograd")
+        fake = lambda table, index: table.new_empty(index.shape[0], table.shape[1])  # noqa: E731
+        torch.library.register_fake("hard_rows_lookup::look_up", fake, lib=library)
+        boundary_ops.declare_rows("hard_rows_lookup::look_up", token_args={"index": 0})
+        look_up = torch.ops.hard_rows_lookup.look_up
+        graphed = check(
+            lambda m, x, ids: x + look_up(m.embedding.weight, (x[:, 0].sigmoid() * 40).long()),
+            (make_ids(5),), FROM_IDS,
+        )  # fmt: skip
+        assert "mixes_tokens" in reasons(graphed)
+        graphed = check(lambda m, x, ids: x + look_up(m.embedding.weight, ids), (make_ids(5),), FROM_IDS)
+        assert reasons(graphed) == {}
+
+
+def test_I8_rows_that_a_repeated_example_would_break_cost_no_bucket():
+    """At 16 rows, made of the example's five in turn, the ids at even places are no ids."""
+    others = torch.tensor([3, 999, 3, 999, 3])
+    model = Given(lambda m, x, ids, others: x[::2] + m.embedding((others + ids * 0)[::2])).eval()
+    graphed = piecewise.compile(model, buckets=(16,), progress=False)
+    assert graphed.capture(make_ids(5), others).ok
+    with torch.no_grad():
+        others = torch.full((16,), 3)
+        others[1::2] = 999
+        compare(graphed, model, (make_ids(16), others), exact=True, where="sixteen")
+    assert graphed.stats.replays == 1
+
+
 # Served calls whose shapes the example does not show.
 
 

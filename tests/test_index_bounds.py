@@ -47,6 +47,11 @@ def test_other_checks_of_values_are_made_ahead_of_the_kernel():
             lambda: torch.multinomial(-ones, 2),
             lambda: torch.multinomial(ones * float("nan"), 2),
             lambda: torch.multinomial(ones * 0, 2),
+            lambda: torch.bernoulli(ones * 2),
+            lambda: torch.zeros(3).bernoulli_(-ones),
+            lambda: F.binary_cross_entropy(ones * float("nan"), ones),
+            lambda: torch.repeat_interleave(torch.tensor([1, -1])),
+            lambda: torch.poisson(-ones),
         ):
             with pytest.raises(RuntimeError, match="its check of values fails"):
                 call()

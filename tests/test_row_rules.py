@@ -196,7 +196,7 @@ CLAIMED = {
     "slice of columns": (lambda x: x[:, 1:3], XR, "n,2 real"),
     "slice of last columns": (lambda x: x[:, -3:-1], XR, "n,2 real"),
     "slice of odd columns": (lambda x: x[:, 1::2], XR, "n,2 real"),
-    "slice in steps": (lambda x: x[::2], XR, "f(n),4 real"),
+    "slice in steps": (lambda x: x[::2], XR, "f(n),4"),
     "slice in steps from": (lambda x: x[1::3], XR, "f(n),4"),
     "slice of flat in steps": (lambda x: x[::2], real("n*4"), "2n"),
     "slice of first": (lambda x: x[:3], LONG, "3,4"),

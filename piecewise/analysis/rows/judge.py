@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from boundary_ops.rows import declared_rows, token_dims
+from boundary_ops.rows import declared_rows, is_shipped, token_dims
 from piecewise.analysis.rows import rules
 from piecewise.analysis.rows.counts import Size, Sizes
 from piecewise.analysis.rows.layout import (
@@ -40,6 +40,8 @@ __all__ = ["Judge", "Judged", "rules"]
 _TORCHS = ("aten", "prim", "prims")
 # They reach elements of the memory that the tensor does not show.
 _REACHING = frozenset("as_strided as_strided_copy as_strided_scatter resize resize_as set".split())
+# An op of somebody's may look rows up by them.
+_INDICES = (torch.int32, torch.int64)
 _Found = TypeVar("_Found")
 
 
@@ -309,6 +311,8 @@ def _declared(op: Any, call: Call) -> Outcome:
         for rows in value if isinstance(value, list) else [value]:
             if not isinstance(rows, Rows) or rows.layout is None:
                 continue
+            if rows.dtype in _INDICES and not (rows.is_settled or rows.is_real or is_shipped(op)):
+                raise Mixes(f"padded rows of '{name}' may hold an index that is out of range")
             dims = token_dims(found.token_args.get(name), len(rows.layout))
             check_static(
                 rows.layout, [dim for dim in range(len(rows.layout)) if dim not in dims], f"'{name}' grows"
@@ -319,6 +323,8 @@ def _declared(op: Any, call: Call) -> Outcome:
     growing = next((dim for dim in carried if not dim.is_static), None)
     if growing is not None and any(dim != growing for dim in carried):
         raise Mixes("its operands are of other rows")
+    if growing is not None and found.padded == "anything" and not growing.is_single:
+        raise Mixes("it goes through rows that do not lie in their order")
     returns, said = op._schema.returns, found.token_results
     if len(said) > len(call.results):
         said = tuple(at for at, value in zip(said, returns, strict=True) if "Optional" not in str(value.type))

@@ -93,6 +93,7 @@ class RowsWalk:
     def boundary(self, node: fx.Node, *, in_graph: bool) -> None:
         """Notes that nothing is known any more of what an op writes; its own value is nothing."""
         fact = self._facts[node]
+        self._fresh -= {storage_of(fake) for fake in fakes_of(fact.writes)}  # padding may hold anything now
         for target in fact.writes:
             for at, rows in enumerate(self.rows_of(target)):
                 left = rows._replace(bounds=self._unbound(rows), is_real=rows.is_settled)

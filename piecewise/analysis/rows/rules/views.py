@@ -121,8 +121,7 @@ def _part(call: Call, dim: Dim, size: Size, start: int | Size, step: int) -> tup
         return Dim(size), True, True
     missing = int(np.where(size.values > 0, -(room // step), 0).clip(0).max())
     is_end = bool((last + step >= dim.size.values).all())
-    starts_alike = start == 0 and dim.size.unit == 1 and size.unit == 1
-    return prefix(size)._replace(tail=missing), is_end and starts_alike and not missing, is_end
+    return prefix(size)._replace(tail=missing), False, is_end
 
 
 def _blocks(call: Call, dim: Dim, size: Size, begin: Size) -> Dim | None:
