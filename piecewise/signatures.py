@@ -294,7 +294,8 @@ def capture_bucket(context: CaptureContext, signature: CapturedSignature, bucket
             except SegmentFault as fault:
                 # Rows that repeat the example's may break what the model asks of its inputs.
                 own = cut.traced.token.example_num_tokens
-                if not 1 < own <= bucket or own == real or not cut.traced.is_the_models(fault, plan):
+                is_made_up = 1 < own <= bucket and own != real and not _is_out_of_memory(fault)
+                if not is_made_up or not cut.traced.is_the_models(fault, plan):
                     raise
                 steps = assembler.capture(bucket, own)
             steps.check.settle()

@@ -15,8 +15,9 @@ from runners.stats import FallbackReason
 
 _library = torch.library.Library("state_coverage", "DEF")
 _library.define("picky(Tensor x) -> Tensor")
-# A warm-up of bucket 8 has 5 real rows: an op that fails for padded ones alone would only become eager.
-BUCKET_8 = (8, 5)
+# A warm-up of bucket 8 has 5 real rows, or the example's 7: an op that fails for padded ones alone would only
+# become eager.
+BUCKET_8 = (8, 5, 7)
 _trouble: dict = {"rows": (), "error": None}
 
 

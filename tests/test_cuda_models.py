@@ -203,7 +203,8 @@ def test_I8_a_bucket_without_memory_is_served_eagerly_and_the_rest_go_on() -> No
 
 
 def test_I8_an_op_that_fails_in_one_bucket_runs_eagerly_and_no_bucket_is_lost() -> None:
-    graphed, report = compiled(make(inner=INNER["failing"]))
+    with pytest.warns(UserWarning, match="sixteen rows are too many; it runs eagerly"):
+        graphed, report = compiled(make(inner=INNER["failing"]))
     assert report.captured == (8, 16, 32), str(report)
     assert graphed.report().plans[0].count("eager") == 3
     for n in (8, 7, 32, 17, 9):
