@@ -369,7 +369,7 @@ def test_I3_padding_that_looks_like_real_rows_finds_what_other_poison_does_not(m
 
         def forward(self, x):
             x = self.linear(x)
-            mixed(x, out := torch.empty_like(x), self.cache)
+            mixed(x, out := torch.zeros_like(x), self.cache)
             sound = torch.where((out.abs() < 100) & (out != 0), out, 0.0)
             return sound.flip(0).cumsum(0).flip(0)
 
