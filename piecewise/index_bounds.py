@@ -101,12 +101,12 @@ def check_indices(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mappin
         args, kwargs: its arguments.
     """
     namespace, _, name = op._schema.name.partition("::")
-    if namespace == "aten" and name in _FAILS and bool(_FAILS[name](bound_arguments(op, args, kwargs))):
-        raise RuntimeError(f"{name}: its check of values fails")
-    find = _OPERANDS.get(name) if namespace == "aten" else None
-    if find is None:
+    if namespace != "aten" or not (name in _FAILS or name in _OPERANDS):
         return
-    for index, size, may_be_negative in find(bound_arguments(op, args, kwargs)):
+    bound = bound_arguments(op, args, kwargs)
+    if name in _FAILS and bool(_FAILS[name](bound)):
+        raise RuntimeError(f"{name}: its check of values fails")
+    for index, size, may_be_negative in _OPERANDS[name](bound) if name in _OPERANDS else ():
         if not index.numel():
             continue
         low, high = (int(value) for value in torch.aminmax(index))

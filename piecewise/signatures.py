@@ -288,16 +288,7 @@ def capture_bucket(context: CaptureContext, signature: CapturedSignature, bucket
             signature.refuse(bucket, FallbackReason.DISABLED, detail)
         else:
             plan = cut.plan
-            real = _warm_up_rows(plan, bucket, assembler.leaves)
-            try:
-                steps = assembler.capture(bucket, real)
-            except SegmentFault as fault:
-                # Rows that repeat the example's may break what the model asks of its inputs.
-                own = cut.traced.token.example_num_tokens
-                is_made_up = 1 < own <= bucket and own != real and not _is_out_of_memory(fault)
-                if not is_made_up or not cut.traced.is_the_models(fault, plan):
-                    raise
-                steps = assembler.capture(bucket, own)
+            steps = _captured(cut, assembler, bucket)
             steps.check.settle()
             signature.served[bucket] = ServedBucket(steps, plan)
             signature.refused.pop(bucket, None)
@@ -326,6 +317,19 @@ def capture_bucket(context: CaptureContext, signature: CapturedSignature, bucket
     report = dataclasses.replace(signature.bucket_reports[bucket], capture_ms=taken_ms)
     signature.bucket_reports[bucket] = report
     return report
+
+
+def _captured(cut: Cut, assembler: PlanAssembler, bucket: int) -> StepPlan:
+    """The bucket, warmed up on made-up rows; where these break what the model asks of its inputs, on the
+    example's own."""
+    real, own = _warm_up_rows(cut.plan, bucket, assembler.leaves), cut.traced.token.example_num_tokens
+    try:
+        return assembler.capture(bucket, real)
+    except SegmentFault as fault:
+        may_help = 1 < own <= bucket and own != real and not _is_out_of_memory(fault)
+        if not may_help or not cut.traced.is_the_models(fault, cut.plan):
+            raise
+    return assembler.capture(bucket, own)
 
 
 def _cut_again(

@@ -11,7 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from piecewise import torch_internals as internals
-from piecewise.tensors import map_tensors, storage_of, tensors_in
+from piecewise.tensors import bound_arguments, map_tensors, storage_of, tensors_in, written_arguments
 
 
 class Ref(NamedTuple):
@@ -112,11 +112,7 @@ class OpRecorder(TorchDispatchMode):
                 return func.decompose(*args, **kwargs)
         self.tags |= _tags(func, args, kwargs)
         self.names.add(schema.name)
-        written = []
-        for position, argument in enumerate(schema.arguments):
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                value = args[position] if position < len(args) else kwargs.get(argument.name)
-                written += list(tensors_in(value))
+        written = list(tensors_in(written_arguments(func, args, kwargs)))
         reads = tuple(map(self._position_of, tensors_in([*args, *kwargs.values()])))
         noted = map_tensors((tuple(args), dict(kwargs)), lambda tensor: Ref(self._position_of(tensor)))
         writes = tuple(map(self._position_of, written))
@@ -158,7 +154,6 @@ def _tags(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> set[torch
         if any(tensor.dtype in (torch.bool, torch.uint8) for tensor in tensors_in(list(args[1]))):
             tags.add(torch.Tag.dynamic_output_shape)
     if torch.Tag.nondeterministic_seeded in tags:
-        given = {argument.name: argument.default_value for argument in func._schema.arguments}
-        if {**given, **dict(zip(given, args, strict=False)), **kwargs}.get("dropout_p") == 0.0:
+        if bound_arguments(func, args, kwargs).get("dropout_p") == 0.0:
             tags.discard(torch.Tag.nondeterministic_seeded)
     return tags
