@@ -28,7 +28,7 @@ from piecewise.free_strides import op_of, takers_of_any_strides
 from piecewise.plan import ComputedNumber, InputAt, Segment, SegmentPlan, ValueSpec
 from piecewise.row_samples import unchanged_random_state
 from piecewise.startup_times import StartupTimes
-from piecewise.streams import StreamForms, StreamSchedules
+from piecewise.streams import StreamSchedules
 from piecewise.warm_up import WarmUp, last_uses, state_tensor, static_arguments
 from runners.bound_steps import CopyLaunch, DirectCall
 from runners.buffers import StaticBuffers
@@ -44,7 +44,7 @@ class PlanAssembler:
 
     Args:
         functions: what runs in each graph segment, by the segment's index.
-        schedules: which of them can run on several streams.
+        streams: which of them run on several streams.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class PlanAssembler:
         plan: SegmentPlan,
         *,
         functions: Mapping[int, Callable[..., Sequence[Any]]],
-        schedules: StreamSchedules,
+        streams: StreamSchedules,
         leaves: Sequence[Any],
         engine: GraphEngine,
         pool: GraphPool,
@@ -61,7 +61,6 @@ class PlanAssembler:
         step_metadata: Sequence[StepMetadata],
         warmup_steps: int,
         outputs: str,
-        strict: bool,
         times: StartupTimes,
     ) -> None:
         self.plan, self.functions, self.leaves, self.buffers = plan, functions, tuple(leaves), buffers
@@ -76,14 +75,19 @@ class PlanAssembler:
             for segment in plan.graph_segments()
             if not segment.views_only
         }  # fmt: skip
-        self.streams = StreamForms(schedules, functions=functions, engine=engine, pool=pool, strict=strict)
+        self.streams = streams
         self.warm_up = WarmUp(
-            plan, self.runners, leaves=self.leaves, num_steps=warmup_steps, streams=self.streams
+            plan, self.runners, leaves=self.leaves, num_steps=warmup_steps, function_for=self.function_for
         )
         read = [plan.values[index] for index in sorted(_read_by_graphs(plan))]
         self.shadowed = [value for value in read if value.origin in ("input", "eager")]
         self.last_use = last_uses(plan)
         self.graph_memory = {value.memory for value in plan.values if value.origin == "graph"}
+
+    def function_for(self, segment: Segment, bucket: int) -> Callable[..., Sequence[Any]]:
+        """What is warmed up and captured of a graph segment at a bucket."""
+        on_lanes = self.streams.form_for(segment, bucket, self.pool.lanes)
+        return on_lanes or self.functions[segment.index]
 
     def capture(self, bucket: int, real_rows: int) -> StepPlan:
         """Warms up and captures every graph segment at `bucket` rows.
@@ -142,21 +146,18 @@ class PlanAssembler:
                 if segment.views_only:
                     outputs = segment.function(bucket, *arguments)
                 else:
-                    needed = [static[index] for index in static if self.last_use[index] >= position]
-                    runner = self.runners[segment.index]
-                    with self.streams.chosen(segment, bucket, arguments, needed) as form:
-                        try:
-                            outputs = runner.capture(bucket, arguments, fn=form)
-                        except CaptureError as error:
-                            # What graphs own goes with the bucket, and no graph has written it yet.
-                            given = [
-                                torch.zeros_like(tensor) if values[index].origin == "graph" else tensor
-                                for index, tensor in zip(segment.inputs, arguments, strict=True)
-                            ]
-                            raise SegmentFault(
-                                error, segment, form or runner.function, given,
-                                bucket=bucket, real_rows=bucket, variant=None,
-                            ) from error  # fmt: skip
+                    function = self.function_for(segment, bucket)
+                    try:
+                        outputs = self.runners[segment.index].capture(bucket, arguments, fn=function)
+                    except CaptureError as error:
+                        # What graphs own goes with the bucket, and no graph has written it yet.
+                        given = [
+                            torch.zeros_like(tensor) if values[index].origin == "graph" else tensor
+                            for index, tensor in zip(segment.inputs, arguments, strict=True)
+                        ]
+                        raise SegmentFault(
+                            error, segment, function, given, bucket=bucket, real_rows=bucket, variant=None
+                        ) from error
                 static.update(zip(segment.outputs, outputs, strict=True))
             self.pool.keep_only(static[index] for index in static if self.last_use[index] > position)
         return static

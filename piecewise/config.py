@@ -56,8 +56,8 @@ class PiecewiseConfig:
             call, and none where less than 5 % of a CUDA device's memory is free then.
         engine: "auto" takes what the model's device has: "cuda" (real graphs) or "tape" (no GPU needed).
         num_streams: with more than 1, branches of a graph segment that do not depend on each other (q, k
-            and v; gate and up) are captured on so many streams, where a replay was measured to take less
-            time; without a GPU they run in another order, unmeasured.
+            and v; gate and up) are captured on so many streams, at buckets of up to 512; without a GPU they
+            run in another order.
         progress: show a bar while tracing, lowering and capturing.
         frontend: how the model becomes segments; only "trace" is available in this version.
         lowering: what runs inside graph segments: "eager" (torch's own kernels) or "inductor" (each distinct

@@ -389,14 +389,14 @@ def _assembler_of(context: CaptureContext, signature: CapturedSignature, cut: Cu
     served = [size for size in context.config.buckets if plan.holds_at(size, leaves)]
     with signature.times.timed("lowering"):
         lowered = cut.lowered = context.lowering.lower(plan, served, traced.graphs)
-        schedules = StreamSchedules(
+        streams = StreamSchedules(
             plan, one_callable=lowered.one_callable, num_rows=max(served, default=0),
             num_streams=context.config.num_streams,
         )  # fmt: skip
     cut.assembler = PlanAssembler(
         plan,
         functions=lowered.functions,
-        schedules=schedules,
+        streams=streams,
         leaves=leaves,
         engine=context.engine,
         pool=context.pool,
@@ -405,7 +405,6 @@ def _assembler_of(context: CaptureContext, signature: CapturedSignature, cut: Cu
         step_metadata=[made.metadata for made in traced.step_metadata],
         warmup_steps=context.config.warmup_steps,
         outputs=context.config.outputs,
-        strict=context.config.strict,
         times=signature.times,
     )
     return cut.assembler

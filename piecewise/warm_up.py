@@ -24,7 +24,6 @@ from piecewise.faults import SegmentFault, are_same, checked_indices, real_resul
 from piecewise.plan import Segment, SegmentPlan, ValueSpec
 from piecewise.poison import anything, poison_padding_
 from piecewise.row_samples import resize_leaf, stand_in
-from piecewise.streams import StreamForms
 from runners.errors import CaptureError, told
 from runners.piecewise_runner import PiecewiseRunner
 from runners.rows import has_strides, narrow_to, padded_parts, repeat_row_
@@ -42,10 +41,10 @@ class WarmUp:
         *,
         leaves: Sequence[Any],
         num_steps: int,
-        streams: StreamForms,
+        function_for: Callable[[Segment, int], Callable[..., Sequence[Any]]],
     ) -> None:
         self.plan, self.runners, self.leaves, self.num_steps = plan, runners, tuple(leaves), num_steps
-        self.streams = streams
+        self.function_for = function_for
         self.last_use = last_uses(plan)
         self._warmed_up: set[tuple[Any, ...]] = set()
 
@@ -74,8 +73,6 @@ class WarmUp:
                     outputs: Sequence[torch.Tensor] = segment.function(bucket, *arguments)
                 else:
                     outputs = self._warm_up_segment(segment, bucket, real_rows, arguments)
-                    if (on_lanes := self.streams.form_for(segment, bucket)) is not None:
-                        outputs = self._warm_up_segment(segment, bucket, real_rows, arguments, form=on_lanes)
                 made.update(zip(segment.outputs, outputs, strict=True))
             for index in [index for index in made if self.last_use[index] <= position]:
                 del made[index]
@@ -158,16 +155,14 @@ class WarmUp:
         bucket: int,
         real_rows: int,
         arguments: Sequence[torch.Tensor],
-        *,
-        form: Callable[..., Sequence[Any]] | None = None,
     ) -> Sequence[torch.Tensor]:
-        """Runs a segment's function, or another form of it, with one padding after the other."""
+        """Runs what serves a segment with one padding after the other."""
         runner, values = self.runners[segment.index], self.plan.values
         taken = [(values[index], tensor) for index, tensor in zip(segment.inputs, arguments, strict=True)]
         written = [(tensor, tensor.clone()) for value, tensor in taken if value.memory in segment.writes]
         first: dict[int, torch.Tensor] = {}
         outputs: Sequence[torch.Tensor] = ()
-        function = form or runner.function
+        function = self.function_for(segment, bucket)
         own = function is segment.own_function
         for step in range(self.num_steps):
             for tensor, before in written:
@@ -182,7 +177,7 @@ class WarmUp:
                         for tensor, before in written:
                             tensor.copy_(before)
                     with checked_indices(arguments) if own else nullcontext():
-                        outputs = runner.warm_up(bucket, arguments, fn=form)
+                        outputs = runner.warm_up(bucket, arguments, fn=function)
                 rows = real_results(segment, values, outputs, real_rows)
                 if step == 0:
                     first = {index: row.clone() for index, row in rows.items()}

@@ -10,20 +10,17 @@ once per segment; its exit leaves torch in capture mode where a capture has fail
 * Captures are thread-local, so other threads may allocate, free and wait meanwhile. torch keeps its default
   generator in capture mode for as long, which would make their random ops fail: the capture is begun with a
   scratch generator in its place.
-* One capture at a time in the process: gc is switched off for all threads, and torch keeps one generator
-mode.
+* One capture at a time in the process: gc is switched off for all threads, and torch's generator mode is one.
 * A capture that fails is ended, whatever state CUDA left it in (`cuda_driver.py`), its graph reset and its
   memory given back to the pool. What went wrong is told in words (`cuda_faults.py`).
 * A graph without nodes is right for a function that makes views only. Where the function did work, its
-kernels
-  went to another stream, and each replay would miss them: an error.
+  kernels went to another stream, and each replay would miss them: an error.
 
 Memory is `cuda_pool.py`'s business. Random ops may be refused: segments have none.
 """
 
 from __future__ import annotations
 
-import statistics
 import threading
 import traceback
 import warnings
@@ -47,7 +44,6 @@ from runners.readbacks import refused, source_line, tensors_in
 
 # gc and torch's generator mode belong to the process, and so does this.
 _one_at_a_time = threading.RLock()
-_ROUNDS = 11  # of a measurement
 
 
 class CudaGraph(CapturedGraph):
@@ -66,11 +62,6 @@ class CudaGraph(CapturedGraph):
         self._pool, self._graph = pool, graph
         # Past the wrapper's Python.
         self._launch: Callable[[], None] = partial(torch._C._CUDAGraph.replay, graph)
-
-    @property
-    def device(self) -> torch.device:
-        """Where it runs."""
-        return self._pool.device
 
     def replay(self) -> None:
         """Launches the graph on the caller's current stream."""
@@ -92,36 +83,6 @@ class CudaEngine:
     """Makes CUDA graphs; see the module's docstring."""
 
     name = "cuda"
-
-    def measure(self, graphs: Sequence[Any]) -> list[float]:
-        """Median microseconds of one replay of each graph on the current stream; waits for the device.
-
-        The graphs take turns, in one order and then the other, so that a drift of the clocks meets all of
-        them. Before each replay the second-level cache is overwritten: in a whole model, a segment's weights
-        come from memory. That write also keeps the device busy until the host has issued the replay and both
-        events.
-        """
-        device = graphs[0].device
-        with torch.cuda.device(device):
-            cache_bytes = torch.cuda.get_device_properties(device).L2_cache_size
-            spoiler = torch.empty(2 * cache_bytes, dtype=torch.uint8, device=device)
-            pairs: list[list[tuple[torch.cuda.Event, torch.cuda.Event]]] = [[] for _ in graphs]
-            for turn in range(1 + _ROUNDS):
-                numbered = list(zip(graphs, pairs, strict=True))
-                for graph, noted in numbered if turn % 2 else numbered[::-1]:
-                    began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                    spoiler.fill_(turn)
-                    began.record()
-                    graph.replay()
-                    ended.record()
-                    noted.append((began, ended))
-            torch.cuda.synchronize(device)
-            # The first replay of a graph uploads it.
-            times = [[a.elapsed_time(b) * 1e3 for a, b in noted[1:]] for noted in pairs]
-            del spoiler
-            # While a bucket is captured, the allocator gives nothing back by itself.
-            torch.cuda.empty_cache()
-        return list(map(statistics.median, times))
 
     def new_pool(self, device: torch.device) -> CudaPool:
         """An empty pool on `device`.

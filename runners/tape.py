@@ -141,7 +141,6 @@ class TapeEngine:
     """Makes tapes; see the module's docstring."""
 
     name = "tape"
-    measure = None
 
     def new_pool(self, device: torch.device) -> TapePool:
         """An empty arena on `device`."""
