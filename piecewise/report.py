@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from piecewise.lowering_report import LoweringReport
-from piecewise.plan import EagerReason, FillReport, FusionReport, SegmentPlan
+from piecewise.plan import EagerReason, FusionReport, SegmentPlan
 from piecewise.startup_times import LayerReuse, StartupTimes
 from piecewise.stream_report import StreamReport
 from runners.stats import CallStats
@@ -91,7 +91,7 @@ class PlanReport(Jsonable):
     num_dead_ops: int
     fusions: FusionReport | None = None
     lowering: LoweringReport | None = None
-    fills: FillReport | None = None
+    fills: Mapping[str, int] = dataclasses.field(default_factory=dict)
     streams: StreamReport | None = None
 
     @classmethod
@@ -111,7 +111,14 @@ class PlanReport(Jsonable):
             for rule in plan.token_dim.inputs
         )
         return cls(
-            carried, segments, plan.coverage, plan.num_dead_ops, plan.fusions, lowering, plan.fills, streams
+            carried,
+            segments,
+            plan.coverage,
+            plan.num_dead_ops,
+            plan.fusions,
+            lowering,
+            dict(plan.fills),
+            streams,
         )
 
     def count(self, kind: str) -> int:
@@ -148,8 +155,11 @@ class PlanReport(Jsonable):
         return "\n".join([text_table(rows), summary + eager, *self._parts()])
 
     def _parts(self) -> list[str]:
-        has_fills = self.fills is not None and (self.fills.num_needless or self.fills.kept)
-        parts = self.fills if has_fills else None, self.fusions, self.lowering, self.streams
+        counts = ", ".join(
+            f"{count} {'' if why == 'needless' else 'kept: '}{why}" for why, count in self.fills.items()
+        )
+        fills = f"zero-fills of empty memory: {counts}" if counts else None
+        parts = fills, self.fusions, self.lowering, self.streams
         return [str(part) for part in parts if part is not None]
 
     def to_markdown(self) -> str:

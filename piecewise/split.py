@@ -29,7 +29,6 @@ from piecewise.normalize import module_path, source_line, target_name
 from piecewise.plan import (
     ComputedNumber,
     EagerReason,
-    FillReport,
     PaddedRows,
     Segment,
     SegmentPlan,
@@ -243,7 +242,7 @@ class Splitter:
             token_dim, values, segments, self.trace.result, self.trace.result_leaves,
             tuple(result_values), holds(check), symbols, self.trace.state_facts,
             self._written_leaves(), self.num_dead_ops,
-            FillReport(self.fills.num_needless, tuple(self.fills.kept)),
+            self.fills.found,
             step_memory=self._step_memory(), max_rows=self.classifier.rows.largest,
             metadata_leaves=frozenset(
                 p.leaf for p in self.trace.placeholders if "is_metadata" in p.node.meta

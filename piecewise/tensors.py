@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch._ops import OpOverload
 
+from runners.readbacks import tensors_in
+
+__all__ = ["bound_arguments", "map_tensors", "storage_of", "tensors_in", "written_arguments"]
+
 
 def storage_of(tensor: torch.Tensor) -> int:
     """Identity of the memory behind a (fake) tensor."""
     return tensor.untyped_storage()._cdata
-
-
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors of a value, in order; tuples and lists are looked into."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from tensors_in(item)
 
 
 def map_tensors(value: Any, function: Callable[[torch.Tensor], Any]) -> Any:

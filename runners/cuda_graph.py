@@ -250,7 +250,7 @@ def _is_work(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: A
     given = list(tensors_in((*args, *kwargs.values())))
     if func._schema.is_mutable:
         return any(tensor.numel() for tensor in given)
-    made = list(tensors_in(result if isinstance(result, (tuple, list)) else (result,)))
+    made = list(tensors_in(result))
     if func.namespace != "aten" and not made:
         return True
     held = {tensor.untyped_storage()._cdata for tensor in given}

@@ -15,7 +15,7 @@ import linecache
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from types import FrameType
@@ -89,13 +89,13 @@ _INDEX_PUT_OPS = frozenset(
 )
 
 
-def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
-    """The tensors among op arguments or results, lists included."""
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from tensors_in(value)
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """The tensors of a value, in order; tuples and lists are looked into."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from tensors_in(item)
 
 
 @cache

@@ -19,8 +19,7 @@ views, metadata        run once, not replayed: the recorded ops hold tensors tha
 in place, ``out=``     run again on the recorded tensors
 ``empty*``             not replayed; the memory is garbage at each replay, as it may be
 ``zeros``, ``full``    become a fill of the recorded tensor
-all others             run again, the result copied into the recorded tensor; or written straight into it,
-                       where ``.out`` has a kernel of its own that gave the same bits when it was recorded
+all others             run again, the result copied into the recorded tensor
 =====================  ====================================================================================
 
 The recorded tensors are aliases of the model's, taken at the time of the op: a later ``unsqueeze_`` or
@@ -47,9 +46,7 @@ from runners.recorder import Recorder
 from runners.streams import Lanes
 
 _Step = Callable[[], object]
-
-
-_KEYS_BELOW = ("Python", "PythonTLSSnapshot", "AutogradOther", "AutogradCPU", "AutogradCUDA")
+_AUTOGRAD = ("AutogradOther", "AutogradCPU", "AutogradCUDA")
 
 
 @cache
@@ -57,11 +54,7 @@ def _keys_below_modes() -> torch._C.DispatchKeySet:
     """Autograd, autocast, view tracking and modes: recorded ops are below them, so a replay must be too."""
     keys = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
     for name in dir(torch._C.DispatchKey):
-        if name.startswith(("Autocast", "Python")) or name in (
-            "AutogradOther",
-            "AutogradCPU",
-            "AutogradCUDA",
-        ):
+        if name.startswith(("Autocast", "Python")) or name in _AUTOGRAD:
             keys = keys | torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, name))
     return keys
 
