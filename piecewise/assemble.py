@@ -87,7 +87,7 @@ class PlanAssembler:
     def function_for(self, segment: Segment, bucket: int) -> Callable[..., Sequence[Any]]:
         """What is warmed up and captured of a graph segment at a bucket."""
         on_lanes = self.streams.form_for(segment, bucket, self.pool.lanes)
-        return on_lanes or self.functions[segment.index]
+        return on_lanes or self.runners[segment.index].function
 
     def capture(self, bucket: int, real_rows: int) -> StepPlan:
         """Warms up and captures every graph segment at `bucket` rows.

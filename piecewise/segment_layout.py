@@ -23,10 +23,10 @@ from typing import Any
 import torch
 
 from piecewise.plan import Segment, SegmentPlan, ValueSpec
-from runners.bound_steps import copy_elements, own_copy
+from runners.bound_steps import copied_together, own_copy
 from runners.errors import CaptureError
 from runners.row_views import place_of
-from runners.rows import has_strides, in_one_memory, is_dense
+from runners.rows import has_strides, is_dense
 
 
 class Unlowerable(Exception):
@@ -181,10 +181,10 @@ class SegmentLayout:
                 groups.setdefault(result.group, []).append((value, result.index))
         found: dict[int, torch.Tensor] = {}
         for members in groups.values():
+            indices = [index for _, index in members]
             places = [place_of(value, rows) for value, _ in members]
-            for (_, index), copy in zip(members, in_one_memory(places, own[members[0][1]]), strict=True):
-                copy_elements(copy, own[index])
-                found[index] = copy
+            copies = copied_together(places, [own[index] for index in indices])
+            found.update(zip(indices, copies, strict=True))
         return found
 
 

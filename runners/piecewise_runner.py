@@ -99,6 +99,11 @@ class PiecewiseRunner:
         self._captures: dict[int, _Capture] = {}
 
     @property
+    def function(self) -> Callable[..., Sequence[Any]]:
+        """The segment, as `fn`."""
+        return self._fn
+
+    @property
     def captured(self) -> tuple[int, ...]:
         """The buckets that have a graph, in the order of capture."""
         return tuple(self._captures)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Any
 
@@ -43,7 +43,7 @@ from runners.bound_steps import (
 )
 from runners.engine import CapturedGraph
 from runners.row_views import BoundRows, RowViews, SizedValue, place_of
-from runners.rows import has_strides, is_dense, num_spanned, row_copies
+from runners.rows import has_strides, is_dense, row_copies
 from runners.state_check import StateCheck, StateRef
 
 
@@ -288,13 +288,13 @@ class _Binder:
         step, views = template.step, rows.views
         arguments = [num_tokens, *(views[index] if index >= 0 else None for index in template.views)]
         dense: list[Dense] = []
-        for index in dict.fromkeys(template.views) if rows.dense_geometry else ():
-            geometry = rows.dense_geometry.get(index)
-            if geometry is not None:
+        for index in dict.fromkeys(template.views) if rows.other_strides else ():
+            strides = rows.other_strides.get(index)
+            if strides is not None:
                 positions = tuple(at for at, taken in enumerate(template.views, start=1) if taken == index)
                 taken_as = (step.arguments[at - 1] for at in positions)
                 written = any(isinstance(taken, StaticArgument) and taken.written for taken in taken_as)
-                dense.append(Dense(positions, views[index], *geometry, written))
+                dense.append(Dense(positions, views[index], strides, written))
                 for at in positions:
                     arguments[at] = None
         copied = [_copy_in(shadow, views[index]) for shadow, index in template.copies]
@@ -308,18 +308,15 @@ class _Binder:
         return CopyInputs(copies, self._copier(copies) if self._copier is not None else None)
 
     def _copy_out(self, group: list[int], num_tokens: int, rows: BoundRows) -> CopyOut:
-        """The results at these positions, laid out as in eager's memory, from the first element taken."""
+        """The results at these positions, laid out as in eager's memory."""
         found = []
         for position in group:
             item, index = self._results[position]
             assert item.value is not None
             target = self._first_copy + position
-            found.append(
-                CopiedResult(target, rows.views[index], item.slot, *place_of(item.value, num_tokens))
-            )
-        begin = min(copied.offset for copied in found)
-        copies = [replace(copied, offset=copied.offset - begin) for copied in found]
-        return CopyOut(copies, max(copy.offset + num_spanned(copy.sizes, copy.strides) for copy in copies))
+            place = place_of(item.value, num_tokens)
+            found.append(CopiedResult(target, rows.views[index], item.slot, place))
+        return CopyOut(found)
 
 
 def _copy_in(shadow: Shadow, rows: torch.Tensor) -> CopyIn:
