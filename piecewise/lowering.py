@@ -69,7 +69,7 @@ class LoweredSegment:
             return self.segment.function(num_rows, *inputs)
         try:
             with internals.without_autocast():
-                made = self.by_rows[num_rows](num_rows, *self.layout.arguments_of(num_rows, inputs))
+                made = self.by_rows[num_rows](num_rows, *inputs)
                 return self.layout.results_of(num_rows, inputs, made)
         except Exception as error:
             if self.strict or self.segment.writes or capturing() is not None:
@@ -235,9 +235,12 @@ class _Job:
         settings = ", ".join(f"{name}={getattr(self.config, name)!r}" for name in sorted(FIELDS_IN_KEY))
         count = f"any count such as {rows}" if is_dynamic else f"{rows} rows"
         parts = (
-            settings, internals.numeric_settings(device), count, segment_text(self.plan, segment),
-            layout.arguments, layout.made,
-        )  # fmt: skip
+            settings,
+            internals.numeric_settings(device),
+            count,
+            segment_text(self.plan, segment),
+            layout.made,
+        )
         key = hashlib.sha256("\n".join(map(str, parts)).encode()).hexdigest()
         if key not in self.compiled:
             before = internals.inductor_cache_counts()
