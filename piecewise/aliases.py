@@ -1,9 +1,7 @@
 """What each node of a traced graph reads, writes and shares memory with, and the aten ops behind it.
 
 Dynamo-level nodes are Python callables (`F.dropout`, `x.view`, `operator.iadd`) whose effects no schema
-tells. Each node is therefore run once more on its fake inputs under a dispatch mode, which sees the aten
-ops and their schemas; nodes that differ only in which layer they belong to share one run. Who shares
-memory with whom is read from the storages of the fakes that Dynamo left in ``meta["example_value"]``.
+tells. Each is therefore run once more on its fake inputs under a dispatch mode, which sees the aten ops.
 """
 
 from __future__ import annotations

@@ -1,15 +1,8 @@
 """Where compile time meets run time: a cut plan and a bucket in, a `StepPlan` that serves the bucket out.
 
-For each bucket, in this order [I8, I9]:
-
-1. static buffers for what graphs read and do not make;
-2. warm-ups, segment by segment, each with another poison in the padded rows; the real rows of the results
-   must not change with it;
-3. capture of each graph segment on static memory;
-4. state that graph and eager segments write is put back.
-
-Boundary ops are not called, but for those that are captured: they run on a step of zero sequences (see
-`warm_up.py`).
+For each bucket, in this order [I8, I9]: static buffers for what graphs read and do not make; warm-ups
+(`warm_up.py`); capture of each graph segment on static memory; and what graph and eager segments have written
+of the model's state is put back.
 """
 
 from __future__ import annotations

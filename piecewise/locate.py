@@ -1,10 +1,5 @@
 """Which segment of a plan is the first that differs: each beside its own function on the real rows alone.
 
-For each segment, on what the plan holds at that point:
-
-    reference   function(num_tokens, real rows, laid out in memory of their own as in eager)   then put back
-    plan        the captured graph, or the call on views of static memory
-
 Both begin from equal inputs, so the rounding of earlier segments plays no part, and a fault shows in the
 segment that makes it.
 """

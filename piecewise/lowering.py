@@ -1,7 +1,5 @@
 """Graph segment → callable: torch's own kernels, or Inductor's, compiled once per distinct segment.
 
-    segment ─layout─▶ no aliases ─trace─▶ functional aten graph ─Inductor─▶ callable
-
 Each is compiled for any row count, and again for single counts that `compile_sizes` names or that the first
 compile excluded. One that cannot be compiled keeps eager kernels, alone, with its reason. What was compiled
 is kept for the next capture of the same model; over processes Inductor's own cache on disk does that.

@@ -1,12 +1,7 @@
 """Graph segments on several streams: which have independent branches, and at which buckets these run at once.
 
-Per distinct segment its function is scheduled on lanes once (`stream_graph.py`). At buckets of up to
-`MAX_ROWS` rows that form is what is warmed up and captured: there a matmul leaves most of a device idle, and
-models were faster at each size that was measured (`docs/results/streams.json`). At larger ones a branch fills
-the device by itself, and a second stream would cost memory for nothing.
-
-A tape replays nothing at the same time: it runs the branches in another order than the model does, so that a
-dependency which the schedule misses gives wrong results.
+Per distinct segment its function is scheduled on lanes once (`stream_graph.py`); at buckets of up to
+`MAX_ROWS` rows that form is what is warmed up and captured. docs/DESIGN.md has the reasons.
 """
 
 from __future__ import annotations

@@ -1,14 +1,8 @@
 """Runs each segment ahead of its capture, on stand-in values, with poison in the padded rows [I3, I8].
 
-Three runs per graph segment, on the same real rows and other padding: what was proven for each op has to
-hold for the segment as it was lowered, so the real rows of its results must be the same bits. Padded rows
-hold what the proof allows them (`poison.py`).
-
-Boundary ops between graphs are not called; what they write is filled with random real rows and poison. Those
-in graphs run on a step of zero sequences (`boundary_warm_up.py`). Eager segments are called, on the real
-rows and on copies of what belongs to the caller: what they make is often an index or an offset (a
-permutation, an expert's range), for which no made-up value would do. One that fails on stand-in values is
-left out, and what it makes is stood in for too.
+Several runs per graph segment, on the same real rows and other padding: what was proven for each op has to
+hold for the segment as it was lowered, so the real rows of its results must be the same bits. docs/DESIGN.md
+says what is run of the segments between graphs, and what is made up.
 """
 
 from __future__ import annotations

@@ -1,12 +1,4 @@
-"""Which memory of `empty*` a graph fills with zeros [I2].
-
-Eager's `empty` holds garbage wherever nobody writes, and the rules of rows hold whatever padded rows hold. So
-none needs a fill for the sake of real rows, but for those who look at other rows:
-
-* integers that an op between graphs writes, as far as real rows go: padded ones may be an index further on;
-* an op that is not torch's, or a captured boundary op, inside of which nobody can look;
-* warm-ups and `verify`, which compare what a segment hands on: memory that it has written in part.
-"""
+"""Which memory of `empty*` a graph fills with zeros [I2]: docs/DESIGN.md says for whose sake."""
 
 from __future__ import annotations
 

@@ -1,16 +1,11 @@
 """The graph engine of CUDA devices: the only user of `torch.cuda.CUDAGraph`.
 
-`torch.cuda.graph` is not used. Its entry waits for the device, collects garbage and empties the caches,
-once per segment; its exit leaves torch in capture mode where a capture has failed. Here, for one segment:
-
-    stream    caller's ─┐                                              ┌─ caller's
-                        └ capture_begin · fn · capture_end · instantiate ┘
-    gc        on          off ............................... off         as before
+`torch.cuda.graph` is not used. Its entry waits for the device, collects garbage and empties the caches, once
+per segment; its exit leaves torch in capture mode where a capture has failed. Here:
 
 * Captures are thread-local, so other threads may allocate, free and wait meanwhile. torch keeps its default
   generator in capture mode for as long, which would make their random ops fail: the capture is begun with a
-  scratch generator in its place.
-* One capture at a time in the process: gc is switched off for all threads, and torch's generator mode is one.
+  scratch generator in its place. gc is off, for all threads, so there is one capture at a time.
 * A capture that fails is ended, whatever state CUDA left it in (`cuda_driver.py`), its graph reset and its
   memory given back to the pool. What went wrong is told in words (`cuda_faults.py`).
 * A graph without nodes is right for a function that makes views only. Where the function did work, its

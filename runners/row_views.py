@@ -1,9 +1,7 @@
 """Views of static memory on the real rows, for one row count after another.
 
 A new row count needs a view of every tensor that an eager call takes, some hundreds in a deep model, while
-the call waits. So what they have in common is found once: tensors of one geometry form a group, whose
-narrowed dim, sizes and strides are worked out once per row count, and a tensor that several calls take has
-one view.
+the call waits. So what tensors of one geometry have in common is worked out once.
 """
 
 from __future__ import annotations

@@ -1,14 +1,9 @@
-"""One bucket's flat list of steps: copy in · replay · boundary · replay · … · results.
+"""One bucket's flat list of steps: copy in · replay · boundary · replay · … · results (docs/DESIGN.md).
 
-    call (n = 5, bucket 8)   copy-in        replay 0     boundary 1         replay 2     result
-    rows                     5 → 8          8            5 (views of 8)     8            5 (cloned)
-
-A captured segment, a boundary call and an eager segment look alike here: a step with `replay(env)`.
-Nothing on the way enters Dynamo, an FX interpreter or a GraphModule.
-
-`env` is a list: the call's leaves first, then one slot per value that is made anew on each call. What
-graphs own has no slot; steps hold views of it instead. Those views depend on the real row count, so they
-are made once per `num_tokens` (`_Bound`) and kept for the row counts used last.
+A captured segment, a boundary call and an eager segment look alike here: a step with `replay(env)`, where
+`env` is a list of the call's leaves, then one slot per value that is made anew on each call. What graphs own
+has no slot; steps hold views of it instead. Those views depend on the real row count, so they are made once
+per `num_tokens` (`_Bound`) and kept for the row counts used last.
 """
 
 from __future__ import annotations
