@@ -19,6 +19,7 @@ from piecewise.config_checks import Place, Problem, Refused, raise_problems
 from piecewise.grids import Grid
 from runners.buckets import MAX_NUM_BUCKETS
 from runners.clipping import Clamped, Clipping, Limit, clip, decode_limit, prefill_limit
+from runners.errors import shown
 
 ENVIRONMENT_PREFIX = "PIECEWISE_"
 
@@ -219,7 +220,7 @@ class PiecewiseConfig:
                 Problem(
                     "config",
                     expected="a PiecewiseConfig, the path of a TOML file, or None",
-                    got=checks.shown(source),
+                    got=shown(source),
                     fix="pass settings by name, such as buckets=[64, 128]",
                 )
             )
@@ -337,7 +338,7 @@ def _file_values(path: Path) -> tuple[dict[str, object], dict[str, Place], list[
             continue
         if not isinstance(keys, dict):
             label = Place(table, file=str(path), path=(table,), lines=lines).shown()
-            problems.append(Problem(label, f"a table, [{table}]", checks.shown(keys)))
+            problems.append(Problem(label, f"a table, [{table}]", shown(keys)))
             continue
         for key, value in keys.items():
             place = Place(f"[{table}] {key}", file=str(path), path=(table, key), lines=lines)

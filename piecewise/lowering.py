@@ -29,16 +29,9 @@ from runners.errors import CaptureError, told
 from runners.mode import capturing
 from runners.opaque_call import OpaqueCall
 
-# Settings on which the code of a segment depends, and those on which it does not, or which are in its key in
-# another way: the row count that something was compiled for, and the program that fusions have made.
+# Settings on which the code of a segment depends, and which are not in its key in another way: the row count
+# that something was compiled for, and the program that fusions have made, are.
 FIELDS_IN_KEY = frozenset({"lowering"})
-FIELDS_NOT_IN_KEY = frozenset(
-    {
-        *("buckets", "max_padding_ratio", "max_num_tokens", "max_num_seqs", "max_seq_len", "compile_sizes"),
-        *("decode_batch_sizes", "max_signatures", "warmup_steps", "capture", "engine", "num_streams"),
-        *("fusions", "progress", "frontend", "boundary_ops", "boundary", "min_coverage", "outputs", "strict"),
-    }
-)
 
 COMPILED = "compiled by Inductor: one callable"
 
