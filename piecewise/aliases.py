@@ -238,15 +238,12 @@ def is_dead(node: fx.Node, facts: Mapping[fx.Node, NodeFacts]) -> bool:
     return not (fact.writes or fact.random or fact.boundary or is_check)
 
 
-def remove_dead_nodes(graph: fx.Graph, facts: dict[fx.Node, NodeFacts]) -> int:
-    """Erases dead nodes, last first; returns how many. torch's own pass would drop `add_` without users."""
-    removed = 0
+def remove_dead_nodes(graph: fx.Graph, facts: dict[fx.Node, NodeFacts]) -> None:
+    """Erases dead nodes, last first. torch's own pass would drop `add_` without users."""
     for node in reversed(list(graph.nodes)):
         if is_dead(node, facts):
             facts.pop(node, None)
             graph.erase_node(node)
-            removed += 1
-    return removed
 
 
 def view_chain(

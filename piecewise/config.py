@@ -164,17 +164,20 @@ class PiecewiseConfig:
         """The decode batch sizes cut at what one decode step can hold; None where none are listed."""
         if self.decode_batch_sizes is None:
             return None
-        limit = decode_limit(
-            max_num_tokens=self.max_num_tokens,
-            max_num_seqs=self.max_num_seqs,
-            tokens_per_request=tokens_per_request,
-        )
-        return clip(self.decode_batch_sizes, limit)
+        return clip(self.decode_batch_sizes, self.decode_limit(tokens_per_request=tokens_per_request))
 
     def prefill_limit(self) -> Limit:
         """The most tokens of one prefill step under these limits."""
         return prefill_limit(
             max_num_tokens=self.max_num_tokens, max_num_seqs=self.max_num_seqs, max_seq_len=self.max_seq_len
+        )
+
+    def decode_limit(self, *, tokens_per_request: int = 1) -> Limit:
+        """The most requests of one decode step under these limits."""
+        return decode_limit(
+            max_num_tokens=self.max_num_tokens,
+            max_num_seqs=self.max_num_seqs,
+            tokens_per_request=tokens_per_request,
         )
 
     def within_limits(self) -> tuple[PiecewiseConfig, tuple[Clamped, ...]]:

@@ -249,7 +249,6 @@ class SegmentPlan:
     symbols: tuple[int, ...]
     state_facts: StateFacts
     written_leaves: tuple[int, ...]
-    num_dead_ops: int
     fills: Mapping[str, int]
     fusions: FusionReport | None = None
     step_memory: frozenset[int] = frozenset()

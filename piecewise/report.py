@@ -88,7 +88,6 @@ class PlanReport(Jsonable):
     token_dim: str
     segments: tuple[SegmentReport, ...]
     coverage: float
-    num_dead_ops: int
     fusions: FusionReport | None = None
     lowering: LoweringReport | None = None
     fills: Mapping[str, int] = dataclasses.field(default_factory=dict)
@@ -114,7 +113,6 @@ class PlanReport(Jsonable):
             carried,
             segments,
             plan.coverage,
-            plan.num_dead_ops,
             plan.fusions,
             lowering,
             dict(plan.fills),
@@ -148,8 +146,7 @@ class PlanReport(Jsonable):
             rows.append((*segment.cells(), (notes[0] if notes else "") + more + where))
         summary = (
             f"{self.count('graph')} graph, {self.count('boundary')} boundary and {self.count('eager')} eager "
-            f"segments; {self.coverage:.1%} of ops in graphs; tokens in {self.token_dim}; "
-            f"{self.num_dead_ops} dead ops removed"
+            f"segments; {self.coverage:.1%} of ops in graphs; tokens in {self.token_dim}"
         )
         eager = "".join(f"; {share:.1%} eager: {code}" for code, share in sorted(self.shares().items()))
         return "\n".join([text_table(rows), summary + eager, *self._parts()])

@@ -45,10 +45,8 @@ from runners.state_check import StateRef
 class Splitter:
     """One cut of one trace. `cut()` returns the plan."""
 
-    def __init__(
-        self, classifier: Classifier, *, num_dead_ops: int, keeps_own: Mapping[fx.Node, str]
-    ) -> None:
-        self.classifier, self.num_dead_ops = classifier, num_dead_ops
+    def __init__(self, classifier: Classifier, *, keeps_own: Mapping[fx.Node, str]) -> None:
+        self.classifier = classifier
         self.trace, self.facts, self.token = classifier.trace, classifier.facts, classifier.token
         self.graph = self.trace.graph.graph
         self.verdicts: dict[fx.Node, Verdict] = classifier.run()
@@ -241,7 +239,7 @@ class Splitter:
         return SegmentPlan(
             token_dim, values, segments, self.trace.result, self.trace.result_leaves,
             tuple(result_values), holds(check), symbols, self.trace.state_facts,
-            self._written_leaves(), self.num_dead_ops,
+            self._written_leaves(),
             self.fills.found,
             step_memory=self._step_memory(), max_rows=self.classifier.rows.largest,
             metadata_leaves=frozenset(

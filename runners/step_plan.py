@@ -176,11 +176,6 @@ class StepPlan:
     def __post_init__(self) -> None:
         self._binder = _Binder(self)
 
-    @property
-    def num_bound(self) -> int:
-        """How many row counts have their views now."""
-        return len(self._bound)
-
     def replay(self, leaves: list[Any], num_tokens: int) -> list[Any]:
         """Serves one call: the result's leaves, owned by the caller unless `outputs` is "view".
 
