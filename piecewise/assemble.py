@@ -16,8 +16,10 @@ import torch
 from boundary_ops.capture import StepMetadata
 from boundary_ops.registry import declarations
 from piecewise import torch_internals as internals
+from piecewise.config import PiecewiseConfig
 from piecewise.faults import SegmentFault
 from piecewise.free_strides import op_of, takers_of_any_strides
+from piecewise.lowering import Lowering
 from piecewise.plan import ComputedNumber, InputAt, Segment, SegmentPlan, ValueSpec
 from piecewise.row_samples import unchanged_random_state
 from piecewise.startup_times import StartupTimes
@@ -32,6 +34,17 @@ from runners.state_check import StateCheck, StateRef
 from runners.step_plan import CallStep, ReplayStep, ResultItem, Shadow, StaticArgument, StepPlan
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class CaptureContext:
+    """What all captures of one graphed model share."""
+
+    config: PiecewiseConfig
+    engine: GraphEngine
+    pool: GraphPool
+    buffers: StaticBuffers
+    lowering: Lowering
+
+
 class PlanAssembler:
     """Captures the buckets of one cut plan. One per trace; runners, pool and buffers outlive it.
 
@@ -43,27 +56,24 @@ class PlanAssembler:
     def __init__(
         self,
         plan: SegmentPlan,
+        context: CaptureContext,
         *,
         functions: Mapping[int, Callable[..., Sequence[Any]]],
         streams: StreamSchedules,
         leaves: Sequence[Any],
-        engine: GraphEngine,
-        pool: GraphPool,
-        buffers: StaticBuffers,
         check: StateCheck,
         step_metadata: Sequence[StepMetadata],
-        warmup_steps: int,
-        outputs: str,
         times: StartupTimes,
     ) -> None:
-        self.plan, self.functions, self.leaves, self.buffers = plan, functions, tuple(leaves), buffers
-        self.outputs, self.pool, self.check, self.times = outputs, pool, check, times
+        self.plan, self.functions, self.leaves, self.buffers = plan, functions, tuple(leaves), context.buffers
+        self.outputs, self.pool, self.check, self.times = context.config.outputs, context.pool, check, times
+        warmup_steps = context.config.warmup_steps
         self.step_metadata = tuple(step_metadata)
         self.num_leaves = len(self.leaves)
         self.runners = {
             segment.index: PiecewiseRunner(
-                functions[segment.index], name=f"segment {segment.index}", engine=engine, pool=pool,
-                warmup_steps=warmup_steps, module_path=segment.module_path,
+                functions[segment.index], name=f"segment {segment.index}", engine=context.engine,
+                pool=context.pool, warmup_steps=warmup_steps, module_path=segment.module_path,
             )
             for segment in plan.graph_segments()
             if not segment.views_only
