@@ -35,7 +35,8 @@ from runners.cuda_pool import CudaPool
 from runners.engine import CapturedGraph, check_can_capture, checked_outputs
 from runners.errors import CaptureError, ConfigError
 from runners.mode import capture_of, capturing
-from runners.readbacks import refused, source_line, tensors_in
+from runners.readbacks import refused, source_line
+from runners.tensors import tensors_in
 
 # gc and torch's generator mode belong to the process, and so does this.
 _one_at_a_time = threading.RLock()
@@ -80,19 +81,11 @@ class CudaEngine:
     name = "cuda"
 
     def new_pool(self, device: torch.device) -> CudaPool:
-        """An empty pool on `device`.
+        """An empty pool on `device`, a CUDA device.
 
         Raises:
-            ConfigError: `device` is no CUDA device, or torch was told to use another allocator.
+            ConfigError: torch was told to use another allocator.
         """
-        if torch.device(device).type != "cuda" or not torch.cuda.is_available():
-            raise ConfigError(
-                f"field 'engine', device {device}",
-                expected="a CUDA device",
-                got=str(device),
-                rule="CUDA graphs hold work of a CUDA device",
-                fix="move the model to a CUDA device, or use engine='tape'",
-            )
         torch.cuda.init()
         backend = torch.cuda.get_allocator_backend()
         if backend != "native":

@@ -7,7 +7,7 @@ return an argument without saying so.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -24,9 +24,9 @@ from runners.readbacks import (
     Watch,
     WatchedOps,
     decomposes,
-    tensors_in,
 )
 from runners.rows import num_spanned
+from runners.tensors import map_tensors, tensors_in
 
 _EMPTY_OPS = frozenset(
     f"aten::{name}"
@@ -84,8 +84,7 @@ class Recorder(WatchedOps):
         with torch._C.DisableTorchFunction():
             self._check_op(func, args, kwargs)
             given = list(tensors_in((*args, *kwargs.values())))
-            named = {name: _aliased(value) for name, value in kwargs.items()}
-            call = partial(func._op, *_aliased(args), **named)
+            call = partial(func._op, *_aliased(args), **_aliased(kwargs))
             before = [_place(tensor) for tensor in given] if func._schema.is_mutable else []
             storages = {tensor.untyped_storage()._cdata for tensor in given if tensor.layout is torch.strided}
         try:
@@ -201,24 +200,13 @@ def _place(tensor: Tensor) -> tuple[Any, ...]:
 
 def _aliased(value: Any) -> Any:
     """The value with each tensor replaced by a plain alias of its memory."""
-    if isinstance(value, Tensor):
-        return value.detach()
-    if isinstance(value, (list, tuple)):
-        return type(value)(_aliased(item) for item in value)
-    return value
+    return map_tensors(value, Tensor.detach)
 
 
 def _replaced(result: Any, outputs: Sequence[_Output]) -> Any:
     """The result with recorded tensors in the places of those that they stand for."""
-    recorded: Mapping[int, Tensor] = {id(theirs): mine for _, theirs, mine in outputs}
-
-    def walk(value: Any) -> Any:
-        if isinstance(value, (list, tuple)):
-            items = map(walk, value)
-            return list(items) if isinstance(value, list) else tuple(items)
-        return recorded.get(id(value), value)
-
-    return walk(result)
+    recorded = {id(theirs): mine for _, theirs, mine in outputs}
+    return map_tensors(result, lambda tensor: recorded.get(id(tensor), tensor))
 
 
 def _spanned(tensor: Tensor) -> Tensor:
