@@ -42,7 +42,7 @@ class NodeFacts:
     """Effects of one node.
 
     Attributes:
-        reads: tensor-valued argument nodes.
+        reads: argument nodes whose value is a tensor or holds some, each once, in order.
         writes: the argument nodes whose memory it writes.
         storages: memory that its result tensors live in.
         is_view: its result is another look at an argument's memory, and nothing is written.
@@ -74,11 +74,6 @@ class NodeFacts:
 _Footprint = tuple[tuple[int, ...], dict[str, Any]]
 
 
-def tensor_arguments(node: fx.Node) -> tuple[fx.Node, ...]:
-    """Argument nodes whose value is a tensor or holds some, each once, in order."""
-    return tuple(n for n in node.all_input_nodes if any(True for _ in fakes_of([n])))
-
-
 def find_facts(graph: fx.Graph, *, enabled: frozenset[str] | None = None) -> dict[fx.Node, NodeFacts]:
     """Facts of every call and get_attr node, in graph order.
 
@@ -92,7 +87,7 @@ def find_facts(graph: fx.Graph, *, enabled: frozenset[str] | None = None) -> dic
     for node in graph.nodes:
         if not node.op.startswith("call"):
             continue
-        reads = tensor_arguments(node)
+        reads = tuple(n for n in node.all_input_nodes if any(True for _ in fakes_of([n])))
         storages = frozenset(map(storage_of, fakes_of([node])))
         boundary = lookup(node.target) if node.op == "call_function" else None
         if boundary is not None and enabled is not None and boundary.name not in enabled:

@@ -1,10 +1,7 @@
 """A graph segment's function with its independent branches on parallel lanes: the same ops in another order.
 
-    segment ─run on fakes─▶ aten graph ─what each op touches─▶ schedule ─▶ function(lanes, num_rows, *inputs)
-
 What an op touches is read from its schema and from the storages of its fakes; two inputs of the segment that
-share memory are one. Every tensor that is made or read between a fork and its join is an argument of the
-join, and thereby held until then (`runners/streams.py`).
+share memory are one.
 """
 
 from __future__ import annotations

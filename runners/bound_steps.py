@@ -202,25 +202,18 @@ class Call:
             self.copies.replay(env)
 
 
-class RepeatedOp(Protocol):
-    """An op that is ready for calls that look like an earlier one."""
-
-    @property
-    def function(self) -> Callable[..., object]:
-        """To be read anew for each call."""
-
-
 @dataclass(frozen=True, slots=True)
 class DirectCall:
     """An op's call without the segment's function around it.
 
     Attributes:
-        bind: the op's arguments of a call that was served → the op, ready for more of them.
+        bind: the op's arguments of a call that was served → the op, ready for more of them: its attribute
+            `function`, to be read anew for each.
         arguments: the op's, None where `places` has them.
         places: (argument, index of the segment's input).
     """
 
-    bind: Callable[..., RepeatedOp]
+    bind: Callable[..., Any]
     arguments: tuple[Any, ...]
     places: tuple[tuple[int, int], ...]
 
@@ -230,7 +223,7 @@ class OpCall(Call):
     """A boundary op whose arguments look the same at each call of this row count: bound after the first."""
 
     direct: DirectCall
-    op: RepeatedOp | None = None
+    op: Any = None
     held: list[Any] = field(default_factory=list)
     op_from_env: list[tuple[int, int]] = field(default_factory=list)
 
