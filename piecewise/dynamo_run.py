@@ -1,14 +1,8 @@
 """One run of Dynamo over one call, as a graph and what it read; nothing of the model runs.
 
-The tool is `torch.compile(fullgraph=True)` with a backend of our own; three of its habits are in the way:
-
-* *It runs what the backend returns.* Our backend returns a function that hands back one distinct dummy per
-  graph output. The model's kernels never run, no KV cache is touched, and where each dummy turns up in the
-  result tells the output structure by identity, for any class that Dynamo can rebuild.
-* *It gives equal sizes one symbol.* Each dim above 1 of each input is marked, which gives each a symbol of
-  its own; those that the model requires to be equal unify while tracing.
-* *It caches by code object.* Each run is of a generated function of its own, whose cache entry is dropped at
-  the end.
+The tool is `torch.compile(fullgraph=True)` with a backend of our own; docs/DESIGN.md says how it is kept
+from running what the backend returns, and from giving equal sizes one symbol. It caches by code object, so
+each run is of a generated function of its own, whose cache entry is dropped at the end.
 """
 
 from __future__ import annotations

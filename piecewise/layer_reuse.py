@@ -1,9 +1,7 @@
 """One layer traced, and its graph used for the others that Dynamo would trace to the same.
 
-The nodes of a layer's graph are copied, its parameters looked up anew, and each node is run on fakes of the
-graph that it comes into. Its guards and conditions on sizes become those of the whole. Where anything is out
-of the ordinary, all is traced at once; `layer_run.py` says when one layer's graph is another's, and
-docs/DESIGN.md what a layer could see only in its place.
+`layer_run.py` says when one layer's graph is another's, and docs/DESIGN.md what a layer could see only in its
+place; where anything is out of the ordinary, all is traced at once.
 """
 
 from __future__ import annotations

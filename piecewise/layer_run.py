@@ -1,8 +1,5 @@
-"""A run of Dynamo over one layer, and whether its graph serves another layer, too.
-
-Guards are the conditions under which Dynamo itself takes a trace for valid: for `torch.compile(layer)` one
-compiled layer serves all layers that fulfil them. So each guard is asked about the other layer what it was
-asked about this one, under the source that leads there.
+"""A run of Dynamo over one layer, and whether its graph serves another layer, too: by its guards, which are
+asked about the other layer what they were asked about this one, under the sources that lead there.
 """
 
 from __future__ import annotations

@@ -12,23 +12,12 @@ class BucketStreams:
 
     Attributes:
         kept: whether on several streams.
-        one_stream_us, streams_us: what a replay was measured to take, None where it was not.
-        reason: why it was not measured, or not kept; empty where it is faster.
+        reason: why on one; empty where it is on several.
     """
 
     bucket: int
     kept: bool
-    one_stream_us: float | None = None
-    streams_us: float | None = None
     reason: str = ""
-
-    @property
-    def detail(self) -> str:
-        """Times and reason, as far as there are any."""
-        told = [self.reason] if self.reason else []
-        if self.streams_us is not None and self.one_stream_us is not None:
-            told.append(f"{self.streams_us:.1f} µs against {self.one_stream_us:.1f}")
-        return ": ".join(told)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -51,18 +40,14 @@ class SegmentStreams:
     buckets: tuple[BucketStreams, ...] = ()
 
     def __str__(self) -> str:
-        alike = f" and {self.num_alike} like it" if self.num_alike else ""
+        others = f" and {self.num_alike} like it" if self.num_alike else ""
         if self.reason:
-            return f"{self.segment}{alike}: one stream: {self.reason}"
+            return f"{self.segment}{others}: one stream: {self.reason}"
         counts = " and ".join(map(str, self.branches))
-        lines = [f"{self.segment}{alike}: {counts} independent branches, on {self.num_streams} streams"]
-        for kept, verdict in ((True, "kept at"), (False, "one stream at")):
-            found = [each for each in self.buckets if each.kept is kept]
-            told = [
-                f"{', '.join(str(each.bucket) for each in alike)} ({detail})"
-                for detail, alike in groupby(found, key=lambda each: each.detail)
-            ]
-            lines += [f"  {verdict} {'; '.join(told)}"] if told else []
+        lines = [f"{self.segment}{others}: {counts} independent branches, on {self.num_streams} streams"]
+        for reason, alike in groupby(self.buckets, key=lambda each: each.reason):
+            verdict = f"one stream ({reason})" if reason else "several streams"
+            lines.append(f"  {verdict} at {', '.join(str(each.bucket) for each in alike)}")
         return "\n".join(lines)
 
 

@@ -1,11 +1,7 @@
 """Is graphed what eager is? Each captured bucket at the sizes around its edge, with poison where padding is.
 
-For each size, from the same state, inputs and random numbers:
-
-    eager     the model itself
-    padded    the plan on padded rows, with a call of each graph segment's function in place of its graph
-    replays   as served; then with NaN (tape), +1e4, -1e4 and shuffled real rows in every padded row
-
+For each size the model itself, the plan on padded rows with a call of each graph segment's function in place
+of its graph, and replays with several paddings run from the same state, inputs and random numbers.
 docs/DESIGN.md says what is compared and how a fault is told from another. All is put back afterwards, and no
 call is counted.
 """

@@ -10,7 +10,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from runners.errors import ConfigError
+from runners.errors import ConfigError, short, shown
 
 # Every bucket costs a capture and its static buffers; a list this long is a mistake, not a plan.
 MAX_NUM_BUCKETS = 4096
@@ -108,7 +108,7 @@ class SizeProblem:
 def find_problems(sizes: object, *, max_listed: int = 16) -> list[SizeProblem]:
     """Everything that keeps `sizes` from being a valid bucket list, in its order; at most `max_listed`."""
     if not isinstance(sizes, (list, tuple, range)):
-        return [SizeProblem("", "a list of ints", f"{_short(sizes)} ({type(sizes).__name__})")]
+        return [SizeProblem("", "a list of ints", shown(sizes))]
     if len(sizes) == 0:
         return [SizeProblem("", "at least one token count", "an empty list")]
     if len(sizes) > MAX_NUM_BUCKETS:
@@ -131,9 +131,9 @@ def find_problems(sizes: object, *, max_listed: int = 16) -> list[SizeProblem]:
 def _size_problem(part: str, size: object, *, last: int, seen: set[int]) -> SizeProblem | None:
     # bool is an int to Python, but True is not a token count.
     if not isinstance(size, int) or isinstance(size, bool):
-        return SizeProblem(part, "an int", f"{_short(size)} ({type(size).__name__})")
+        return SizeProblem(part, "an int", shown(size))
     if not 1 <= size <= MAX_BUCKET:
-        return SizeProblem(part, f"1 to {MAX_BUCKET}", _short(size))
+        return SizeProblem(part, f"1 to {MAX_BUCKET}", short(size))
     if size <= last:
         what = "again (a duplicate)" if size in seen else "(out of order)"
         return SizeProblem(part, f"more than {last}", f"{size} {what}")
@@ -157,11 +157,3 @@ def checked_sizes(sizes: object) -> tuple[int, ...]:
         )
     assert isinstance(sizes, (list, tuple, range))
     return tuple(sizes)
-
-
-def _short(value: object, max_chars: int = 60) -> str:
-    # An int of more than 4300 digits has no repr, and the user's text may be megabytes.
-    if isinstance(value, int) and value.bit_length() > 128:
-        return f"an int of {value.bit_length()} bits"
-    text = repr(value) if not isinstance(value, (str, bytes)) else repr(value[:max_chars])
-    return text if len(text) <= max_chars + 3 else text[:max_chars] + "..."
