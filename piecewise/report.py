@@ -109,15 +109,7 @@ class PlanReport(Jsonable):
             f"{input_names.get(rule.leaf, rule.leaf)} dim {', '.join(map(str, rule.dims))}"
             for rule in plan.token_dim.inputs
         )
-        return cls(
-            carried,
-            segments,
-            plan.coverage,
-            plan.fusions,
-            lowering,
-            dict(plan.fills),
-            streams,
-        )
+        return cls(carried, segments, plan.coverage, plan.fusions, lowering, plan.fills, streams)
 
     def count(self, kind: str) -> int:
         return sum(segment.kind == kind for segment in self.segments)
