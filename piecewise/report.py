@@ -8,10 +8,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from piecewise.lowering_report import LoweringReport
 from piecewise.plan import EagerReason, FusionReport, SegmentPlan
+from piecewise.segment_reports import LoweringReport, StreamReport
 from piecewise.startup_times import LayerReuse, StartupTimes
-from piecewise.stream_report import StreamReport
 from runners.stats import CallStats
 
 
