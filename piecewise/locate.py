@@ -73,7 +73,7 @@ class SegmentWalk:
         self.leaves, self.num_tokens = list(leaves), num_tokens
         self.bucket = served.steps.padded_num_tokens
         self.device = leaves[served.plan.token_dim.leaf].device
-        self.tolerance = tolerance.for_one_segment()
+        self.tolerance = replace(tolerance, num_segments=1)  # each alone, on equal inputs
         self._by_name = {segment.name: segment for segment in self.plan.segments}
         # Value index → what graphs read or made, as at the capture.
         self._static = {index: shadow.buffer for index, shadow in shadows_of(self.steps).items()}

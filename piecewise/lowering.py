@@ -261,7 +261,8 @@ class _Job:
             function = internals.compile_aten_graph(aten.module, aten.arguments, aten.fake_mode)
         except Exception as error:  # whatever it is, the segment's own kernels do without
             return Unlowerable(told(error))
-        return _Compiled(aten.with_rows(function), aten.holds_for())
+        # Of what was assumed about the row count while tracing and compiling.
+        return _Compiled(aten.with_rows(function), internals.row_condition(aten.fake_mode, aten.rows))
 
 
 def _computing(plan: SegmentPlan) -> list[Segment]:
