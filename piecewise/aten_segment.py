@@ -81,13 +81,6 @@ class AtenSegment:
             return lambda rows, *tensors: function(*tensors)
         return function
 
-    def holds_for(self) -> Callable[[int], bool]:
-        """Row count → whether what was assumed about it while tracing and compiling holds.
-
-        torch takes a symbol to be 2 or more and records no guard for that.
-        """
-        return internals.row_condition(self.fake_mode, self.rows)
-
 
 def _is_functional(node: fx.Node) -> bool:
     """Whether the node is an input, the output, or an op that writes nothing."""

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from piecewise import config_checks as checks
+from piecewise import toml_file
 from piecewise.config_checks import Place, Problem, Refused, raise_problems
 from piecewise.grids import Grid
 from runners.buckets import MAX_NUM_BUCKETS
@@ -132,8 +133,6 @@ class PiecewiseConfig:
         Raises:
             ConfigError: the file that is there is not a valid settings file; it is left as it was.
         """
-        from piecewise import toml_file
-
         target = Path(path)
         there: dict[str, object] = {}
         spelled: dict[str, Place] = {}
@@ -324,8 +323,6 @@ def _keys(item: Any) -> tuple[str, ...]:
 
 def _file_values(path: Path) -> tuple[dict[str, object], dict[str, Place], list[Problem]]:
     """Field values of a TOML file, where it has each, and what it says that no field knows."""
-    from piecewise import toml_file
-
     tables: dict[str, dict[str, str]] = {}
     for item in fields(PiecewiseConfig):
         for key in _keys(item):

@@ -10,7 +10,7 @@ from typing import Any
 
 from piecewise.grids import ENGINE_GRIDS, Grid
 from piecewise.passes import PASS_NAMES
-from piecewise.toml_lines import TomlLines
+from piecewise.toml_file import TomlLines
 from runners.buckets import MAX_BUCKET, MAX_NUM_BUCKETS, SIZES_FIX, find_problems
 from runners.errors import ConfigError, shown
 

@@ -56,8 +56,8 @@ class SegmentWalk:
     """Walks one call's plan, with the replay of its graphs or, where a run is without them, with a call of
     their functions on the same padded memory.
 
-    Before each walk state, inputs and random numbers must be those of before the call: for that the caller
-    gives a `prepare`, or sees to it.
+    Before each walk state and inputs must be those of before the call: for that the caller gives a `prepare`,
+    or sees to it. A walk leaves random numbers as they are.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class SegmentWalk:
         self.leaves, self.num_tokens = list(leaves), num_tokens
         self.bucket = served.steps.padded_num_tokens
         self.device = leaves[served.plan.token_dim.leaf].device
-        self.tolerance = tolerance.for_one_segment()
+        self.tolerance = replace(tolerance, num_segments=1)  # each alone, on equal inputs
         self._by_name = {segment.name: segment for segment in self.plan.segments}
         # Value index → what graphs read or made, as at the capture.
         self._static = {index: shadow.buffer for index, shadow in shadows_of(self.steps).items()}
@@ -164,7 +164,8 @@ class SegmentWalk:
             else:
                 around(env, name, run)
 
-        return replay_with(self.steps, self.leaves, self.num_tokens, poison, around=step)
+        with unchanged_random_state(self.device):
+            return replay_with(self.steps, self.leaves, self.num_tokens, poison, around=step)
 
     def _call_function(self, segment: Segment) -> None:
         """What the segment's graph does, done by its function: reads and writes static memory."""

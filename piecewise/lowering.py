@@ -20,11 +20,11 @@ from piecewise import torch_internals as internals
 from piecewise.aten_graph import AtenGraph
 from piecewise.aten_segment import AtenSegment
 from piecewise.config import PiecewiseConfig
-from piecewise.lowering_report import KeptEager, LoweringReport
 from piecewise.plan import Segment, SegmentPlan, ValueSpec
 from piecewise.progress import progress_bar
 from piecewise.row_samples import unchanged_random_state
 from piecewise.segment_layout import SegmentLayout, Unlowerable
+from piecewise.segment_reports import KeptEager, LoweringReport
 from runners.errors import CaptureError, told
 from runners.mode import capturing
 from runners.opaque_call import OpaqueCall
@@ -261,7 +261,8 @@ class _Job:
             function = internals.compile_aten_graph(aten.module, aten.arguments, aten.fake_mode)
         except Exception as error:  # whatever it is, the segment's own kernels do without
             return Unlowerable(told(error))
-        return _Compiled(aten.with_rows(function), aten.holds_for())
+        # Of what was assumed about the row count while tracing and compiling.
+        return _Compiled(aten.with_rows(function), internals.row_condition(aten.fake_mode, aten.rows))
 
 
 def _computing(plan: SegmentPlan) -> list[Segment]:

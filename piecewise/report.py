@@ -8,10 +8,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from piecewise.lowering_report import LoweringReport
 from piecewise.plan import EagerReason, FusionReport, SegmentPlan
+from piecewise.segment_reports import LoweringReport, StreamReport
 from piecewise.startup_times import LayerReuse, StartupTimes
-from piecewise.stream_report import StreamReport
 from runners.stats import CallStats
 
 
@@ -109,15 +108,7 @@ class PlanReport(Jsonable):
             f"{input_names.get(rule.leaf, rule.leaf)} dim {', '.join(map(str, rule.dims))}"
             for rule in plan.token_dim.inputs
         )
-        return cls(
-            carried,
-            segments,
-            plan.coverage,
-            plan.fusions,
-            lowering,
-            dict(plan.fills),
-            streams,
-        )
+        return cls(carried, segments, plan.coverage, plan.fusions, lowering, plan.fills, streams)
 
     def count(self, kind: str) -> int:
         return sum(segment.kind == kind for segment in self.segments)

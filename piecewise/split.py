@@ -240,7 +240,7 @@ class Splitter:
             token_dim, values, segments, self.trace.result, self.trace.result_leaves,
             tuple(result_values), holds(check), symbols, self.trace.state_facts,
             self._written_leaves(),
-            self.fills.found,
+            dict(self.fills.found),
             step_memory=self._step_memory(), max_rows=self.classifier.rows.largest,
             metadata_leaves=frozenset(
                 p.leaf for p in self.trace.placeholders if "is_metadata" in p.node.meta

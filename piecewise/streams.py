@@ -13,10 +13,9 @@ from typing import Any
 
 from piecewise.aten_graph import NotTraceable
 from piecewise.lowering import COMPILED, segment_text
-from piecewise.lowering_report import LoweringReport
 from piecewise.plan import Segment, SegmentPlan
+from piecewise.segment_reports import BucketStreams, LoweringReport, SegmentStreams, StreamReport
 from piecewise.stream_graph import ScheduledFunction
-from piecewise.stream_report import BucketStreams, SegmentStreams, StreamReport
 from runners.streams import Lanes
 
 MAX_ROWS = 512

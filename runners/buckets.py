@@ -23,6 +23,7 @@ SIZES_FIX = "list each token count once, from small to large, such as [64, 128, 
 _RULE = "buckets are whole token counts from 1 up, strictly ascending"
 
 
+@dataclass(frozen=True, slots=True)
 class TokenBuckets:
     """An ascending set of token counts with a search that never picks a bucket smaller than the call.
 
@@ -35,20 +36,15 @@ class TokenBuckets:
             a duplicate or out of order; the message names the entry and its position.
     """
 
-    __slots__ = ("_sizes",)
+    sizes: Sequence[int]
 
-    def __init__(self, sizes: Sequence[int]) -> None:
-        self._sizes = checked_sizes(sizes)
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """The buckets, ascending."""
-        return self._sizes
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "sizes", checked_sizes(self.sizes))
 
     @property
     def max(self) -> int:
         """The largest bucket; calls with more tokens run eagerly."""
-        return self._sizes[-1]
+        return self.sizes[-1]
 
     def bucket_for(self, num_tokens: int) -> int | None:
         """The smallest bucket that holds `num_tokens`, in O(log buckets).
@@ -63,8 +59,8 @@ class TokenBuckets:
             if num_tokens < 0:
                 raise ValueError(f"num_tokens: expected 0 or more, got {num_tokens}")
             return None
-        index = bisect_left(self._sizes, num_tokens)
-        return self._sizes[index] if index < len(self._sizes) else None
+        index = bisect_left(self.sizes, num_tokens)
+        return self.sizes[index] if index < len(self.sizes) else None
 
     def range_for(self, bucket: int) -> tuple[int, int]:
         """The token counts that `bucket` serves, as (lowest, highest), both inclusive.
@@ -72,28 +68,19 @@ class TokenBuckets:
         Raises:
             ConfigError: `bucket` is not a member of `sizes`.
         """
-        index = bisect_left(self._sizes, bucket)
-        if index == len(self._sizes) or self._sizes[index] != bucket:
+        index = bisect_left(self.sizes, bucket)
+        if index == len(self.sizes) or self.sizes[index] != bucket:
             raise ConfigError(
                 f"bucket {bucket}",
-                expected=f"one of {list(self._sizes)}",
+                expected=f"one of {list(self.sizes)}",
                 got=str(bucket),
                 rule="only listed buckets have a range",
                 fix="ask bucket_for(num_tokens) which bucket serves a call",
             )
-        return (self._sizes[index - 1] + 1 if index else 1), bucket
+        return (self.sizes[index - 1] + 1 if index else 1), bucket
 
     def __len__(self) -> int:
-        return len(self._sizes)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, TokenBuckets) and self._sizes == other._sizes
-
-    def __hash__(self) -> int:
-        return hash(self._sizes)
-
-    def __repr__(self) -> str:
-        return f"TokenBuckets({list(self._sizes)})"
+        return len(self.sizes)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ import piecewise
 from boundary_ops import PrefillBatch
 from piecewise import branches, streams
 from piecewise.backend import piecewise_backend
-from piecewise.stream_report import BucketStreams, SegmentStreams, StreamReport
+from piecewise.segment_reports import BucketStreams, SegmentStreams, StreamReport
 from runners.errors import ConfigError
 from runners.mode import capturing
 from runners.streams import Lanes
