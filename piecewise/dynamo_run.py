@@ -26,7 +26,7 @@ from torch import fx, nn
 from piecewise import torch_internals as internals
 from piecewise.side_effects import StateSnapshot
 from piecewise.signature import CallBinder, is_plain_leaf
-from piecewise.state import Scope, readable_path
+from piecewise.sources import Scope, readable_path
 from piecewise.structure import Namespace, Structure, flatten_structure
 from piecewise.trace_errors import translated
 from piecewise.unguarded import names_read
@@ -82,6 +82,7 @@ class DynamoRun:
     """What one run saw; it is the backend, too: it keeps the graph, and answers the one call with dummies.
 
     Attributes:
+        forward: what is traced; reached from `model`.
         own_name: another name that sources may have for the model than L['model'].
         graph: the Dynamo-level graph; placeholders carry fakes in ``meta["example_value"]``.
         arguments: what Dynamo passed for each placeholder: the tensors of the model, twins of the inputs.
@@ -96,6 +97,7 @@ class DynamoRun:
     """
 
     model: nn.Module
+    forward: Any
     function: Any
     leaves: Sequence[Any]
     snapshot: StateSnapshot
@@ -143,7 +145,9 @@ class DynamoRun:
 
     def scope(self) -> Scope:
         """Where sources are looked up."""
-        return Scope({"model": self.model}, self.function.__globals__)
+        names = self.function.__globals__
+        known = {"L['model'].forward": self.forward} if self.own_name else {}
+        return Scope({"model": self.model}, names, known)
 
     def fake_mode(self) -> Any:
         return internals.fake_mode_of([node.meta["example_value"] for node in self.placeholders()])
@@ -157,10 +161,11 @@ class DynamoRun:
         for source in internals.sources_to_be_written():
             source = self.as_read(source)
             try:
-                value, place = scope.find(source)
-            except (KeyError, AttributeError, IndexError, ValueError):
+                found = scope.find(source)
+            except Exception:  # nothing there, or a property of the user's
                 self.written.append(None)
                 continue
+            value, place = found.value, found.place
             self.written.append(value)
             self.snapshot.add(readable_path(source), value)
             if place is not None:
@@ -187,7 +192,9 @@ def run_dynamo(
     leaves = _prepare_leaves(example, static_dims)
     function = _traced_function(example, forward, namespace or Namespace())
     snapshot = StateSnapshot(model)
-    run = DynamoRun(model, function, leaves, snapshot, own_name=_name_of_self(function, forward, model))
+    run = DynamoRun(
+        model, forward, function, leaves, snapshot, own_name=_name_of_self(function, forward, model)
+    )
     logger = logging.getLogger("torch._guards")
     level = logger.level
     try:
@@ -211,7 +218,9 @@ def run_dynamo(
     finally:
         logger.setLevel(level)
         run.changes = snapshot.restore()
+        names = dict(function.__globals__)
         internals.forget_compilation(function.__code__, run)
+        function.__globals__.update(names)  # those that Dynamo made for sources go with its code
         linecache.cache.pop(function.__code__.co_filename, None)
     if not run.has_graph:
         raise TraceError(

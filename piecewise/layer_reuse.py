@@ -31,7 +31,7 @@ from piecewise.repeated_layers import (
     repeated_layers,
 )
 from piecewise.startup_times import LayerReuse
-from piecewise.state import resolve
+from piecewise.sources import resolve
 from piecewise.structure import Namespace
 from piecewise.tensors import storage_of
 from runners.errors import told

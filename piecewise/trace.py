@@ -116,12 +116,11 @@ def trace(
         )
     if reads_flags(seen.names_read):
         refuse_flags(example.leaves, example.names)
-    skip_root = not isinstance(forward, nn.Module)
-    return _finished(seen, example, layers, skip_root=skip_root, finds_facts=finds_facts)
+    return _finished(seen, example, layers, forward=forward, finds_facts=finds_facts)
 
 
 def _finished(
-    run: DynamoRun, example: ExampleCall, layers: LayerReuse | None, *, skip_root: bool, finds_facts: bool
+    run: DynamoRun, example: ExampleCall, layers: LayerReuse | None, *, forward: Any, finds_facts: bool
 ) -> Trace:
     fakes = [node.meta["example_value"] for node in run.placeholders()]
     shape_env = internals.shape_env_of(fakes)
@@ -134,7 +133,9 @@ def _finished(
         pairs = zip(placeholders, run.arguments, strict=True)
         places = {id(argument): each.state for each, argument in pairs if each.state is not None}
         ties = [(guard.source, guard.other) for guard in run.guards if guard.other]
-        finder = FactFinder(run.model, skip_root=skip_root)
+        is_model = isinstance(forward, nn.Module)
+        finder = FactFinder(run.model, skip_root=not is_model)
+        finder.add_defaults(forward.forward if is_model else forward)
         for guard in run.guards:
             finder.add_guard(guard, scope)
         add_unguarded(finder, run.model, names=run.names_read, ties=ties, places=places, scope=scope)

@@ -18,7 +18,8 @@ import torch
 from torch import nn
 
 from piecewise.config import environment
-from piecewise.state import FactFinder, Scope, resolve
+from piecewise.sources import Scope, resolve
+from piecewise.state import FactFinder
 from runners.state_check import StateRef
 
 _FLAGS = frozenset({"requires_grad", "is_leaf", "grad_fn", "Parameter"})

@@ -87,6 +87,28 @@ def current_guards() -> list[SeenGuard]:
     return found
 
 
+def guard_kinds() -> frozenset[str]:
+    """The names of all kinds of guards that this torch has."""
+    from torch._dynamo.guards import GuardBuilder
+
+    return frozenset(name for name in vars(GuardBuilder) if name.isupper())
+
+
+def names_in_sources() -> Mapping[str, Any]:
+    """What sources may call beside Python's own builtins, by the name that they give it."""
+    from torch._dynamo.guards import _get_closure_vars
+
+    return _get_closure_vars()
+
+
+def opaque_answer(value: Any) -> Any:
+    """What the class of an opaque object has registered for comparison; None for one without."""
+    from torch._library.opaque_object import get_opaque_obj_info
+
+    known = get_opaque_obj_info(type(value))
+    return tuple(known.guard_fn(value)) if known is not None and known.guard_fn else None
+
+
 def traced_code() -> list[CodeType]:
     """Each function's code that the trace in progress went through, once; only inside a backend."""
     # Each call adds the function's code again. Equal code may be of two files: so once each by identity.
