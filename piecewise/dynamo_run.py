@@ -17,7 +17,9 @@ import dataclasses
 import itertools
 import linecache
 import logging
+import re
 from collections.abc import Mapping, Sequence
+from types import CodeType
 from typing import Any
 
 import torch
@@ -29,7 +31,6 @@ from piecewise.signature import CallBinder, is_plain_leaf
 from piecewise.sources import Scope, readable_path
 from piecewise.structure import Namespace, Structure, flatten_structure
 from piecewise.trace_errors import translated
-from piecewise.unguarded import names_read
 from runners.errors import PiecewiseError, TraceError
 
 _serial = itertools.count()
@@ -88,7 +89,8 @@ class DynamoRun:
         arguments: what Dynamo passed for each placeholder: the tensors of the model, twins of the inputs.
         sources: placeholder's name → Python source of what it stands for, in terms of L and G.
         guards: all that the run looked at.
-        names_read: of the code that it went through; see `unguarded.py`.
+        reads: Python source of all that Dynamo looked at; a guard says how, or that there is none.
+        code: of each function that it went through.
         marks_tensors: whether forward sets a Python attribute of a tensor.
         written: objects, older than the run, that forward writes to, for a while or for good; None for one
             that is not found.
@@ -106,7 +108,8 @@ class DynamoRun:
     has_graph: bool = False
     sources: dict[str, str | None] = dataclasses.field(default_factory=dict)
     guards: list[internals.SeenGuard] = dataclasses.field(default_factory=list)
-    names_read: frozenset[str] = frozenset()
+    reads: list[str] = dataclasses.field(default_factory=list)
+    code: list[CodeType] = dataclasses.field(default_factory=list)
     marks_tensors: bool = False
     written: list[Any] = dataclasses.field(default_factory=list)
     arguments: tuple[Any, ...] = ()
@@ -123,7 +126,13 @@ class DynamoRun:
             dataclasses.replace(guard, source=self.as_read(guard.source), other=self.as_read(guard.other))
             for guard in internals.current_guards()
         ]
-        self.names_read = names_read(internals.traced_code())
+        guarded = {source for guard in self.guards for source in (guard.source, guard.other)}
+        self.guards += [
+            internals.SeenGuard(source, internals.SeenGuard.UNGUARDED, {})
+            for source in dict.fromkeys(map(self.as_read, self.reads))
+            if source not in guarded
+        ]
+        self.code = internals.traced_code()
         self._note_writes()
         outputs = graph.graph.output_node().args[0]
         fakes = [node.meta.get("example_value") if isinstance(node, fx.Node) else node for node in outputs]  # type: ignore[union-attr]
@@ -148,6 +157,12 @@ class DynamoRun:
         names = self.function.__globals__
         known = {"L['model'].forward": self.forward} if self.own_name else {}
         return Scope({"model": self.model}, names, known)
+
+    def names_in_sources(self) -> dict[str, Any]:
+        """What sources name as G, of that which is there."""
+        sources = itertools.chain(*((guard.source, guard.other) for guard in self.guards))
+        names = {found[1] for source in sources for found in re.finditer(r"\bG\['([^']+)'\]", source)}
+        return {name: value for name, value in self.function.__globals__.items() if name in names}
 
     def fake_mode(self) -> Any:
         return internals.fake_mode_of([node.meta["example_value"] for node in self.placeholders()])
@@ -208,9 +223,9 @@ def run_dynamo(
             # Called once, at once: Dynamo need not keep the guards that it found.
             options: Any = {"guard_filter_fn": lambda entries: [False] * len(entries)}
             compiled = torch.compile(function, backend=run, fullgraph=True, options=options)
-            with internals.tensor_attributes_set() as names:
+            with internals.tensor_attributes_set() as marked, internals.sources_read() as run.reads:
                 run.result = compiled(model, *leaves)
-            run.marks_tensors = bool(names)
+            run.marks_tensors = bool(marked)
     except PiecewiseError:
         raise
     except Exception as error:
@@ -218,9 +233,9 @@ def run_dynamo(
     finally:
         logger.setLevel(level)
         run.changes = snapshot.restore()
-        names = dict(function.__globals__)
+        names = run.names_in_sources()
         internals.forget_compilation(function.__code__, run)
-        function.__globals__.update(names)  # those that Dynamo made for sources go with its code
+        function.__globals__.update(names)  # some go with Dynamo's code
         linecache.cache.pop(function.__code__.co_filename, None)
     if not run.has_graph:
         raise TraceError(
@@ -228,7 +243,17 @@ def run_dynamo(
             rule="a graph needs at least one op",
             fix="pass the example that your model is called with",
         )
+    scope = run.scope()
+    run.guards = [guard for guard in run.guards if guard.kind != guard.UNGUARDED or _leads(guard, scope)]
     return run
+
+
+def _leads(guard: internals.SeenGuard, scope: Scope) -> bool:
+    """Whether there is anything at a source that Dynamo looked at for a moment."""
+    try:
+        return bool(scope.steps(guard.source))
+    except Exception:  # it may be no Python at all
+        return False
 
 
 def _prepare_leaves(example: ExampleCall, static_dims: Mapping[int, Sequence[int]]) -> list[Any]:

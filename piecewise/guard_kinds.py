@@ -108,6 +108,7 @@ GUARD_KINDS = {
     "DEFAULT_DEVICE": GuardKind(Rule.PROCESS, "is the default device the same?"),
     "SHAPE_ENV": GuardKind(Rule.SIZES, "do the sizes fulfil the trace's conditions?"),
     "TENSOR_MATCH": GuardKind(Rule.TENSOR, "is it a tensor of this kind?"),
+    SeenGuard.UNGUARDED: GuardKind(Rule.VALUE, "nothing: it was read, and has no guard"),
 }
 
 

@@ -30,8 +30,8 @@ from piecewise.repeated_layers import (
     one_at_a_time,
     repeated_layers,
 )
-from piecewise.startup_times import LayerReuse
 from piecewise.sources import resolve
+from piecewise.startup_times import LayerReuse
 from piecewise.structure import Namespace
 from piecewise.tensors import storage_of
 from runners.errors import told
@@ -162,7 +162,7 @@ class _Weaver:
         made = LayerRun.over(layer, call, namespace=self.namespace)
         made.check_reads(self.whole.written)
         made.evaluate_conditions(self.shape_env)
-        self.whole.names_read |= made.run.names_read
+        self.whole.code += made.run.code
         self.whole.guards += made.shared_guards
         return made
 

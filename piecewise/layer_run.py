@@ -26,7 +26,7 @@ from piecewise.signature import CallBinder
 from piecewise.sources import Scope, readable_path
 from piecewise.structure import PLAIN, Namespace
 from piecewise.tensors import tensors_in
-from piecewise.unguarded import reads_attribute_tables
+from piecewise.unguarded import names_read, reads_attribute_tables
 
 _INPUT = re.compile(r"\bL\['[ti]\d+'\]")
 _SIZE = re.compile(r"^L\['t(\d+)'\]\.size\(\)\[(\d+)\]$")
@@ -89,7 +89,7 @@ class LayerRun:
         )
         if run.changes or run.written:
             raise NotReused("a layer writes state")
-        if run.marks_tensors or reads_attribute_tables(run.names_read):
+        if run.marks_tensors or reads_attribute_tables(names_read(run.code)):
             raise NotReused("a layer sets attributes of tensors, or reads names of attributes")
         for node in run.graph.graph.nodes:
             is_copied = node.op not in ("get_attr", "call_module") and not switches_mode(node)

@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import operator
 import re
-from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType, MethodType
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType, MethodType, ModuleType
 from typing import Any
+
+from torch import nn
 
 from piecewise.torch_internals import names_in_sources
 from runners.state_check import StateRef
@@ -42,7 +45,7 @@ class Step:
         values: (place, what is there) that decide a step without a place of its own.
         classes: (object, its path) of which the class, and which `__dict__` it has, decide what is found.
         tables: (container, its path) of which the keys decide it.
-        absent: (dict, key, its path): a key that would hide it.
+        absent: (question, object, name, its path): what would hide it, and is not there.
         is_fresh: whether the look-up makes an object anew each time, so that nothing tells what it gives.
     """
 
@@ -51,7 +54,7 @@ class Step:
     values: tuple[tuple[StateRef, Any], ...] = ()
     classes: tuple[tuple[Any, str], ...] = ()
     tables: tuple[tuple[Any, str], ...] = ()
-    absent: tuple[tuple[dict, str, str], ...] = ()
+    absent: tuple[tuple[Callable[[Any, Any], bool], Any, str, str], ...] = ()
     is_fresh: bool = False
 
 
@@ -98,6 +101,10 @@ class Scope:
         read = eval(text, dict(names_in_sources()))  # Dynamo's own source text
         return lambda: read(**self._names)
 
+    def class_table(self, cls: type) -> Mapping[str, Any]:
+        """A live view of what a class itself has, one for each class."""
+        return self._class_tables.setdefault(cls, MappingProxyType(vars(cls)))
+
     def _steps_of(self, node: Any) -> list[Step]:
         text = _text_of(node)
         if text not in self._steps:
@@ -129,16 +136,29 @@ class Scope:
         if kind == "item":
             # What L, G and a list of members hold is told by the step before.
             is_made = owner_text in self._names or _taken_apart(owner_node)[0] == "members"
-            return Step(owner[self._key(key)]) if is_made else _item(owner, self._key(key), text)
+            if is_made:
+                return Step(owner[self._key(key)])
+            return dataclasses.replace(
+                _item(owner, self._key(key), text), absent=tuple(self._hidden_by(owner_node, self._key(key)))
+            )
         if kind == "members":
             members = list(dict.keys(owner)) if isinstance(owner, dict) else list(owner)
             return Step(members, tables=((owner, path),))
         if kind == "type":
             return Step(type(owner), classes=((owner, path),))
         if isinstance(owner, type) and key == "__dict__":
-            # A live view, of which one look-up makes another each time.
-            return Step(self._class_tables.setdefault(owner, MappingProxyType(vars(owner))))
+            return Step(self.class_table(owner))
         return _attribute(owner, key, readable_path(text), path)
+
+    def _hidden_by(self, table_node: Any, name: Any) -> Iterator[Any]:
+        """For an item of a class's own table, the classes that come before it: theirs would hide it."""
+        base_node = _taken_apart(table_node)[1]
+        if base_node is None:
+            return
+        found = re.fullmatch(r"(.*)\.__mro__\[(\d+)\]", _text_of(base_node))
+        if found is not None and isinstance(self._find(base_node).value, type):
+            for cls in self.find(found[1]).value.__mro__[: int(found[2])]:
+                yield operator.contains, self.class_table(cls), name, cls.__name__
 
 
 def _item(owner: Any, key: Any, text: str) -> Step:
@@ -156,7 +176,11 @@ def _attribute(owner: Any, name: str, path: str, owner_path: str) -> Step:
         if name == "__dict__":
             return Step(names, classes=((owner, owner_path),))
         if name in names:
-            return Step(names[name], StateRef(names, name, path), classes=((owner, owner_path),))
+            classes = ((owner, owner_path),)
+            # A property of the class would come first; of modules Dynamo reads the attributes alone.
+            is_hidable = not isinstance(owner, (nn.Module, ModuleType)) and not hasattr(type(owner), name)
+            absent = ((hasattr, type(owner), name, type(owner).__name__),) if is_hidable else ()
+            return Step(names[name], StateRef(names, name, path), classes=classes, absent=absent)
     value = getattr(owner, name)
     if isinstance(owner, MethodType) and name in ("__self__", "__func__"):
         return Step(value)  # a method keeps both for good
@@ -164,15 +188,15 @@ def _attribute(owner: Any, name: str, path: str, owner_path: str) -> Step:
         # Made anew by each look-up, of what its class has.
         place = StateRef(type(owner), name, path, is_attribute=True)
         if place.look() is value.__func__:
-            absent = ((names, name, owner_path),) if isinstance(names, dict) else ()
+            hiding: Any = ((operator.contains, names, name, owner_path),) if isinstance(names, dict) else ()
             classes = ((owner, owner_path),)
-            return Step(value, values=((place, value.__func__),), classes=classes, absent=absent)
+            return Step(value, values=((place, value.__func__),), classes=classes, absent=hiding)
     place = StateRef(owner, name, path, is_attribute=True)
     return Step(value, place) if place.look() is value else Step(value, is_fresh=True)
 
 
 def _taken_apart(node: Any) -> tuple[str, Any, Any]:
-    """What kind of step a node is, of what, and by which key: the node of an item's, or an attribute's name."""
+    """What kind of step a node is, of what, and by which key (a node) or attribute."""
     if isinstance(node, ast.Attribute):
         return "attribute", node.value, node.attr
     if isinstance(node, ast.Subscript):

@@ -48,6 +48,8 @@ class FactFinder:
         self._tables: dict[Any, tuple[Any, Any, str]] = {}
         self._types: dict[int, tuple[Any, type, str]] = {}
         self._answers: dict[Any, tuple[Callable[[Any, Any], bool], Any, Any, bool, str]] = {}
+        self._classes: dict[type, None] = {}
+        self._functions: dict[int, FunctionType] = {}
         self._tree = {id(module): path for path, module in model.named_modules()}
         self._add_module_tree(model, skip_root=skip_root)
 
@@ -55,9 +57,17 @@ class FactFinder:
         found: Any = (self._values, self._tensors, self._tables, self._types, self._answers)
         return StateFacts(*(tuple(each.values()) for each in found))
 
+    def classes(self) -> list[type]:
+        """Those of all objects on the way to what was read, and of the model's modules."""
+        return list(self._classes)
+
+    def functions(self) -> list[FunctionType]:
+        """Those among them."""
+        return list(self._functions.values())
+
     def add_value(self, ref: StateRef, value: Any) -> None:
         self._values.setdefault((id(ref.owner), ref.key, ref.is_attribute), (ref, value))
-        self._add_code(value, ref.path)
+        self.add_code(value, ref.path)
 
     def add_table(self, table: Any, path: str, *, length_only: bool = False) -> None:
         content = len(table) if length_only else table_content(table)
@@ -71,9 +81,11 @@ class FactFinder:
     def add_answer(self, ask: Callable[[Any, Any], bool], item: Any, what: Any, path: str) -> None:
         self._answers.setdefault((ask, id(item), what), (ask, item, what, ask(item, what), path))
 
-    def _add_code(self, value: Any, path: str) -> None:
+    def add_code(self, value: Any, path: str) -> None:
+        """The code of a function or of a method's function; nothing for anything else."""
         function = value.__func__ if isinstance(value, MethodType) else value
         if isinstance(function, FunctionType):
+            self._functions[id(function)] = function
             ref = StateRef(function, "__code__", f"the code of {path}", is_attribute=True)
             self._values.setdefault((id(function), ref.key, True), (ref, function.__code__))
 
@@ -84,7 +96,7 @@ class FactFinder:
             known.add(id(forward))
             function = getattr(forward, "__func__", forward)
             if isinstance(function, FunctionType):
-                self._add_code(function, "forward")
+                self.add_code(function, "forward")
                 for key in ("__defaults__", "__kwdefaults__"):
                     ref = StateRef(function, key, f"forward.{key}", is_attribute=True)
                     self.add_value(ref, ref.get())
@@ -108,6 +120,7 @@ class FactFinder:
                 self.add_value(StateRef(names, key, f"{name}.{key}"), names[key])
             self.add_value(StateRef(names, "training", f"{name}.training"), module.training)
             self._types.setdefault(id(module), (module, type(module), name))
+            self._classes[type(module)] = None
             if path or not skip_root:
                 self.add_value(StateRef(names, "forward", f"{name}.forward"), names.get("forward"))
                 self.add_table(module._forward_hooks, f"the forward hooks of {name}")
@@ -157,14 +170,15 @@ class FactFinder:
     def _add_path(self, steps: Iterable[Step]) -> None:
         """What makes each step lead to the next; a tensor at the end may be another one."""
         for position, step in enumerate(steps):
+            self._classes[step.value if isinstance(step.value, type) else type(step.value)] = None
             for ref, value in step.values:
                 self.add_value(ref, value)
             for item, path in step.classes:
                 self.add_type(item, path)
             for table, path in step.tables:
                 self.add_table(table, path)
-            for names, key, path in step.absent:
-                self.add_answer(operator.contains, names, key, path)
+            for ask, names, key, path in step.absent:
+                self.add_answer(ask, names, key, path)
             if step.place is not None and (position or not isinstance(step.value, torch.Tensor)):
                 self.add_value(step.place, step.value)
 
@@ -180,7 +194,7 @@ class FactFinder:
             if rule is Rule.METADATA:
                 self._add_items(vars(value), metadata_of(value), path)
         elif rule is Rule.CODE:
-            self._add_code(value, path)
+            self.add_code(value, path)
         elif rule is Rule.TYPE:
             self.add_type(value, path)
         elif rule is Rule.CONTENT and _is_table(value):

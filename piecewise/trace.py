@@ -27,7 +27,7 @@ from piecewise.startup_times import LayerReuse
 from piecewise.state import FactFinder
 from piecewise.structure import Structure
 from piecewise.trace_errors import refuse_flags
-from piecewise.unguarded import add_unguarded, reads_flags
+from piecewise.unguarded import add_unguarded, names_read, reads_flags
 from runners.errors import TraceError
 from runners.state_check import StateFacts
 
@@ -114,7 +114,7 @@ def trace(
             fix="keep it in a registered buffer and write that in place (self.count.add_(1), not +=), "
             "or return it",
         )
-    if reads_flags(seen.names_read):
+    if reads_flags(names_read(seen.code)):
         refuse_flags(example.leaves, example.names)
     return _finished(seen, example, layers, forward=forward, finds_facts=finds_facts)
 
@@ -138,11 +138,11 @@ def _finished(
         finder.add_defaults(forward.forward if is_model else forward)
         for guard in run.guards:
             finder.add_guard(guard, scope)
-        add_unguarded(finder, run.model, names=run.names_read, ties=ties, places=places, scope=scope)
+        add_unguarded(finder, run.model, code=run.code, ties=ties, places=places, scope=scope)
         facts = finder.facts()
     seen = (re.match(r"L\['t(\d+)'\]", guard.source) for guard in run.guards)
     return Trace(
         run.graph, placeholders, structure, result_leaves, shape_env, facts, example,
         leaves_seen=frozenset(int(found[1]) for found in seen if found),
-        reads_flags=reads_flags(run.names_read), layers=layers,
+        reads_flags=reads_flags(names_read(run.code)), layers=layers,
     )  # fmt: skip

@@ -114,7 +114,8 @@ class StateCheck:
         self._looked_up = _look_up(self._looked_up_refs)
         self._kinds = [kind_of(tensor) for tensor in (*self._tensors, *_look_up(looked_up)())]
         self._kinds += [kind for _, kind in facts.tensors]
-        # One for the recorded tensors and one for those looked up, per mode.
+        self._num_looked_up = len(set(map(id, self._looked_up())))
+        # One for the recorded tensors and one for those looked up, per mode. It fails where two are one.
         self._guards: dict[bool, tuple[Any, Any]] = {}
         self._facts = facts
         # What was recorded as None may be nothing at all.
@@ -247,8 +248,10 @@ class StateCheck:
                 return StateChange(
                     code, f"{ref.path} was {_described(kind)}, is {_described(kind_of(tensor))}"
                 )
+        count = len(self._tensors)
+        if len(set(map(id, now[count:]))) < self._num_looked_up:
+            return StateChange("module_state_changed", _first_met_twice(refs[count:], now[count:]))
         if self._kinds:
-            count = len(self._tensors)
             self._guards[torch.is_inference_mode_enabled()] = _guard(now[:count]), _guard(now[count:])
         return None
 
@@ -310,6 +313,15 @@ def _look_up(refs: Sequence[StateRef]) -> Callable[[], Iterable[Any]]:
     return functools.partial(map, StateRef.get, refs)
 
 
+def _first_met_twice(refs: Sequence[StateRef], tensors: Sequence[Any]) -> str:
+    """What is told where tensors that were several are one now."""
+    met: dict[int, str] = {}
+    for ref, tensor in zip(refs, tensors, strict=True):
+        if met.setdefault(id(tensor), ref.path) != ref.path:
+            return f"{ref.path} is the tensor of {met[id(tensor)]}, and was another"
+    return "two tensors of the model became one"
+
+
 def _guard(tensors: Sequence[torch.Tensor]) -> Any:
     if not tensors:
         return None
@@ -335,9 +347,19 @@ def _described(kind: Any) -> str:
 
 
 def _brief(value: Any) -> str:
-    if isinstance(value, (torch.nn.Module, torch.Tensor)):
+    if isinstance(value, (torch.nn.Module, torch.Tensor)):  # whose repr takes long, or waits for a device
         return f"a {type(value).__name__}"
+    if isinstance(value, tuple):
+        text = f"({', '.join(map(_brief, value[:4]))}{', ...' if value[4:] else ''})"
+        return text if len(text) <= 60 else f"{text[:57]}..."
+    if isinstance(value, (list, dict, set, frozenset)) and not _is_plain_inside(value):
+        return f"a {type(value).__name__} of {len(value)}"
     text = _answer(lambda each, _: repr(each), value, None)
     if text is NOTHING or " at 0x" in text:  # an address tells nobody anything
         text = f"a {type(value).__name__} {getattr(value, '__qualname__', '')}".rstrip()
     return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _is_plain_inside(value: Any) -> bool:
+    items = [*value, *value.values()] if isinstance(value, dict) else value
+    return all(isinstance(item, (type(None), int, float, str)) for item in items)

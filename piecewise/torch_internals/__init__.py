@@ -17,6 +17,7 @@ from piecewise.torch_internals.dynamo import (
     names_in_sources,
     opaque_answer,
     source_name,
+    sources_read,
     sources_to_be_written,
     tensor_attributes_set,
     traced_code,
