@@ -271,9 +271,11 @@ class GraphedModule:
         """
         with self._router.exclusive("resume"):
             self.__dict__.pop("_binder", None)
-            return self._graphs.resume(
-                lambda old: self._traced(old.traced.trace.example.rebound(self._binder))
-            )
+
+            def traced_again(old: CapturedSignature) -> CapturedSignature:
+                return self._traced(old.traced.trace.example.rebound(self._binder))
+
+            return self._graphs.resume(traced_again)
 
     def release(self) -> None:
         """Gives all graph memory back and forgets what was captured, traces included; calls run eagerly until
