@@ -91,11 +91,8 @@ class Histogram:
     @classmethod
     def of(cls, steps: Ints, counts: Ints | None = None) -> Histogram:
         """Of token counts, one per step or `counts` of each, in any order."""
-        if counts is not None:
-            sizes, places = np.unique(steps, return_inverse=True)
-            return cls(sizes.astype(np.int64), np.bincount(places, weights=counts).astype(np.int64))
-        sizes, counts = np.unique(steps, return_counts=True)
-        return cls(sizes.astype(np.int64), counts.astype(np.int64))
+        sizes, places = np.unique(steps, return_inverse=True)
+        return cls(sizes.astype(np.int64), np.bincount(places, weights=counts).astype(np.int64))
 
     @classmethod
     def merged(cls, parts: list[Histogram]) -> Histogram:
