@@ -38,23 +38,33 @@ def _norm(x: torch.Tensor, *rest: Any) -> torch.Tensor:
     return _add_norm(x, None, *rest)[0]
 
 
-# Behind the weight, in the order of the ops' arguments.
-_OPTIONS = ("eps", "offset", "round_first", "scale", "least_peak", "least_step")
-
-
 def _add_norm(
-    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, *options: Any
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    eps: float,
+    offset: float,
+    first: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return _launches().norm(x, residual, weight, **dict(zip(_OPTIONS, options, strict=False)))[:2]
+    return _launches().norm(x, residual, weight, eps=eps, offset=offset, round_first=first)[:2]
 
 
 def _quantised(
-    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, *options: Any
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    eps: float,
+    offset: float,
+    first: bool,
+    scale: torch.Tensor | None,
+    least_peak: float,
+    least_step: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    named = dict(zip(_OPTIONS, options, strict=True))
-    is_given = named["scale"] is not None
-    found, total, scales = _launches().norm(x, residual, weight, quant=1 if is_given else 2, **named)
-    return found, x.new_empty(0, dtype=torch.float32) if is_given else scales, total
+    found, total, scales = _launches().norm(
+        x, residual, weight, eps=eps, offset=offset, round_first=first, quant=1 if scale is not None else 2,
+        scale=scale, least_peak=least_peak, least_step=least_step,
+    )  # fmt: skip
+    return found, scales if scale is None else x.new_empty(0, dtype=torch.float32), total
 
 
 def _quant_fake(x: torch.Tensor, scale: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
