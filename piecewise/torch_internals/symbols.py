@@ -165,7 +165,7 @@ def symbolic_count(fake_mode: FakeTensorMode, name: str, hint: int) -> torch.Sym
 
 def size_hint(size: Any) -> int:
     """A size of a traced tensor for the number that its symbol was taken for."""
-    return int(size.node.hint) if isinstance(size, torch.SymInt) else int(size)
+    return int(size.node.hint) if isinstance(size, torch.SymInt) else int(size)  # type: ignore[arg-type]
 
 
 def row_condition(fake_mode: FakeTensorMode, rows: Any) -> Callable[[int], bool]:
