@@ -2,13 +2,10 @@
 
 It writes the step's new K and V to their pages, then attends: each new token sees its own sequence's
 context in the pages and the new tokens up to itself. Lengths, pages and slots come from the current
-`PrefillBatch`, so the op's arguments are tensors that the model computed and constants of the layer, and
-nothing that changes per step.
+`PrefillBatch`, so the op's arguments are tensors that the model computed and constants of the layer.
 
-The implementation here is written in torch operators, one sequence at a time, with float32 accumulation. It
-runs on every device and reads no device tensor back: lengths are on the host in the batch. On CUDA the op is
-one Triton program instead (`boundary_ops.kernels`), where triton is installed. A cache may name another back
-end, which the op keeps to for all steps of that cache (`boundary_ops.backends`).
+The implementation here is written in torch operators, one sequence at a time, with float32 accumulation; it
+reads no device tensor back. Which program attends where, docs/DESIGN.md says.
 """
 
 from __future__ import annotations

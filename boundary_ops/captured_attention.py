@@ -1,13 +1,11 @@
 """`piecewise::attn_captured`: paged attention whose lengths, pages and slots are tensors at fixed addresses.
 
-The form in which `piecewise::attn_inplace` is captured. A graph repeats launches as they were, so nothing
-here depends on a host value of the step: rows may be padded, the step's sequences may be fewer than there is
-room for, and which rows are real is read from `cu_seqlens_q` on the device. A padded row is neither read nor
-written.
+The form in which `piecewise::attn_inplace` is captured. Nothing here depends on a host value of the step:
+rows may be padded, the step's sequences may be fewer than there is room for, and which rows are real is read
+from `cu_seqlens_q` on the device. A padded row is neither read nor written.
 
-The implementation here is written in torch operators on all rows at once, with masks. It reads nothing back,
-so it can be recorded on any device; it costs room for `max_seq_len` keys per row, however long the sequences
-are. On CUDA the op is the same Triton program as `piecewise::attn_inplace`.
+The implementation here is written in torch operators on all rows at once, with masks, so that it can be
+recorded on any device; it costs room for `max_seq_len` keys per row, however long the sequences are.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Where each node of a normalized graph runs: in a graph, as the boundary, or eagerly with a reason.
 
-What an op does to token rows decides, whatever the op is called: the table of rules says how rows go through
-it (`analysis/rows`), and one that mixes them, or that no rule knows, runs between graphs on real rows.
+What an op does to token rows decides, whatever the op is called.
 """
 
 from __future__ import annotations

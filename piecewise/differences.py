@@ -12,7 +12,7 @@ number. It follows from the model and the call alone. Integers, bools and plain 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -139,11 +139,6 @@ def _first_rows(wrong: torch.Tensor, dim: int) -> tuple[tuple[int, ...], int]:
     others = [other for other in range(wrong.dim()) if other != dim]
     found = (wrong.any(dim=others) if others else wrong).nonzero().reshape(-1).tolist()
     return tuple(found[:_MAX_ROWS]), len(found)
-
-
-def reduction_length(weights: Sequence[torch.Tensor], num_tokens: int) -> int:
-    """The longest sum that a call makes, as far as the shapes of weights tell."""
-    return max([num_tokens, *(weight.shape[-1] for weight in weights if weight.dim() >= 2)])
 
 
 def _wide(tensor: torch.Tensor) -> torch.Tensor:

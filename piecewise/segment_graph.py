@@ -1,9 +1,8 @@
 """Writes one segment as a graph of its own, and turns it into a plain function.
 
-The function is `segment(num_rows, *inputs) -> tuple`. Sizes are computed inside from `num_rows`, views of
-outside tensors are made inside from their bases, and autocast regions are opened inside, so that the
-segment computes the same for any row count, under any caller. Nodes get canonical names: equal segments
-have equal source.
+The function is `segment(num_rows, *inputs) -> tuple`. It makes sizes, views of outside tensors and autocast
+regions for itself, so that it computes the same for any row count, under any caller. Nodes get canonical
+names: equal segments have equal source.
 """
 
 from __future__ import annotations

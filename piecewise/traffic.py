@@ -91,11 +91,8 @@ class Histogram:
     @classmethod
     def of(cls, steps: Ints, counts: Ints | None = None) -> Histogram:
         """Of token counts, one per step or `counts` of each, in any order."""
-        if counts is not None:
-            sizes, places = np.unique(steps, return_inverse=True)
-            return cls(sizes.astype(np.int64), np.bincount(places, weights=counts).astype(np.int64))
-        sizes, counts = np.unique(steps, return_counts=True)
-        return cls(sizes.astype(np.int64), counts.astype(np.int64))
+        sizes, places = np.unique(steps, return_inverse=True)
+        return cls(sizes.astype(np.int64), np.bincount(places, weights=counts).astype(np.int64))
 
     @classmethod
     def merged(cls, parts: list[Histogram]) -> Histogram:
@@ -288,10 +285,7 @@ def _collected(path: Path, rows: Iterator[_Row], is_mooncake: bool) -> Requests:
         if row.arrival is not None:
             time = _seconds(path, row.line, row.arrival, in_ms=is_mooncake)
         output = _count(path, row.line, row.output) if row.output is not None else None
-        if is_mooncake:
-            hits = cache.admit(_hashes(path, row.line, row.hashes), count)
-        else:
-            hits = 0
+        hits = cache.admit(_hashes(path, row.line, row.hashes), count) if is_mooncake else 0
         if count == 0:
             num_empty += 1
             continue

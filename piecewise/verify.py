@@ -22,7 +22,6 @@ from piecewise.differences import (
     TensorDifference,
     Tolerance,
     has_same_bits,
-    reduction_length,
     stored,
 )
 from piecewise.locate import Located, SegmentWalk
@@ -314,11 +313,8 @@ class _SizeVerifier:
 
 
 def _tolerance_for(plan: SegmentPlan, num_tokens: int, device: torch.device) -> Tolerance:
-    weights = [
-        tensor
-        for v in plan.values
-        if v.state is not None and isinstance(tensor := v.state.get(), torch.Tensor)
-    ]
+    state = (value.state.get() for value in plan.values if value.state is not None)
+    widths = [x.shape[-1] for x in state if isinstance(x, torch.Tensor) and x.dim() >= 2]
     has_tf32 = device.type == "cuda" and torch.backends.cuda.matmul.allow_tf32
     segments = len(plan.graph_segments())
-    return Tolerance(reduction_length(weights, num_tokens), segments, has_tf32)
+    return Tolerance(max([num_tokens, *widths]), segments, has_tf32)

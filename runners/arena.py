@@ -1,10 +1,8 @@
 """The tape's memory: chunks that never move, handed out by a bump pointer, shared by the buckets of a pool.
 
-`restart` sets the pointer back, so that the next bucket lies on top of the last one: whoever reads a bucket's
-outputs after another bucket has run sees the same fault here as in a CUDA graph pool [I9].
-
-Pieces are handed out in chunk order and never backwards. A smaller bucket with the same ops therefore never
-gets further than a larger one did, and needs no more chunks.
+`restart` sets the pointer back, so that the next bucket lies on top of the last one, as in a CUDA graph pool
+[I9]. Pieces are handed out in chunk order and never backwards, so a smaller bucket with the same ops never
+gets further than a larger one did.
 """
 
 from __future__ import annotations

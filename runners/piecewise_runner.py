@@ -1,8 +1,7 @@
 """One graph segment: warm-ups, one capture per bucket, replay where captured, eager everywhere else.
 
 Per bucket: ``COLD -> WARMING(n) -> CAPTURED | EAGER_ONLY(reason)``. A failed capture closes its own bucket
-and leaves nothing behind; the others go on [I8]. The runner knows neither its place in the model nor what a
-token is: it is given the padded count and passes it on.
+and leaves nothing behind [I8]. The runner knows neither its place in the model nor what a token is.
 """
 
 from __future__ import annotations

@@ -36,17 +36,10 @@ def rms_norm(
     return (normed * factor).to(x.dtype)
 
 
-def add_rms_norm(
-    x: torch.Tensor,
-    residual: torch.Tensor,
-    weight: torch.Tensor,
-    eps: float,
-    offset: float,
-    round_first: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(norm of x + residual, x + residual)."""
+def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, *options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """(norm of x + residual, x + residual); `options` are those of `rms_norm`."""
     total = x + residual
-    return rms_norm(total, weight, eps, offset, round_first), total
+    return rms_norm(total, *options), total
 
 
 def rms_norm_quant(
