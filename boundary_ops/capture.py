@@ -1,10 +1,7 @@
 """How a boundary op whose metadata is Python state can be captured: in a form that takes it as tensors.
 
-    eager      attn_inplace(q, k, v, out, k_cache, v_cache, scale)            reads the current PrefillBatch
-    captured   attn_captured(q, k, v, out, k_cache, v_cache, scale, *tensors)   reads tensors that never move
-
-Who captures writes the second in place of the first, with the tensors of one `StepMetadata` for all layers,
-and loads the running step into them before each replay. An op whose metadata are tensors among its arguments
+Who captures writes the form in the op's place, with the tensors of one `StepMetadata` for all layers, and
+loads the running step into them before each replay. An op whose metadata are tensors among its arguments
 needs no such form: `capture_safe=True` says it all.
 """
 

@@ -12,6 +12,7 @@ are. On CUDA the op is the same Triton program as `piecewise::attn_inplace`.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -197,12 +198,7 @@ def _refusal(call: Mapping[str, Any]) -> str | None:
 
 def _metadata(limits: CaptureLimits, calls: Sequence[Mapping[str, Any]]) -> StepBuffers:
     pools = [call[name] for call in calls for name in ("k_cache", "v_cache")]
-    return StepBuffers(
-        pools,
-        max_num_seqs=limits.max_num_seqs,
-        max_num_tokens=limits.max_num_tokens,
-        max_seq_len=limits.max_seq_len,
-    )
+    return StepBuffers(pools, **dataclasses.asdict(limits))
 
 
 FORM = CapturedForm(attn_captured, _metadata, _refusal)

@@ -1,9 +1,7 @@
 """What each node of a traced graph reads, writes and shares memory with, and the aten ops behind it.
 
 Dynamo-level nodes are Python callables (`F.dropout`, `x.view`, `operator.iadd`) whose effects no schema
-tells. Each node is therefore run once more on its fake inputs under a dispatch mode, which sees the aten
-ops and their schemas; nodes that differ only in which layer they belong to share one run. Who shares
-memory with whom is read from the storages of the fakes that Dynamo left in ``meta["example_value"]``.
+tells. Each is therefore run once more on its fake inputs under a dispatch mode, which sees the aten ops.
 """
 
 from __future__ import annotations
@@ -44,7 +42,7 @@ class NodeFacts:
     """Effects of one node.
 
     Attributes:
-        reads: tensor-valued argument nodes.
+        reads: argument nodes whose value is a tensor or holds some, each once, in order.
         writes: the argument nodes whose memory it writes.
         storages: memory that its result tensors live in.
         is_view: its result is another look at an argument's memory, and nothing is written.
@@ -76,11 +74,6 @@ class NodeFacts:
 _Footprint = tuple[tuple[int, ...], dict[str, Any]]
 
 
-def tensor_arguments(node: fx.Node) -> tuple[fx.Node, ...]:
-    """Argument nodes whose value is a tensor or holds some, each once, in order."""
-    return tuple(n for n in node.all_input_nodes if any(True for _ in fakes_of([n])))
-
-
 def find_facts(graph: fx.Graph, *, enabled: frozenset[str] | None = None) -> dict[fx.Node, NodeFacts]:
     """Facts of every call and get_attr node, in graph order.
 
@@ -94,7 +87,7 @@ def find_facts(graph: fx.Graph, *, enabled: frozenset[str] | None = None) -> dic
     for node in graph.nodes:
         if not node.op.startswith("call"):
             continue
-        reads = tensor_arguments(node)
+        reads = tuple(n for n in node.all_input_nodes if any(True for _ in fakes_of([n])))
         storages = frozenset(map(storage_of, fakes_of([node])))
         boundary = lookup(node.target) if node.op == "call_function" else None
         if boundary is not None and enabled is not None and boundary.name not in enabled:
@@ -240,15 +233,12 @@ def is_dead(node: fx.Node, facts: Mapping[fx.Node, NodeFacts]) -> bool:
     return not (fact.writes or fact.random or fact.boundary or is_check)
 
 
-def remove_dead_nodes(graph: fx.Graph, facts: dict[fx.Node, NodeFacts]) -> int:
-    """Erases dead nodes, last first; returns how many. torch's own pass would drop `add_` without users."""
-    removed = 0
+def remove_dead_nodes(graph: fx.Graph, facts: dict[fx.Node, NodeFacts]) -> None:
+    """Erases dead nodes, last first. torch's own pass would drop `add_` without users."""
     for node in reversed(list(graph.nodes)):
         if is_dead(node, facts):
             facts.pop(node, None)
             graph.erase_node(node)
-            removed += 1
-    return removed
 
 
 def view_chain(

@@ -218,7 +218,9 @@ class GraphedModule:
                 old = signature
                 old.reset()
                 old.check = None  # it holds the weights, which may be laid out anew
-                signature = self._graphs.add(self._traced(old.traced.trace.example), instead_of=old)
+                self.__dict__.pop("_binder", None)  # forward's defaults may be what changed
+                example = old.traced.trace.example.rebound(self._binder)
+                signature = self._graphs.add(self._traced(example), instead_of=old)
             return self._graphs.capture(signature, self._graphs.missing(signature))
 
     def refresh(self) -> CaptureReport | None:
@@ -234,7 +236,7 @@ class GraphedModule:
             report = None
             while self._to_refresh:
                 example, buckets = self._to_refresh[0]
-                signature = self._graphs.add(self._traced(example))
+                signature = self._graphs.add(self._traced(example.rebound(self._binder)))
                 try:
                     report = self._graphs.capture(signature, list(buckets))
                 except BaseException:
@@ -268,7 +270,10 @@ class GraphedModule:
             TraceError, TokenDimError, CaptureError: as for `capture`; everything is suspended as before then.
         """
         with self._router.exclusive("resume"):
-            return self._graphs.resume(lambda old: self._traced(old.traced.trace.example))
+            self.__dict__.pop("_binder", None)
+            return self._graphs.resume(
+                lambda old: self._traced(old.traced.trace.example.rebound(self._binder))
+            )
 
     def release(self) -> None:
         """Gives all graph memory back and forgets what was captured, traces included; calls run eagerly until
@@ -282,8 +287,8 @@ class GraphedModule:
         """Compares the model with what was captured, deeper than calls do: the model is traced again.
 
         Each call compares the tensors that graphs read (which object, address, dtype, geometry), and the
-        Python state that Dynamo guards. This finds also what no guard names: patched functions of torch or of
-        Python's library, their constants, attributes of unguarded objects. It takes as long as a trace does.
+        Python state that Dynamo guards. This finds also what no guard names: state that is read by functions
+        which Dynamo was told to take for constant. It takes as long as a trace does.
         Neither sees Python state that a custom op reads inside its kernel: `verify()` does.
 
         Raises:
@@ -309,6 +314,7 @@ class GraphedModule:
 
     def _drop_graphs(self) -> None:
         self._graphs.drop_graphs()
+        self.__dict__.pop("_binder", None)  # forward's defaults may be others now
         self._unseen.forget_refusals()
 
     def explain(self, *args: Any, **kwargs: Any) -> PlanReport:

@@ -1,15 +1,8 @@
 """Where compile time meets run time: a cut plan and a bucket in, a `StepPlan` that serves the bucket out.
 
-For each bucket, in this order [I8, I9]:
-
-1. static buffers for what graphs read and do not make;
-2. warm-ups, segment by segment, each with another poison in the padded rows; the real rows of the results
-   must not change with it;
-3. capture of each graph segment on static memory;
-4. state that graph and eager segments write is put back.
-
-Boundary ops are not called, but for those that are captured: they run on a step of zero sequences (see
-`warm_up.py`).
+For each bucket, in this order [I8, I9]: static buffers for what graphs read and do not make; warm-ups
+(`warm_up.py`); capture of each graph segment on static memory; and what graph and eager segments have written
+of the model's state is put back.
 """
 
 from __future__ import annotations
@@ -23,12 +16,14 @@ import torch
 from boundary_ops.capture import StepMetadata
 from boundary_ops.registry import declarations
 from piecewise import torch_internals as internals
+from piecewise.config import PiecewiseConfig
 from piecewise.faults import SegmentFault
 from piecewise.free_strides import op_of, takers_of_any_strides
+from piecewise.lowering import Lowering
 from piecewise.plan import ComputedNumber, InputAt, Segment, SegmentPlan, ValueSpec
 from piecewise.row_samples import unchanged_random_state
 from piecewise.startup_times import StartupTimes
-from piecewise.streams import StreamForms, StreamSchedules
+from piecewise.streams import StreamSchedules
 from piecewise.warm_up import WarmUp, last_uses, state_tensor, static_arguments
 from runners.bound_steps import CopyLaunch, DirectCall
 from runners.buffers import StaticBuffers
@@ -39,51 +34,63 @@ from runners.state_check import StateCheck, StateRef
 from runners.step_plan import CallStep, ReplayStep, ResultItem, Shadow, StaticArgument, StepPlan
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class CaptureContext:
+    """What all captures of one graphed model share."""
+
+    config: PiecewiseConfig
+    engine: GraphEngine
+    pool: GraphPool
+    buffers: StaticBuffers
+    lowering: Lowering
+
+
 class PlanAssembler:
     """Captures the buckets of one cut plan. One per trace; runners, pool and buffers outlive it.
 
     Args:
         functions: what runs in each graph segment, by the segment's index.
-        schedules: which of them can run on several streams.
+        streams: which of them run on several streams.
     """
 
     def __init__(
         self,
         plan: SegmentPlan,
+        context: CaptureContext,
         *,
         functions: Mapping[int, Callable[..., Sequence[Any]]],
-        schedules: StreamSchedules,
+        streams: StreamSchedules,
         leaves: Sequence[Any],
-        engine: GraphEngine,
-        pool: GraphPool,
-        buffers: StaticBuffers,
         check: StateCheck,
         step_metadata: Sequence[StepMetadata],
-        warmup_steps: int,
-        outputs: str,
-        strict: bool,
         times: StartupTimes,
     ) -> None:
-        self.plan, self.functions, self.leaves, self.buffers = plan, functions, tuple(leaves), buffers
-        self.outputs, self.pool, self.check, self.times = outputs, pool, check, times
+        self.plan, self.functions, self.leaves, self.buffers = plan, functions, tuple(leaves), context.buffers
+        self.outputs, self.pool, self.check, self.times = context.config.outputs, context.pool, check, times
+        warmup_steps = context.config.warmup_steps
         self.step_metadata = tuple(step_metadata)
         self.num_leaves = len(self.leaves)
         self.runners = {
             segment.index: PiecewiseRunner(
-                functions[segment.index], name=f"segment {segment.index}", engine=engine, pool=pool,
-                warmup_steps=warmup_steps, module_path=segment.module_path,
+                functions[segment.index], name=f"segment {segment.index}", engine=context.engine,
+                pool=context.pool, warmup_steps=warmup_steps, module_path=segment.module_path,
             )
             for segment in plan.graph_segments()
             if not segment.views_only
         }  # fmt: skip
-        self.streams = StreamForms(schedules, functions=functions, engine=engine, pool=pool, strict=strict)
+        self.streams = streams
         self.warm_up = WarmUp(
-            plan, self.runners, leaves=self.leaves, num_steps=warmup_steps, streams=self.streams
+            plan, self.runners, leaves=self.leaves, num_steps=warmup_steps, function_for=self.function_for
         )
         read = [plan.values[index] for index in sorted(_read_by_graphs(plan))]
         self.shadowed = [value for value in read if value.origin in ("input", "eager")]
         self.last_use = last_uses(plan)
         self.graph_memory = {value.memory for value in plan.values if value.origin == "graph"}
+
+    def function_for(self, segment: Segment, bucket: int) -> Callable[..., Sequence[Any]]:
+        """What is warmed up and captured of a graph segment at a bucket."""
+        on_lanes = self.streams.form_for(segment, bucket, self.pool.lanes)
+        return on_lanes or self.runners[segment.index].function
 
     def capture(self, bucket: int, real_rows: int) -> StepPlan:
         """Warms up and captures every graph segment at `bucket` rows.
@@ -142,21 +149,18 @@ class PlanAssembler:
                 if segment.views_only:
                     outputs = segment.function(bucket, *arguments)
                 else:
-                    needed = [static[index] for index in static if self.last_use[index] >= position]
-                    runner = self.runners[segment.index]
-                    with self.streams.chosen(segment, bucket, arguments, needed) as form:
-                        try:
-                            outputs = runner.capture(bucket, arguments, fn=form)
-                        except CaptureError as error:
-                            # What graphs own goes with the bucket, and no graph has written it yet.
-                            given = [
-                                torch.zeros_like(tensor) if values[index].origin == "graph" else tensor
-                                for index, tensor in zip(segment.inputs, arguments, strict=True)
-                            ]
-                            raise SegmentFault(
-                                error, segment, form or runner.function, given,
-                                bucket=bucket, real_rows=bucket, variant=None,
-                            ) from error  # fmt: skip
+                    function = self.function_for(segment, bucket)
+                    try:
+                        outputs = self.runners[segment.index].capture(bucket, arguments, fn=function)
+                    except CaptureError as error:
+                        # What graphs own goes with the bucket, and no graph has written it yet.
+                        given = [
+                            torch.zeros_like(tensor) if values[index].origin == "graph" else tensor
+                            for index, tensor in zip(segment.inputs, arguments, strict=True)
+                        ]
+                        raise SegmentFault(
+                            error, segment, function, given, bucket=bucket, real_rows=bucket, variant=None
+                        ) from error
                 static.update(zip(segment.outputs, outputs, strict=True))
             self.pool.keep_only(static[index] for index in static if self.last_use[index] > position)
         return static
@@ -322,10 +326,16 @@ def state_check_of(plan: SegmentPlan) -> StateCheck:
         if value.state is not None:
             place = tensors if value.index in in_graphs else looked_up
             place[id(value.state.owner), value.state.key] = value.state
+    facts, read = plan.state_facts, {*tensors, *looked_up}
+    facts = dataclasses.replace(
+        facts,
+        values=facts.values + _ops_counted_on(plan),
+        tensors=tuple(each for each in facts.tensors if (id(each[0].owner), each[0].key) not in read),
+    )
     return StateCheck(
         tensors=tuple(tensors.values()),
         looked_up=tuple(looked_up.values()),
-        facts=dataclasses.replace(plan.state_facts, values=plan.state_facts.values + _ops_counted_on(plan)),
+        facts=facts,
         number_dicts=internals.number_dicts if internals.dict_numbers_tell() else None,
     )
 

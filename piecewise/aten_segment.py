@@ -20,6 +20,7 @@ from piecewise import torch_internals as internals
 from piecewise.aten_graph import AtenGraph
 from piecewise.plan import Segment
 from piecewise.segment_layout import SegmentLayout
+from runners.row_views import place_of
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -48,14 +49,13 @@ class AtenSegment:
         count = internals.symbolic_count(fake_mode, "num_rows", rows) if is_dynamic else rows
         tensors = []
         with fake_mode:
-            for position, members in enumerate(layout.arguments):
-                value = layout.inputs[members[0]]
-                sizes, strides = layout.argument_sizes(position, count)
+            for value in layout.inputs:
+                sizes, strides, _ = place_of(value, count)
                 tensors.append(torch.empty_strided(sizes, strides, dtype=value.dtype, device=value.device))
 
         def program(*arguments: Any) -> tuple[torch.Tensor, ...]:
             own_rows, *given = arguments if is_dynamic else (rows, *arguments)
-            outputs = segment.function(own_rows, *layout.inputs_of(own_rows, given))
+            outputs = segment.function(own_rows, *given)
             return tuple(outputs[position] for position in layout.made)
 
         placeholders = (count, *tensors) if is_dynamic else tuple(tensors)
@@ -64,10 +64,9 @@ class AtenSegment:
 
     @classmethod
     def of_graph(cls, graph: AtenGraph, layout: SegmentLayout) -> AtenSegment | None:
-        """The segment whose function `graph` is, without another trace; None where it writes something or its
-        tensors share memory, which a trace resolves."""
-        nodes = graph.module.graph.nodes
-        if any(len(members) > 1 for members in layout.arguments) or not all(map(_is_functional, nodes)):
+        """The segment whose function `graph` is, without another trace; None where it writes something, which
+        a trace resolves."""
+        if not all(map(_is_functional, graph.module.graph.nodes)):
             return None
         copied = fx.Graph()
         outputs: Any = copied.graph_copy(graph.module.graph, {})
@@ -81,13 +80,6 @@ class AtenSegment:
         if isinstance(self.rows, int):
             return lambda rows, *tensors: function(*tensors)
         return function
-
-    def holds_for(self) -> Callable[[int], bool]:
-        """Row count → whether what was assumed about it while tracing and compiling holds.
-
-        torch takes a symbol to be 2 or more and records no guard for that.
-        """
-        return internals.row_condition(self.fake_mode, self.rows)
 
 
 def _is_functional(node: fx.Node) -> bool:

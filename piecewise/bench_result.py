@@ -38,9 +38,9 @@ from typing import Any
 
 import torch
 
+from piecewise.buckets_plot import new_figure
 from piecewise.report import markdown_table
 from piecewise.toml_file import replace_text
-from runners.errors import ConfigError
 
 SCHEMA = "piecewise.bench/1"
 
@@ -124,17 +124,8 @@ class BenchResult:
         Raises:
             ConfigError: matplotlib is not installed.
         """
-        try:
-            import matplotlib
-        except ImportError as error:
-            raise ConfigError(
-                "--plot", expected="matplotlib", got="not installed", rule="the plot is drawn by matplotlib",
-                fix="pip install 'piecewise-prefill[plot]', or leave --plot out",
-            ) from error  # fmt: skip
-        matplotlib.use("agg")
-        from matplotlib import pyplot
-
-        figure, axes = pyplot.subplots(figsize=(7, 4.5))
+        figure = new_figure(figsize=(7, 4.5), layout="tight")
+        axes = figure.subplots()
         for name in self.variants:
             lines = [line for line in self.results if line["variant"] == name]
             spread = [line["latency_ms"] for line in lines]
@@ -152,9 +143,7 @@ class BenchResult:
         )
         axes.grid(alpha=0.3, which="both")
         axes.legend(fontsize=8)
-        figure.tight_layout()
         figure.savefig(path, dpi=130)
-        pyplot.close(figure)
 
 
 def environment(device: torch.device) -> dict[str, Any]:

@@ -1,13 +1,8 @@
 """Boundary ops in a warm-up: what their first call would compile is compiled ahead, and nothing is written.
 
-A capture does not call the ops between graphs, so what they compile on first use would be compiled while
-serving. An op that declares `warm_up=fn` has it called once per bucket, `fn(num_tokens)`, or
-`fn(num_tokens, *args, **kwargs)` where it takes more: the arguments of such a call, to look at and not to
-touch.
-
-Ops in graphs really run, on a step of zero sequences, so that they write nothing [I8]. What such an op would
-have left in memory that the graph owns is therefore stood in for, as it is for ops between graphs: random
-values, the same in each warm-up, and poison in padded rows [I3].
+An op between graphs is not called, but its `warm_up` is, if it has one. An op in a graph runs on a step of
+zero sequences [I8], and what it would have left in memory that the graph owns is stood in for: random values,
+the same in each warm-up, and poison in padded rows [I3].
 """
 
 from __future__ import annotations

@@ -4,11 +4,30 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
 from piecewise.traffic import Histogram
 from runners.errors import ConfigError
+
+
+def new_figure(**options: Any) -> Any:
+    """An empty figure of matplotlib's; raises ConfigError where that is not installed."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ConfigError(
+            "--plot",
+            expected="matplotlib",
+            got="not installed",
+            rule="the plot is drawn by matplotlib",
+            fix="pip install 'piecewise-prefill[plot]', or leave --plot out",
+        ) from error
+    figure = Figure(**options)
+    FigureCanvasAgg(figure)
+    return figure
 
 
 def draw(path: str | os.PathLike[str], steps: Histogram, lists: Mapping[str, tuple[int, ...]]) -> None:
@@ -21,19 +40,7 @@ def draw(path: str | os.PathLike[str], steps: Histogram, lists: Mapping[str, tup
     Raises:
         ConfigError: matplotlib is not installed, or cannot write there.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ConfigError(
-            "--plot",
-            expected="matplotlib",
-            got="not installed",
-            rule="the plot is drawn by matplotlib",
-            fix="pip install 'piecewise-prefill[plot]', or leave --plot out",
-        ) from error
-    figure = Figure(figsize=(9, 6), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(figsize=(9, 6), layout="constrained")
     above, below = figure.subplots(2, 1, sharex=True)
     plan = list(lists.values())[-1]
     edges = np.linspace(0, max(plan[-1], int(steps.sizes[-1])), 129)

@@ -13,7 +13,7 @@ from piecewise.config import PiecewiseConfig
 from piecewise.progress import DelayedBars
 from piecewise.step_cost import StepCost
 from piecewise.traffic import Histogram, Requests, read_requests
-from runners.clipping import Limit, decode_limit
+from runners.clipping import Limit
 from runners.errors import ConfigError
 
 _DEFAULT_STEP_MS = 25.0
@@ -145,8 +145,4 @@ def step_limit(arguments: argparse.Namespace, settings: PiecewiseConfig) -> Limi
     """The largest step of this phase under the settings."""
     if arguments.phase == "prefill":
         return settings.prefill_limit()
-    return decode_limit(
-        max_num_tokens=settings.max_num_tokens,
-        max_num_seqs=settings.max_num_seqs,
-        tokens_per_request=arguments.tokens_per_request,
-    )
+    return settings.decode_limit(tokens_per_request=arguments.tokens_per_request)

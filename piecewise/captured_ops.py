@@ -1,11 +1,7 @@
 """Boundary ops inside graphs: writes the captured form of each op that can be captured in its place.
 
-    before   attn_inplace(q, k, v, out, k_cache, v_cache, scale)
-    after    attn_captured(q, k, v, out, k_cache, v_cache, slot_mapping, cu_seqlens_q, ..., scale)
-
-The metadata tensors enter the graph as constants that it owns. From there on they are state like weights:
-graphs read them at a recorded address, which each call compares [I4]; `StepMetadata.load` fills them before
-each replay. A node that stays as it is says why in `meta["kept_out"]`.
+The metadata tensors that the form takes enter the graph as constants that it owns; docs/DESIGN.md says what
+follows from that. A node that stays as it is says why in `meta["kept_out"]`.
 """
 
 from __future__ import annotations

@@ -48,7 +48,6 @@ class TracedModel:
     trace: Trace
     facts: dict[fx.Node, NodeFacts]
     token: TokenSymbol
-    num_dead_ops: int
     judge: Judge
     forced: dict[fx.Node, Verdict] = dataclasses.field(default_factory=dict)
     keeps_own: dict[fx.Node, str] = dataclasses.field(default_factory=dict)
@@ -69,7 +68,7 @@ class TracedModel:
             self.trace, self.facts, self.token, judge=self.judge, forced=self.forced,
             captures_boundaries=self.captures_boundaries,
         )  # fmt: skip
-        self.splitter = Splitter(classifier, num_dead_ops=self.num_dead_ops, keeps_own=self.keeps_own)
+        self.splitter = Splitter(classifier, keeps_own=self.keeps_own)
         for node, verdict in self.splitter.verdicts.items() if strict else ():
             if verdict.code in _STRICT:
                 where = f"{module_path(node) or 'forward'} ({source_line(node)})"
@@ -173,7 +172,7 @@ def prepare(traced: Trace, config: PiecewiseConfig) -> TracedModel:
     numbers = [leaf.index for leaf in traced.result_leaves if leaf.kind == "output" and leaf.value is float]
     normalize(traced.graph, shape_env=traced.shape_env, numbers=numbers)
     step_metadata = write_captured_forms(traced, config)
-    facts, num_dead = _living_facts(traced, config)
+    facts = _living_facts(traced, config)
     token = find_token_symbol(traced, facts)
     is_captured = config.boundary == "captured"
     if is_captured:
@@ -183,14 +182,15 @@ def prepare(traced: Trace, config: PiecewiseConfig) -> TracedModel:
         counts = np.array([token.example_num_tokens])
     judge = Judge(Sizes(counts, token.symbol, traced.shape_env))
     return TracedModel(
-        traced, facts, token, num_dead, judge, captures_boundaries=is_captured, step_metadata=step_metadata
+        traced, facts, token, judge, captures_boundaries=is_captured, step_metadata=step_metadata
     )
 
 
-def _living_facts(traced: Trace, config: PiecewiseConfig) -> tuple[dict[fx.Node, NodeFacts], int]:
-    """Facts of a normalized graph's nodes, dead ones removed, and how many those were."""
+def _living_facts(traced: Trace, config: PiecewiseConfig) -> dict[fx.Node, NodeFacts]:
+    """Facts of a normalized graph's nodes, dead ones removed."""
     facts = find_facts(traced.graph.graph, enabled=enabled_ops(config))
-    return facts, remove_dead_nodes(traced.graph.graph, facts)
+    remove_dead_nodes(traced.graph.graph, facts)
+    return facts
 
 
 def example_of_size(traced: TracedModel, num_tokens: int) -> ExampleCall:
@@ -223,7 +223,7 @@ def one_token_refusal(traced: TracedModel, model: nn.Module, *, forward: Any, co
         return f"it cannot be traced with one: {error.what}"
     normalize(single.graph)
     write_captured_forms(single, config)
-    facts, _ = _living_facts(single, config)
+    facts = _living_facts(single, config)
     is_same = has_same_program(
         traced.trace, single, traced.token.symbol, facts=traced.facts, single_facts=facts
     )

@@ -15,10 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from piecewise import config_checks as checks
+from piecewise import toml_file
 from piecewise.config_checks import Place, Problem, Refused, raise_problems
 from piecewise.grids import Grid
 from runners.buckets import MAX_NUM_BUCKETS
 from runners.clipping import Clamped, Clipping, Limit, clip, decode_limit, prefill_limit
+from runners.errors import shown
 
 ENVIRONMENT_PREFIX = "PIECEWISE_"
 
@@ -56,8 +58,8 @@ class PiecewiseConfig:
             call, and none where less than 5 % of a CUDA device's memory is free then.
         engine: "auto" takes what the model's device has: "cuda" (real graphs) or "tape" (no GPU needed).
         num_streams: with more than 1, branches of a graph segment that do not depend on each other (q, k
-            and v; gate and up) are captured on so many streams, where a replay was measured to take less
-            time; without a GPU they run in another order, unmeasured.
+            and v; gate and up) are captured on so many streams, at buckets of up to 512; without a GPU they
+            run in another order.
         progress: show a bar while tracing, lowering and capturing.
         frontend: how the model becomes segments; only "trace" is available in this version.
         lowering: what runs inside graph segments: "eager" (torch's own kernels) or "inductor" (each distinct
@@ -131,8 +133,6 @@ class PiecewiseConfig:
         Raises:
             ConfigError: the file that is there is not a valid settings file; it is left as it was.
         """
-        from piecewise import toml_file
-
         target = Path(path)
         there: dict[str, object] = {}
         spelled: dict[str, Place] = {}
@@ -163,17 +163,20 @@ class PiecewiseConfig:
         """The decode batch sizes cut at what one decode step can hold; None where none are listed."""
         if self.decode_batch_sizes is None:
             return None
-        limit = decode_limit(
-            max_num_tokens=self.max_num_tokens,
-            max_num_seqs=self.max_num_seqs,
-            tokens_per_request=tokens_per_request,
-        )
-        return clip(self.decode_batch_sizes, limit)
+        return clip(self.decode_batch_sizes, self.decode_limit(tokens_per_request=tokens_per_request))
 
     def prefill_limit(self) -> Limit:
         """The most tokens of one prefill step under these limits."""
         return prefill_limit(
             max_num_tokens=self.max_num_tokens, max_num_seqs=self.max_num_seqs, max_seq_len=self.max_seq_len
+        )
+
+    def decode_limit(self, *, tokens_per_request: int = 1) -> Limit:
+        """The most requests of one decode step under these limits."""
+        return decode_limit(
+            max_num_tokens=self.max_num_tokens,
+            max_num_seqs=self.max_num_seqs,
+            tokens_per_request=tokens_per_request,
         )
 
     def within_limits(self) -> tuple[PiecewiseConfig, tuple[Clamped, ...]]:
@@ -219,7 +222,7 @@ class PiecewiseConfig:
                 Problem(
                     "config",
                     expected="a PiecewiseConfig, the path of a TOML file, or None",
-                    got=checks.shown(source),
+                    got=shown(source),
                     fix="pass settings by name, such as buckets=[64, 128]",
                 )
             )
@@ -320,8 +323,6 @@ def _keys(item: Any) -> tuple[str, ...]:
 
 def _file_values(path: Path) -> tuple[dict[str, object], dict[str, Place], list[Problem]]:
     """Field values of a TOML file, where it has each, and what it says that no field knows."""
-    from piecewise import toml_file
-
     tables: dict[str, dict[str, str]] = {}
     for item in fields(PiecewiseConfig):
         for key in _keys(item):
@@ -337,7 +338,7 @@ def _file_values(path: Path) -> tuple[dict[str, object], dict[str, Place], list[
             continue
         if not isinstance(keys, dict):
             label = Place(table, file=str(path), path=(table,), lines=lines).shown()
-            problems.append(Problem(label, f"a table, [{table}]", checks.shown(keys)))
+            problems.append(Problem(label, f"a table, [{table}]", shown(keys)))
             continue
         for key, value in keys.items():
             place = Place(f"[{table}] {key}", file=str(path), path=(table, key), lines=lines)

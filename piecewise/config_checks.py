@@ -10,9 +10,9 @@ from typing import Any
 
 from piecewise.grids import ENGINE_GRIDS, Grid
 from piecewise.passes import PASS_NAMES
-from piecewise.toml_lines import TomlLines
+from piecewise.toml_file import TomlLines
 from runners.buckets import MAX_BUCKET, MAX_NUM_BUCKETS, SIZES_FIX, find_problems
-from runners.errors import ConfigError
+from runners.errors import ConfigError, shown
 
 Check = Callable[[Any], Any]
 
@@ -84,15 +84,6 @@ def raise_problems(problems: list[Problem]) -> None:
         rule=_RULE,
         fix=fix,
     )
-
-
-def shown(value: object, max_chars: int = 80) -> str:
-    """`value` and its type, short whatever it is."""
-    if isinstance(value, int) and value.bit_length() > 128:
-        return f"an int of {value.bit_length()} bits"
-    text = repr(value[: max_chars + 1] if isinstance(value, (str, bytes, list, tuple)) else value)
-    text = text if len(text) <= max_chars else text[:max_chars] + "..."
-    return f"{text} ({type(value).__name__})"
 
 
 def sizes(value: Any) -> tuple[int, ...]:

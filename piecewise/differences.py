@@ -49,10 +49,6 @@ class Tolerance:
         depth = math.sqrt(max(self.num_segments, 1))
         return depth * (_ROUNDINGS * eps + math.sqrt(max(self.reduction_length, 1)) * sums)
 
-    def for_one_segment(self) -> Tolerance:
-        """The bound for one segment alone, on equal inputs."""
-        return replace(self, num_segments=1)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorDifference:

@@ -12,7 +12,7 @@ from torch import fx
 
 from piecewise.dynamo_run import FIRST_DUMMY, DynamoRun
 from piecewise.plan import ResultLeaf
-from piecewise.state import Scope, resolve
+from piecewise.sources import Scope, resolve
 from piecewise.structure import Structure, flatten_structure
 from piecewise.trace_errors import refuse_opaque
 from runners.errors import TraceError
@@ -84,6 +84,7 @@ def result_of(
             source = next((i for i, given in enumerate(run.leaves) if given is leaf), None)
             found.append(ResultLeaf("const", value=leaf) if source is None else ResultLeaf("input", source))
     missing = set(range(len(run.dummies))) - {leaf.index for leaf in found if leaf.kind == "output"}
+    missing -= run.bound_again
     if missing:
         node = run.graph.graph.output_node().args[0][min(missing)]  # type: ignore[index]
         raise TraceError(

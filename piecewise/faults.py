@@ -1,13 +1,9 @@
-"""What a warm-up or a capture has shown to be wrong with a segment, and what is done about it.
+"""What a warm-up or a capture has shown to be wrong with a segment, and what is done about it:
 
-Rows are proven to be apart, and so a warm-up finds nothing, unless a rule is wrong, an op was declared that
-does something else, or a lowering mixes rows. An op that was declared may also do what a graph cannot repeat.
-Either way the bucket is captured in the end:
-
-    own kernels agree on all paddings   ─▶ the segment keeps its own kernels
-    a node's real rows change           ─▶ that node runs eagerly, and the graph is cut again
-    a node cannot be recorded           ─▶ likewise
-    no node tells, or after three cuts  ─▶ the whole segment runs eagerly
+own kernels agree on all paddings   ─▶ the segment keeps its own kernels
+a node's real rows change           ─▶ that node runs eagerly, and the graph is cut again
+a node cannot be recorded           ─▶ likewise
+no node tells, or after three cuts  ─▶ the whole segment runs eagerly
 """
 
 from __future__ import annotations

@@ -1,10 +1,4 @@
-"""Which values keep no strides of eager's: those that only boundary ops read which take any.
-
-A compiler or a fusion often leaves a result as rows that lie apart, such as a part of a packed projection.
-Whoever reads a segment's results may count on eager's strides, so such a result is copied into them, unless
-nobody does: whoever takes it is a boundary op that declares `any_strides` for it, and so writes nothing
-there; the caller is not given it; and no other value lies in its memory.
-"""
+"""Finds values whose strides may differ from eager's, because only boundary ops read them that take any."""
 
 from __future__ import annotations
 

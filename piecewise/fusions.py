@@ -1,10 +1,7 @@
 """The plan's graph segments rewritten by the passes, once per distinct segment, weights packed on the way.
 
-    plan ─▶ segment ─aten graph─▶ groups of linears ─weights packed─▶ passes ─▶ function ─▶ plan
-
-This runs between the cut and the first look at addresses, so that what is recorded are the addresses after
-packing [I4], and what is warmed up three times and captured are the fused functions [I3]. A segment that
-cannot be traced, or whose rewritten graph would hand out other memory than its own function, keeps that one.
+A segment that cannot be traced, or whose rewritten graph would hand out other memory than its own function,
+keeps that one. docs/DESIGN.md says why this runs between the cut and the first look at addresses.
 """
 
 from __future__ import annotations

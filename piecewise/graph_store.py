@@ -312,7 +312,7 @@ class GraphStore:
             tuple(
                 report
                 for assembler in signature.assemblers
-                if (report := assembler.streams.schedules.report()) is not None
+                if (report := assembler.streams.report()) is not None
             ),
             layers=signature.traced.trace.layers,
         )  # fmt: skip

@@ -15,7 +15,7 @@ from torch import fx
 
 from piecewise import torch_internals as internals
 from piecewise.aliases import call_on_fakes
-from piecewise.tensors import storage_of, tensors_in
+from piecewise.tensors import map_tensors, storage_of, tensors_in
 
 
 class LayerFakes:
@@ -55,17 +55,13 @@ class LayerFakes:
             for tensor, twin in zip(tensors_in(old), tensors_in(found), strict=False):
                 self._twins[id(tensor)] = self._memory[storage_of(tensor)] = twin
         else:
-            found = self._twin(old)
+            found = map_tensors(old, self._twin)
         self.values[node] = found
         return found
 
-    def _twin(self, value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            if id(value) not in self._twins:
-                twin = internals.fake_twin(value, self._memory.get(storage_of(value)))
-                self._memory.setdefault(storage_of(value), twin)
-                self._twins[id(value)] = twin
-            return self._twins[id(value)]
-        if type(value) in (tuple, list):
-            return type(value)(map(self._twin, value))
-        return value
+    def _twin(self, tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in self._twins:
+            twin = internals.fake_twin(tensor, self._memory.get(storage_of(tensor)))
+            self._memory.setdefault(storage_of(tensor), twin)
+            self._twins[id(tensor)] = twin
+        return self._twins[id(tensor)]

@@ -1,9 +1,7 @@
 """One layer traced, and its graph used for the others that Dynamo would trace to the same.
 
-The nodes of a layer's graph are copied, its parameters looked up anew, and each node is run on fakes of the
-graph that it comes into. Its guards and conditions on sizes become those of the whole. Where anything is out
-of the ordinary, all is traced at once; `layer_run.py` says when one layer's graph is another's, and
-docs/DESIGN.md what a layer could see only in its place.
+`layer_run.py` says when one layer's graph is another's, and docs/DESIGN.md what a layer could see only in its
+place; where anything is out of the ordinary, all is traced at once.
 """
 
 from __future__ import annotations
@@ -30,8 +28,8 @@ from piecewise.repeated_layers import (
     one_at_a_time,
     repeated_layers,
 )
+from piecewise.sources import resolve
 from piecewise.startup_times import LayerReuse
-from piecewise.state import resolve
 from piecewise.structure import Namespace
 from piecewise.tensors import storage_of
 from runners.errors import told
@@ -162,7 +160,7 @@ class _Weaver:
         made = LayerRun.over(layer, call, namespace=self.namespace)
         made.check_reads(self.whole.written)
         made.evaluate_conditions(self.shape_env)
-        self.whole.names_read |= made.run.names_read
+        self.whole.code += made.run.code
         self.whole.guards += made.shared_guards
         return made
 

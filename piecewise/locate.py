@@ -1,10 +1,5 @@
 """Which segment of a plan is the first that differs: each beside its own function on the real rows alone.
 
-For each segment, on what the plan holds at that point:
-
-    reference   function(num_tokens, real rows, laid out in memory of their own as in eager)   then put back
-    plan        the captured graph, or the call on views of static memory
-
 Both begin from equal inputs, so the rounding of earlier segments plays no part, and a fault shows in the
 segment that makes it.
 """
@@ -27,10 +22,10 @@ from piecewise.poison import AS_SERVED, Poison, replay_with, shadows_of
 from piecewise.row_samples import unchanged_random_state
 from piecewise.signatures import ServedBucket
 from piecewise.tensors import bound_arguments, storage_of, tensors_in, written_arguments
-from piecewise.warm_up import state_tensor
-from runners.bound_steps import copy_elements
+from piecewise.warm_up import state_tensor, static_arguments
+from runners.bound_steps import copied_together, copy_elements
 from runners.row_views import place_of
-from runners.rows import in_one_memory, narrow_to
+from runners.rows import narrow_to
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +56,8 @@ class SegmentWalk:
     """Walks one call's plan, with the replay of its graphs or, where a run is without them, with a call of
     their functions on the same padded memory.
 
-    Before each walk state, inputs and random numbers must be those of before the call: for that the caller
-    gives a `prepare`, or sees to it.
+    Before each walk state and inputs must be those of before the call: for that the caller gives a `prepare`,
+    or sees to it. A walk leaves random numbers as they are.
     """
 
     def __init__(
@@ -78,13 +73,15 @@ class SegmentWalk:
         self.leaves, self.num_tokens = list(leaves), num_tokens
         self.bucket = served.steps.padded_num_tokens
         self.device = leaves[served.plan.token_dim.leaf].device
-        self.tolerance = tolerance.for_one_segment()
+        self.tolerance = replace(tolerance, num_segments=1)  # each alone, on equal inputs
         self._by_name = {segment.name: segment for segment in self.plan.segments}
         # Value index → what graphs read or made, as at the capture.
         self._static = {index: shadow.buffer for index, shadow in shadows_of(self.steps).items()}
         for segment in self.plan.graph_segments():
             if segment.views_only:
-                outputs: Sequence[Any] = segment.function(self.bucket, *self._padded_arguments(segment))
+                outputs: Sequence[Any] = segment.function(
+                    self.bucket, *static_arguments(segment, self.plan.values, self._static)
+                )
             else:
                 graph = self.assembler.runners[segment.index].graph_for(self.bucket)
                 outputs = graph.outputs if graph is not None else ()
@@ -167,21 +164,16 @@ class SegmentWalk:
             else:
                 around(env, name, run)
 
-        return replay_with(self.steps, self.leaves, self.num_tokens, poison, around=step)
+        with unchanged_random_state(self.device):
+            return replay_with(self.steps, self.leaves, self.num_tokens, poison, around=step)
 
     def _call_function(self, segment: Segment) -> None:
         """What the segment's graph does, done by its function: reads and writes static memory."""
-        results = segment.function(self.bucket, *self._padded_arguments(segment))
+        results = segment.function(self.bucket, *static_arguments(segment, self.plan.values, self._static))
         for index, made in zip(segment.outputs, results, strict=True):
             static = self._static[index]
             if static.data_ptr() != made.data_ptr():
                 copy_elements(static, made)
-
-    def _padded_arguments(self, segment: Segment) -> list[torch.Tensor]:
-        return [
-            self._static[i] if i in self._static else state_tensor(self.plan.values[i])
-            for i in segment.inputs
-        ]
 
     def _changed(self, segment: Segment) -> list[ValueSpec]:
         """What a segment makes or writes, each tensor once."""
@@ -213,21 +205,16 @@ class SegmentWalk:
 
     def _now(self, value: ValueSpec, env: list[Any]) -> Any:
         """The value's real rows as the plan holds them."""
-        if value.origin == "graph":
-            return self._real(value)
-        return self._outside(value, env)
+        return self._real(value) if value.origin == "graph" else self._outside(value, env)
 
     def _real(self, value: ValueSpec) -> torch.Tensor:
-        tensor = self._static[value.index]
-        if not value.token_dims or value.sizes is None:
-            return tensor
-        return narrow_to(tensor, value.sizes(self.num_tokens))
+        return value.real_rows(self._static[value.index], self.num_tokens)
 
     def _outside(self, value: ValueSpec, env: list[Any]) -> Any:
         if value.origin == "state":
             return state_tensor(value)
-        if value.origin == "symbol" and value.dim >= 0:
-            return env[value.leaf].shape[value.dim]
+        if value.origin == "symbol":
+            return value.number_in(env)
         return env[self.assembler._slot(value.index)]
 
     def _reference(self, segment: Segment, env: list[Any]) -> list[tuple[ValueSpec, Any, Any]]:
@@ -266,9 +253,8 @@ class SegmentWalk:
         copies: dict[int, torch.Tensor] = {}
         for group in groups.values():
             places = [place_of(value, self.num_tokens) for value in group]
-            for value, copy in zip(group, in_one_memory(places, self._static[group[0].index]), strict=True):
-                copy_elements(copy, self._real(value))
-                copies[value.index] = copy
+            together = copied_together(places, list(map(self._real, group)))
+            copies.update(zip((value.index for value in group), together, strict=True))
         found = []
         for value in inputs:
             if value.index in copies:
@@ -287,13 +273,9 @@ class SegmentWalk:
                 run()
                 return
             values = [self.plan.values[index] for index in segment.inputs]
-            padded = [tensor.clone() for tensor in self._padded_arguments(segment)]
-            real = [
-                narrow_to(rows, v.sizes(self.num_tokens)).clone()
-                if v.token_dims and v.sizes
-                else rows.clone()
-                for v, rows in zip(values, padded, strict=True)
-            ]
+            padded = [tensor.clone() for tensor in static_arguments(segment, self.plan.values, self._static)]
+            pairs = zip(values, padded, strict=True)
+            real = [value.real_rows(rows, self.num_tokens).clone() for value, rows in pairs]
             alone, beside = _OpResults(), _OpResults()
             with alone:
                 segment.function(self.num_tokens, *real)

@@ -1,7 +1,5 @@
 """Graph segment → callable: torch's own kernels, or Inductor's, compiled once per distinct segment.
 
-    segment ─layout─▶ no aliases ─trace─▶ functional aten graph ─Inductor─▶ callable
-
 Each is compiled for any row count, and again for single counts that `compile_sizes` names or that the first
 compile excluded. One that cannot be compiled keeps eager kernels, alone, with its reason. What was compiled
 is kept for the next capture of the same model; over processes Inductor's own cache on disk does that.
@@ -22,25 +20,18 @@ from piecewise import torch_internals as internals
 from piecewise.aten_graph import AtenGraph
 from piecewise.aten_segment import AtenSegment
 from piecewise.config import PiecewiseConfig
-from piecewise.lowering_report import KeptEager, LoweringReport
 from piecewise.plan import Segment, SegmentPlan, ValueSpec
 from piecewise.progress import progress_bar
 from piecewise.row_samples import unchanged_random_state
 from piecewise.segment_layout import SegmentLayout, Unlowerable
+from piecewise.segment_reports import KeptEager, LoweringReport
 from runners.errors import CaptureError, told
 from runners.mode import capturing
 from runners.opaque_call import OpaqueCall
 
-# Settings on which the code of a segment depends, and those on which it does not, or which are in its key in
-# another way: the row count that something was compiled for, and the program that fusions have made.
+# Settings on which the code of a segment depends, and which are not in its key in another way: the row count
+# that something was compiled for, and the program that fusions have made, are.
 FIELDS_IN_KEY = frozenset({"lowering"})
-FIELDS_NOT_IN_KEY = frozenset(
-    {
-        *("buckets", "max_padding_ratio", "max_num_tokens", "max_num_seqs", "max_seq_len", "compile_sizes"),
-        *("decode_batch_sizes", "max_signatures", "warmup_steps", "capture", "engine", "num_streams"),
-        *("fusions", "progress", "frontend", "boundary_ops", "boundary", "min_coverage", "outputs", "strict"),
-    }
-)
 
 COMPILED = "compiled by Inductor: one callable"
 
@@ -69,7 +60,7 @@ class LoweredSegment:
             return self.segment.function(num_rows, *inputs)
         try:
             with internals.without_autocast():
-                made = self.by_rows[num_rows](num_rows, *self.layout.arguments_of(num_rows, inputs))
+                made = self.by_rows[num_rows](num_rows, *inputs)
                 return self.layout.results_of(num_rows, inputs, made)
         except Exception as error:
             if self.strict or self.segment.writes or capturing() is not None:
@@ -235,9 +226,12 @@ class _Job:
         settings = ", ".join(f"{name}={getattr(self.config, name)!r}" for name in sorted(FIELDS_IN_KEY))
         count = f"any count such as {rows}" if is_dynamic else f"{rows} rows"
         parts = (
-            settings, internals.numeric_settings(device), count, segment_text(self.plan, segment),
-            layout.arguments, layout.made,
-        )  # fmt: skip
+            settings,
+            internals.numeric_settings(device),
+            count,
+            segment_text(self.plan, segment),
+            layout.made,
+        )
         key = hashlib.sha256("\n".join(map(str, parts)).encode()).hexdigest()
         if key not in self.compiled:
             before = internals.inductor_cache_counts()
@@ -267,7 +261,8 @@ class _Job:
             function = internals.compile_aten_graph(aten.module, aten.arguments, aten.fake_mode)
         except Exception as error:  # whatever it is, the segment's own kernels do without
             return Unlowerable(told(error))
-        return _Compiled(aten.with_rows(function), aten.holds_for())
+        # Of what was assumed about the row count while tracing and compiling.
+        return _Compiled(aten.with_rows(function), internals.row_condition(aten.fake_mode, aten.rows))
 
 
 def _computing(plan: SegmentPlan) -> list[Segment]:

@@ -1,8 +1,7 @@
-"""Lays weights out one after the other in one storage, of which they stay the views that they become.
+"""Packs several weights into one storage; the parameters become views of it.
 
-No memory is added: the storage takes the place of theirs. The tensors stay the same objects, so optimizers,
-tied modules, `load_state_dict` and in-place updates go on as before, and a copy of the model has its own. The
-layout is kept for good: it changes nothing that a user of the model could see but addresses.
+The tensors stay the same objects, so optimizers, tied modules, `load_state_dict` and in-place updates go on
+as before, and a copy of the model has its own. The layout is kept for good: it changes addresses alone.
 """
 
 from __future__ import annotations

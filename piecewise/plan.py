@@ -217,33 +217,6 @@ class FusionReport:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class KeptFill:
-    """Memory of `empty*` that a graph fills with zeros, and why."""
-
-    tensor: str
-    reason: str
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class FillReport:
-    """Memory of `empty*` that others than its graph's own ops write.
-
-    Attributes:
-        num_needless: how often it is left as it is, since no reader of its padded rows minds what they hold.
-    """
-
-    num_needless: int
-    kept: tuple[KeptFill, ...] = ()
-
-    def __str__(self) -> str:
-        reasons: dict[str, list[str]] = {}
-        for fill in self.kept:
-            reasons.setdefault(fill.reason, []).append(fill.tensor)
-        told = [f"  {len(names)} kept, such as {names[0]}: {why}" for why, names in reasons.items()]
-        return "\n".join([f"zero-fills of empty memory: {self.num_needless} needless", *told])
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
 class SegmentPlan:
     """One trace, cut.
 
@@ -257,7 +230,8 @@ class SegmentPlan:
         symbols: value indices of the other symbols, in the order that `is_valid` takes them.
         state_facts: what the trace saw of the model's Python state.
         written_leaves: inputs that the call writes.
-        fills: which memory of `empty*` is filled with zeros.
+        fills: reason → how often memory of `empty*` that others than its graph's own ops write is filled with
+            zeros for it; under "needless" how often it is not, as no reader minds what padded rows hold.
         fusions: what was rewritten in the graph segments; None where nothing was to be.
         step_memory: state that only captured forms of boundary ops write: nothing while the step that is
             loaded has no sequences, else what belongs to that step and is overwritten where it runs again.
@@ -275,8 +249,7 @@ class SegmentPlan:
     symbols: tuple[int, ...]
     state_facts: StateFacts
     written_leaves: tuple[int, ...]
-    num_dead_ops: int
-    fills: FillReport
+    fills: Mapping[str, int]
     fusions: FusionReport | None = None
     step_memory: frozenset[int] = frozenset()
     metadata_leaves: frozenset[int] = frozenset()

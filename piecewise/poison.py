@@ -1,12 +1,9 @@
 """What padded rows and static memory are filled with, to see whether anything depends on them [I2, I3].
 
 Before a replay all static memory is overwritten: a replay that reads what an earlier one left there shows.
-During the replay, as in a warm-up, each padded row is overwritten as soon as it is set: a real row that
-depends on one shows. Weights, state and inputs are never touched.
-
-A padded row that repeats a real one is given another one, the same in all values; integers that an op bounds
-are given the ends of their range; anything else gets NaN and large numbers, and integers that are no index,
-since nothing is indexed by it. On a CUDA device such an integer would end its use, should a rule be wrong.
+During it, as in a warm-up, each padded row is overwritten as soon as it is set, by what was proven of it.
+Weights, state and inputs are never touched. An integer that is no index would end all use of a CUDA device,
+should a rule be wrong.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from runners.errors import ConfigError
+from runners.errors import ConfigError, shown
 
 _RULE = (
     "a spec is 'package.module:function'; the function takes no arguments and returns a piecewise.PrefillCase"
@@ -44,11 +44,11 @@ class PrefillCase:
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, nn.Module):
-            raise _wrong("PrefillCase.model", "a torch.nn.Module", _typed(self.model))
+            raise _wrong("PrefillCase.model", "a torch.nn.Module", shown(self.model))
         if not callable(self.make_inputs):
-            raise _wrong("PrefillCase.make_inputs", "a function of num_tokens", _typed(self.make_inputs))
+            raise _wrong("PrefillCase.make_inputs", "a function of num_tokens", shown(self.make_inputs))
         if self.baseline is not None and not isinstance(self.baseline, PrefillCase):
-            raise _wrong("PrefillCase.baseline", "a PrefillCase or None", _typed(self.baseline))
+            raise _wrong("PrefillCase.baseline", "a PrefillCase or None", shown(self.baseline))
 
     @property
     def takes_seed(self) -> bool:
@@ -71,12 +71,12 @@ class PrefillCase:
         made = self.make_inputs(num_tokens, seed=seed) if self.takes_seed else self.make_inputs(num_tokens)
         where = f"make_inputs({num_tokens})"
         if not isinstance(made, tuple) or len(made) != 2:
-            raise _wrong(where, "a pair (args, kwargs)", _typed(made))
+            raise _wrong(where, "a pair (args, kwargs)", shown(made))
         args, kwargs = made
         if not isinstance(args, (tuple, list)):
-            raise _wrong(f"{where}[0]", "a tuple of positional arguments", _typed(args))
+            raise _wrong(f"{where}[0]", "a tuple of positional arguments", shown(args))
         if not isinstance(kwargs, Mapping) or not all(isinstance(key, str) for key in kwargs):
-            raise _wrong(f"{where}[1]", "a dict of keyword arguments", _typed(kwargs))
+            raise _wrong(f"{where}[1]", "a dict of keyword arguments", shown(kwargs))
         return tuple(args), dict(kwargs)
 
 
@@ -102,10 +102,10 @@ def load_case(spec: str) -> PrefillCase:
         hint = f"; the nearest is {nearest[0]}" if nearest else ""
         raise _wrong(f"spec {spec!r}", f"a function in {module_name}", f"no {function_name!r}{hint}")
     if not callable(function):
-        raise _wrong(f"spec {spec!r}", "a function", _typed(function))
+        raise _wrong(f"spec {spec!r}", "a function", shown(function))
     case = function()
     if not isinstance(case, PrefillCase):
-        raise _wrong(f"spec {spec!r}", "a function that returns a piecewise.PrefillCase", _typed(case))
+        raise _wrong(f"spec {spec!r}", "a function that returns a piecewise.PrefillCase", shown(case))
     return case
 
 
@@ -123,11 +123,6 @@ def _module(spec: str, module_name: str) -> ModuleType:
         raise _wrong(
             f"spec {spec!r}", f"an importable module {module_name}", f"no module {error.name!r}"
         ) from error
-
-
-def _typed(value: object) -> str:
-    text = repr(value)
-    return f"{text if len(text) <= 60 else text[:60] + '...'} ({type(value).__name__})"
 
 
 def _wrong(where: str, expected: str, got: str) -> ConfigError:

@@ -8,10 +8,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from piecewise.lowering_report import LoweringReport
-from piecewise.plan import EagerReason, FillReport, FusionReport, SegmentPlan
+from piecewise.plan import EagerReason, FusionReport, SegmentPlan
+from piecewise.segment_reports import LoweringReport, StreamReport
 from piecewise.startup_times import LayerReuse, StartupTimes
-from piecewise.stream_report import StreamReport
 from runners.stats import CallStats
 
 
@@ -88,10 +87,9 @@ class PlanReport(Jsonable):
     token_dim: str
     segments: tuple[SegmentReport, ...]
     coverage: float
-    num_dead_ops: int
     fusions: FusionReport | None = None
     lowering: LoweringReport | None = None
-    fills: FillReport | None = None
+    fills: Mapping[str, int] = dataclasses.field(default_factory=dict)
     streams: StreamReport | None = None
 
     @classmethod
@@ -110,9 +108,7 @@ class PlanReport(Jsonable):
             f"{input_names.get(rule.leaf, rule.leaf)} dim {', '.join(map(str, rule.dims))}"
             for rule in plan.token_dim.inputs
         )
-        return cls(
-            carried, segments, plan.coverage, plan.num_dead_ops, plan.fusions, lowering, plan.fills, streams
-        )
+        return cls(carried, segments, plan.coverage, plan.fusions, lowering, plan.fills, streams)
 
     def count(self, kind: str) -> int:
         return sum(segment.kind == kind for segment in self.segments)
@@ -141,15 +137,17 @@ class PlanReport(Jsonable):
             rows.append((*segment.cells(), (notes[0] if notes else "") + more + where))
         summary = (
             f"{self.count('graph')} graph, {self.count('boundary')} boundary and {self.count('eager')} eager "
-            f"segments; {self.coverage:.1%} of ops in graphs; tokens in {self.token_dim}; "
-            f"{self.num_dead_ops} dead ops removed"
+            f"segments; {self.coverage:.1%} of ops in graphs; tokens in {self.token_dim}"
         )
         eager = "".join(f"; {share:.1%} eager: {code}" for code, share in sorted(self.shares().items()))
         return "\n".join([text_table(rows), summary + eager, *self._parts()])
 
     def _parts(self) -> list[str]:
-        has_fills = self.fills is not None and (self.fills.num_needless or self.fills.kept)
-        parts = self.fills if has_fills else None, self.fusions, self.lowering, self.streams
+        counts = ", ".join(
+            f"{count} {'' if why == 'needless' else 'kept: '}{why}" for why, count in self.fills.items()
+        )
+        fills = f"zero-fills of empty memory: {counts}" if counts else None
+        parts = fills, self.fusions, self.lowering, self.streams
         return [str(part) for part in parts if part is not None]
 
     def to_markdown(self) -> str:

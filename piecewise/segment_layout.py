@@ -1,10 +1,10 @@
-"""How the tensors of a graph segment become arguments and results of a function that knows no aliases.
+"""How the results of a graph segment are made of those of a function that knows no aliases.
 
 A compiler sees each tensor as memory of its own. Where a segment's tensors share memory, that is settled
-here, outside of what is compiled, from the sizes, strides and offsets of the plan:
+here, outside of what is compiled, from the sizes, strides and offsets of the plan. A segment that writes
+memory in which several of its inputs lie is not compiled.
 
 =============================  =========================================================================
-inputs of one memory, written  one argument, flat, that covers them; the function makes the views
 results in an input's memory   views of the input, made afterwards
 results of one memory that     one result that covers the others, which become views of it; where none
 somebody writes, or that the   does, each is copied into one memory
@@ -17,16 +17,16 @@ all other results              the function's own, with the plan's strides, no t
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from piecewise.plan import Segment, SegmentPlan, ValueSpec
-from runners.bound_steps import copy_elements, own_copy
-from runners.errors import CaptureError
+from runners.bound_steps import copied_together, own_copy
 from runners.row_views import place_of
-from runners.rows import has_strides, in_one_memory, is_dense
+from runners.rows import has_strides, is_dense
 
 
 class Unlowerable(Exception):
@@ -54,16 +54,13 @@ class SegmentLayout:
     """Arguments and results of one segment's function; see the module's docstring.
 
     Attributes:
-        inputs, outputs: the segment's values.
-        arguments: per argument the positions of its inputs: one, or several that share written memory, of
-            which the first lies first and the last ends last.
+        inputs, outputs: the segment's values; each input is an argument.
         made: positions of the outputs that the function makes.
         results: one per output.
     """
 
     inputs: tuple[ValueSpec, ...]
     outputs: tuple[ValueSpec, ...]
-    arguments: tuple[tuple[int, ...], ...]
     made: tuple[int, ...]
     results: tuple[_Result, ...]
 
@@ -82,61 +79,16 @@ class SegmentLayout:
                 raise Unlowerable(f"'{value.name}' has a size that is not a function of the token count")
             if value.state is not None and type(value.state.get()) not in _PLAIN:
                 raise Unlowerable(f"'{value.name}' is a {type(value.state.get()).__name__}, no plain tensor")
-        arguments = _arguments(inputs, set(segment.writes), row_counts)
+        memories = Counter(value.memory for value in inputs)
+        shared = [f"'{v.name}'" for v in inputs if v.memory in segment.writes and memories[v.memory] > 1]
+        if shared:
+            raise Unlowerable(f"{', '.join(shared)} share memory that it writes")
         written = {m for other in plan.segments if other is not segment for m in other.writes}
         leaving = [index for index in plan.result_values if isinstance(index, int)]
         given = [plan.values[index].memory for index in leaving]
         kept = written | {memory for memory in given if given.count(memory) > 1}
         made, results = _results(inputs, outputs, kept, row_counts)
-        return cls(inputs, outputs, arguments, made, results)
-
-    def argument_sizes(self, position: int, rows: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        """Sizes and strides of an argument at `rows`, an int or a symbol."""
-        members = [self.inputs[index] for index in self.arguments[position]]
-        if len(members) == 1:
-            return place_of(members[0], rows)[:2]
-        return (_end(members[-1], rows) - _offset(members[0], rows),), (1,)
-
-    def arguments_of(self, rows: int, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The function's arguments, made of the segment's inputs.
-
-        Raises:
-            CaptureError: inputs that share memory in the plan do not lie there as in the plan.
-        """
-        return [
-            inputs[members[0]] if len(members) == 1 else self._cover(members, rows, inputs)
-            for members in self.arguments
-        ]
-
-    def _cover(self, members: tuple[int, ...], rows: int, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
-        first, begin = inputs[members[0]], _offset(self.inputs[members[0]], rows)
-        for member in members:
-            tensor, value = inputs[member], self.inputs[member]
-            is_beside = tensor.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
-            distance = tensor.storage_offset() - first.storage_offset()
-            if not is_beside or distance != _offset(value, rows) - begin:
-                raise CaptureError(
-                    f"input '{value.name}'",
-                    expected=f"memory shared with '{self.inputs[members[0]].name}', as in the trace",
-                    got="memory elsewhere",
-                    rule="tensors that share memory are lowered as one",
-                    fix="use lowering='eager', and report this model",
-                )
-        length = _end(self.inputs[members[-1]], rows) - begin
-        return first.as_strided((length,), (1,), first.storage_offset())
-
-    def inputs_of(self, rows: Any, arguments: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The segment's inputs, made of the function's arguments; traced as part of the function."""
-        found: dict[int, torch.Tensor] = {}
-        for members, argument in zip(self.arguments, arguments, strict=True):
-            if len(members) == 1:
-                found[members[0]] = argument
-                continue
-            begin = _offset(self.inputs[members[0]], rows)
-            for member in members:
-                sizes, strides, offset = place_of(self.inputs[member], rows)
-                found[member] = argument.as_strided(sizes, strides, offset - begin)
-        return [found[position] for position in range(len(self.inputs))]
+        return cls(inputs, outputs, made, results)
 
     def results_of(
         self, rows: int, inputs: Sequence[torch.Tensor], made: Sequence[torch.Tensor]
@@ -181,10 +133,10 @@ class SegmentLayout:
                 groups.setdefault(result.group, []).append((value, result.index))
         found: dict[int, torch.Tensor] = {}
         for members in groups.values():
+            indices = [index for _, index in members]
             places = [place_of(value, rows) for value, _ in members]
-            for (_, index), copy in zip(members, in_one_memory(places, own[members[0][1]]), strict=True):
-                copy_elements(copy, own[index])
-                found[index] = copy
+            copies = copied_together(places, [own[index] for index in indices])
+            found.update(zip(indices, copies, strict=True))
         return found
 
 
@@ -202,48 +154,6 @@ def _laid_out(value: ValueSpec, rows: int, tensor: torch.Tensor) -> torch.Tensor
 
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
-
-
-def _arguments(
-    inputs: Sequence[ValueSpec], written: set[int], row_counts: Sequence[int]
-) -> tuple[tuple[int, ...], ...]:
-    groups: dict[int, list[int]] = {}
-    for position, value in enumerate(inputs):
-        # Inputs that nobody writes here may share memory unseen.
-        groups.setdefault(value.memory if value.memory in written else -1 - position, []).append(position)
-    return tuple(
-        tuple(members) if len(members) == 1 else _in_memory_order(members, inputs, row_counts)
-        for members in groups.values()
-    )
-
-
-def _in_memory_order(
-    members: Sequence[int], inputs: Sequence[ValueSpec], row_counts: Sequence[int]
-) -> tuple[int, ...]:
-    names = ", ".join(f"'{inputs[member].name}'" for member in members)
-    if len({inputs[member].dtype for member in members}) > 1:
-        raise Unlowerable(f"{names} share written memory under several dtypes")
-    first = _same_choice(min, lambda member, rows: _offset(inputs[member], rows), members, row_counts)
-    last = _same_choice(max, lambda member, rows: _end(inputs[member], rows), members, row_counts)
-    if first is None or last is None:
-        raise Unlowerable(f"{names} share written memory in an order that depends on the token count")
-    if first == last:  # it covers the others: named once, at both ends
-        return (first, *(member for member in members if member != first), first)
-    return (first, *(member for member in members if member not in (first, last)), last)
-
-
-def _same_choice(
-    choose: Callable[..., Any],
-    key: Callable[[int, int], int],
-    members: Sequence[int],
-    row_counts: Sequence[int],
-) -> int | None:
-    """The member that is chosen at each row count, or None where they differ."""
-    common = set(members)
-    for rows in row_counts:
-        best = choose(key(member, rows) for member in members)
-        common &= {member for member in members if key(member, rows) == best}
-    return min(common, default=None)
 
 
 def _results(

@@ -52,7 +52,7 @@ class CallBinder:
     def __init__(self, forward: Callable[..., Any], *, fills_defaults: bool = True) -> None:
         self.parameters = tuple(inspect.signature(forward).parameters.values())
         self.names = tuple(parameter.name for parameter in self.parameters)
-        written, returned = [], []
+        written, returned, given = [], [], []
         names: dict[str, Any] = {"_missing": MISSING, "_sorted": _sorted_keywords}
         for position, parameter in enumerate(self.parameters):
             kind, name = parameter.kind, parameter.name
@@ -61,6 +61,7 @@ class CallBinder:
                 is_plain = isinstance(parameter.default, PLAIN) and kind != parameter.POSITIONAL_ONLY
                 default = _Source(f"_default{position}" if is_plain and fills_defaults else "_missing")
                 names.setdefault(default, parameter.default)
+            given.append(names.get(default, MISSING))
             written.append(parameter.replace(default=default, annotation=parameter.empty))
             returned.append(f"_sorted({name})" if kind == parameter.VAR_KEYWORD else name)
         source = (
@@ -68,6 +69,8 @@ class CallBinder:
         )
         self.bind: Callable[..., tuple] = eval(source, names)
         self.bind.__qualname__ = "forward"  # a call that does not fit is told in forward's name
+        # Per parameter, what stands for an argument that was not passed.
+        self.given = tuple(given)
 
     def absent(self, bound: tuple) -> list[str]:
         """Names of the parameters that have no default and no value in this bound call."""

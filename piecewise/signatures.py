@@ -12,12 +12,13 @@ import torch
 from torch import nn
 
 from piecewise import torch_internals as internals
+from piecewise.assemble import CaptureContext as CaptureContext
 from piecewise.assemble import PlanAssembler, state_check_of
 from piecewise.call_rules import is_alike, matcher_of
 from piecewise.compiler import TracedModel, example_of_size, one_token_refusal, trace_model
 from piecewise.config import PiecewiseConfig
 from piecewise.faults import SegmentFault
-from piecewise.lowering import LoweredPlan, Lowering
+from piecewise.lowering import LoweredPlan
 from piecewise.plan import SegmentPlan
 from piecewise.progress import steps_bar
 from piecewise.report import BucketReport
@@ -26,23 +27,10 @@ from piecewise.streams import StreamSchedules
 from piecewise.structure import Namespace, build_source
 from piecewise.suspension import Suspended
 from piecewise.trace import ExampleCall
-from runners.buffers import StaticBuffers
 from runners.collector import paused_collector
-from runners.engine import GraphEngine, GraphPool
 from runners.state_check import StateChange, StateCheck
 from runners.stats import FallbackReason
 from runners.step_plan import StepPlan
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class CaptureContext:
-    """What all captures of one graphed model share."""
-
-    config: PiecewiseConfig
-    engine: GraphEngine
-    pool: GraphPool
-    buffers: StaticBuffers
-    lowering: Lowering
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -389,25 +377,15 @@ def _assembler_of(context: CaptureContext, signature: CapturedSignature, cut: Cu
     served = [size for size in context.config.buckets if plan.holds_at(size, leaves)]
     with signature.times.timed("lowering"):
         lowered = cut.lowered = context.lowering.lower(plan, served, traced.graphs)
-        schedules = StreamSchedules(
+        streams = StreamSchedules(
             plan, one_callable=lowered.one_callable, num_rows=max(served, default=0),
             num_streams=context.config.num_streams,
         )  # fmt: skip
+    metadata = [made.metadata for made in traced.step_metadata]
     cut.assembler = PlanAssembler(
-        plan,
-        functions=lowered.functions,
-        schedules=schedules,
-        leaves=leaves,
-        engine=context.engine,
-        pool=context.pool,
-        buffers=context.buffers,
-        check=check,
-        step_metadata=[made.metadata for made in traced.step_metadata],
-        warmup_steps=context.config.warmup_steps,
-        outputs=context.config.outputs,
-        strict=context.config.strict,
-        times=signature.times,
-    )
+        plan, context, functions=lowered.functions, streams=streams, leaves=leaves, check=check,
+        step_metadata=metadata, times=signature.times,
+    )  # fmt: skip
     return cut.assembler
 
 

@@ -29,7 +29,6 @@ from piecewise.normalize import module_path, source_line, target_name
 from piecewise.plan import (
     ComputedNumber,
     EagerReason,
-    FillReport,
     PaddedRows,
     Segment,
     SegmentPlan,
@@ -46,10 +45,8 @@ from runners.state_check import StateRef
 class Splitter:
     """One cut of one trace. `cut()` returns the plan."""
 
-    def __init__(
-        self, classifier: Classifier, *, num_dead_ops: int, keeps_own: Mapping[fx.Node, str]
-    ) -> None:
-        self.classifier, self.num_dead_ops = classifier, num_dead_ops
+    def __init__(self, classifier: Classifier, *, keeps_own: Mapping[fx.Node, str]) -> None:
+        self.classifier = classifier
         self.trace, self.facts, self.token = classifier.trace, classifier.facts, classifier.token
         self.graph = self.trace.graph.graph
         self.verdicts: dict[fx.Node, Verdict] = classifier.run()
@@ -242,8 +239,8 @@ class Splitter:
         return SegmentPlan(
             token_dim, values, segments, self.trace.result, self.trace.result_leaves,
             tuple(result_values), holds(check), symbols, self.trace.state_facts,
-            self._written_leaves(), self.num_dead_ops,
-            FillReport(self.fills.num_needless, tuple(self.fills.kept)),
+            self._written_leaves(),
+            dict(self.fills.found),
             step_memory=self._step_memory(), max_rows=self.classifier.rows.largest,
             metadata_leaves=frozenset(
                 p.leaf for p in self.trace.placeholders if "is_metadata" in p.node.meta

@@ -1,10 +1,7 @@
 """A graph segment's function with its independent branches on parallel lanes: the same ops in another order.
 
-    segment ─run on fakes─▶ aten graph ─what each op touches─▶ schedule ─▶ function(lanes, num_rows, *inputs)
-
 What an op touches is read from its schema and from the storages of its fakes; two inputs of the segment that
-share memory are one. Every tensor that is made or read between a fork and its join is an argument of the
-join, and thereby held until then (`runners/streams.py`).
+share memory are one.
 """
 
 from __future__ import annotations
@@ -94,13 +91,13 @@ def facts_of(
 def _facts(node: fx.Node, positions: Mapping[fx.Node, int], memories: Callable[[Any], set[int]]) -> OpFacts:
     takes = tuple(sorted(positions[each] for each in node.all_input_nodes if each in positions))
     given = [value_of(each) for each in node.all_input_nodes]
-    held, made = memories(_flat(given)), memories(value_of(node))
+    held, made = memories(given), memories(value_of(node))
     if not isinstance(node.target, OpOverload):
         # Constants, items of tuples and sizes; whatever else there is may do anything.
         is_known = node.op == "get_attr" or made <= held
         return OpFacts(takes, is_barrier=not is_known)
     args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), value_of)
-    written = memories(_flat(written_arguments(node.target, args, kwargs)))
+    written = memories(written_arguments(node.target, args, kwargs))
     if not written and made <= held:
         # A view or a size; or, where it returns nothing, a check.
         return OpFacts(takes, is_barrier=not node.target._schema.returns)
@@ -117,15 +114,9 @@ def is_heavy(op: OpOverload) -> bool:
     return op.overloadpacket in flop_registry or name.rstrip("_").endswith("mm")
 
 
-def _flat(value: Any) -> list[Any]:
-    return [item for each in value for item in _flat(each)] if isinstance(value, (tuple, list)) else [value]
-
-
 def _num_bytes(values: Sequence[Any]) -> int:
     """Bytes of all tensors, at the row count of the trace."""
-    return sum(
-        internals.size_hint(tensor.numel()) * tensor.element_size() for tensor in tensors_in(_flat(values))
-    )
+    return sum(internals.size_hint(tensor.numel()) * tensor.element_size() for tensor in tensors_in(values))
 
 
 def _on_lanes(graph: fx.Graph, nodes: Sequence[fx.Node], made: StreamSchedule) -> fx.Graph:

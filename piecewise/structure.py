@@ -1,12 +1,9 @@
 """Nested arguments and results: taken apart once, then matched and rebuilt by generated straight-line code.
 
-A generic pytree walk costs 5 to 15 µs on every call. The structure of a call never changes between captured
-calls, so it is walked once: `flatten_structure` gives a `Structure` (a tree of frozen nodes) and its leaves,
-and the two generators turn that tree into Python source: an expression that builds the object again, and the
-lines that check another object against it while they pull its leaves out.
-
-Leaves are tensors and ints (an int may follow the token count or the metadata; bools are constants).
-Everything else is a constant: plain values are compared by equality, other objects by identity.
+`flatten_structure` gives a `Structure` (a tree of frozen nodes) and its leaves, and two generators turn that
+tree into Python source: an expression that builds the object again, and the lines that check another object
+against it while they pull its leaves out. Leaves are tensors and ints (an int may follow the token count or
+the metadata; bools are constants). Other plain values are compared by equality, other objects by identity.
 """
 
 from __future__ import annotations

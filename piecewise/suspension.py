@@ -1,9 +1,7 @@
 """What a suspended signature keeps, and whether its traces still hold when graphs are wanted again.
 
-While graphs exist, a changed address makes them wrong, and the recorded tensors are held. A trace needs less:
-the same kinds of tensors, tied and sharing memory as before, and the Python state that it read. So a trainer
-may move weights away and back, or bind new ones, and the graphs are captured again without a new trace;
-nothing of the old weights is held meanwhile.
+A trace needs less than graphs do: the same kinds of tensors, tied and sharing memory as before, and the
+Python state that it read. Nothing of the old weights is held meanwhile.
 """
 
 from __future__ import annotations

@@ -2,39 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch._ops import OpOverload
 
+from runners.tensors import map_tensors, tensors_in
+
+__all__ = ["bound_arguments", "map_tensors", "storage_of", "tensors_in", "written_arguments"]
+
 
 def storage_of(tensor: torch.Tensor) -> int:
     """Identity of the memory behind a (fake) tensor."""
     return tensor.untyped_storage()._cdata
-
-
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors of a value, in order; tuples and lists are looked into."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from tensors_in(item)
-
-
-def map_tensors(value: Any, function: Callable[[torch.Tensor], Any]) -> Any:
-    """`value` with each tensor in its lists, tuples and dicts replaced by `function` of it."""
-    if isinstance(value, torch.Tensor):
-        return function(value)
-    if isinstance(value, dict):
-        return {key: map_tensors(item, function) for key, item in value.items()}
-    if isinstance(value, (tuple, list)):
-        items = [map_tensors(item, function) for item in value]
-        if hasattr(value, "_fields"):
-            return type(value)(*items)
-        return type(value)(items) if type(value) in (tuple, list) else tuple(items)
-    return value
 
 
 def bound_arguments(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:

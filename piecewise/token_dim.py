@@ -1,10 +1,4 @@
-"""Which symbol is the token count.
-
-Never "the first SymInt" and never an argument's name: boundary ops are called on tokens, so the symbol is
-the one that their arguments carry. A declared `token_args` dim decides; without one it is the symbol
-common to what the op writes and forward allocated (its `out`), as parameters, KV pools and metadata are
-written but not allocated in forward.
-"""
+"""Which symbol is the token count: never "the first SymInt", never an argument's name; see docs/DESIGN.md."""
 
 from __future__ import annotations
 

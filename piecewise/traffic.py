@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from runners.buckets import MAX_BUCKET
-from runners.errors import ConfigError
+from runners.errors import ConfigError, short
 
 Ints = NDArray[np.int64]
 
@@ -252,7 +252,7 @@ def _json_lines(path: Path, file: TextIO, column: str | None) -> Iterator[_Row]:
         except (ValueError, RecursionError) as error:
             raise _wrong(path, line, "a JSON object", str(error)[:100] or "deep nesting") from error
         if not isinstance(row, dict):
-            raise _wrong(path, line, "a JSON object", _short(row))
+            raise _wrong(path, line, "a JSON object", short(row))
         names = _TOKEN_NAMES if column is None else (column,)
         name = next((name for name in names if name in row), None)
         if name is None:
@@ -344,7 +344,7 @@ def _recorded(path: Path, file: TextIO) -> Requests:
         content = json.load(file)
         pairs = content["counts"]
         if content["format"] != RECORDED_FORMAT or content["version"] != 1:
-            raise ValueError(f"format {_short(content['format'])}, version {_short(content['version'])}")
+            raise ValueError(f"format {short(content['format'])}, version {short(content['version'])}")
         sizes = np.array([_count(path, None, size) for size, _ in pairs], np.int64)
         counts = np.array([_count(path, None, count, most=2**48) for _, count in pairs], np.int64)
     except (ValueError, KeyError, TypeError, RecursionError) as error:
@@ -365,7 +365,7 @@ def _count(path: Path, line: int | None, value: Any, *, most: int = MAX_BUCKET) 
     else:
         number = value if isinstance(value, int) and not isinstance(value, bool) else None
     if number is None or not 0 <= number <= most:
-        raise _wrong(path, line, f"a whole number from 0 to {most}", _short(value))
+        raise _wrong(path, line, f"a whole number from 0 to {most}", short(value))
     return number
 
 
@@ -376,15 +376,15 @@ def _seconds(path: Path, line: int, value: Any, *, in_ms: bool) -> float:
             return datetime.fromisoformat(value.strip()[:26]).timestamp()
         seconds = float(value) / (1000 if in_ms else 1)
     except (ValueError, TypeError, OverflowError) as error:
-        raise _wrong(path, line, "a time", _short(value)) from error
+        raise _wrong(path, line, "a time", short(value)) from error
     if not np.isfinite(seconds):
-        raise _wrong(path, line, "a finite time", _short(value))
+        raise _wrong(path, line, "a finite time", short(value))
     return seconds
 
 
 def _hashes(path: Path, line: int, value: Any) -> list[int]:
     if not isinstance(value, list) or not all(isinstance(each, int) for each in value):
-        raise _wrong(path, line, "hash_ids, a list of ints", _short(value))
+        raise _wrong(path, line, "hash_ids, a list of ints", short(value))
     return value
 
 
@@ -396,10 +396,3 @@ def _wrong(path: Path, line: int | None, expected: str, got: str, fix: str | Non
         rule=_RULE,
         fix=fix or "correct the line, or say what the file is with --traffic-format and --column",
     )
-
-
-def _short(value: object) -> str:
-    text = (
-        f"an int of {value.bit_length()} bits" if isinstance(value, int) and value > 2**128 else repr(value)
-    )
-    return text if len(text) <= 60 else text[:60] + "..."

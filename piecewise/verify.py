@@ -1,11 +1,7 @@
 """Is graphed what eager is? Each captured bucket at the sizes around its edge, with poison where padding is.
 
-For each size, from the same state, inputs and random numbers:
-
-    eager     the model itself
-    padded    the plan on padded rows, with a call of each graph segment's function in place of its graph
-    replays   as served; then with NaN (tape), +1e4, -1e4 and shuffled real rows in every padded row
-
+For each size the model itself, the plan on padded rows with a call of each graph segment's function in place
+of its graph, and replays with several paddings run from the same state, inputs and random numbers.
 docs/DESIGN.md says what is compared and how a fault is told from another. All is put back afterwards, and no
 call is counted.
 """
@@ -151,7 +147,6 @@ class _SizeVerifier:
         self.tolerance = _tolerance_for(served.plan, num_tokens, self.device)
         self.watched = self._find_watched()
         self.before = {name: stored(tensor) for name, tensor in self.watched.items()}
-        self._random = _random_state(self.device)
 
     def _find_watched(self) -> dict[str, torch.Tensor]:
         """By name: inputs, state that the plan writes, and all tensors of the model but its parameters."""
@@ -180,15 +175,14 @@ class _SizeVerifier:
         engine = self.graphed._graphs.engine_name
         poisons = poisons_for(engine, is_padded=self.num_tokens < self.bucket)
         runs = [WITHOUT_GRAPHS, *poisons]
-        with unchanged_random_state(self.device):
-            try:
-                eager = Outcome.of(lambda: self.graphed._forward(*args, **kwargs), self.watched)
-                served, difference = self._compare_runs(runs, eager)
-                identical = served is not None and not eager.differing(served, None)
-            except StateChanged as changed:
-                return SizeCheck(self.num_tokens, self.bucket, changed.change.kind)
-            finally:
-                self.restore()
+        try:
+            eager = self._outcome_of(lambda: self.graphed._forward(*args, **kwargs))
+            served, difference = self._compare_runs(runs, eager)
+            identical = served is not None and not eager.differing(served, None)
+        except StateChanged as changed:
+            return SizeCheck(self.num_tokens, self.bucket, changed.change.kind)
+        finally:
+            self.restore()
         dtypes = {x.dtype for x in [*eager.leaves, *eager.watched.values()] if isinstance(x, torch.Tensor)}
         floats = sorted((d for d in dtypes if d.is_floating_point or d.is_complex), key=str)
         return SizeCheck(
@@ -219,11 +213,10 @@ class _SizeVerifier:
         return served, None
 
     def restore(self) -> None:
-        """Puts inputs, state and random numbers back to what they were."""
+        """Puts inputs and state back to what they were; random numbers are, after each run."""
         for name, tensor in self.watched.items():
             if not has_same_bits(tensor, self.before[name]):
                 copy_elements(tensor, self.before[name])
-        _set_random_state(self.device, self._random)
 
     def _prepare(self, poison: Poison) -> None:
         """Makes all as before the call, but for static memory, which is overwritten."""
@@ -233,7 +226,11 @@ class _SizeVerifier:
 
     def _outcome(self, run: Poison) -> Outcome:
         self._prepare(run)
-        return Outcome.of(lambda: self.signature.rebuild(self._leaves(run)), self.watched)
+        return self._outcome_of(lambda: self.signature.rebuild(self._leaves(run)))
+
+    def _outcome_of(self, call: Callable[[], Any]) -> Outcome:
+        with unchanged_random_state(self.device):
+            return Outcome.of(call, self.watched)
 
     def _leaves(self, run: Poison) -> list[Any]:
         if run is AS_SERVED:
@@ -325,15 +322,3 @@ def _tolerance_for(plan: SegmentPlan, num_tokens: int, device: torch.device) -> 
     has_tf32 = device.type == "cuda" and torch.backends.cuda.matmul.allow_tf32
     segments = len(plan.graph_segments())
     return Tolerance(reduction_length(weights, num_tokens), segments, has_tf32)
-
-
-def _random_state(device: torch.device) -> list[torch.Tensor]:
-    """The states of the generators that a call may draw from."""
-    states = [torch.get_rng_state()]
-    return [*states, torch.cuda.get_rng_state(device)] if device.type == "cuda" else states
-
-
-def _set_random_state(device: torch.device, states: Sequence[torch.Tensor]) -> None:
-    torch.set_rng_state(states[0])
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(states[1], device)

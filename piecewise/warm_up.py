@@ -1,14 +1,8 @@
 """Runs each segment ahead of its capture, on stand-in values, with poison in the padded rows [I3, I8].
 
-Three runs per graph segment, on the same real rows and other padding: what was proven for each op has to
-hold for the segment as it was lowered, so the real rows of its results must be the same bits. Padded rows
-hold what the proof allows them (`poison.py`).
-
-Boundary ops between graphs are not called; what they write is filled with random real rows and poison. Those
-in graphs run on a step of zero sequences (`boundary_warm_up.py`). Eager segments are called, on the real
-rows and on copies of what belongs to the caller: what they make is often an index or an offset (a
-permutation, an expert's range), for which no made-up value would do. One that fails on stand-in values is
-left out, and what it makes is stood in for too.
+Several runs per graph segment, on the same real rows and other padding: what was proven for each op has to
+hold for the segment as it was lowered, so the real rows of its results must be the same bits. docs/DESIGN.md
+says what is run of the segments between graphs, and what is made up.
 """
 
 from __future__ import annotations
@@ -24,7 +18,6 @@ from piecewise.faults import SegmentFault, are_same, checked_indices, real_resul
 from piecewise.plan import Segment, SegmentPlan, ValueSpec
 from piecewise.poison import anything, poison_padding_
 from piecewise.row_samples import resize_leaf, stand_in
-from piecewise.streams import StreamForms
 from runners.errors import CaptureError, told
 from runners.piecewise_runner import PiecewiseRunner
 from runners.rows import has_strides, narrow_to, padded_parts, repeat_row_
@@ -42,10 +35,10 @@ class WarmUp:
         *,
         leaves: Sequence[Any],
         num_steps: int,
-        streams: StreamForms,
+        function_for: Callable[[Segment, int], Callable[..., Sequence[Any]]],
     ) -> None:
         self.plan, self.runners, self.leaves, self.num_steps = plan, runners, tuple(leaves), num_steps
-        self.streams = streams
+        self.function_for = function_for
         self.last_use = last_uses(plan)
         self._warmed_up: set[tuple[Any, ...]] = set()
 
@@ -74,8 +67,6 @@ class WarmUp:
                     outputs: Sequence[torch.Tensor] = segment.function(bucket, *arguments)
                 else:
                     outputs = self._warm_up_segment(segment, bucket, real_rows, arguments)
-                    if (on_lanes := self.streams.form_for(segment, bucket)) is not None:
-                        outputs = self._warm_up_segment(segment, bucket, real_rows, arguments, form=on_lanes)
                 made.update(zip(segment.outputs, outputs, strict=True))
             for index in [index for index in made if self.last_use[index] <= position]:
                 del made[index]
@@ -158,16 +149,14 @@ class WarmUp:
         bucket: int,
         real_rows: int,
         arguments: Sequence[torch.Tensor],
-        *,
-        form: Callable[..., Sequence[Any]] | None = None,
     ) -> Sequence[torch.Tensor]:
-        """Runs a segment's function, or another form of it, with one padding after the other."""
+        """Runs what serves a segment with one padding after the other."""
         runner, values = self.runners[segment.index], self.plan.values
         taken = [(values[index], tensor) for index, tensor in zip(segment.inputs, arguments, strict=True)]
         written = [(tensor, tensor.clone()) for value, tensor in taken if value.memory in segment.writes]
         first: dict[int, torch.Tensor] = {}
         outputs: Sequence[torch.Tensor] = ()
-        function = form or runner.function
+        function = self.function_for(segment, bucket)
         own = function is segment.own_function
         for step in range(self.num_steps):
             for tensor, before in written:
@@ -182,7 +171,7 @@ class WarmUp:
                         for tensor, before in written:
                             tensor.copy_(before)
                     with checked_indices(arguments) if own else nullcontext():
-                        outputs = runner.warm_up(bucket, arguments, fn=form)
+                        outputs = runner.warm_up(bucket, arguments, fn=function)
                 rows = real_results(segment, values, outputs, real_rows)
                 if step == 0:
                     first = {index: row.clone() for index, row in rows.items()}

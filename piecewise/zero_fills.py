@@ -1,22 +1,14 @@
-"""Which memory of `empty*` a graph fills with zeros [I2].
-
-Eager's `empty` holds garbage wherever nobody writes, and the rules of rows hold whatever padded rows hold. So
-none needs a fill for the sake of real rows, but for those who look at other rows:
-
-* integers that an op between graphs writes, as far as real rows go: padded ones may be an index further on;
-* an op that is not torch's, or a captured boundary op, inside of which nobody can look;
-* warm-ups and `verify`, which compare what a segment hands on: memory that it has written in part.
-"""
+"""Which memory of `empty*` a graph fills with zeros [I2]: docs/DESIGN.md says for whose sake."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 
 from torch import fx
 
 from piecewise.aliases import NodeFacts, fakes_of
 from piecewise.normalize import target_name
-from piecewise.plan import KeptFill
 from piecewise.tensors import storage_of
 
 
@@ -25,6 +17,8 @@ class ZeroFills:
 
     Args:
         kinds: what each call node runs as, such as "graph".
+    Attributes:
+        found: see `SegmentPlan.fills`.
     """
 
     def __init__(
@@ -39,8 +33,7 @@ class ZeroFills:
                 read = [argument for argument in fact.reads if argument not in fact.writes]
                 told = f"{target_name(node)} reads it, which is no op of torch"
                 self._readers.update(dict.fromkeys(map(storage_of, fakes_of(read)), told))
-        self.num_needless = 0
-        self.kept: list[KeptFill] = []
+        self.found: Counter[str] = Counter()
 
     def needs(self, node: fx.Node, *, segment: Sequence[fx.Node], leaving: Collection[int]) -> bool:
         """Whether the `empty*` node of a graph segment is to start as zeros; counted for the report.
@@ -59,8 +52,5 @@ class ZeroFills:
             reason = "it holds integers, which may be indices"
         elif any(fact.boundary is None for fact in writers):
             reason = reason or "ops of its own segment write a part of it"
-        if reason is None:
-            self.num_needless += 1
-            return False
-        self.kept.append(KeptFill(node.name, reason))
-        return True
+        self.found[reason or "needless"] += 1
+        return reason is not None

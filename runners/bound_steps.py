@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
+from runners.rows import Place, num_spanned
 from runners.state_check import StateChange, StateCheck, StateRef
 
 
@@ -168,7 +169,6 @@ class Dense:
 
     positions: tuple[int, ...]
     rows: torch.Tensor
-    sizes: tuple[int, ...]
     strides: tuple[int, ...]
     written: bool
 
@@ -188,7 +188,7 @@ class Call:
         arguments = self.arguments.copy()  # the held list must not keep the caller's tensors alive
         for position, slot in self.from_env:
             arguments[position] = env[slot]
-        copies = [_dense_copy(item) for item in self.dense]
+        copies = [own_copy(item.rows, item.strides) for item in self.dense]
         for item, dense in zip(self.dense, copies, strict=True):
             for position in item.positions:
                 arguments[position] = dense
@@ -202,25 +202,18 @@ class Call:
             self.copies.replay(env)
 
 
-class RepeatedOp(Protocol):
-    """An op that is ready for calls that look like an earlier one."""
-
-    @property
-    def function(self) -> Callable[..., object]:
-        """To be read anew for each call."""
-
-
 @dataclass(frozen=True, slots=True)
 class DirectCall:
     """An op's call without the segment's function around it.
 
     Attributes:
-        bind: the op's arguments of a call that was served → the op, ready for more of them.
+        bind: the op's arguments of a call that was served → the op, ready for more of them: its attribute
+            `function`, to be read anew for each.
         arguments: the op's, None where `places` has them.
         places: (argument, index of the segment's input).
     """
 
-    bind: Callable[..., RepeatedOp]
+    bind: Callable[..., Any]
     arguments: tuple[Any, ...]
     places: tuple[tuple[int, int], ...]
 
@@ -230,7 +223,7 @@ class OpCall(Call):
     """A boundary op whose arguments look the same at each call of this row count: bound after the first."""
 
     direct: DirectCall
-    op: RepeatedOp | None = None
+    op: Any = None
     held: list[Any] = field(default_factory=list)
     op_from_env: list[tuple[int, int]] = field(default_factory=list)
 
@@ -265,14 +258,12 @@ class OpCall(Call):
 @dataclass(frozen=True, slots=True)
 class CopiedResult:
     """One result in the memory of its group: `rows` of static memory, or where that is None, the value in
-    `source`; `sizes`, `strides` and `offset` are those of eager's own tensor."""
+    `source`; `place` is that of eager's own tensor."""
 
     target: int
     rows: torch.Tensor | None
     source: int
-    sizes: tuple[int, ...]
-    strides: tuple[int, ...]
-    offset: int
+    place: Place
 
 
 @dataclass(slots=True)
@@ -280,16 +271,23 @@ class CopyOut:
     """Copies results that share memory into memory of the caller's own, where they share it again [I7]."""
 
     results: list[CopiedResult]
-    num_elements: int
 
     def replay(self, env: list[Any]) -> None:
-        memory: torch.Tensor | None = None
-        for item in self.results:
-            value = env[item.source] if item.rows is None else item.rows
-            if memory is None:
-                memory = torch.empty(self.num_elements, dtype=value.dtype, device=value.device)
-            env[item.target] = memory.as_strided(item.sizes, item.strides, item.offset)
-            copy_elements(env[item.target], value)
+        values = [env[item.source] if item.rows is None else item.rows for item in self.results]
+        copies = copied_together([item.place for item in self.results], values)
+        for item, copy in zip(self.results, copies, strict=True):
+            env[item.target] = copy
+
+
+def copied_together(places: Sequence[Place], tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Copies of tensors of one dtype in one new memory, at these places from the first element taken."""
+    begin = min(offset for _, _, offset in places)
+    end = max(offset + num_spanned(sizes, strides) for sizes, strides, offset in places)
+    memory = torch.empty(end - begin, dtype=tensors[0].dtype, device=tensors[0].device)
+    copies = [memory.as_strided(sizes, strides, offset - begin) for sizes, strides, offset in places]
+    for copy, tensor in zip(copies, tensors, strict=True):
+        copy_elements(copy, tensor)
+    return copies
 
 
 def copy_elements(target: torch.Tensor, source: torch.Tensor) -> None:
@@ -305,8 +303,3 @@ def own_copy(rows: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
     copied = torch.empty_strided(rows.shape, strides, dtype=rows.dtype, device=rows.device)
     copy_elements(copied, rows)
     return copied
-
-
-def _dense_copy(item: Dense) -> torch.Tensor:
-    dense = torch.empty_strided(item.sizes, item.strides, dtype=item.rows.dtype, device=item.rows.device)
-    return dense.copy_(item.rows)

@@ -10,7 +10,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from runners.errors import ConfigError
+from runners.errors import ConfigError, short, shown
 
 # Every bucket costs a capture and its static buffers; a list this long is a mistake, not a plan.
 MAX_NUM_BUCKETS = 4096
@@ -23,6 +23,7 @@ SIZES_FIX = "list each token count once, from small to large, such as [64, 128, 
 _RULE = "buckets are whole token counts from 1 up, strictly ascending"
 
 
+@dataclass(frozen=True, slots=True)
 class TokenBuckets:
     """An ascending set of token counts with a search that never picks a bucket smaller than the call.
 
@@ -35,20 +36,15 @@ class TokenBuckets:
             a duplicate or out of order; the message names the entry and its position.
     """
 
-    __slots__ = ("_sizes",)
+    sizes: Sequence[int]
 
-    def __init__(self, sizes: Sequence[int]) -> None:
-        self._sizes = checked_sizes(sizes)
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """The buckets, ascending."""
-        return self._sizes
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "sizes", checked_sizes(self.sizes))
 
     @property
     def max(self) -> int:
         """The largest bucket; calls with more tokens run eagerly."""
-        return self._sizes[-1]
+        return self.sizes[-1]
 
     def bucket_for(self, num_tokens: int) -> int | None:
         """The smallest bucket that holds `num_tokens`, in O(log buckets).
@@ -63,8 +59,8 @@ class TokenBuckets:
             if num_tokens < 0:
                 raise ValueError(f"num_tokens: expected 0 or more, got {num_tokens}")
             return None
-        index = bisect_left(self._sizes, num_tokens)
-        return self._sizes[index] if index < len(self._sizes) else None
+        index = bisect_left(self.sizes, num_tokens)
+        return self.sizes[index] if index < len(self.sizes) else None
 
     def range_for(self, bucket: int) -> tuple[int, int]:
         """The token counts that `bucket` serves, as (lowest, highest), both inclusive.
@@ -72,28 +68,19 @@ class TokenBuckets:
         Raises:
             ConfigError: `bucket` is not a member of `sizes`.
         """
-        index = bisect_left(self._sizes, bucket)
-        if index == len(self._sizes) or self._sizes[index] != bucket:
+        index = bisect_left(self.sizes, bucket)
+        if index == len(self.sizes) or self.sizes[index] != bucket:
             raise ConfigError(
                 f"bucket {bucket}",
-                expected=f"one of {list(self._sizes)}",
+                expected=f"one of {list(self.sizes)}",
                 got=str(bucket),
                 rule="only listed buckets have a range",
                 fix="ask bucket_for(num_tokens) which bucket serves a call",
             )
-        return (self._sizes[index - 1] + 1 if index else 1), bucket
+        return (self.sizes[index - 1] + 1 if index else 1), bucket
 
     def __len__(self) -> int:
-        return len(self._sizes)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, TokenBuckets) and self._sizes == other._sizes
-
-    def __hash__(self) -> int:
-        return hash(self._sizes)
-
-    def __repr__(self) -> str:
-        return f"TokenBuckets({list(self._sizes)})"
+        return len(self.sizes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +95,7 @@ class SizeProblem:
 def find_problems(sizes: object, *, max_listed: int = 16) -> list[SizeProblem]:
     """Everything that keeps `sizes` from being a valid bucket list, in its order; at most `max_listed`."""
     if not isinstance(sizes, (list, tuple, range)):
-        return [SizeProblem("", "a list of ints", f"{_short(sizes)} ({type(sizes).__name__})")]
+        return [SizeProblem("", "a list of ints", shown(sizes))]
     if len(sizes) == 0:
         return [SizeProblem("", "at least one token count", "an empty list")]
     if len(sizes) > MAX_NUM_BUCKETS:
@@ -131,9 +118,9 @@ def find_problems(sizes: object, *, max_listed: int = 16) -> list[SizeProblem]:
 def _size_problem(part: str, size: object, *, last: int, seen: set[int]) -> SizeProblem | None:
     # bool is an int to Python, but True is not a token count.
     if not isinstance(size, int) or isinstance(size, bool):
-        return SizeProblem(part, "an int", f"{_short(size)} ({type(size).__name__})")
+        return SizeProblem(part, "an int", shown(size))
     if not 1 <= size <= MAX_BUCKET:
-        return SizeProblem(part, f"1 to {MAX_BUCKET}", _short(size))
+        return SizeProblem(part, f"1 to {MAX_BUCKET}", short(size))
     if size <= last:
         what = "again (a duplicate)" if size in seen else "(out of order)"
         return SizeProblem(part, f"more than {last}", f"{size} {what}")
@@ -157,11 +144,3 @@ def checked_sizes(sizes: object) -> tuple[int, ...]:
         )
     assert isinstance(sizes, (list, tuple, range))
     return tuple(sizes)
-
-
-def _short(value: object, max_chars: int = 60) -> str:
-    # An int of more than 4300 digits has no repr, and the user's text may be megabytes.
-    if isinstance(value, int) and value.bit_length() > 128:
-        return f"an int of {value.bit_length()} bits"
-    text = repr(value) if not isinstance(value, (str, bytes)) else repr(value[:max_chars])
-    return text if len(text) <= max_chars + 3 else text[:max_chars] + "..."

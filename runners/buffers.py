@@ -1,8 +1,7 @@
 """Static buffers: memory at a fixed address that graphs read their inputs from.
 
 One storage per value for all buckets: the largest bucket, which is captured first, decides its size, and
-the smaller ones look at its beginning. Padded rows repeat a real row when a graph runs: what is a valid index
-there is one here [I2].
+the smaller ones look at its beginning.
 """
 
 from __future__ import annotations

@@ -1,29 +1,21 @@
 """The graph engine of CUDA devices: the only user of `torch.cuda.CUDAGraph`.
 
-`torch.cuda.graph` is not used. Its entry waits for the device, collects garbage and empties the caches,
-once per segment; its exit leaves torch in capture mode where a capture has failed. Here, for one segment:
-
-    stream    caller's ─┐                                              ┌─ caller's
-                        └ capture_begin · fn · capture_end · instantiate ┘
-    gc        on          off ............................... off         as before
+`torch.cuda.graph` is not used. Its entry waits for the device, collects garbage and empties the caches, once
+per segment; its exit leaves torch in capture mode where a capture has failed. Here:
 
 * Captures are thread-local, so other threads may allocate, free and wait meanwhile. torch keeps its default
   generator in capture mode for as long, which would make their random ops fail: the capture is begun with a
-  scratch generator in its place.
-* One capture at a time in the process: gc is switched off for all threads, and torch keeps one generator
-mode.
+  scratch generator in its place. gc is off, for all threads, so there is one capture at a time.
 * A capture that fails is ended, whatever state CUDA left it in (`cuda_driver.py`), its graph reset and its
   memory given back to the pool. What went wrong is told in words (`cuda_faults.py`).
 * A graph without nodes is right for a function that makes views only. Where the function did work, its
-kernels
-  went to another stream, and each replay would miss them: an error.
+  kernels went to another stream, and each replay would miss them: an error.
 
 Memory is `cuda_pool.py`'s business. Random ops may be refused: segments have none.
 """
 
 from __future__ import annotations
 
-import statistics
 import threading
 import traceback
 import warnings
@@ -43,11 +35,11 @@ from runners.cuda_pool import CudaPool
 from runners.engine import CapturedGraph, check_can_capture, checked_outputs
 from runners.errors import CaptureError, ConfigError
 from runners.mode import capture_of, capturing
-from runners.readbacks import refused, source_line, tensors_in
+from runners.readbacks import refused, source_line
+from runners.tensors import tensors_in
 
 # gc and torch's generator mode belong to the process, and so does this.
 _one_at_a_time = threading.RLock()
-_ROUNDS = 11  # of a measurement
 
 
 class CudaGraph(CapturedGraph):
@@ -66,11 +58,6 @@ class CudaGraph(CapturedGraph):
         self._pool, self._graph = pool, graph
         # Past the wrapper's Python.
         self._launch: Callable[[], None] = partial(torch._C._CUDAGraph.replay, graph)
-
-    @property
-    def device(self) -> torch.device:
-        """Where it runs."""
-        return self._pool.device
 
     def replay(self) -> None:
         """Launches the graph on the caller's current stream."""
@@ -93,50 +80,12 @@ class CudaEngine:
 
     name = "cuda"
 
-    def measure(self, graphs: Sequence[Any]) -> list[float]:
-        """Median microseconds of one replay of each graph on the current stream; waits for the device.
-
-        The graphs take turns, in one order and then the other, so that a drift of the clocks meets all of
-        them. Before each replay the second-level cache is overwritten: in a whole model, a segment's weights
-        come from memory. That write also keeps the device busy until the host has issued the replay and both
-        events.
-        """
-        device = graphs[0].device
-        with torch.cuda.device(device):
-            cache_bytes = torch.cuda.get_device_properties(device).L2_cache_size
-            spoiler = torch.empty(2 * cache_bytes, dtype=torch.uint8, device=device)
-            pairs: list[list[tuple[torch.cuda.Event, torch.cuda.Event]]] = [[] for _ in graphs]
-            for turn in range(1 + _ROUNDS):
-                numbered = list(zip(graphs, pairs, strict=True))
-                for graph, noted in numbered if turn % 2 else numbered[::-1]:
-                    began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                    spoiler.fill_(turn)
-                    began.record()
-                    graph.replay()
-                    ended.record()
-                    noted.append((began, ended))
-            torch.cuda.synchronize(device)
-            # The first replay of a graph uploads it.
-            times = [[a.elapsed_time(b) * 1e3 for a, b in noted[1:]] for noted in pairs]
-            del spoiler
-            # While a bucket is captured, the allocator gives nothing back by itself.
-            torch.cuda.empty_cache()
-        return list(map(statistics.median, times))
-
     def new_pool(self, device: torch.device) -> CudaPool:
-        """An empty pool on `device`.
+        """An empty pool on `device`, a CUDA device.
 
         Raises:
-            ConfigError: `device` is no CUDA device, or torch was told to use another allocator.
+            ConfigError: torch was told to use another allocator.
         """
-        if torch.device(device).type != "cuda" or not torch.cuda.is_available():
-            raise ConfigError(
-                f"field 'engine', device {device}",
-                expected="a CUDA device",
-                got=str(device),
-                rule="CUDA graphs hold work of a CUDA device",
-                fix="move the model to a CUDA device, or use engine='tape'",
-            )
         torch.cuda.init()
         backend = torch.cuda.get_allocator_backend()
         if backend != "native":
@@ -289,7 +238,7 @@ def _is_work(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: A
     given = list(tensors_in((*args, *kwargs.values())))
     if func._schema.is_mutable:
         return any(tensor.numel() for tensor in given)
-    made = list(tensors_in(result if isinstance(result, (tuple, list)) else (result,)))
+    made = list(tensors_in(result))
     if func.namespace != "aten" and not made:
         return True
     held = {tensor.untyped_storage()._cdata for tensor in given}

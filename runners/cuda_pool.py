@@ -1,15 +1,10 @@
 """The memory of CUDA graphs: one private pool per graphed module, reused by every bucket [I9].
 
 What torch's allocator hands out during a capture belongs to the graph's private pool, and a block is free for
-the next capture as soon as no tensor holds it. So who holds an output decides what is reused:
-
-    segment 0     segment 1     segment 2      end_bucket      next bucket
-    out: held ─── read ──────── dead: freed ─┐                 from the first byte again
-                                             └─ reused by segment 3
-
-Callers are given *aliases*: tensors at the output's address that own nothing. The pool alone holds the
-owners: until `keep_only` says that nobody reads an output any more, and for all others until the bucket
-ends. Graphs of one pool replay one after the other, in the order of their capture, so reuse is safe.
+the next capture as soon as no tensor holds it. So callers are given *aliases*, tensors at the output's
+address that own nothing, and the pool alone holds the owners: until `keep_only` says that nobody reads an
+output any more, and for all others until the bucket ends. Graphs of one pool replay one after the other, in
+the order of their capture, so reuse is safe.
 
 cuBLAS keeps a workspace per stream. It is dropped before a bucket and after it, so that it is allocated
 inside the bucket's first capture, from the pool: whoever drops torch's workspaces later (`torch.compile`

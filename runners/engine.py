@@ -58,10 +58,6 @@ class CapturedGraph:
         )
 
 
-# Median microseconds of a replay of each graph, which take turns.
-Measure = Callable[[Sequence[CapturedGraph]], Sequence[float]]
-
-
 class GraphPool:
     """Memory that the graphs of one module share, all buckets and signatures [I9].
 
@@ -153,11 +149,6 @@ class GraphEngine(Protocol):
     @property
     def name(self) -> str:
         """The engine's name in a configuration."""
-        ...
-
-    @property
-    def measure(self) -> Measure | None:
-        """Times graphs that do the same; None where a replay's time says nothing."""
         ...
 
     def new_pool(self, device: torch.device) -> GraphPool:

@@ -64,3 +64,17 @@ def told(error: BaseException) -> str:
     """An error of any kind in one line: its class and the first line of its text, 300 characters at most."""
     first = (str(error).strip().splitlines() or [""])[0]
     return f"{type(error).__name__}: {first[:300]}"
+
+
+def short(value: object, max_chars: int = 60) -> str:
+    """A user's value as text, short whatever it is: an int of more than 4300 digits has no repr, and a text
+    may be megabytes."""
+    if isinstance(value, int) and value.bit_length() > 128:
+        return f"an int of {value.bit_length()} bits"
+    text = repr(value[: max_chars + 1] if isinstance(value, (str, bytes, list, tuple)) else value)
+    return text if len(text) <= max_chars else text[:max_chars] + "..."
+
+
+def shown(value: object) -> str:
+    """`value`, short, and its type."""
+    return f"{short(value, 80)} ({type(value).__name__})"

@@ -15,7 +15,7 @@ import linecache
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from types import FrameType
@@ -28,6 +28,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from runners.errors import CaptureError
+from runners.tensors import tensors_in
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,15 +88,6 @@ _CROSSING_OPS = frozenset({"aten::copy_", "aten::_to_copy", "aten::copy", "aten:
 _INDEX_PUT_OPS = frozenset(
     {"aten::index_put", "aten::index_put_", "aten::_index_put_impl_", "aten::_unsafe_index_put"}
 )
-
-
-def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
-    """The tensors among op arguments or results, lists included."""
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from tensors_in(value)
 
 
 @cache

@@ -7,8 +7,8 @@ return an argument without saying so.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import cache, partial
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,9 +24,9 @@ from runners.readbacks import (
     Watch,
     WatchedOps,
     decomposes,
-    tensors_in,
 )
 from runners.rows import num_spanned
+from runners.tensors import map_tensors, tensors_in
 
 _EMPTY_OPS = frozenset(
     f"aten::{name}"
@@ -41,10 +41,8 @@ _CONSTANT_OPS = frozenset(
 )
 
 
-# Where a tensor stands in a result of tuples and lists.
-_Path = tuple[int, ...]
-# A tensor of a result, and the recorded tensor that takes its place.
-_Output = tuple[_Path, Tensor, Tensor]
+# Which one of the tensors in a result, the tensor, and the recorded one that takes its place.
+_Output = tuple[int, Tensor, Tensor]
 
 
 class Recorder(WatchedOps):
@@ -86,8 +84,7 @@ class Recorder(WatchedOps):
         with torch._C.DisableTorchFunction():
             self._check_op(func, args, kwargs)
             given = list(tensors_in((*args, *kwargs.values())))
-            named = {name: _aliased(value) for name, value in kwargs.items()}
-            call = partial(func._op, *_aliased(args), **named)
+            call = partial(func._op, *_aliased(args), **_aliased(kwargs))
             before = [_place(tensor) for tensor in given] if func._schema.is_mutable else []
             storages = {tensor.untyped_storage()._cdata for tensor in given if tensor.layout is torch.strided}
         try:
@@ -111,7 +108,7 @@ class Recorder(WatchedOps):
         storages = {tensor.untyped_storage()._cdata for tensor in tensors_in(args)}
         with _disable_current_modes(), torch._C.DisableTorchFunction():
             results = tuple(function(*args))
-            outputs = self._moved(_leaves(results), storages)
+            outputs = self._moved(list(tensors_in(results)), storages)
             for _, theirs, mine in outputs:
                 _copy_for(mine, theirs)(theirs)
             self._calls.append(_copying(call, outputs))
@@ -119,10 +116,10 @@ class Recorder(WatchedOps):
 
     def _record(self, func: OpOverload, call: partial[Any], result: Any, storages: set[int]) -> Any:
         """Moves a result's fresh tensors into the arena, notes how to make them, returns the result."""
-        leaves = list(_leaves(result))
-        for _, leaf in leaves:
+        leaves = list(tensors_in(result))
+        for leaf in leaves:
             self._check(func, leaf)
-        fresh = [leaf for _, leaf in leaves if leaf.untyped_storage()._cdata not in storages]
+        fresh = [leaf for leaf in leaves if leaf.untyped_storage()._cdata not in storages]
         if not fresh:
             if not self._is_view_or_query(func, result):
                 self._calls.append(call)
@@ -150,13 +147,13 @@ class Recorder(WatchedOps):
         # something.
         return func.namespace == "aten" and bool(func._schema.returns)
 
-    def _moved(self, leaves: Iterable[tuple[_Path, Tensor]], storages: set[int]) -> list[_Output]:
+    def _moved(self, leaves: Sequence[Tensor], storages: set[int]) -> list[_Output]:
         """The leaves in none of these storages, each with an arena tensor of the same sizes and strides;
         those that share a storage share one there too."""
-        outputs = [leaf for leaf in leaves if leaf[1].untyped_storage()._cdata not in storages]
-        fresh = [leaf for _, leaf in outputs]
+        numbered = enumerate(leaves)
+        fresh = [(at, leaf) for at, leaf in numbered if leaf.untyped_storage()._cdata not in storages]
         bounds: dict[int, tuple[int, int]] = {}
-        for leaf in fresh:
+        for _, leaf in fresh:
             start = int(leaf.storage_offset()) * leaf.element_size()
             end = start + num_spanned(leaf.shape, leaf.stride()) * leaf.element_size()
             low, high = bounds.get(leaf.untyped_storage()._cdata, (start, end))
@@ -165,19 +162,19 @@ class Recorder(WatchedOps):
         bounds = {storage: (low // 16 * 16, high) for storage, (low, high) in bounds.items()}
         memory = {storage: self._arena.allocate(high - low) for storage, (low, high) in bounds.items()}
         recorded: list[_Output] = []
-        for path, leaf in outputs:
+        for at, leaf in fresh:
             storage = leaf.untyped_storage()._cdata
             offset = leaf.storage_offset() - bounds[storage][0] // leaf.element_size()
             mine = torch.empty(0, dtype=leaf.dtype, device=leaf.device)
             mine.set_(memory[storage].untyped_storage(), offset, leaf.shape, leaf.stride())
             if mine.dtype is torch.bool and mine.numel():
                 self._bools.append(_spanned(mine))
-            recorded.append((path, leaf, mine))
+            recorded.append((at, leaf, mine))
         return recorded
 
     def _note(self, func: OpOverload, call: partial[Any], outputs: list[_Output]) -> None:
         name = func._schema.name
-        path, leaf, mine = outputs[0]
+        _, leaf, mine = outputs[0]
         if name in _EMPTY_OPS:
             _poison_(mine)
             return
@@ -185,10 +182,6 @@ class Recorder(WatchedOps):
             _copy_for(target, theirs)(theirs)
         if name in _CONSTANT_OPS:
             self._note_constant(func, mine)
-            return
-        direct = _direct_call_for(func, call, leaf, mine) if len(outputs) == 1 and not path else None
-        if direct is not None:
-            self._calls.append(direct)
             return
         self._calls.append(_copying(_pinned(func, call, leaf), outputs))
 
@@ -207,26 +200,13 @@ def _place(tensor: Tensor) -> tuple[Any, ...]:
 
 def _aliased(value: Any) -> Any:
     """The value with each tensor replaced by a plain alias of its memory."""
-    if isinstance(value, Tensor):
-        return value.detach()
-    if isinstance(value, (list, tuple)):
-        return type(value)(_aliased(item) for item in value)
-    return value
+    return map_tensors(value, Tensor.detach)
 
 
-def _leaves(result: Any, path: _Path = ()) -> Iterator[tuple[_Path, Tensor]]:
-    if isinstance(result, Tensor):
-        yield path, result
-    elif isinstance(result, (list, tuple)):
-        for position, item in enumerate(result):
-            yield from _leaves(item, (*path, position))
-
-
-def _replaced(result: Any, outputs: Sequence[_Output], path: _Path = ()) -> Any:
-    if isinstance(result, (list, tuple)):
-        items = [_replaced(item, outputs, (*path, position)) for position, item in enumerate(result)]
-        return items if isinstance(result, list) else tuple(items)
-    return next((mine for at, _, mine in outputs if at == path), result)
+def _replaced(result: Any, outputs: Sequence[_Output]) -> Any:
+    """The result with recorded tensors in the places of those that they stand for."""
+    recorded = {id(theirs): mine for _, theirs, mine in outputs}
+    return map_tensors(result, lambda tensor: recorded.get(id(tensor), tensor))
 
 
 def _spanned(tensor: Tensor) -> Tensor:
@@ -266,18 +246,12 @@ def _copy_for(recorded: Tensor, fresh: Tensor) -> Callable[[Tensor], object]:
 
 def _copying(call: Callable[[], Any], outputs: Sequence[_Output]) -> Callable[[], object]:
     """The call, and copies of its results into recorded tensors."""
-    copies = [(path, _copy_for(mine, theirs)) for path, theirs, mine in outputs]
-    if len(copies) == 1 and not copies[0][0]:
-        copy_result = copies[0][1]
-        return lambda: copy_result(call())
+    copies = [(at, _copy_for(mine, theirs)) for at, theirs, mine in outputs]
 
     def step() -> None:
-        result = call()
-        for path, copy in copies:
-            leaf = result
-            for position in path:
-                leaf = leaf[position]
-            copy(leaf)
+        made = list(tensors_in(call()))
+        for at, copy in copies:
+            copy(made[at])
 
     return step
 
@@ -288,38 +262,3 @@ def _pinned(func: OpOverload, call: partial[Any], leaf: Tensor) -> partial[Any]:
     if not {"dtype", "device"} <= names or any(True for _ in tensors_in(call.args)):
         return call
     return partial(call.func, *call.args, **{**call.keywords, "dtype": leaf.dtype, "device": leaf.device})
-
-
-@cache
-def _direct_overload_for(func: OpOverload, device: str) -> OpOverload | None:
-    """The op's ``out=`` overload, if it has a kernel of its own rather than a copy made from the result."""
-    if func.namespace != "aten" or torch.Tag.nondeterministic_seeded in func.tags or func._schema.is_mutable:
-        return None
-    packet = getattr(torch.ops.aten, func._schema.name.removeprefix("aten::"))
-    wanted = [(argument.name, str(argument.type)) for argument in func._schema.arguments]
-    for name in packet.overloads():
-        overload = getattr(packet, name)
-        arguments = overload._schema.arguments
-        outs = [argument for argument in arguments if argument.is_out]
-        inputs = [(argument.name, str(argument.type)) for argument in arguments if not argument.is_out]
-        if len(outs) == 1 and outs[0].name == "out" and inputs == wanted and str(outs[0].type) == "Tensor":
-            key = torch._C._dispatch_key_for_device(device)
-            return overload if torch._C._dispatch_has_kernel_for_dispatch_key(overload.name(), key) else None
-    return None
-
-
-def _direct_call_for(func: OpOverload, call: partial[Any], leaf: Tensor, mine: Tensor) -> partial[Any] | None:
-    """A call that writes straight into the recorded tensor and has just been seen to give the same bits."""
-    overload = _direct_overload_for(func, leaf.device.type)
-    if overload is None or not mine.numel() or num_spanned(mine.shape, mine.stride()) != mine.numel():
-        return None
-    out = mine.detach()
-    direct = partial(overload._op, *call.args, **call.keywords, out=out)
-    _poison_(mine)
-    direct()
-    is_same = _place(out) == _place(mine) and torch.equal(
-        _spanned(mine).view(torch.uint8), _spanned(leaf).view(torch.uint8)
-    )
-    if not is_same:
-        mine.copy_(leaf)
-    return direct if is_same else None

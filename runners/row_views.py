@@ -1,9 +1,7 @@
 """Views of static memory on the real rows, for one row count after another.
 
 A new row count needs a view of every tensor that an eager call takes, some hundreds in a deep model, while
-the call waits. So what they have in common is found once: tensors of one geometry form a group, whose
-narrowed dim, sizes and strides are worked out once per row count, and a tensor that several calls take has
-one view.
+the call waits. So what tensors of one geometry have in common is worked out once.
 """
 
 from __future__ import annotations
@@ -56,11 +54,11 @@ class BoundRows:
 
     Attributes:
         views: per index, the view; the last entry is None, for the index −1.
-        dense_geometry: index → (sizes, strides) of a view whose strides differ from eager's.
+        other_strides: index → eager's strides, of a view that has others.
     """
 
     views: list[Any]
-    dense_geometry: dict[int, tuple[tuple[int, ...], tuple[int, ...]]]
+    other_strides: dict[int, tuple[int, ...]]
 
 
 class RowViews:
@@ -90,7 +88,7 @@ class RowViews:
     def bind(self, num_rows: int) -> BoundRows:
         """The views for `num_rows` real rows."""
         views: list[Any] = [*self._fixed, None]
-        dense: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = {}
+        others: dict[int, tuple[int, ...]] = {}
         for group in self._groups.values():
             sizes = tuple(group.sizes(num_rows))
             shorter = [dim for dim, size in enumerate(sizes) if size != group.shape[dim]]
@@ -103,5 +101,5 @@ class RowViews:
                     views[index] = narrow_to(tensor, sizes)
             strides = tuple(group.strides(num_rows)) if group.strides is not None else None
             if strides is not None and not has_strides(views[group.members[0][0]], strides):
-                dense.update({index: (sizes, strides) for index, _ in group.members})
-        return BoundRows(views, dense)
+                others.update({index: strides for index, _ in group.members})
+        return BoundRows(views, others)

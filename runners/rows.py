@@ -50,14 +50,6 @@ def num_spanned(sizes: Sequence[int], strides: Sequence[int]) -> int:
     return 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
 
 
-def in_one_memory(places: Sequence[Place], like: torch.Tensor) -> list[torch.Tensor]:
-    """Tensors of zeros, of `like`'s dtype and device, that lie in one new memory as in eager's."""
-    begin = min(offset for _, _, offset in places)
-    ends = [offset - begin + num_spanned(sizes, strides) for sizes, strides, offset in places]
-    memory = torch.zeros(max(ends), dtype=like.dtype, device=like.device)
-    return [memory.as_strided(sizes, strides, offset - begin) for sizes, strides, offset in places]
-
-
 def padded_parts(tensor: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
     """Views that together cover what lies outside the leading part of `sizes`: one per dim that is shorter
     there."""

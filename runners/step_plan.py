@@ -1,21 +1,16 @@
-"""One bucket's flat list of steps: copy in · replay · boundary · replay · … · results.
+"""One bucket's flat list of steps: copy in · replay · boundary · replay · … · results (docs/DESIGN.md).
 
-    call (n = 5, bucket 8)   copy-in        replay 0     boundary 1         replay 2     result
-    rows                     5 → 8          8            5 (views of 8)     8            5 (cloned)
-
-A captured segment, a boundary call and an eager segment look alike here: a step with `replay(env)`.
-Nothing on the way enters Dynamo, an FX interpreter or a GraphModule.
-
-`env` is a list: the call's leaves first, then one slot per value that is made anew on each call. What
-graphs own has no slot; steps hold views of it instead. Those views depend on the real row count, so they
-are made once per `num_tokens` (`_Bound`) and kept for the row counts used last.
+A captured segment, a boundary call and an eager segment look alike here: a step with `replay(env)`, where
+`env` is a list of the call's leaves, then one slot per value that is made anew on each call. What graphs own
+has no slot; steps hold views of it instead. Those views depend on the real row count, so they are made once
+per `num_tokens` (`_Bound`) and kept for the row counts used last.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Any
 
@@ -43,7 +38,7 @@ from runners.bound_steps import (
 )
 from runners.engine import CapturedGraph
 from runners.row_views import BoundRows, RowViews, SizedValue, place_of
-from runners.rows import has_strides, is_dense, num_spanned, row_copies
+from runners.rows import has_strides, is_dense, row_copies
 from runners.state_check import StateCheck, StateRef
 
 
@@ -181,11 +176,6 @@ class StepPlan:
     def __post_init__(self) -> None:
         self._binder = _Binder(self)
 
-    @property
-    def num_bound(self) -> int:
-        """How many row counts have their views now."""
-        return len(self._bound)
-
     def replay(self, leaves: list[Any], num_tokens: int) -> list[Any]:
         """Serves one call: the result's leaves, owned by the caller unless `outputs` is "view".
 
@@ -288,13 +278,13 @@ class _Binder:
         step, views = template.step, rows.views
         arguments = [num_tokens, *(views[index] if index >= 0 else None for index in template.views)]
         dense: list[Dense] = []
-        for index in dict.fromkeys(template.views) if rows.dense_geometry else ():
-            geometry = rows.dense_geometry.get(index)
-            if geometry is not None:
+        for index in dict.fromkeys(template.views) if rows.other_strides else ():
+            strides = rows.other_strides.get(index)
+            if strides is not None:
                 positions = tuple(at for at, taken in enumerate(template.views, start=1) if taken == index)
                 taken_as = (step.arguments[at - 1] for at in positions)
                 written = any(isinstance(taken, StaticArgument) and taken.written for taken in taken_as)
-                dense.append(Dense(positions, views[index], *geometry, written))
+                dense.append(Dense(positions, views[index], strides, written))
                 for at in positions:
                     arguments[at] = None
         copied = [_copy_in(shadow, views[index]) for shadow, index in template.copies]
@@ -308,18 +298,15 @@ class _Binder:
         return CopyInputs(copies, self._copier(copies) if self._copier is not None else None)
 
     def _copy_out(self, group: list[int], num_tokens: int, rows: BoundRows) -> CopyOut:
-        """The results at these positions, laid out as in eager's memory, from the first element taken."""
+        """The results at these positions, laid out as in eager's memory."""
         found = []
         for position in group:
             item, index = self._results[position]
             assert item.value is not None
             target = self._first_copy + position
-            found.append(
-                CopiedResult(target, rows.views[index], item.slot, *place_of(item.value, num_tokens))
-            )
-        begin = min(copied.offset for copied in found)
-        copies = [replace(copied, offset=copied.offset - begin) for copied in found]
-        return CopyOut(copies, max(copy.offset + num_spanned(copy.sizes, copy.strides) for copy in copies))
+            place = place_of(item.value, num_tokens)
+            found.append(CopiedResult(target, rows.views[index], item.slot, place))
+        return CopyOut(found)
 
 
 def _copy_in(shadow: Shadow, rows: torch.Tensor) -> CopyIn:

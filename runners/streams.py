@@ -1,18 +1,12 @@
 """Lanes on which parts of a captured function run at the same time: CUDA streams, or none.
 
-    lane 0   ──────┬──────────────┬─────▶  the stream that the function was called on
-    lane 1         └─ wait … work ┘        a side stream, the same one in each capture of a pool
-                  fork           join
-
-Inside a capture a side stream that waits for the capturing one belongs to the capture from then on, and what
-the two wait for become edges of the graph. Every fork has its join before the function ends, since a capture
-with work that was not joined is no graph. Outside of captures, in warm-ups, the same calls run with real
-streams.
+Lane 0 is the stream that the function was called on, the others are side streams. Inside a capture a side
+stream that waits for the capturing one belongs to the capture from then on, and what the two wait for become
+edges of the graph. Every fork has its join before the function ends, since a capture with work that was not
+joined is no graph. Outside of captures, in warm-ups, the same calls run with real streams.
 
 A pool has its own side streams: free memory is kept per stream, so another one in each capture would find
-none of what the capture before it has left [I9]. Who calls `join` passes it all tensors that were made or
-read since the fork: they must not be freed before (torch hands a freed block out again on its own stream
-while another one may still read it).
+none of what the capture before it has left [I9].
 """
 
 from __future__ import annotations

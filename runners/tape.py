@@ -1,32 +1,21 @@
 """The graph engine that needs no GPU: it records a segment's ops and replays them on the same memory.
 
-A CUDA graph is a list of kernels with frozen arguments, run on memory that does not move. Eager torch on a
-CPU has no such thing, but its dispatcher sees every op: under a dispatch mode each op that makes a tensor is
-run, its result copied into the pool's arena, and *that* tensor handed on to the model, so that the addresses
-which the model's later ops take are the tape's own. A replay calls the recorded ops on the recorded tensors
-and no model Python.
-
-Strict where CUDA is strict, and where CUDA hides faults stricter:
-
-* what a capture cannot hold is refused with the op, the segment and the source line (`readbacks.py`);
-* each replay first fills all memory of its tape with garbage, so that nothing survives from an earlier call;
-* buckets of one pool lie on top of each other (`arena.py`).
-
-What becomes of an op (`recorder.py`):
+Eager torch on a CPU has no list of kernels with frozen arguments, but its dispatcher sees every op: under a
+dispatch mode each op that makes a tensor is run, its result copied into the pool's arena, and *that* tensor
+handed on to the model, so that the addresses which the model's later ops take are the tape's own. What a
+capture cannot hold is refused (`readbacks.py`). What becomes of an op (`recorder.py`):
 
 =====================  ====================================================================================
 views, metadata        run once, not replayed: the recorded ops hold tensors that are viewed already
 in place, ``out=``     run again on the recorded tensors
 ``empty*``             not replayed; the memory is garbage at each replay, as it may be
 ``zeros``, ``full``    become a fill of the recorded tensor
-all others             run again, the result copied into the recorded tensor; or written straight into it,
-                       where ``.out`` has a kernel of its own that gave the same bits when it was recorded
+all others             run again, the result copied into the recorded tensor
 =====================  ====================================================================================
 
 The recorded tensors are aliases of the model's, taken at the time of the op: a later ``unsqueeze_`` or
-``.data =`` on the model's object changes nothing here. The tape sees the dispatcher's ops only: a kernel that
-writes through an address without being an op (compiled code called directly) is invisible: such code comes as
-an `OpaqueCall`, which is one step, run again as a whole, its results copied into the recorded tensors.
+``.data =`` on the model's object changes nothing here. A kernel that writes through an address without being
+an op (compiled code called directly) comes as an `OpaqueCall`.
 """
 
 from __future__ import annotations
@@ -47,9 +36,7 @@ from runners.recorder import Recorder
 from runners.streams import Lanes
 
 _Step = Callable[[], object]
-
-
-_KEYS_BELOW = ("Python", "PythonTLSSnapshot", "AutogradOther", "AutogradCPU", "AutogradCUDA")
+_AUTOGRAD = ("AutogradOther", "AutogradCPU", "AutogradCUDA")
 
 
 @cache
@@ -57,11 +44,7 @@ def _keys_below_modes() -> torch._C.DispatchKeySet:
     """Autograd, autocast, view tracking and modes: recorded ops are below them, so a replay must be too."""
     keys = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
     for name in dir(torch._C.DispatchKey):
-        if name.startswith(("Autocast", "Python")) or name in (
-            "AutogradOther",
-            "AutogradCPU",
-            "AutogradCUDA",
-        ):
+        if name.startswith(("Autocast", "Python")) or name in _AUTOGRAD:
             keys = keys | torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, name))
     return keys
 
@@ -141,7 +124,6 @@ class TapeEngine:
     """Makes tapes; see the module's docstring."""
 
     name = "tape"
-    measure = None
 
     def new_pool(self, device: torch.device) -> TapePool:
         """An empty arena on `device`."""

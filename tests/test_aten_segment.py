@@ -20,7 +20,7 @@ from piecewise.segment_layout import SegmentLayout
 def graph_of(function, tensors):
     segment, values = segment_of(function, tensors)
     made = tuple(range(len(function(*(tensor.clone() for tensor in tensors)))))
-    layout = SegmentLayout(values, (), tuple((index,) for index in range(len(values))), made, ())
+    layout = SegmentLayout(values, (), made, ())
     return trace_aten(segment, values, num_rows=ROWS), layout
 
 
@@ -54,11 +54,6 @@ def _fills(x, y):
 def test_a_graph_that_writes_is_traced_again(function):
     graph, layout = graph_of(function, [torch.randn(ROWS, 4), torch.randn(ROWS, 4)])
     assert AtenSegment.of_graph(graph, layout) is None
-
-
-def test_arguments_that_share_memory_are_traced_again():
-    graph, layout = graph_of(lambda x, y: (x + y,), [torch.randn(ROWS, 4), torch.randn(ROWS, 4)])
-    assert AtenSegment.of_graph(graph, dataclasses.replace(layout, arguments=((0, 1),))) is None
 
 
 @pytest.fixture

@@ -117,4 +117,4 @@ def test_the_list_is_copied_and_compared_by_value():
     assert buckets.sizes == (8, 16)
     assert buckets == TokenBuckets((8, 16)) and hash(buckets) == hash(TokenBuckets((8, 16)))
     assert buckets != TokenBuckets([8])
-    assert repr(buckets) == "TokenBuckets([8, 16])"
+    assert repr(buckets) == "TokenBuckets(sizes=(8, 16))"

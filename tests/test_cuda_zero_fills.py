@@ -9,7 +9,6 @@ import torch
 from test_cuda_models import compiled, inputs, make
 from torch import Tensor
 
-from piecewise.plan import KeptFill
 from piecewise.zero_fills import ZeroFills
 from runners import cuda_pool
 
@@ -28,16 +27,16 @@ def num_nodes(graphed: Any, bucket: int = 16) -> int:
 @pytest.mark.parametrize("lowering, fusions", [("eager", ()), ("eager", ("auto",)), ("inductor", ("auto",))])
 def test_one_kernel_less_per_layer(monkeypatch: pytest.MonkeyPatch, lowering: str, fusions: Any) -> None:
     graphed, report = compiled(make(num_layers=LAYERS), lowering=lowering, fusions=fusions)
-    assert report.ok and graphed.report().plans[0].fills.num_needless == LAYERS
+    assert report.ok and graphed.report().plans[0].fills == {"needless": LAYERS}
 
     def keeps(self: ZeroFills, node: Any, **rest: Any) -> bool:
-        self.kept.append(KeptFill(node.name, "all are kept"))
+        self.found["all are kept"] += 1
         return True
 
     with monkeypatch.context() as patch:
         patch.setattr(ZeroFills, "needs", keeps)
         filled, report = compiled(make(num_layers=LAYERS), lowering=lowering, fusions=fusions)
-    assert report.ok and len(filled.report().plans[0].fills.kept) == LAYERS
+    assert report.ok and filled.report().plans[0].fills == {"all are kept": LAYERS}
     fewer = num_nodes(filled) - num_nodes(graphed)
     # Inductor may fill in a kernel that it has anyway.
     assert fewer == LAYERS if lowering == "eager" else 0 <= fewer <= LAYERS
@@ -78,7 +77,7 @@ def test_looked_up_by_an_index_made_of_it() -> None:
     for inner, num_eager in ((converted, LAYERS), (chosen, 0)):
         graphed, report = compiled(make(num_layers=LAYERS, inner=inner))
         plan = graphed.report().plans[0]
-        assert report.ok and plan.fills.num_needless == LAYERS and not plan.fills.kept
+        assert report.ok and plan.fills == {"needless": LAYERS}
         assert plan.count("eager") == num_eager
         verified = graphed.verify(*inputs(5))
         assert verified.ok, verified

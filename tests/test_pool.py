@@ -105,7 +105,7 @@ def test_I9_the_views_of_many_sizes_are_bounded():
         for size in range(1, 201):
             graphed(tokens(size))
     assert graphed.stats.replays == 200
-    assert steps.num_bound <= steps.max_bound == 64
+    assert len(steps._bound) <= steps.max_bound == 64
 
 
 def test_I7_results_of_earlier_calls_are_the_callers():

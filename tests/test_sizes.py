@@ -427,7 +427,7 @@ def test_I6_many_row_counts_keep_a_bounded_number_of_views():
         for n in range(1, 200):
             graphed(make_ids(min(n, 64)), torch.arange(min(n, 64)))
     steps = graphed._graphs.signatures[0].served[256].steps
-    assert 0 < steps.num_bound <= steps.max_bound
+    assert 0 < len(steps._bound) <= steps.max_bound
 
 
 class KeepLast(Toy):

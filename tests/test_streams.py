@@ -1,4 +1,4 @@
-"""Several streams end to end on the tape: results, verify, what is kept with an injected measure, reports."""
+"""Several streams end to end on the tape: results, verify, where they are used, reports."""
 
 from __future__ import annotations
 
@@ -14,14 +14,12 @@ from toy_models import HIDDEN, Toy, check_sizes, make_ids
 
 import piecewise
 from boundary_ops import PrefillBatch
-from piecewise import branches
+from piecewise import branches, streams
 from piecewise.backend import piecewise_backend
-from piecewise.stream_report import BucketStreams, SegmentStreams, StreamReport
-from piecewise.streams import StreamForms
+from piecewise.segment_reports import BucketStreams, SegmentStreams, StreamReport
 from runners.errors import ConfigError
 from runners.mode import capturing
 from runners.streams import Lanes
-from runners.tape import TapeEngine
 
 
 def ids_only(n):
@@ -57,29 +55,6 @@ def forks(monkeypatch):
     return found
 
 
-@pytest.fixture
-def measure(monkeypatch):
-    """Lets a test say what replays take: `measure.times` is (one stream, several), or an error to raise."""
-
-    class Measure:
-        times = (40.0, 30.0)
-        seen = []
-
-        def __call__(self, graphs):
-            assert all(not graph.is_reset for graph in graphs)
-            self.seen.append([graph.segment for graph in graphs])
-            for graph in graphs:
-                graph.replay()
-            if isinstance(self.times, Exception):
-                raise self.times
-            return self.times(len(self.seen)) if callable(self.times) else self.times
-
-    made = Measure()
-    made.seen = []
-    monkeypatch.setattr(TapeEngine, "measure", made)
-    return made
-
-
 # --- results
 
 
@@ -91,7 +66,6 @@ def test_a_decoder_on_several_streams_is_what_it_is_on_one(num_streams):
     assert [each.num_alike for each in found] == [0, 1, 0]
     for each in found:
         assert [(bucket.bucket, bucket.kept) for bucket in each.buckets] == [(16, True), (8, True)]
-        assert all("not measured" in bucket.reason for bucket in each.buckets)
 
 
 def test_warm_ups_and_captures_run_the_branches(forks, monkeypatch):
@@ -215,11 +189,8 @@ class Gated(nn.Module):
         return x + F.silu(self.gate(x)) * self.up(x)
 
 
-@pytest.mark.parametrize("times", [None, (40.0, 30.0)], ids=["not measured", "kept"])
-def test_branches_between_captured_boundary_ops(times, monkeypatch):
+def test_branches_between_captured_boundary_ops():
     """One graph, in which each op stands between the branches before it and behind it."""
-    if times is not None:
-        monkeypatch.setattr(TapeEngine, "measure", lambda self, graphs: times)
     made = paged_models.capture(paged_models.new_paged(between=Gated()), num_streams=2)
     (report,) = made.report().captures
     (found,) = report.streams[0].segments
@@ -278,43 +249,29 @@ def test_one_token_has_a_bucket_on_one_stream():
     assert verified.ok, verified
 
 
-# --- what is kept
+# --- where they are used
 
 
-def test_what_is_faster_is_kept_and_measured_once_per_distinct_segment(measure, forks):
-    made, report = graphed(Plain(3))
-    found = report.streams[0].segments
-    assert len(measure.seen) == 3 * 2, "three distinct segments at two buckets, of four segments"
-    for kind in found:
-        assert kind.buckets == tuple(BucketStreams(bucket, True, 40.0, 30.0) for bucket in (16, 8))
-    # At each bucket: forks of the three trials, 1 + 2 + 1, and of the four graphs that serve, 1 + 2 + 2 + 1.
-    assert len(forks) == 2 * (4 + 6)
-    assert made.verify(make_ids(16)).ok
-
-
-@pytest.mark.parametrize(
-    ("times", "reason"),
-    [((38.0, 41.0), "slower"), ((40.0, 39.0), "less than 3% faster"), ((40.0, 38.8), "less than 3% faster")],
-)
-def test_what_is_not_faster_by_a_margin_stays_on_one_stream(measure, forks, times, reason):
-    measure.times = times
+def test_large_buckets_stay_on_one_stream(forks, monkeypatch):
+    """There one branch fills the device."""
+    monkeypatch.setattr(streams, "MAX_ROWS", 8)
     made, report = graphed(Plain(3))
     for kind in report.streams[0].segments:
-        assert [(each.kept, each.reason) for each in kind.buckets] == [(False, reason)] * 2
-    assert len(forks) == 2 * 4, "in trials alone"
-    assert made.verify(make_ids(16)).ok
+        assert kind.buckets == (
+            BucketStreams(16, False, "beyond 8 rows one branch fills the device"), BucketStreams(8, True),
+        )  # fmt: skip
+    assert len(forks) == 1 + 2 + 2 + 1, "of four segments at one bucket"
+    assert made.verify(make_inputs=lambda n: (ids_only(n), {})).ok
 
 
-def test_each_bucket_has_its_own_verdict(measure):
-    measure.times = lambda count: (40.0, 30.0) if count <= 3 else (30.0, 40.0)
-    _, report = graphed(Plain(3))
+def test_small_is_up_to_512_rows():
+    made = piecewise.compile(Plain(1), buckets=(512, 513), progress=False, num_streams=2)
+    report = made.capture(make_ids(5))
     for kind in report.streams[0].segments:
-        assert [(each.bucket, each.kept) for each in kind.buckets] == [(16, True), (8, False)]
+        assert [(each.bucket, each.kept) for each in kind.buckets] == [(513, False), (512, True)]
 
 
-@pytest.mark.parametrize("times", [(40.0, 30.0), (30.0, 40.0), RuntimeError("no clock")])
-def test_I8_trials_leave_no_graph_and_no_change_of_state(measure, times):
-    measure.times = times
+def test_I8_a_form_on_lanes_leaves_no_graph_and_no_change_of_state():
     model = Plain(3)
     before = {name: tensor.clone() for name, tensor in [*model.named_parameters()]}
     caches = [layer.cache.clone() for layer in model.layers]
@@ -323,16 +280,6 @@ def test_I8_trials_leave_no_graph_and_no_change_of_state(measure, times):
     assert len(live) == 4 * 2
     assert all(torch.equal(before[name], tensor) for name, tensor in model.named_parameters())
     assert all(torch.equal(cache, layer.cache) for cache, layer in zip(caches, model.layers, strict=True))
-
-
-def test_a_trial_that_fails_leaves_the_segment_on_one_stream(measure):
-    measure.times = RuntimeError("no clock here")
-    made, report = graphed(Plain(1))
-    assert report.ok
-    reasons = {bucket.reason for kind in report.streams[0].segments for bucket in kind.buckets}
-    assert reasons == {"not measured: RuntimeError: no clock here"}
-    with pytest.raises(RuntimeError, match="no clock here"):
-        graphed(Plain(1), strict=True)
 
 
 class Counts(Toy):
@@ -350,67 +297,23 @@ class Counts(Toy):
         return self.projection(self.blocks[0](x))
 
 
-def test_I8_a_segment_that_writes_its_inputs_is_not_measured(measure):
+def test_I8_a_segment_that_writes_is_scheduled_and_right_and_its_state_is_put_back():
     model = Counts()
-    made, report = graphed(model)
-    first = report.streams[0].segments[0]
-    assert first.branches == (2,) and not measure.seen
-    assert {(each.kept, each.reason) for each in first.buckets} == {
-        (False, "not measured: it writes its inputs")
-    }
+    found = check(model)
+    assert found[0].branches == (2,) and all(bucket.kept for bucket in found[0].buckets)
+    model = Counts()
+    graphed(model)
     assert model.count.item() == 0
 
 
-def test_without_a_measure_a_segment_that_writes_is_scheduled_and_right():
-    found = check(Counts())
-    assert found[0].branches == (2,) and all(bucket.kept for bucket in found[0].buckets)
-
-
-def test_weights_are_not_overwritten_for_a_trial_where_a_view_of_them_is_an_input(measure):
-    """Zeros go to static memory only: a view of the model's own tensor is none."""
-
-    class Looks(Toy):
-        def __init__(self):
-            super().__init__(num_blocks=1)
-            self.table = nn.Parameter(torch.randn(HIDDEN, 2 * HIDDEN))
-
-        def forward(self, ids):
-            first, second = self.table.split(HIDDEN, dim=1)
-            x = self.embedding(ids)
-            x = self.blocks[0](x @ first + x @ second)
-            return self.projection(x @ first + x @ second)
-
-    model = Looks()
-    before = model.table.detach().clone()
-    made, report = graphed(model)
-    assert measure.seen and torch.equal(model.table, before)
-    assert made.verify(make_ids(13)).ok
-
-
-def test_what_a_segment_reads_is_kept_through_its_trial(measure, monkeypatch):
-    """The pool may give all else to the trials' results."""
-    tried = StreamForms._tried
-
-    def noted(self, segment, bucket, arguments, forms, trials, needed):
-        kept = {tensor.untyped_storage().data_ptr() for tensor in needed}
-        for index, tensor in zip(segment.inputs, arguments, strict=True):
-            if self.schedules.plan.values[index].origin != "state":
-                assert tensor.untyped_storage().data_ptr() in kept
-        return tried(self, segment, bucket, arguments, forms, trials, needed)
-
-    monkeypatch.setattr(StreamForms, "_tried", noted)
-    _, report = graphed(Plain(2))
-    assert report.ok and len(measure.seen) == 2 * 3
-
-
-def test_measured_again_after_refresh_and_resume(measure):
+def test_chosen_again_after_refresh_and_resume(forks):
     made, _ = graphed(Plain(2))
-    count = len(measure.seen)
+    count = len(forks)
     made.refresh()
-    assert len(measure.seen) == 2 * count
+    assert len(forks) == 2 * count
     made.suspend()
     report = made.resume()
-    assert len(measure.seen) == 3 * count and report.streams[0].segments[0].buckets[0].kept
+    assert len(forks) == 3 * count and report.streams[0].segments[0].buckets[0].kept
 
 
 def test_the_compile_backend_uses_them(forks):
@@ -431,28 +334,26 @@ def test_the_compile_backend_uses_them(forks):
 # --- reports
 
 
-def test_the_report_says_what_was_kept_with_times_and_why_not(measure):
-    measure.times = lambda count: (40.0, 30.0) if count <= 3 else (38.0, 41.0)
+def test_the_report_says_what_runs_on_several_streams_and_why_not(monkeypatch):
+    monkeypatch.setattr(streams, "MAX_ROWS", 8)
     made, report = graphed(Plain(3))
     text = str(report)
     assert "up to 2 streams: 3 of 3 distinct graph segments have independent branches" in text
     middle = "segment 2 (layers.0.o .. layers.1) and 1 like it: 2 and 3 independent branches, on 2 streams"
     assert middle in text
-    assert "kept at 16 (30.0 µs against 40.0)" in text
-    assert "one stream at 8 (slower: 41.0 µs against 38.0)" in text
+    assert "one stream (beyond 8 rows one branch fills the device) at 16\n" in text
+    assert "several streams at 8\n" in text
     assert str(report.streams[0]) in str(made.report())
     first = json.loads(report.to_json())["streams"][0]["segments"][0]
     assert first["branches"] == [3] and first["num_streams"] == 2
-    assert first["buckets"][1] == {
-        "bucket": 8, "kept": False, "one_stream_us": 38.0, "streams_us": 41.0, "reason": "slower",
-    }  # fmt: skip
+    assert first["buckets"][1] == {"bucket": 8, "kept": True, "reason": ""}
 
 
-def test_explain_foresees_branches_and_captures_nothing(measure):
+def test_explain_foresees_branches_and_captures_nothing(forks):
     made = piecewise.compile(Plain(3), buckets=(8, 16), progress=False, num_streams=3)
     plan = made.explain(make_ids(5))
-    assert [each.branches for each in plan.streams.segments] == [(3,), (2, 3), (2,)] and not measure.seen
-    assert "3 independent branches, on 3 streams" in str(plan) and "kept" not in str(plan)
+    assert [each.branches for each in plan.streams.segments] == [(3,), (2, 3), (2,)] and not forks
+    assert "3 independent branches, on 3 streams" in str(plan) and "streams at" not in str(plan)
     assert "* up to 3 streams" in plan.to_markdown()
     assert json.loads(plan.to_json())["streams"]["num_streams"] == 3
 

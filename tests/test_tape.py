@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import pytest
@@ -13,7 +12,6 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from runners.mode import capturing
-from runners.recorder import _direct_call_for
 from runners.tape import TapeEngine, TapeGraph, TapePool
 
 CPU = torch.device("cpu")
@@ -344,20 +342,6 @@ def test_a_custom_op_that_returns_nothing_runs_again() -> None:
         x.fill_(value)
         graph.replay()
     assert NOTES == [6.0, 12.0]
-
-
-def test_a_direct_kernel_with_other_bits_is_not_used() -> None:
-    x, y = torch.randn(4), torch.randn(4)
-    call = partial(torch.ops.aten.add.Tensor._op, x, y)
-    recorded = torch.empty(4)
-    direct = _direct_call_for(torch.ops.aten.add.Tensor, call, x + y, recorded)
-    assert direct is not None and torch.equal(recorded, x + y)
-    x.normal_()
-    direct()
-    assert torch.equal(recorded, x + y)
-    other = torch.nextafter(x + y, torch.zeros(4))
-    assert _direct_call_for(torch.ops.aten.add.Tensor, call, other, recorded) is None
-    assert torch.equal(recorded, other)
 
 
 def test_random_ops_draw_new_numbers_at_each_replay() -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable
 
 from boundary_ops.backends.flashinfer import FlashInferAttention
 from boundary_ops.backends.library import LibraryAttention, PoolLook, refuse_backend
 from boundary_ops.errors import BoundaryOpError
+from boundary_ops.schema import near
 
 __all__ = ["NAMES", "choose"]
 
@@ -23,13 +23,12 @@ def choose(name: str, pools: PoolLook) -> LibraryAttention | None:
             pools.
     """
     if not isinstance(name, str) or name not in NAMES:
-        near = difflib.get_close_matches(str(name), NAMES, n=1)
         raise BoundaryOpError(
             "PagedKVCache, argument 'attention_backend'",
             expected=f"one of {', '.join(map(repr, NAMES))}",
             got=repr(name),
             rule="a back end is chosen by its name, when the cache is made",
-            fix=f"did you mean {near[0]!r}?" if near else "leave it out: 'auto' takes what is there",
+            fix=near(str(name), list(NAMES)) or "leave it out: 'auto' takes what is there",
         )
     if name == "triton":
         _check_triton(pools)

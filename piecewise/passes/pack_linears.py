@@ -3,9 +3,7 @@
     before   mm(x, t(wq)) · mm(x, t(wk)) · mm(x, t(wv))
     after    y = mm(x, t(as_strided(wq, [nq + nk + nv, hidden]))) · y[:, :nq] · y[:, nq:nq + nk] · ...
 
-The graph keeps reading the model's own weights: `packed_weights.py` has laid them out one after the other in
-one storage, and the first one is looked at beyond its end. So there is no second copy of a weight, what is
-written into one is seen, and the addresses of all of them are compared on each call [I4].
+`packed_weights.py` has laid the weights out so. What is written into one of them is seen.
 """
 
 from __future__ import annotations

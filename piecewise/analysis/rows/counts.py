@@ -1,8 +1,6 @@
-"""Sizes as functions on the token counts for which a trace is valid.
+"""Sizes as functions on the token counts for which a trace is valid: vectors of their values.
 
-A size expression is evaluated once at each of these counts, and the vector of its values is the size. Whether
-two sizes are equal, whether one divides another, whether one is constant or falls, are then comparisons of
-vectors: exact on these counts, whatever sympy makes of `m // (m // 8)` or `Min(4, n)`.
+Comparisons of these are exact there, whatever sympy makes of `m // (m // 8)` or `Min(4, n)`.
 """
 
 from __future__ import annotations

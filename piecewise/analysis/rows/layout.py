@@ -1,19 +1,10 @@
-"""Where in a padded tensor its real elements lie.
-
-For n real tokens eager makes a tensor `V(n)`; a graph makes `V'(N)` in a bucket of N ≥ n rows. A layout says
-for each dim at which places of `V'` the elements of `V` lie:
+"""Where in a padded tensor its real elements lie; docs/DESIGN.md has the claim that is made, and examples.
 
     static     a size that is the same at all counts: all of it is real
     growing    blocks × factor × factor ... (tail)
 
-    [n, h]            n is one factor           rows 0..n-1 of N
-    [n, 4] flat       n·4 is one factor         what is static inside a factor is part of it
-    [4, n] flat       4 blocks of n             rows 0..n-1 of each block of N
-    [n, n] flat       two factors               rows 0..n-1 of N, of each the elements 0..n-1 of N
-    conv, padded by 1 tail 1                    the last of n elements is made of what lies behind
-
-Each factor grows with the count and is embedded as a prefix. `blocks` lie outermost. The last `tail` elements
-agree with nothing.
+Each factor grows with the count, is embedded as a prefix, and takes in what is static inside it. `blocks` lie
+outermost: [4, n] flat has 4 of n, [n, n] flat two factors. The last `tail` elements agree with nothing.
 """
 
 from __future__ import annotations

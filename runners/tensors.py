@@ -1,0 +1,31 @@
+"""Tensors inside of values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import Tensor
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """The tensors of a value, in order; tuples and lists are looked into."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from tensors_in(item)
+
+
+def map_tensors(value: Any, function: Callable[[Tensor], Any]) -> Any:
+    """`value` with each tensor in its lists, tuples and dicts replaced by `function` of it."""
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, dict):
+        return {key: map_tensors(item, function) for key, item in value.items()}
+    if isinstance(value, (tuple, list)):
+        items = [map_tensors(item, function) for item in value]
+        if hasattr(value, "_fields"):
+            return type(value)(*items)
+        return type(value)(items) if type(value) in (tuple, list) else tuple(items)
+    return value
