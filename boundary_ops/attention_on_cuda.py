@@ -47,7 +47,9 @@ def warm_up(num_tokens: int, *args: Any, **kwargs: Any) -> None:
         return
     if cache is not None and cache.attention_backend == "torch":
         return
-    module = cuda_module() if torch.cuda.is_available() else None
+    # A machine that has a CUDA device may serve a model on the CPU, too.
+    is_on_cuda = torch.cuda.is_available() if call is None else call.q.is_cuda
+    module = cuda_module() if is_on_cuda else None
     if module is not None:
         from boundary_ops.kernels.warm_up import warm_up as compile_ahead
 

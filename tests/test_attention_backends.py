@@ -14,7 +14,14 @@ import torch
 from attention_oracle import naive_attn_inplace
 from attention_stubs import FakeWrapper
 
-from boundary_ops import BoundaryOpError, PagedKVCache, PrefillBatch, attention, attn_inplace
+from boundary_ops import (
+    BoundaryOpError,
+    PagedKVCache,
+    PrefillBatch,
+    attention,
+    attention_on_cuda,
+    attn_inplace,
+)
 from boundary_ops.backends import flashinfer
 from boundary_ops.step_buffers import StepBuffers
 
@@ -340,6 +347,14 @@ def test_warm_up_calls_the_library_and_touches_nothing(libraries, backend, named
     # What was made then serves the steps.
     check_step(cache, "ab", (3, 2), window=2)
     assert len(FakeWrapper.made) == 1
+
+
+def test_warm_up_of_a_call_on_the_cpu_launches_nothing_where_there_is_a_cuda_device(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(attention_on_cuda, "cuda_module", lambda: pytest.fail("the call is on the CPU"))
+    cache = new_cache("auto")
+    q, k, v, out = new_rows(3)
+    attn_inplace.warm_up(8, q, k, v, out, cache.k[0], cache.v[0], 0.3)
 
 
 def test_warm_up_refuses_what_a_call_would_be_refused(libraries):

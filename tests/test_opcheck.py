@@ -96,12 +96,17 @@ CASES = {
 }
 
 
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request):
+    return request.param
+
+
 @pytest.fixture
-def running_step(monkeypatch):
+def running_step(monkeypatch, device):
     """A step of two sequences, whose cache takes other pools of its geometry: the checks call with copies."""
     cache = PagedKVCache(
         num_layers=1, num_kv_heads=KV_HEADS, head_dim=DIM, num_blocks=8, block_size=BLOCK,
-        dtype=torch.float32, device="cpu",
+        dtype=torch.float32, device=device,
     )  # fmt: skip
     monkeypatch.setattr(PagedKVCache, "owns_pool", lambda self, pool: pool.shape == self.k[0].shape)
     with PrefillBatch.build(cache, ["a", "b"], LENS):
@@ -112,9 +117,10 @@ def running_step(monkeypatch):
 @pytest.mark.filterwarnings("ignore:.*autograd kernel was not registered:UserWarning")
 @pytest.mark.parametrize("check", CHECKS)
 @pytest.mark.parametrize("case", CASES)
-def test_opcheck(case, check, running_step):
+def test_opcheck(case, check, device, running_step):
     op, make = CASES[case]
-    arguments = make()
+    with torch.device(device):
+        arguments = make()
     if check == "test_aot_dispatch_dynamic" and "quant" in case:
         # The check sums up what requires grad, which torch cannot do in float8.
         arguments = tree_map_only(torch.Tensor, torch.Tensor.detach, arguments)
