@@ -17,12 +17,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from piecewise.call_form import sees_form
 from piecewise.call_router import CallRouter
 from piecewise.config import PiecewiseConfig
 from piecewise.coverage import CoverageError
 from piecewise.graph_store import GraphStore
 from piecewise.report import CaptureReport, PlanReport, Report
-from piecewise.signature import CallBinder, describe_call, is_plain_leaf
+from piecewise.signature import CallBinder, FormBinder, bound_call, describe_call, is_plain_leaf
 from piecewise.structure import flatten_structure
 from piecewise.unseen_calls import UnseenCalls
 from runners.collector import paused_collector
@@ -121,12 +122,11 @@ class GraphedModule:
         may_capture = is_lazy or in_capture_window()
         if not graphs.signatures and not may_capture:
             return FallbackReason.RELEASED if graphs.is_released else FallbackReason.NOT_CAPTURED
-        try:
-            bound = self._binder.bind(*args, **kwargs)
-        except TypeError:
-            return FallbackReason.UNSEEN_SIGNATURE  # the model says what is wrong with the call
-        signature, matched = self._matching(bound)
+        signature, matched = self._matching(args, kwargs)
         if signature is None or (may_capture and not signature.may_serve(*matched)):
+            bound = bound_call(self._binder, args, kwargs)
+            if bound is None:
+                return FallbackReason.UNSEEN_SIGNATURE  # the model says what is wrong with the call
             added = self._unseen_signature(args, kwargs, may_capture)
             if isinstance(added, FallbackReason):
                 return added
@@ -135,21 +135,36 @@ class GraphedModule:
                 return FallbackReason.UNSEEN_SIGNATURE
         return graphs.plan_for(signature, *matched, may_capture=may_capture)
 
-    def _matching(self, bound: tuple) -> tuple[CapturedSignature, tuple[int, list[Any]]] | tuple[None, Any]:
+    def _matching(
+        self, args: Any, kwargs: Any
+    ) -> tuple[CapturedSignature, tuple[int, list[Any]]] | tuple[None, Any]:
         """The signature of a call, rather one of the present global state whose trace may hold for it, with
         the call's token count and leaves; gradients must be disabled."""
         found: Any = None, ()
+        binder = bound = None
         for signature in self._graphs.signatures:
-            matched = signature.match(bound)
+            if signature.binder is not binder:
+                binder = signature.binder
+                bound = bound_call(binder, args, kwargs)
+            matched = signature.match(bound) if bound is not None else None
             if matched is not None:
                 if signature.may_serve(*matched):
                     return signature, matched
                 found = found if found[0] is not None else (signature, matched)
         return found
 
-    @cached_property
+    @property
     def _binder(self) -> CallBinder:
+        """What binds calls that are traced now: hooks may have come or gone."""
+        return self._form_binder if sees_form(self.model, self._forward) else self._parameter_binder
+
+    @cached_property
+    def _parameter_binder(self) -> CallBinder:
         return CallBinder(self._forward if self._in_place else self.model.forward)
+
+    @cached_property
+    def _form_binder(self) -> CallBinder:
+        return FormBinder(self._forward if self._in_place else self.model.forward)
 
     def _unseen_signature(
         self, args: Any, kwargs: Any, may_capture: bool
@@ -202,7 +217,7 @@ class GraphedModule:
         with self._router.exclusive("capture"):
             self._graphs.refuse_suspended("capture")
             with torch.no_grad():
-                signature, matched = self._matching(self._binder.bind(*args, **kwargs))
+                signature, matched = self._matching(args, kwargs)
                 is_known = signature is not None and signature.may_serve(*matched)
             if signature is None or not is_known:
                 if len(self._graphs.signatures) >= self.piecewise_config.max_signatures:
@@ -299,7 +314,10 @@ class GraphedModule:
 
     def _traced(self, example: ExampleCall) -> CapturedSignature:
         from piecewise.signatures import trace_signature
+        from piecewise.trace import ExampleCall
 
+        if example.binder is not self._binder:  # hooks came or went since it was made
+            example = ExampleCall.from_call(self._binder, example.args, example.kwargs)
         return trace_signature(self.model, example, forward=self._forward, config=self.piecewise_config)
 
     def _example(self, args: Any, kwargs: Any) -> ExampleCall:

@@ -21,6 +21,7 @@ from piecewise.lowering import LoweredPlan, Lowering
 from piecewise.plan import SegmentPlan
 from piecewise.progress import steps_bar
 from piecewise.report import BucketReport
+from piecewise.signature import CallBinder
 from piecewise.startup_times import StartupTimes
 from piecewise.streams import StreamSchedules
 from piecewise.structure import Namespace, build_source
@@ -79,6 +80,7 @@ class CapturedSignature:
         retrace: traces again with the example resized, for a bucket that the first trace excludes.
         times: seconds spent on all this.
         global_state: of now; false from `check()` where grad mode, autocast or the like differ.
+        binder: what binds the calls that it may serve.
         match: bound values → (token count, leaves) or None.
         rebuild: result leaves → the result.
         served: bucket → plan; `refused`: bucket → why it runs eagerly.
@@ -93,6 +95,7 @@ class CapturedSignature:
     retrace: Callable[[int], TracedModel]
     times: StartupTimes
     global_state: internals.GlobalState = dataclasses.field(default_factory=internals.GlobalState)
+    binder: CallBinder = dataclasses.field(init=False)
     match: Callable[[tuple], tuple[int, list[Any]] | None] = dataclasses.field(init=False)
     rebuild: Callable[[list[Any]], Any] = dataclasses.field(init=False)
     check: StateCheck | None = dataclasses.field(init=False)
@@ -105,6 +108,7 @@ class CapturedSignature:
 
     def __post_init__(self) -> None:
         self.rebuild = _rebuilder(self.traced)
+        self.binder = self.traced.trace.example.binder
         self.take_addresses()
 
     @property

@@ -177,14 +177,23 @@ class FactFinder:
             self._types.setdefault(id(module), (module, type(module), name))
             if path or not skip_root:
                 self.add_value(StateRef(names, "forward", f"{name}.forward"), names.get("forward"))
-                self.add_table(module._forward_hooks, f"the forward hooks of {name}")
-                self.add_table(module._forward_pre_hooks, f"the forward pre-hooks of {name}")
+                self._add_hooks(names, "", name)
             owner = next((cls for cls in type(module).__mro__ if "forward" in vars(cls)), None)
             if owner is not None:
                 ref = StateRef(owner, "forward", f"{owner.__name__}.forward", is_attribute=True)
                 self.add_value(ref, ref.get())
-        self.add_table(module_hooks._global_forward_hooks, "the global forward hooks")
-        self.add_table(module_hooks._global_forward_pre_hooks, "the global forward pre-hooks")
+        self._add_hooks(vars(module_hooks), "_global", "every module")
+
+    def _add_hooks(self, names: Mapping[str, Any], prefix: str, owner: str) -> None:
+        """Which forward hooks there are, and where there are some, what each one is and how it is called."""
+        for kind, title in (("_forward_pre_hooks", "forward pre-hooks"), ("_forward_hooks", "forward hooks")):
+            hooks = names[prefix + kind]
+            self.add_table(hooks, f"the {title} of {owner}")
+            for key, hook in hooks.items():
+                self.add_value(StateRef(hooks, key, f"a hook among the {title} of {owner}"), hook)
+            for how in ("_with_kwargs", "_always_called") if hooks else ():
+                if f"{prefix}{kind}{how}" in names:
+                    self.add_table(names[f"{prefix}{kind}{how}"], f"the {title} of {owner} ({how})")
 
     def _add_class(self, cls: type, path: str) -> None:
         """Plain attributes of a class that forward names: torch 2.11 takes them for constants, unguarded."""

@@ -19,6 +19,7 @@ from torch import fx, nn
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from piecewise import torch_internals as internals
+from piecewise.call_form import refuse_backward_hooks
 from piecewise.dynamo_result import Placeholder, placeholders_of, result_of
 from piecewise.dynamo_run import DynamoRun, ExampleCall, run_dynamo
 from piecewise.layer_reuse import run_in_layers
@@ -102,6 +103,9 @@ def trace(
             fix="leave that mode around capture(), or run the model eagerly",
         )
 
+    skip_root = not isinstance(forward, nn.Module)
+    refuse_backward_hooks(model, skip_root=skip_root)
+
     def run(**options: Any) -> DynamoRun:
         return run_dynamo(model, example, forward=forward, static_dims=static_dims, **options)
 
@@ -116,7 +120,6 @@ def trace(
         )
     if reads_flags(seen.names_read):
         refuse_flags(example.leaves, example.names)
-    skip_root = not isinstance(forward, nn.Module)
     return _finished(seen, example, layers, skip_root=skip_root, finds_facts=finds_facts)
 
 
