@@ -16,11 +16,25 @@ from typing import Any
 from torch import nn
 from torch.nn.modules import module as module_hooks
 
+from piecewise.signature import CallBinder, FormBinder
 from runners.errors import TraceError
 
 # Wrappers from here treat an argument alike in both forms; the tests call attached models in both.
 _FORM_BLIND = frozenset({"torch", "transformers", "boundary_ops"}) | sys.stdlib_module_names
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+
+
+class Binders:
+    """What binds the calls of `forward`, one for each answer of `sees_form`."""
+
+    def __init__(self, model: nn.Module, forward: Callable[..., Any]) -> None:
+        self._model, self._forward = model, forward
+        own = model.forward if forward is model else forward
+        self._by_form = {False: CallBinder(own), True: FormBinder(own)}
+
+    def for_now(self) -> CallBinder:
+        """The one for the hooks that the model has now; the same object each time."""
+        return self._by_form[sees_form(self._model, self._forward)]
 
 
 def sees_form(model: nn.Module, forward: Callable[..., Any]) -> bool:

@@ -152,11 +152,15 @@ class FactFinder:
         return StateFacts(*(tuple(each.values()) for each in found))
 
     def add_value(self, ref: StateRef, value: Any) -> None:
-        self._values.setdefault((id(ref.owner), ref.key, ref.is_attribute), (ref, value))
+        place = id(ref.owner), ref.key, ref.is_attribute
+        if type(value) is list and all(type(item) is str for item in value):
+            # An equal one may take its place, as the list of active adapters is made anew by each switch.
+            self._answers.setdefault(place, (_holds_names, ref, tuple(value), True, ref.path))
+        else:
+            self._values.setdefault(place, (ref, value))
 
-    def add_table(self, table: Any, path: str, *, length_only: bool = False) -> None:
-        content = len(table) if length_only else table_content(table)
-        self._tables.setdefault(id(table), (table, content, path))
+    def add_table(self, table: Any, path: str) -> None:
+        self._tables.setdefault(id(table), (table, table_content(table), path))
 
     def add_answer(self, ask: Callable[[Any, Any], bool], item: Any, what: Any, path: str) -> None:
         self._answers.setdefault((ask, id(item), what), (ask, item, what, ask(item, what), path))
@@ -169,8 +173,7 @@ class FactFinder:
             names = module.__dict__
             for key, child in module._modules.items():
                 self.add_value(StateRef(module._modules, key, f"{name}.{key}"), child)
-            # The values above say which keys these are.
-            self.add_table(module._modules, f"the submodules of {name}", length_only=True)
+            self.add_table(module._modules, f"the submodules of {name}")
             for key in _MODULE_TABLES:
                 self.add_value(StateRef(names, key, f"{name}.{key}"), names[key])
             self.add_value(StateRef(names, "training", f"{name}.training"), module.training)
@@ -234,6 +237,11 @@ class FactFinder:
         for step, place in path:
             if place is not None and _is_lasting(step, place):
                 self.add_value(place, step)
+
+
+def _holds_names(place: StateRef, names: tuple[str, ...]) -> bool:
+    now = place.get()
+    return type(now) is list and all(type(item) is str for item in now) and tuple(now) == names
 
 
 def _owner_and_attribute(guard: SeenGuard, source: str) -> tuple[str, Any]:
