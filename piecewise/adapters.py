@@ -13,17 +13,18 @@ from torch import nn
 
 def adapters_in_use(model: nn.Module) -> str:
     """Such as "adapters a, b", "adapter a (merged)" or "no adapter"; empty for a model without any."""
-    found: dict[str, None] = {}
+    active: dict[str, None] = {}
+    merged: dict[str, None] = {}
     has_adapters = False
     for module in model.modules():
         layer: Any = module
-        active, merged = getattr(layer, "active_adapters", None), getattr(layer, "merged_adapters", None)
-        disabled = getattr(layer, "disable_adapters", None)
-        if not isinstance(active, (list, tuple)) or not isinstance(disabled, bool):
+        names, is_disabled = getattr(layer, "active_adapters", None), getattr(layer, "disable_adapters", None)
+        if not isinstance(names, (list, tuple)) or not isinstance(is_disabled, bool):
             continue  # on a model of transformers these are methods
         has_adapters = True
-        found |= {f"{name} (merged)": None for name in merged or ()}
-        if not merged and not disabled:
-            found |= dict.fromkeys(map(str, active))
-    names = ", ".join(found)
-    return f"adapter{'s' if len(found) > 1 else ''} {names}" if found else "no adapter" * has_adapters
+        merged |= dict.fromkeys(map(str, getattr(layer, "merged_adapters", None) or ()))
+        active |= {} if is_disabled else dict.fromkeys(map(str, names))
+    found = [f"{name} (merged)" for name in merged] + [name for name in active if name not in merged]
+    if not found:
+        return "no adapter" if has_adapters else ""
+    return f"adapter{'s' if len(found) > 1 else ''} {', '.join(found)}"
