@@ -2,8 +2,7 @@
 
 On each call, the places that Dynamo guards are compared, and what `unguarded.py` adds. A trace made now reads
 everything that forward reads. Where it is another program than the recorded one, something changed that no
-place on record holds: a function or a constant of torch or of Python's library that was patched, an attribute
-of an object that Dynamo does not guard.
+place on record holds: what a function read that Dynamo was told to take for constant, or not to look into.
 """
 
 from __future__ import annotations

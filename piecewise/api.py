@@ -296,8 +296,8 @@ class GraphedModule:
         """Compares the model with what was captured, deeper than calls do: the model is traced again.
 
         Each call compares the tensors that graphs read (which object, address, dtype, geometry), and the
-        Python state that Dynamo guards. This finds also what no guard names: patched functions of torch or of
-        Python's library, their constants, attributes of unguarded objects. It takes as long as a trace does.
+        Python state that Dynamo guards. This finds also what no guard names: state that is read by functions
+        which Dynamo was told to take for constant. It takes as long as a trace does.
         Neither sees Python state that a custom op reads inside its kernel: `verify()` does.
 
         Raises:

@@ -322,10 +322,16 @@ def state_check_of(plan: SegmentPlan) -> StateCheck:
         if value.state is not None:
             place = tensors if value.index in in_graphs else looked_up
             place[id(value.state.owner), value.state.key] = value.state
+    facts, read = plan.state_facts, {*tensors, *looked_up}
+    facts = dataclasses.replace(
+        facts,
+        values=facts.values + _ops_counted_on(plan),
+        tensors=tuple(each for each in facts.tensors if (id(each[0].owner), each[0].key) not in read),
+    )
     return StateCheck(
         tensors=tuple(tensors.values()),
         looked_up=tuple(looked_up.values()),
-        facts=dataclasses.replace(plan.state_facts, values=plan.state_facts.values + _ops_counted_on(plan)),
+        facts=facts,
         number_dicts=internals.number_dicts if internals.dict_numbers_tell() else None,
     )
 

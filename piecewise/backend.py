@@ -245,7 +245,7 @@ class CompiledGraph:
         from piecewise import torch_internals as internals
         from piecewise.plan import ResultLeaf
         from piecewise.signature import CallBinder
-        from piecewise.state import readable_path
+        from piecewise.sources import readable_path
         from piecewise.structure import Structure, flatten_structure
         from piecewise.trace import ExampleCall, Placeholder, Trace
         from runners.state_check import StateFacts, StateRef

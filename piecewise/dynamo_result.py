@@ -12,7 +12,7 @@ from torch import fx
 
 from piecewise.dynamo_run import FIRST_DUMMY, DynamoRun
 from piecewise.plan import ResultLeaf
-from piecewise.state import Scope, resolve
+from piecewise.sources import Scope, resolve
 from piecewise.structure import Structure, flatten_structure
 from piecewise.trace_errors import refuse_opaque
 from runners.errors import TraceError

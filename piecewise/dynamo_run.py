@@ -17,7 +17,9 @@ import dataclasses
 import itertools
 import linecache
 import logging
+import re
 from collections.abc import Mapping, Sequence
+from types import CodeType
 from typing import Any
 
 import torch
@@ -26,10 +28,9 @@ from torch import fx, nn
 from piecewise import torch_internals as internals
 from piecewise.side_effects import StateSnapshot
 from piecewise.signature import CallBinder, is_plain_leaf
-from piecewise.state import Scope, readable_path
+from piecewise.sources import Scope, readable_path
 from piecewise.structure import Namespace, Structure, flatten_structure
 from piecewise.trace_errors import translated
-from piecewise.unguarded import names_read
 from runners.errors import PiecewiseError, TraceError
 
 _serial = itertools.count()
@@ -85,12 +86,14 @@ class DynamoRun:
     """What one run saw; it is the backend, too: it keeps the graph, and answers the one call with dummies.
 
     Attributes:
+        forward: what is traced; reached from `model`.
         own_name: another name that sources may have for the model than L['model'].
         graph: the Dynamo-level graph; placeholders carry fakes in ``meta["example_value"]``.
         arguments: what Dynamo passed for each placeholder: the tensors of the model, twins of the inputs.
         sources: placeholder's name → Python source of what it stands for, in terms of L and G.
         guards: all that the run looked at.
-        names_read: of the code that it went through; see `unguarded.py`.
+        reads: Python source of all that Dynamo looked at; a guard says how, or that there is none.
+        code: of each function that it went through.
         marks_tensors: whether forward sets a Python attribute of a tensor.
         written: objects, older than the run, that forward writes to, for a while or for good; None for one
             that is not found.
@@ -99,6 +102,7 @@ class DynamoRun:
     """
 
     model: nn.Module
+    forward: Any
     function: Any
     leaves: Sequence[Any]
     snapshot: StateSnapshot
@@ -107,7 +111,8 @@ class DynamoRun:
     has_graph: bool = False
     sources: dict[str, str | None] = dataclasses.field(default_factory=dict)
     guards: list[internals.SeenGuard] = dataclasses.field(default_factory=list)
-    names_read: frozenset[str] = frozenset()
+    reads: list[str] = dataclasses.field(default_factory=list)
+    code: list[CodeType] = dataclasses.field(default_factory=list)
     marks_tensors: bool = False
     written: list[Any] = dataclasses.field(default_factory=list)
     arguments: tuple[Any, ...] = ()
@@ -124,7 +129,13 @@ class DynamoRun:
             dataclasses.replace(guard, source=self.as_read(guard.source), other=self.as_read(guard.other))
             for guard in internals.current_guards()
         ]
-        self.names_read = names_read(internals.traced_code())
+        guarded = {source for guard in self.guards for source in (guard.source, guard.other)}
+        self.guards += [
+            internals.SeenGuard(source, internals.SeenGuard.UNGUARDED, {})
+            for source in dict.fromkeys(map(self.as_read, self.reads))
+            if source not in guarded
+        ]
+        self.code = internals.traced_code()
         self._note_writes()
         outputs = graph.graph.output_node().args[0]
         fakes = [node.meta.get("example_value") if isinstance(node, fx.Node) else node for node in outputs]  # type: ignore[union-attr]
@@ -146,7 +157,15 @@ class DynamoRun:
 
     def scope(self) -> Scope:
         """Where sources are looked up."""
-        return Scope({"model": self.model}, self.function.__globals__)
+        names = self.function.__globals__
+        known = {"L['model'].forward": self.forward} if self.own_name else {}
+        return Scope({"model": self.model}, names, known)
+
+    def names_in_sources(self) -> dict[str, Any]:
+        """What sources name as G, of that which is there."""
+        sources = itertools.chain(*((guard.source, guard.other) for guard in self.guards))
+        names = {found[1] for source in sources for found in re.finditer(r"\bG\['([^']+)'\]", source)}
+        return {name: value for name, value in self.function.__globals__.items() if name in names}
 
     def fake_mode(self) -> Any:
         return internals.fake_mode_of([node.meta["example_value"] for node in self.placeholders()])
@@ -160,10 +179,11 @@ class DynamoRun:
         for source in internals.sources_to_be_written():
             source = self.as_read(source)
             try:
-                value, place = scope.find(source)
-            except (KeyError, AttributeError, IndexError, ValueError):
+                found = scope.find(source)
+            except Exception:  # nothing there, or a property of the user's
                 self.written.append(None)
                 continue
+            value, place = found.value, found.place
             self.written.append(value)
             self.snapshot.add(readable_path(source), value)
             if place is not None:
@@ -190,7 +210,9 @@ def run_dynamo(
     leaves = _prepare_leaves(example, static_dims)
     function = _traced_function(example, forward, namespace or Namespace())
     snapshot = StateSnapshot(model)
-    run = DynamoRun(model, function, leaves, snapshot, own_name=_name_of_self(function, forward, model))
+    run = DynamoRun(
+        model, forward, function, leaves, snapshot, own_name=_name_of_self(function, forward, model)
+    )
     logger = logging.getLogger("torch._guards")
     level = logger.level
     try:
@@ -204,9 +226,9 @@ def run_dynamo(
             # Called once, at once: Dynamo need not keep the guards that it found.
             options: Any = {"guard_filter_fn": lambda entries: [False] * len(entries)}
             compiled = torch.compile(function, backend=run, fullgraph=True, options=options)
-            with internals.tensor_attributes_set() as names:
+            with internals.tensor_attributes_set() as marked, internals.sources_read() as run.reads:
                 run.result = compiled(model, *leaves)
-            run.marks_tensors = bool(names)
+            run.marks_tensors = bool(marked)
     except PiecewiseError:
         raise
     except Exception as error:
@@ -214,7 +236,9 @@ def run_dynamo(
     finally:
         logger.setLevel(level)
         run.changes = snapshot.restore()
+        names = run.names_in_sources()
         internals.forget_compilation(function.__code__, run)
+        function.__globals__.update(names)  # some go with Dynamo's code
         linecache.cache.pop(function.__code__.co_filename, None)
     if not run.has_graph:
         raise TraceError(
@@ -222,7 +246,17 @@ def run_dynamo(
             rule="a graph needs at least one op",
             fix="pass the example that your model is called with",
         )
+    scope = run.scope()
+    run.guards = [guard for guard in run.guards if guard.kind != guard.UNGUARDED or _leads(guard, scope)]
     return run
+
+
+def _leads(guard: internals.SeenGuard, scope: Scope) -> bool:
+    """Whether there is anything at a source that Dynamo looked at for a moment."""
+    try:
+        return bool(scope.steps(guard.source))
+    except Exception:  # it may be no Python at all
+        return False
 
 
 def _prepare_leaves(example: ExampleCall, static_dims: Mapping[int, Sequence[int]]) -> list[Any]:

@@ -30,8 +30,8 @@ from piecewise.repeated_layers import (
     one_at_a_time,
     repeated_layers,
 )
+from piecewise.sources import resolve
 from piecewise.startup_times import LayerReuse
-from piecewise.state import resolve
 from piecewise.structure import Namespace
 from piecewise.tensors import storage_of, tensors_in
 from runners.errors import told
@@ -180,7 +180,7 @@ class _Weaver:
         made = LayerRun.over(layer, call, namespace=self.namespace)
         made.check_reads(self.whole.written)
         made.evaluate_conditions(self.shape_env)
-        self.whole.names_read |= made.run.names_read
+        self.whole.code += made.run.code
         self.whole.guards += made.shared_guards
         return made
 

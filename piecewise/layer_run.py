@@ -20,13 +20,14 @@ from piecewise import torch_internals as internals
 from piecewise.call_form import is_wrapped
 from piecewise.dynamo_result import Placeholder, placeholders_of, result_of
 from piecewise.dynamo_run import DynamoRun, run_dynamo
+from piecewise.guard_answers import is_asked_of, is_same_to, looked_at
 from piecewise.layer_call import LayerCall, NotReused
 from piecewise.repeated_layers import RepeatedLayer
 from piecewise.signature import CallBinder, FormBinder
-from piecewise.state import is_asked_of, is_same_to, looked_at, readable_path
+from piecewise.sources import Scope, readable_path
 from piecewise.structure import PLAIN, Namespace
 from piecewise.tensors import tensors_in
-from piecewise.unguarded import reads_attribute_tables
+from piecewise.unguarded import names_read, reads_attribute_tables
 
 _INPUT = re.compile(r"\bL\['[ti]\d+'\]")
 _SIZE = re.compile(r"^L\['t(\d+)'\]\.size\(\)\[(\d+)\]$")
@@ -47,7 +48,7 @@ def _reader(
     """
     parts = [f"({''.join(f'{source}, ' for source in sources)})" for sources in guarded]
     text = f"lambda L: ([{', '.join(states)}], [{', '.join(parts)}])"
-    read = eval(text, {"G": names})  # Dynamo's own source text
+    read = eval(text, {**internals.names_in_sources(), "G": names})  # Dynamo's own source text
     return lambda layer: read({"model": layer})
 
 
@@ -90,7 +91,7 @@ class LayerRun:
         )
         if run.changes or run.written:
             raise NotReused("a layer writes state")
-        if run.marks_tensors or reads_attribute_tables(run.names_read):
+        if run.marks_tensors or reads_attribute_tables(names_read(run.code)):
             raise NotReused("a layer sets attributes of tensors, or reads names of attributes")
         for node in run.graph.graph.nodes:
             is_copied = node.op not in ("get_attr", "call_module") and not switches_mode(node)
@@ -118,7 +119,7 @@ class LayerRun:
         """
         ids, scope = set(map(id, written)), self.run.scope()
         for guard in (*self.own_guards, *self.shared_guards) if ids else ():
-            if any(id(value) in ids for value in scope.values_along(guard)):
+            if any(id(value) in ids for value in _values_along(guard, scope)):
                 raise NotReused(f"a layer reads {readable_path(guard.source)}, which forward writes")
 
     def evaluate_conditions(self, shape_env: Any) -> None:
@@ -198,6 +199,14 @@ def _which_are_one(*values: Sequence[Any]) -> list[int]:
     places: dict[int, int] = {}
     found = [value for value in itertools.chain(*values) if not isinstance(value, (int, *PLAIN))]
     return [places.setdefault(id(value), place) for place, value in enumerate(found)]
+
+
+def _values_along(guard: internals.SeenGuard, scope: Scope) -> list[Any]:
+    """The values at each step of the way to what a guard looks at."""
+    try:
+        return [step.value for step in scope.steps(looked_at(guard)[0])]
+    except Exception:  # there is nothing, or a property of the user's
+        return []
 
 
 def moved(source: str, layer_source: str) -> str:

@@ -28,7 +28,7 @@ from piecewise.startup_times import LayerReuse
 from piecewise.state import FactFinder
 from piecewise.structure import Structure
 from piecewise.trace_errors import refuse_flags
-from piecewise.unguarded import add_unguarded, reads_flags
+from piecewise.unguarded import add_unguarded, names_read, reads_flags
 from runners.errors import TraceError
 from runners.state_check import StateFacts
 
@@ -103,8 +103,7 @@ def trace(
             fix="leave that mode around capture(), or run the model eagerly",
         )
 
-    skip_root = not isinstance(forward, nn.Module)
-    refuse_backward_hooks(model, skip_root=skip_root)
+    refuse_backward_hooks(model, skip_root=forward is not model)
 
     def run(**options: Any) -> DynamoRun:
         return run_dynamo(model, example, forward=forward, static_dims=static_dims, **options)
@@ -118,13 +117,13 @@ def trace(
             fix="keep it in a registered buffer and write that in place (self.count.add_(1), not +=), "
             "or return it",
         )
-    if reads_flags(seen.names_read):
+    if reads_flags(names_read(seen.code)):
         refuse_flags(example.leaves, example.names)
-    return _finished(seen, example, layers, skip_root=skip_root, finds_facts=finds_facts)
+    return _finished(seen, example, layers, forward=forward, finds_facts=finds_facts)
 
 
 def _finished(
-    run: DynamoRun, example: ExampleCall, layers: LayerReuse | None, *, skip_root: bool, finds_facts: bool
+    run: DynamoRun, example: ExampleCall, layers: LayerReuse | None, *, forward: Any, finds_facts: bool
 ) -> Trace:
     fakes = [node.meta["example_value"] for node in run.placeholders()]
     shape_env = internals.shape_env_of(fakes)
@@ -137,14 +136,16 @@ def _finished(
         pairs = zip(placeholders, run.arguments, strict=True)
         places = {id(argument): each.state for each, argument in pairs if each.state is not None}
         ties = [(guard.source, guard.other) for guard in run.guards if guard.other]
-        finder = FactFinder(run.model, skip_root=skip_root)
+        is_model = isinstance(forward, nn.Module)
+        finder = FactFinder(run.model, skip_root=not is_model)
+        finder.add_defaults(forward.forward if is_model else forward)
         for guard in run.guards:
             finder.add_guard(guard, scope)
-        add_unguarded(finder, run.model, names=run.names_read, ties=ties, places=places, scope=scope)
+        add_unguarded(finder, run.model, code=run.code, ties=ties, places=places, scope=scope)
         facts = finder.facts()
     seen = (re.match(r"L\['t(\d+)'\]", guard.source) for guard in run.guards)
     return Trace(
         run.graph, placeholders, structure, result_leaves, shape_env, facts, example,
         leaves_seen=frozenset(int(found[1]) for found in seen if found),
-        reads_flags=reads_flags(run.names_read), layers=layers,
+        reads_flags=reads_flags(names_read(run.code)), layers=layers,
     )  # fmt: skip

@@ -9,7 +9,8 @@
 
 from __future__ import annotations
 
-import itertools
+import builtins
+import operator
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from types import CodeType, FunctionType, MethodType, ModuleType
@@ -18,9 +19,12 @@ import torch
 from torch import nn
 
 from piecewise.config import environment
-from piecewise.state import FactFinder, Scope, resolve
+from piecewise.sources import Scope, resolve
+from piecewise.state import FactFinder
 from runners.state_check import StateRef
 
+# Their methods are torch's and Python's own.
+_SETTLED_CLASSES = (object, nn.Module, torch.Tensor)
 _FLAGS = frozenset({"requires_grad", "is_leaf", "grad_fn", "Parameter"})
 _ENVIRONMENT = frozenset({"environ", "getenv"})
 _ATTRIBUTE_TABLES = frozenset({"__dict__", "vars"})
@@ -54,7 +58,7 @@ def add_unguarded(
     finder: FactFinder,
     model: nn.Module,
     *,
-    names: frozenset[str],
+    code: Sequence[CodeType],
     ties: Iterable[Sequence[str]],
     places: Mapping[int, StateRef],
     scope: Scope,
@@ -63,10 +67,13 @@ def add_unguarded(
 
     Args:
         finder: has the facts of the guards.
-        names: what `names_read` found in the traced code.
+        code: of all functions that the trace went through.
         ties: sources that gave one tensor.
         places: id of a tensor of the model → the place at which the graph reads it.
     """
+    names = names_read(code)
+    _add_methods(finder, code, scope)
+    _add_builtins(finder, code)
     # Dynamo takes `__call__` for the way to forward, unguarded.
     for cls in dict.fromkeys(type(module) for module in model.modules()):
         place = StateRef(cls, "__call__", f"{cls.__name__}.__call__", is_attribute=True)
@@ -102,14 +109,47 @@ def _is_environment(seen: dict[str, str], _: Said) -> bool:
 def _ties(
     sources: Iterable[Sequence[str]], places: Mapping[int, StateRef], scope: Scope
 ) -> Iterable[tuple[StateRef, StateRef]]:
-    """For tensors that forward reads at several places: where the graph reads each, and another place."""
+    """For tensors that forward reads at several places: where the graph reads each, or forward looked at it
+    first, and another place."""
     found = {}
-    for source in itertools.chain.from_iterable(sources):
-        other = resolve(source, scope)
-        place = places.get(id(other.get())) if other is not None else None
-        if other and place and (id(place.owner), place.key) != (id(other.owner), other.key):
-            found[id(other.owner), other.key] = place, other
+    for pair in sources:
+        refs = [ref for source in pair if (ref := resolve(source, scope)) is not None]
+        for other in refs:
+            tensor = other.get()
+            place = places.get(id(tensor), refs[-1]) if isinstance(tensor, torch.Tensor) else other
+            if (id(place.owner), place.key) != (id(other.owner), other.key):
+                found[id(other.owner), other.key] = place, other
     return found.values()
+
+
+def _add_methods(finder: FactFinder, code: Sequence[CodeType], scope: Scope) -> None:
+    """Methods and properties that forward ran: Dynamo guards an object's class, and not what that has."""
+    traced = set(map(id, code))
+    for cls in finder.classes():
+        before: list[type] = []
+        for base in cls.__mro__:
+            for name, item in vars(base).items() if base not in _SETTLED_CLASSES else ():
+                function = getattr(item, "__func__", None) or getattr(item, "fget", None) or item
+                if isinstance(function, FunctionType) and id(function.__code__) in traced:
+                    path = f"{base.__name__}.{name}"
+                    finder.add_value(StateRef(scope.class_table(base), name, path), item)
+                    finder.add_code(function, path)
+                    for other in before:
+                        finder.add_answer(operator.contains, scope.class_table(other), name, other.__name__)
+            before.append(base)
+
+
+def _add_builtins(finder: FactFinder, code: Sequence[CodeType]) -> None:
+    """Builtins that functions named, which a global of the same name would hide."""
+    traced = set(map(id, code))
+    for function in finder.functions():
+        names, pending = function.__globals__, [function.__code__]
+        while pending:
+            each = pending.pop()
+            pending += [item for item in each.co_consts if isinstance(item, CodeType)]
+            for name in each.co_names if id(each) in traced else ():
+                if name not in names and hasattr(builtins, name):
+                    finder.add_answer(operator.contains, names, name, names.get("__name__", "the globals"))
 
 
 class Said:

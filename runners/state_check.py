@@ -15,15 +15,14 @@ import dataclasses
 import functools
 import operator
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 from typing import Any, TypeAlias
 
 import torch
 
-from runners.watched_dicts import NumberDicts, WatchedDicts
+from runners.same_value import content_like, has_content, is_same_value
+from runners.watched_dicts import NOTHING, NumberDicts, WatchedDicts
 
-_NOTHING_THERE = (KeyError, IndexError, TypeError, AttributeError, ValueError)
-_PLAIN = (bool, int, float, complex, str, bytes, tuple, frozenset, torch.dtype, torch.device, torch.Size)
 # What they hold is theirs for good.
 _IMMUTABLE = (tuple, str, bytes, frozenset, range)
 # Their truth is that they hold anything.
@@ -47,21 +46,15 @@ class StateRef:
 
     def get(self) -> Any:
         """The value there now, or None where it is gone."""
-        try:
-            return self._read()
-        except _NOTHING_THERE:
-            return None
+        value = self.look()
+        return None if value is NOTHING else value
 
-    def is_empty(self) -> bool:
-        """Whether there is nothing, not even None."""
+    def look(self) -> Any:
+        """The value there now, or `NOTHING`, which is not even None; properties of the user's may raise."""
         try:
-            self._read()
-        except _NOTHING_THERE:
-            return True
-        return False
-
-    def _read(self) -> Any:
-        return getattr(self.owner, self.key) if self.is_attribute else self.owner[self.key]
+            return getattr(self.owner, self.key) if self.is_attribute else self.owner[self.key]
+        except Exception:
+            return NOTHING
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -70,6 +63,7 @@ class StateFacts:
 
     Attributes:
         values: places of plain values, functions and containers, each with what was there.
+        tensors: places of tensors of which forward read no element, each with what `kind_of` gave for it.
         tables: containers whose keys (a mapping or a set) or length (a sequence) decided something, each
             with that content, as `table_content` reads it, or just its length, and its path.
         types: objects whose class decides what they do, each with its class and path.
@@ -77,16 +71,10 @@ class StateFacts:
     """
 
     values: tuple[tuple[StateRef, Any], ...] = ()
+    tensors: tuple[tuple[StateRef, Any], ...] = ()
     tables: tuple[tuple[Any, Any, str], ...] = ()
     types: tuple[tuple[Any, type, str], ...] = ()
     answers: tuple[tuple[Callable[[Any, Any], bool], Any, Any, bool, str], ...] = ()
-
-
-def table_content(table: Any) -> Any:
-    """What is compared of a container: a set's items, a mapping's keys in order, a sequence's length."""
-    if isinstance(table, Set):
-        return frozenset(table)
-    return tuple(table) if isinstance(table, Mapping) else len(table)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -122,26 +110,34 @@ class StateCheck:
         self._tensors = [ref.get() for ref in self._tensor_refs]
         self._storages = [tensor.untyped_storage() for tensor in self._tensors]
         self._addresses = [tensor.data_ptr() for tensor in self._tensors]
-        self._looked_up_refs = tuple(looked_up)
+        self._looked_up_refs = (*looked_up, *(ref for ref, _ in facts.tensors))
         self._looked_up = _look_up(self._looked_up_refs)
-        self._kinds = [_kind(tensor) for tensor in (*self._tensors, *self._looked_up())]
-        # One for the recorded tensors and one for those looked up, per mode.
+        self._kinds = [kind_of(tensor) for tensor in (*self._tensors, *_look_up(looked_up)())]
+        self._kinds += [kind for _, kind in facts.tensors]
+        self._num_looked_up = len(set(map(id, self._looked_up())))
+        # One for the recorded tensors and one for those looked up, per mode. It fails where two are one.
         self._guards: dict[bool, tuple[Any, Any]] = {}
         self._facts = facts
-        self._values = [value for _, value in facts.values]
+        # What was recorded as None may be nothing at all.
+        self._values = [
+            NOTHING if value is None and ref.look() is NOTHING else value for ref, value in facts.values
+        ]
         self._dicts = WatchedDicts(number_dicts)
         # How to look → columns of where, at what, and the very object expected there.
         self._columns: _Columns = {}
         self._answers: _Columns = {}  # of answers, which may be compared by value: that is quicker
         for ref, tensor in zip(self._tensor_refs, self._tensors, strict=True):
             self._add_value(ref, tensor)
-        self._value_columns = [self._add_value(ref, value) for ref, value in facts.values]
+        places = [ref for ref, _ in facts.values]
+        self._value_columns = list(map(self._add_value, places, self._values))
         self._attributes = [getattr(item, "__dict__", None) for item, _, _ in facts.types]
+        self._classes: tuple[list[Any], list[type]] = [], []  # of objects without attributes
         for (item, cls, _), attributes in zip(facts.types, self._attributes, strict=True):
             if type(attributes) is dict:
                 self._dicts.add_object(item, cls)
             else:
-                _add(self._columns, _class_of, item, None, cls)
+                self._classes[0].append(item)
+                self._classes[1].append(cls)
         self._empty: list[Any] = []
         self._tables: list[tuple[Any, Any]] = []
         for table, content, _ in facts.tables:
@@ -166,6 +162,7 @@ class StateCheck:
                 and self._recorded_fit()
                 and self.looked_up_fit()
                 and not any(self._empty)
+                and all(map(operator.is_, map(type, self._classes[0]), self._classes[1]))
                 and all(
                     all(map(operator.is_, map(look, owners, keys), values))
                     for look, (owners, keys, values) in self._columns.items()
@@ -174,9 +171,9 @@ class StateCheck:
                     list(map(ask, items, whats)) == answers
                     for ask, (items, whats, answers) in self._answers.items()
                 )
-                and all(_content_like(content, table) == content for table, content in self._tables)
+                and all(has_content(table, content) for table, content in self._tables)
             )
-        except _NOTHING_THERE:
+        except Exception:  # a look-up of something that is gone, or of the user's
             return False
 
     def looked_up_fit(self) -> bool:
@@ -187,7 +184,7 @@ class StateCheck:
         guards = self._guards.get(torch.is_inference_mode_enabled())
         try:
             return guards is not None and bool(guards[1].check(*self._looked_up()))
-        except _NOTHING_THERE:
+        except Exception:
             return False
 
     def settle(self) -> None:
@@ -207,10 +204,10 @@ class StateCheck:
         """Where the expected object is kept: a list and an index into it."""
         if not ref.is_attribute and type(ref.owner) is dict:
             return self._dicts.add_value(ref.owner, ref.key, value)
-        if not ref.is_attribute and type(ref.owner) in _IMMUTABLE and ref.get() is value:
+        if not ref.is_attribute and type(ref.owner) in _IMMUTABLE and ref.look() is value:
             return [value], 0
-        if ref.is_empty():  # which the look-ups in C do not take for None
-            return _add(self._columns, _get, ref, None, value)
+        if value is NOTHING:  # the look-ups in C raise
+            return _add(self._columns, _look, ref, None, value)
         look = getattr if ref.is_attribute else operator.getitem
         return _add(self._columns, look, ref.owner, ref.key, value)
 
@@ -219,7 +216,7 @@ class StateCheck:
         if size == 0 and type(table) in _CONTAINERS:
             self._empty.append(table)
         elif type(table) is dict:
-            self._dicts.add_answer(table, functools.partial(_content_like, content, table), content)
+            self._dicts.add_answer(table, functools.partial(has_content, table, content), True)
         elif type(table) not in _IMMUTABLE or len(table) != size:
             self._tables.append((table, content))
 
@@ -252,20 +249,24 @@ class StateCheck:
         now = [*self._tensors, *self._looked_up()]
         refs = (*self._tensor_refs, *self._looked_up_refs)
         for position, (ref, tensor, kind) in enumerate(zip(refs, now, self._kinds, strict=True)):
-            if not isinstance(tensor, torch.Tensor) or _kind(tensor) != kind:
+            if not isinstance(tensor, torch.Tensor) or kind_of(tensor) != kind:
                 code = "moved_address" if position < len(self._tensors) else "module_state_changed"
-                return StateChange(code, f"{ref.path} was {_described(kind)}, is {_described(_kind(tensor))}")
+                return StateChange(
+                    code, f"{ref.path} was {_described(kind)}, is {_described(kind_of(tensor))}"
+                )
+        count = len(self._tensors)
+        if len(set(map(id, now[count:]))) < self._num_looked_up:
+            return StateChange("module_state_changed", _first_met_twice(refs[count:], now[count:]))
         if self._kinds:
-            count = len(self._tensors)
             self._guards[torch.is_inference_mode_enabled()] = _guard(now[:count]), _guard(now[count:])
         return None
 
     def _find_changed_value(self) -> StateChange | None:
         for position, (ref, _) in enumerate(self._facts.values):
-            now, seen = ref.get(), self._values[position]
+            now, seen = ref.look(), self._values[position]
             if now is seen:
                 continue
-            if not _is_equal_value(now, seen):
+            if not is_same_value(now, seen):
                 return StateChange("module_state_changed", f"{ref.path} was {_brief(seen)}, is {_brief(now)}")
             column, index = self._value_columns[position]
             self._values[position] = column[index] = now
@@ -280,13 +281,13 @@ class StateCheck:
                 detail = f"the attributes of {path} were replaced as a whole"
                 return StateChange("module_state_changed", detail)
         for table, content, path in self._facts.tables:
-            now = _content_like(content, table)
-            if now != content:
+            if not has_content(table, content):
+                now = _answer(content_like, content, table)
                 detail = f"the contents of {path} were {_brief(content)}, are {_brief(now)}"
                 return StateChange("module_state_changed", detail)
         for ask, item, what, answer, path in self._facts.answers:
-            if ask(item, what) is not answer:
-                detail = f"{what!r} was {'' if answer else 'not '}in {path}"
+            if _answer(ask, item, what) is not answer:
+                detail = f"{_brief(what)} was {'' if answer else 'not '}in {path}"
                 return StateChange("module_state_changed", detail)
         return None
 
@@ -299,17 +300,16 @@ def _add(columns: _Columns, look: Callable[[Any, Any], Any], *entry: Any) -> tup
     return found[-1], len(found[-1]) - 1
 
 
-def _content_like(content: Any, table: Any) -> Any:
-    """What is compared of a table of which `content` was recorded."""
-    return len(table) if isinstance(content, int) else table_content(table)
+def _look(ref: StateRef, _: None) -> Any:
+    return ref.look()
 
 
-def _get(ref: StateRef, _: None) -> Any:
-    return ref.get()
-
-
-def _class_of(item: Any, _: None) -> type:
-    return type(item)
+def _answer(ask: Callable[[Any, Any], Any], item: Any, what: Any) -> Any:
+    """What is answered, or `NOTHING` where a property or container of the user's raises."""
+    try:
+        return ask(item, what)
+    except Exception:
+        return NOTHING
 
 
 def _look_up(refs: Sequence[StateRef]) -> Callable[[], Iterable[Any]]:
@@ -319,17 +319,30 @@ def _look_up(refs: Sequence[StateRef]) -> Callable[[], Iterable[Any]]:
     return functools.partial(map, StateRef.get, refs)
 
 
+def _first_met_twice(refs: Sequence[StateRef], tensors: Sequence[Any]) -> str:
+    """What is told where tensors that were several are one now."""
+    met: dict[int, str] = {}
+    for ref, tensor in zip(refs, tensors, strict=True):
+        if met.setdefault(id(tensor), ref.path) != ref.path:
+            return f"{ref.path} is the tensor of {met[id(tensor)]}, and was another"
+    return "two tensors of the model became one"
+
+
 def _guard(tensors: Sequence[torch.Tensor]) -> Any:
     if not tensors:
         return None
     return _TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
 
 
-def _kind(tensor: Any) -> Any:
+def kind_of(tensor: Any) -> Any:
+    """What is compared of a tensor that is read anew on each call; None for what is no tensor."""
     if not isinstance(tensor, torch.Tensor):
         return None
-    strides = tensor.stride() if tensor.layout is torch.strided else None
-    return type(tensor), tensor.dtype, tensor.device, tensor.shape, strides
+    try:
+        strides = tensor.stride() if tensor.layout is torch.strided else None
+        return type(tensor), tensor.dtype, tensor.device, tensor.shape, strides
+    except Exception:  # a subclass without a shape
+        return None
 
 
 def _described(kind: Any) -> str:
@@ -339,16 +352,20 @@ def _described(kind: Any) -> str:
     return f"{str(dtype).removeprefix('torch.')}{list(shape)} on {device} with strides {strides}"
 
 
-def _is_equal_value(now: Any, seen: Any) -> bool:
-    # repr tells 0.0 from -0.0, also inside of tuples.
-    return (
-        type(now) is type(seen)
-        and isinstance(seen, _PLAIN)
-        and bool(now == seen)
-        and (isinstance(seen, frozenset) or repr(now) == repr(seen))
-    )
-
-
 def _brief(value: Any) -> str:
-    text = repr(value) if not isinstance(value, torch.nn.Module) else type(value).__name__
+    if isinstance(value, (torch.nn.Module, torch.Tensor)):  # whose repr takes long, or waits for a device
+        return f"a {type(value).__name__}"
+    if isinstance(value, tuple):
+        text = f"({', '.join(map(_brief, value[:4]))}{', ...' if value[4:] else ''})"
+        return text if len(text) <= 60 else f"{text[:57]}..."
+    if isinstance(value, (list, dict, set, frozenset)) and not _is_plain_inside(value):
+        return f"a {type(value).__name__} of {len(value)}"
+    text = _answer(lambda each, _: repr(each), value, None)
+    if text is NOTHING or " at 0x" in text:  # an address tells nobody anything
+        text = f"a {type(value).__name__} {getattr(value, '__qualname__', '')}".rstrip()
     return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _is_plain_inside(value: Any) -> bool:
+    items = [*value, *value.values()] if isinstance(value, dict) else value
+    return all(isinstance(item, (type(None), int, float, str)) for item in items)

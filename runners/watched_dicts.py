@@ -9,6 +9,7 @@ next one waits longer.
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
@@ -17,6 +18,14 @@ from typing import Any, TypeAlias
 # written, no object gets another `__dict__`, and each is of its class. Writes that were taken back count.
 NumberDicts: TypeAlias = Callable[[Sequence[dict], Sequence[Any], Sequence[type]], Callable[[], bool]]
 
+
+class _Nothing:
+    def __repr__(self) -> str:
+        return "nothing"
+
+
+# What is expected where a dict has no such key: it is not even None.
+NOTHING: Any = _Nothing()
 # Dicts whose numbers are taken together: fewer mean more calls, more mean a longer pause to take them anew.
 _GROUP_SIZE = 64
 _attributes_of = operator.attrgetter("__dict__")
@@ -47,7 +56,7 @@ class WatchedDicts:
             column.append(entry)
 
     def add_value(self, owner: dict, key: Any, value: Any) -> tuple[list[Any], int]:
-        """`owner.get(key)` must stay this very object.
+        """`owner.get(key, NOTHING)` must stay this very object.
 
         Returns:
             Where the object is kept: a list and an index into it.
@@ -109,7 +118,13 @@ class _Group:
     def _are_same(self) -> bool:
         items, classes, attributes = self.objects
         return (
-            all(map(operator.is_, map(dict.get, self.owners, self.keys), self.values))
+            all(
+                map(
+                    operator.is_,
+                    map(dict.get, self.owners, self.keys, itertools.repeat(NOTHING)),
+                    self.values,
+                )
+            )
             and all(map(operator.is_, map(type, items), classes))
             and all(map(operator.is_, map(_attributes_of, items), attributes))
             and all(ask() == answer for ask, answer in self.answers)

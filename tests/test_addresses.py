@@ -368,19 +368,43 @@ def halved(x):
     return x / 2
 
 
-def patch_torch(model, patch):
-    patch.setattr(nn.functional, "silu", halved)
+FACTOR = [2.0]
 
 
-def patch_a_constant_of_python(model, patch):
-    patch.setattr(math, "pi", 3.0)
+@torch._dynamo.assume_constant_result
+def assumed():
+    return FACTOR[0]
 
 
-# Only a new trace sees these: Python and torch are taken to stay as they are.
+class Answers:
+    """Its attribute is read by code that Dynamo is told not to look into."""
+
+    def __init__(self):
+        self.factor = 2.0
+
+    @torch._dynamo.assume_constant_result
+    def answer(self):
+        return self.factor
+
+
+ANSWERS = Answers()
+# Only a new trace sees these: Dynamo was told that they never change.
 UNSEEN = {
-    "function of torch": (lambda m, x: nn.functional.silu(x), patch_torch, "silu"),
-    "constant of Python": (lambda m, x: x * math.pi, patch_a_constant_of_python, "mul"),
+    "function": (lambda m, x: x * assumed(), lambda patch: patch.setitem(globals(), "FACTOR", [3.0]), "mul"),
+    "method": (lambda m, x: x + ANSWERS.answer(), lambda patch: patch.setattr(ANSWERS, "factor", 3.0), "add"),
 }
+
+
+def test_I10_torch_and_python_patched_are_noticed(monkeypatch):
+    model = new_model(before=lambda m, x: nn.functional.silu(x) * math.pi)
+    graphed = graph(model, buckets=(8,))
+    for owner, name, value in ((nn.functional, "silu", halved), (math, "pi", 3.0)):
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, value)
+            (told,) = graphed.check_addresses().seen_by_calls
+            assert name in told
+            assert serve(graphed, tokens(5)) == "module_state_changed"
+        assert serve(graphed, tokens(5)) == "replay"
 
 
 @pytest.mark.parametrize("what", UNSEEN)
@@ -391,7 +415,7 @@ def test_I10_a_change_that_no_call_finds_is_found_by_check_addresses(what, monke
     report = graphed.check_addresses()
     assert report.ok and report.num_places > 10 and "nothing differs" in str(report)
     report.require()
-    change(model, monkeypatch)
+    change(monkeypatch)
     report = graphed.check_addresses()
     assert not report.ok and not report.seen_by_calls
     (told,) = report.unseen_by_calls
@@ -425,13 +449,9 @@ def test_I4_check_addresses_tells_what_the_next_call_would_find(model, move):
 
 
 def test_a_model_that_cannot_be_traced_any_more_is_told(model, monkeypatch):
-    model.before = lambda model, x: nn.functional.silu(x)
+    model.before = lambda model, x: x * assumed() if assumed() == 2.0 else x * x.sum().tolist()
     graphed = graph(model, buckets=(8,))
-
-    def reads_back(x):
-        return x * x.sum().tolist() if x.sum() > 0 else x
-
-    monkeypatch.setattr(nn.functional, "silu", reads_back)
+    monkeypatch.setitem(globals(), "FACTOR", [3.0])
     (told,) = graphed.check_addresses().unseen_by_calls
     assert "cannot be traced any more" in told
 

@@ -7,7 +7,7 @@ import types
 
 import pytest
 
-from piecewise.state import Scope, _text_of
+from piecewise.sources import Scope, _text_of
 
 SOURCES = [
     "L['model']",
@@ -55,12 +55,12 @@ def test_each_step_is_looked_up_once():
     reads.clear()
     for _ in range(2):
         steps = scope.steps("L['model'].table['first'].width")
-        assert [value for value, _ in steps[:3]] == [3, first, model.table]
-    assert scope.find("L['model'].table['first'].height")[0] == 4
+        assert [step.value for step in steps[:3]] == [3, first, model.table]
+    assert scope.find("L['model'].table['first'].height").value == 4
     assert reads == ["first"]
 
 
 def test_values_beside_each_other_are_not_taken_for_one_another():
     scope = Scope({"a": [1], "b": [2]}, {})
-    assert scope.find("(L['a'] + L['b'])[1]")[0] == 2
-    assert scope.find("L['a'] + [L['b'][0]]")[0] == [1, 2]
+    assert scope.find("(L['a'] + L['b'])[1]").value == 2
+    assert scope.find("L['a'] + [L['b'][0]]").value == [1, 2]

@@ -14,7 +14,8 @@ from torch import nn
 
 from piecewise import torch_internals as internals
 from runners import state_check
-from runners.state_check import StateCheck, StateFacts, StateRef, table_content
+from runners.same_value import table_content
+from runners.state_check import StateCheck, StateFacts, StateRef
 
 
 @pytest.fixture(autouse=True, params=["numbers", "values"])
@@ -126,7 +127,7 @@ def test_I10_a_value_that_appears_where_there_was_none():
     owner = {}
     check = settle(StateCheck(facts=StateFacts(values=((place(owner), None),))))
     owner["k"] = 3
-    assert_changed(check, "module_state_changed", "was None, is 3")
+    assert_changed(check, "module_state_changed", "was nothing, is 3")
 
 
 @pytest.mark.parametrize(
@@ -232,7 +233,7 @@ def test_I10_none_becomes_a_value_and_a_value_goes(kind):
     assert_changed(check, "module_state_changed", "was None, is 3")
     check = settle(StateCheck(facts=StateFacts(values=((ref, 3),))))
     remove(owner, "value")
-    assert_changed(check, "module_state_changed", "was 3, is None")
+    assert_changed(check, "module_state_changed", "was 3, is nothing")
 
 
 def test_I10_a_value_that_appears_in_a_place_of_any_kind():
@@ -240,7 +241,7 @@ def test_I10_a_value_that_appears_in_a_place_of_any_kind():
         ref = place(owner, "value", is_attribute=is_attribute)
         check = settle(StateCheck(facts=StateFacts(values=((ref, None),))))
         (setattr if is_attribute else operator.setitem)(owner, "value", 3)
-        assert_changed(check, "module_state_changed", "was None, is 3")
+        assert_changed(check, "module_state_changed", "was nothing, is 3")
 
 
 def test_I10_a_base_class_of_which_an_attribute_counts():

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from types import CodeType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch._dynamo as dynamo
@@ -68,6 +68,9 @@ class SeenGuard:
         other: another source of the same object, where the guard says that both give it.
     """
 
+    # The kind of what was read, and is guarded by nothing.
+    UNGUARDED: ClassVar[str] = "unguarded"
+
     source: str
     kind: str
     arguments: Mapping[str, Any]
@@ -85,6 +88,29 @@ def current_guards() -> list[SeenGuard]:
         other = name_of(arguments["source_b"]) if kind == "DUPLICATE_INPUT" else ""
         found.append(SeenGuard(guard.name, kind, arguments, other))
     return found
+
+
+def guard_kinds() -> frozenset[str]:
+    """The names of all kinds of guards that this torch has."""
+    from torch._dynamo.guards import GuardBuilder
+
+    return frozenset(name for name in vars(GuardBuilder) if name.isupper())
+
+
+def names_in_sources() -> Mapping[str, Any]:
+    """What sources may call beside Python's own builtins, by the name that they give it."""
+    from torch._dynamo.guards import _get_closure_vars
+
+    return _get_closure_vars()
+
+
+def opaque_answer(value: Any) -> Any:
+    """What the class of an opaque object has registered for comparison; None for one without."""
+    from torch._library.opaque_object import get_opaque_obj_info
+
+    known = get_opaque_obj_info(type(value))
+    compared: Any = known.guard_fn if known is not None else None
+    return tuple(compared(value)) if compared is not None else None
 
 
 def traced_code() -> list[CodeType]:
@@ -107,7 +133,36 @@ def sources_to_be_written() -> list[str]:
     return [name for item in written if (name := name_of(item.source))]
 
 
-_patches_side_effects = threading.RLock()
+_patches = threading.RLock()
+
+
+@contextmanager
+def sources_read() -> Iterator[list[str]]:
+    """The list of sources that Dynamo looks at in this block, as Python source: it guards nearly all of them.
+
+    It leaves out methods of C's types, and what is one object with something that it met elsewhere.
+    """
+    from torch._dynamo.variables.builder import VariableBuilder
+
+    found: list[str] = []
+    thread = threading.get_ident()
+    with _patches:
+        original = VariableBuilder.__call__
+
+        def noting(self: Any, value: Any) -> Any:
+            made = original(self, value)
+            if threading.get_ident() == thread:
+                try:
+                    found.append(name_of(self.source))
+                except NotImplementedError:  # one that lives for a moment
+                    pass
+            return made
+
+        VariableBuilder.__call__ = noting  # type: ignore[method-assign]
+        try:
+            yield found
+        finally:
+            VariableBuilder.__call__ = original  # type: ignore[method-assign]
 
 
 @contextmanager
@@ -120,7 +175,7 @@ def tensor_attributes_set() -> Iterator[list[str]]:
     from torch._dynamo.variables import TensorVariable
 
     names: list[str] = []
-    with _patches_side_effects:
+    with _patches:
         original = SideEffects.store_attr
 
         def noting(self: Any, item: Any, name: str, *args: Any, **kwargs: Any) -> Any:
