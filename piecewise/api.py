@@ -133,6 +133,12 @@ class GraphedModule:
             signature, matched = added, added.match(bound)
             if matched is None:
                 return FallbackReason.UNSEEN_SIGNATURE
+        if not graphs.has_bucket(signature, matched[0]) and not signature.is_current():
+            # No replay would tell that it is of another state of the model than now.
+            other, matched_by_it = graphs.signatures.matching(args, kwargs, current=True)
+            if other is not None:
+                graphs.signatures.prefer(other)
+                signature, matched = other, matched_by_it
         return graphs.plan_for(signature, *matched, may_capture=may_capture)
 
     def _find_variant(self, args: Any, kwargs: Any) -> Any:
@@ -224,6 +230,8 @@ class GraphedModule:
                         fix="raise max_signatures, or make the calls alike",
                     )
                 signature = self._added(self._example(args, kwargs), instead_of=outdated)
+            elif signature.suspended is not None:  # it waited for this state of the model
+                signature.resume()
             self._graphs.signatures.prefer(signature)
             return self._graphs.capture(signature, self._graphs.missing(signature))
 

@@ -103,6 +103,11 @@ class GraphStore:
                 self.stats.place_eager(bucket, found)
         return found
 
+    def has_bucket(self, signature: CapturedSignature, num_tokens: int) -> bool:
+        """Whether a signature has graphs for a count; true where no bucket is for it, which is no lack."""
+        bucket = self._buckets.bucket_for(max(num_tokens, 0))
+        return bucket is None or bucket in signature.served
+
     def choose_plan(
         self, signature: CapturedSignature, num_tokens: int, leaves: list[Any], *, may_capture: bool
     ) -> Any:

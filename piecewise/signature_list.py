@@ -94,6 +94,8 @@ def _may_be_current_again(signature: CapturedSignature, owned: Set[int]) -> bool
     Args:
         owned: ids of the tensors and modules of the model.
     """
+    if signature.suspended is not None:  # it holds nothing
+        return signature.suspended.seen is not None
     change, check = signature.find_change(), signature.check
     is_state = change is not None and change.kind == "module_state_changed"
     return is_state and check is not None and check.holds_only(owned)

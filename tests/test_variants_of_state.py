@@ -287,6 +287,39 @@ def test_suspended_variants_come_back_without_a_trace_each_in_its_state():
     come_to("adapters a, b", each)
     graphed.resume()
     assert serve(graphed, tokens(5)) == "replay", "traced again, as nothing was captured in this state"
+    come_to("adapter a (merged)", each)
+    graphed.capture(tokens(7))
+    for state in ("adapter a", "no adapter", "adapters a, b", "adapter a (merged)"):
+        come_to(state, each)
+        assert serve(graphed, tokens(5)) == "replay", "all but the one that was used last, and traced again"
+
+
+def test_a_variant_that_waits_since_a_resume_is_captured_by_capture_too():
+    model, each = adapted()
+    graphed = graph(model, captured=False, buckets=(8,))
+    for state in ("adapter a", "adapter b"):
+        come_to(state, each)
+        graphed.capture(tokens(7))
+    graphed.suspend()
+    graphed.resume()
+    come_to("adapter a", each)
+    traced = {id(signature.traced) for signature in graphed._graphs.signatures}
+    assert graphed.capture(tokens(7)).captured == (8,)
+    assert {id(signature.traced) for signature in graphed._graphs.signatures} == traced
+    assert serve(graphed, tokens(5)) == "replay"
+
+
+def test_a_bucket_that_one_variant_lacks_is_served_by_another():
+    model, each = adapted()
+    graphed = graph(model, captured=False, buckets=(4, 8))
+    for state in ("adapter a", "adapter b"):
+        come_to(state, each)
+        graphed.capture(tokens(7))
+    graphed._graphs.signatures[0].take_back(4)
+    assert graphed._graphs.signatures[0].adapters == "adapter b"
+    assert serve(graphed, tokens(3)) == "not_captured"
+    come_to("adapter a", each)
+    assert serve(graphed, tokens(3)) == "replay"
 
 
 def test_modes_of_the_model_are_states_too():
