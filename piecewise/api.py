@@ -124,13 +124,12 @@ class GraphedModule:
             return FallbackReason.RELEASED if graphs.is_released else FallbackReason.NOT_CAPTURED
         signature, matched = graphs.signatures.matching(args, kwargs, current=in_capture_window())
         if signature is None or (may_capture and not signature.may_serve(*matched)):
-            bound = bound_call(self._binder, args, kwargs)
-            if bound is None:
+            if bound_call(self._binder, args, kwargs) is None:
                 return FallbackReason.UNSEEN_SIGNATURE  # the model says what is wrong with the call
             added = self._unseen_signature(args, kwargs, may_capture)
             if isinstance(added, FallbackReason):
                 return added
-            signature, matched = added, added.match(bound)
+            signature, matched = added, added.match(added.binder.bind(*args, **kwargs))
             if matched is None:
                 return FallbackReason.UNSEEN_SIGNATURE
         if not graphs.has_bucket(signature, matched[0]) and not signature.is_current():
@@ -179,7 +178,7 @@ class GraphedModule:
         if refused is not None:
             return refused
         try:
-            signature = self._added(self._example(args, kwargs), instead_of=outdated)
+            signature = self._added(args, kwargs, instead_of=outdated)
         except CoverageError as error:
             self._unseen.refuse(text, FallbackReason.LOW_COVERAGE, error)
             raise
@@ -229,7 +228,7 @@ class GraphedModule:
                         rule="graphs are bounded in number [I10]",
                         fix="raise max_signatures, or make the calls alike",
                     )
-                signature = self._added(self._example(args, kwargs), instead_of=outdated)
+                signature = self._added(args, kwargs, instead_of=outdated)
             elif signature.suspended is not None:  # it waited for this state of the model
                 signature.resume()
             self._graphs.signatures.prefer(signature)
@@ -290,6 +289,7 @@ class GraphedModule:
             TraceError, TokenDimError, CaptureError: as for `capture`; everything is suspended as before then.
         """
         with self._router.exclusive("resume"):
+            self.__dict__.pop("_binders", None)  # forward's defaults may be others now
             return self._graphs.resume(lambda old: self._traced(old.traced.trace.example))
 
     def release(self) -> None:
@@ -331,8 +331,10 @@ class GraphedModule:
         limit = self.piecewise_config.max_signatures
         return self._graphs.signatures.to_replace(self.model, args, kwargs, max_kept=limit)
 
-    def _added(self, example: ExampleCall, *, instead_of: list[CapturedSignature]) -> CapturedSignature:
-        """A new signature for the example; graphs that it replaces go first."""
+    def _added(self, args: Any, kwargs: Any, *, instead_of: list[CapturedSignature]) -> CapturedSignature:
+        """A new signature for the call; graphs that it replaces go first."""
+        self.__dict__.pop("_binders", None)  # forward's defaults may be others now
+        example = self._example(args, kwargs)
         for old in instead_of:
             old.reset()
             old.check = None  # it holds the weights, which may be laid out anew
@@ -348,6 +350,7 @@ class GraphedModule:
 
     def _drop_graphs(self) -> None:
         self._graphs.drop_graphs()
+        self.__dict__.pop("_binders", None)  # forward's defaults may be others now
         self._unseen.forget_refusals()
 
     def explain(self, *args: Any, **kwargs: Any) -> PlanReport:

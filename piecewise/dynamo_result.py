@@ -84,6 +84,7 @@ def result_of(
             source = next((i for i, given in enumerate(run.leaves) if given is leaf), None)
             found.append(ResultLeaf("const", value=leaf) if source is None else ResultLeaf("input", source))
     missing = set(range(len(run.dummies))) - {leaf.index for leaf in found if leaf.kind == "output"}
+    missing -= run.bound_again
     if missing:
         node = run.graph.graph.output_node().args[0][min(missing)]  # type: ignore[index]
         raise TraceError(

@@ -99,6 +99,7 @@ class DynamoRun:
             that is not found.
         leaves: the inputs' twins; `dummies`: one per graph output; `result`: what forward returned of them.
         changes: paths of Python state that forward left changed; it was put back.
+        bound_again: outputs that are tensors of the model itself, which forward put where they were.
     """
 
     model: nn.Module
@@ -119,6 +120,7 @@ class DynamoRun:
     dummies: list[Any] = dataclasses.field(default_factory=list)
     result: Any = None
     changes: list[str] = dataclasses.field(default_factory=list)
+    bound_again: set[int] = dataclasses.field(default_factory=set)
 
     def __call__(self, graph: fx.GraphModule, _: Sequence[Any]) -> Any:
         self.graph, self.has_graph = graph, True
@@ -160,6 +162,20 @@ class DynamoRun:
         names = self.function.__globals__
         known = {"L['model'].forward": self.forward} if self.own_name else {}
         return Scope({"model": self.model}, names, known)
+
+    def is_bound_again(self, old: Any, new: Any) -> bool:
+        """Whether the dummy `new` stands for the tensor `old`: ``self.load += x`` writes it, and binds it
+        again."""
+        index = next((index for index, dummy in enumerate(self.dummies) if dummy is new), None)
+        if index is None or not isinstance(old, torch.Tensor):
+            return False
+        node: Any = self.graph.graph.output_node().args[0][index]  # type: ignore[index]
+        for placeholder, argument in zip(self.placeholders(), self.arguments, strict=True):
+            # A fake that an op wrote in place is what that op returns.
+            if argument is old and placeholder.meta["example_value"] is node.meta["example_value"]:
+                self.bound_again.add(index)
+                return True
+        return False
 
     def names_in_sources(self) -> dict[str, Any]:
         """What sources name as G, of that which is there."""
@@ -235,7 +251,7 @@ def run_dynamo(
         raise translated(error) from error
     finally:
         logger.setLevel(level)
-        run.changes = snapshot.restore()
+        run.changes = snapshot.restore(run.is_bound_again)
         names = run.names_in_sources()
         internals.forget_compilation(function.__code__, run)
         function.__globals__.update(names)  # some go with Dynamo's code

@@ -7,6 +7,7 @@ whatever the backend returned. A replay would run none of them, so a forward tha
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -41,23 +42,36 @@ class StateSnapshot:
         if type(value) in _CONTAINERS:
             self._entries.setdefault(id(value), (path, value, value.copy()))
 
-    def restore(self) -> list[str]:
-        """Puts every changed container back and returns the paths that had changed."""
+    def restore(self, is_same: Callable[[Any, Any], bool]) -> list[str]:
+        """Puts every changed container back and returns the paths that had changed.
+
+        Args:
+            is_same: asked of what was somewhere and what is there, for two objects.
+        """
         changed: list[str] = []
         for path, container, before in self._entries.values():
             if isinstance(container, dict):
-                changed += _restore_dict(path, container, before)
+                changed += _restore_dict(path, container, before, is_same)
             elif _items(container) != _items(before):
-                changed.append(path)
+                is_set, same_length = isinstance(container, set), len(container) == len(before)
+                if is_set or not same_length or not all(map(_either(is_same), before, container)):
+                    changed.append(path)
                 container.clear()
                 (container.update if isinstance(container, set) else container.extend)(before)
         return changed
 
 
-def _restore_dict(path: str, table: dict[Any, Any], before: dict[Any, Any]) -> list[str]:
+def _either(is_same: Callable[[Any, Any], bool]) -> Callable[[Any, Any], bool]:
+    return lambda old, new: old is new or is_same(old, new)
+
+
+def _restore_dict(
+    path: str, table: dict[Any, Any], before: dict[Any, Any], is_same: Callable[[Any, Any], bool]
+) -> list[str]:
     keys = [key for key in table if key not in before]
-    keys += [key for key, value in before.items() if key not in table or table[key] is not value]
-    if keys or list(table) != list(before):
+    others = [key for key, value in before.items() if key not in table or table[key] is not value]
+    if keys or others or list(table) != list(before):
+        keys += [key for key in others if key not in table or not is_same(before[key], table[key])]
         table.clear()
         table.update(before)
     return [f"{path}.{key}" if path else str(key) for key in keys]

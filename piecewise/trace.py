@@ -114,8 +114,7 @@ def trace(
             f"{type(model).__name__}.forward changes {seen.changes[0]}"
             + (f" and {len(seen.changes) - 1} more" if seen.changes[1:] else ""),
             rule="a replay runs none of the model's Python, so what forward stores would be stale [I8]",
-            fix="keep it in a registered buffer and write that in place (self.count.add_(1), not +=), "
-            "or return it",
+            fix="keep it in a registered buffer and write that in place (self.count.add_(1)), or return it",
         )
     if reads_flags(names_read(seen.code)):
         refuse_flags(example.leaves, example.names)

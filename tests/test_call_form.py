@@ -296,3 +296,29 @@ def test_I10_the_order_of_further_keywords_is_part_of_the_call():
     assert serve(graphed, tokens(5), a=a, b=b) == "unseen_signature"
     graphed.capture(tokens(7), a=a, b=b)
     assert serve(graphed, tokens(5), b=b, a=a) == serve(graphed, tokens(5), a=a, b=b) == "replay"
+
+
+@pytest.mark.parametrize("again", ["capture", "refresh"])
+def test_I10_another_default_of_forward_is_another_call_once_it_is_captured(again):
+    class Scaled(state_models.Model):
+        def forward(self, ids, factor=2.0):
+            return super().forward(ids) * factor
+
+    torch.manual_seed(1)
+    graphed = graph(Scaled().eval(), buckets=(8,))
+    Scaled.forward.__defaults__ = (3.0,)
+    assert serve(graphed, tokens(5)) == "module_state_changed"
+    graphed.capture(tokens(7)) if again == "capture" else graphed.refresh()
+    assert serve(graphed, tokens(5)) == serve(graphed, tokens(5), factor=3.0) == "replay"
+
+
+def print_call(module, args):
+    print("called")
+
+
+def test_I10_a_hook_that_breaks_the_graph_is_refused():
+    model = new_model()
+    model.register_forward_pre_hook(print_call)
+    graphed = graph(model, captured=False)
+    with pytest.raises(piecewise.TraceError, match=r"(?s)print.*Rule:.*Fix:"):
+        graphed.capture(tokens(7))
