@@ -26,6 +26,7 @@ from boundary_ops.decoder import DecoderLayer, find_decoder
 from boundary_ops.errors import BoundaryOpError, refuse
 from boundary_ops.kv_cache import PagedKVCache
 from boundary_ops.paged_attention import NAME, no_mask, paged_attention
+from boundary_ops.sequence_heads import find_pooling_head, pooled
 
 __all__ = ["attach", "detach"]
 
@@ -61,6 +62,9 @@ def attach(model: nn.Module, cache: PagedKVCache) -> nn.Module:
     only one. Grouped and multi-query heads, sliding windows, soft caps and attention sinks are honoured;
     what else a model's attention asks for is refused by name when it is called.
 
+    A `...ForSequenceClassification` with transformers' common head gives one row of scores per sequence of
+    the batch, as the unpacked model gives it; any other head that may pool is refused here.
+
     Args:
         model: a causal decoder of transformers 5, such as `LlamaForCausalLM` or its inner `LlamaModel`;
             changed in place.
@@ -71,7 +75,7 @@ def attach(model: nn.Module, cache: PagedKVCache) -> nn.Module:
 
     Raises:
         BoundaryOpError: the model is attached already, has a layer without self attention, an encoder,
-            several stacks, another kind of attention, or does not fit the cache.
+            several stacks, another kind of attention, a head that may pool, or does not fit the cache.
     """
     if _find_attachment(model) is not None:
         raise BoundaryOpError(
@@ -80,6 +84,7 @@ def attach(model: nn.Module, cache: PagedKVCache) -> nn.Module:
             fix="call boundary_ops.huggingface.detach(model) first",
         )
     decoder, layers = find_decoder(model, cache)
+    head = find_pooling_head(model, decoder)
     _register_with_transformers()
     parameters = inspect.signature(decoder.forward).parameters
     attachment = _Attachment(
@@ -91,7 +96,7 @@ def attach(model: nn.Module, cache: PagedKVCache) -> nn.Module:
         or any(value.kind is value.VAR_KEYWORD for value in parameters.values()),
     )
     try:
-        _change(model, attachment, layers)
+        _change(model, attachment, layers, head)
     except BaseException:
         _restore(attachment)
         raise
@@ -114,15 +119,16 @@ def detach(model: nn.Module) -> nn.Module:
             rule="detach undoes one attach",
             fix="call it once, with the model that attach returned",
         )
-    forward = attachment.decoder.__dict__.get("forward")
-    if not is_guarded(forward):
-        raise BoundaryOpError(
-            f"detach({type(model).__name__}): forward of {type(attachment.decoder).__name__} was replaced",
-            expected="the forward that attach put there",
-            got=repr(forward),
-            rule="changes are undone in the reverse order",
-            fix="undo the later change first, for example with piecewise.disable(model)",
-        )
+    for changed in (owner for owner, name, _ in attachment.former if name == "forward"):
+        forward = changed.__dict__.get("forward")
+        if not is_guarded(forward):
+            raise BoundaryOpError(
+                f"detach({type(model).__name__}): forward of {type(changed).__name__} was replaced",
+                expected="the forward that attach put there",
+                got=repr(forward),
+                rule="changes are undone in the reverse order",
+                fix="undo the later change first, for example with piecewise.disable(model)",
+            )
     _restore(attachment)
     return model
 
@@ -140,7 +146,9 @@ def _find_attachment(model: nn.Module) -> _Attachment | None:
     return next((attachment for attachment in found if attachment is not None), None)
 
 
-def _change(model: nn.Module, attachment: _Attachment, layers: tuple[DecoderLayer, ...]) -> None:
+def _change(
+    model: nn.Module, attachment: _Attachment, layers: tuple[DecoderLayer, ...], head: nn.Module | None
+) -> None:
     decoder: Any = attachment.decoder
 
     def change(owner: nn.Module, name: str, value: Any) -> None:
@@ -168,6 +176,8 @@ def _change(model: nn.Module, attachment: _Attachment, layers: tuple[DecoderLaye
     change(decoder, ATTACHMENT, attachment)
     # Bound methods, so that a deep copy of the model has them bound to the copy.
     change(decoder, "forward", types.MethodType(guarded(attachment.inner_forward), decoder))
+    if head is not None:
+        change(head, "forward", types.MethodType(pooled(head.forward), head))
     if hasattr(model, "generate"):
         change(model, "generate", types.MethodType(refuse_generate, model))
 

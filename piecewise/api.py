@@ -17,12 +17,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from piecewise.call_form import Binders
 from piecewise.call_router import CallRouter
 from piecewise.config import PiecewiseConfig
 from piecewise.coverage import CoverageError
 from piecewise.graph_store import GraphStore
 from piecewise.report import CaptureReport, PlanReport, Report
-from piecewise.signature import CallBinder, describe_call, is_plain_leaf
+from piecewise.signature import CallBinder, bound_call, describe_call, is_plain_leaf
 from piecewise.structure import flatten_structure
 from piecewise.unseen_calls import UnseenCalls
 from runners.collector import paused_collector
@@ -109,7 +110,7 @@ class GraphedModule:
         """The model's own call: `model(*args, **kwargs)`, replayed where a captured bucket serves it."""
         if torch.compiler.is_compiling():
             return self._forward(*args, **kwargs)
-        return self._router.serve(self._find_plan, self._forward, args, kwargs)
+        return self._router.serve(self._find_plan, self._forward, args, kwargs, self._find_variant)
 
     def _find_plan(self, args: Any, kwargs: Any) -> Any:
         """(signature, step plan, token count, leaves) where a plan serves this call, else the reason why
@@ -121,42 +122,53 @@ class GraphedModule:
         may_capture = is_lazy or in_capture_window()
         if not graphs.signatures and not may_capture:
             return FallbackReason.RELEASED if graphs.is_released else FallbackReason.NOT_CAPTURED
-        try:
-            bound = self._binder.bind(*args, **kwargs)
-        except TypeError:
-            return FallbackReason.UNSEEN_SIGNATURE  # the model says what is wrong with the call
-        signature, matched = self._matching(bound)
+        signature, matched = graphs.signatures.matching(args, kwargs, current=in_capture_window())
         if signature is None or (may_capture and not signature.may_serve(*matched)):
+            if bound_call(self._binder, args, kwargs) is None:
+                return FallbackReason.UNSEEN_SIGNATURE  # the model says what is wrong with the call
             added = self._unseen_signature(args, kwargs, may_capture)
             if isinstance(added, FallbackReason):
                 return added
-            signature, matched = added, added.match(bound)
+            signature, matched = added, added.match(added.binder.bind(*args, **kwargs))
             if matched is None:
                 return FallbackReason.UNSEEN_SIGNATURE
+        if not graphs.has_bucket(signature, matched[0]) and not signature.is_current():
+            # No replay would tell that it is of another state of the model than now.
+            other, matched_by_it = graphs.signatures.matching(args, kwargs, current=True)
+            if other is not None:
+                graphs.signatures.prefer(other)
+                signature, matched = other, matched_by_it
         return graphs.plan_for(signature, *matched, may_capture=may_capture)
 
-    def _matching(self, bound: tuple) -> tuple[CapturedSignature, tuple[int, list[Any]]] | tuple[None, Any]:
-        """The signature of a call, rather one of the present global state whose trace may hold for it, with
-        the call's token count and leaves; gradients must be disabled."""
-        found: Any = None, ()
-        for signature in self._graphs.signatures:
-            matched = signature.match(bound)
-            if matched is not None:
-                if signature.may_serve(*matched):
-                    return signature, matched
-                found = found if found[0] is not None else (signature, matched)
-        return found
+    def _find_variant(self, args: Any, kwargs: Any) -> Any:
+        """As `_find_plan`, of another signature for the call, that was captured of the model as it is; None
+        where there is none."""
+        signatures = self._graphs.signatures
+        if len(signatures) < 2:
+            return None
+        signature, matched = signatures.matching(args, kwargs, current=True)
+        if signature is None:
+            return None
+        signatures.prefer(signature)
+        return self._graphs.plan_for(signature, *matched, may_capture=in_capture_window(), is_new=False)
+
+    @property
+    def _binder(self) -> CallBinder:
+        """What binds calls that are traced now: hooks may have come or gone."""
+        return self._binders.for_now()
 
     @cached_property
-    def _binder(self) -> CallBinder:
-        return CallBinder(self._forward if self._in_place else self.model.forward)
+    def _binders(self) -> Binders:
+        return Binders(self.model, self._forward)
 
     def _unseen_signature(
         self, args: Any, kwargs: Any, may_capture: bool
     ) -> CapturedSignature | FallbackReason:
         """A new signature for the call, captured inside a capture window, or why there is none."""
         graphs, config = self._graphs, self.piecewise_config
-        text, is_full = describe_call(args, kwargs), len(graphs.signatures) >= config.max_signatures
+        outdated = self._to_replace(args, kwargs) if may_capture else []
+        is_full = not outdated and len(graphs.signatures) >= config.max_signatures
+        text = describe_call(args, kwargs)
         self._unseen.note(text, f"beyond max_signatures = {config.max_signatures}" if is_full else "")
         if not all(map(is_plain_leaf, flatten_structure((args, kwargs))[1])):
             return FallbackReason.UNSUPPORTED_INPUT
@@ -166,7 +178,7 @@ class GraphedModule:
         if refused is not None:
             return refused
         try:
-            signature = graphs.add(self._traced(self._example(args, kwargs)))
+            signature = self._added(args, kwargs, instead_of=outdated)
         except CoverageError as error:
             self._unseen.refuse(text, FallbackReason.LOW_COVERAGE, error)
             raise
@@ -182,7 +194,10 @@ class GraphedModule:
     @paused_collector()
     def capture(self, *args: Any, **kwargs: Any) -> CaptureReport:
         """Captures every bucket for calls like this example: same structure, dtypes and options, any token
-        count.
+        count, with the model in the state that it is in.
+
+        What was captured in another state, such as with another adapter active, is kept for its return, up to
+        `max_signatures` of all kinds; then the one used longest ago gives way.
 
         The model is traced, not run; boundary ops are not called (captured ones on a step of zero sequences),
         and no attention metadata is needed.
@@ -202,10 +217,10 @@ class GraphedModule:
         with self._router.exclusive("capture"):
             self._graphs.refuse_suspended("capture")
             with torch.no_grad():
-                signature, matched = self._matching(self._binder.bind(*args, **kwargs))
-                is_known = signature is not None and signature.may_serve(*matched)
-            if signature is None or not is_known:
-                if len(self._graphs.signatures) >= self.piecewise_config.max_signatures:
+                signature, _ = self._graphs.signatures.matching(args, kwargs, current=True)
+                outdated = self._to_replace(args, kwargs) if signature is None else []
+            if signature is None:
+                if not outdated and len(self._graphs.signatures) >= self.piecewise_config.max_signatures:
                     raise StateError(
                         f"capture() of signature {len(self._graphs.signatures) + 1}",
                         expected=f"at most {self.piecewise_config.max_signatures} signatures",
@@ -213,19 +228,16 @@ class GraphedModule:
                         rule="graphs are bounded in number [I10]",
                         fix="raise max_signatures, or make the calls alike",
                     )
-                signature = self._graphs.add(self._traced(self._example(args, kwargs)))
-            elif signature.find_change() is not None:  # its trace is out of date; its graphs go first
-                old = signature
-                old.reset()
-                old.check = None  # it holds the weights, which may be laid out anew
-                self.__dict__.pop("_binder", None)  # forward's defaults may be what changed
-                example = old.traced.trace.example.rebound(self._binder)
-                signature = self._graphs.add(self._traced(example), instead_of=old)
+                signature = self._added(args, kwargs, instead_of=outdated)
+            elif signature.suspended is not None:  # it waited for this state of the model
+                signature.resume()
+            self._graphs.signatures.prefer(signature)
             return self._graphs.capture(signature, self._graphs.missing(signature))
 
     def refresh(self) -> CaptureReport | None:
         """Captures again what was captured, after weights moved or the model changed; None where nothing was.
 
+        All is captured with the model in the state that it is in; what was captured in others is forgotten.
         The old graphs and their memory go first, so two pools never exist at once.
         """
         with self._router.exclusive("refresh"):
@@ -236,9 +248,16 @@ class GraphedModule:
             report = None
             while self._to_refresh:
                 example, buckets = self._to_refresh[0]
-                signature = self._graphs.add(self._traced(example.rebound(self._binder)))
+                with torch.no_grad():  # variants of one kind of call are one now
+                    signature, _ = self._graphs.signatures.matching(
+                        example.args, example.kwargs, current=True
+                    )
+                if signature is None:
+                    signature = self._graphs.add(self._traced(example))
                 try:
-                    report = self._graphs.capture(signature, list(buckets))
+                    report = self._graphs.capture(
+                        signature, [bucket for bucket in buckets if bucket not in signature.served]
+                    )
                 except BaseException:
                     self._graphs.remove(signature)
                     raise
@@ -270,12 +289,8 @@ class GraphedModule:
             TraceError, TokenDimError, CaptureError: as for `capture`; everything is suspended as before then.
         """
         with self._router.exclusive("resume"):
-            self.__dict__.pop("_binder", None)
-
-            def traced_again(old: CapturedSignature) -> CapturedSignature:
-                return self._traced(old.traced.trace.example.rebound(self._binder))
-
-            return self._graphs.resume(traced_again)
+            self.__dict__.pop("_binders", None)  # forward's defaults may be others now
+            return self._graphs.resume(lambda old: self._traced(old.traced.trace.example))
 
     def release(self) -> None:
         """Gives all graph memory back and forgets what was captured, traces included; calls run eagerly until
@@ -306,8 +321,27 @@ class GraphedModule:
 
     def _traced(self, example: ExampleCall) -> CapturedSignature:
         from piecewise.signatures import trace_signature
+        from piecewise.trace import ExampleCall
 
+        if example.binder is not self._binder:  # hooks came or went since it was made
+            example = ExampleCall.from_call(self._binder, example.args, example.kwargs)
         return trace_signature(self.model, example, forward=self._forward, config=self.piecewise_config)
+
+    def _to_replace(self, args: Any, kwargs: Any) -> list[CapturedSignature]:
+        limit = self.piecewise_config.max_signatures
+        return self._graphs.signatures.to_replace(self.model, args, kwargs, max_kept=limit)
+
+    def _added(self, args: Any, kwargs: Any, *, instead_of: list[CapturedSignature]) -> CapturedSignature:
+        """A new signature for the call; graphs that it replaces go first."""
+        self.__dict__.pop("_binders", None)  # forward's defaults may be others now
+        example = self._example(args, kwargs)
+        for old in instead_of:
+            old.reset()
+            old.check = None  # it holds the weights, which may be laid out anew
+        signature = self._graphs.add(self._traced(example))
+        for old in instead_of:
+            self._graphs.remove(old)
+        return signature
 
     def _example(self, args: Any, kwargs: Any) -> ExampleCall:
         from piecewise.trace import ExampleCall
@@ -316,7 +350,7 @@ class GraphedModule:
 
     def _drop_graphs(self) -> None:
         self._graphs.drop_graphs()
-        self.__dict__.pop("_binder", None)  # forward's defaults may be others now
+        self.__dict__.pop("_binders", None)  # forward's defaults may be others now
         self._unseen.forget_refusals()
 
     def explain(self, *args: Any, **kwargs: Any) -> PlanReport:

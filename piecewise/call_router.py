@@ -17,7 +17,12 @@ from piecewise.graph_store import GraphStore
 from runners.bound_steps import StateChanged
 from runners.errors import StateError
 from runners.mode import is_eager_only, is_transforming
+from runners.state_check import StateChange
 from runners.stats import FallbackReason
+
+
+def _no_variant(args: Any, kwargs: Any) -> None:
+    """For graphs of which there is one state alone."""
 
 
 class CallRouter:
@@ -30,13 +35,20 @@ class CallRouter:
         self.is_capturing = False
 
     def serve(
-        self, find_plan: Callable[[Any, Any], Any], eager: Callable[..., Any], args: Any, kwargs: Any
+        self,
+        find_plan: Callable[[Any, Any], Any],
+        eager: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        find_variant: Callable[[Any, Any], Any] = _no_variant,
     ) -> Any:
         """The result of `eager(*args, **kwargs)`.
 
         Args:
             find_plan: called with `args` and `kwargs`, without gradients: (signature, step plan, token count,
                 leaves) where a plan serves the call, else the reason why not.
+            find_variant: the same where the model is found changed, of graphs that were captured of it as it
+                is now; None where there are none.
         """
         if self._owner == threading.get_ident():
             codes = FallbackReason.REENTRANT_CALL, FallbackReason.CAPTURE_IN_PROGRESS
@@ -53,13 +65,15 @@ class CallRouter:
                     found = FallbackReason.NESTED_TRACING
                 else:
                     found = find_plan(args, kwargs)
-                if not isinstance(found, FallbackReason):
+                while not isinstance(found, FallbackReason):
                     signature, steps, num_tokens, leaves = found
                     try:
                         result = signature.rebuild(steps.replay(leaves, num_tokens))
                     except StateChanged as changed:
-                        found = self._store.note_change(changed.change)
-                        self._stats.place_eager(steps.padded_num_tokens, found)
+                        found = self._after_change(changed.change, find_variant, args, kwargs)
+                        find_variant = _no_variant  # the second one was compared just now
+                        if isinstance(found, FallbackReason):
+                            self._stats.place_eager(steps.padded_num_tokens, found)
                     else:
                         self._stats.count_replay(steps.padded_num_tokens)
                         return result
@@ -67,6 +81,16 @@ class CallRouter:
             finally:
                 self._owner = None
         return eager(*args, **kwargs)
+
+    def _after_change(
+        self, change: StateChange, find_variant: Callable[[Any, Any], Any], args: Any, kwargs: Any
+    ) -> Any:
+        """The plan of a variant, or the reason why the call runs eagerly. Nothing that lasts was written."""
+        found = find_variant(args, kwargs)
+        if found is None or change.kind == "moved_address":  # what reads moved memory is given up at once
+            reason = self._store.note_change(change)
+            found = found if found is not None else reason
+        return found
 
     @contextmanager
     def exclusive(self, what: str) -> Iterator[None]:

@@ -52,7 +52,8 @@ class PiecewiseConfig:
             are not captured; `within_limits` returns them.
         decode_batch_sizes: batch sizes of decode steps that get graphs. This version checks, clips and plans
             them; `compile` warns that it does not capture them.
-        max_signatures: how many kinds of call (structures, dtypes, static shapes) are traced and captured.
+        max_signatures: how many kinds of call (structures, dtypes, static shapes), each in the states of the
+            model that it was captured in, are kept.
         warmup_steps: runs of each segment before its capture, each with another poison in the pad rows.
         capture: "startup" captures in `capture()`; "lazy" also at the third call of a bucket: one bucket in a
             call, and none where less than 5 % of a CUDA device's memory is free then.

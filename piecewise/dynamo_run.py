@@ -41,12 +41,15 @@ class ExampleCall:
         values: structure of the bound parameter values.
         leaves: tensors (as passed by the user) and ints, one per leaf index.
         names: leaf index → what the user calls it.
+        args, kwargs: the call as it was made, to be bound anew where the model's hooks have changed.
     """
 
     binder: CallBinder
     values: Structure
     leaves: tuple[Any, ...]
     names: Mapping[int, str]
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def from_call(cls, binder: CallBinder, args: Sequence[Any], kwargs: Mapping[str, Any]) -> ExampleCall:
@@ -66,19 +69,7 @@ class ExampleCall:
                 fix="pass to capture() what you pass to the model",
             )
         values, leaves = flatten_structure(bound)
-        return cls(binder, values, tuple(leaves), binder.leaf_paths(values))
-
-    def rebound(self, binder: CallBinder) -> ExampleCall:
-        """The same call under forward's defaults of now, where its parameters are the same."""
-        if binder.names != self.binder.names:
-            return self
-        children = []
-        for child, old, new in zip(self.values.children, self.binder.given, binder.given, strict=True):
-            is_default = child.kind == "const" and child.value is old
-            children.append(dataclasses.replace(child, value=new) if is_default else child)
-        return dataclasses.replace(
-            self, binder=binder, values=dataclasses.replace(self.values, children=tuple(children))
-        )
+        return cls(binder, values, tuple(leaves), binder.leaf_paths(values), tuple(args), kwargs)
 
     def with_leaves(self, leaves: Sequence[Any]) -> ExampleCall:
         return dataclasses.replace(self, leaves=tuple(leaves))

@@ -17,6 +17,7 @@ from piecewise.config import PiecewiseConfig
 from piecewise.coverage import CoverageError, require_buckets, require_plan
 from piecewise.progress import progress_bar
 from piecewise.report import BucketReport, CaptureReport, PlanReport, Report
+from piecewise.signature_list import SignatureList
 from piecewise.traffic_recorder import TrafficRecorder
 from runners.buckets import TokenBuckets
 from runners.buffers import StaticBuffers
@@ -61,7 +62,7 @@ class GraphStore:
         self.config, self.left_out = capturable(config)
         self._left_out_buckets = {each.size: str(each) for each in config.prefill_sizes().clamped}
         self._advertised = tuple(sorted(config.buckets, reverse=True))
-        self.signatures: list[CapturedSignature] = []
+        self.signatures = SignatureList()
         self.stats = CallStats()
         self.traffic = TrafficRecorder()
         self.changes: OrderedDict[str, None] = OrderedDict()
@@ -71,25 +72,41 @@ class GraphStore:
         self.buffers = StaticBuffers()
         self.lowering: Lowering | None = None
         self._buckets = TokenBuckets(self.config.buckets)
+        self._num_added = 0
 
     @property
     def engine_name(self) -> str:
         return self.engine.name if self.engine is not None else "none yet"
 
     def plan_for(
-        self, signature: CapturedSignature, num_tokens: int, leaves: list[Any], *, may_capture: bool
+        self,
+        signature: CapturedSignature,
+        num_tokens: int,
+        leaves: list[Any],
+        *,
+        may_capture: bool,
+        is_new: bool = True,
     ) -> Any:
-        """(signature, step plan, token count, leaves) where a plan serves the call, else the reason why
-        not."""
-        self.traffic.record(num_tokens)
+        """(signature, step plan, token count, leaves) where a plan serves the call, else the reason why not.
+
+        Args:
+            is_new: whether the call was not counted as traffic yet.
+        """
+        if is_new:
+            self.traffic.record(num_tokens)
         if signature.suspended is not None and not self.is_suspended and signature.global_state.check():
             self._resume_at_call(signature)
         found = self.choose_plan(signature, num_tokens, leaves, may_capture=may_capture)
-        if isinstance(found, FallbackReason):
+        if isinstance(found, FallbackReason) and is_new:
             bucket = self._buckets.bucket_for(max(num_tokens, 0))
             if bucket is not None:
                 self.stats.place_eager(bucket, found)
         return found
+
+    def has_bucket(self, signature: CapturedSignature, num_tokens: int) -> bool:
+        """Whether a signature has graphs for a count; true where no bucket is for it, which is no lack."""
+        bucket = self._buckets.bucket_for(max(num_tokens, 0))
+        return bucket is None or bucket in signature.served
 
     def choose_plan(
         self, signature: CapturedSignature, num_tokens: int, leaves: list[Any], *, may_capture: bool
@@ -173,6 +190,8 @@ class GraphStore:
             CoverageError: its plan has less than `min_coverage` of the ops in graphs.
         """
         require_plan(signature.plan, self.config.min_coverage)
+        signature.number = instead_of.number if instead_of else self._num_added
+        self._num_added += 1
         if instead_of is None:
             self.signatures.append(signature)
         else:
@@ -255,10 +274,14 @@ class GraphStore:
         # has to wait for a call under them.
         for old in list(self.signatures):
             assert old.suspended is not None
-            if old.is_of_this_state() and not old.holds():
+            if old.is_of_this_state() and not old.holds() and not self.signatures.has_current_variant(old):
                 self.add(retrace(old), instead_of=old).suspend_for(old.suspended.buckets)
         signatures = list(self.signatures)
-        resumed = [(each, each.resume()) for each in signatures if each.is_of_this_state()]
+        # Variants of another state of the model than now wait for its return.
+        due = [each for each in signatures if each.is_of_this_state() and each.holds()]
+        resumed = [(each, each.resume()) for each in due]
+        for each in reversed(due):
+            self.signatures.prefer(each)
         self.is_suspended = False
         report = None
         try:
@@ -315,6 +338,8 @@ class GraphStore:
                 if (report := assembler.streams.report()) is not None
             ),
             layers=signature.traced.trace.layers,
+            adapters=signature.adapters,
+            other_state=self.signatures.other_state(signature),
         )  # fmt: skip
 
     def _bucket_report(self, signature: CapturedSignature, bucket: int) -> BucketReport:
@@ -330,9 +355,10 @@ class GraphStore:
 
     def report(self, unseen: Mapping[str, int]) -> Report:
         """Plans, captures and calls so far; `unseen` are the kinds of call that no signature serves."""
+        signatures = self.signatures.captured_order()
         return Report(
-            tuple(PlanReport.of(s.plan, s.traced.trace.example.names) for s in self.signatures),
-            tuple(map(self.report_of, self.signatures)),
+            tuple(PlanReport.of(s.plan, s.traced.trace.example.names) for s in signatures),
+            tuple(map(self.report_of, signatures)),
             self.stats.snapshot(),
             dict(unseen),
             tuple(self.changes),

@@ -70,9 +70,6 @@ class LayerCall:
         args, kwargs = fx.node.map_arg(
             (self._args, self._kwargs), lambda node: made[id(node.meta["example_value"])]
         )
-        extra = [name for name in kwargs if name not in binder.names]
-        if extra != sorted(extra):
-            raise NotReused("the order of a layer's keywords may matter")
         example = ExampleCall.from_call(binder, args, kwargs)
         by_tensor = {id(tensor): number for number, tensor in enumerate(made.values())}
         static: dict[int, tuple[int, ...]] = {}

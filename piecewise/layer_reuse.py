@@ -31,7 +31,7 @@ from piecewise.repeated_layers import (
 from piecewise.sources import resolve
 from piecewise.startup_times import LayerReuse
 from piecewise.structure import Namespace
-from piecewise.tensors import storage_of
+from piecewise.tensors import storage_of, tensors_in
 from runners.errors import told
 
 
@@ -94,16 +94,34 @@ class _Weaver:
         self._check_rest()
         self._forget_ops()
         renewed: set[fx.Node] = set()
+        kept = self._sized_by_data_apart()
         for node in list(self.graph.nodes):
             if node.target is call_layer:
                 renewed |= self._put_in(node)
             elif node.op.startswith("call") and not renewed.isdisjoint(node.all_input_nodes):
+                if node in kept:
+                    continue
                 if has_unbacked(node.meta.get("example_value")):
                     raise NotReused("data tell a size")
                 node.meta["example_value"] = call_on_fakes(node, self.fake_mode)
                 renewed.add(node)
         self.whole.graph.recompile()
         return LayerReuse(num_calls, len(self.runs))
+
+    def _sized_by_data_apart(self) -> set[fx.Node]:
+        """Nodes whose results have sizes that data tell, in memory of their own: what the first run says of
+        them holds whichever layers came before, and another run would name the sizes anew."""
+        holders: dict[int, fx.Node] = {}
+        for node in self.graph.nodes:
+            for tensor in tensors_in(node.meta.get("example_value")):
+                holders.setdefault(storage_of(tensor), node)
+        found = set()
+        for node in self.graph.nodes:
+            tensors = list(tensors_in(node.meta.get("example_value")))
+            is_apart = tensors and all(holders[storage_of(tensor)] is node for tensor in tensors)
+            if is_apart and has_unbacked(node.meta["example_value"]):
+                found.add(node)
+        return found
 
     def _check_rest(self) -> None:
         """That layers can be traced apart from the rest."""

@@ -14,13 +14,14 @@ import sympy
 from torch import fx, nn
 
 from piecewise import torch_internals as internals
+from piecewise.call_form import is_wrapped
 from piecewise.dynamo_result import Placeholder, placeholders_of, result_of
 from piecewise.dynamo_run import DynamoRun, run_dynamo
 from piecewise.guard_answers import is_same_to, looked_at
 from piecewise.guard_kinds import is_asked_of
 from piecewise.layer_call import LayerCall, NotReused
 from piecewise.repeated_layers import RepeatedLayer
-from piecewise.signature import CallBinder
+from piecewise.signature import CallBinder, FormBinder
 from piecewise.sources import Scope, readable_path
 from piecewise.structure import PLAIN, Namespace
 from piecewise.tensors import tensors_in
@@ -81,7 +82,8 @@ class LayerRun:
             TraceError: it is not one graph.
         """
         forward = layer.module.forward
-        example, static, numbers = call.example(CallBinder(forward, fills_defaults=False))
+        binder = FormBinder(forward) if is_wrapped(forward) else CallBinder(forward, fills_defaults=False)
+        example, static, numbers = call.example(binder)
         run = run_dynamo(
             layer.module, example, forward=forward, static_dims=static, repeats=False, namespace=namespace
         )

@@ -173,6 +173,9 @@ class CaptureReport(Jsonable):
         streams: which segments run on several streams, once per trace; none where that was not asked for.
         one_token: why calls of one token run eagerly; empty where they replay.
         layers: how many of those that look alike were traced; None where none do.
+        adapters: which ones of the model were active, in words; empty for a model without.
+        other_state: for graphs of another state of the model than that of now, which wait for its return,
+            what tells the two apart.
     """
 
     buckets: tuple[BucketReport, ...]
@@ -186,6 +189,8 @@ class CaptureReport(Jsonable):
     one_token: str = ""
     streams: tuple[StreamReport, ...] = ()
     layers: LayerReuse | None = None
+    adapters: str = ""
+    other_state: str = ""
 
     @property
     def captured(self) -> tuple[int, ...]:
@@ -195,6 +200,13 @@ class CaptureReport(Jsonable):
     def ok(self) -> bool:
         """Whether every bucket that was asked for has graphs."""
         return all(report.status in ("captured", "waiting", "left out") for report in self.buckets)
+
+    def state(self) -> str:
+        """The state of the model that the graphs are of, to be put behind a title; empty where there is no
+        more to say than that they were captured."""
+        waits = f"kept for its return: {self.other_state}" if self.other_state else ""
+        told = "; ".join(filter(None, (self.adapters, waits)))
+        return f" ({told})" if told else ""
 
     def __str__(self) -> str:
         rows = [("bucket", "status", "graphs", "ops", "in graphs", "ms", "pool grew", "device", "reason")]
@@ -251,7 +263,7 @@ class Report(Jsonable):
     def __str__(self) -> str:
         parts = ["\n".join([f"engine: {self.engine}; {self._state()[0]}", *self._state()[1:]])]
         for index, (plan, capture) in enumerate(zip(self.plans, self.captures, strict=True)):
-            parts += [f"signature {index}", str(plan), str(capture)]
+            parts += [f"signature {index}{capture.state()}", str(plan), str(capture)]
         parts.append(self._calls())
         return "\n\n".join(parts)
 
@@ -338,7 +350,16 @@ class Report(Jsonable):
     def to_markdown(self) -> str:
         parts = ["# Graphed prefill report", "", *(f"* {text}" for text in self._state())]
         for index, (plan, capture) in enumerate(zip(self.plans, self.captures, strict=True)):
-            parts += [f"## Signature {index}", "", plan.to_markdown(), "", "```", str(capture), "```", ""]
+            parts += [
+                f"## Signature {index}{capture.state()}",
+                "",
+                plan.to_markdown(),
+                "",
+                "```",
+                str(capture),
+                "```",
+                "",
+            ]
         return "\n".join([*parts, "## Calls", "", "```", self._calls(), "```", ""])
 
 

@@ -1,9 +1,10 @@
 """Calls of the model: bound to forward's parameters, so that positional and keyword calls are one [I10].
 
 `CallBinder` maps `(args, kwargs)` to one value per parameter, through a generated function that has
-forward's own signature, so that Python's call machinery does the work. `write_matcher` generates the
-function that checks bound values against the structure a trace was made for and pulls out its leaves in
-the same pass.
+forward's own signature, so that Python's call machinery does the work. Where hooks of the model, a wrapper
+of its forward or a `__call__` of its own are given the call first, `FormBinder` keeps it as it was made.
+`write_matcher` generates the function that checks bound values against the structure a trace was made for
+and pulls out its leaves in the same pass.
 """
 
 from __future__ import annotations
@@ -32,15 +33,10 @@ class _Source(str):
 
 MISSING = _Missing()
 _VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-_NO_KEYWORDS: dict[str, Any] = {}
-
-
-def _sorted_keywords(keywords: dict[str, Any]) -> dict[str, Any]:
-    return dict(sorted(keywords.items())) if keywords else _NO_KEYWORDS
 
 
 class CallBinder:
-    """Binds calls to the parameters of `forward`.
+    """Binds calls to the parameters of `forward`; further keywords keep their order, which forward may see.
 
     An argument that was not passed is the plain default that it has, so that leaving it out and passing it
     are one call, and else `MISSING`. An int default is not passed: as an argument it would be a symbol.
@@ -52,8 +48,8 @@ class CallBinder:
     def __init__(self, forward: Callable[..., Any], *, fills_defaults: bool = True) -> None:
         self.parameters = tuple(inspect.signature(forward).parameters.values())
         self.names = tuple(parameter.name for parameter in self.parameters)
-        written, returned, given = [], [], []
-        names: dict[str, Any] = {"_missing": MISSING, "_sorted": _sorted_keywords}
+        written, returned = [], []
+        names: dict[str, Any] = {"_missing": MISSING}
         for position, parameter in enumerate(self.parameters):
             kind, name = parameter.kind, parameter.name
             default: Any = parameter.empty
@@ -61,16 +57,13 @@ class CallBinder:
                 is_plain = isinstance(parameter.default, PLAIN) and kind != parameter.POSITIONAL_ONLY
                 default = _Source(f"_default{position}" if is_plain and fills_defaults else "_missing")
                 names.setdefault(default, parameter.default)
-            given.append(names.get(default, MISSING))
             written.append(parameter.replace(default=default, annotation=parameter.empty))
-            returned.append(f"_sorted({name})" if kind == parameter.VAR_KEYWORD else name)
+            returned.append(name)
         source = (
             f"lambda {str(inspect.Signature(written))[1:-1]}: ({''.join(f'{each},' for each in returned)})"
         )
         self.bind: Callable[..., tuple] = eval(source, names)
         self.bind.__qualname__ = "forward"  # a call that does not fit is told in forward's name
-        # Per parameter, what stands for an argument that was not passed.
-        self.given = tuple(given)
 
     def absent(self, bound: tuple) -> list[str]:
         """Names of the parameters that have no default and no value in this bound call."""
@@ -110,6 +103,40 @@ class CallBinder:
         for parameter, child in zip(self.parameters, values.children, strict=True):
             _collect_paths(child, parameter.name, paths)
         return paths
+
+
+class FormBinder(CallBinder):
+    """Keeps a call as it was made: which arguments were positional, which were left out, and the order of the
+    keywords. Any call fits: a hook may add what forward needs, and take what it does not have."""
+
+    def __init__(self, forward: Callable[..., Any]) -> None:
+        super().__init__(_any_call)
+        try:
+            self._named = tuple(inspect.signature(forward).parameters)
+        except (TypeError, ValueError):  # a callable without a signature
+            self._named = ()
+
+    def leaf_paths(self, values: Structure) -> dict[int, str]:
+        positional, keywords = values.children
+        paths: dict[int, str] = {}
+        for position, child in enumerate(positional.children):
+            is_named = position < len(self._named)
+            _collect_paths(child, self._named[position] if is_named else f"args[{position}]", paths)
+        for key, child in zip(keywords.keys, keywords.children, strict=True):
+            _collect_paths(child, key, paths)
+        return paths
+
+
+def bound_call(binder: CallBinder, args: Any, kwargs: Any) -> tuple | None:
+    """The bound values of a call, or None where it does not fit."""
+    try:
+        return binder.bind(*args, **kwargs)
+    except TypeError:
+        return None
+
+
+def _any_call(*args: Any, **kwargs: Any) -> None:
+    """Has the signature that any call fits."""
 
 
 def _collect_paths(node: Structure, path: str, paths: dict[int, str]) -> None:

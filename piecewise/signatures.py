@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from piecewise import torch_internals as internals
+from piecewise.adapters import adapters_in_use
 from piecewise.assemble import CaptureContext as CaptureContext
 from piecewise.assemble import PlanAssembler, state_check_of
 from piecewise.call_rules import is_alike, matcher_of
@@ -22,6 +23,7 @@ from piecewise.lowering import LoweredPlan
 from piecewise.plan import SegmentPlan
 from piecewise.progress import steps_bar
 from piecewise.report import BucketReport
+from piecewise.signature import CallBinder
 from piecewise.startup_times import StartupTimes
 from piecewise.streams import StreamSchedules
 from piecewise.structure import Namespace, build_source
@@ -67,6 +69,7 @@ class CapturedSignature:
         retrace: traces again with the example resized, for a bucket that the first trace excludes.
         times: seconds spent on all this.
         global_state: of now; false from `check()` where grad mode, autocast or the like differ.
+        binder: what binds the calls that it may serve.
         match: bound values → (token count, leaves) or None.
         rebuild: result leaves → the result.
         served: bucket → plan; `refused`: bucket → why it runs eagerly.
@@ -74,6 +77,8 @@ class CapturedSignature:
         check: what the trace saw of the model, None once the graphs were given up over a moved address, and
             while suspended.
         suspended: what `resume` captures again; None where it is not suspended.
+        adapters: which ones of the model were active at the trace, in words; empty where it has none.
+        number: how many were captured before it.
     """
 
     cuts: list[Cut]
@@ -81,6 +86,7 @@ class CapturedSignature:
     retrace: Callable[[int], TracedModel]
     times: StartupTimes
     global_state: internals.GlobalState = dataclasses.field(default_factory=internals.GlobalState)
+    binder: CallBinder = dataclasses.field(init=False)
     match: Callable[[tuple], tuple[int, list[Any]] | None] = dataclasses.field(init=False)
     rebuild: Callable[[list[Any]], Any] = dataclasses.field(init=False)
     check: StateCheck | None = dataclasses.field(init=False)
@@ -89,10 +95,13 @@ class CapturedSignature:
     bucket_reports: dict[int, BucketReport] = dataclasses.field(default_factory=dict)
     waiting: Counter[int] = dataclasses.field(default_factory=Counter)
     suspended: Suspended | None = None
+    adapters: str = ""
+    number: int = 0
     _valid: dict[tuple[int, int], bool] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.rebuild = _rebuilder(self.traced)
+        self.binder = self.traced.trace.example.binder
         self.take_addresses()
 
     @property
@@ -149,6 +158,10 @@ class CapturedSignature:
             return StateChange("moved_address", "the graphs were given up over a moved address")
         return self.check.find_change()
 
+    def is_current(self) -> bool:
+        """Whether its traces are of the model as it is."""
+        return self.holds() if self.suspended is not None else self.find_change() is None
+
     def give_up(self, change: StateChange) -> None:
         """Drops the graphs, and with them what holds the old weights; the buckets run eagerly from now on."""
         reason = FallbackReason.MOVED_ADDRESS
@@ -162,13 +175,16 @@ class CapturedSignature:
         if self.suspended is not None:
             return
         again = [b for b in self.buckets if b in self.served or self.refused[b][0] in _WORTH_ANOTHER_TRY]
-        self.suspend_for(again if self.find_change() is None else self.buckets)
+        # Where nothing moved, Python state alone may say that the trace is of another state of the model.
+        is_whole = self.check is not None and self.check.find_moved() is None
+        self.suspend_for(again if is_whole else self.buckets)
 
     def suspend_for(self, again: Sequence[int]) -> None:
         """As `suspend`, and these are the buckets that `resume` is to capture."""
         plans = [cut.plan for cut in self.cuts]
         fixed = [place for cut in self.cuts for made in cut.traced.step_metadata for place in made.places]
-        self.suspended = Suspended.of(again, plans, fixed, is_valid=self.find_change() is None)
+        is_valid = self.check is not None and self.check.find_moved() is None
+        self.suspended = Suspended.of(again, plans, fixed, is_valid=is_valid)
         for bucket in again:
             detail = "its memory was given back by suspend(); resume() captures it again"
             self.bucket_reports[bucket] = BucketReport(
@@ -252,7 +268,7 @@ def trace_signature(
         return trace_model(model, example_of_size(traced, bucket), forward=forward, config=config)
 
     cut = Cut(traced, traced.planned(config, times, move_weights=True))
-    return CapturedSignature([cut], one_token, retrace, times)
+    return CapturedSignature([cut], one_token, retrace, times, adapters=adapters_in_use(model))
 
 
 def capture_bucket(context: CaptureContext, signature: CapturedSignature, bucket: int) -> BucketReport:

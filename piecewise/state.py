@@ -66,12 +66,16 @@ class FactFinder:
         return list(self._functions.values())
 
     def add_value(self, ref: StateRef, value: Any) -> None:
-        self._values.setdefault((id(ref.owner), ref.key, ref.is_attribute), (ref, value))
+        place = id(ref.owner), ref.key, ref.is_attribute
+        if type(value) is list and all(type(item) is str for item in value):
+            # An equal one may take its place, as the list of active adapters is made anew by each switch.
+            self._answers.setdefault(place, (_holds_names, ref, tuple(value), True, ref.path))
+        else:
+            self._values.setdefault(place, (ref, value))
         self.add_code(value, ref.path)
 
-    def add_table(self, table: Any, path: str, *, length_only: bool = False) -> None:
-        content = len(table) if length_only else table_content(table)
-        self._tables.setdefault(id(table), (table, content, path))
+    def add_table(self, table: Any, path: str) -> None:
+        self._tables.setdefault(id(table), (table, table_content(table), path))
 
     def add_type(self, item: Any, path: str) -> None:
         """The class of an object, and which `__dict__` it has, where these may be set."""
@@ -114,8 +118,7 @@ class FactFinder:
             names = module.__dict__
             for key, child in module._modules.items():
                 self.add_value(StateRef(module._modules, key, f"{name}.{key}"), child)
-            # The values above say which keys these are.
-            self.add_table(module._modules, f"the submodules of {name}", length_only=True)
+            self.add_table(module._modules, f"the submodules of {name}")
             for key in _MODULE_TABLES:
                 self.add_value(StateRef(names, key, f"{name}.{key}"), names[key])
             self.add_value(StateRef(names, "training", f"{name}.training"), module.training)
@@ -123,14 +126,23 @@ class FactFinder:
             self._classes[type(module)] = None
             if path or not skip_root:
                 self.add_value(StateRef(names, "forward", f"{name}.forward"), names.get("forward"))
-                self.add_table(module._forward_hooks, f"the forward hooks of {name}")
-                self.add_table(module._forward_pre_hooks, f"the forward pre-hooks of {name}")
+                self._add_hooks(names, "", name)
             owner = next((cls for cls in type(module).__mro__ if "forward" in vars(cls)), None)
             if owner is not None:
                 ref = StateRef(owner, "forward", f"{owner.__name__}.forward", is_attribute=True)
                 self.add_value(ref, ref.get())
-        self.add_table(module_hooks._global_forward_hooks, "the global forward hooks")
-        self.add_table(module_hooks._global_forward_pre_hooks, "the global forward pre-hooks")
+        self._add_hooks(vars(module_hooks), "_global", "every module")
+
+    def _add_hooks(self, names: Mapping[str, Any], prefix: str, owner: str) -> None:
+        """Which forward hooks there are, and where there are some, what each one is and how it is called."""
+        for kind, title in (("_forward_pre_hooks", "forward pre-hooks"), ("_forward_hooks", "forward hooks")):
+            hooks = names[prefix + kind]
+            self.add_table(hooks, f"the {title} of {owner}")
+            for key, hook in hooks.items():
+                self.add_value(StateRef(hooks, key, f"a hook among the {title} of {owner}"), hook)
+            for how in ("_with_kwargs", "_always_called") if hooks else ():
+                if f"{prefix}{kind}{how}" in names:
+                    self.add_table(names[f"{prefix}{kind}{how}"], f"the {title} of {owner} ({how})")
 
     def _add_class(self, cls: type, path: str) -> None:
         """Plain attributes of a class that forward names: torch 2.11 takes them for constants, unguarded."""
@@ -220,6 +232,11 @@ class FactFinder:
     def _add_items(self, owner: Any, items: Mapping[Any, Any], path: str) -> None:
         for key, item in items.items():
             self.add_value(StateRef(owner, key, f"{path}[{key!r}]"), item)
+
+
+def _holds_names(place: StateRef, names: tuple[str, ...]) -> bool:
+    now = place.get()
+    return type(now) is list and all(type(item) is str for item in now) and tuple(now) == names
 
 
 def _holds(lookup: Lookup, _: None) -> bool:

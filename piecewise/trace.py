@@ -19,6 +19,7 @@ from torch import fx, nn
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from piecewise import torch_internals as internals
+from piecewise.call_form import refuse_backward_hooks
 from piecewise.dynamo_result import Placeholder, placeholders_of, result_of
 from piecewise.dynamo_run import DynamoRun, ExampleCall, run_dynamo
 from piecewise.layer_reuse import run_in_layers
@@ -101,6 +102,8 @@ def trace(
             rule="the graph comes from one torch.compile trace",
             fix="leave that mode around capture(), or run the model eagerly",
         )
+
+    refuse_backward_hooks(model, skip_root=forward is not model)
 
     def run(**options: Any) -> DynamoRun:
         return run_dynamo(model, example, forward=forward, static_dims=static_dims, **options)

@@ -110,7 +110,9 @@ def _find_plan(graphed: GraphedModule, args: Sequence[Any], kwargs: Mapping[str,
     graphs = graphed._graphs
     if not graphs.signatures:
         return 0, FallbackReason.RELEASED if graphs.is_released else FallbackReason.NOT_CAPTURED
-    signature, matched = graphed._matching(graphed._binder.bind(*args, **kwargs))
+    signature, matched = graphs.signatures.matching(args, kwargs, current=True)
+    if signature is None:
+        signature, matched = graphs.signatures.matching(args, kwargs)
     if signature is None:
         return 0, FallbackReason.UNSEEN_SIGNATURE
     return matched[0], graphs.choose_plan(signature, *matched, may_capture=False)

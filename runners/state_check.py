@@ -15,7 +15,7 @@ import dataclasses
 import functools
 import operator
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from typing import Any, TypeAlias
 
 import torch
@@ -198,7 +198,7 @@ class StateCheck:
         An equal plain value under another identity is not a difference; it is recorded anew, so that the next
         `is_unchanged` is fast again.
         """
-        return self._find_moved() or self._find_changed_value() or self._find_changed_structure()
+        return self.find_moved() or self._find_changed_value() or self._find_changed_structure()
 
     def _add_value(self, ref: StateRef, value: Any) -> tuple[list[Any], int]:
         """Where the expected object is kept: a list and an index into it."""
@@ -234,7 +234,13 @@ class StateCheck:
         guards = self._guards.get(torch.is_inference_mode_enabled())
         return guards is not None and bool(guards[0].check(*self._tensors))
 
-    def _find_moved(self) -> StateChange | None:
+    def holds_only(self, owned: Set[int]) -> bool:
+        """Whether the recorded tensors and modules are all among the objects with these ids."""
+        modules = (value for value in self._values if isinstance(value, torch.nn.Module))
+        return all(id(each) in owned for each in (*self._tensors, *modules))
+
+    def find_moved(self) -> StateChange | None:
+        """The first recorded tensor that is another one, or elsewhere, or of another kind."""
         for ref, tensor, address in zip(self._tensor_refs, self._tensors, self._addresses, strict=True):
             if ref.get() is not tensor:
                 return StateChange("moved_address", f"{ref.path} was bound to another tensor")

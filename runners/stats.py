@@ -117,7 +117,7 @@ class FallbackReason(str, Enum):
     MODULE_STATE_CHANGED = (
         "module_state_changed",
         "A training flag, attribute, hook or submodule that the trace read has another value now [I10].",
-        "Restore it, or call refresh().",
+        "Restore it, or call capture(), which keeps the graphs of both states, or refresh().",
     )
     GLOBAL_STATE_CHANGED = (
         "global_state_changed",

@@ -522,6 +522,9 @@ RESULTS = {
 }
 
 
+PARAMETERS = ("ids", "x", "bias", "slots", "cu_seqlens")
+
+
 class Program(nn.Module):
     """Runs `steps`: (name of an op, two numbers that pick its operands); `results` names one of `RESULTS`."""
 
@@ -610,7 +613,7 @@ class Case:
 
 ACTIONS = (
     *["call"] * 20, "eager_only", "grad", "other_signature", "update", "rebind", "rebind_buffer", "flag",
-    "train", *["change_state"] * 3, "refresh", "release", "capture", "verify",
+    "train", *["change_state"] * 3, "refresh", "release", "capture", "verify", "hook", "keywords",
 )  # fmt: skip
 
 

@@ -14,7 +14,7 @@ import os
 import fuzz_changes
 import pytest
 import torch
-from fuzz_models import COUNTING, OPS, case_with, cases
+from fuzz_models import COUNTING, OPS, PARAMETERS, case_with, cases
 from hypothesis import HealthCheck, given, settings
 from torch import nn
 from toy_models import (
@@ -48,7 +48,7 @@ class Session:
             max_padding_ratio=case.max_padding_ratio, progress=False,
         )  # fmt: skip
         self.is_fresh, self.is_released, self.num_calls = True, False, 0
-        self.kept = []
+        self.kept, self.hooks = [], []
 
     def run(self):
         if self.case.capture == "startup":
@@ -63,20 +63,20 @@ class Session:
 
     # Calls -------------------------------------------------------------------------------------------------
 
-    def call(self, n, *, expected=None, has_bias=None, grad=False):
+    def call(self, n, *, expected=None, has_bias=None, grad=False, by_keyword=False):
         where = f"{n} tokens, {self.case}"
         arguments = [self.case.arguments(n, has_bias=has_bias) for _ in range(2)]
         before = state_of(self.model)
         with torch.set_grad_enabled(grad):
             torch.manual_seed(11)
-            want, error = _outcome(self.model, arguments[0])
+            want, error = _outcome(self.model, arguments[0], by_keyword)
             after, random_state = state_of(self.model), torch.get_rng_state()
             put_back(before)
             stats = self.graphed.stats.snapshot()
             if not self.graphed._graphs.is_released:
                 spoil_static_memory(self.graphed)
             torch.manual_seed(11)
-            got, own_error = _outcome(self.graphed, arguments[1])
+            got, own_error = _outcome(self.graphed, arguments[1], by_keyword)
         self.num_calls += 1
         is_replay = self.graphed.stats.replays > stats.replays
         reason = next(iter(self.graphed.stats.reasons - stats.reasons), None)
@@ -91,7 +91,8 @@ class Session:
             assert_same(tensor.detach(), after[name][1], where=f"{where}, state {name}", **options)
         assert_same(arguments[1], arguments[0], where=f"{where}, inputs afterwards", **options)
         assert torch.equal(torch.get_rng_state(), random_state), f"{where}: random numbers drawn"
-        self.check_path(n, is_replay, reason, expected, has_bias)
+        is_other = has_bias is not None or (by_keyword and self.hooks)
+        self.check_path(n, is_replay, reason, expected, is_other)
         if error is None and is_replay and self.case.outputs == "copy":
             self.keep(got, arguments[1])
         put_back(before)
@@ -103,13 +104,13 @@ class Session:
             if isinstance(leaf, torch.Tensor) and _memory(leaf) not in held:
                 self.kept.append((leaf, leaf.clone()))
 
-    def check_path(self, n, is_replay, reason, expected, has_bias):
+    def check_path(self, n, is_replay, reason, expected, is_other):
         where = f"{n} tokens, {reason}, {self.case}"
         if expected is not None:
             assert reason is expected, where
         elif self.is_released:
             assert reason is FallbackReason.RELEASED, where
-        elif self.is_fresh and self.case.capture == "startup" and has_bias is None:
+        elif self.is_fresh and self.case.capture == "startup" and not is_other:
             assert reason is self.expected_reason(n) or self.may_be_special(n, reason), where
 
     def expected_reason(self, n):
@@ -147,6 +148,18 @@ class Session:
 
     def other_signature(self, n):
         self.call(n, has_bias=not self.case.has_bias)
+
+    def keywords(self, n):
+        """The same call, but for hooks of the root."""
+        self.call(n, by_keyword=True)
+
+    def hook(self, n):
+        """A hook of the root that rewrites what was passed by position comes, or goes."""
+        if self.hooks:
+            self.hooks.pop().remove()
+        else:
+            self.hooks.append(self.model.register_forward_pre_hook(_halved))
+        self.changed(n)
 
     def update(self, n):
         """In place: the next replay has the new values."""
@@ -215,9 +228,15 @@ class Session:
             assert torch.equal(tensor.nan_to_num(7.0), before.nan_to_num(7.0)), (name, self.case)
 
 
-def _outcome(call, arguments):
+def _halved(module, args):
+    return (args[0], args[1] / 2, *args[2:]) if len(args) > 1 else None
+
+
+def _outcome(call, arguments, by_keyword):
     """The result, or the class of the error."""
     try:
+        if by_keyword:
+            return call(**dict(zip(PARAMETERS, arguments, strict=True))), None
         return call(*arguments), None
     except (ArithmeticError, IndexError, RuntimeError, ValueError) as error:
         return None, type(error)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from piecewise.signature import (
     MISSING,
     CallBinder,
+    FormBinder,
     LeafRule,
     describe_call,
     is_plain_leaf,
@@ -97,11 +98,28 @@ def test_I10_an_int_default_stays_out():
     assert CallBinder(everything).bind(1)[4] == 2.5
 
 
-def test_I10_keywords_are_sorted():
-    bind = CallBinder(stars).bind
+def test_I10_further_keywords_keep_their_order():
+    bind = CallBinder(everything).bind
     for order in itertools.permutations(["x", "y", "z"]):
-        (_, kwargs) = bind(**{name: name for name in order})
-        assert list(kwargs) == ["x", "y", "z"]
+        assert tuple(bind(1, **{name: name for name in order})[-1]) == order
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_I10_a_form_binder_keeps_the_call_as_it_was_made(function):
+    binder = FormBinder(function)
+    for args, kwargs in [((), {}), ((1, 2), {}), ((1,), {"z": 2, "b": 3}), ((), {"b": 3, "a": 1})]:
+        bound_args, bound_kwargs = binder.bind(*args, **kwargs)
+        assert bound_args == args and list(bound_kwargs.items()) == list(kwargs.items())
+        again_args, again_kwargs = again(binder, stars, (bound_args, bound_kwargs))
+        assert again_args == args and list(again_kwargs.items()) == list(kwargs.items())
+        assert binder.absent((bound_args, bound_kwargs)) == []
+
+
+def test_names_of_leaves_of_a_call_that_is_kept_are_the_users():
+    binder = FormBinder(plain)
+    tensors = [torch.zeros(1) for _ in range(6)]
+    structure, _ = flatten_structure(binder.bind(*tensors[:4], z=[tensors[4]], b=tensors[5]))
+    assert binder.leaf_paths(structure) == {0: "a", 1: "b", 2: "c", 3: "args[3]", 4: "z[0]", 5: "b"}
 
 
 def test_names_of_leaves_are_the_users():

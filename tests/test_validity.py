@@ -85,11 +85,12 @@ def test_I10_zero_and_minus_zero_are_two_values():
     assert serve(graphed, tokens(5), factor=-0.0) == "unseen_signature"
 
 
-def test_I10_keywords_come_in_any_order_and_all_of_them_count():
+def test_I10_parameters_come_in_any_order_further_keywords_in_theirs_and_all_of_them_count():
     torch.manual_seed(0)
     graphed = graph(Arguments().eval(), captured=False)
     graphed.capture(tokens(7), a=rows(7), b=rows(7, 2.0), mode="subtract")
-    assert serve(graphed, tokens(5), b=rows(5, 2.0), mode="subtract", a=rows(5)) == "replay"
+    assert serve(graphed, mode="subtract", a=rows(5), b=rows(5, 2.0), ids=tokens(5)) == "replay"
+    assert serve(graphed, tokens(5), b=rows(5, 2.0), mode="subtract", a=rows(5)) == "unseen_signature"
     assert serve(graphed, tokens(5), a=rows(5), mode="subtract") == "unseen_signature"
     assert serve(graphed, tokens(5), a=rows(5), c=rows(5), mode="subtract") == "unseen_signature"
 
