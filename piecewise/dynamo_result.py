@@ -49,6 +49,13 @@ def _placeholder(run: DynamoRun, node: fx.Node, argument: Any, scope: Scope) -> 
         return Placeholder(node, "symbol")
     source = run.sources[node.name]
     state = _state_at(source, argument, scope) if source else None
+    if state is None and source and array_source(source) is not None:
+        raise TraceError(
+            f"forward reads a NumPy value that has no place in the model: {_brief_value(source, scope)}",
+            expected="torch tensors, and Python's own ints and floats, as arguments",
+            rule="what a call brings anew is copied in, or is part of its signature [I2, I10]",
+            fix="pass int(value), float(value) or torch.from_numpy(array)",
+        )
     if state is None:
         raise TraceError(
             f"forward reads a tensor through {source or 'an unnamed source'}",
@@ -57,6 +64,14 @@ def _placeholder(run: DynamoRun, node: fx.Node, argument: Any, scope: Scope) -> 
             fix="keep it as a parameter, buffer or plain attribute of a module",
         )
     return Placeholder(node, "state", state=state)
+
+
+def _brief_value(source: str, scope: Scope) -> str:
+    try:
+        value = scope.find(array_source(source) or source)[0]
+    except (KeyError, AttributeError, IndexError, ValueError):
+        return source
+    return f"{str(value)[:60]} ({type(value).__name__})"
 
 
 def _state_at(source: str, argument: torch.Tensor, scope: Scope) -> StateRef | None:

@@ -202,3 +202,20 @@ def test_numpy_values_of_a_model_on_cuda_are_eager_s():
             x = torch.randn(5, HIDDEN, device="cuda")
             with torch.no_grad():
                 torch.testing.assert_close(graphed(x), model(x))
+
+
+def test_a_numpy_value_as_an_argument_is_an_error_that_says_what_to_pass():
+    class Model(Layer):
+        def forward(self, x, scale):
+            return super().forward(x) * scale
+
+    graphed = piecewise.compile(Model(lambda m, x: x).eval(), buckets=[8], progress=False)
+    for value, shown in ((np.int64(3), r"3 \(int64\)"), (np.ones(HIDDEN, np.float32), r"1\. .*\(ndarray\)")):
+        with pytest.raises(piecewise.TraceError, match=rf"(?s)NumPy value.*{shown}.*Fix:.*int\(value\)"):
+            graphed.capture(torch.randn(5, HIDDEN), value)
+    graphed.capture(torch.randn(5, HIDDEN), 3)
+    x = torch.randn(5, HIDDEN)
+    with torch.no_grad():
+        torch.testing.assert_close(graphed(x, np.int64(4)), graphed.model(x, np.int64(4)))
+        torch.testing.assert_close(graphed(x, 4), graphed.model(x, 4))
+    assert graphed.stats.replays == 1
