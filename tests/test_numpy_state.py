@@ -219,3 +219,23 @@ def test_a_numpy_value_as_an_argument_is_an_error_that_says_what_to_pass():
         torch.testing.assert_close(graphed(x, np.int64(4)), graphed.model(x, np.int64(4)))
         torch.testing.assert_close(graphed(x, 4), graphed.model(x, 4))
     assert graphed.stats.replays == 1
+
+
+def test_torch_compile_copies_them_in():
+    torch._dynamo.reset()
+    model = Layer(lambda m, x: x * torch.from_numpy(m.floats) * m.float32).eval()
+    compiled = torch.compile(model, backend="piecewise", options={"buckets": [8]}, dynamic=True)
+    with torch.no_grad(), piecewise.capture_window():
+        compiled(torch.randn(5, HIDDEN))
+    changes = (
+        lambda: None,
+        lambda: model.floats.fill(3.0),
+        lambda: setattr(model, "floats", np.ones(8, np.float32)),
+        lambda: setattr(model, "float32", np.float32(7)),
+    )
+    for change in changes:
+        change()
+        x = torch.randn(6, HIDDEN)
+        with torch.no_grad():
+            torch.testing.assert_close(compiled(x), model(x))
+    assert piecewise.handle(compiled).stats.replays >= 4

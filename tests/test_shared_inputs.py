@@ -268,3 +268,24 @@ def test_tensors_without_elements_share_nothing():
     with torch.no_grad():
         graphed(torch.randn(5, HIDDEN), *nothing("", ""))
     assert graphed.stats.replays == 1
+
+
+def test_torch_compile_serves_them_too():
+    for at_capture in ("apart", "row"):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = Model(lambda model, x, k, v: model.last(put(x + v, k)) + v).eval()
+        compiled = torch.compile(model, backend="piecewise", options={"buckets": np.array([8])}, dynamic=True)
+
+        def rows(kind):
+            memory = torch.randn(ROWS, HIDDEN, generator=torch.Generator().manual_seed(3))
+            return memory, memory[2] if kind == "row" else memory[2].clone()
+
+        with torch.no_grad():
+            with piecewise.capture_window():
+                compiled(torch.randn(5, HIDDEN), *rows(at_capture))
+            for kind in ("apart", "row", at_capture):
+                x, ours, theirs = torch.randn(6, HIDDEN), rows(kind), rows(kind)
+                torch.testing.assert_close(compiled(x, *ours), model(x, *theirs))
+                torch.testing.assert_close(ours, theirs)
+        assert piecewise.handle(compiled).stats.replays > 0
