@@ -23,7 +23,8 @@ import numpy as np
 import torch
 
 from boundary_ops.errors import BoundaryOpError, check_positive
-from boundary_ops.kv_cache import CachedRequest, PagedKVCache, RequestId
+from boundary_ops.kv_cache import CachedRequest, PagedKVCache, RequestId, plain_id
+from boundary_ops.whole_numbers import listed
 
 __all__ = ["PrefillBatch", "send_to_device"]
 
@@ -112,8 +113,8 @@ class PrefillBatch:
             BoundaryOpError: a length is not a positive int, an id comes twice, or the two lists differ in
                 length.
         """
-        ids, lens = tuple(request_ids), tuple(query_lens)
-        _check_step(ids, lens)
+        ids = tuple(map(plain_id, listed(request_ids)))
+        lens = _checked_lens(ids, listed(query_lens))
         contexts = tuple(cache.context_len(name) if cache.has_request(name) else 0 for name in ids)
         cache.reserve(ids, [context + new for context, new in zip(contexts, lens, strict=True)])
         requests = tuple(cache.find_request(name) for name in ids)
@@ -188,7 +189,16 @@ class PrefillBatch:
             )
         rows = []
         for request_id, length, prompt in zip(self.request_ids, self.query_lens, prompts, strict=True):
-            row = torch.as_tensor(prompt, dtype=torch.int64)
+            row = torch.as_tensor(prompt)
+            if row.numel() and (row.is_floating_point() or row.is_complex() or row.dtype is torch.bool):
+                raise BoundaryOpError(
+                    f"PrefillBatch.pack, prompt of request {request_id!r}",
+                    expected="token ids, which are ints",
+                    got=f"numbers of {row.dtype}",
+                    rule="token ids count the rows of a table; a fraction would be cut off",
+                    fix="pass the ints that the tokenizer gives",
+                )
+            row = row.to(torch.int64)
             row = row[0] if row.dim() == 2 and row.shape[0] == 1 else row
             if row.shape != (length,):
                 raise BoundaryOpError(
@@ -270,7 +280,8 @@ def send_to_device(arrays: Sequence[np.ndarray], device: torch.device) -> list[t
         return [tensor.pin_memory().to(device, non_blocking=True) for tensor in tensors]
 
 
-def _check_step(ids: tuple[RequestId, ...], lens: tuple[int, ...]) -> None:
+def _checked_lens(ids: tuple[RequestId, ...], lens: tuple[Any, ...]) -> tuple[int, ...]:
+    """The query lengths as ints, of a step that these requests can make."""
     if len(ids) != len(lens):
         raise BoundaryOpError(
             "PrefillBatch.build",
@@ -279,13 +290,15 @@ def _check_step(ids: tuple[RequestId, ...], lens: tuple[int, ...]) -> None:
             rule="each sequence has one id and one number of new tokens",
             fix="pass two lists of the same length",
         )
-    for request_id, new in zip(ids, lens, strict=True):
+    checked = tuple(
         check_positive(
             f"PrefillBatch.build, query length of request {request_id!r}",
             new,
             rule="each sequence of a step brings one new token or more",
             fix="leave requests without new tokens out of the step",
         )
+        for request_id, new in zip(ids, lens, strict=True)
+    )
     if len(set(ids)) != len(ids):
         twice = next(name for at, name in enumerate(ids) if name in ids[:at])
         raise BoundaryOpError(
@@ -295,3 +308,4 @@ def _check_step(ids: tuple[RequestId, ...], lens: tuple[int, ...]) -> None:
             rule="one step extends a request once; two parts of it would not see each other",
             fix="join its tokens into one query, or give the second sequence an id of its own",
         )
+    return checked

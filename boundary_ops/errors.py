@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import NoReturn
 
+from boundary_ops.whole_numbers import whole_number
+
 
 class BoundaryOpError(ValueError):
     """Root of this package's errors; the message names the caller's things and says what to do.
@@ -41,10 +43,12 @@ class CacheExhaustedError(BoundaryOpError):
     """A `PagedKVCache` has too few free blocks; nothing was reserved and nothing was lost."""
 
 
-def check_positive(what: str, value: object, rule: str, fix: str) -> None:
-    """Raises unless a value is an int of 1 or more."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+def check_positive(what: str, value: object, rule: str, fix: str) -> int:
+    """The value as an int; raises unless it is one, of 1 or more."""
+    number = whole_number(value)
+    if number is None or number < 1:
         raise BoundaryOpError(what, expected="a positive int", got=repr(value), rule=rule, fix=fix)
+    return number
 
 
 def refuse(what: str, expected: str, got: str, rule: str, fix: str) -> NoReturn:

@@ -21,6 +21,7 @@ import torch
 from boundary_ops.backends.choice import choose
 from boundary_ops.backends.library import LibraryAttention, PoolLook
 from boundary_ops.errors import BoundaryOpError, CacheExhaustedError, check_positive
+from boundary_ops.whole_numbers import whole_number
 
 __all__ = ["PagedKVCache", "RequestId"]
 
@@ -91,13 +92,15 @@ class PagedKVCache:
             "num_kv_heads": num_kv_heads,
             "head_dim": head_dim,
         }
-        for name, size in sizes.items():
+        num_layers, num_blocks, block_size, num_kv_heads, head_dim = (
             check_positive(
                 f"PagedKVCache, argument '{name}'",
                 size,
                 rule="a pool has at least one block of at least one token",
                 fix="take the sizes from the model's config, and num_blocks from the memory at hand",
             )
+            for name, size in sizes.items()
+        )
         if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
             raise BoundaryOpError(
                 "PagedKVCache, argument 'dtype'",
@@ -184,7 +187,8 @@ class PagedKVCache:
             CacheExhaustedError: too few free blocks; nothing has changed.
             BoundaryOpError: `num_tokens` is not a positive int.
         """
-        _check_count("allocate", request_id, num_tokens)
+        num_tokens = _check_count("allocate", request_id, num_tokens)
+        request_id = plain_id(request_id)
         request = self._requests.get(request_id)
         self.reserve([request_id], [(request.room if request else 0) + num_tokens])
 
@@ -217,7 +221,7 @@ class PagedKVCache:
         Raises:
             BoundaryOpError: unknown request, a count that is not positive, or less room than that.
         """
-        _check_count("append", request_id, num_tokens)
+        num_tokens = _check_count("append", request_id, num_tokens)
         request = self.find_request(request_id)
         if request.written + num_tokens > request.room:
             raise BoundaryOpError(
@@ -236,7 +240,8 @@ class PagedKVCache:
             BoundaryOpError: unknown request, or `num_tokens` is not between 0 and the tokens written.
         """
         request = self.find_request(request_id)
-        if not _is_int(num_tokens) or not 0 <= num_tokens <= request.written:
+        count = whole_number(num_tokens)
+        if count is None or not 0 <= count <= request.written:
             raise BoundaryOpError(
                 f"PagedKVCache.truncate, request {request_id!r}",
                 expected=f"0 to {request.written}, the tokens written",
@@ -244,7 +249,7 @@ class PagedKVCache:
                 rule="truncating keeps a leading part of what was written",
                 fix="pass the context length to go back to; `append` counts more tokens",
             )
-        request.written = num_tokens
+        request.written = count
 
     def free(self, request_id: RequestId) -> None:
         """Gives a request's blocks back; they are reused, last freed first.
@@ -253,7 +258,7 @@ class PagedKVCache:
             BoundaryOpError: unknown request, or one that was freed before.
         """
         request = self.find_request(request_id)
-        del self._requests[request_id]
+        del self._requests[request.request_id]
         request.freed = True
         self._free.extend(reversed(request.blocks))
 
@@ -271,7 +276,8 @@ class PagedKVCache:
 
     def gather(self, layer: int, request_id: RequestId) -> tuple[torch.Tensor, torch.Tensor]:
         """Copies of the K and V that a request has written in a layer, [written, num_kv_heads, head_dim]."""
-        if not _is_int(layer) or not 0 <= layer < self.num_layers:
+        at = whole_number(layer)
+        if at is None or not 0 <= at < self.num_layers:
             raise BoundaryOpError(
                 "PagedKVCache.gather, argument 'layer'",
                 expected=f"0 to {self.num_layers - 1}",
@@ -281,14 +287,12 @@ class PagedKVCache:
             )
         request = self.find_request(request_id)
         blocks = torch.tensor(request.blocks, dtype=torch.int64, device=self.device)
-        k, v = (
-            pool[blocks].flatten(0, 1)[: request.written].clone() for pool in (self.k[layer], self.v[layer])
-        )
+        k, v = (pool[blocks].flatten(0, 1)[: request.written].clone() for pool in (self.k[at], self.v[at]))
         return k, v
 
     def find_request(self, request_id: RequestId) -> CachedRequest:
         """The account of a request that holds room; raises for any other id."""
-        request = self._requests.get(request_id)
+        request = self._requests.get(plain_id(request_id))
         if request is None:
             raise BoundaryOpError(
                 f"PagedKVCache, request {request_id!r}",
@@ -301,7 +305,7 @@ class PagedKVCache:
 
     def has_request(self, request_id: RequestId) -> bool:
         """Whether a request of that id holds room now."""
-        return request_id in self._requests
+        return plain_id(request_id) in self._requests
 
     def add_step_buffers(self, buffers: Any) -> None:
         """From now on each step that begins is packed for these buffers, as long as they live."""
@@ -319,12 +323,13 @@ class PagedKVCache:
         return pool.data_ptr() in self.pool_addresses
 
 
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+def plain_id(request_id: RequestId) -> RequestId:
+    """A request's id; one that is a number in a tensor is the number, for two tensors are never one key."""
+    return request_id.item() if isinstance(request_id, torch.Tensor) else request_id
 
 
-def _check_count(method: str, request_id: RequestId, num_tokens: int) -> None:
-    check_positive(
+def _check_count(method: str, request_id: RequestId, num_tokens: int) -> int:
+    return check_positive(
         f"PagedKVCache.{method}, request {request_id!r}, argument 'num_tokens'",
         num_tokens,
         rule="room and written tokens are counted in whole tokens, one or more at a time",

@@ -21,6 +21,7 @@ from torch._ops import OpOverload
 from boundary_ops.errors import BoundaryOpError
 from boundary_ops.library_rows import LIBRARY_ROWS
 from boundary_ops.schema import check_token_args, find_overload, near, qualified
+from boundary_ops.whole_numbers import whole_number
 
 __all__ = ["RowsDeclaration", "check_rows", "declare_rows", "declared_rows", "token_dims"]
 
@@ -92,8 +93,9 @@ def declare_rows(
     for argument, where in token_args.items():
         check_token_args(full_name, schema, {argument: 0 if isinstance(where, str) else where})
         _check_where(full_name, f"token_args {argument!r}", where)
-    tokens, values = (MappingProxyType(dict(given)) for given in (token_args, only or {}))
-    made = RowsDeclaration(tokens, tuple(token_results), padded, values)
+    tokens = MappingProxyType({name: _plain_where(where) for name, where in token_args.items()})
+    results = tuple(map(_plain_where, token_results))
+    made = RowsDeclaration(tokens, results, padded, MappingProxyType(dict(only or {})))
     _check_op(full_name, schema, made)
     for at, found in enumerate(made.token_results):
         if found is not None:
@@ -154,8 +156,15 @@ def _check_op(name: str, schema: Any, said: RowsDeclaration) -> None:
         )
 
 
+def _plain_where(where: Any) -> Any:
+    """A dim of whatever integer type as Python's; all else as it is, for the checks."""
+    number = whole_number(where)
+    return where if number is None else number
+
+
 def _check_where(name: str, what: str, where: int | str) -> None:
-    if where in ("leading", "all") or (type(where) is int and where >= 0):
+    number = whole_number(where)
+    if where in ("leading", "all") or (number is not None and number >= 0):
         return
     raise BoundaryOpError(
         f"op '{name}', {what}",

@@ -12,6 +12,7 @@ from torch._ops import OpOverload
 
 from boundary_ops.capture import CapturedForm
 from boundary_ops.errors import BoundaryOpError
+from boundary_ops.whole_numbers import whole_number
 
 DEVICES = ("cpu", "cuda", "xpu", "mps")
 Implementation = Callable[..., object]
@@ -92,7 +93,8 @@ def check_token_args(
                 rule="only a tensor argument can carry the token dim",
                 fix=near(str(argument), tensors) or "use the argument names of the schema",
             )
-        if isinstance(dim, bool) or not isinstance(dim, int) or dim < 0:
+        number = whole_number(dim)
+        if number is None or number < 0:
             raise BoundaryOpError(
                 f"op '{name}', token_args {argument!r}",
                 expected="a dim counted from the front, 0 or more",
@@ -100,7 +102,7 @@ def check_token_args(
                 rule="a token dim is one dim of one tensor",
                 fix="count the dim from the front, for example 0 for [num_tokens, heads, head_dim]",
             )
-    return MappingProxyType(dict(token_args))
+    return MappingProxyType({argument: int(dim) for argument, dim in token_args.items()})
 
 
 def check_implementations(name: str, impl: Any) -> Mapping[str, Implementation] | Implementation:

@@ -22,6 +22,7 @@ from boundary_ops.batch import PrefillBatch
 from boundary_ops.capture import Misfit
 from boundary_ops.errors import BoundaryOpError
 from boundary_ops.kv_cache import PagedKVCache
+from boundary_ops.whole_numbers import whole_number
 
 __all__ = ["StepBuffers"]
 
@@ -55,7 +56,8 @@ class StepBuffers:
     ) -> None:
         sizes = {"max_num_seqs": max_num_seqs, "max_num_tokens": max_num_tokens, "max_seq_len": max_seq_len}
         for name, size in {**sizes, "pools": len(pools)}.items():
-            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            number = whole_number(size)
+            if number is None or number < 1:
                 raise BoundaryOpError(
                     f"StepBuffers, argument '{name}'",
                     expected="one or more" if name == "pools" else "a positive int",
@@ -65,6 +67,7 @@ class StepBuffers:
                 )
         _check_backend(pools[0])
         device, block_size = pools[0].device, pools[0].shape[1]
+        max_num_seqs, max_num_tokens, max_seq_len = map(int, sizes.values())
         self.max_num_seqs, self.max_num_tokens, self.max_seq_len = max_num_seqs, max_num_tokens, max_seq_len
         self.max_blocks = -(-max_seq_len // block_size)
         self._pool_addresses = frozenset(pool.data_ptr() for pool in pools)

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from boundary_ops.registry import lookup
+from piecewise.array_places import array_source
 from piecewise.call_router import CallRouter
 from piecewise.config import PiecewiseConfig
 from piecewise.coverage import CoverageError
@@ -166,7 +167,11 @@ class CompiledGraph:
         self._sources = [internals.source_name(node) or node.name for node in nodes]
         self._fakes = [node.meta.get("example_value") for node in nodes]
         # Dynamo passes float attributes as tensors and does not guard their values: position → value seen.
-        self._numbers = {index: math.nan for index, node in enumerate(nodes) if internals.wraps_number(node)}
+        self._numbers = {
+            index: math.nan
+            for index, (node, source) in enumerate(zip(nodes, self._sources, strict=True))
+            if internals.wraps_number(node) and array_source(source) is None
+        }
         self._inputs: list[int] = []
 
     def __call__(self, *args: Any) -> Any:
@@ -298,6 +303,8 @@ def _fix_number(placeholder: fx.Node) -> None:
 
 def _is_state(source: str, value: torch.Tensor) -> bool:
     """Whether a tensor belongs to the model and not to the call."""
+    if array_source(source) is not None:
+        return False  # Dynamo makes it of the array, anew for each call
     return isinstance(value, torch.nn.Parameter) or any(
         table in source for table in ("._parameters[", "._buffers[", "._modules[")
     )

@@ -21,6 +21,7 @@ from torch import nn
 
 import boundary_ops
 import piecewise
+from piecewise.exit_codes import ExitCode
 from piecewise.report import text_table
 from runners.engine import CapturedGraph
 from runners.state_check import StateCheck
@@ -64,12 +65,12 @@ class _Toy(nn.Module):
         return x
 
 
-def print_host_overhead(*, num_calls: int) -> None:
+def print_host_overhead(*, num_calls: int) -> ExitCode:
     """Measures and prints the host time of one call, microseconds, best of several rounds, per depth.
 
     The fixed part is binding, signature, bucket, copy-in of two inputs, empty steps and output; the state
     comparison is that of addresses and module state, by itself; each boundary call is what an op that does
-    nothing adds.
+    nothing adds. Returns how it ended: settings in the environment may keep the calls out of graphs.
     """
     print(f"{_processor()}; torch {torch.__version__}, Python {platform.python_version()}")
     print(
@@ -77,15 +78,25 @@ def print_host_overhead(*, num_calls: int) -> None:
         " two tensor inputs, one tensor output\n"
     )
     rows = [("", "fixed part", "state comparison", "each boundary call", "whole call")]
-    print(text_table([*rows, *(_host_overhead(depth, num_calls=num_calls) for depth in (2, 32))]))
+    for depth in (2, 32):
+        row = _host_overhead(depth, num_calls=num_calls)
+        if row is None:
+            print(f"NOTHING MEASURED: a call of {_NUM_TOKENS} tokens is not replayed under these settings")
+            return ExitCode.NOTHING
+        rows.append(row)
+    print(text_table(rows))
+    return ExitCode.RIGHT
 
 
-def _host_overhead(num_layers: int, *, num_calls: int) -> tuple[str, ...]:
-    """The row of a model of this depth, on the tape engine with empty segments."""
+def _host_overhead(num_layers: int, *, num_calls: int) -> tuple[str, str, str, str, str] | None:
+    """The row of a model of this depth, on the tape engine with empty segments; None without a replay."""
     graphed = piecewise.compile(_Toy(num_layers).eval(), buckets=[_BUCKET], engine="tape", progress=False)
     ids, positions = torch.arange(_NUM_TOKENS), torch.arange(_NUM_TOKENS)
     with torch.no_grad():
         graphed.capture(ids, positions)
+        graphed(ids, positions)
+        if not graphed.stats.replays:
+            return None
         # Taking a call apart needs what the public interface hides.
         served = graphed._graphs.signatures[0].served
         steps = served[_BUCKET].steps

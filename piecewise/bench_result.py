@@ -80,6 +80,13 @@ class BenchResult:
     results: tuple[Mapping[str, Any], ...]
     ratios: tuple[Mapping[str, Any], ...]
 
+    @property
+    def has_measured_nothing(self) -> bool:
+        """Whether no variant was measured, or none of the graphed ones that were asked for."""
+        asked = {*self.variants, *(name.split(",")[0] for name in self.skipped)}
+        graphed = {name for name in asked if name.startswith("graphed")}
+        return not (graphed or asked) & {line["variant"] for line in self.results}
+
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self), indent=1)
 

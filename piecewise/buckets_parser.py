@@ -8,6 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from pkgutil import resolve_name
 
+from piecewise.exit_codes import HELP, ExitCode
 from piecewise.grids import ENGINE_GRIDS
 from runners.buckets import MAX_BUCKET, MAX_NUM_BUCKETS
 
@@ -25,16 +26,18 @@ def add_buckets(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         allow_abbrev=False,
         help="derive bucket files from traffic, check and show them",
         description="Bucket files: which token counts get graphs.",
+        epilog=HELP,
     )
     parts = buckets.add_subparsers(title="commands", required=True, metavar="COMMAND")
     _add_plan(parts)
     for name, text in (
-        ("check", "list everything that is wrong with a file: exit code 2 where it is invalid, 1"
-         " where something in it cannot take effect"),
+        ("check", "list everything that is wrong with a file (exit code 2), and what in it cannot take"
+         " effect (exit code 1)"),
         ("show", "print each bucket of a file: what it serves, its worst padding, whether it is"
          " reached"),
     ):  # fmt: skip
-        part = parts.add_parser(name, allow_abbrev=False, help=text, description=f"{text.capitalize()}.")
+        part = parts.add_parser(name, allow_abbrev=False, help=text, description=f"{text.capitalize()}.",
+                                epilog=HELP)  # fmt: skip
         part.add_argument("file", metavar="FILE", help="a TOML file of settings")
         part.add_argument(
             "--tokens-per-request", type=_whole, default=1, metavar="N",
@@ -50,6 +53,7 @@ def _add_plan(parts: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         help="find the bucket list that costs real traffic the least",
         description="Find, exactly, the list of at most --max-graphs buckets under which the traffic costs"
         f" the least, and compare it with the grids of {', '.join(ENGINE_GRIDS)}.",
+        epilog=HELP,
     )
     _add_traffic(plan)
     _add_budget(plan)
@@ -134,9 +138,9 @@ def _add_decode(plan: argparse.ArgumentParser) -> None:
         help="cached tokens of a request on average (default: from the trace)")  # fmt: skip
 
 
-def _lazily(name: str) -> Callable[[argparse.Namespace], int]:
+def _lazily(name: str) -> Callable[[argparse.Namespace], ExitCode]:
     """A command by "module:function", imported when it runs."""
-    return lambda arguments: int(resolve_name(name)(arguments))
+    return lambda arguments: ExitCode(resolve_name(name)(arguments))
 
 
 def _whole(text: str, most: int = MAX_BUCKET) -> int:

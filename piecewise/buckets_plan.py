@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from piecewise.buckets_steps import check_options, read_traffic, split_traffic, step_limit, steps_of
+from piecewise.command_output import check_writable, writing
 from piecewise.config import DEFAULT_BUCKETS, PiecewiseConfig
+from piecewise.exit_codes import ExitCode
 from piecewise.grids import DECODE_GRIDS, ENGINE_GRIDS, Grid
 from piecewise.planner import BucketPlans, Outcome, evaluate
 from piecewise.progress import DelayedBars
@@ -21,7 +23,6 @@ from piecewise.step_cost import GraphMemory, MeasuredCost, PaddedTokens, StepCos
 from piecewise.traffic import Histogram, Requests
 from runners.errors import ConfigError
 
-OK = 0
 _HOLDOUT_SMOOTHING = 0.3
 # Entries of the planner's table that are made in about two seconds; a plan of as many graphs as a peer's grid
 # has is only made within them.
@@ -39,10 +40,12 @@ class Comparison:
     outcome: Outcome
 
 
-def run_plan(arguments: argparse.Namespace) -> int:
+def run_plan(arguments: argparse.Namespace) -> ExitCode:
     """Plan, print, and write what was asked for."""
     bars = DelayedBars(enabled=not arguments.no_progress)
     check_options(arguments)
+    check_writable("--output", arguments.output)
+    check_writable("--plot", arguments.plot)
     settings = _settings(arguments)
     cost, memory = _cost(arguments)
     traffic = [read_traffic(arguments, path, bars) for path in arguments.traffic]
@@ -73,7 +76,7 @@ def run_plan(arguments: argparse.Namespace) -> int:
         from piecewise.buckets_plot import draw
 
         draw(arguments.plot, judged, {line.name: line.buckets for line in lines if line.name[:1] != " "})
-    return OK
+    return ExitCode.RIGHT
 
 
 def _settings(arguments: argparse.Namespace) -> PiecewiseConfig:
@@ -312,15 +315,8 @@ def _write(arguments: argparse.Namespace, chosen: tuple[int, ...]) -> None:
     values: dict[str, Any] = {name: chosen}
     values |= {each: getattr(arguments, each) for each in _LIMITS if getattr(arguments, each) is not None}
     # Made as a whole first, so that a file which the new limits contradict is refused and stays.
-    try:
-        dataclasses.replace(base, **values).to_toml(path, only=list(values))
-    except OSError as error:
-        raise ConfigError(
-            f"--output {path}",
-            expected="a file that can be written",
-            got=error.strerror or str(error),
-            rule="the plan is written in one step beside the old file",
-            fix="name a file in a folder that exists",
-        ) from error
+    changed = dataclasses.replace(base, **values)
+    with writing("--output", path):
+        changed.to_toml(path, only=list(values))
     if arguments.format == "text":
         print(f"written to {path}")

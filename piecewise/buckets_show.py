@@ -6,14 +6,13 @@ import argparse
 from math import ceil
 
 from piecewise.config import PiecewiseConfig
+from piecewise.exit_codes import ExitCode
 from piecewise.report import text_table
 from runners.buckets import TokenBuckets
 from runners.clipping import Clipping
 
-OK, CLAMPED = 0, 1
 
-
-def run_check(arguments: argparse.Namespace) -> int:
+def run_check(arguments: argparse.Namespace) -> ExitCode:
     """Print what cannot take effect, or that all is well; an invalid file is a `ConfigError`."""
     path, config = arguments.file, PiecewiseConfig.from_toml(arguments.file)
     clipped = _clipped(config, arguments.tokens_per_request)
@@ -21,13 +20,13 @@ def run_check(arguments: argparse.Namespace) -> int:
     if not found:
         counts = " and ".join(f"{len(clipping.sizes)} {name}s" for name, clipping in clipped.items())
         print(f"{path}: {counts}, all within reach")
-        return OK
+        return ExitCode.RIGHT
     print("\n".join(found))
     print("These are never captured; remove them, or raise the limits.")
-    return CLAMPED
+    return ExitCode.DIFFERENT
 
 
-def run_show(arguments: argparse.Namespace) -> int:
+def run_show(arguments: argparse.Namespace) -> ExitCode:
     """Print a row per bucket; an invalid file is a `ConfigError`."""
     config = PiecewiseConfig.from_toml(arguments.file)
     for name, clipping in _clipped(config, arguments.tokens_per_request).items():
@@ -35,7 +34,7 @@ def run_show(arguments: argparse.Namespace) -> int:
         ratio = config.max_padding_ratio if name == "bucket" else None
         print(text_table(_rows(name, clipping, ratio)))
         print(_above(clipping, "tokens" if name == "bucket" else "requests") + "\n")
-    return OK
+    return ExitCode.RIGHT
 
 
 def _clipped(config: PiecewiseConfig, tokens_per_request: int) -> dict[str, Clipping]:

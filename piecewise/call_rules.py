@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
 from piecewise import torch_internals as internals
+from piecewise.aliases import written_storages
 from piecewise.compiler import TracedModel
 from piecewise.plan import SegmentPlan
-from piecewise.signature import LeafRule, same_count, write_matcher
+from piecewise.signature import LeafRule, WrittenMemory, same_count, write_matcher
+from piecewise.tensors import storage_of
 from piecewise.trace import ExampleCall
 from runners.errors import TraceError
+from runners.state_check import StateRef
 
 
 def is_alike(first: TracedModel, other: TracedModel) -> bool:
     """Whether calls are recognised and results rebuilt for both traces in the same way."""
     rules, others = _leaf_rules(first), _leaf_rules(other)
+    if _written_memory(first) != _written_memory(other):
+        return False
     return first.trace.result == other.trace.result and all(
         rule.static == others[leaf].static and rule.exact == others[leaf].exact
         for leaf, rule in rules.items()
@@ -62,30 +69,89 @@ def matcher_of(traced: TracedModel, plan: SegmentPlan) -> Callable[[tuple], Any]
     groups: dict[int, list[int]] = {}
     for index in tensors:
         groups.setdefault(id(example.leaves[index]), []).append(index)
-    distinct = [
-        (written, other)
-        for written in plan.written_leaves
-        for other in tensors
-        if example.leaves[other] is not example.leaves[written]
-    ]
-    _refuse_shared_memory(example, distinct)
+    written = _written_memory(traced)
+    _refuse_shared_memory(example, written)
     in_graphs = {memory for segment in plan.graph_segments() for memory in segment.writes}
     # At the addresses of now: a call finds a moved one, and runs eagerly, before it writes.
     states = [value.state.get() for value in plan.values if value.state and value.memory in in_graphs]
-    written = {int(state.untyped_storage().data_ptr()) for state in states}
+    fixed = {int(state.untyped_storage().data_ptr()) for state in states}
     return write_matcher(
-        example.values, rules, anchor=(token.leaf, token.dim), token_dims=dims, distinct=distinct,
-        apart_from=frozenset(written), same=tuple(groups.values()),
+        example.values, rules, anchor=(token.leaf, token.dim), token_dims=dims, written=written,
+        apart_from=frozenset(fixed), apart_from_now=_apart_from_state(plan, in_graphs),
+        same=tuple(groups.values()),
     )  # fmt: skip
 
 
-def _refuse_shared_memory(example: ExampleCall, pairs: Sequence[tuple[int, int]]) -> None:
-    for pair in pairs:
-        one, other = (example.leaves[index].untyped_storage().data_ptr() for index in pair)
-        if one == other:
-            written, read = (f"'{example.names[index]}'" for index in pair)
-            raise TraceError(
-                f"inputs {written} and {read} share memory, and forward writes {written}",
-                rule="what a graph reads was written for this call [I2]",
-                fix="pass tensors of their own, or let forward write a copy",
-            )
+def _apart_from_state(
+    plan: SegmentPlan, written_in_graphs: set[int]
+) -> list[tuple[list[int], Callable[[], frozenset[int]]]]:
+    """Inputs, and the memory of state that they may not share at a call: a copy which graphs read of the one
+    would be out of date when the other is written. State that graphs write stands at fixed addresses.
+
+    State of other dtypes is not looked up: pools are many, and token ids are no view of one.
+    """
+    read = {index for segment in plan.graph_segments() for index in segment.inputs}
+    copied = {
+        value.memory for value in plan.values if value.index in read and value.origin in ("input", "eager")
+    }
+    written = {memory for segment in plan.segments for memory in segment.writes}
+    states = {
+        value.index: (value, value.state)
+        for value in plan.values
+        if value.state is not None and value.memory not in written_in_graphs
+    }
+    found: dict[tuple[int, ...], list[int]] = {}
+    for value in plan.values:
+        if value.origin != "input" or not value.is_tensor:
+            continue
+        shared = tuple(
+            state.index
+            for state, _ in states.values()
+            if (state.dtype, state.device) == (value.dtype, value.device) and state.memory != value.memory
+            and (value.memory in copied and state.memory in written
+                 or state.memory in copied and value.memory in written)
+        )  # fmt: skip
+        if shared:
+            found.setdefault(shared, []).append(value.leaf)
+    return [(leaves, partial(_memory_of, [states[i][1] for i in at])) for at, leaves in found.items()]
+
+
+def _memory_of(places: Sequence[StateRef]) -> frozenset[int]:
+    """Where the tensors at these places lie now; what is gone is for the comparison of state to find."""
+    tensors = (place.get() for place in places)
+    return frozenset(x.untyped_storage().data_ptr() for x in tensors if isinstance(x, torch.Tensor))
+
+
+def _written_memory(traced: TracedModel) -> WrittenMemory:
+    """Which inputs lie in memory that a call writes, as the trace has it: each group in one memory.
+
+    The plan follows memory, not tensors: what graphs read of it is copied in again after each write, through
+    whichever input. So two halves of a pool, or overlapping views, are served in calls that share memory in
+    the same way.
+    """
+    memory: dict[int, int] = {}
+    for placeholder in traced.trace.placeholders:
+        fake = placeholder.node.meta.get("example_value")
+        if placeholder.kind == "input" and isinstance(fake, torch.Tensor):
+            memory.setdefault(placeholder.leaf, storage_of(fake))
+    written = written_storages(traced.facts.values())
+    groups: dict[int, list[int]] = {storage: [] for storage in memory.values() if storage in written}
+    others: list[int] = []
+    for leaf, storage in sorted(memory.items()):
+        groups.get(storage, others).append(leaf)
+    return WrittenMemory(tuple(map(tuple, groups.values())), tuple(others))
+
+
+def _refuse_shared_memory(example: ExampleCall, written: WrittenMemory) -> None:
+    """Memory that tensors share in a way which no trace sees: of storages that begin at the same place."""
+    groups = [*written.groups, *((leaf,) for leaf in written.others)]
+    for at, group in enumerate(written.groups):
+        for leaf, other in itertools.product(group, itertools.chain(*groups[at + 1 :])):
+            one, two = (example.leaves[index].untyped_storage().data_ptr() for index in (leaf, other))
+            if one == two != 0:
+                names = [f"'{example.names[index]}'" for index in (leaf, other)]
+                raise TraceError(
+                    f"inputs {names[0]} and {names[1]} share memory, and forward writes {names[0]}",
+                    rule="what a graph reads was written for this call [I2]",
+                    fix="make both of one torch tensor (views of it), or pass tensors of their own",
+                )

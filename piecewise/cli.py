@@ -1,24 +1,20 @@
-"""The `piecewise` command.
-
-Exit codes: 0 where all is well, 1 where a result differs from the unmodified model, 2 where the command line,
-a setting, a spec or the model is wrong (the message says what to do).
-"""
+"""The `piecewise` command: its arguments, and what each command runs. `exit_codes.py` says how it ends."""
 
 from __future__ import annotations
 
 import argparse
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TypeAlias
 
-from boundary_ops.errors import BoundaryOpError
 from piecewise.buckets_parser import add_buckets
+from piecewise.command_output import check_writable, lasting_streams, writing
 from piecewise.config import PiecewiseConfig
-from runners.errors import PiecewiseError
+from piecewise.exit_codes import HELP, ExitCode, exit_code_of
 
-OK, DIFFERENT, WRONG = 0, 1, 2
 _Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 _CONFIG_HELP = "a TOML file of settings"
 _SPEC_HELP = "'package.module:function'; it returns piecewise.PrefillCase(model, make_inputs)"
@@ -26,21 +22,18 @@ _SPEC_HELP = "'package.module:function'; it returns piecewise.PrefillCase(model,
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; `argv` is what follows the program's name, or the process's arguments where None."""
-    arguments = _parser().parse_args(argv)
-    try:
-        return int(arguments.run(arguments))
-    except (PiecewiseError, BoundaryOpError) as error:
-        print(f"piecewise: {error}", file=sys.stderr)
-        return WRONG
-    except BrokenPipeError:
-        # `piecewise ... | head` is no failure; without this Python complains once more at exit.
-        sys.stderr.close()
-        return OK
+
+    def command() -> Callable[[], int]:
+        arguments = _parser().parse_args(argv)
+        return partial(arguments.run, arguments)
+
+    with lasting_streams():
+        return exit_code_of(command)
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="piecewise", description="Graphed prefill for any torch model.", allow_abbrev=False
+        prog="piecewise", description="Graphed prefill for any torch model.", epilog=HELP, allow_abbrev=False
     )
     parser.add_argument("--version", action="version", version=f"piecewise {_version()}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
@@ -57,7 +50,7 @@ def _add_demo(commands: _Commands) -> None:
         commands, "demo", _run_demo,
         help="graph a real model and compare every result with the unmodified one",
         description="Graph a real model's prefill and compare logits, next tokens and KV cache with the"
-        " unmodified model, at sizes around each bucket's edge. Exit code 1 on any difference.",
+        " unmodified model, at sizes around each bucket's edge.",
     )  # fmt: skip
     demo.add_argument(
         "--model",
@@ -101,8 +94,7 @@ def _add_verify(commands: _Commands) -> None:
         commands, "verify", _run_verify,
         help="prove that graphed calls equal the model's own, with poisoned padding",
         description="Capture a model and compare replays with eager calls, at the sizes around each bucket's"
-        " edge: results, KV cache and all else that a call writes. Exit code 1 on any difference, and where"
-        " no call was replayed.",
+        " edge: results, KV cache and all else that a call writes.",
     )  # fmt: skip
     _add_spec(verify)
     verify.add_argument("--json", metavar="FILE", help="write the report here, too")
@@ -140,9 +132,14 @@ def _add_bench(commands: _Commands) -> None:
 
 
 def _command(
-    commands: _Commands, name: str, run: Callable[[argparse.Namespace], int], *, help: str, description: str
+    commands: _Commands,
+    name: str,
+    run: Callable[[argparse.Namespace], ExitCode],
+    *,
+    help: str,
+    description: str,
 ) -> argparse.ArgumentParser:
-    parser = commands.add_parser(name, allow_abbrev=False, help=help, description=description)
+    parser = commands.add_parser(name, allow_abbrev=False, help=help, description=description, epilog=HELP)
     parser.set_defaults(run=run)
     return parser
 
@@ -161,7 +158,7 @@ def _config(arguments: argparse.Namespace) -> PiecewiseConfig:
     return PiecewiseConfig.from_any(arguments.config, **overrides)
 
 
-def _run_demo(arguments: argparse.Namespace) -> int:
+def _run_demo(arguments: argparse.Namespace) -> ExitCode:
     from piecewise.demo import DEMO_BUCKETS, run_demo
 
     return run_demo(
@@ -172,39 +169,51 @@ def _run_demo(arguments: argparse.Namespace) -> int:
     )
 
 
-def _run_explain(arguments: argparse.Namespace) -> int:
+def _run_explain(arguments: argparse.Namespace) -> ExitCode:
     import torch
 
     import piecewise
-    from piecewise.prefill_case import load_case
+    from piecewise.prefill_case import load_case, unless_the_model_raises
 
     config, case = _config(arguments), load_case(arguments.spec)
     args, kwargs = case.inputs(arguments.tokens)
+    graphed = piecewise.compile(case.model, config)
     with torch.no_grad():
-        plan = piecewise.compile(case.model, config).explain(*args, **kwargs)
+        plan = unless_the_model_raises(case, arguments.tokens, partial(graphed.explain, *args, **kwargs))
     written = {"text": plan.__str__, "json": plan.to_json, "markdown": plan.to_markdown}
     print(written[arguments.format]())
-    return OK
+    return ExitCode.RIGHT
 
 
-def _run_verify(arguments: argparse.Namespace) -> int:
+def _run_verify(arguments: argparse.Namespace) -> ExitCode:
+    from piecewise.prefill_case import load_case
+    from piecewise.toml_file import replace_text
     from piecewise.verify import verify_case
 
-    report = verify_case(arguments.spec, _config(arguments))
-    if arguments.json is not None:
-        Path(arguments.json).write_text(report.to_json() + "\n", encoding="utf-8")
+    check_writable("--json", arguments.json)
+    config, case = _config(arguments), load_case(arguments.spec)
+    report = verify_case(case, config)
     print(report)
-    return OK if report.ok else DIFFERENT
+    if arguments.json is not None:
+        with writing("--json", arguments.json):
+            replace_text(Path(arguments.json), report.to_json() + "\n")
+    if not report.num_compared:
+        return ExitCode.NOTHING
+    return ExitCode.RIGHT if report.ok else ExitCode.DIFFERENT
 
 
-def _run_bench(arguments: argparse.Namespace) -> int:
+def _run_bench(arguments: argparse.Namespace) -> ExitCode:
     if arguments.host_overhead:
         from piecewise.bench import print_host_overhead
 
-        print_host_overhead(num_calls=arguments.calls)
-        return OK
+        return print_host_overhead(num_calls=arguments.calls)
     from piecewise.latency import run_spec
 
+    if arguments.out is not None:
+        with writing("--out", arguments.out):
+            Path(arguments.out).parent.mkdir(parents=True, exist_ok=True)
+    check_writable("--out", arguments.out)
+    check_writable("--plot", arguments.plot)
     result = run_spec(
         arguments.spec,
         sizes=arguments.tokens,
@@ -217,10 +226,15 @@ def _run_bench(arguments: argparse.Namespace) -> int:
     )
     print(result.table())
     if arguments.out is not None:
-        result.write(arguments.out)
+        with writing("--out", arguments.out):
+            result.write(arguments.out)
     if arguments.plot is not None:
-        result.plot(arguments.plot)
-    return OK
+        with writing("--plot", arguments.plot):
+            result.plot(arguments.plot)
+    if not result.has_measured_nothing:
+        return ExitCode.RIGHT
+    print("piecewise: nothing was measured of what was asked for", file=sys.stderr)
+    return ExitCode.NOTHING
 
 
 def _sizes(text: str) -> list[int]:

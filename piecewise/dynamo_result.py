@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from piecewise.array_places import ArrayPlace, array_source
 from piecewise.dynamo_run import FIRST_DUMMY, DynamoRun
 from piecewise.plan import ResultLeaf
 from piecewise.sources import Scope, resolve
@@ -47,8 +48,15 @@ def _placeholder(run: DynamoRun, node: fx.Node, argument: Any, scope: Scope) -> 
     if not isinstance(argument, torch.Tensor):
         return Placeholder(node, "symbol")
     source = run.sources[node.name]
-    state = resolve(source, scope) if source else None
-    if state is None or state.get() is not argument:
+    state = _state_at(source, argument, scope) if source else None
+    if state is None and source and array_source(source) is not None:
+        raise TraceError(
+            f"forward reads a NumPy value that has no place in the model: {_brief_value(source, scope)}",
+            expected="torch tensors, and Python's own ints and floats, as arguments",
+            rule="what a call brings anew is copied in, or is part of its signature [I2, I10]",
+            fix="pass int(value), float(value) or torch.from_numpy(array)",
+        )
+    if state is None:
         raise TraceError(
             f"forward reads a tensor through {source or 'an unnamed source'}",
             expected="an attribute, dict entry or list item reached from the model",
@@ -56,6 +64,25 @@ def _placeholder(run: DynamoRun, node: fx.Node, argument: Any, scope: Scope) -> 
             fix="keep it as a parameter, buffer or plain attribute of a module",
         )
     return Placeholder(node, "state", state=state)
+
+
+def _brief_value(source: str, scope: Scope) -> str:
+    try:
+        value = scope.find(array_source(source) or source).value
+    except (KeyError, AttributeError, IndexError, ValueError):
+        return source
+    return f"{str(value)[:60]} ({type(value).__name__})"
+
+
+def _state_at(source: str, argument: torch.Tensor, scope: Scope) -> StateRef | None:
+    """The place of a tensor that Dynamo found at a source; None where it is not found there again."""
+    array = array_source(source)
+    if array is None:
+        state = resolve(source, scope)
+        return state if state is not None and state.get() is argument else None
+    place = resolve(array, scope)
+    state = ArrayPlace.ref(place) if place is not None else None
+    return state if state is not None and state.get() is not None else None
 
 
 def result_of(

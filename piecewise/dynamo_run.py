@@ -288,13 +288,21 @@ def _prepare_leaves(example: ExampleCall, static_dims: Mapping[int, Sequence[int
             )
         if id(leaf) not in twins:
             with torch.inference_mode(False), torch.no_grad():
-                twins[id(leaf)] = leaf.clone() if leaf.is_inference() else leaf.detach()
+                twins[id(leaf)] = _normal_twin(leaf) if leaf.is_inference() else leaf.detach()
         twin = twins[id(leaf)]
         for dim, size in enumerate(twin.shape):
             if size > 1 and dim not in static_dims.get(index, ()):
                 internals.mark_dynamic(twin, dim)
         prepared.append(twin)
     return prepared
+
+
+def _normal_twin(leaf: torch.Tensor) -> torch.Tensor:
+    """A tensor that is none of inference mode, in the same memory, so that the trace sees who shares it."""
+    if leaf.is_conj() or leaf.is_neg():
+        return leaf.clone()
+    twin = torch.empty(0, dtype=leaf.dtype, device=leaf.device)
+    return twin.set_(leaf.untyped_storage(), leaf.storage_offset(), leaf.shape, leaf.stride())  # type: ignore[call-overload, no-any-return]
 
 
 def _traced_function(example: ExampleCall, forward: Any, namespace: Namespace) -> Any:

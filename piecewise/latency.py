@@ -21,7 +21,7 @@ from torch.utils import _pytree
 
 from piecewise.bench_result import SCHEMA, BenchResult, Spread, environment
 from piecewise.config import PiecewiseConfig
-from piecewise.prefill_case import PrefillCase, load_case
+from piecewise.prefill_case import PrefillCase, load_case, unless_the_model_raises
 from piecewise.variants import (
     DEFAULT_VARIANTS,
     FLOORS,
@@ -57,6 +57,7 @@ def run_spec(
 
     Raises:
         ConfigError: the spec, a setting or a variant's name is wrong.
+        Exception: what the spec's code, or the model by itself, raises.
     """
     wanted = [*(variants or DEFAULT_VARIANTS), *([peer] if peer else [])]
     unknown = [name for name in wanted if name not in (*DEFAULT_VARIANTS, *PEERS)]
@@ -70,11 +71,14 @@ def run_spec(
     if buckets is not None or config is None:
         overrides["buckets"] = list(buckets or chosen)
     settings = PiecewiseConfig.from_any(config, **overrides)
+    case = load_case(spec)
     bench = LatencyBench(
-        load_case(spec), spec=spec, sizes=chosen, variants=wanted, config=settings, rounds=rounds,
-        draws=draws, log=log,
-    )  # fmt: skip
-    return bench.run()
+        case, spec=spec, sizes=chosen, variants=wanted, config=settings, rounds=rounds, draws=draws, log=log
+    )
+    result = unless_the_model_raises(case, chosen[0], bench.run)
+    if result.has_measured_nothing:
+        case.run(chosen[0])  # a variant is left out without a word of the model's own error
+    return result
 
 
 @dataclass(eq=False)

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from piecewise.array_places import is_of_array
 from piecewise.tensors import storage_of
 from piecewise.torch_internals import num_storage_users
 from runners.state_check import StateRef
@@ -26,6 +27,8 @@ def why_not_packable(places: Sequence[StateRef]) -> str | None:
     for place, tensor in zip(places, tensors, strict=True):
         if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
             return f"{place.path} is a {type(tensor).__name__}"
+        if is_of_array(place):
+            return f"{place.path} is a NumPy array, which stays where it is"
         if tensor.layout is not torch.strided or not tensor.is_contiguous() or tensor.is_inference():
             return f"{place.path} is not a plain contiguous tensor"
         if not tensor.numel():

@@ -5,16 +5,21 @@ from __future__ import annotations
 import importlib
 import inspect
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
+import torch
 from torch import nn
 
-from runners.errors import ConfigError
+from boundary_ops.errors import BoundaryOpError
+from runners.errors import ConfigError, PiecewiseError
+
+Made = TypeVar("Made")
 
 _RULE = (
     "a spec is 'package.module:function'; the function takes no arguments and returns a piecewise.PrefillCase"
@@ -68,7 +73,10 @@ class PrefillCase:
         Raises:
             ConfigError: `make_inputs` returned something else than `(args, kwargs)`.
         """
-        made = self.make_inputs(num_tokens, seed=seed) if self.takes_seed else self.make_inputs(num_tokens)
+        with _user_code():
+            made = (
+                self.make_inputs(num_tokens, seed=seed) if self.takes_seed else self.make_inputs(num_tokens)
+            )
         where = f"make_inputs({num_tokens})"
         if not isinstance(made, tuple) or len(made) != 2:
             raise _wrong(where, "a pair (args, kwargs)", _typed(made))
@@ -78,6 +86,12 @@ class PrefillCase:
         if not isinstance(kwargs, Mapping) or not all(isinstance(key, str) for key in kwargs):
             raise _wrong(f"{where}[1]", "a dict of keyword arguments", _typed(kwargs))
         return tuple(args), dict(kwargs)
+
+    def run(self, num_tokens: int) -> None:
+        """One call of the model itself, which shows whether it is the model that raises."""
+        args, kwargs = self.inputs(num_tokens)
+        with _user_code(), torch.no_grad():
+            self.model(*args, **kwargs)
 
 
 def load_case(spec: str) -> PrefillCase:
@@ -103,10 +117,43 @@ def load_case(spec: str) -> PrefillCase:
         raise _wrong(f"spec {spec!r}", f"a function in {module_name}", f"no {function_name!r}{hint}")
     if not callable(function):
         raise _wrong(f"spec {spec!r}", "a function", _typed(function))
-    case = function()
+    with _user_code():
+        case = function()
     if not isinstance(case, PrefillCase):
         raise _wrong(f"spec {spec!r}", "a function that returns a piecewise.PrefillCase", _typed(case))
     return case
+
+
+def unless_the_model_raises(case: PrefillCase, num_tokens: int, work: Callable[[], Made]) -> Made:
+    """What `work` returns; an error of this project gives way to what the model raises by itself, if it does.
+
+    A trace or a capture tells only that forward raised, not with which traceback.
+    """
+    try:
+        return work()
+    except (PiecewiseError, BoundaryOpError) as error:
+        ours = error
+    case.run(num_tokens)  # not while the other is handled: its traceback would come first
+    raise ours
+
+
+def comes_from_user_code(error: BaseException) -> bool:
+    """Whether an error passed through a function of the user's, so that its traceback tells something."""
+    return getattr(error, _MARK, False)
+
+
+_MARK = "_passed_through_user_code"
+
+
+@contextmanager
+def _user_code() -> Iterator[None]:
+    """A block that runs what the user wrote; what it raises is marked, and unchanged otherwise."""
+    try:
+        yield
+    except BaseException as error:
+        with suppress(AttributeError, TypeError):  # a class may forbid attributes
+            setattr(error, _MARK, True)
+        raise
 
 
 def _module(spec: str, module_name: str) -> ModuleType:
@@ -115,7 +162,8 @@ def _module(spec: str, module_name: str) -> ModuleType:
     if here not in sys.path and "" not in sys.path:
         sys.path.insert(0, here)
     try:
-        return importlib.import_module(module_name)
+        with _user_code():
+            return importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         # A module that exists but lacks one of its own imports is the user's to see as it is.
         if error.name is None or not (module_name + ".").startswith(error.name + "."):

@@ -9,6 +9,7 @@ and pulls out its leaves in the same pass.
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import itertools
 from collections.abc import Callable, Mapping, Sequence
@@ -183,14 +184,28 @@ class LeafRule:
         ]
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class WrittenMemory:
+    """Which inputs lie in memory that a call writes.
+
+    Attributes:
+        groups: tensor leaves; those of one group lie in one memory, which the call writes.
+        others: tensor leaves that lie in none of these.
+    """
+
+    groups: tuple[tuple[int, ...], ...] = ()
+    others: tuple[int, ...] = ()
+
+
 def write_matcher(
     values: Structure,
     rules: Mapping[int, LeafRule],
     *,
     anchor: tuple[int, int],
     token_dims: Sequence[tuple[int, int, Callable[[int], int]]] = (),
-    distinct: Sequence[tuple[int, int]] = (),
+    written: WrittenMemory = WrittenMemory(),
     apart_from: frozenset[int] = frozenset(),
+    apart_from_now: Sequence[tuple[Sequence[int], Callable[[], frozenset[int]]]] = (),
     same: Sequence[Sequence[int]] = (),
 ) -> Callable[[tuple], tuple[int, list[Any]] | None]:
     """Generates `match(bound)`: (token count, leaves), or None where the call is of another signature.
@@ -202,8 +217,9 @@ def write_matcher(
         rules: leaf index → what it must be.
         anchor: (leaf, dim) that the token count is read from.
         token_dims: (leaf, dim, size as a function of the token count) of the other dims that carry tokens.
-        distinct: pairs of tensor leaves that must not share memory, since the call writes one of them.
+        written: which tensor leaves lie in memory that the call writes.
         apart_from: addresses of memory that graphs write, which no leaf may lie in.
+        apart_from_now: tensor leaves, and what tells in which memory they may not lie at this call.
         same: tensor leaves in groups: those of one group are one object, those of two are not.
     """
     namespace = Namespace()
@@ -212,10 +228,7 @@ def write_matcher(
         name = f"b{position}"
         writer.lines.append(f"{name} = bound[{position}]")
         writer.write(child, name)
-    for left, right in distinct:
-        one, other = writer.leaf_names[left], writer.leaf_names[right]
-        # Tensors without elements are all at address 0, and share nothing.
-        writer.reject(f"0 != {one}.untyped_storage().data_ptr() == {other}.untyped_storage().data_ptr()")
+    _write_memory_checks(writer, written, apart_from_now, namespace)
     if apart_from:
         name = namespace.name(apart_from, "addresses")
         for leaf, value in sorted(writer.leaf_names.items()):
@@ -237,6 +250,38 @@ def write_matcher(
     body = "".join(f"    {line}\n" for line in writer.lines)
     exec(f"def match(bound):\n{body}    return rows, [{leaves}]\n", namespace.globals)
     return namespace.globals["match"]
+
+
+def _write_memory_checks(
+    writer: MatchWriter,
+    written: WrittenMemory,
+    apart_from_now: Sequence[tuple[Sequence[int], Callable[[], frozenset[int]]]],
+    namespace: Namespace,
+) -> None:
+    """Each group in a memory of its own, the others in none of these, and nothing where it may not be now."""
+    places: dict[int, str] = {}
+
+    def place(leaf: int) -> str:
+        if leaf not in places:
+            # Tensors without elements are all at address 0, and share nothing.
+            name, places[leaf] = writer.leaf_names[leaf], f"place{leaf}"
+            writer.lines.append(f"{places[leaf]} = {name}.untyped_storage().data_ptr() or {-1 - leaf}")
+        return places[leaf]
+
+    firsts = []
+    for group in written.groups:
+        first, *rest = [place(leaf) for leaf in group]
+        firsts.append(first)
+        for other in rest:
+            writer.reject(f"{first} != {other}")
+    if len(firsts) > 1:
+        writer.reject(f"len({{{', '.join(firsts)}}}) != {len(firsts)}")
+    if firsts and written.others:
+        others = ", ".join(map(place, written.others))
+        writer.reject(f"not {{{', '.join(firsts)}}}.isdisjoint(({others},))")
+    for leaves, memory in apart_from_now:
+        taken = ", ".join(map(place, leaves))
+        writer.reject(f"not {namespace.name(memory, 'memory')}().isdisjoint(({taken},))")
 
 
 def same_count(rows: int) -> int:

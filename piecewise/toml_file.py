@@ -92,7 +92,10 @@ def _differs(item: Any, value: object) -> bool:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Write `text` in one step: a crash leaves the old file, or none."""
+    """Write `text` in one step: a crash leaves the old file, or none. A pipe or a device is written to."""
+    if path.exists() and not path.is_file():
+        path.write_text(text, encoding="utf-8")
+        return
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".partial")
     try:
         with os.fdopen(descriptor, "w", encoding="utf-8", newline="") as file:

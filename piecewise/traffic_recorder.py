@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
+from operator import index
 from pathlib import Path
 
 from piecewise.toml_file import replace_text
@@ -29,6 +30,7 @@ class TrafficRecorder:
 
     def record(self, num_tokens: int) -> None:
         """Counts one call; calls without tokens are not traffic."""
+        num_tokens = index(num_tokens)  # of whatever integer type: a file holds Python's
         if num_tokens > EXACT_UP_TO:
             shift = num_tokens.bit_length() - _SIGNIFICANT_BITS
             num_tokens = -(-num_tokens >> shift) << shift

@@ -35,6 +35,7 @@ from runners.stats import FallbackReason
 if TYPE_CHECKING:
     from piecewise.api import GraphedModule
     from piecewise.config import PiecewiseConfig
+    from piecewise.prefill_case import PrefillCase
     from piecewise.signatures import CapturedSignature, ServedBucket
 
 MakeInputs = Callable[[int], tuple[Sequence[Any], Mapping[str, Any]]]
@@ -75,21 +76,29 @@ def verify(
     return VerifyReport(tuple(checks[size] for size in sorted(checks)))
 
 
-def verify_case(spec: str, config: PiecewiseConfig) -> VerifyReport:
-    """Captures the case that a spec names, and compares it at the sizes around each bucket's edge.
+def verify_case(case: PrefillCase, config: PiecewiseConfig) -> VerifyReport:
+    """Captures a case, and compares it at the sizes around each bucket's edge.
 
     Raises:
-        ConfigError, TraceError, TokenDimError: as `load_case` and `GraphedModule.capture`.
+        ConfigError, TraceError, TokenDimError: as `GraphedModule.capture`.
+        Exception: what the model raises by itself.
     """
     import piecewise
-    from piecewise.prefill_case import load_case
+    from piecewise.prefill_case import unless_the_model_raises
 
-    case = load_case(spec)
     graphed = piecewise.compile(case.model, config)
-    args, kwargs = case.inputs(max(2, min(32, max(config.buckets))))
-    with torch.no_grad():
-        graphed.capture(*args, **kwargs)
-        return graphed.verify(make_inputs=case.make_inputs)
+    size = max(2, min(32, max(config.buckets)))
+
+    def compared() -> VerifyReport:
+        args, kwargs = case.inputs(size)
+        with torch.no_grad():
+            graphed.capture(*args, **kwargs)
+            return graphed.verify(make_inputs=case.make_inputs)
+
+    report = unless_the_model_raises(case, size, compared)
+    if not report.num_compared:
+        case.run(size)  # a model that raises is no reason to look for another one
+    return report
 
 
 def _verified(

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from runners.errors import ConfigError, short, shown
+from runners.whole_numbers import listed, whole_number
 
 # Every bucket costs a capture and its static buffers; a list this long is a mistake, not a plan.
 MAX_NUM_BUCKETS = 4096
@@ -28,8 +29,8 @@ class TokenBuckets:
     """An ascending set of token counts with a search that never picks a bucket smaller than the call.
 
     Args:
-        sizes: the buckets as a list, tuple or range of ints, strictly ascending, each in [1, 2**31 - 1], at
-            most `MAX_NUM_BUCKETS` of them.
+        sizes: the buckets as a list, tuple, range, array or tensor of ints, strictly ascending, each in
+            [1, 2**31 - 1], at most `MAX_NUM_BUCKETS` of them.
 
     Raises:
         ConfigError: the list is empty, too long or of another type, or an entry is not an int, out of range,
@@ -94,31 +95,37 @@ class SizeProblem:
 
 def find_problems(sizes: object, *, max_listed: int = 16) -> list[SizeProblem]:
     """Everything that keeps `sizes` from being a valid bucket list, in its order; at most `max_listed`."""
-    if not isinstance(sizes, (list, tuple, range)):
-        return [SizeProblem("", "a list of ints", shown(sizes))]
-    if len(sizes) == 0:
-        return [SizeProblem("", "at least one token count", "an empty list")]
-    if len(sizes) > MAX_NUM_BUCKETS:
+    if isinstance(sizes, (list, tuple, range)) and len(sizes) > MAX_NUM_BUCKETS:  # before a long one is made
         return [SizeProblem("", f"at most {MAX_NUM_BUCKETS} token counts", f"{len(sizes)} of them")]
+    items = listed(sizes)
+    if items is None:
+        return [SizeProblem("", "a list of ints", shown(sizes))]
+    if len(items) == 0:
+        return [SizeProblem("", "at least one token count", "an empty list")]
+    if len(items) > MAX_NUM_BUCKETS:
+        return [SizeProblem("", f"at most {MAX_NUM_BUCKETS} token counts", f"{len(items)} of them")]
     found: list[SizeProblem] = []
     seen: set[int] = set()
     last = 0
-    for index, size in enumerate(sizes):
-        problem = _size_problem(f"[{index}]", size, last=last, seen=seen)
-        if problem is None:
+    for index, item in enumerate(items):
+        size = whole_number(item)
+        problem = _size_problem(f"[{index}]", item, size, last=last, seen=seen)
+        if problem is None and size is not None:
             last = size
             seen.add(size)
             continue
-        found.append(problem)
+        if problem is not None:
+            found.append(problem)
         if len(found) == max_listed:
             break
     return found
 
 
-def _size_problem(part: str, size: object, *, last: int, seen: set[int]) -> SizeProblem | None:
-    # bool is an int to Python, but True is not a token count.
-    if not isinstance(size, int) or isinstance(size, bool):
-        return SizeProblem(part, "an int", shown(size))
+def _size_problem(
+    part: str, item: object, size: int | None, *, last: int, seen: set[int]
+) -> SizeProblem | None:
+    if size is None:
+        return SizeProblem(part, "an int", shown(item))
     if not 1 <= size <= MAX_BUCKET:
         return SizeProblem(part, f"1 to {MAX_BUCKET}", short(size))
     if size <= last:
@@ -128,7 +135,7 @@ def _size_problem(part: str, size: object, *, last: int, seen: set[int]) -> Size
 
 
 def checked_sizes(sizes: object) -> tuple[int, ...]:
-    """`sizes` as a tuple that is a valid bucket list.
+    """`sizes` as a tuple of Python's ints that is a valid bucket list.
 
     Raises:
         ConfigError: as `TokenBuckets` says; about the first problem.
@@ -142,5 +149,11 @@ def checked_sizes(sizes: object) -> tuple[int, ...]:
             rule=_RULE,
             fix=SIZES_FIX,
         )
-    assert isinstance(sizes, (list, tuple, range))
-    return tuple(sizes)
+    return plain_sizes(sizes)
+
+
+def plain_sizes(sizes: object) -> tuple[int, ...]:
+    """A list in which `find_problems` finds none, as a tuple of Python's ints; itself where it is one."""
+    if type(sizes) is tuple and all(type(size) is int for size in sizes):
+        return sizes
+    return tuple(int(size) for size in listed(sizes) or ())

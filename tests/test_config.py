@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import array
+import copy
 import dataclasses
 import os
 import pickle
@@ -10,9 +12,11 @@ import sys
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import boundary_ops
 from piecewise.config import PiecewiseConfig
 from piecewise.toml_file import MAX_FILE_BYTES
 from runners.errors import ConfigError
@@ -92,6 +96,42 @@ def test_values_are_normalised_hashed_copied_and_pickled():
 
 
 @pytest.mark.parametrize(
+    ("name", "value", "meant"),
+    [
+        ("buckets", np.array([8, 16]), (8, 16)),
+        ("buckets", np.array([8, 16], np.uint16), (8, 16)),
+        ("buckets", torch.tensor([8, 16]), (8, 16)),
+        ("buckets", [np.int64(8), torch.tensor(16)], (8, 16)),
+        ("buckets", range(8, 25, 8), (8, 16, 24)),
+        ("buckets", array.array("i", [8, 16]), (8, 16)),
+        ("buckets", {"step": np.int64(8), "max": torch.tensor(16)}, (8, 16)),
+        ("decode_batch_sizes", np.array([1, 2]), (1, 2)),
+        ("compile_sizes", np.array([], np.int64), ()),
+        ("max_num_tokens", np.int64(4096), 4096),
+        ("max_signatures", np.uint8(5), 5),
+        ("num_streams", torch.tensor(2), 2),
+        ("warmup_steps", np.array(2), 2),
+        ("max_padding_ratio", np.float32(1.5), 1.5),
+        ("max_padding_ratio", np.int64(2), 2.0),
+        ("min_coverage", torch.tensor(0.5), 0.5),
+        ("progress", np.bool_(False), False),
+        ("fusions", "auto", ("auto",)),
+        ("fusions", "pack_linears", ("pack_linears",)),
+        ("boundary_ops", "piecewise::attn_inplace", ("piecewise::attn_inplace",)),
+        ("boundary_ops", boundary_ops.attn_inplace, ("piecewise::attn_inplace",)),
+        ("boundary_ops", [boundary_ops.attn_inplace], ("piecewise::attn_inplace",)),
+    ],
+)
+def test_what_is_meant_is_taken_in_other_words(name, value, meant, tmp_path):
+    config = PiecewiseConfig(**{name: value})
+    found = getattr(config, name)
+    assert found == meant and type(found) is type(meant)
+    assert not isinstance(found, tuple) or {type(item) for item in found} == {type(item) for item in meant}
+    config.to_toml(tmp_path / "settings.toml")
+    assert PiecewiseConfig.from_toml(tmp_path / "settings.toml") == config == copy.deepcopy(config)
+
+
+@pytest.mark.parametrize(
     ("name", "value", "says"),
     [
         ("buckets", [], "empty"),
@@ -99,7 +139,19 @@ def test_values_are_normalised_hashed_copied_and_pickled():
         ("buckets", ["8"], "'8' (str)"),
         ("buckets", [8, -1], "buckets[1]: expected 1 to"),
         ("buckets", "8", "a list of ints"),
-        ("buckets", np.array([8, 16]), "(ndarray)"),
+        ("buckets", np.array([8.0]), "buckets[0]: expected an int, got 8.0 (float)"),
+        ("buckets", np.array([[8, 16]]), "(ndarray)"),
+        ("buckets", np.array([True]), "True (bool)"),
+        ("buckets", {8, 16}, "(set)"),
+        ("buckets", 8, "8 (int)"),
+        ("max_num_tokens", 64.0, "64.0 (float)"),
+        ("max_num_tokens", np.float64(64), "from 1"),
+        ("max_num_tokens", np.bool_(True), "from 1"),
+        ("max_num_tokens", torch.tensor([64]), "from 1"),
+        ("min_coverage", np.bool_(True), "at most 1"),
+        ("strict", np.int64(1), "true or false"),
+        ("fusions", "pack_linear", "did you mean 'pack_linears'"),
+        ("fusions", 3, "3 (int)"),
         ("max_padding_ratio", 0.5, "at least 1"),
         ("max_padding_ratio", float("nan"), "finite"),
         ("max_padding_ratio", float("inf"), "finite"),
@@ -130,7 +182,8 @@ def test_values_are_normalised_hashed_copied_and_pickled():
         ("progress", 1, "true or false"),
         ("strict", "yes", "true or false"),
         ("boundary", "graphed", "'eager' or 'captured'"),
-        ("boundary_ops", "toy::attn", "list of op names"),
+        ("boundary_ops", "attn", "boundary_ops[0]"),
+        ("boundary_ops", 3, "list of op names"),
         ("boundary_ops", [], "None for all registered"),
         ("boundary_ops", ["attn"], "boundary_ops[0]"),
         ("boundary_ops", ["a::b", "a::b"], "boundary_ops[1]"),

@@ -14,6 +14,7 @@ from piecewise.signature import (
     CallBinder,
     FormBinder,
     LeafRule,
+    WrittenMemory,
     describe_call,
     is_plain_leaf,
     same_count,
@@ -193,10 +194,17 @@ def test_I10_token_dims_that_disagree_are_told_from_another_signature():
 
 
 def test_I10_inputs_that_must_not_share_memory():
-    match = match_for(X, X, distinct=[(0, 1)])
+    match = match_for(X, X, written=WrittenMemory(groups=((0,),), others=(1,)))
     base = torch.zeros(9, 4)
     assert match((torch.zeros(5, 4), torch.zeros(5, 4))) is not None
     assert match((base[:5], base[:5])) is None and match((base[:4], base[5:])) is None
+    assert match((torch.zeros(0, 4), torch.zeros(0, 4))) is not None
+    two = match_for(X, X, X, written=WrittenMemory(groups=((0, 2), (1,))))
+    assert two((base[:5], torch.zeros(5, 4), base[4:])) is not None
+    assert two((torch.zeros(5, 4), torch.zeros(5, 4), base[4:])) is None
+    assert two((base[:5], base[:5], base[4:])) is None
+    now = match_for(X, X, apart_from_now=[([1], lambda: frozenset({base.untyped_storage().data_ptr()}))])
+    assert now((base[:5], torch.zeros(5, 4))) is not None and now((X, base[:5])) is None
     apart = match_for(X, apart_from=frozenset({base.untyped_storage().data_ptr(), 7}))
     assert apart((torch.zeros(5, 4),)) is not None and apart((base[:5],)) is None
 

@@ -1,0 +1,114 @@
+"""What a command writes: to streams whose reader may go away, and to files that may not be writable."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout, suppress
+from typing import Any, TextIO
+
+from runners.errors import ConfigError
+
+
+@contextmanager
+def lasting_streams() -> Iterator[None]:
+    """A block in which the standard streams outlive their readers; what their encoding lacks is written "?".
+
+    `piecewise verify SPEC | head` ends with the code of the comparison, so what is written after the reader
+    has gone is dropped. Output that cannot be written otherwise (a full disk) is a ConfigError.
+    """
+    with ExitStack() as stack:
+        if sys.stdout is not None:
+            stack.enter_context(redirect_stdout(_Stream(sys.stdout, "the standard output")))  # type: ignore[type-var]
+            stack.callback(_finish, sys.stdout)
+        if sys.stderr is not None:
+            stack.enter_context(redirect_stderr(_Stream(sys.stderr)))  # type: ignore[type-var]
+        yield
+
+
+def _finish(stream: TextIO) -> None:
+    with suppress(ConfigError):  # it was told where a command wrote
+        stream.flush()
+
+
+class _Stream:
+    """A text stream of the process, all of whose other attributes are the stream's own.
+
+    Args:
+        name: for the error where it cannot be written; None where that is nobody's to know.
+    """
+
+    def __init__(self, stream: TextIO, name: str | None = None) -> None:
+        self._stream, self._name = stream, name
+
+    def write(self, text: str) -> int:
+        encoding = getattr(self._stream, "encoding", None) or "utf-8"
+        try:
+            text.encode(encoding)
+        except UnicodeEncodeError:
+            text = text.encode(encoding, errors="replace").decode(encoding)
+        self._try(self._stream.write, text)
+        return len(text)
+
+    def flush(self) -> None:
+        self._try(self._stream.flush)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def _try(self, call: Callable[..., object], *args: object) -> None:
+        try:
+            call(*args)
+        except OSError as error:
+            # What is buffered would fail again when the interpreter ends, which would change the exit code.
+            with suppress(OSError, ValueError):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
+            if self._name is not None and not isinstance(error, BrokenPipeError):
+                raise _unwritable(self._name, error) from error
+
+
+def check_writable(option: str, path: str | os.PathLike[str] | None) -> None:
+    """Refuses a path that no file can be written to, before the work whose result it is to hold.
+
+    Raises:
+        ConfigError: it names a folder, or lies where nothing can be made.
+    """
+    if path is None:
+        return
+    target = os.path.abspath(path)
+    with writing(option, path):
+        if os.path.isdir(target):
+            raise IsADirectoryError("it is a folder")
+        folder = os.path.dirname(target)
+        if not os.path.isdir(folder):
+            raise FileNotFoundError(f"there is no folder {folder}")
+        if os.path.exists(target) and not os.path.isfile(target):
+            return  # a pipe or a device: only writing tells
+        # Tried, not asked for: permissions do not tell of a file system that takes no files.
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+
+
+@contextmanager
+def writing(option: str, path: str | os.PathLike[str]) -> Iterator[None]:
+    """A block that writes the file which an option names.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    try:
+        yield
+    except (OSError, UnicodeEncodeError) as error:
+        raise _unwritable(f"{option} {os.fspath(path)}", error) from error
+
+
+def _unwritable(what: str, error: Exception) -> ConfigError:
+    return ConfigError(
+        what,
+        expected="a file that can be written",
+        got=getattr(error, "strerror", None) or str(error),
+        rule="a result that was asked for is written whole, or the command says so",
+        fix="name a file in a folder that exists and may be written to",
+    )
