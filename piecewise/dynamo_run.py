@@ -123,6 +123,9 @@ class DynamoRun:
         ]
         self.names_read = names_read(internals.traced_code())
         self._note_writes()
+        if internals.torch_function_was_traced():
+            for node in graph.graph.nodes:
+                node.meta["below_torch_function"] = True
         outputs = graph.graph.output_node().args[0]
         fakes = [node.meta.get("example_value") if isinstance(node, fx.Node) else node for node in outputs]  # type: ignore[union-attr]
         self.dummies = [_dummy_for(fake, index) for index, fake in enumerate(fakes)]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import sympy
@@ -48,6 +48,8 @@ class Trace:
         leaves_seen: input tensors that forward looked at, if only at their sizes.
         reads_flags: whether forward may ask if an input is a Parameter or requires grad.
         layers: how many layers were traced, None for a model without any that look alike.
+        wrapped: (leaf of the result that is a tensor subclass, leaves of its plain tensors, what makes it of
+            them); the subclass's own leaf is empty.
     """
 
     graph: fx.GraphModule
@@ -60,6 +62,7 @@ class Trace:
     leaves_seen: frozenset[int] = frozenset()
     reads_flags: bool = False
     layers: LayerReuse | None = None
+    wrapped: tuple[tuple[int, tuple[int, ...], Callable[[Sequence[Any]], Any]], ...] = ()
 
     def symbols_of_leaf(self, leaf: int) -> tuple[sympy.Expr, ...]:
         """The simplified size expressions of an input tensor; empty for one that the graph does not read."""

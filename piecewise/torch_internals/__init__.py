@@ -48,6 +48,12 @@ from piecewise.torch_internals.process import (
     num_storage_users,
     number_dicts,
 )
+from piecewise.torch_internals.subclasses import (
+    is_opaque,
+    is_wrapper,
+    torch_function_was_traced,
+    trace_below,
+)
 from piecewise.torch_internals.symbols import (
     SYMBOLIC,
     asked_of_sizes,
