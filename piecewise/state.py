@@ -265,6 +265,8 @@ def is_same_to(guard: SeenGuard, seen: Sequence[Any], found: Sequence[Any]) -> b
     (old,), (new,), kind = seen, found, guard.kind
     if kind == "TENSOR_MATCH":
         return _is_same_kind(old, new)
+    if kind == "TENSOR_SUBCLASS_METADATA_MATCH":  # of one class: TYPE_MATCH and TENSOR_MATCH say so
+        return bool(old.__tensor_flatten__() == new.__tensor_flatten__())
     if kind in _BY_VALUE:
         same = type(old) is type(new) and (old is new or bool(old == new))
         return same and (not isinstance(old, (float, complex)) or repr(old) == repr(new))  # -0.0 == 0.0
