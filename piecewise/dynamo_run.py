@@ -28,6 +28,7 @@ from piecewise.side_effects import StateSnapshot
 from piecewise.signature import CallBinder, is_plain_leaf
 from piecewise.state import Scope, readable_path
 from piecewise.structure import Namespace, Structure, flatten_structure
+from piecewise.subclasses import refuse_class
 from piecewise.trace_errors import translated
 from piecewise.unguarded import names_read
 from runners.errors import PiecewiseError, TraceError
@@ -123,9 +124,6 @@ class DynamoRun:
         ]
         self.names_read = names_read(internals.traced_code())
         self._note_writes()
-        if internals.torch_function_was_traced():
-            for node in graph.graph.nodes:
-                node.meta["below_torch_function"] = True
         outputs = graph.graph.output_node().args[0]
         fakes = [node.meta.get("example_value") if isinstance(node, fx.Node) else node for node in outputs]  # type: ignore[union-attr]
         self.dummies = [_dummy_for(fake, index) for index, fake in enumerate(fakes)]
@@ -210,6 +208,8 @@ def run_dynamo(
     except PiecewiseError:
         raise
     except Exception as error:
+        for path, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
+            refuse_class(f"model.{path}", tensor, cause=error)
         raise translated(error) from error
     finally:
         logger.setLevel(level)

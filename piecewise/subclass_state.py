@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 
+from piecewise import torch_internals as internals
 from piecewise.dynamo_result import Placeholder
 from piecewise.normalize import normalize
 from piecewise.plan import ResultLeaf
 from piecewise.structure import PLAIN
 from piecewise.subclasses import Wrapped, refuse_class
-from piecewise.torch_internals import is_wrapper
 from piecewise.trace import Trace
 from runners.errors import TraceError
 from runners.state_check import InnerRef, StateFacts, StateRef, table_content
@@ -42,10 +42,36 @@ def normalized(trace: Trace) -> Trace:
         if isinstance(tensor, torch.Tensor) and type(tensor) not in (torch.Tensor, torch.nn.Parameter):
             assert place is not None
             refuse_class(place.path, tensor)
+            if internals.has_torch_function(tensor):
+                for node in trace.graph.graph.nodes:
+                    node.meta["below_torch_function"] = True
+    _drop_idle_sets(trace)
     numbers = [leaf.index for leaf in trace.result_leaves if leaf.kind == "output" and leaf.value is float]
     wrapped = normalize(trace.graph, shape_env=trace.shape_env, numbers=numbers)
     placeholders, facts = _opened(trace)
     return _with_wrapped(dataclasses.replace(trace, placeholders=placeholders, state_facts=facts), wrapped)
+
+
+def _drop_idle_sets(trace: Trace) -> None:
+    """Drops `weight.data = x` where the weight lies there already: bitsandbytes says so in each call.
+
+    Whatever reads either tensor in a graph is compared with its address of now [I4].
+    """
+    state = {placeholder.node: placeholder.state for placeholder in trace.placeholders}
+    for node in list(trace.graph.graph.nodes):
+        if node.op != "call_function" or node.target is not torch.Tensor.set_ or len(node.args) != 2:
+            continue
+        places = [state.get(argument) for argument in node.args]
+        tensors = [place.get() for place in places if place is not None]
+        if len(tensors) == 2 and _place_of(tensors[0]) == _place_of(tensors[1]):
+            for user in [user for user in node.users if "_lower_version_count" in str(user.target)]:
+                trace.graph.graph.erase_node(user)
+            node.replace_all_uses_with(node.args[0])
+            trace.graph.graph.erase_node(node)
+
+
+def _place_of(tensor: torch.Tensor) -> Any:
+    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.untyped_storage().data_ptr()
 
 
 def _opened(trace: Trace) -> tuple[tuple[Placeholder, ...], StateFacts]:
@@ -87,7 +113,7 @@ class _Facts:
     def add(self, place: StateRef) -> None:
         """Adds the attributes of the subclass that is at a place, but for its tensors."""
         holder = place.get()
-        if id(holder) in self._seen or not is_wrapper(holder):
+        if id(holder) in self._seen or not internals.is_wrapper(holder):
             return
         self._seen[id(holder)] = holder
         for name, value in vars(holder).items():
@@ -129,7 +155,7 @@ def _places_in(value: Any, path: str) -> Iterator[tuple[StateRef, Any]]:
 
 def _with_wrapped(trace: Trace, wrapped: dict[int, Wrapped]) -> Trace:
     """The trace with the tensors inside of results that are subclasses as leaves, behind all others."""
-    leaves, found = list(trace.result_leaves), []
+    leaves, found = list(trace.result_leaves), list(trace.wrapped)
     for place, leaf in enumerate(trace.result_leaves):
         if leaf.kind == "output" and leaf.index in wrapped:
             made = wrapped[leaf.index]

@@ -93,7 +93,7 @@ def _autocast_devices(node: fx.Node, values: Any) -> list[str]:
     return sorted(kinds) if is_on else []
 
 
-def refuse_class(what: str, tensor: torch.Tensor) -> None:
+def refuse_class(what: str, tensor: torch.Tensor, *, cause: Exception | None = None) -> None:
     """Raises TraceError for a tensor of a class that says nothing, or too little, of what is inside."""
     cls = type(tensor)
     name = f"{cls.__module__}.{cls.__qualname__}"
@@ -102,7 +102,7 @@ def refuse_class(what: str, tensor: torch.Tensor) -> None:
             f"{what} is a {name}",
             rule="collectives run between graphs, where the model calls them, and not inside of ops [I11]",
             fix="graph the model of one rank, on its local tensors, with the collectives written out",
-        )
+        ) from cause
     if internals.is_opaque(tensor):
         raise TraceError(
             f"{what} is a {name}",
@@ -111,13 +111,13 @@ def refuse_class(what: str, tensor: torch.Tensor) -> None:
             rule="graphs read the plain tensors inside of a subclass, at addresses that are compared [I4]",
             fix=f"give {cls.__name__} __tensor_flatten__ and __tensor_unflatten__, or keep its value as a "
             "plain tensor",
-        )
+        ) from cause
     if tensor.layout is not torch.strided:
         raise TraceError(
             f"{what} is a {name} of layout {tensor.layout}",
             rule="graphs read plain strided memory [I4]",
             fix="keep its values and offsets as tensors of their own",
-        )
+        ) from cause
 
 
 def _distributed_tensor() -> Any:
@@ -240,7 +240,7 @@ class _Rewrite:
             raise TraceError(
                 f"{what}, an op on a {' and a '.join(names)}, cannot be followed: {told(error)}",
                 rule="graphs hold the ops below a tensor subclass, on the plain tensors inside of it",
-                fix="keep that value as a plain tensor, or mark the module eager (boundary_ops.mark_eager)",
+                fix="keep that value as a plain tensor; the error above it names the line of the class",
             ) from error
         if any(op.op == "get_attr" for op in module.graph.nodes):
             raise TraceError(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import sympy
@@ -22,11 +22,11 @@ from piecewise import torch_internals as internals
 from piecewise.dynamo_result import Placeholder, placeholders_of, result_of
 from piecewise.dynamo_run import DynamoRun, ExampleCall, run_dynamo
 from piecewise.layer_reuse import run_in_layers
-from piecewise.plan import ResultLeaf
+from piecewise.plan import ResultLeaf, WrappedLeaf
 from piecewise.startup_times import LayerReuse
 from piecewise.state import FactFinder
 from piecewise.structure import Structure
-from piecewise.trace_errors import refuse_flags
+from piecewise.trace_errors import fix_for_change, refuse_flags
 from piecewise.unguarded import add_unguarded, reads_flags
 from runners.errors import TraceError
 from runners.state_check import StateFacts
@@ -48,8 +48,7 @@ class Trace:
         leaves_seen: input tensors that forward looked at, if only at their sizes.
         reads_flags: whether forward may ask if an input is a Parameter or requires grad.
         layers: how many layers were traced, None for a model without any that look alike.
-        wrapped: (leaf of the result that is a tensor subclass, leaves of its plain tensors, what makes it of
-            them); the subclass's own leaf is empty.
+        wrapped: leaves of the result that are tensor subclasses.
     """
 
     graph: fx.GraphModule
@@ -62,7 +61,7 @@ class Trace:
     leaves_seen: frozenset[int] = frozenset()
     reads_flags: bool = False
     layers: LayerReuse | None = None
-    wrapped: tuple[tuple[int, tuple[int, ...], Callable[[Sequence[Any]], Any]], ...] = ()
+    wrapped: tuple[WrappedLeaf, ...] = ()
 
     def symbols_of_leaf(self, leaf: int) -> tuple[sympy.Expr, ...]:
         """The simplified size expressions of an input tensor; empty for one that the graph does not read."""
@@ -114,8 +113,7 @@ def trace(
             f"{type(model).__name__}.forward changes {seen.changes[0]}"
             + (f" and {len(seen.changes) - 1} more" if seen.changes[1:] else ""),
             rule="a replay runs none of the model's Python, so what forward stores would be stale [I8]",
-            fix="keep it in a registered buffer and write that in place (self.count.add_(1), not +=), "
-            "or return it",
+            fix=fix_for_change(model, seen.changes[0]),
         )
     if reads_flags(seen.names_read):
         refuse_flags(example.leaves, example.names)
@@ -131,7 +129,7 @@ def _finished(
     internals.forget_tensors(internals.fake_mode_of(fakes))
     scope = run.scope()
     placeholders = placeholders_of(run, scope)
-    structure, result_leaves = result_of(run, placeholders)
+    structure, result_leaves, wrapped = result_of(run, placeholders)
     facts = StateFacts()
     if finds_facts:
         pairs = zip(placeholders, run.arguments, strict=True)
@@ -146,5 +144,5 @@ def _finished(
     return Trace(
         run.graph, placeholders, structure, result_leaves, shape_env, facts, example,
         leaves_seen=frozenset(int(found[1]) for found in seen if found),
-        reads_flags=reads_flags(run.names_read), layers=layers,
+        reads_flags=reads_flags(run.names_read), layers=layers, wrapped=wrapped,
     )  # fmt: skip

@@ -14,6 +14,23 @@ from runners.errors import TraceError
 _MAX_DETAIL = 400
 
 
+# Of modules of a library, by package.
+_KNOWN_CHANGES = {
+    "bitsandbytes": "load 8-bit weights with llm_int8_threshold=0.0, which keeps no outliers in Python, and "
+    "call the model once before capture(), which lays the weights out; or load 4-bit weights"
+}
+
+
+def fix_for_change(model: nn.Module, path: str) -> str:
+    """What to do about Python state that forward changes."""
+    modules = [module for name, module in model.named_modules() if f"{path}.".startswith(f"model.{name}.")]
+    package = type(modules[-1]).__module__.partition(".")[0] if modules else ""
+    general = (
+        "keep it in a registered buffer and write that in place (self.count.add_(1), not +=), or return it"
+    )
+    return _KNOWN_CHANGES.get(package, general)
+
+
 def refuse_flags(leaves: Sequence[Any], names: Mapping[int, str]) -> None:
     """The twins that were traced are plain tensors; forward would have answered otherwise for others."""
     for index, leaf in enumerate(leaves):

@@ -49,9 +49,10 @@ from piecewise.torch_internals.process import (
     number_dicts,
 )
 from piecewise.torch_internals.subclasses import (
+    below_torch_function,
+    has_torch_function,
     is_opaque,
     is_wrapper,
-    torch_function_was_traced,
     trace_below,
 )
 from piecewise.torch_internals.symbols import (

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch._dispatch.python import enable_python_dispatcher
-from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._higher_order_ops.out_dtype import is_int_mm, out_dtype, out_dtype_fallback
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -26,14 +25,16 @@ def is_opaque(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and not is_disabled and not is_wrapper(value)
 
 
-def torch_function_was_traced() -> bool:
-    """Whether the trace in progress went through a `__torch_function__`, so that what it recorded lies below
-    all of them; only inside a backend."""
-    try:
-        output = InstructionTranslator.current_tx().output
-    except (AttributeError, RuntimeError):
-        return False
-    return bool(getattr(output, "torch_function_subclass_inlined", False))
+def has_torch_function(value: Any) -> bool:
+    """Whether Dynamo goes through the `__torch_function__` of such a tensor; not of wrappers."""
+    function = getattr(type(value), "__torch_function__", None)
+    is_own = function is not torch._C._disabled_torch_function_impl and type(value) is not torch.Tensor
+    return isinstance(value, torch.Tensor) and is_own and not is_wrapper(value)
+
+
+def below_torch_function() -> Any:
+    """A block in which no `__torch_function__` of a tensor is called."""
+    return torch._C.DisableTorchFunctionSubclass()
 
 
 def trace_below(
@@ -58,6 +59,6 @@ def trace_below(
             return int_matmul(*args)
         return out_dtype_fallback(op, dtype, *args)
 
-    below = nullcontext() if torch_function else torch._C.DisableTorchFunctionSubclass()
+    below = nullcontext() if torch_function else below_torch_function()
     with torch.inference_mode(False), torch.no_grad(), fake_mode, enable_python_dispatcher(), below:
         return make_fx(function, decomposition_table={out_dtype: typed})(*arguments)  # type: ignore[dict-item]
