@@ -208,9 +208,10 @@ def run_dynamo(
     except PiecewiseError:
         raise
     except Exception as error:
-        for path, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
+        held = list(itertools.chain(model.named_parameters(), model.named_buffers()))
+        for path, tensor in held:
             refuse_class(f"model.{path}", tensor, cause=error)
-        raise translated(error) from error
+        raise translated(error, held) from error
     finally:
         logger.setLevel(level)
         run.changes = snapshot.restore()

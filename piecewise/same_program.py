@@ -154,7 +154,8 @@ class _Program:
         return ("number", self._number(value))
 
     def _holds_tensors_or_writes(self, node: fx.Node) -> bool:
-        if node.op == "call_method" and node.target == "size":  # compared where it is used, by value
+        # Sizes are compared where they are used, by value.
+        if node.op == "call_method" and node.target == "size" or target_name(node).startswith("aten::sym_"):
             return False
         return any(True for _ in fakes_of([node, *node.all_input_nodes]))
 

@@ -112,6 +112,14 @@ def refuse_class(what: str, tensor: torch.Tensor, *, cause: Exception | None = N
             fix=f"give {cls.__name__} __tensor_flatten__ and __tensor_unflatten__, or keep its value as a "
             "plain tensor",
         ) from cause
+    if internals.has_own_torch_function(tensor):
+        raise TraceError(
+            f"{what} is a {name}",
+            got="a class with a __torch_function__ of its own",
+            rule="a result is of the class that eager gives it, which a trace of such code does not tell",
+            fix=f"derive {cls.__name__} from torch.nn.Parameter, give it __torch_dispatch__ and "
+            "__tensor_flatten__, or keep its value as a plain tensor",
+        ) from cause
     if tensor.layout is not torch.strided:
         raise TraceError(
             f"{what} is a {name} of layout {tensor.layout}",
@@ -264,9 +272,7 @@ class _Rewrite:
         )
         with self.graph.inserting_before(node):
             for op in below.graph.nodes:
-                if isinstance(op.meta.get("val"), SYMBOLIC) and op.op != "placeholder":
-                    values[op] = op.meta["val"]  # each taker computes a size for its own row count
-                elif op.op.startswith("call"):
+                if op.op.startswith("call"):
                     copy = values[op] = self.graph.node_copy(op, lambda old: values[old])
                     copy.meta = dict(meta)
                     copy.meta["example_value"] = fakes.of(op, copy)

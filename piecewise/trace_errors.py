@@ -9,9 +9,11 @@ import torch
 from torch import nn
 
 from piecewise.structure import Structure
+from piecewise.torch_internals import is_wrapper
 from runners.errors import TraceError
 
 _MAX_DETAIL = 400
+_SUBCLASS = "; it may be one of the code of tensor subclasses, for model.{} is a {}"
 
 
 # Of modules of a library, by package.
@@ -73,7 +75,12 @@ def _first_words(lines: Sequence[str]) -> str:
     return lines[0] if lines else ""
 
 
-def translated(error: Exception) -> TraceError:
+def translated(error: Exception, held: Sequence[tuple[str, torch.Tensor]] = ()) -> TraceError:
+    """Dynamo's error as one of ours.
+
+    Args:
+        held: the model's tensors, by path.
+    """
     cause: BaseException = error
     while cause.__cause__ is not None and not str(cause):
         cause = cause.__cause__
@@ -87,5 +94,6 @@ def translated(error: Exception) -> TraceError:
         f"forward cannot be traced: {_first_words(lines) or type(cause).__name__}"
         + (f" ({where})" if where else ""),
         rule="forward must be one graph: no graph breaks [I10]",
-        fix="the cause names the construct; torch.compile(model, fullgraph=True) fails on the same line",
+        fix="the cause names the construct; torch.compile(model, fullgraph=True) fails on the same line"
+        + next((_SUBCLASS.format(path, type(each).__name__) for path, each in held if is_wrapper(each)), ""),
     )

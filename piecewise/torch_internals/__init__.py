@@ -50,6 +50,7 @@ from piecewise.torch_internals.process import (
 )
 from piecewise.torch_internals.subclasses import (
     below_torch_function,
+    has_own_torch_function,
     has_torch_function,
     is_opaque,
     is_wrapper,

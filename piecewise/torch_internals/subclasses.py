@@ -28,8 +28,17 @@ def is_opaque(value: Any) -> bool:
 def has_torch_function(value: Any) -> bool:
     """Whether Dynamo goes through the `__torch_function__` of such a tensor; not of wrappers."""
     function = getattr(type(value), "__torch_function__", None)
-    is_own = function is not torch._C._disabled_torch_function_impl and type(value) is not torch.Tensor
-    return isinstance(value, torch.Tensor) and is_own and not is_wrapper(value)
+    is_called = function is not torch._C._disabled_torch_function_impl and type(value) is not torch.Tensor
+    return isinstance(value, torch.Tensor) and is_called and not is_wrapper(value)
+
+
+def has_own_torch_function(value: Any) -> bool:
+    """Whether that is code of the class itself, which is no kin of parameters either: what it returns, Dynamo
+    may give another class than eager does."""
+    function = getattr(type(value), "__torch_function__", None)
+    torchs: Any = torch.Tensor.__torch_function__
+    is_torchs = getattr(function, "__func__", None) is torchs.__func__
+    return has_torch_function(value) and not is_torchs and not issubclass(type(value), torch.nn.Parameter)
 
 
 def below_torch_function() -> Any:
