@@ -28,6 +28,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from toy_models import Toy, check_sizes, make_ids
 
 import piecewise
+from piecewise.backend import piecewise_backend
 
 PLACES = (
     "embedding.weight",
@@ -374,7 +375,7 @@ def test_suspended_weights_may_move():
 def test_the_backend_of_torch_compile():
     model = toy_with("blocks.0.qkv.weight", Quantised.of)
     torch._dynamo.reset()
-    compiled = torch.compile(model, backend="piecewise", options={"buckets": [8]}, dynamic=True)
+    compiled = torch.compile(model, backend=piecewise_backend, options={"buckets": [8]}, dynamic=True)
     with torch.no_grad(), piecewise.capture_window():
         for n in (5, 6):
             assert torch.allclose(compiled(make_ids(n)), model(make_ids(n)), atol=1e-5)
