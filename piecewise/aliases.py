@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import sympy
@@ -145,7 +145,8 @@ def node_key(node: fx.Node) -> Any:
     # Two arguments that are the same node, or share memory, must not be mistaken for two that do not.
     order: dict[int, int] = {}
     pattern = tuple(order.setdefault(storage_of(fake), len(order)) for fake in fakes_of(node.all_input_nodes))
-    return (node.op, str(node.target), describe(node.args), describe(dict(node.kwargs)), pattern)
+    regions = node.meta.get("autocast", ())
+    return (node.op, str(node.target), describe(node.args), describe(dict(node.kwargs)), pattern, regions)
 
 
 def _run_on_fakes(node: fx.Node, reads: Sequence[fx.Node], fake_mode: Any) -> _Footprint:
@@ -188,7 +189,7 @@ def _called(node: fx.Node, fake_mode: Any, mode: Any) -> tuple[Any, set[sympy.Ba
 
     args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), fake)
     with (
-        _without_cast_cache(),
+        autocast_of(node),
         internals.asked_of_sizes(getattr(fake_mode, "shape_env", None)) as asked,
         internals.python_dispatcher(),
         torch.inference_mode(False),
@@ -201,14 +202,18 @@ def _called(node: fx.Node, fake_mode: Any, mode: Any) -> tuple[Any, set[sympy.Ba
 
 
 @contextmanager
-def _without_cast_cache() -> Iterator[None]:
-    """A block in which autocast makes casts of weights anew, so that they are seen."""
+def autocast_of(node: fx.Node) -> Iterator[None]:
+    """The autocast regions that a normalized node lies in; casts of weights are made anew, so that they are
+    seen."""
     before = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)
-    try:
-        yield
-    finally:
-        torch.set_autocast_cache_enabled(before)
+    with ExitStack() as regions:
+        for arguments in node.meta.get("autocast", ()):
+            regions.enter_context(torch.autocast(*arguments))
+        torch.set_autocast_cache_enabled(False)
+        try:
+            yield
+        finally:
+            torch.set_autocast_cache_enabled(before)
 
 
 def _has_dropout(node: fx.Node) -> bool:

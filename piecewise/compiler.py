@@ -19,13 +19,14 @@ from piecewise.captured_ops import MetadataMade, enabled_ops, fix_metadata_input
 from piecewise.classify import Classifier, Verdict, kind_outside
 from piecewise.config import PiecewiseConfig
 from piecewise.faults import LOWERING, MAX_CUTS, FaultFinder, SegmentFault
-from piecewise.normalize import module_path, normalize, source_line
+from piecewise.normalize import module_path, source_line
 from piecewise.passes import passes_for
 from piecewise.plan import SegmentPlan
 from piecewise.row_samples import resize_leaf
 from piecewise.same_program import has_same_program
 from piecewise.split import Splitter
 from piecewise.startup_times import StartupTimes
+from piecewise.subclass_state import normalized
 from piecewise.token_dim import TokenSymbol, find_token_symbol
 from piecewise.trace import ExampleCall, Trace, trace
 from runners.errors import CaptureError, TraceError
@@ -169,8 +170,7 @@ def _ints_that_decide(traced: Trace) -> list[int]:
 
 def prepare(traced: Trace, config: PiecewiseConfig) -> TracedModel:
     """Brings a traced graph into the form that is classified and cut."""
-    numbers = [leaf.index for leaf in traced.result_leaves if leaf.kind == "output" and leaf.value is float]
-    normalize(traced.graph, shape_env=traced.shape_env, numbers=numbers)
+    traced = normalized(traced)
     step_metadata = write_captured_forms(traced, config)
     facts = _living_facts(traced, config)
     token = find_token_symbol(traced, facts)
@@ -221,7 +221,7 @@ def one_token_refusal(traced: TracedModel, model: nn.Module, *, forward: Any, co
         single = trace(model, example, forward=forward, static_dims=static, finds_facts=False)
     except TraceError as error:
         return f"it cannot be traced with one: {error.what}"
-    normalize(single.graph)
+    single = normalized(single)
     write_captured_forms(single, config)
     facts = _living_facts(single, config)
     is_same = has_same_program(

@@ -11,6 +11,7 @@ number. It follows from the model and the call alone. Integers, bools and plain 
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -19,6 +20,8 @@ from typing import Any
 import torch
 
 from piecewise.structure import Structure, flatten_structure
+from piecewise.subclasses import plain_tensors
+from piecewise.torch_internals import is_wrapper
 
 _ROUNDINGS = 8
 _MAX_ROWS = 8
@@ -155,9 +158,12 @@ def _kind(tensor: torch.Tensor) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The result's structure and leaves, and the watched tensors by name: copies of all."""
+    """The result's structure and leaves, and the watched tensors by name: copies of all.
 
-    structure: Structure
+    A tensor subclass in the result is its class, in the structure, and the tensors inside of it, as leaves.
+    """
+
+    structure: tuple[Structure, tuple[tuple[type, int], ...]]
     leaves: list[Any]
     watched: dict[str, torch.Tensor]
 
@@ -165,8 +171,14 @@ class Outcome:
     def of(cls, call: Callable[[], Any], watched: Mapping[str, torch.Tensor]) -> Outcome:
         """Of `call()`. Copies, since the next run may overwrite what a result is a view of."""
         structure, leaves = flatten_structure(call())
-        leaves = [stored(x.detach()) if isinstance(x, torch.Tensor) else x for x in leaves]
-        return cls(structure, leaves, {name: stored(tensor) for name, tensor in watched.items()})
+        # Comparisons of a subclass are its own class's: of what is inside, all of it.
+        opened = [list(plain_tensors(leaf)) if is_wrapper(leaf) else [leaf] for leaf in leaves]
+        kinds = tuple(
+            (type(leaf), len(parts)) for leaf, parts in zip(leaves, opened, strict=True) if is_wrapper(leaf)
+        )
+        parts = itertools.chain.from_iterable(opened)
+        leaves = [stored(part.detach()) if isinstance(part, torch.Tensor) else part for part in parts]
+        return cls((structure, kinds), leaves, {name: stored(tensor) for name, tensor in watched.items()})
 
     def differing(
         self, found: Outcome, tolerance: Tolerance | None, *, before: Mapping[str, torch.Tensor] | None = None

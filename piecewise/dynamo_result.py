@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -12,9 +13,10 @@ from torch import fx
 
 from piecewise.array_places import ArrayPlace, array_source
 from piecewise.dynamo_run import FIRST_DUMMY, DynamoRun
-from piecewise.plan import ResultLeaf
+from piecewise.plan import ResultLeaf, WrappedLeaf
 from piecewise.sources import Scope, resolve
 from piecewise.structure import Structure, flatten_structure
+from piecewise.tensors import storage_of
 from piecewise.trace_errors import refuse_opaque
 from runners.errors import TraceError
 from runners.state_check import StateRef
@@ -87,8 +89,8 @@ def _state_at(source: str, argument: torch.Tensor, scope: Scope) -> StateRef | N
 
 def result_of(
     run: DynamoRun, placeholders: Sequence[Placeholder]
-) -> tuple[Structure, tuple[ResultLeaf, ...]]:
-    """How the result is put together, and where each of its leaves comes from.
+) -> tuple[Structure, tuple[ResultLeaf, ...], tuple[WrappedLeaf, ...]]:
+    """How the result is put together, where each of its leaves comes from, and which ones get another class.
 
     Raises:
         TraceError: it cannot be put together again, or forward kept some of it elsewhere.
@@ -99,10 +101,14 @@ def result_of(
         run.result, is_leaf=lambda value: type(value) is float and value in numbers, share=True
     )
     refuse_opaque(structure, run.leaves)
-    found = []
+    found: list[ResultLeaf] = []
+    wrapped: list[WrappedLeaf] = []
     for leaf in leaves:
         if id(leaf) in by_id:
             found.append(ResultLeaf("output", by_id[id(leaf)]))
+        elif (dummy := _dummy_of(leaf, run.dummies)) is not None:
+            wrapped.append((len(found), (len(found),), functools.partial(_with_class, type(leaf))))
+            found.append(ResultLeaf("output", dummy))
         elif isinstance(leaf, torch.Tensor):
             found.append(_tensor_leaf(run, leaf, placeholders))
         elif leaf in numbers:
@@ -120,7 +126,20 @@ def result_of(
             fix="return it, keep it in a buffer written with copy_(), "
             "or pass use_cache=False to a transformers model",
         )
-    return structure, tuple(found)
+    return structure, tuple(found), tuple(wrapped)
+
+
+def _dummy_of(leaf: Any, dummies: Sequence[Any]) -> int | None:
+    """Which dummy a tensor is that Dynamo has given a class with `as_subclass`."""
+    if not isinstance(leaf, torch.Tensor) or type(leaf) in (torch.Tensor, torch.nn.Parameter):
+        return None
+    plain = leaf.as_subclass(torch.Tensor)
+    tensors = [(at, each) for at, each in enumerate(dummies) if isinstance(each, torch.Tensor)]
+    return next((at for at, each in tensors if storage_of(each) == storage_of(plain)), None)
+
+
+def _with_class(cls: type, given: Sequence[torch.Tensor]) -> torch.Tensor:
+    return given[0].as_subclass(cls)
 
 
 def _tensor_leaf(run: DynamoRun, leaf: torch.Tensor, placeholders: Sequence[Placeholder]) -> ResultLeaf:

@@ -24,6 +24,7 @@ from piecewise.side_effects import StateSnapshot
 from piecewise.signature import CallBinder, is_plain_leaf
 from piecewise.sources import Scope, readable_path
 from piecewise.structure import Namespace, Structure, flatten_structure
+from piecewise.subclasses import refuse_class
 from piecewise.trace_errors import translated
 from runners.errors import PiecewiseError, TraceError
 
@@ -242,7 +243,10 @@ def run_dynamo(
     except PiecewiseError:
         raise
     except Exception as error:
-        raise translated(error) from error
+        held = list(itertools.chain(model.named_parameters(), model.named_buffers()))
+        for path, tensor in held:
+            refuse_class(f"model.{path}", tensor, cause=error)
+        raise translated(error, held) from error
     finally:
         logger.setLevel(level)
         run.changes = snapshot.restore(run.is_bound_again)

@@ -155,7 +155,7 @@ class _Fusing:
 
     def _pack(self, segment: Segment, group: LinearGroup) -> bool:
         """Packs the weights of a group, where all of them may be moved."""
-        sets = [self._places(segment, group.weights), self._places(segment, group.biases)]
+        sets = [self._places(segment, kind) for kind in group.parameters]
         for places in sets:
             reason = why_not_packable(places) if places else None
             if reason is not None:
@@ -185,7 +185,7 @@ class _Fusing:
         if [memory for _, memory in _results(module.graph)] != [memory for _, memory in before]:
             return NotTraceable("the rewritten graph's results would share memory in another way")
         # Nothing in it differs from process to process.
-        packed = [(each.weights, each.biases) for each in groups]
+        packed = [each.parameters for each in groups]
         key = f"{segment.lowering_key}, {self.names}, {packed}, {free}"
         function = _where_valid(traced.is_valid, traced.function(), segment.function)
         self.graphs[function] = traced

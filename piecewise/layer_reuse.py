@@ -286,7 +286,7 @@ class _Weaver:
 
 def _is_alike(left: Any, right: Any, shape_env: Any) -> bool:
     return (
-        isinstance(right, torch.Tensor)
+        internals.is_fake(right)
         and (left.dtype, left.device, left.requires_grad) == (right.dtype, right.device, right.requires_grad)
         and geometry(left, shape_env)[:-1] == geometry(right, shape_env)[:-1]
     )

@@ -96,8 +96,8 @@ class LayerRun:
             if not is_copied or has_unbacked(node.meta.get("example_value")):
                 raise NotReused(f"'{node.name}' of a layer is of a kind that is not copied")
         placeholders = placeholders_of(run, run.scope())
-        result, leaves = result_of(run, placeholders)
-        if result.kind != "tensor" or leaves[0].kind != "output":
+        result, leaves, wrapped = result_of(run, placeholders)
+        if result.kind != "tensor" or leaves[0].kind != "output" or wrapped:
             raise NotReused("a layer returns something else than one tensor that it has made")
         guards = [
             guard for guard in run.guards if not _INPUT.search(guard.source) and guard.source not in _FORWARD

@@ -6,14 +6,16 @@
 3. Autocast regions become `meta["autocast"]` on each node inside them: a region may span segments, and
    each segment re-opens it for itself. Grad-mode switches are dropped, since captures serve calls without
    grad.
-4. A `getitem` on a tuple moves next to its producer, so that tuples never cross a segment border.
-5. A number computed from sizes that the result holds is a number, not the 0-dim tensor that Dynamo carries
+4. Tensor subclasses are seen through: the ops below them, on the plain tensors inside, take the place of
+   theirs (`subclasses.py`).
+5. A `getitem` on a tuple moves next to its producer, so that tuples never cross a segment border.
+6. A number computed from sizes that the result holds is a number, not the 0-dim tensor that Dynamo carries
    it in.
-6. The value of a float attribute that Dynamo carries in a tensor (`dynamic=True`) is that number, where the
+7. The value of a float attribute that Dynamo carries in a tensor (`dynamic=True`) is that number, where the
    trace has fixed it.
-7. Uses of a dropout that drops nothing become uses of what it was given: eager returns that very tensor, but
+8. Uses of a dropout that drops nothing become uses of what it was given: eager returns that very tensor, but
    its fake is a copy.
-8. Uses of an in-place op's result become uses of the tensor that it wrote: one name per memory.
+9. Uses of an in-place op's result become uses of the tensor that it wrote: one name per memory.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from piecewise import torch_internals as internals
 from piecewise.aliases import call_on_fakes
+from piecewise.subclasses import Wrapped, see_through
 from piecewise.tensors import storage_of, tensors_in
 from piecewise.torch_internals import SYMBOLIC
 from runners.errors import SplitError
@@ -95,24 +98,29 @@ _RESHAPE_IN_PLACE = frozenset(
 
 def normalize(
     graph: fx.GraphModule, *, shape_env: ShapeEnv | None = None, numbers: Collection[int] = ()
-) -> None:
+) -> dict[int, Wrapped]:
     """Applies the rewrites above in place; the module stays runnable but for its autocast regions.
 
     Args:
         shape_env: where symbols are simplified.
         numbers: positions of outputs that the model returns as plain numbers.
+    Returns:
+        The outputs that are tensor subclasses, by position.
     Raises:
         SplitError: an op changes the shape or strides of a tensor in place.
+        TraceError: a tensor subclass cannot be seen through.
     """
     _inline_wrappers(graph)
     _refuse_reshaping_in_place(graph.graph)
     _join_transforms(graph)
     _lift_regions(graph.graph)
+    wrapped = see_through(graph, lambda node: ", ".join(filter(None, (module_path(node), source_line(node)))))
     _move_getitems(graph.graph)
     _unwrap_numbers(graph.graph, numbers)
     _fold_fixed_floats(graph.graph, shape_env)
     _unwrap_idle_dropout(graph.graph)
     _rename_in_place_results(graph.graph)
+    return wrapped
 
 
 def _inline_wrappers(graph: fx.GraphModule) -> None:

@@ -30,6 +30,10 @@ class ResultLeaf:
     value: Any = None
 
 
+# A leaf of the result that is a tensor subclass, the leaves that it is made of, and what makes it of them.
+WrappedLeaf = tuple[int, tuple[int, ...], Callable[[Sequence[Any]], Any]]
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class PaddedRows:
     """What the padded rows of a value may hold in a graph: what it was proven for, and is tested with.

@@ -55,6 +55,9 @@ def first_difference(
     return None if left.result == right.result else "the result is put together in another way"
 
 
+_VIEW = "view of"
+
+
 class _Program:
     """A graph as lines that compare: op, operands by position, numbers by value, result shapes."""
 
@@ -72,7 +75,9 @@ class _Program:
             self._name(placeholder.node, (placeholder.kind, where))
         self.lines: list[Any] = []
         for node in trace.graph.graph.nodes:
-            if node.op.startswith("call") and self._holds_tensors_or_writes(node):
+            if (view := self._view(node)) is not None:
+                self._name(node, view)
+            elif node.op.startswith("call") and self._holds_tensors_or_writes(node):
                 self._name(node, len(self.lines))
                 self.nodes.append(node)
                 shapes = [self._sizes(tensor.shape) for tensor in fakes_of([node])]
@@ -83,7 +88,28 @@ class _Program:
         # And which of its tensors share memory, as numbers in order of appearance.
         results, seen = trace.graph.graph.output_node().all_input_nodes, dict[int, int]()
         aliases = [seen.setdefault(storage_of(tensor), len(seen)) for tensor in fakes_of(results)]
-        self.result = self._result(trace.result), aliases
+        wrapped = [trace.result_leaves[part] for _, parts, _ in trace.wrapped for part in parts]
+        self.result = self._result(trace.result), list(map(self._result_leaf, wrapped)), aliases
+
+    def _view(self, node: fx.Node) -> Any:
+        """A name of what an aten view looks at: of one row, `slice` is `alias`, `unsqueeze` may be `view`."""
+        fake, given = node.meta.get("example_value"), node.args[0] if node.args else None
+        is_view = isinstance(node.target, torch._ops.OpOverload) and node.target.is_view
+        base = self._names.get(given) if isinstance(given, fx.Node) else None
+        if not is_view or not isinstance(fake, torch.Tensor) or base is None:
+            return None
+        sizes, strides = self._sizes(fake.shape), self._sizes(fake.stride())
+        steps = tuple(stride for size, stride in zip(sizes, strides, strict=True) if size != 1)
+        place = (
+            sizes,
+            steps,
+            self._number(fake.storage_offset()),
+            str(fake.dtype),
+            fake.is_conj(),
+            fake.is_neg(),
+        )
+        is_chain = isinstance(base, tuple) and base[0] == _VIEW
+        return _VIEW, base[1] if is_chain else base, place
 
     def _name(self, node: fx.Node, name: Any) -> None:
         self._names[node] = name
@@ -128,7 +154,8 @@ class _Program:
         return ("number", self._number(value))
 
     def _holds_tensors_or_writes(self, node: fx.Node) -> bool:
-        if node.op == "call_method" and node.target == "size":  # compared where it is used, by value
+        # Sizes are compared where they are used, by value.
+        if node.op == "call_method" and node.target == "size" or target_name(node).startswith("aten::sym_"):
             return False
         return any(True for _ in fakes_of([node, *node.all_input_nodes]))
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -154,7 +154,10 @@ class SegmentWriter:
         named = [*sorted(code.globals.items()), *sorted(self.modules.items())]
         key = code.src, tuple((name, id(value)) for name, value in named)
         if key not in functions:
-            functions[key] = function_of(self.graph, self.modules), self._stable_key(code, functions)
+            function = function_of(self.graph, self.modules)
+            if any("below_torch_function" in node.meta for node in self.nodes):
+                function = _below_torch_function(function)
+            functions[key] = function, self._stable_key(code, functions)
         return functions[key]
 
     def _stable_key(self, code: Any, functions: Mapping[Any, Any]) -> str:
@@ -171,6 +174,16 @@ class SegmentWriter:
         is_taken = any(known == key for _, known in functions.values())
         is_known = not self.modules and all(map(_is_torchs, code.globals.values()))
         return key if is_known and not is_taken else f"{key}-{next(_serial)}"
+
+
+def _below_torch_function(function: Callable[..., tuple]) -> Callable[..., tuple]:
+    """The function of ops that a trace has found below the `__torch_function__` of the model's tensors."""
+
+    def run(*arguments: Any) -> tuple:
+        with internals.below_torch_function():
+            return function(*arguments)
+
+    return run
 
 
 def _named(value: Any) -> str:

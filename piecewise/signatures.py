@@ -417,4 +417,12 @@ def _rebuilder(traced: TracedModel) -> Callable[[list[Any]], Any]:
     namespace = Namespace()
     names = [f"leaves[{index}]" for index in range(len(traced.trace.result_leaves))]
     source = build_source(traced.trace.result, names, namespace)
-    return eval(f"lambda leaves: {source}", namespace.globals)
+    build: Callable[[list[Any]], Any] = eval(f"lambda leaves: {source}", namespace.globals)
+    wrapped = traced.trace.wrapped
+
+    def rebuild(leaves: list[Any]) -> Any:
+        for place, parts, make in wrapped:
+            leaves[place] = make([leaves[part] for part in parts])
+        return build(leaves)
+
+    return rebuild if wrapped else build

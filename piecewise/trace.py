@@ -23,11 +23,11 @@ from piecewise.call_form import refuse_backward_hooks
 from piecewise.dynamo_result import Placeholder, placeholders_of, result_of
 from piecewise.dynamo_run import DynamoRun, ExampleCall, run_dynamo
 from piecewise.layer_reuse import run_in_layers
-from piecewise.plan import ResultLeaf
+from piecewise.plan import ResultLeaf, WrappedLeaf
 from piecewise.startup_times import LayerReuse
 from piecewise.state import FactFinder
 from piecewise.structure import Structure
-from piecewise.trace_errors import refuse_flags
+from piecewise.trace_errors import fix_for_change, refuse_flags
 from piecewise.unguarded import add_unguarded, names_read, reads_flags
 from runners.errors import TraceError
 from runners.state_check import StateFacts
@@ -49,6 +49,7 @@ class Trace:
         leaves_seen: input tensors that forward looked at, if only at their sizes.
         reads_flags: whether forward may ask if an input is a Parameter or requires grad.
         layers: how many layers were traced, None for a model without any that look alike.
+        wrapped: leaves of the result that are tensor subclasses.
     """
 
     graph: fx.GraphModule
@@ -61,6 +62,7 @@ class Trace:
     leaves_seen: frozenset[int] = frozenset()
     reads_flags: bool = False
     layers: LayerReuse | None = None
+    wrapped: tuple[WrappedLeaf, ...] = ()
 
     def symbols_of_leaf(self, leaf: int) -> tuple[sympy.Expr, ...]:
         """The simplified size expressions of an input tensor; empty for one that the graph does not read."""
@@ -114,7 +116,7 @@ def trace(
             f"{type(model).__name__}.forward changes {seen.changes[0]}"
             + (f" and {len(seen.changes) - 1} more" if seen.changes[1:] else ""),
             rule="a replay runs none of the model's Python, so what forward stores would be stale [I8]",
-            fix="keep it in a registered buffer and write that in place (self.count.add_(1)), or return it",
+            fix=fix_for_change(model, seen.changes[0]),
         )
     if reads_flags(names_read(seen.code)):
         refuse_flags(example.leaves, example.names)
@@ -129,7 +131,7 @@ def _finished(
     internals.forget_tensors(internals.fake_mode_of(fakes))
     scope = run.scope()
     placeholders = placeholders_of(run, scope)
-    structure, result_leaves = result_of(run, placeholders)
+    structure, result_leaves, wrapped = result_of(run, placeholders)
     facts = StateFacts()
     if finds_facts:
         pairs = zip(placeholders, run.arguments, strict=True)
@@ -146,5 +148,5 @@ def _finished(
     return Trace(
         run.graph, placeholders, structure, result_leaves, shape_env, facts, example,
         leaves_seen=frozenset(int(found[1]) for found in seen if found),
-        reads_flags=reads_flags(names_read(run.code)), layers=layers,
+        reads_flags=reads_flags(names_read(run.code)), layers=layers, wrapped=wrapped,
     )  # fmt: skip

@@ -9,9 +9,26 @@ import torch
 from torch import nn
 
 from piecewise.structure import Structure
+from piecewise.torch_internals import is_wrapper
 from runners.errors import TraceError
 
 _MAX_DETAIL = 400
+_SUBCLASS = "; it may be one of the code of tensor subclasses, for model.{} is a {}"
+
+
+# Of modules of a library, by package.
+_KNOWN_CHANGES = {
+    "bitsandbytes": "load 8-bit weights with llm_int8_threshold=0.0, which keeps no outliers in Python, and "
+    "call the model once before capture(), which lays the weights out; or load 4-bit weights"
+}
+
+
+def fix_for_change(model: nn.Module, path: str) -> str:
+    """What to do about Python state that forward changes."""
+    modules = [module for name, module in model.named_modules() if f"{path}.".startswith(f"model.{name}.")]
+    package = type(modules[-1]).__module__.partition(".")[0] if modules else ""
+    general = "keep it in a registered buffer and write that in place (self.count.add_(1)), or return it"
+    return _KNOWN_CHANGES.get(package, general)
 
 
 def refuse_flags(leaves: Sequence[Any], names: Mapping[int, str]) -> None:
@@ -56,7 +73,12 @@ def _first_words(lines: Sequence[str]) -> str:
     return lines[0] if lines else ""
 
 
-def translated(error: Exception) -> TraceError:
+def translated(error: Exception, held: Sequence[tuple[str, torch.Tensor]] = ()) -> TraceError:
+    """Dynamo's error as one of ours.
+
+    Args:
+        held: the model's tensors, by path.
+    """
     cause: BaseException = error
     while cause.__cause__ is not None and not str(cause):
         cause = cause.__cause__
@@ -70,5 +92,6 @@ def translated(error: Exception) -> TraceError:
         f"forward cannot be traced: {_first_words(lines) or type(cause).__name__}"
         + (f" ({where})" if where else ""),
         rule="forward must be one graph: no graph breaks [I10]",
-        fix="the cause names the construct; torch.compile(model, fullgraph=True) fails on the same line",
+        fix="the cause names the construct; torch.compile(model, fullgraph=True) fails on the same line"
+        + next((_SUBCLASS.format(path, type(each).__name__) for path, each in held if is_wrapper(each)), ""),
     )

@@ -28,6 +28,8 @@ from piecewise.locate import Located, SegmentWalk
 from piecewise.plan import SegmentPlan
 from piecewise.poison import AS_SERVED, WITHOUT_GRAPHS, Poison, poisons_for, spoil_static_memory
 from piecewise.row_samples import unchanged_random_state
+from piecewise.subclasses import plain_tensors
+from piecewise.torch_internals import is_wrapper
 from piecewise.verify_report import Difference, SizeCheck, VerifyReport
 from runners.bound_steps import StateChanged, copy_elements
 from runners.stats import FallbackReason
@@ -175,6 +177,11 @@ class _SizeVerifier:
             for key, tensor in [*module._buffers.items(), *vars(module).items()]:
                 if isinstance(tensor, torch.Tensor):
                     found[".".join(filter(None, ("model", path, key)))] = tensor
+        found = {
+            f"{name}{f', part {number}' * is_wrapper(tensor)}": part
+            for name, tensor in found.items()
+            for number, part in enumerate(plain_tensors(tensor))
+        }
         unique: dict[Any, str] = {}
         for name, tensor in found.items():
             if tensor.layout is torch.strided:

@@ -58,6 +58,15 @@ class StateRef:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class InnerRef(StateRef):
+    """An attribute of a tensor subclass that is found at the place `owner`, which may be another one at each
+    look."""
+
+    def _read(self) -> Any:
+        return getattr(self.owner._read(), self.key)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class StateFacts:
     """What a trace saw of the model's Python state, beside tensors.
 
@@ -126,6 +135,7 @@ class StateCheck:
         # How to look → columns of where, at what, and the very object expected there.
         self._columns: _Columns = {}
         self._answers: _Columns = {}  # of answers, which may be compared by value: that is quicker
+        self._holders: dict[int, Any] = {}
         for ref, tensor in zip(self._tensor_refs, self._tensors, strict=True):
             self._add_value(ref, tensor)
         places = [ref for ref, _ in facts.values]
@@ -202,6 +212,8 @@ class StateCheck:
 
     def _add_value(self, ref: StateRef, value: Any) -> tuple[list[Any], int]:
         """Where the expected object is kept: a list and an index into it."""
+        if isinstance(ref, InnerRef):
+            return self._add_inner(ref, value)
         if not ref.is_attribute and type(ref.owner) is dict:
             return self._dicts.add_value(ref.owner, ref.key, value)
         if not ref.is_attribute and type(ref.owner) in _IMMUTABLE and ref.look() is value:
@@ -210,6 +222,20 @@ class StateCheck:
             return _add(self._columns, _look, ref, None, value)
         look = getattr if ref.is_attribute else operator.getitem
         return _add(self._columns, look, ref.owner, ref.key, value)
+
+    def _add_inner(self, ref: InnerRef, value: Any) -> tuple[list[Any], int]:
+        """Likewise; that the subclass stays the one that it is now, and of its class, is compared, too."""
+        holder = ref.owner.get()
+        attributes: Any = getattr(holder, "__dict__", None)
+        is_plain = type(attributes) is dict
+        if holder is not None and id(holder) not in self._holders:
+            self._holders[id(holder)] = holder
+            self._add_value(ref.owner, holder)
+            if is_plain:
+                self._dicts.add_object(holder, type(holder))
+        if is_plain and attributes.get(ref.key) is value and not hasattr(type(holder), ref.key):
+            return self._dicts.add_value(attributes, ref.key, value)
+        return _add(self._columns, getattr, holder, ref.key, value)
 
     def _add_table(self, table: Any, content: Any) -> None:
         size = content if isinstance(content, int) else len(content)

@@ -125,13 +125,16 @@ def test_no_rows_are_no_launch():
 def test_norms_in_float8(dtype, kind):
     x = layouts(3, 96, dtype)[kind]
     weight = torch.randn(96).to(dtype)
-    for scale, residual in ((torch.tensor([0.01]), None), (None, None), (None, x * 0.5)):
-        options = dict(quant=2 if scale is None else 1, scale=scale, least_peak=1e-10)
+    cases = ((torch.tensor([0.01]), None, 1), (None, None, 2), (None, x * 0.5, 2), (None, x * 0.5, 3))
+    for scale, residual, quant in cases:
+        options = dict(quant=quant, scale=scale, least_peak=1e-10)
         found, total, scales = launches.norm(
             x, residual, weight, eps=1e-6, offset=0.0, round_first=True, **options
         )
         summed = x if residual is None else x + residual
-        expected, wanted = reference.rms_norm_quant(summed, weight, 1e-6, 0.0, True, scale, 1e-10, 0.0)
+        expected, wanted = reference.rms_norm_quant(
+            summed, weight, 1e-6, 0.0, True, scale, 1e-10, 0.0, quant == 3
+        )
         assert found.dtype is torch.float8_e4m3fn and found.stride() == torch.empty_like(x).stride()
         if residual is not None:
             assert torch.equal(total, summed)

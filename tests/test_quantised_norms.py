@@ -21,6 +21,8 @@ def per_row(normed, least):
         scale = peak.clamp(min=1e-10) / LARGEST
     elif least == "step":
         scale = (peak / LARGEST).clamp(min=1e-12)
+    elif least == "rounded":  # torchao: the scale is made in the norm's own dtype
+        scale = (normed.abs().amax(-1, keepdim=True) / LARGEST).float()
     else:
         scale = peak / LARGEST
     return (wide / scale).clamp(-LARGEST, LARGEST).to(FLOAT8), scale
@@ -44,7 +46,7 @@ def test_a_given_scale(norm, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("least", ["peak", "step", "none"])
+@pytest.mark.parametrize("least", ["peak", "step", "none", "rounded"])
 @pytest.mark.parametrize("with_sum", [True, False])
 def test_a_scale_per_row_and_the_sum_are_results(least, dtype, with_sum):
     def function(x, delta, weight):

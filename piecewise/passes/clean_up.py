@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from piecewise.passes.fakes import aten, geometry, memory_of, run_node, sizes, value_of
-from piecewise.passes.matcher import is_mutation_op
+from piecewise.passes.fakes import aten, frozen, geometry, memory_of, run_node, value_of
+from piecewise.passes.matcher import find_regions, is_mutation_op
 
 _COPIES = (aten.clone.default, aten._to_copy.default)
 _SAME = (aten.alias.default, aten.detach.default, aten.view.default, aten._unsafe_view.default,
@@ -22,7 +22,10 @@ _CAST_OPTIONS = frozenset({"dtype", "layout", "device"})
 
 def sweep(module: fx.GraphModule) -> int:
     """Makes all changes of the first kind that finds any; returns how many nodes it removed or replaced."""
-    steps = (remove_dead_nodes, _drop_needless_options, _make_temporaries_plain, _remove_no_ops, _share_views)
+    steps = (
+        *(remove_dead_nodes, _drop_needless_options, _make_temporaries_plain, _remove_no_ops),
+        *(_share_views, _share_results),
+    )
     # One kind at a time: fakes are only true again when this returns.
     return next((count for step in steps if (count := step(module.graph))), 0)
 
@@ -160,7 +163,7 @@ def _share_views(graph: fx.Graph) -> int:
         memory = memory_of(value_of(node))
         if memory is None or memory != memory_of(value_of(node.args[0])):
             continue
-        key = (target, _frozen(node.args), _frozen(node.kwargs))
+        key = (target, frozen(node.args), frozen(node.kwargs))
         first = known.setdefault(key, node)
         if first is not node:
             node.replace_all_uses_with(first)
@@ -169,9 +172,31 @@ def _share_views(graph: fx.Graph) -> int:
     return shared
 
 
-def _frozen(value: Any) -> Any:
-    if isinstance(value, (tuple, list)):
-        return tuple(map(_frozen, value))
-    if isinstance(value, dict):
-        return tuple(sorted((name, _frozen(item)) for name, item in value.items()))
-    return sizes((value,)) if isinstance(value, torch.SymInt) else value
+def _share_results(graph: fx.Graph) -> int:
+    """The second of two equal ops on equal tensors becomes the first: three linears quantise one input.
+
+    No write lies between them, and nobody writes what they make, or is given it as memory of its own.
+    """
+    find_regions(graph)
+    takers = [graph.output_node(), *filter(is_mutation_op, graph.nodes)]
+    owned = {memory_of(value_of(each)) for taker in takers for each in taker.all_input_nodes}
+    known: dict[Any, fx.Node] = {}
+    shared = 0
+    for node in list(graph.nodes):
+        if not _is_repeatable(node) or memory_of(value_of(node)) in owned:
+            continue
+        key = (node.target, frozen(node.args), frozen(node.kwargs), node.meta["mutation_region_id"])
+        first = known.setdefault(key, node)
+        if first is not node:
+            node.replace_all_uses_with(first)
+            graph.erase_node(node)
+            shared += 1
+    return shared
+
+
+def _is_repeatable(node: fx.Node) -> bool:
+    """Whether it makes one tensor, the same one for the same arguments, of torch's own op."""
+    target: Any = node.target
+    is_torchs = isinstance(target, torch._ops.OpOverload) and target.namespace == "aten"
+    makes_garbage = is_torchs and "empty" in target._schema.name
+    return is_torchs and not makes_garbage and is_pure(node) and isinstance(value_of(node), torch.Tensor)

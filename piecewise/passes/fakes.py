@@ -63,6 +63,15 @@ def sizes(values: Any) -> tuple[Any, ...]:
     return tuple(value.node.expr if isinstance(value, torch.SymInt) else value for value in values)
 
 
+def frozen(value: Any) -> Any:
+    """Arguments of a node in a form that compares, by value."""
+    if isinstance(value, (tuple, list)):
+        return tuple(map(frozen, value))
+    if isinstance(value, dict):
+        return tuple(sorted((name, frozen(item)) for name, item in value.items()))
+    return sizes((value,)) if isinstance(value, torch.SymInt) else value
+
+
 def memory_of(value: Any) -> int | None:
     """Identity of the memory behind a fake tensor; None for anything else."""
     return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else None

@@ -61,9 +61,11 @@ def _quantised(
     scale: torch.Tensor | None,
     least_peak: float,
     least_step: float,
+    round_step: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    quant = 1 if scale is not None else 3 if round_step else 2
     found, total, scales = _launches().norm(
-        x, residual, weight, eps=eps, offset=offset, round_first=first, quant=1 if scale is not None else 2,
+        x, residual, weight, eps=eps, offset=offset, round_first=first, quant=quant,
         scale=scale, least_peak=least_peak, least_step=least_step,
     )  # fmt: skip
     return found, scales if scale is None else x.new_empty(0, dtype=torch.float32), total
@@ -85,7 +87,7 @@ add_rms_norm = _define(
 )  # fmt: skip
 _QUANT = (
     "Tensor weight, float eps, float offset, bool round_first, "
-    "Tensor? scale, float least_peak, float least_step"
+    "Tensor? scale, float least_peak, float least_step, bool round_step=False"
 )
 rms_norm_quant = _define(
     "rms_norm_quant", f"Tensor x, {_QUANT}", "(Tensor, Tensor)", reference.rms_norm_quant,

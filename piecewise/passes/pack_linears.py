@@ -6,20 +6,36 @@
 The graph keeps reading the model's own weights: `packed_weights.py` has laid them out one after the other in
 one storage, and the first one is looked at beyond its end. So there is no second copy of a weight, what is
 written into one is seen, and the addresses of all of them are compared on each call [I4].
+
+A quantised weight is several tensors: integers or float8, and scales. Each kind is laid out in this way, and
+what a linear makes of them, column by column, is made of all at once:
+
+    mm(x, cast(t(w)) * t(s))      _scaled_mm(x, t(w), scale of x, t(s))      _int_mm(x, t(w))
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Sequence
+from typing import Any
 
 import torch
 from torch import fx
 
-from piecewise.passes.fakes import aten, geometry, value_of
+from piecewise.int8_matmul import int8_matmul
+from piecewise.passes.fakes import aten, frozen, value_of
 from piecewise.passes.matcher import find_regions, same_mutation_regions
 
-_LINEARS = (aten.mm.default, aten.addmm.default)
+# Positions of the arguments that have a column, or an entry, per column of the result.
+_LINEARS: dict[Any, tuple[int, ...]] = {
+    aten.mm.default: (1,),
+    aten.addmm.default: (2, 0),
+    aten._int_mm.default: (1,),
+    int8_matmul: (1,),
+    aten._scaled_mm.default: (1, 3),
+}
+# Ops that make a column of a column.
+_BY_COLUMN = (aten._to_copy.default, aten.mul.Tensor)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -27,12 +43,11 @@ class LinearGroup:
     """Linears of one input, in the order in which they run.
 
     Attributes:
-        weights, biases: positions of their parameters among the graph's placeholders; `biases` has one for
-            each weight, or none.
+        parameters: per kind, such as weights, biases or scales, one for each linear, as positions among the
+            graph's placeholders.
     """
 
-    weights: tuple[int, ...]
-    biases: tuple[int, ...] = ()
+    parameters: tuple[tuple[int, ...], ...]
 
 
 def find_groups(graph: fx.Graph, parameters: Collection[int] | None = None) -> list[LinearGroup]:
@@ -63,62 +78,93 @@ def _linears(graph: fx.Graph, parameters: Collection[int] | None) -> dict[Linear
     find_regions(graph)
     together: dict[object, list[fx.Node]] = {}
     for node in graph.nodes:
-        if node.op != "call_function" or node.target not in _LINEARS:
-            continue
-        used = _parameters_of(node)
-        if used is None or any(each not in placeholders for each in used):
+        places = _LINEARS.get(node.target) if node.op == "call_function" else None
+        if places is None or (used := _parameters_of(node)) is None:
             continue
         if parameters is not None and any(placeholders[each] not in parameters for each in used):
             continue
-        weight = value_of(used[0])
-        key = (node.args[-2], node.target, weight.dtype, weight.device, node.meta["mutation_region_id"])
+        shared = [argument for place, argument in enumerate(node.args) if place not in places]
+        kinds = [(value_of(each).dtype, value_of(each).device, value_of(each).shape[1:]) for each in used]
+        made = [_recipe(node.args[place]) for place in places]
+        key = (
+            node.target,
+            frozen(shared),
+            frozen(node.kwargs),
+            *kinds,
+            *made,
+            node.meta["mutation_region_id"],
+        )
         together.setdefault(key, []).append(node)
     found = {}
     for nodes in together.values():
-        pairs = [[placeholders[each] for each in _parameters_of(node) or ()] for node in nodes]
-        weights = tuple(pair[0] for pair in pairs)
-        if len(nodes) > 1 and len(set(weights)) == len(weights):
-            found[LinearGroup(weights, tuple(pair[1] for pair in pairs if len(pair) > 1))] = nodes
+        each = [[placeholders[used] for used in _parameters_of(node) or ()] for node in nodes]
+        group = LinearGroup(tuple(zip(*each, strict=True)))
+        if len(nodes) > 1 and all(len(set(kind)) == len(kind) for kind in group.parameters):
+            found[group] = nodes
     return found
 
 
 def _parameters_of(node: fx.Node) -> list[fx.Node] | None:
-    """[weight] or [weight, bias] where the node is a plain linear over contiguous placeholders."""
-    *bias, _, turned = node.args
-    if not isinstance(turned, fx.Node) or turned.target is not aten.t.default or node.kwargs:
-        return None
-    used = [turned.args[0], *bias]
-    found = [each for each in used if isinstance(each, fx.Node) and each.op == "placeholder"]
-    if len(found) != len(used):
-        return None
-    weight = value_of(found[0])
-    whole = all(isinstance(value_of(each), torch.Tensor) and value_of(each).is_contiguous() for each in found)
-    if not whole or any(isinstance(size, torch.SymInt) for size in weight.shape):
-        return None
-    if len(found) > 1 and geometry(value_of(found[1]))[2] != (weight.shape[0],):
-        return None
-    return found
+    """The placeholders of which the linear makes its columns, its weight first; None where it makes them of
+    anything else."""
+    found: list[fx.Node] = []
+    columns = value_of(node).shape[1]
+    for place in _LINEARS[node.target]:
+        argument = node.args[place] if place < len(node.args) else None
+        if not isinstance(argument, fx.Node) or not _add_parameters(argument, columns, found):
+            return None
+    return found if len(set(found)) == len(found) else None
+
+
+def _add_parameters(node: fx.Node, columns: Any, found: list[fx.Node]) -> bool:
+    """Adds the placeholders behind a value of `columns` columns; false where they are not made one by one."""
+    if node.target in _BY_COLUMN:
+        operands = node.all_input_nodes
+        wide = all(value_of(each).dim() == 2 and value_of(each).shape[1] == columns for each in operands)
+        return wide and all(_add_parameters(each, columns, found) for each in operands)
+    given: Any = node.args[0] if node.target is aten.t.default else node
+    value = value_of(given)
+    if given.op != "placeholder" or not isinstance(value, torch.Tensor) or not value.is_contiguous():
+        return False
+    found.append(given)
+    is_turned = given is not node
+    static = not any(isinstance(size, torch.SymInt) for size in value.shape)
+    return static and value.dim() == (2 if is_turned else 1) and value.shape[0] == columns
+
+
+def _recipe(node: Any) -> Any:
+    """How columns are made, whatever the parameters."""
+    if not isinstance(node, fx.Node):
+        return node
+    if node.op == "placeholder":
+        return "parameter"
+    return (node.target, *map(_recipe, node.args), frozen(node.kwargs))
 
 
 def _pack(graph: fx.Graph, nodes: Sequence[fx.Node]) -> None:
     assert all(same_mutation_regions(nodes[0], node) for node in nodes)
-    parameters = [_parameters_of(node) or [] for node in nodes]
-    rows = [int(value_of(pair[0]).shape[0]) for pair in parameters]
-    columns = int(value_of(parameters[0][0]).shape[1])
-    with graph.inserting_before(nodes[0]):
-        weight = graph.call_function(
-            aten.as_strided.default, (parameters[0][0], [sum(rows), columns], [columns, 1])
-        )
-        turned = graph.call_function(aten.t.default, (weight,))
-        bias = [
-            graph.call_function(aten.as_strided.default, (first, [sum(rows)], [1]))
-            for first in parameters[0][1:]
-        ]
-        arguments = (*bias, nodes[0].args[-2], turned)
-        packed = graph.call_function(nodes[0].target, arguments)  # type: ignore[arg-type]
+    rows = [int(value_of(node).shape[1]) for node in nodes]
+    packed: dict[fx.Node, fx.Node] = {}
+
+    def made(node: fx.Node) -> fx.Node:
+        """What a value of the first linear is, for all."""
+        if node in packed:
+            return packed[node]
+        copy = graph.node_copy(node, made)
+        copy.meta.pop("val", None)
+        return copy
+
+    first = nodes[0]
+    with graph.inserting_before(first):
+        for each in _parameters_of(first) or ():
+            sizes = [sum(rows), *map(int, value_of(each).shape[1:])]
+            packed[each] = graph.call_function(aten.as_strided.default, (each, sizes, [*sizes[1:], 1]))
+        places = _LINEARS[first.target]
+        arguments = tuple(made(each) if at in places else each for at, each in enumerate(first.args))  # type: ignore[arg-type]
+        joined = graph.call_function(first.target, arguments, dict(first.kwargs))  # type: ignore[arg-type]
         begin = 0
         for node, size in zip(nodes, rows, strict=True):
-            part = graph.call_function(aten.slice.Tensor, (packed, 1, begin, begin + size))
+            part = graph.call_function(aten.slice.Tensor, (joined, 1, begin, begin + size))
             node.replace_all_uses_with(part)
             begin += size
     for node in nodes:

@@ -7,7 +7,8 @@ Each rounds where the unfused model does, so that fusing adds no error:
   at the end (Gemma, `torch.nn.RMSNorm`). The factor is `weight + offset` in float32 (Gemma: 1).
 * `add_rms_norm`: the sum is rounded to x's dtype, and that is what is normed.
 * quantised: the normed value is rounded to x's dtype, divided by the scale in float32, clamped to float8's
-  range and rounded. The scale is given, or made for each row from its largest value.
+  range and rounded. The scale is given, or made for each row from its largest value, in float32 or rounded
+  to x's dtype (torchao's float8 rows).
 * `silu_and_mul`: silu in float32, rounded, times `up`, rounded.
 * `rotate`: both products and their sum are rounded, as transformers' `rotate_half` formulation has it.
 """
@@ -51,13 +52,15 @@ def rms_norm_quant(
     scale: torch.Tensor | None,
     least_peak: float,
     least_step: float,
+    round_step: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(the norm in float8, the scale of each row [..., 1] in float32); no such scales where one is given."""
     wide = rms_norm(x, weight, eps, offset, round_first).float()
     step, scales = scale, x.new_empty(0, dtype=torch.float32)
     if step is None:
         peak = wide.abs().amax(-1, keepdim=True).clamp(min=least_peak)
-        step = scales = (peak / MAX_FLOAT8).clamp(min=least_step)
+        step = (peak / MAX_FLOAT8).clamp(min=least_step)
+        step = scales = step.to(x.dtype).float() if round_step else step
     return (wide / step).clamp(-MAX_FLOAT8, MAX_FLOAT8).to(torch.float8_e4m3fn), scales
 
 

@@ -4,7 +4,8 @@
     after    rms_norm_quant(x, ..., scale)
 
 The scale is a tensor of one value, or made for each row as ``amax(abs(normed)) / 448``, with a least value
-before or after the division; then it is a result of the op, too. Behind `add_rms_norm` the sum is the third.
+before or after the division, or in the norm's own dtype (torchao); then it is a result of the op, too. Behind
+`add_rms_norm` the sum is the third.
 """
 
 from __future__ import annotations
@@ -30,8 +31,10 @@ def patterns() -> PatternSet:
     """Norms that become float8, with a given scale and with one per row."""
     found = PatternSet("add_rms_norm_quant")
     for with_sum, widened, kind in itertools.product(
-        (True, False), (True, False), (None, "peak", "step", "none")
+        (True, False), (True, False), (None, "peak", "step", "none", "rounded")
     ):
+        if kind == "rounded" and not widened:
+            continue  # there is nothing to round
         pattern = _quantised(with_sum, widened, kind)
         found.add(
             pattern, functools.partial(_is_quantised, kind=kind), functools.partial(_replace, with_sum, kind)
@@ -48,7 +51,7 @@ def trigger(graph: fx.Graph) -> str | None:
 
 def _quantised(with_sum: bool, widened: bool, kind: str | None) -> Any:
     """`kind` is None for a given scale, else where the least value is applied."""
-    users = 1 if kind is None or widened else 2
+    users = 1 if kind is None or (widened and kind != "rounded") else 2
     options = map(KeywordArg, _OPTIONS)
     if with_sum:
         both = CallFunction(
@@ -57,9 +60,12 @@ def _quantised(with_sum: bool, widened: bool, kind: str | None) -> Any:
         wide: Any = CallFunction(operator.getitem, both, 0, _users=users)
     else:
         wide = CallFunction(ops.rms_norm, KeywordArg("x"), *options, _users=users)
+    narrow = wide
     if widened:
-        wide = CallFunction(aten._to_copy.default, wide, dtype=torch.float32, _users=1 if kind is None else 2)
-    scaled = CallFunction(aten.div.Tensor, wide, KeywordArg("scale") if kind is None else _step(wide, kind))
+        count = 1 if kind in (None, "rounded") else 2
+        wide = CallFunction(aten._to_copy.default, wide, dtype=torch.float32, _users=count)
+    scale = KeywordArg("scale") if kind is None else _step(narrow if kind == "rounded" else wide, kind)
+    scaled = CallFunction(aten.div.Tensor, wide, scale)
     clamped = CallFunction(aten.clamp.default, scaled, -MAX_FLOAT8, MAX_FLOAT8)
     return CallFunction(aten._to_copy.default, clamped, dtype=torch.float8_e4m3fn)
 
@@ -71,7 +77,10 @@ def _step(wide: Any, kind: str) -> Any:
     )
     if kind == "peak":
         peak = CallFunction(least, peak, KeywordArg("least"))
-    step = CallFunction(aten.div.Tensor, peak, MAX_FLOAT8, _users=1 if kind == "step" else MULTIPLE)
+    is_last = kind in ("peak", "none")
+    step = CallFunction(aten.div.Tensor, peak, MAX_FLOAT8, _users=MULTIPLE if is_last else 1)
+    if kind == "rounded":
+        return CallFunction(aten._to_copy.default, step, dtype=torch.float32, _users=MULTIPLE)
     return CallFunction(least, step, KeywordArg("least"), _users=MULTIPLE) if kind == "step" else step
 
 
@@ -99,7 +108,7 @@ def _replace(with_sum: bool, kind: str | None, match: Match) -> None:
     scale = found.get("scale")
     inputs = ("x", "residual", *_OPTIONS) if with_sum else ("x", *_OPTIONS)
     arguments = (*(found[name] for name in inputs), scale)
-    arguments += (least if kind == "peak" else 0.0, least if kind == "step" else 0.0)
+    arguments += (least if kind == "peak" else 0.0, least if kind == "step" else 0.0, kind == "rounded")
     graph = last.graph
     # Where the norm was: its sum and the scales may be read before the float8 values are.
     with graph.inserting_before(norm):

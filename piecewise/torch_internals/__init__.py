@@ -52,6 +52,14 @@ from piecewise.torch_internals.process import (
     num_storage_users,
     number_dicts,
 )
+from piecewise.torch_internals.subclasses import (
+    below_torch_function,
+    has_own_torch_function,
+    has_torch_function,
+    is_opaque,
+    is_wrapper,
+    trace_below,
+)
 from piecewise.torch_internals.symbols import (
     SYMBOLIC,
     asked_of_sizes,

@@ -89,14 +89,15 @@ def norm(
         x, residual: [..., width], width at most `reference.MAX_WIDTH`.
         weight: [width], dense.
         quant: 0 for x's dtype, 1 for float8 by `scale`, 2 for float8 by a scale per row, which is made from
-            the row's peak, of at least `least_peak`, and is at least `least_step`.
+            the row's peak, of at least `least_peak`, and is at least `least_step`; 3 as 2, and that scale is
+            rounded to x's dtype.
     """
     width = x.shape[-1]
     assert width <= MAX_WIDTH
     given = x
     out = _output(x, torch.float8_e4m3fn if quant else None)
     total = _output(x) if residual is not None else out
-    scales = torch.empty((*x.shape[:-1], 1), dtype=torch.float32, device=x.device) if quant == 2 else out
+    scales = torch.empty((*x.shape[:-1], 1), dtype=torch.float32, device=x.device) if quant > 1 else out
     x, x_steps = _addressable(x)
     added, added_steps = _addressable(residual) if residual is not None else (x, _NO_ROWS)
     num_rows = x.numel() // max(width, 1)

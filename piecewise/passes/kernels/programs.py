@@ -30,7 +30,8 @@ def norm_program(
     out_inner, out_outer_step, out_inner_step, total_inner, total_outer_step, total_inner_step,
     ROWS: constexpr, WIDTH: constexpr, HAS_RESIDUAL: constexpr, ROUND_FIRST: constexpr, QUANT: constexpr,
 ):  # fmt: skip
-    """`ROWS` rows: residual add, RMS norm, rounding to float8 by one scale (QUANT 1) or one per row (2)."""
+    """`ROWS` rows: residual add, RMS norm, rounding to float8 by one scale (QUANT 1) or one per row (2, and 3
+    where that is rounded to x's dtype)."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, WIDTH)[None, :]
     inside = (row < num_rows)[:, None] & (column < width)
@@ -60,9 +61,13 @@ def norm_program(
         else:
             peak = tl.maximum(tl.max(tl.abs(wide), axis=1), least_peak)
             step = tl.maximum(peak / quant_max, least_step)
+            if QUANT == 3:
+                step = step.to(dtype).to(tl.float32)
             tl.store(scales + row, step, row < num_rows)
             wide = wide / step[:, None]
-        wide = tl.minimum(tl.maximum(wide, -quant_max), quant_max)
+        # A row of zeros has a scale of zero, and is NaN in the model, too.
+        wide = tl.maximum(wide, -quant_max, propagate_nan=tl.PropagateNan.ALL)
+        wide = tl.minimum(wide, quant_max, propagate_nan=tl.PropagateNan.ALL)
         tl.store(out + place, wide.to(out.dtype.element_ty), inside)
 
 

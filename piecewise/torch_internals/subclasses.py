@@ -1,0 +1,73 @@
+"""Tensor subclasses: which ones say what is inside, and the ops below them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch._dispatch.python import enable_python_dispatcher
+from torch._higher_order_ops.out_dtype import is_int_mm, out_dtype, out_dtype_fallback
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+
+def is_wrapper(value: Any) -> bool:
+    """Whether it is a tensor around other tensors, which its class names and can be made of again."""
+    return bool(is_traceable_wrapper_subclass(value))
+
+
+def is_opaque(value: Any) -> bool:
+    """Whether it is a tensor of a class that dispatches in Python and does not say what is inside."""
+    dispatch = getattr(type(value), "__torch_dispatch__", None)
+    is_disabled = dispatch is torch._C._disabled_torch_dispatch_impl
+    return isinstance(value, torch.Tensor) and not is_disabled and not is_wrapper(value)
+
+
+def has_torch_function(value: Any) -> bool:
+    """Whether Dynamo goes through the `__torch_function__` of such a tensor; not of wrappers."""
+    function = getattr(type(value), "__torch_function__", None)
+    is_called = function is not torch._C._disabled_torch_function_impl and type(value) is not torch.Tensor
+    return isinstance(value, torch.Tensor) and is_called and not is_wrapper(value)
+
+
+def has_own_torch_function(value: Any) -> bool:
+    """Whether that is code of the class itself, which is no kin of parameters either: what it returns, Dynamo
+    may give another class than eager does."""
+    function = getattr(type(value), "__torch_function__", None)
+    torchs: Any = torch.Tensor.__torch_function__
+    is_torchs = getattr(function, "__func__", None) is torchs.__func__
+    return has_torch_function(value) and not is_torchs and not issubclass(type(value), torch.nn.Parameter)
+
+
+def below_torch_function() -> Any:
+    """A block in which no `__torch_function__` of a tensor is called."""
+    return torch._C.DisableTorchFunctionSubclass()
+
+
+def trace_below(
+    function: Callable[..., Any],
+    arguments: Sequence[Any],
+    fake_mode: Any,
+    *,
+    int_matmul: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    torch_function: bool,
+) -> torch.fx.GraphModule:
+    """The aten ops that `function` comes to below the classes of the tensors that it takes and makes; guards
+    on sizes are left in the fake mode.
+
+    Args:
+        arguments: fakes and symbolic numbers.
+        int_matmul: the product of two int8 matrices on a GPU, in int32.
+        torch_function: whether a class's `__torch_function__` is to be called, too.
+    """
+
+    def typed(op: Any, dtype: torch.dtype, *args: Any) -> Any:
+        if is_int_mm(op, dtype, args):
+            return int_matmul(*args)
+        return out_dtype_fallback(op, dtype, *args)
+
+    below = nullcontext() if torch_function else below_torch_function()
+    with torch.inference_mode(False), torch.no_grad(), fake_mode, enable_python_dispatcher(), below:
+        return make_fx(function, decomposition_table={out_dtype: typed})(*arguments)  # type: ignore[dict-item]

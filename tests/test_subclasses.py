@@ -1,0 +1,553 @@
+"""Tensor subclasses are seen through, or refused by name; changes of what is inside are noticed."""
+
+from __future__ import annotations
+
+import copy
+import datetime
+
+import pytest
+import torch
+from subclass_models import (
+    BUCKETS,
+    TORCHAO,
+    Counted,
+    Quantised,
+    attach,
+    captured,
+    compare_steps,
+    float8_rows,
+    linears,
+    llama,
+    need_torchao,
+    parts_of,
+    set_parameter,
+    step,
+)
+from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
+from toy_models import Toy, check_sizes, kinds, make_ids, mix
+
+import piecewise
+from piecewise.backend import piecewise_backend
+
+PLACES = (
+    "embedding.weight",
+    "blocks.0.norm.weight",
+    "blocks.0.qkv.weight",
+    "blocks.1.o.bias",
+    "projection.weight",
+)
+
+
+def toy_with(path, make):
+    model = Toy().eval()
+    set_parameter(model, path, make(model.get_parameter(path).detach().clone()))
+    return model
+
+
+def two(weight):
+    return TwoTensor(weight, weight + 0.1)
+
+
+def assert_served(model, *, sizes=(1, 2, 4, 5, 8), counts=BUCKETS):
+    """Each size replays, with eager's classes and values; `verify` agrees."""
+    graphed = piecewise.compile(model, buckets=counts, progress=False)
+    with torch.no_grad():
+        assert graphed.capture(make_ids(3), torch.arange(3)).ok
+        for n in sizes:
+            arguments = make_ids(n), torch.arange(n)
+            want, got = model(*arguments), graphed(*arguments)
+            assert type(got) is type(want)
+            for mine, theirs in zip(parts_of(got), parts_of(want), strict=True):
+                torch.testing.assert_close(mine.as_subclass(torch.Tensor), theirs.as_subclass(torch.Tensor))
+        assert graphed.stats.replays == len(sizes), graphed.stats
+        report = graphed.verify(make_ids(5), torch.arange(5))
+        assert report.ok and "graph" in str(report), report
+    return graphed
+
+
+@pytest.mark.parametrize("path", PLACES)
+def test_activations_that_become_a_subclass(path):
+    graphed = assert_served(toy_with(path, two))
+    assert graphed.report().plans[0].coverage == 1.0
+
+
+def test_verify_compares_all_that_is_inside_of_a_result():
+    """A comparison of two TwoTensors is one of their first parts alone."""
+    graphed = assert_served(toy_with("projection.weight", two), sizes=(5,))
+    signature = graphed._graphs.signatures[0]
+    build = signature.rebuild
+
+    def wrong(leaves):
+        result = build(leaves)
+        return TwoTensor(result.a, result.b + 1)
+
+    signature.rebuild = wrong
+    with torch.no_grad():
+        assert not graphed.verify(make_ids(5), torch.arange(5)).ok
+    signature.rebuild = lambda leaves: build(leaves).a
+    with torch.no_grad():
+        assert "structure" in str(graphed.verify(make_ids(5), torch.arange(5)))
+
+
+def test_a_two_tensor_weight_in_a_llama():
+    model = llama()
+    weight = model.model.layers[0].mlp.down_proj.weight.detach()
+    set_parameter(model, "model.layers.0.mlp.down_proj.weight", two(weight.clone()))
+    cache = attach(model)
+    graphed = compare_steps(captured(model, cache), cache, tolerance=1e-5)
+    assert isinstance(step(graphed, cache, (5,)).logits, TwoTensor)
+
+
+@pytest.mark.parametrize("path", ["blocks.0.qkv.weight", "projection.weight"])
+def test_a_wrapper_of_our_own(path):
+    graphed = check_sizes(toy_with(path, Quantised.of), poison=True)
+    assert graphed.report().plans[0].coverage == 1.0
+    names = [name for plan in graphed._graphs.signatures for s in plan.plan.segments for name in s.op_names]
+    assert "aten::_to_copy" in names
+
+
+def test_a_wrapper_whose_torch_function_says_something_else():
+    model = toy_with("blocks.0.qkv.weight", Counted.of)
+    plain = toy_with("blocks.0.qkv.weight", Quantised.of)
+    plain.load_state_dict(
+        {k: v for k, v in model.state_dict().items() if "qkv.weight" not in k}, strict=False
+    )
+    with torch.no_grad():
+        assert not torch.allclose(model(make_ids(5)), plain(make_ids(5)), atol=1e-3)
+    assert_served(model)
+
+
+class PlainKin(torch.Tensor):
+    pass
+
+
+class FunctionKin(torch.Tensor):
+    """Changes what a linear is, on the Python side alone."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        made = super().__torch_function__(func, types, args, kwargs or {})
+        return made * 2 if func is nn.functional.linear else made
+
+
+class ParameterKin(nn.Parameter):
+    pass
+
+
+class BufferKin(nn.Buffer):
+    pass
+
+
+class Doubling(nn.Parameter):
+    """Doubles what a linear is, in plain tensors."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        with torch._C.DisableTorchFunctionSubclass():
+            made = func(*args, **(kwargs or {}))
+            return made * 2 if func is nn.functional.linear else made
+
+
+def given_class(path, kin):
+    model = Toy().eval()
+    owner, _, key = path.rpartition(".")
+    table = model.get_submodule(owner)._parameters
+    table[key] = table[key].detach().as_subclass(kin)
+    return model
+
+
+@pytest.mark.parametrize("path", ["blocks.0.qkv.weight", "projection.weight"])
+def test_a_subclass_without_code_is_the_class_of_the_result(path):
+    graphed = assert_served(given_class(path, PlainKin))
+    with torch.no_grad():
+        assert type(graphed(make_ids(4), torch.arange(4))) is PlainKin
+
+
+def test_a_torch_function_of_ones_own_is_refused_by_name():
+    model = given_class("blocks.0.qkv.weight", FunctionKin)
+    with torch.no_grad(), pytest.raises(piecewise.TraceError) as error:
+        piecewise.compile(model, buckets=[8], progress=False).capture(make_ids(4))
+    assert "qkv.weight is a test_subclasses.FunctionKin" in str(error.value)
+    assert "derive FunctionKin from torch.nn.Parameter" in str(error.value)
+
+
+def some_rows_twice(model, x):
+    """A linear on rows that data choose: it runs between graphs, on the model's own tensor."""
+    return x + nn.functional.linear(x[x[:, 0] > -9.0], model.square).sum(0)
+
+
+def test_the_torch_function_of_a_kin_of_parameters_is_called_once():
+    model = Toy(head=some_rows_twice).eval()
+    model.square = Doubling(torch.randn(16, 16))
+    model.blocks[0].qkv._parameters["weight"] = Doubling(model.blocks[0].qkv.weight.detach())
+    graphed = assert_served(model)
+    assert "e" in kinds(graphed)
+
+
+class Overwritten(nn.Module):
+    """A boundary op writes a part of what a quantised linear has made, and all of that is read later."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.qkv = nn.Embedding(50, 16), nn.Linear(16, 64)
+        self.cache = torch.zeros(64, 16)
+        set_parameter(self, "qkv.weight", Quantised.of(self.qkv.weight.detach()))
+
+    def forward(self, ids, positions):
+        made = self.qkv(self.embedding(ids))
+        q, k, v, out = made.chunk(4, dim=-1)
+        mix(q, k, v, out, self.cache)
+        return made * 2
+
+
+def test_memory_behind_a_subclass_is_known_to_be_shared():
+    model = Overwritten().eval()
+    graphed = assert_served(model)
+    plan = graphed._graphs.signatures[0].plan
+    _, boundary, last = plan.segments
+    assert [plan.values[index].memory in boundary.writes for index in last.inputs] == [True]
+
+
+@pytest.mark.parametrize("lowering", ["eager", "inductor"])
+def test_kin_of_parameters_and_buffers(lowering):
+    model = Toy(head=lambda model, x: x * model.factor).eval()
+    model.blocks[0].qkv._parameters["weight"] = ParameterKin(model.blocks[0].qkv.weight.detach())
+    model.register_buffer("factor", BufferKin(torch.tensor(1.5)))
+    assert_served(model)
+
+
+class Silent(torch.Tensor):
+    """A wrapper that does not say what is inside."""
+
+    def __new__(cls, inner):
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        if func in (torch.ops.aten.detach.default, torch.ops.aten.clone.default):
+            return cls(func(args[0].inner))
+        opened = [each.inner if isinstance(each, cls) else each for each in args]
+        return func(*opened, **(kwargs or {}))
+
+
+def test_a_class_that_does_not_say_what_is_inside_is_refused_by_name():
+    model = toy_with("blocks.0.qkv.weight", Silent)
+    with torch.no_grad():
+        model(make_ids(4))
+        with pytest.raises(piecewise.TraceError) as error:
+            piecewise.compile(model, buckets=[8], progress=False).capture(make_ids(4))
+    text = str(error.value)
+    assert "model.blocks.0.qkv.weight is a test_subclasses.Silent" in text
+    assert "Fix:  give Silent __tensor_flatten__ and __tensor_unflatten__" in text
+
+
+class Rebinding(Quantised):
+    """Binds another tensor inside of itself in an op."""
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        for each in args:
+            if isinstance(each, cls) and func is not torch.ops.aten.detach.default:
+                each.scales = each.scales.clone()
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+class Holding(Quantised):
+    """Reads a tensor that it does not name."""
+
+    def dense(self):
+        return super().dense() * FACTOR
+
+
+FACTOR = torch.tensor(2.0)
+
+
+@pytest.mark.parametrize("cls, says", [(Rebinding, "binds other tensors inside"), (Holding, "Holding")])
+def test_what_a_class_does_beside_its_tensors_is_refused_by_name(cls, says):
+    model = toy_with("blocks.0.qkv.weight", cls.of)
+    with torch.no_grad(), pytest.raises(piecewise.TraceError) as error:
+        piecewise.compile(model, buckets=[8], progress=False).capture(make_ids(4))
+    text = str(error.value)
+    assert says in text and f"a {cls.__name__}" in text and "blocks.0.qkv" in text and "Fix:" in text
+
+
+def test_a_dtensor_is_refused_by_name():
+    from torch.distributed import destroy_process_group, init_process_group
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, distribute_tensor
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    init_process_group("fake", store=FakeStore(), rank=0, world_size=1, timeout=datetime.timedelta(seconds=9))
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        model = Toy().eval()
+        for path, weight in list(model.named_parameters()):
+            set_parameter(model, path, distribute_tensor(weight.detach(), mesh, [Replicate()]))
+        with torch.no_grad(), pytest.raises(piecewise.TraceError) as error:
+            piecewise.compile(model, buckets=[8], progress=False).capture(make_ids(4))
+    finally:
+        destroy_process_group()
+    assert "is a torch.distributed.tensor.DTensor" in str(error.value) and "Fix:" in str(error.value)
+
+
+# What a change between two calls does to the next one.
+
+
+def rebound(weight, model):
+    set_parameter(model, "blocks.0.qkv.weight", Quantised.of(torch.randn(weight.shape)))
+
+
+def swapped(weight, model):
+    torch.utils.swap_tensors(
+        weight, nn.Parameter(Quantised.of(torch.randn(weight.shape)), requires_grad=False)
+    )
+
+
+def inner_rebound(weight, model):
+    weight.scales = weight.scales * 2
+
+
+def inner_moved(weight, model):
+    weight.scales.data = weight.scales * 2
+
+
+def another_class(weight, model):
+    set_parameter(model, "blocks.0.qkv.weight", torch.randn(weight.shape))
+
+
+def attribute(weight, model):
+    weight.options = {"factors": [3.0]}
+
+
+def inside_an_attribute(weight, model):
+    weight.options["factors"][0] = 3.0
+
+
+def longer_list(weight, model):
+    weight.options["factors"].insert(0, 3.0)
+
+
+def another_key(weight, model):
+    weight.options = {"more": 1, **weight.options}
+
+
+CHANGES = {
+    rebound: "moved_address",
+    swapped: "moved_address",
+    inner_rebound: "moved_address",
+    inner_moved: "moved_address",
+    another_class: "moved_address",
+    attribute: "module_state_changed",
+    inside_an_attribute: "module_state_changed",
+    longer_list: "module_state_changed",
+    another_key: "module_state_changed",
+}
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_I4_I10_a_change_of_a_subclass_is_noticed(change):
+    model = toy_with("blocks.0.qkv.weight", Quantised.of)
+    arguments = make_ids(5), torch.arange(5)
+    graphed = piecewise.compile(model, buckets=(8,), progress=False)
+    with torch.no_grad():
+        graphed.capture(*arguments)
+        before = graphed(*arguments)
+        change(model.blocks[0].qkv.weight, model)
+        got, want = graphed(*arguments), model(*arguments)
+        assert torch.equal(got, want)
+        assert change is another_key or not torch.allclose(got, before, atol=1e-4)
+        assert [str(reason) for reason in graphed.stats.reasons] == [CHANGES[change]], graphed.stats
+        graphed.refresh()
+        assert torch.allclose(graphed(*arguments), want, atol=1e-5) and graphed.stats.replays == 2
+
+
+def test_I4_what_is_written_in_place_is_replayed_with():
+    model = toy_with("blocks.0.qkv.weight", Quantised.of)
+    arguments = make_ids(8), torch.arange(8)
+    graphed = piecewise.compile(model, buckets=(8,), progress=False)
+    with torch.no_grad():
+        graphed.capture(*arguments)
+        before = graphed(*arguments)
+        weight = model.blocks[0].qkv.weight
+        weight.copy_(Quantised.of(torch.randn(weight.shape)))
+        assert torch.equal(graphed(*arguments), model(*arguments))
+        assert graphed.stats.replays == 2 and not torch.allclose(graphed(*arguments), before, atol=1e-3)
+        assert graphed.check_addresses().ok
+
+
+def test_suspended_weights_may_move():
+    """`.to()` swaps a subclass's insides; nothing of the old ones is held."""
+    model = toy_with("blocks.0.qkv.weight", Quantised.of)
+    arguments = make_ids(5), torch.arange(5)
+    graphed = piecewise.compile(model, buckets=(8,), progress=False)
+    with torch.no_grad():
+        graphed.capture(*arguments)
+        want = graphed(*arguments)
+        graphed.suspend()
+        weight = model.blocks[0].qkv.weight
+        kept = torch.UntypedStorage._weak_ref(weight.values.untyped_storage())
+        swapped(weight, model)
+        assert torch.UntypedStorage._expired(kept)
+        torch.UntypedStorage._free_weak_ref(kept)
+        graphed.resume()
+        got = graphed(*arguments)
+        assert torch.allclose(got, model(*arguments), atol=1e-5) and graphed.stats.replays == 2
+        assert not torch.allclose(got, want, atol=1e-3)
+
+
+def test_the_backend_of_torch_compile():
+    model = toy_with("blocks.0.qkv.weight", Quantised.of)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend=piecewise_backend, options={"buckets": [8]}, dynamic=True)
+    with torch.no_grad(), piecewise.capture_window():
+        for n in (5, 6):
+            assert torch.allclose(compiled(make_ids(n)), model(make_ids(n)), atol=1e-5)
+        weight = model.blocks[0].qkv.weight
+        assert piecewise.handle(compiled).stats.replays == 2
+        weight.scales = weight.scales * 2
+        assert torch.allclose(compiled(make_ids(5)), model(make_ids(5)), atol=1e-5)
+    torch._dynamo.reset()
+
+
+def test_layers_of_subclasses_serve_each_other():
+    model = llama(layers=3)
+    for path, module in linears(model):
+        set_parameter(model, f"{path}.weight", Quantised.of(module.weight.detach()))
+    cache = attach(model)
+    layers = captured(model, cache)._graphs.signatures[0].traced.trace.layers
+    assert layers is not None and "1" in str(layers)
+    model.model.layers[1].mlp.up_proj.weight.options["factors"][0] = 2.0
+    compare_steps(captured(model, cache), cache, tolerance=1e-5)
+
+
+@pytest.mark.parametrize("fusions", [("auto",), ("pack_linears",)], ids=str)
+def test_quantised_weights_are_packed(fusions):
+    model = llama()
+    for path, module in linears(model):
+        set_parameter(model, f"{path}.weight", Quantised.of(module.weight.detach()))
+    cache = attach(model)
+    graphed = compare_steps(captured(model, cache, fusions=fusions), cache, tolerance=1e-5)
+    found = dict(graphed.report().captures[0].fusions.matches)
+    assert found["pack_linears"] == 4
+    q, k = (getattr(model.model.layers[0].self_attn, name).weight for name in ("q_proj", "k_proj"))
+    for name in ("values", "scales"):
+        left, right = getattr(q, name), getattr(k, name)
+        assert left.untyped_storage().data_ptr() == right.untyped_storage().data_ptr()
+    with torch.no_grad():
+        q.copy_(Quantised.of(torch.randn(q.shape)))
+    compare_steps(graphed, cache, tolerance=1e-5, sizes=(8,))
+
+
+def test_linears_of_other_recipes_are_not_packed_together():
+    model = llama()
+    for path, module in linears(model):
+        factor = 2.0 if "k_proj" in path else 1.0
+        set_parameter(model, f"{path}.weight", Quantised.of(module.weight.detach(), factor))
+    cache = attach(model)
+    compare_steps(captured(model, cache, fusions=("pack_linears",)), cache, tolerance=1e-5)
+    q, k, v = (getattr(model.model.layers[0].self_attn, f"{name}_proj").weight.values for name in "qkv")
+    assert q.untyped_storage().data_ptr() == v.untyped_storage().data_ptr() != k.untyped_storage().data_ptr()
+
+
+def test_captured_boundary_ops_and_autocast():
+    model = llama()
+    set_parameter(model, "lm_head.weight", Quantised.of(model.lm_head.weight.detach()))
+    cache = attach(model)
+    limits = dict(boundary="captured", max_num_seqs=2, max_seq_len=40)
+    compare_steps(captured(model, cache, fusions=("auto",), **limits), cache, tolerance=1e-5, sizes=(5, 8))
+
+
+@pytest.mark.parametrize("ambient", [True, False])
+def test_autocast_is_resolved_below_a_subclass(ambient):
+    class Cast(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.toy = toy_with("blocks.0.qkv.weight", Quantised.of)
+
+        def forward(self, ids, positions):
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=not ambient):
+                return self.toy(ids, positions)
+
+    model = Cast().eval() if not ambient else toy_with("blocks.0.qkv.weight", Quantised.of)
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=ambient), torch.no_grad():
+        graphed = piecewise.compile(model, buckets=(8,), progress=False)
+        graphed.capture(make_ids(3), torch.arange(3))
+        for n in (5, 8):
+            got, want = graphed(make_ids(n), torch.arange(n)), model(make_ids(n), torch.arange(n))
+            assert got.dtype is want.dtype
+            assert torch.allclose(got.float(), want.float(), atol=2e-2)
+        assert graphed.stats.replays == 2
+
+
+# torchao
+
+
+@pytest.mark.parametrize("fusions", [(), ("auto",)], ids=["eager ops", "fused"])
+@pytest.mark.parametrize("kind", TORCHAO)
+def test_torchao(kind, fusions):
+    need_torchao()
+    if kind == "float8 rows" and torch.__version__ < "2.13":
+        pytest.skip("torch scales rows of a float8 product on the CPU from 2.13 on")
+    model = llama(dtype=torch.bfloat16)
+    (float8_rows if kind == "float8 rows" else TORCHAO[kind])(model)
+    cache = attach(model)
+    graphed = compare_steps(
+        captured(model, cache, fusions=fusions), cache, tolerance=3e-2, sizes=(1, 5, 8, 17)
+    )
+    if fusions:
+        found = dict(graphed.report().captures[0].fusions.matches)
+        assert found["pack_linears"] == 4 and found["rms_norm"] + found["add_rms_norm"] >= 5
+        assert found["add_rms_norm_quant"] == (5 if kind == "float8 rows" else 0)
+
+
+def test_torchao_compiled():
+    need_torchao()
+    model = llama(dtype=torch.bfloat16, layers=1)
+    TORCHAO["int8 weights"](model)
+    cache = attach(model)
+    graphed = captured(model, cache, lowering="inductor")
+    assert not any(lowered.kept_eager for lowered in graphed.report().captures[0].lowerings)
+    compare_steps(graphed, cache, tolerance=3e-2, sizes=(5, 8))
+
+
+# bitsandbytes
+
+
+def bitsandbytes_llama(bits, *, threshold=0.0):
+    bnb = pytest.importorskip("bitsandbytes")
+    model = llama(hidden=64, inner=128)
+    for path, module in linears(model):
+        sizes = module.in_features, module.out_features
+        weight = module.weight.detach().clone()
+        if bits == 4:
+            new = bnb.nn.Linear4bit(*sizes, bias=False, compute_dtype=torch.float32, quant_type="nf4")
+            new.weight = bnb.nn.Params4bit(weight, requires_grad=False, quant_type="nf4")
+        else:
+            new = bnb.nn.Linear8bitLt(*sizes, bias=False, has_fp16_weights=False, threshold=threshold)
+            new.weight = bnb.nn.Int8Params(weight, requires_grad=False, has_fp16_weights=False)
+        owner, _, key = path.rpartition(".")
+        setattr(model.get_submodule(owner), key, new.to("cpu"))
+    return model.eval()
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_bitsandbytes(bits):
+    model = bitsandbytes_llama(bits)
+    cache = attach(model)
+    step(model, cache, (5,))  # lays 8-bit weights out
+    coverage = 1.0 if bits == 8 else 0.5
+    compare_steps(captured(model, cache), cache, tolerance=1e-4, sizes=(5, 8), coverage=coverage)
+
+
+@pytest.mark.parametrize("threshold, is_called", [(6.0, True), (0.0, False)])
+def test_bitsandbytes_8_bit_with_state_in_python_is_refused_with_what_to_do(threshold, is_called):
+    model = bitsandbytes_llama(8, threshold=threshold)
+    cache = attach(model)
+    if is_called:
+        step(model, cache, (5,))
+    with pytest.raises(piecewise.TraceError, match="llm_int8_threshold=0.0.*call the model once before"):
+        captured(copy.copy(model), cache)
