@@ -19,7 +19,7 @@ from torch import fx
 from boundary_ops.registry import BoundaryOp, lookup
 from piecewise import torch_internals as internals
 from piecewise.analysis.rows.recording import OpRecorder, Recording
-from piecewise.tensors import bound_arguments, storage_of, tensors_in
+from piecewise.tensors import storage_of, tensors_in, written_arguments
 
 _HOST_FACTORIES = frozenset({"tensor", "as_tensor", "from_numpy", "asarray", "scalar_tensor"})
 _READ_BACK_METHODS = frozenset(
@@ -93,29 +93,22 @@ def find_facts(graph: fx.Graph, *, enabled: frozenset[str] | None = None) -> dic
         if boundary is not None and enabled is not None and boundary.name not in enabled:
             boundary = None
         if boundary is not None:
-            writes = _schema_writes(node, boundary)
+            written: dict[fx.Node, None] = {}
+            fx.node.map_arg(written_arguments(boundary.overload, node.args, node.kwargs), written.setdefault)
+            writes = tuple(written)
             facts[node] = NodeFacts(reads, writes, storages, False, boundary=boundary)
             continue
         key = node_key(node)
         if key not in memo:
             memo[key] = _run_on_fakes(node, reads, fake_mode)
-        written, found = memo[key]
-        writes = tuple(reads[index] for index in written)
+        places, found = memo[key]
+        writes = tuple(reads[index] for index in places)
         is_view = bool(storages) and not writes and storages <= set(map(storage_of, fakes_of(reads)))
         if is_tuple_item(node):
             # An item is the tensor that its producer made, unless that makes views (split).
             is_view = facts[node.args[0]].is_view  # type: ignore[index]
         facts[node] = NodeFacts(reads, writes, storages, is_view, **found)
     return facts
-
-
-def _schema_writes(node: fx.Node, boundary: BoundaryOp) -> tuple[fx.Node, ...]:
-    bound = bound_arguments(boundary.overload, node.args, node.kwargs)
-    flat: list[Any] = []
-    for name in boundary.mutated:
-        value = bound[name]
-        flat += value if isinstance(value, (list, tuple)) else [value]
-    return tuple(dict.fromkeys(item for item in flat if isinstance(item, fx.Node)))
 
 
 def node_key(node: fx.Node) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from piecewise.guard_kinds import GUARD_KINDS, Rule
-from piecewise.sources import Scope
+from piecewise.sources import Scope, owner_and_name
 from piecewise.torch_internals import SeenGuard, dispatch_keys, opaque_answer
 from runners.same_value import is_same_value, table_content
 
@@ -26,7 +26,7 @@ def owner_and_attribute(guard: SeenGuard) -> tuple[str, Any]:
     """Where a guard looks, and at which attribute, where it asks for one."""
     source, attribute = guard.source, guard.arguments.get("attr")
     if guard.kind == "HASATTR" and attribute is None:  # torch 2.11 names the attribute in the source
-        source, _, attribute = source.rpartition(".")
+        return owner_and_name(source)
     return source, attribute
 
 

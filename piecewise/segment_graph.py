@@ -25,6 +25,7 @@ from piecewise import torch_internals as internals
 from piecewise.aten_graph import function_of
 from piecewise.plan import InputAt, OpCall
 from piecewise.sizes import RowFormulas
+from piecewise.tensors import bound_arguments
 from piecewise.torch_internals import SYMBOLIC
 
 if TYPE_CHECKING:
@@ -134,11 +135,11 @@ class SegmentWriter:
         if op is None or inside != [call]:
             return None
         schema = op.overload._schema.arguments
-        given = dict(zip((argument.name for argument in schema), call.args, strict=False)) | call.kwargs
+        given = bound_arguments(op.overload, call.args, call.kwargs)
         places: dict[Any, Any] = {node: InputAt(at) for at, node in enumerate(self.inputs)}
         arguments = []
         for argument in schema:
-            value = given.get(argument.name, argument.default_value)
+            value = given[argument.name]
             if argument.kwarg_only or isinstance(value, (list, tuple)) or value is self.rows:
                 return None
             arguments.append(places.get(value, value))

@@ -35,6 +35,12 @@ def readable_path(source: str) -> str:
     return re.sub(r"\['?([^'\]]*)'?\]", r".\1", text)
 
 
+def owner_and_name(source: str) -> tuple[str, str]:
+    """The source of an attribute's owner, and the name: of ``owner.name`` or ``getattr(owner, 'name')``."""
+    _, owner, name = _taken_apart(ast.parse(source, mode="eval").body)
+    return _text_of(owner), name
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Step:
     """One step of the way to what a guard looks at, and what makes it lead there.

@@ -22,7 +22,7 @@ from piecewise.guard_answers import Lookup, metadata_of, owner_and_attribute
 from piecewise.guard_kinds import Rule, is_asked_of, refusal, rule_of
 from piecewise.sources import Scope, Step, readable_path
 from piecewise.structure import PLAIN
-from piecewise.torch_internals import SeenGuard, opaque_answer
+from piecewise.torch_internals import GUARDS_DEFAULTS, SeenGuard, opaque_answer
 from runners.errors import PiecewiseError
 from runners.same_value import table_content
 from runners.state_check import StateFacts, StateRef, kind_of
@@ -92,6 +92,8 @@ class FactFinder:
             self._functions[id(function)] = function
             ref = StateRef(function, "__code__", f"the code of {path}", is_attribute=True)
             self._values.setdefault((id(function), ref.key, True), (ref, function.__code__))
+            if not GUARDS_DEFAULTS:
+                self._add_defaults_of(function, path)
 
     def add_defaults(self, forward: Any) -> None:
         """What a call of `forward` takes for arguments that it is not given."""
@@ -101,14 +103,16 @@ class FactFinder:
             function = getattr(forward, "__func__", forward)
             if isinstance(function, FunctionType):
                 self.add_code(function, "forward")
-                for key in ("__defaults__", "__kwdefaults__"):
-                    ref = StateRef(function, key, f"forward.{key}", is_attribute=True)
-                    self.add_value(ref, ref.get())
-                for key, value in (function.__kwdefaults__ or {}).items():
-                    ref = StateRef(function.__kwdefaults__, key, f"forward.__kwdefaults__[{key!r}]")
-                    self.add_value(ref, value)
+                self._add_defaults_of(function, "forward")
             # `inspect.signature` reads the parameters of what it leads to.
             forward = getattr(function, "__wrapped__", None)
+
+    def _add_defaults_of(self, function: FunctionType, path: str) -> None:
+        for key in ("__defaults__", "__kwdefaults__"):
+            ref = StateRef(function, key, f"{path}.{key}", is_attribute=True)
+            self.add_value(ref, ref.get())
+        for key, value in (function.__kwdefaults__ or {}).items():
+            self.add_value(StateRef(function.__kwdefaults__, key, f"{path}.__kwdefaults__[{key!r}]"), value)
 
     def _add_module_tree(self, model: nn.Module, *, skip_root: bool) -> None:
         """What changes the meaning of any module, read by the trace or not: its class, submodules, training

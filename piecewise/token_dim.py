@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import sympy
 import torch
@@ -16,7 +15,7 @@ from piecewise import torch_internals as internals
 from piecewise.aliases import NodeFacts, fakes_of
 from piecewise.normalize import source_line, target_name
 from piecewise.plan import InputRule
-from piecewise.tensors import storage_of
+from piecewise.tensors import bound_arguments, storage_of
 from piecewise.trace import Trace
 from runners.errors import TokenDimError
 
@@ -72,8 +71,7 @@ def find_token_symbol(trace: Trace, facts: Mapping[fx.Node, NodeFacts]) -> Token
 def _symbols_carried(node: fx.Node, fact: NodeFacts, trace: Trace, outside: set[int]) -> set[sympy.Symbol]:
     """Symbols that this boundary call's tokens may have: one where an argument's dim is declared."""
     assert fact.boundary is not None
-    names = (argument.name for argument in fact.boundary.overload._schema.arguments)
-    bound: dict[str, Any] = {**node.kwargs, **dict(zip(names, node.args, strict=False))}
+    bound = bound_arguments(fact.boundary.overload, node.args, node.kwargs)
     for name, dim in (fact.boundary.token_args or {}).items():
         value = bound[name].meta.get("example_value") if isinstance(bound.get(name), fx.Node) else None
         if isinstance(value, torch.Tensor):

@@ -442,8 +442,6 @@ def scaled_by(settings):
 
 @pytest.mark.parametrize("what", ["default", "closure", "attribute"])
 def test_what_the_forward_of_a_layer_holds_is_compared(what):
-    if what == "default" and torch.__version__.startswith("2.11"):
-        pytest.skip("torch 2.11 guards no constant defaults, whichever way the model is traced")
     settings = {"scale": 2.0}
 
     class Scaled(Layer):

@@ -7,7 +7,7 @@ import types
 
 import pytest
 
-from piecewise.sources import Scope, _text_of
+from piecewise.sources import Scope, _text_of, owner_and_name
 
 SOURCES = [
     "L['model']",
@@ -64,3 +64,16 @@ def test_values_beside_each_other_are_not_taken_for_one_another():
     scope = Scope({"a": [1], "b": [2]}, {})
     assert scope.find("(L['a'] + L['b'])[1]").value == 2
     assert scope.find("L['a'] + [L['b'][0]]").value == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("source", "owner", "name"),
+    [
+        ("L['model'].block.scale", "L['model'].block", "scale"),
+        # torch 2.11 writes a name that is no identifier so.
+        ("getattr(L['model']._modules['block'], '0.5')", "L['model']._modules['block']", "0.5"),
+        ("getattr(L['model'].a, 'b)c')", "L['model'].a", "b)c"),
+    ],
+)
+def test_the_attribute_that_a_source_ends_with(source, owner, name):
+    assert owner_and_name(source) == (owner, name)
