@@ -15,10 +15,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType, MethodType, ModuleType
 from typing import Any
 
+import torch
 from torch import nn
 
 from piecewise.torch_internals import names_in_sources
-from runners.state_check import StateRef
+from runners.state_check import InnerRef, StateRef
 
 # Functions that some sources write for an item or an attribute.
 _ITEMS = ("dict.__getitem__", "list.__getitem__", "tuple.__getitem__", "___odict_getitem")
@@ -105,7 +106,8 @@ class Scope:
         """What gives the values at some sources now."""
         text = f"lambda L, G: ({''.join(f'{source}, ' for source in sources)})"
         read = eval(text, dict(names_in_sources()))  # Dynamo's own source text
-        return lambda: read(**self._names)
+        names = self._names  # alone, as the steps hold the tensors of now
+        return lambda: read(**names)
 
     def class_table(self, cls: type) -> Mapping[str, Any]:
         """A live view of what a class itself has, one for each class."""
@@ -138,7 +140,8 @@ class Scope:
         if kind == "other":  # Dynamo's own source text
             return Step(eval(text, {**names_in_sources(), **self._names}), is_fresh=True)
         owner_text = _text_of(owner_node)
-        owner, path = self._find(owner_node).value, readable_path(owner_text)
+        holder = self._find(owner_node)
+        owner, path = holder.value, readable_path(owner_text)
         if kind == "item":
             # What L, G and a list of members hold is told by the step before.
             is_made = owner_text in self._names or _taken_apart(owner_node)[0] == "members"
@@ -154,7 +157,11 @@ class Scope:
             return Step(type(owner), classes=((owner, path),))
         if isinstance(owner, type) and key == "__dict__":
             return Step(self.class_table(owner))
-        return _attribute(owner, key, readable_path(text), path)
+        found = _attribute(owner, key, readable_path(text), path)
+        if isinstance(owner, torch.Tensor) and None not in (found.place, holder.place):
+            # Through the place of the tensor, since `.to()` gives a subclass other insides.
+            return dataclasses.replace(found, place=InnerRef(holder.place, key, readable_path(text)))
+        return found
 
     def _hidden_by(self, table_node: Any, name: Any) -> Iterator[Any]:
         """For an item of a class's own table, the classes that come before it: theirs would hide it."""

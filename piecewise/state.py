@@ -25,7 +25,7 @@ from piecewise.structure import PLAIN
 from piecewise.torch_internals import GUARDS_DEFAULTS, SeenGuard, opaque_answer
 from runners.errors import PiecewiseError
 from runners.same_value import table_content
-from runners.state_check import StateFacts, StateRef, kind_of
+from runners.state_check import InnerRef, StateFacts, StateRef, kind_of
 
 _MODULE_TABLES = ("_modules", "_parameters", "_buffers")
 # Inputs, which the signature compares; hooks that are none of forward's or are listed elsewhere.
@@ -208,7 +208,9 @@ class FactFinder:
             if leaf.place is not None:
                 self._tensors.setdefault((id(leaf.place.owner), leaf.place.key), (leaf.place, kind_of(value)))
             if rule is Rule.METADATA:
-                self._add_items(vars(value), metadata_of(value), path)
+                for key, item in metadata_of(value).items():
+                    ref = None if leaf.place is None else InnerRef(leaf.place, key, f"{path}.{key}")
+                    self.add_value(ref or StateRef(vars(value), key, f"{path}.{key}"), item)
         elif rule is Rule.CODE:
             self.add_code(value, path)
         elif rule is Rule.TYPE:

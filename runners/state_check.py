@@ -62,8 +62,11 @@ class InnerRef(StateRef):
     """An attribute of a tensor subclass that is found at the place `owner`, which may be another one at each
     look."""
 
-    def _read(self) -> Any:
-        return getattr(self.owner._read(), self.key)
+    def look(self) -> Any:
+        try:
+            return getattr(self.owner.look(), self.key)
+        except Exception:
+            return NOTHING
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
