@@ -22,7 +22,7 @@ from piecewise.guard_answers import Lookup, metadata_of, owner_and_attribute
 from piecewise.guard_kinds import Rule, is_asked_of, refusal, rule_of
 from piecewise.sources import Scope, Step, readable_path
 from piecewise.structure import PLAIN
-from piecewise.torch_internals import GUARDS_DEFAULTS, SeenGuard, opaque_answer
+from piecewise.torch_internals import SeenGuard, opaque_answer
 from runners.errors import PiecewiseError
 from runners.same_value import table_content
 from runners.state_check import InnerRef, StateFacts, StateRef, kind_of
@@ -86,33 +86,25 @@ class FactFinder:
         self._answers.setdefault((ask, id(item), what), (ask, item, what, ask(item, what), path))
 
     def add_code(self, value: Any, path: str) -> None:
-        """The code of a function or of a method's function; nothing for anything else."""
+        """What a function, or a method's function, consists of; nothing for anything else."""
         function = value.__func__ if isinstance(value, MethodType) else value
-        if isinstance(function, FunctionType):
-            self._functions[id(function)] = function
-            ref = StateRef(function, "__code__", f"the code of {path}", is_attribute=True)
-            self._values.setdefault((id(function), ref.key, True), (ref, function.__code__))
-            if not GUARDS_DEFAULTS:
-                self._add_defaults_of(function, path)
+        if not isinstance(function, FunctionType) or id(function) in self._functions:
+            return
+        self._functions[id(function)] = function
+        ref = StateRef(function, "__code__", f"the code of {path}", is_attribute=True)
+        self.add_value(ref, function.__code__)
+        for key in ("__defaults__", "__kwdefaults__"):  # torch 2.11 guards no default by itself
+            defaults = getattr(function, key)
+            if defaults is not None:
+                self.add_value(StateRef(function, key, f"{path}.{key}", is_attribute=True), defaults)
+        self._add_items(function.__kwdefaults__, function.__kwdefaults__ or {}, f"{path}.__kwdefaults__")
 
-    def add_defaults(self, forward: Any) -> None:
-        """What a call of `forward` takes for arguments that it is not given."""
-        known = set[int]()
-        while forward is not None and id(forward) not in known:
-            known.add(id(forward))
+    def add_parameters(self, forward: Any) -> None:
+        """What `inspect.signature` reads of `forward`: defaults stand for arguments that are not passed."""
+        while forward is not None:
             function = getattr(forward, "__func__", forward)
-            if isinstance(function, FunctionType):
-                self.add_code(function, "forward")
-                self._add_defaults_of(function, "forward")
-            # `inspect.signature` reads the parameters of what it leads to.
+            self.add_code(function, "forward")
             forward = getattr(function, "__wrapped__", None)
-
-    def _add_defaults_of(self, function: FunctionType, path: str) -> None:
-        for key in ("__defaults__", "__kwdefaults__"):
-            ref = StateRef(function, key, f"{path}.{key}", is_attribute=True)
-            self.add_value(ref, ref.get())
-        for key, value in (function.__kwdefaults__ or {}).items():
-            self.add_value(StateRef(function.__kwdefaults__, key, f"{path}.__kwdefaults__[{key!r}]"), value)
 
     def _add_module_tree(self, model: nn.Module, *, skip_root: bool) -> None:
         """What changes the meaning of any module, read by the trace or not: its class, submodules, training

@@ -139,7 +139,7 @@ def _finished(
         ties = [(guard.source, guard.other) for guard in run.guards if guard.other]
         is_model = isinstance(forward, nn.Module)
         finder = FactFinder(run.model, skip_root=not is_model)
-        finder.add_defaults(forward.forward if is_model else forward)
+        finder.add_parameters(forward.forward if is_model else forward)
         for guard in run.guards:
             finder.add_guard(guard, scope)
         add_unguarded(finder, run.model, code=run.code, ties=ties, places=places, scope=scope)

@@ -29,6 +29,7 @@ class Change:
     Attributes:
         kind: a guard's that the trace has for it; NONE where Dynamo has none that notices it.
         outcome: why the next call runs eagerly.
+        since: the first torch whose Dynamo traces it.
     """
 
     kind: str
@@ -36,6 +37,7 @@ class Change:
     read: Callable
     change: Callable
     outcome: str = CHANGED
+    since: str = "2.11"
 
 
 def new(value):
@@ -150,7 +152,7 @@ CHANGES = {
         NONE, held(F.silu), lambda m, x: m.held(F.silu(x)), held(F.gelu)
     ),
     "one that holds a method of `torch.Tensor`": Change(
-        "unguarded", held(torch.Tensor.neg), apply, held(torch.Tensor.relu)
+        "unguarded", held(torch.Tensor.neg), apply, held(torch.Tensor.relu), since="2.13"
     ),
     "one that holds a function of `operator`": Change(
         "BUILTIN_MATCH", held(operator.neg), apply, held(operator.pos)
@@ -281,7 +283,9 @@ CHANGES = {
     ),
     # Values and containers.
     "a number": Change("CONSTANT_MATCH", held(2.0), scale, held(3.0)),
-    "a number of a subclass of int": Change("TYPE_MATCH", held(Number(2)), scale, held(Number(3))),
+    "a number of a subclass of int": Change(
+        "TYPE_MATCH", held(Number(2)), scale, held(Number(3)), since="2.13"
+    ),
     "a dtype": Change(
         "CONSTANT_MATCH", held(torch.float64), lambda m, x: x.to(m.held).float(), held(torch.float16)
     ),
@@ -395,7 +399,7 @@ CHANGES = {
     ),
     "a builtin": Change(
         "BUILTIN_MATCH", held(None), lambda m, x: x * bin(5).count("1"),
-        lambda m, patch: patch.setattr(builtins, "bin", lambda number: "1"),
+        lambda m, patch: patch.setattr(builtins, "bin", lambda number: "1"), since="2.13",
     ),
     "a global that hides a builtin": Change(
         NONE, held(None), lambda m, x: x * abs(-2),

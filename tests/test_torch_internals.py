@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import inspect
 import queue
 import sys
@@ -624,3 +625,33 @@ def test_attributes_that_are_set_on_tensors_are_noted():
     with internals.tensor_attributes_set() as names:
         torch.compile(lambda x: x + 1, backend="eager", fullgraph=True)(torch.ones(2))
     assert names == []
+
+
+def test_all_that_dynamo_looks_at_is_noted_guarded_or_not():
+    class Reads(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.function, self.number = nn.functional.silu, 2.0
+
+        def forward(self, x):
+            return self.function(nn.functional.silu(x)) * self.number
+
+    model = Reads()
+    with internals.sources_read() as sources:
+        compile_with(model.forward, torch.ones(3))
+    assert any(source.endswith(".number") for source in sources)
+    assert any(source.endswith(".function") for source in sources)
+    before = len(sources)
+    compile_with(model.forward, torch.ones(3))
+    assert len(sources) == before, "the block is over"
+
+
+def test_sources_may_call_names_of_dynamos_own():
+    names = internals.names_in_sources()
+    assert names["___odict_getitem"](collections.OrderedDict(a=1), "a") == 1
+    assert eval("___tuple_iterator_getitem(each, 1)", dict(names), {"each": iter((1, 2))}) == 2
+
+
+def test_an_object_that_is_not_opaque_has_no_answer_of_its_own():
+    assert internals.opaque_answer(object()) is None
+    assert {"TENSOR_MATCH", "CLOSURE_MATCH"} <= internals.guard_kinds()

@@ -7,7 +7,6 @@ public equivalent; `tests/test_torch_internals.py` checks each of them on the in
 # ruff: noqa: F401
 
 from piecewise.torch_internals.dynamo import (
-    GUARDS_DEFAULTS,
     SeenGuard,
     compiled_object,
     current_guards,

@@ -17,9 +17,6 @@ from torch._guards import Source, TracingContext
 from piecewise.torch_internals.fakes import fakes_remembered
 from piecewise.torch_internals.symbols import name_of
 
-# Whether plain defaults of the functions that a trace goes through are among its guards.
-GUARDS_DEFAULTS = torch.__version__ >= "2.12"
-
 
 @contextmanager
 def tracing_config(int_names: Sequence[str], *, repeats: bool) -> Iterator[None]:
