@@ -394,8 +394,8 @@ CHANGES = {
         lambda m, patch: patch.setattr(operator, "neg", triple)
     ),
     "a builtin": Change(
-        "BUILTIN_MATCH", held(None), lambda m, x: x * bin(5).count("1"),
-        lambda m, patch: patch.setattr(builtins, "bin", lambda number: "1"),
+        "BUILTIN_MATCH", held(None), lambda m, x: x * len(chr(5)),
+        lambda m, patch: patch.setattr(builtins, "chr", lambda number: "two"),
     ),
     "a global that hides a builtin": Change(
         NONE, held(None), lambda m, x: x * abs(-2),

@@ -34,11 +34,19 @@ def kinds_seen(monkeypatch):
     return seen
 
 
+# Dynamo of torch 2.11 cannot trace the forward that reads them.
+FROM_TORCH_2_12 = ("one that holds a method of `torch.Tensor`", "a number of a subclass of int")
+
+
 @pytest.mark.parametrize("what", CHANGES)
 def test_I10_what_changed_runs_eagerly_until_a_refresh(what, monkeypatch):
     case, seen = CHANGES[what], kinds_seen(monkeypatch)
     model = new_model(before=lambda model, x: case.read(model, x))
     case.setup(model, monkeypatch)
+    if what in FROM_TORCH_2_12 and torch.__version__ < "2.12":
+        with pytest.raises(TraceError, match="guard_changes.py"):
+            graph(model.eval(), buckets=(8,))
+        return
     graphed = graph(model.eval(), buckets=(8,))
     known = GUARD_KINDS.get(case.kind)
     assert known is None or case.kind in seen or not known.since <= TORCH <= known.until, sorted(seen)
