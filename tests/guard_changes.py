@@ -152,7 +152,7 @@ CHANGES = {
         NONE, held(F.silu), lambda m, x: m.held(F.silu(x)), held(F.gelu)
     ),
     "one that holds a method of `torch.Tensor`": Change(
-        "unguarded", held(torch.Tensor.neg), apply, held(torch.Tensor.relu), since="2.13"
+        "unguarded", held(torch.Tensor.neg), apply, held(torch.Tensor.relu), since="2.12"
     ),
     "one that holds a function of `operator`": Change(
         "BUILTIN_MATCH", held(operator.neg), apply, held(operator.pos)
@@ -284,7 +284,7 @@ CHANGES = {
     # Values and containers.
     "a number": Change("CONSTANT_MATCH", held(2.0), scale, held(3.0)),
     "a number of a subclass of int": Change(
-        "TYPE_MATCH", held(Number(2)), scale, held(Number(3)), since="2.13"
+        "TYPE_MATCH", held(Number(2)), scale, held(Number(3)), since="2.12"
     ),
     "a dtype": Change(
         "CONSTANT_MATCH", held(torch.float64), lambda m, x: x.to(m.held).float(), held(torch.float16)
@@ -398,8 +398,8 @@ CHANGES = {
         lambda m, patch: patch.setattr(operator, "neg", triple)
     ),
     "a builtin": Change(
-        "BUILTIN_MATCH", held(None), lambda m, x: x * bin(5).count("1"),
-        lambda m, patch: patch.setattr(builtins, "bin", lambda number: "1"), since="2.13",
+        "BUILTIN_MATCH", held(None), lambda m, x: x * len(chr(5)),
+        lambda m, patch: patch.setattr(builtins, "chr", lambda number: "two"),
     ),
     "a global that hides a builtin": Change(
         NONE, held(None), lambda m, x: x * abs(-2),
