@@ -192,7 +192,7 @@ class _Rewrite:
             raise TraceError(
                 f"{what}, an op on a {' and a '.join(names)}, cannot be followed: {told(error)}",
                 rule="graphs hold the ops below a tensor subclass, on the plain tensors inside of it",
-                fix="keep that value as a plain tensor; the error above it names the line of the class",
+                fix="keep that value as a plain tensor; the cause of this error has the line of the class",
             ) from error
         if any(op.op == "get_attr" for op in module.graph.nodes):
             raise TraceError(
@@ -207,9 +207,8 @@ class _Rewrite:
         values: dict[fx.Node, Any] = dict(zip(below.graph.find_nodes(op="placeholder"), nodes, strict=True))
         fakes = LayerFakes(values, below.fakes, self.fake_mode)
         below.fakes = below.fakes or fakes.values
-        meta: dict[str, Any] = {
-            key: node.meta[key] for key in ("stack_trace", "nn_module_stack") if key in node.meta
-        }
+        kept = ("stack_trace", "nn_module_stack", "below_torch_function")
+        meta: dict[str, Any] = {key: node.meta[key] for key in kept if key in node.meta}
         # Its casts are among the ops.
         meta["autocast"] = tuple(
             (kind, None, False, False) for kind in _autocast_devices(node, self._taken_by(node))
