@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from piecewise.structure import Structure, flatten_structure
-from piecewise.subclasses import plain_tensors
+from piecewise.subclass_kinds import plain_tensors
 from piecewise.torch_internals import is_wrapper
 
 _ROUNDINGS = 8

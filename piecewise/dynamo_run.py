@@ -24,7 +24,7 @@ from piecewise.side_effects import StateSnapshot
 from piecewise.signature import CallBinder, is_plain_leaf
 from piecewise.sources import Scope, readable_path
 from piecewise.structure import Namespace, Structure, flatten_structure
-from piecewise.subclasses import refuse_class
+from piecewise.subclass_kinds import refuse_class
 from piecewise.trace_errors import translated
 from runners.errors import PiecewiseError, TraceError
 

@@ -20,7 +20,8 @@ from piecewise.dynamo_result import Placeholder
 from piecewise.normalize import normalize
 from piecewise.plan import ResultLeaf
 from piecewise.structure import PLAIN
-from piecewise.subclasses import Wrapped, refuse_class
+from piecewise.subclass_kinds import refuse_class
+from piecewise.subclasses import Wrapped
 from piecewise.trace import Trace
 from runners.errors import TraceError
 from runners.same_value import table_content

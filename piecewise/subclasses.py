@@ -25,6 +25,7 @@ from piecewise import torch_internals as internals
 from piecewise.aliases import autocast_of, call_on_fakes
 from piecewise.int8_matmul import int8_matmul
 from piecewise.layer_fakes import LayerFakes
+from piecewise.subclass_kinds import holds_wrapper, plain_tensors, refuse_class
 from piecewise.tensors import map_tensors, storage_of, tensors_in
 from piecewise.torch_internals import SYMBOLIC
 from runners.errors import TraceError, told
@@ -64,20 +65,6 @@ def see_through(graph: fx.GraphModule, describe: Callable[[fx.Node], str]) -> di
     return rewrite.wrapped
 
 
-def holds_wrapper(value: Any) -> bool:
-    return any(map(internals.is_wrapper, tensors_in(value)))
-
-
-def plain_tensors(value: Any) -> Iterator[torch.Tensor]:
-    """The plain tensors of a value, those inside of subclasses too."""
-    for tensor in tensors_in(value):
-        if internals.is_wrapper(tensor):
-            for name in tensor.__tensor_flatten__()[0]:  # type: ignore[attr-defined]
-                yield from plain_tensors(getattr(tensor, name))
-        else:
-            yield tensor
-
-
 def _class_names(value: Any) -> set[str]:
     names: set[str] = set()
     map_tensors(
@@ -91,49 +78,6 @@ def _autocast_devices(node: fx.Node, values: Any) -> list[str]:
     kinds = {tensor.device.type for tensor in plain_tensors(values)}
     is_on = bool(node.meta.get("autocast")) or any(map(torch.is_autocast_enabled, kinds))
     return sorted(kinds) if is_on else []
-
-
-def refuse_class(what: str, tensor: torch.Tensor, *, cause: Exception | None = None) -> None:
-    """Raises TraceError for a tensor of a class that says nothing, or too little, of what is inside."""
-    cls = type(tensor)
-    name = f"{cls.__module__}.{cls.__qualname__}"
-    if isinstance(tensor, _distributed_tensor()):
-        raise TraceError(
-            f"{what} is a {name}",
-            rule="collectives run between graphs, where the model calls them, and not inside of ops [I11]",
-            fix="graph the model of one rank, on its local tensors, with the collectives written out",
-        ) from cause
-    if internals.is_opaque(tensor):
-        raise TraceError(
-            f"{what} is a {name}",
-            expected="a plain tensor, or a subclass that names the tensors inside of it",
-            got="a class with __torch_dispatch__ and without __tensor_flatten__",
-            rule="graphs read the plain tensors inside of a subclass, at addresses that are compared [I4]",
-            fix=f"give {cls.__name__} __tensor_flatten__ and __tensor_unflatten__, or keep its value as a "
-            "plain tensor",
-        ) from cause
-    if internals.has_own_torch_function(tensor):
-        raise TraceError(
-            f"{what} is a {name}",
-            got="a class with a __torch_function__ of its own",
-            rule="a result is of the class that eager gives it, which a trace of such code does not tell",
-            fix=f"derive {cls.__name__} from torch.nn.Parameter, give it __torch_dispatch__ and "
-            "__tensor_flatten__, or keep its value as a plain tensor",
-        ) from cause
-    if tensor.layout is not torch.strided:
-        raise TraceError(
-            f"{what} is a {name} of layout {tensor.layout}",
-            rule="graphs read plain strided memory [I4]",
-            fix="keep its values and offsets as tensors of their own",
-        ) from cause
-
-
-def _distributed_tensor() -> Any:
-    if not torch.distributed.is_available():
-        return ()
-    from torch.distributed.tensor import DTensor
-
-    return DTensor
 
 
 @dataclasses.dataclass(slots=True)
@@ -248,7 +192,7 @@ class _Rewrite:
             raise TraceError(
                 f"{what}, an op on a {' and a '.join(names)}, cannot be followed: {told(error)}",
                 rule="graphs hold the ops below a tensor subclass, on the plain tensors inside of it",
-                fix="keep that value as a plain tensor; the error above it names the line of the class",
+                fix="keep that value as a plain tensor; the cause of this error has the line of the class",
             ) from error
         if any(op.op == "get_attr" for op in module.graph.nodes):
             raise TraceError(
@@ -263,9 +207,8 @@ class _Rewrite:
         values: dict[fx.Node, Any] = dict(zip(below.graph.find_nodes(op="placeholder"), nodes, strict=True))
         fakes = LayerFakes(values, below.fakes, self.fake_mode)
         below.fakes = below.fakes or fakes.values
-        meta: dict[str, Any] = {
-            key: node.meta[key] for key in ("stack_trace", "nn_module_stack") if key in node.meta
-        }
+        kept = ("stack_trace", "nn_module_stack", "below_torch_function")
+        meta: dict[str, Any] = {key: node.meta[key] for key in kept if key in node.meta}
         # Its casts are among the ops.
         meta["autocast"] = tuple(
             (kind, None, False, False) for kind in _autocast_devices(node, self._taken_by(node))

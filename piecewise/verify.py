@@ -28,7 +28,7 @@ from piecewise.locate import Located, SegmentWalk
 from piecewise.plan import SegmentPlan
 from piecewise.poison import AS_SERVED, WITHOUT_GRAPHS, Poison, poisons_for, spoil_static_memory
 from piecewise.row_samples import unchanged_random_state
-from piecewise.subclasses import plain_tensors
+from piecewise.subclass_kinds import plain_tensors
 from piecewise.torch_internals import is_wrapper
 from piecewise.verify_report import Difference, SizeCheck, VerifyReport
 from runners.bound_steps import StateChanged, copy_elements

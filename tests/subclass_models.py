@@ -10,6 +10,7 @@ import transformers
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._pytree import tree_map
+from toy_models import Toy
 
 import boundary_ops
 import piecewise
@@ -78,6 +79,12 @@ def parts_of(value):
 def set_parameter(model, path, tensor):
     owner, _, key = path.rpartition(".")
     setattr(model.get_submodule(owner), key, nn.Parameter(tensor, requires_grad=False))
+
+
+def toy_with(path, make):
+    model = Toy().eval()
+    set_parameter(model, path, make(model.get_parameter(path).detach().clone()))
+    return model
 
 
 def llama(*, hidden=32, inner=64, dtype=torch.float32, device="cpu", layers=2):

@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import copy
 import datetime
 
 import pytest
 import torch
 from subclass_models import (
     BUCKETS,
-    TORCHAO,
     Counted,
     Quantised,
     attach,
     captured,
     compare_steps,
-    float8_rows,
     linears,
     llama,
-    need_torchao,
     parts_of,
     set_parameter,
     step,
+    toy_with,
 )
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
@@ -37,12 +34,6 @@ PLACES = (
     "blocks.1.o.bias",
     "projection.weight",
 )
-
-
-def toy_with(path, make):
-    model = Toy().eval()
-    set_parameter(model, path, make(model.get_parameter(path).detach().clone()))
-    return model
 
 
 def two(weight):
@@ -294,111 +285,6 @@ def test_a_dtensor_is_refused_by_name():
     assert "is a torch.distributed.tensor.DTensor" in str(error.value) and "Fix:" in str(error.value)
 
 
-# What a change between two calls does to the next one.
-
-
-def rebound(weight, model):
-    set_parameter(model, "blocks.0.qkv.weight", Quantised.of(torch.randn(weight.shape)))
-
-
-def swapped(weight, model):
-    torch.utils.swap_tensors(
-        weight, nn.Parameter(Quantised.of(torch.randn(weight.shape)), requires_grad=False)
-    )
-
-
-def inner_rebound(weight, model):
-    weight.scales = weight.scales * 2
-
-
-def inner_moved(weight, model):
-    weight.scales.data = weight.scales * 2
-
-
-def another_class(weight, model):
-    set_parameter(model, "blocks.0.qkv.weight", torch.randn(weight.shape))
-
-
-def attribute(weight, model):
-    weight.options = {"factors": [3.0]}
-
-
-def inside_an_attribute(weight, model):
-    weight.options["factors"][0] = 3.0
-
-
-def longer_list(weight, model):
-    weight.options["factors"].insert(0, 3.0)
-
-
-def another_key(weight, model):
-    weight.options = {"more": 1, **weight.options}
-
-
-CHANGES = {
-    rebound: "moved_address",
-    swapped: "moved_address",
-    inner_rebound: "moved_address",
-    inner_moved: "moved_address",
-    another_class: "moved_address",
-    attribute: "module_state_changed",
-    inside_an_attribute: "module_state_changed",
-    longer_list: "module_state_changed",
-    another_key: "module_state_changed",
-}
-
-
-@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
-def test_I4_I10_a_change_of_a_subclass_is_noticed(change):
-    model = toy_with("blocks.0.qkv.weight", Quantised.of)
-    arguments = make_ids(5), torch.arange(5)
-    graphed = piecewise.compile(model, buckets=(8,), progress=False)
-    with torch.no_grad():
-        graphed.capture(*arguments)
-        before = graphed(*arguments)
-        change(model.blocks[0].qkv.weight, model)
-        got, want = graphed(*arguments), model(*arguments)
-        assert torch.equal(got, want)
-        assert change is another_key or not torch.allclose(got, before, atol=1e-4)
-        assert [str(reason) for reason in graphed.stats.reasons] == [CHANGES[change]], graphed.stats
-        graphed.refresh()
-        assert torch.allclose(graphed(*arguments), want, atol=1e-5) and graphed.stats.replays == 2
-
-
-def test_I4_what_is_written_in_place_is_replayed_with():
-    model = toy_with("blocks.0.qkv.weight", Quantised.of)
-    arguments = make_ids(8), torch.arange(8)
-    graphed = piecewise.compile(model, buckets=(8,), progress=False)
-    with torch.no_grad():
-        graphed.capture(*arguments)
-        before = graphed(*arguments)
-        weight = model.blocks[0].qkv.weight
-        weight.copy_(Quantised.of(torch.randn(weight.shape)))
-        assert torch.equal(graphed(*arguments), model(*arguments))
-        assert graphed.stats.replays == 2 and not torch.allclose(graphed(*arguments), before, atol=1e-3)
-        assert graphed.check_addresses().ok
-
-
-def test_suspended_weights_may_move():
-    """`.to()` swaps a subclass's insides; nothing of the old ones is held."""
-    model = toy_with("blocks.0.qkv.weight", Quantised.of)
-    arguments = make_ids(5), torch.arange(5)
-    graphed = piecewise.compile(model, buckets=(8,), progress=False)
-    with torch.no_grad():
-        graphed.capture(*arguments)
-        want = graphed(*arguments)
-        graphed.suspend()
-        weight = model.blocks[0].qkv.weight
-        kept = torch.UntypedStorage._weak_ref(weight.values.untyped_storage())
-        swapped(weight, model)
-        assert torch.UntypedStorage._expired(kept)
-        torch.UntypedStorage._free_weak_ref(kept)
-        graphed.resume()
-        got = graphed(*arguments)
-        assert torch.allclose(got, model(*arguments), atol=1e-5) and graphed.stats.replays == 2
-        assert not torch.allclose(got, want, atol=1e-3)
-
-
 def test_the_backend_of_torch_compile():
     model = toy_with("blocks.0.qkv.weight", Quantised.of)
     torch._dynamo.reset()
@@ -481,73 +367,3 @@ def test_autocast_is_resolved_below_a_subclass(ambient):
             assert got.dtype is want.dtype
             assert torch.allclose(got.float(), want.float(), atol=2e-2)
         assert graphed.stats.replays == 2
-
-
-# torchao
-
-
-@pytest.mark.parametrize("fusions", [(), ("auto",)], ids=["eager ops", "fused"])
-@pytest.mark.parametrize("kind", TORCHAO)
-def test_torchao(kind, fusions):
-    need_torchao()
-    if kind == "float8 rows" and torch.__version__ < "2.13":
-        pytest.skip("torch scales rows of a float8 product on the CPU from 2.13 on")
-    model = llama(dtype=torch.bfloat16)
-    (float8_rows if kind == "float8 rows" else TORCHAO[kind])(model)
-    cache = attach(model)
-    graphed = compare_steps(
-        captured(model, cache, fusions=fusions), cache, tolerance=3e-2, sizes=(1, 5, 8, 17)
-    )
-    if fusions:
-        found = dict(graphed.report().captures[0].fusions.matches)
-        assert found["pack_linears"] == 4 and found["rms_norm"] + found["add_rms_norm"] >= 5
-        assert found["add_rms_norm_quant"] == (5 if kind == "float8 rows" else 0)
-
-
-def test_torchao_compiled():
-    need_torchao()
-    model = llama(dtype=torch.bfloat16, layers=1)
-    TORCHAO["int8 weights"](model)
-    cache = attach(model)
-    graphed = captured(model, cache, lowering="inductor")
-    assert not any(lowered.kept_eager for lowered in graphed.report().captures[0].lowerings)
-    compare_steps(graphed, cache, tolerance=3e-2, sizes=(5, 8))
-
-
-# bitsandbytes
-
-
-def bitsandbytes_llama(bits, *, threshold=0.0):
-    bnb = pytest.importorskip("bitsandbytes")
-    model = llama(hidden=64, inner=128)
-    for path, module in linears(model):
-        sizes = module.in_features, module.out_features
-        weight = module.weight.detach().clone()
-        if bits == 4:
-            new = bnb.nn.Linear4bit(*sizes, bias=False, compute_dtype=torch.float32, quant_type="nf4")
-            new.weight = bnb.nn.Params4bit(weight, requires_grad=False, quant_type="nf4")
-        else:
-            new = bnb.nn.Linear8bitLt(*sizes, bias=False, has_fp16_weights=False, threshold=threshold)
-            new.weight = bnb.nn.Int8Params(weight, requires_grad=False, has_fp16_weights=False)
-        owner, _, key = path.rpartition(".")
-        setattr(model.get_submodule(owner), key, new.to("cpu"))
-    return model.eval()
-
-
-@pytest.mark.parametrize("bits", [4, 8])
-def test_bitsandbytes(bits):
-    model = bitsandbytes_llama(bits)
-    cache = attach(model)
-    step(model, cache, (5,))  # lays 8-bit weights out
-    coverage = 1.0 if bits == 8 else 0.5
-    compare_steps(captured(model, cache), cache, tolerance=1e-4, sizes=(5, 8), coverage=coverage)
-
-
-@pytest.mark.parametrize("threshold, is_called", [(6.0, True), (0.0, False)])
-def test_bitsandbytes_8_bit_with_state_in_python_is_refused_with_what_to_do(threshold, is_called):
-    model = bitsandbytes_llama(8, threshold=threshold)
-    cache = attach(model)
-    if is_called:
-        step(model, cache, (5,))
-    with pytest.raises(piecewise.TraceError, match="llm_int8_threshold=0.0.*call the model once before"):
-        captured(copy.copy(model), cache)

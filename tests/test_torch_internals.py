@@ -655,3 +655,43 @@ def test_sources_may_call_names_of_dynamos_own():
 def test_an_object_that_is_not_opaque_has_no_answer_of_its_own():
     assert internals.opaque_answer(object()) is None
     assert {"TENSOR_MATCH", "CLOSURE_MATCH"} <= internals.guard_kinds()
+
+
+def test_int8_products_below_a_class_are_those_of_any_row_count():
+    """torchao asks for them with `out_dtype`, on a GPU; nothing runs there."""
+    from torch._higher_order_ops.out_dtype import out_dtype
+
+    from piecewise.int8_matmul import int8_matmul
+
+    mode = internals.new_fake_mode()
+    rows = internals.symbolic_count(mode, "rows", 8)
+    with mode:
+        a, b = (torch.empty(sizes, dtype=torch.int8, device="cuda") for sizes in ((rows, 16), (16, 32)))
+        wide = torch.empty((16, 32), device="cuda")
+
+    def product(a, b):
+        return (out_dtype(torch.ops.aten.mm.default, torch.int32, a, b),)
+
+    def targets(*arguments):
+        graph = internals.trace_below(
+            product, arguments, mode, int_matmul=int8_matmul, torch_function=True
+        ).graph
+        return [node.target for node in graph.nodes if node.op == "call_function"]
+
+    assert targets(a, b) == [int8_matmul]
+    assert int8_matmul not in targets(a, wide) and torch.ops.aten.mm.default in targets(a, wide)
+
+
+def test_which_classes_say_what_is_inside():
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    class Kin(torch.Tensor):
+        pass
+
+    plain = torch.zeros(2)
+    parameter, two = torch.nn.Parameter(plain), TwoTensor(plain, plain)
+    assert [internals.is_wrapper(each) for each in (plain, parameter, two)] == [False, False, True]
+    assert not any(map(internals.is_opaque, (plain, parameter, two, plain.as_subclass(Kin))))
+    assert [internals.has_torch_function(each) for each in (plain, parameter, two)] == [False] * 3
+    assert internals.has_torch_function(plain.as_subclass(Kin))
+    assert not internals.has_own_torch_function(plain.as_subclass(Kin))
