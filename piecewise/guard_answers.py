@@ -16,12 +16,6 @@ from runners.same_value import is_same_value, table_content
 _BASES_OF_CONSTANTS = (int, float, str, bytes, complex)
 
 
-def is_asked_of(guard: SeenGuard) -> bool:
-    """Whether a guard asks about what its source leads to, and not about the process or its sizes."""
-    known = GUARD_KINDS.get(guard.kind)
-    return known is None or known.rule not in (Rule.PROCESS, Rule.SIZES)
-
-
 def looked_at(guard: SeenGuard) -> tuple[str, ...]:
     """Python source of what a guard compares: one expression, or two that are to be one object."""
     source = owner_and_attribute(guard)[0]

@@ -30,6 +30,7 @@ class Rule(enum.Enum):
     OPAQUE = "the object there, and what its class registered for comparison"
     SAME_OBJECT = "that both places give one object"
     PROCESS = "the settings of the process and the thread"
+    NO_EFFECT = "nothing: it has no effect without gradients"
     SIZES = "the sizes of the call's inputs, and of the bucket"
     REFUSED = "nothing: the trace is refused"
 
@@ -75,7 +76,7 @@ GUARD_KINDS = {
     "DISPATCH_KEY_SET_MATCH": GuardKind(Rule.VALUE, "is it this set of dispatch keys?"),
     "DUAL_LEVEL": GuardKind(Rule.PROCESS, "is forward-mode differentiation as deep?"),
     "FUNCTORCH_STACK_MATCH": GuardKind(Rule.PROCESS, "are the same function transforms active?"),
-    "AUTOGRAD_SAVED_TENSORS_HOOKS": GuardKind(Rule.PROCESS, "are the same hooks for saved tensors set?"),
+    "AUTOGRAD_SAVED_TENSORS_HOOKS": GuardKind(Rule.NO_EFFECT, "are the same hooks for saved tensors set?"),
     "TENSOR_SUBCLASS_METADATA_MATCH": GuardKind(Rule.METADATA, "has the subclass this metadata?"),
     "DTENSOR_SPEC_MATCH": GuardKind(Rule.VALUE, "is the DTensor placed so?"),
     "OPAQUE_OBJ_GUARD_FN_MATCH": GuardKind(Rule.OPAQUE, "does the opaque object's guard answer the same?"),
@@ -100,7 +101,7 @@ GUARD_KINDS = {
     "EMPTY_NN_MODULE_HOOKS_DICT": GuardKind(Rule.CONTENT, "has the module no hooks?"),
     "GRAD_MODE": GuardKind(Rule.PROCESS, "is the grad mode the same?"),
     "DETERMINISTIC_ALGORITHMS": GuardKind(Rule.PROCESS, "are deterministic algorithms asked for?"),
-    "FSDP_TRAINING_STATE": GuardKind(Rule.PROCESS, "is FSDP in the same phase?"),
+    "FSDP_TRAINING_STATE": GuardKind(Rule.NO_EFFECT, "is FSDP in the same phase?"),
     "GLOBAL_STATE": GuardKind(
         Rule.PROCESS, "are autocast, default dtype, tf32 and number of threads the same?"
     ),
@@ -122,6 +123,12 @@ def rule_of(guard: SeenGuard) -> Rule:
     if known is None:
         raise refusal(guard, fix="ask for a version that knows your torch, or use torch 2.11 to 2.14")
     return known.rule
+
+
+def is_asked_of(guard: SeenGuard) -> bool:
+    """Whether a guard asks about what its source leads to, and not about the process or its sizes."""
+    known = GUARD_KINDS.get(guard.kind)
+    return known is None or known.rule not in (Rule.PROCESS, Rule.NO_EFFECT, Rule.SIZES)
 
 
 def refusal(guard: SeenGuard, *, fix: str = "") -> TraceError:

@@ -20,7 +20,8 @@ from piecewise import torch_internals as internals
 from piecewise.call_form import is_wrapped
 from piecewise.dynamo_result import Placeholder, placeholders_of, result_of
 from piecewise.dynamo_run import DynamoRun, run_dynamo
-from piecewise.guard_answers import is_asked_of, is_same_to, looked_at
+from piecewise.guard_answers import is_same_to, looked_at
+from piecewise.guard_kinds import is_asked_of
 from piecewise.layer_call import LayerCall, NotReused
 from piecewise.repeated_layers import RepeatedLayer
 from piecewise.signature import CallBinder, FormBinder

@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn.modules import module as module_hooks
 
 from piecewise.guard_answers import Lookup, metadata_of, owner_and_attribute
-from piecewise.guard_kinds import Rule, refusal, rule_of
+from piecewise.guard_kinds import Rule, is_asked_of, refusal, rule_of
 from piecewise.sources import Scope, Step, readable_path
 from piecewise.structure import PLAIN
 from piecewise.torch_internals import SeenGuard, opaque_answer
@@ -164,7 +164,7 @@ class FactFinder:
         if rule is Rule.REFUSED:
             raise refusal(guard)
         sources = (owner_and_attribute(guard)[0], *filter(None, [guard.other]))
-        if rule in (Rule.PROCESS, Rule.SIZES) or any(map(_NOISE.search, sources)):
+        if not is_asked_of(guard) or any(map(_NOISE.search, sources)):
             return
         try:
             paths = [scope.steps(source) for source in sources]

@@ -12,6 +12,7 @@ from contextvars import ContextVar
 from typing import TypeVar
 
 import torch
+from torch.autograd import forward_ad
 
 T = TypeVar("T")
 _eager_only: ContextVar[bool] = ContextVar("piecewise_eager_only", default=False)
@@ -50,9 +51,10 @@ def capture_of(segment: str) -> AbstractContextManager[None]:
 
 
 def is_transforming() -> bool:
-    """Whether a tracer (`torch.jit.trace`) or a function transform (`vmap`, `jvp`) is at work here.
+    """Whether a tracer (`torch.jit.trace`), a function transform (`vmap`, `jvp`) or forward-mode
+    differentiation is at work here.
 
     Its tensors stand for something else, and a replay would be lost to it.
     """
-    is_tracing = torch._C._get_tracing_state() is not None
+    is_tracing = torch._C._get_tracing_state() is not None or forward_ad._current_level >= 0
     return is_tracing or torch._C._functorch.peek_interpreter_stack() is not None

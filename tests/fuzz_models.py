@@ -12,6 +12,7 @@ import dataclasses
 import os
 import random
 
+import fuzz_changes
 import torch
 import torch.nn.functional as F
 from hypothesis import strategies as st
@@ -452,6 +453,10 @@ def count_rows(m, a, b):
     return [torch.tanh(a + m.load[0])]
 
 
+for function in fuzz_changes.OPS:
+    op(function)
+
+
 # Boundary ops ----------------------------------------------------------------------------------------------
 
 
@@ -532,6 +537,7 @@ class Program(nn.Module):
             self.register_buffer(name, torch.zeros(sizes))
         self.to(device=device, dtype=dtype).eval().requires_grad_(False)
         self.cache = torch.zeros(CACHE_ROWS, HIDDEN, dtype=dtype, device=device)
+        self.held = fuzz_changes.Held(dtype=dtype, device=device)
         self.steps, self.results, self.flag = steps, results, False
 
     def forward(self, ids, x, bias=None, slots=None, cu_seqlens=None):
@@ -552,6 +558,7 @@ class _AtHand:
         self.places, self.dropout, self.flag = model.places, model.dropout, model.flag
         self.workspace, self.calls, self.load = model.workspace, model.calls, model.load
         self.cache, self.ids, self.bias = model.cache, ids, bias
+        self.model, self.held = model, model.held
         self.slots, self.cu_seqlens = slots, cu_seqlens
 
 
@@ -564,6 +571,7 @@ class Case:
         has_bias, is_packed: which optional inputs calls have.
         buckets, example, outputs, capture, max_padding_ratio: how it is captured.
         poison: what padded rows behind boundary ops hold, or None.
+        changes: which of `fuzz_changes.CHANGES` the actions that change state take, in turn.
         hides: whether all ids of the example are the same.
         actions: (what, token count) in order.
     """
@@ -581,6 +589,7 @@ class Case:
     poison: float | None
     actions: tuple
     hides: bool = False
+    changes: tuple = ()
 
     def model(self):
         return Program(self.steps, dtype=self.dtype, results=self.results, device=DEVICE)
@@ -604,7 +613,7 @@ class Case:
 
 ACTIONS = (
     *["call"] * 20, "eager_only", "grad", "other_signature", "update", "rebind", "rebind_buffer", "flag",
-    "train", "refresh", "release", "capture", "verify", "hook", "keywords",
+    "train", *["change_state"] * 3, "refresh", "release", "capture", "verify", "hook", "keywords",
 )  # fmt: skip
 
 
@@ -624,6 +633,7 @@ def cases(draw):
         results=draw(st.sampled_from(sorted(RESULTS))),
         has_bias=draw(st.booleans()),
         is_packed=draw(st.booleans()),
+        changes=tuple(draw(st.lists(st.integers(0, len(fuzz_changes.CHANGES) - 1), min_size=3, max_size=3))),
         buckets=tuple(sorted(buckets)),
         example=draw(st.integers(2, 9)),
         outputs=draw(st.sampled_from(["copy", "copy", "view"])),

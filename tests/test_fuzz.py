@@ -8,8 +8,10 @@ numbers afterwards; bit for bit at a bucket's size and where the call runs eager
 
 from __future__ import annotations
 
+import dataclasses
 import os
 
+import fuzz_changes
 import pytest
 import torch
 from fuzz_models import COUNTING, OPS, PARAMETERS, case_with, cases
@@ -181,6 +183,12 @@ class Session:
         self.model.train(not self.model.training)
         self.changed(n)
 
+    def change_state(self, n):
+        """What guards ask about: an attribute, an item, a function's code, a class, a tuple of tensors."""
+        which = self.case.changes[self.num_calls % len(self.case.changes)]
+        fuzz_changes.CHANGES[which](self.model.held)
+        self.changed(n)
+
     def changed(self, n):
         """The next call is right; graphs come back at once for some counts, else with a later action."""
         self.is_fresh = False
@@ -264,6 +272,23 @@ def _shared(result, arguments, state):
 def test_I6_whatever_is_drawn_equals_eager(case):
     with torch.no_grad():
         Session(case).run()
+
+
+READERS = [function.__name__ for function in fuzz_changes.OPS if function.__name__.startswith("held")]
+
+
+@pytest.mark.parametrize("which", range(len(fuzz_changes.CHANGES)))
+def test_I10_each_change_of_state_is_noticed_by_a_program_that_reads_it(which):
+    acts = ("call", 3), ("change_state", 5), ("call", 4), ("capture", 3), ("call", 5), ("change_state", 4)
+    steps = tuple((name, 1, 0) for name in READERS)
+    case = dataclasses.replace(case_with("average", seed=0), steps=steps, changes=(which,), actions=acts)
+    with torch.no_grad():
+        session = Session(case)
+        session.run()
+    stats = session.graphed.stats
+    assert stats.reasons == {FallbackReason.MODULE_STATE_CHANGED: stats.eager_calls}, stats
+    # The second change may bring the first state back, whose graphs were kept.
+    assert (stats.replays, stats.eager_calls) in ((2, 3), (3, 2)), stats
 
 
 @pytest.mark.parametrize("name", sorted(OPS))

@@ -13,6 +13,7 @@ import state_models
 import torch
 from state_models import BUCKETS, HIDDEN, Model, Mood, graph, new_model, serve, serve_as_is, tokens
 from torch import nn
+from torch.autograd import forward_ad
 
 import piecewise
 
@@ -1011,6 +1012,20 @@ def test_I10_under_vmap_and_jit_trace_the_model_runs():
         x = torch.randn(3, 5, HIDDEN)
         state_models.assert_equal(torch.vmap(functional)(x), functional.model(x))
     assert functional.stats.reasons == {"nested_tracing": 1}
+
+
+@pytest.mark.parametrize("num_inputs", [1, 2])
+def test_I10_under_forward_mode_differentiation_the_model_runs(num_inputs):
+    model = new_model(after=lambda model, x, a, b=None: x * a if b is None else x * a + b)
+    graphed = graph(model, captured=False, buckets=(8,))
+    inputs = dict(zip("ab", [torch.ones(HIDDEN)] * num_inputs, strict=False))
+    graphed.capture(tokens(7), **inputs)
+    with torch.no_grad(), forward_ad.dual_level():
+        duals = {name: forward_ad.make_dual(value, value * 2) for name, value in inputs.items()}
+        got, want = (call(tokens(5), **duals) for call in (graphed, model))
+        state_models.assert_equal(forward_ad.unpack_dual(got).tangent, forward_ad.unpack_dual(want).tangent)
+    assert graphed.stats.reasons == {"nested_tracing": 1} and graphed.stats.replays == 0
+    assert serve(graphed, tokens(5), **inputs) == "replay"
 
 
 def test_I10_a_stance_that_forbids_compilation_is_a_clear_error_and_runs_nothing():
