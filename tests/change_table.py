@@ -89,7 +89,8 @@ def adapters() -> Iterable[tuple[str, ...]]:
 
 HOOKS = """\
 Hooks are traced with forward. One that cannot be traced, since it stores something, prints, or is a full
-backward hook, is an error of `capture()`. Where the model itself has hooks, the form of a call is part of its kind."""
+backward hook, is an error of `capture()`. Where the model itself has hooks, the form of a call is part of its
+kind."""
 ADAPTERS = """\
 What was captured in one state of the model is kept when it changes, up to `max_signatures` signatures in all,
 and replays when that state is back. `capture()` captures the state of now beside the others."""
