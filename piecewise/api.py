@@ -243,7 +243,8 @@ class GraphedModule:
         with self._router.exclusive("refresh"):
             self._graphs.refuse_suspended("refresh")
             # Kept until done: a model that fails now can be refreshed again when it is whole.
-            self._to_refresh += [(s.traced.trace.example, s.buckets) for s in self._graphs.signatures]
+            signatures = self._graphs.signatures.captured_order()
+            self._to_refresh += [(s.traced.trace.example, s.buckets) for s in signatures]
             self._drop_graphs()
             report = None
             while self._to_refresh:

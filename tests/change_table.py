@@ -10,6 +10,7 @@ import dataclasses
 import pathlib
 from collections.abc import Callable, Iterable
 
+import call_changes
 import guard_changes
 
 from piecewise.guard_kinds import GUARD_KINDS, Rule
@@ -21,7 +22,8 @@ INTRODUCTION = """\
 
 Graphs hold what the model was when it was traced and captured. Each call compares it with what it is now. A
 call that finds a change runs the model itself, counts a reason, and says in `report()` what differs; it never
-gives an old result. `refresh()` captures the model as it is now. A change that is put back replays again.
+gives an old result. `capture()` and `refresh()` capture the model as it is now. A change that is put back
+replays again.
 
 `tests/change_table.py` writes this file, from tables of the code and from cases that tests act out.
 """
@@ -77,6 +79,21 @@ def changes_of_state() -> Iterable[tuple[str, ...]]:
         )
 
 
+def hooks() -> Iterable[tuple[str, ...]]:
+    return [(what, f"`{case.outcome}`") for what, case in call_changes.HOOKS.items()]
+
+
+def adapters() -> Iterable[tuple[str, ...]]:
+    return [(what, f"`{case.outcome}`") for what, case in call_changes.ADAPTERS.items()]
+
+
+HOOKS = """\
+Hooks are traced with forward. One that cannot be traced, since it stores something, prints, or is a full
+backward hook, is an error of `capture()`. Where the model itself has hooks, the form of a call is part of its
+kind."""
+ADAPTERS = """\
+What was captured in one state of the model is kept when it changes, up to `max_signatures` signatures in all,
+and replays when that state is back. `capture()` captures the state of now beside the others."""
 GUARDS = """\
 Dynamo guards what it read while tracing. Each kind of guard of torch 2.11 to 2.14 is here, with what a call
 compares of it; a kind that is not here is a refusal of the trace."""
@@ -92,6 +109,8 @@ CHAPTERS = [
         guard_kinds,
     ),
     Chapter("Changes of Python state", STATE, ("what changes", "guard", "the next call"), changes_of_state),
+    Chapter("Hooks", HOOKS, ("what changes", "the next call"), hooks),
+    Chapter("Adapters", ADAPTERS, ("what changes", "the next call"), adapters),
 ]
 
 

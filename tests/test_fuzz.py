@@ -286,7 +286,9 @@ def test_I10_each_change_of_state_is_noticed_by_a_program_that_reads_it(which):
         session = Session(case)
         session.run()
     stats = session.graphed.stats
-    assert stats.reasons == {FallbackReason.MODULE_STATE_CHANGED: 3} and stats.replays == 2, stats
+    assert stats.reasons == {FallbackReason.MODULE_STATE_CHANGED: stats.eager_calls}, stats
+    # The second change may bring the first state back, whose graphs were kept.
+    assert (stats.replays, stats.eager_calls) in ((2, 3), (3, 2)), stats
 
 
 @pytest.mark.parametrize("name", sorted(OPS))

@@ -9,6 +9,7 @@ import weakref
 
 import pytest
 import torch
+from adapted_models import STATES, adapted, come_to
 from state_models import HIDDEN, graph, new_model, serve, tokens
 from torch import nn
 
@@ -31,85 +32,6 @@ def test_I10_the_order_of_submodules_counts():
     assert serve(graphed, tokens(5)) == "module_state_changed"
     model.parts["b"] = model.parts.pop("b")
     assert serve(graphed, tokens(5)) == "replay"
-
-
-class LoraLike(nn.Module):
-    """A linear with low-rank adapters, of the shape that PEFT's have: named, active, disabled, merged."""
-
-    def __init__(self, base, names=("a", "b")):
-        super().__init__()
-        self.base, self.down, self.up = base, nn.ModuleDict(), nn.ModuleDict()
-        self._active, self._disabled, self.merged_adapters = ["a"], False, []
-        for name in names:
-            self.add(name)
-
-    def add(self, name, rank=4):
-        self.down[name] = nn.Linear(self.base.in_features, rank, bias=False)
-        self.up[name] = nn.Linear(rank, self.base.out_features, bias=False)
-        self.eval()
-
-    @property
-    def active_adapters(self):
-        return self._active
-
-    @property
-    def disable_adapters(self):
-        return self._disabled
-
-    def activate(self, *names):
-        self._active = list(names)  # another list each time, as PEFT makes it
-        self._disabled = False
-
-    def delta(self, name):
-        return self.up[name].weight @ self.down[name].weight
-
-    def merge(self):
-        for name in self._active:
-            self.base.weight.data += self.delta(name)
-            self.merged_adapters.append(name)
-
-    def unmerge(self):
-        while self.merged_adapters:
-            self.base.weight.data -= self.delta(self.merged_adapters.pop())
-
-    def forward(self, x):
-        result = self.base(x)
-        if not self.disable_adapters and not self.merged_adapters:
-            for name in self.active_adapters:
-                result = result + self.up[name](self.down[name](x))
-        return result
-
-
-def adapted(**parts):
-    """A model with two adapted linears, and what does a thing to both of them."""
-    model = new_model(**parts)
-    model.block.o, model.projection = LoraLike(model.block.o), LoraLike(model.projection)
-    layers = model.block.o, model.projection
-
-    def each(method, *args):
-        with torch.no_grad():
-            for layer in layers:
-                if method == "disable":
-                    layer._disabled = True
-                else:
-                    getattr(layer, method)(*args)
-
-    return model.eval(), each
-
-
-STATES = {
-    "adapter a": [("activate", "a")],
-    "adapter b": [("activate", "b")],
-    "adapters a, b": [("activate", "a", "b")],
-    "no adapter": [("disable",)],
-    "adapter a (merged)": [("activate", "a"), ("merge",)],
-}
-
-
-def come_to(state, each):
-    each("unmerge")
-    for action in STATES[state]:
-        each(*action)
 
 
 def test_I10_each_state_that_was_captured_replays_when_it_is_back():
