@@ -80,17 +80,13 @@ class PlanAssembler:
         }  # fmt: skip
         self.streams = streams
         self.warm_up = WarmUp(
-            plan, self.runners, leaves=self.leaves, num_steps=warmup_steps, function_for=self.function_for
-        )
+            plan, self.runners, leaves=self.leaves, num_steps=warmup_steps, streams=streams,
+            lanes=context.pool.lanes,
+        )  # fmt: skip
         read = [plan.values[index] for index in sorted(_read_by_graphs(plan))]
         self.shadowed = [value for value in read if value.origin in ("input", "eager")]
         self.last_use = last_uses(plan)
         self.graph_memory = {value.memory for value in plan.values if value.origin == "graph"}
-
-    def function_for(self, segment: Segment, bucket: int) -> Callable[..., Sequence[Any]]:
-        """What is warmed up and captured of a graph segment at a bucket."""
-        on_lanes = self.streams.form_for(segment, bucket, self.pool.lanes)
-        return on_lanes or self.runners[segment.index].function
 
     def capture(self, bucket: int, real_rows: int) -> StepPlan:
         """Warms up and captures every graph segment at `bucket` rows.
@@ -149,7 +145,7 @@ class PlanAssembler:
                 if segment.views_only:
                     outputs = segment.function(bucket, *arguments)
                 else:
-                    function = self.function_for(segment, bucket)
+                    function = self.warm_up.function_for(segment, bucket)
                     try:
                         outputs = self.runners[segment.index].capture(bucket, arguments, fn=function)
                     except CaptureError as error:

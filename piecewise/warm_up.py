@@ -18,9 +18,11 @@ from piecewise.faults import SegmentFault, are_same, checked_indices, real_resul
 from piecewise.plan import Segment, SegmentPlan, ValueSpec
 from piecewise.poison import anything, poison_padding_
 from piecewise.row_samples import resize_leaf, stand_in
+from piecewise.streams import StreamSchedules
 from runners.errors import CaptureError, told
 from runners.piecewise_runner import PiecewiseRunner
 from runners.rows import has_strides, narrow_to, padded_parts, repeat_row_
+from runners.streams import Lanes
 
 _INPUTS = ("input", "symbol")
 
@@ -35,12 +37,18 @@ class WarmUp:
         *,
         leaves: Sequence[Any],
         num_steps: int,
-        function_for: Callable[[Segment, int], Callable[..., Sequence[Any]]],
+        streams: StreamSchedules,
+        lanes: Lanes,
     ) -> None:
         self.plan, self.runners, self.leaves, self.num_steps = plan, runners, tuple(leaves), num_steps
-        self.function_for = function_for
+        self.streams, self.lanes = streams, lanes
         self.last_use = last_uses(plan)
         self._warmed_up: set[tuple[Any, ...]] = set()
+
+    def function_for(self, segment: Segment, bucket: int) -> Callable[..., Sequence[Any]]:
+        """What is warmed up and captured of a graph segment at a bucket."""
+        on_lanes = self.streams.form_for(segment, bucket, self.lanes)
+        return on_lanes or self.runners[segment.index].function
 
     def run(self, bucket: int, real_rows: int, shadows: dict[int, torch.Tensor]) -> None:
         """Warms up every segment at `bucket` rows, `real_rows` of them real.

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 
 import call_changes
 import guard_changes
+import subclass_changes
 
 from piecewise.guard_kinds import GUARD_KINDS, Rule
 from piecewise.torch_internals import SeenGuard
@@ -87,6 +88,10 @@ def adapters() -> Iterable[tuple[str, ...]]:
     return [(what, f"`{case.outcome}`") for what, case in call_changes.ADAPTERS.items()]
 
 
+def subclasses() -> Iterable[tuple[str, ...]]:
+    return [(change.__doc__, f"`{outcome}`") for change, outcome in subclass_changes.CHANGES.items()]
+
+
 HOOKS = """\
 Hooks are traced with forward. One that cannot be traced, since it stores something, prints, or is a full
 backward hook, is an error of `capture()`. Where the model itself has hooks, the form of a call is part of its
@@ -94,6 +99,9 @@ kind."""
 ADAPTERS = """\
 What was captured in one state of the model is kept when it changes, up to `max_signatures` signatures in all,
 and replays when that state is back. `capture()` captures the state of now beside the others."""
+SUBCLASSES = """\
+A parameter that is a tensor subclass, such as a quantised weight, is compared with all that is inside of it.
+What is written into its tensors in place is replayed with."""
 GUARDS = """\
 Dynamo guards what it read while tracing. Each kind of guard of torch 2.11 to 2.14 is here, with what a call
 compares of it; a kind that is not here is a refusal of the trace."""
@@ -111,6 +119,7 @@ CHAPTERS = [
     Chapter("Changes of Python state", STATE, ("what changes", "guard", "the next call"), changes_of_state),
     Chapter("Hooks", HOOKS, ("what changes", "the next call"), hooks),
     Chapter("Adapters", ADAPTERS, ("what changes", "the next call"), adapters),
+    Chapter("Tensor subclasses", SUBCLASSES, ("what changes", "the next call"), subclasses),
 ]
 
 

@@ -4,62 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from subclass_models import Quantised, set_parameter, toy_with
-from torch import nn
+from subclass_changes import CHANGES, another_key, swapped
+from subclass_models import Quantised, toy_with
 from toy_models import make_ids
 
 import piecewise
-
-
-def rebound(weight, model):
-    set_parameter(model, "blocks.0.qkv.weight", Quantised.of(torch.randn(weight.shape)))
-
-
-def swapped(weight, model):
-    torch.utils.swap_tensors(
-        weight, nn.Parameter(Quantised.of(torch.randn(weight.shape)), requires_grad=False)
-    )
-
-
-def inner_rebound(weight, model):
-    weight.scales = weight.scales * 2
-
-
-def inner_moved(weight, model):
-    weight.scales.data = weight.scales * 2
-
-
-def another_class(weight, model):
-    set_parameter(model, "blocks.0.qkv.weight", torch.randn(weight.shape))
-
-
-def attribute(weight, model):
-    weight.options = {"factors": [3.0]}
-
-
-def inside_an_attribute(weight, model):
-    weight.options["factors"][0] = 3.0
-
-
-def longer_list(weight, model):
-    weight.options["factors"].insert(0, 3.0)
-
-
-def another_key(weight, model):
-    weight.options = {"more": 1, **weight.options}
-
-
-CHANGES = {
-    rebound: "moved_address",
-    swapped: "moved_address",
-    inner_rebound: "moved_address",
-    inner_moved: "moved_address",
-    another_class: "moved_address",
-    attribute: "module_state_changed",
-    inside_an_attribute: "module_state_changed",
-    longer_list: "module_state_changed",
-    another_key: "module_state_changed",
-}
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
