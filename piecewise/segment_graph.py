@@ -124,6 +124,14 @@ class SegmentWriter:
     def zero_fill(self, node: fx.Node) -> None:
         """Makes memory that the copied `empty*` node allocates start as zeros."""
         copy = self.copies[node]
+        twins: dict[Any, Any] = {
+            torch.empty: torch.zeros,
+            torch.empty_like: torch.zeros_like,
+            "new_empty": "new_zeros",
+        }
+        if copy.target in twins:  # once functional, a fill of its own would be two kernels
+            copy.target = twins[copy.target]
+            return
         with self.graph.inserting_after(copy):
             self.graph.call_method("zero_", (copy,))
 

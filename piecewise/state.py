@@ -29,7 +29,7 @@ from runners.state_check import InnerRef, StateFacts, StateRef, kind_of
 
 _MODULE_TABLES = ("_modules", "_parameters", "_buffers")
 # Inputs, which the signature compares; hooks that are none of forward's or are listed elsewhere.
-_NOISE = re.compile(r"^L\['(?!model'\])|\._backward(_pre)?_hooks$|_hooks_with_kwargs$")
+_NOISE = re.compile(r"\bL\['(?!model'\])|\._backward(_pre)?_hooks$|_hooks_with_kwargs$")
 # Code whose classes hold nothing that a model sets.
 _SETTLED = frozenset({"torch", "builtins"}) | frozenset(sys.stdlib_module_names) - {"__main__"}
 _HEAP_TYPE = 1 << 9  # of `type.__flags__`: the class of its objects may be set

@@ -139,9 +139,16 @@ def captured(model, cache, **config):
     return graphed
 
 
-def compare_steps(graphed, cache, *, tolerance, sizes=SIZES, coverage=1.0):
-    """Each size, graphed and eager, and `verify` at one; all calls replay."""
+def compare_steps(graphed, cache, *, tolerance=None, exact=None, sizes=SIZES, coverage=1.0):
+    """Each size, graphed and eager, and `verify` at one; all calls replay.
+
+    Args:
+        tolerance: of the largest distance, as a share of eager's largest value.
+        exact: a model and its cache, of what was quantised: graphed may be a tenth further from it than
+            eager is.
+    """
     assert all(plan.coverage >= coverage for plan in graphed.report().plans)
+    errors = torch.zeros(2, dtype=torch.float64)
     for size in sizes:
         lengths = (size,) if size < 4 else (size - 3, 3)
         replays = graphed.stats.replays
@@ -152,8 +159,13 @@ def compare_steps(graphed, cache, *, tolerance, sizes=SIZES, coverage=1.0):
         assert type(got) is type(want)
         for mine, theirs in zip(parts_of(got), parts_of(want), strict=True):
             assert theirs.isfinite().all() and theirs.abs().max() > 0.1
+            if exact is not None:
+                aim = step(*exact, lengths).logits.double()
+                errors += torch.stack([(each.double() - aim).square().sum().cpu() for each in (mine, theirs)])
+                continue
             distance = (mine.double() - theirs.double()).abs().max() / theirs.double().abs().max()
             assert distance <= tolerance, (size, float(distance))
+    assert exact is None or 0 < errors[0] <= 1.1**2 * errors[1], errors.sqrt()
     report = step(graphed.verify, cache, (6,))
     assert report.ok and "graph" in str(report), report
     return graphed

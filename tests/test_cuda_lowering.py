@@ -133,7 +133,8 @@ def test_aliased_inputs_that_are_written_move_as_in_eager() -> None:
     model = Counting()
     start = model.table.clone()
     graphed, report = compiled(model, lowering="inductor")
-    assert report.ok and report.lowerings[0].kept_eager == () and torch.equal(model.table, start)
+    (kept,) = report.lowerings[0].kept_eager
+    assert report.ok and "share memory that it writes" in kept.reason and torch.equal(model.table, start)
     args = inputs(11)
     with torch.no_grad():
         expected = [model(*args) for _ in range(3)]

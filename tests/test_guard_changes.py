@@ -143,7 +143,9 @@ def test_I10_what_each_look_up_makes_anew_is_asked_anew():
     assert not check.is_unchanged() and "model.held.made.amount" in check.find_change().detail
 
 
-@pytest.mark.parametrize("iterator", [iter((1.0, 2.0)), iter(range(1, 3)), itertools.count(1)], ids=str)
+@pytest.mark.parametrize(
+    "iterator", [iter((1.0, 2.0)), iter(range(1, 3)), itertools.count(1)], ids=["tuple", "range", "count"]
+)
 def test_I10_an_iterator_that_forward_reads_is_refused(iterator):
     model = new_model(before=lambda model, x: x * next(model.steps))
     model.steps = iterator
