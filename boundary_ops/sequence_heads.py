@@ -70,7 +70,8 @@ def _last_tokens_on_fakes(
     return rows.new_empty((torch.library.get_ctx().new_dynamic_size(), *rows.shape[2:]))
 
 
-_library.impl("last_tokens", _last_tokens, "CompositeExplicitAutograd")
+# Attached models are for inference, so no gradient is recorded behind autograd's back.
+_library.impl("last_tokens", torch.no_grad()(_last_tokens), "CompositeExplicitAutograd")
 torch.library.register_fake(NAME, _last_tokens_on_fakes, lib=_library)
 
 

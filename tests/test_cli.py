@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import piecewise
-from piecewise import cli, demo, demo_models
+from piecewise import bench, cli, demo, demo_models
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -213,6 +213,10 @@ def test_explain_as_json_is_json(case_folder, capsys):
     assert "|" in capsys.readouterr().out
 
 
+def num_compared(text):
+    return int(text.split("(")[1].split()[0])
+
+
 def test_bench_prints_the_parts_at_two_depths(capsys):
     assert run("bench", "--host-overhead", "--calls", "5") == 0
     printed = capsys.readouterr().out
@@ -220,10 +224,12 @@ def test_bench_prints_the_parts_at_two_depths(capsys):
     assert columns in [re.split("  +", line.strip()) for line in printed.splitlines()]
     rows = {int(line.split()[0]): line for line in printed.splitlines() if " layers " in line}
     assert set(rows) == {2, 32}
-    # What is compared grows with depth, by the same for each layer.
-    compared = {depth: int(line.split("(")[1].split()[0]) for depth, line in rows.items()}
-    per_layer, left = divmod(compared[32] - compared[2], 30)
-    assert per_layer > 0 and left == 0
+    # What is compared grows with depth, by the same for each layer where layers serve each other.
+    compared = {depth: num_compared(line) for depth, line in rows.items()}
+    for depth in (3, 4):
+        compared[depth] = num_compared(bench._host_overhead(depth, num_calls=1)[2])
+    per_layer = compared[4] - compared[3]
+    assert compared[32] == compared[4] + 28 * per_layer and compared[2] + per_layer <= compared[3]
 
 
 def test_python_m_piecewise_is_the_command():

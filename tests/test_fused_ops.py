@@ -172,15 +172,17 @@ def test_a_factor_that_is_rounded_first_is_left_to_round():
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_gated_units_on_slices_of_a_packed_linear_take_no_copy(dtype):
-    def mlp(x, gate, up):
-        return F.silu(F.linear(x, gate)) * F.linear(x, up), F.linear(x, up) * F.silu(F.linear(x, gate))
+    def mlps(x, gate, up, other_gate, other_up):
+        one = F.silu(F.linear(x, gate)) * F.linear(x, up)
+        return one, F.linear(x, other_up) * F.silu(F.linear(x, other_gate))
 
     from test_passes import weights
 
-    tensors = [rows(WIDTH, dtype=dtype), *weights(32, 32, dtype=dtype)]
-    alone = Rewritten(mlp, tensors, "silu_and_mul")
+    tensors = [rows(WIDTH, dtype=dtype), *weights(32, 32, 32, 32, dtype=dtype)]
+    alone = Rewritten(mlps, tensors, "silu_and_mul")
     assert alone.matches["silu_and_mul"] == 2
     assert_same(alone, tensors)
+    tensors = tensors[:3]
 
     def once(x, gate, up):
         return F.silu(F.linear(x, gate)) * F.linear(x, up)

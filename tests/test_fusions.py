@@ -104,7 +104,6 @@ def test_fusions_are_off_unless_asked_for():
         (("pack_linear",), "did you mean 'pack_linears'?"),
         (("auto", "pack_linears"), "'auto' alone"),
         (("pack_linears", "pack_linears"), "again"),
-        ("auto", "a list"),
         ((3,), "3"),
     ],
     ids=str,

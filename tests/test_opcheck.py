@@ -14,6 +14,7 @@ from boundary_ops import PagedKVCache, PrefillBatch, registered
 from boundary_ops.attention import attn_inplace
 from boundary_ops.captured_attention import attn_captured
 from piecewise import bench
+from piecewise.int8_matmul import int8_matmul
 from piecewise.passes import ops
 
 HEADS, KV_HEADS, DIM, BLOCK, WIDTH = 4, 2, 8, 4, 16
@@ -63,6 +64,15 @@ def rotary(make=floats):
     return [make(TOKENS, HEADS, DIM), make(TOKENS, KV_HEADS, DIM)], *torch.randn(2, TOKENS, 1, DIM)
 
 
+def bytes_of(*sizes):
+    return torch.randint(-127, 128, sizes, dtype=torch.int8)
+
+
+def scores(pad):
+    """Of every token, and their ids, some of them padding."""
+    return floats(1, TOKENS, WIDTH), torch.randint(0, 4, (1, TOKENS)), pad
+
+
 CASES = {
     "rms_norm": (ops.rms_norm, norm),
     "rms_norm of rows that lie apart": (ops.rms_norm, lambda: norm(strided)),
@@ -92,6 +102,9 @@ CASES = {
         attn_captured.overload,
         lambda: (*layer(strided), *step(), DIM**-0.5, 3, 20.0, floats(HEADS)),
     ),
+    "last_tokens": (torch.ops.piecewise.last_tokens.default, lambda: scores(0)),
+    "last_tokens without a pad token": (torch.ops.piecewise.last_tokens.default, lambda: scores(None)),
+    "int8_matmul": (int8_matmul, lambda: (bytes_of(TOKENS, 32), bytes_of(16, 32).t())),
     "bench's op": (bench._nothing.overload, lambda: (floats(TOKENS, WIDTH), torch.zeros(TOKENS, WIDTH))),
 }
 
