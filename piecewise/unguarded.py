@@ -94,10 +94,10 @@ def add_unguarded(
             finder.add_answer(_is_there, place, Said("what forward sets", weakref.ref(value)), place.path)
     if reads_flags(names):
         for path, module in model.named_modules():
+            where = f"the tensors of {f'model.{path}' if path else 'model'} that require grad"
             for owner in (module._parameters, module._buffers):
                 for key in [key for key, tensor in owner.items() if tensor is not None]:
-                    place = StateRef(owner, key, f"model.{path}.{key}" if path else f"model.{key}")
-                    finder.add_answer(_requires_grad, place, Said("requires_grad"), place.path)
+                    finder.add_answer(_requires_grad, owner, key, where)
     if names & _ENVIRONMENT:
         finder.add_answer(_is_environment, environment(), Said("the value read"), "the environment")
     if names & _ATTRIBUTE_TABLES:
@@ -110,8 +110,8 @@ def add_unguarded(
                 finder.add_table(attributes, f"vars({place.path})")
 
 
-def _requires_grad(place: StateRef, _: Said) -> bool:
-    return bool(place.get().requires_grad)
+def _requires_grad(owner: Mapping[str, torch.Tensor], key: str) -> bool:
+    return owner[key].requires_grad
 
 
 def _is_environment(seen: dict[str, str], _: Said) -> bool:
