@@ -339,10 +339,11 @@ class GraphedModule:
         for old in instead_of:
             old.reset()
             old.check = None  # it holds the weights, which may be laid out anew
-        signature = self._graphs.add(self._traced(example))
-        for old in instead_of:
-            self._graphs.remove(old)
-        return signature
+        try:
+            return self._graphs.add(self._traced(example))
+        finally:
+            for old in instead_of:
+                self._graphs.remove(old)
 
     def _example(self, args: Any, kwargs: Any) -> ExampleCall:
         from piecewise.trace import ExampleCall

@@ -92,6 +92,7 @@ class DynamoRun:
         marks_tensors: whether forward sets a Python attribute of a tensor.
         written: objects, older than the run, that forward writes to, for a while or for good; None for one
             that is not found.
+        stores: sources of what forward sets, and of containers whose items it sets.
         leaves: the inputs' twins; `dummies`: one per graph output; `result`: what forward returned of them.
         changes: paths of Python state that forward left changed; it was put back.
         bound_again: outputs that are tensors of the model itself, which forward put where they were.
@@ -111,6 +112,7 @@ class DynamoRun:
     code: list[CodeType] = dataclasses.field(default_factory=list)
     marks_tensors: bool = False
     written: list[Any] = dataclasses.field(default_factory=list)
+    stores: list[str] = dataclasses.field(default_factory=list)
     arguments: tuple[Any, ...] = ()
     dummies: list[Any] = dataclasses.field(default_factory=list)
     result: Any = None
@@ -187,8 +189,9 @@ class DynamoRun:
     def _note_writes(self) -> None:
         """Adds to the snapshot what Dynamo will write to after the graph, before it does."""
         scope = self.scope()
-        for source in internals.sources_to_be_written():
+        for source, names in internals.sources_to_be_written():
             source = self.as_read(source)
+            self.stores += [f"{source}.{name}" for name in names] or [source]
             try:
                 found = scope.find(source)
             except Exception:  # nothing there, or a property of the user's

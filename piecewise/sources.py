@@ -21,6 +21,7 @@ from torch import nn
 from piecewise.torch_internals import names_in_sources
 from runners.state_check import InnerRef, StateRef
 
+_MODULE_TABLES = ("_modules", "_parameters", "_buffers")
 # Functions that some sources write for an item or an attribute.
 _ITEMS = ("dict.__getitem__", "list.__getitem__", "tuple.__getitem__", "___odict_getitem")
 _ATTRIBUTES = ("object.__getattribute__", "getattr")
@@ -164,10 +165,14 @@ class Scope:
         return found
 
     def _hidden_by(self, table_node: Any, name: Any) -> Iterator[Any]:
-        """For an item of a class's own table, the classes that come before it: theirs would hide it."""
-        base_node = _taken_apart(table_node)[1]
+        """For an item of a class's own table, the classes that come before it, and for a module's parameters
+        and the like its attributes: theirs would hide it."""
+        _, base_node, table = _taken_apart(table_node)
         if base_node is None:
             return
+        base = self._find(base_node).value
+        if table in _MODULE_TABLES and isinstance(base, nn.Module):
+            yield operator.contains, vars(base), name, readable_path(_text_of(base_node))
         found = re.fullmatch(r"(.*)\.__mro__\[(\d+)\]", _text_of(base_node))
         if found is not None and isinstance(self._find(base_node).value, type):
             for cls in self.find(found[1]).value.__mro__[: int(found[2])]:

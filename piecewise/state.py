@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.nn.modules import module as module_hooks
 
+from piecewise.adapters import has_adapters
 from piecewise.guard_answers import Lookup, metadata_of, owner_and_attribute
 from piecewise.guard_kinds import Rule, is_asked_of, refusal, rule_of
 from piecewise.sources import Scope, Step, readable_path
@@ -51,6 +52,7 @@ class FactFinder:
         self._classes: dict[type, None] = {}
         self._functions: dict[int, FunctionType] = {}
         self._tree = {id(module): path for path, module in model.named_modules()}
+        self._adapted = {id(vars(module)) for module in model.modules() if has_adapters(module)}
         self._add_module_tree(model, skip_root=skip_root)
 
     def facts(self) -> StateFacts:
@@ -67,7 +69,8 @@ class FactFinder:
 
     def add_value(self, ref: StateRef, value: Any) -> None:
         place = id(ref.owner), ref.key, ref.is_attribute
-        if type(value) is list and all(type(item) is str for item in value):
+        is_named = type(value) is list and all(type(item) is str for item in value)
+        if is_named and id(ref.owner) in self._adapted:
             # An equal one may take its place, as the list of active adapters is made anew by each switch.
             self._answers.setdefault(place, (_holds_names, ref, tuple(value), True, ref.path))
         else:
@@ -178,7 +181,11 @@ class FactFinder:
     def _add_path(self, steps: Iterable[Step]) -> None:
         """What makes each step lead to the next; a tensor at the end may be another one."""
         for position, step in enumerate(steps):
-            self._classes[step.value if isinstance(step.value, type) else type(step.value)] = None
+            cls = step.value if isinstance(step.value, type) else type(step.value)
+            self._classes[cls] = None
+            if isinstance(getattr(cls, "__getattr__", None), FunctionType) and not issubclass(cls, nn.Module):
+                # What that answers, an attribute of the object's own would hide.
+                self.add_table(getattr(step.value, "__dict__", ()), readable_path(f"vars({cls.__name__})"))
             for ref, value in step.values:
                 self.add_value(ref, value)
             for item, path in step.classes:

@@ -142,7 +142,9 @@ def _finished(
         finder.add_parameters(forward.forward if is_model else forward)
         for guard in run.guards:
             finder.add_guard(guard, scope)
-        add_unguarded(finder, run.model, code=run.code, ties=ties, places=places, scope=scope)
+        add_unguarded(
+            finder, run.model, code=run.code, ties=ties, stores=run.stores, places=places, scope=scope
+        )
         facts = finder.facts()
     seen = (re.match(r"L\['t(\d+)'\]", guard.source) for guard in run.guards)
     return Trace(

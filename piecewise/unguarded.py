@@ -1,6 +1,7 @@
 """What forward relied on and no single guard of Dynamo's compares: found in its guards and the code traced.
 
 * One tensor at several places (tied weights) is one input of the graph, read at the first place.
+* What forward sets to what it is already, no replay sets: it must be that at each call.
 * A class of modules whose `__call__` is replaced no longer runs forward alone.
 * Flags of tensors (`requires_grad`), the environment and an object's `__dict__` are read like constants. The
   names that the traced code holds tell which of them forward reads; then they are compared on each call as a
@@ -12,6 +13,8 @@ from __future__ import annotations
 import builtins
 import operator
 import os
+import weakref
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from types import CodeType, FunctionType, MethodType, ModuleType
 
@@ -60,6 +63,7 @@ def add_unguarded(
     *,
     code: Sequence[CodeType],
     ties: Iterable[Sequence[str]],
+    stores: Iterable[str],
     places: Mapping[int, StateRef],
     scope: Scope,
 ) -> None:
@@ -69,6 +73,7 @@ def add_unguarded(
         finder: has the facts of the guards.
         code: of all functions that the trace went through.
         ties: sources that gave one tensor.
+        stores: sources of what forward sets, and of containers whose items it sets.
         places: id of a tensor of the model → the place at which the graph reads it.
     """
     names = names_read(code)
@@ -79,13 +84,20 @@ def add_unguarded(
         place = StateRef(cls, "__call__", f"{cls.__name__}.__call__", is_attribute=True)
         finder.add_value(place, place.get())
     for place, other in _ties(ties, places, scope):
-        finder.add_answer(_is_tied, place, Said(f"the tensor of {other.path}", other), place.path)
+        finder.add_answer(_is_there, place, Said(f"the tensor of {other.path}", other), place.path)
+    for place in _stored(finder, stores, scope):
+        value = place.get()
+        if not isinstance(value, torch.Tensor):
+            finder.add_value(place, value)
+        elif id(value) not in places or not _is_one(places[id(value)], place):
+            # Weakly, since a suspended trace holds no tensor.
+            finder.add_answer(_is_there, place, Said("what forward sets", weakref.ref(value)), place.path)
     if reads_flags(names):
         for path, module in model.named_modules():
+            where = f"the tensors of {f'model.{path}' if path else 'model'} that require grad"
             for owner in (module._parameters, module._buffers):
                 for key in [key for key, tensor in owner.items() if tensor is not None]:
-                    place = StateRef(owner, key, f"model.{path}.{key}" if path else f"model.{key}")
-                    finder.add_answer(_requires_grad, place, Said("requires_grad"), place.path)
+                    finder.add_answer(_requires_grad, owner, key, where)
     if names & _ENVIRONMENT:
         finder.add_answer(_is_environment, environment(), Said("the value read"), "the environment")
     if names & _ATTRIBUTE_TABLES:
@@ -98,8 +110,8 @@ def add_unguarded(
                 finder.add_table(attributes, f"vars({place.path})")
 
 
-def _requires_grad(place: StateRef, _: Said) -> bool:
-    return bool(place.get().requires_grad)
+def _requires_grad(owner: Mapping[str, torch.Tensor], key: str) -> bool:
+    return owner[key].requires_grad
 
 
 def _is_environment(seen: dict[str, str], _: Said) -> bool:
@@ -117,9 +129,29 @@ def _ties(
         for other in refs:
             tensor = other.get()
             place = places.get(id(tensor), refs[-1]) if isinstance(tensor, torch.Tensor) else other
-            if (id(place.owner), place.key) != (id(other.owner), other.key):
+            if not _is_one(place, other):
                 found[id(other.owner), other.key] = place, other
     return found.values()
+
+
+def _is_one(place: StateRef, other: StateRef) -> bool:
+    return (id(place.owner), place.key) == (id(other.owner), other.key)
+
+
+def _stored(finder: FactFinder, sources: Iterable[str], scope: Scope) -> Iterable[StateRef]:
+    """Places that forward sets; of a container, those of its items, for its keys are compared."""
+    for source in dict.fromkeys(sources):
+        place = resolve(source, scope)
+        if place is None:  # it was there for a while alone
+            continue
+        value = place.get()
+        if not isinstance(value, (list, dict, set, deque)):
+            yield place
+            continue
+        finder.add_table(value, place.path)
+        keys: Iterable[object] = value if isinstance(value, dict) else range(len(value))
+        for key in () if isinstance(value, set) else keys:
+            yield StateRef(value, key, f"{place.path}[{key!r}]")
 
 
 def _add_methods(finder: FactFinder, code: Sequence[CodeType], scope: Scope) -> None:
@@ -153,15 +185,19 @@ def _add_builtins(finder: FactFinder, code: Sequence[CodeType]) -> None:
 
 
 class Said:
-    """What a change is told with: "the tensor of model.head.weight" (was in model.embedding.weight)."""
+    """What a change is told with: "the tensor of model.head.weight" (was in model.embedding.weight).
 
-    def __init__(self, text: str, place: StateRef | None = None) -> None:
-        self.text, self.place = text, place
+    `get` gives what is expected there.
+    """
+
+    def __init__(self, text: str, expected: StateRef | weakref.ref[torch.Tensor] | None = None) -> None:
+        self.text = text
+        self.get = expected.get if isinstance(expected, StateRef) else expected
 
     def __repr__(self) -> str:
         return self.text
 
 
-def _is_tied(place: StateRef, other: Said) -> bool:
-    assert other.place is not None
-    return place.get() is other.place.get()
+def _is_there(place: StateRef, other: Said) -> bool:
+    assert other.get is not None
+    return place.get() is other.get()

@@ -83,6 +83,15 @@ class More(Ops):
         return x * 5
 
 
+class Given:
+    """Has attributes that are found nowhere."""
+
+    def __getattr__(self, name):
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return 2.0
+
+
 class Number(int):
     pass
 
@@ -281,6 +290,14 @@ CHANGES = {
         lambda m, x: x * m.held.own,
         lambda m, patch: m.held.__dict__.update(own=3.0),
     ),
+    "an attribute that hides a buffer": Change(
+        NONE, held(None), lambda m, x: x * m.scale,
+        lambda m, patch: vars(m).update(scale=torch.full((HIDDEN,), 2.0)),
+    ),
+    "an attribute that hides what `__getattr__` gives": Change(
+        NONE, held(lambda: Given()), lambda m, x: x * m.held.factor,
+        lambda m, patch: setattr(m.held, "factor", 3.0),
+    ),
     # Values and containers.
     "a number": Change("CONSTANT_MATCH", held(2.0), scale, held(3.0)),
     "a number of a subclass of int": Change(
@@ -382,6 +399,14 @@ CHANGES = {
     "one of two places that hold one tensor": Change(
         "DUPLICATE_INPUT", lambda m, patch: (setattr(m, "held", torch.ones(3)), setattr(m, "other", m.held)),
         lambda m, x: x * 2 if m.held is m.other else x, put("other", torch.ones(3)),
+    ),
+    "one of two places that hold one list of names": Change(
+        "DUPLICATE_INPUT", lambda m, patch: (setattr(m, "held", ["a"]), setattr(m, "other", m.held)),
+        lambda m, x: x * 2 if m.held is m.other else x, put("other", lambda: ["a"]),
+    ),
+    "two lists of names become one": Change(
+        "SEQUENCE_LENGTH", lambda m, patch: (setattr(m, "held", ["a"]), setattr(m, "other", ["a"])),
+        lambda m, x: x * 2 if m.held is m.other else x, lambda m, patch: setattr(m, "other", m.held),
     ),
     "two tensors become one": Change(
         "TENSOR_MATCH",

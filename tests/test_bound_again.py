@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import state_models
 import torch
-from state_models import HIDDEN, graph, new_model, tokens
+from state_models import HIDDEN, graph, new_model, serve, tokens
 
 import piecewise
+from runners.stats import FallbackReason
 
 LOAD = torch.zeros(HIDDEN)
 
@@ -129,3 +133,66 @@ def test_I8_what_binds_another_tensor_is_refused(before):
     with pytest.raises(piecewise.TraceError, match=r"(?s)changes (load|plain).*Rule:.*Fix:.*in place"):
         graph(model)
     assert all(map(lambda now, seen: now is seen, tensors_of(model), tensors))
+
+
+def binds_what_is_there(m, x):
+    m.plain = m.load
+    return x * m.load
+
+
+def binds_what_no_graph_reads(m, x):
+    m.plain = m.load
+    return x * 2
+
+
+def puts_what_is_there(m, x):
+    m.loads[0] = m.load
+    return x * m.load
+
+
+@pytest.mark.parametrize(
+    "before",
+    [binds_what_is_there, binds_what_no_graph_reads, puts_what_is_there],
+    ids=lambda each: each.__name__,
+)
+def test_I8_what_forward_binds_and_was_there_is_compared(before):
+    model = with_loads(before)
+    model.plain = model.loads[0] = model.load
+    graphed = graph(model, buckets=(8,))
+    assert serve(graphed, tokens(5)) == "replay"
+    model.plain, model.loads[0] = torch.ones(HIDDEN), torch.ones(HIDDEN)
+    with torch.no_grad():
+        graphed(tokens(5))
+    assert graphed.stats.reasons == {FallbackReason.MODULE_STATE_CHANGED: 1}
+    written = model.loads[0] if before is puts_what_is_there else model.plain
+    assert written is model.load
+    model.plain = model.loads[0] = model.load
+    assert serve(graphed, tokens(5)) == "replay"
+
+
+def test_I8_a_value_that_forward_sets_to_what_it_is_is_compared():
+    def sets_its_mood(m, x):
+        m.mood = "calm"
+        return x
+
+    model = with_loads(sets_its_mood)
+    model.mood = "calm"
+    graphed = graph(model, buckets=(8,))
+    assert serve(graphed, tokens(5)) == "replay"
+    model.mood = "loud"
+    with torch.no_grad():
+        graphed(tokens(5))
+    assert model.mood == "calm" and graphed.stats.reasons == {FallbackReason.MODULE_STATE_CHANGED: 1}
+
+
+def test_a_suspended_model_holds_no_tensor_that_forward_binds():
+    model = with_loads(binds_what_no_graph_reads)
+    model.plain = model.load
+    graphed = graph(model, buckets=(8,))
+    old = weakref.ref(model.load)
+    graphed.suspend()
+    model.plain = model.load = torch.ones(HIDDEN)
+    gc.collect()
+    assert old() is None
+    graphed.resume()
+    assert serve(graphed, tokens(5)) == "replay"

@@ -23,6 +23,25 @@ def in_a_row(model, x):
     return x
 
 
+def test_I8_a_capture_that_fails_leaves_no_memory_to_what_gave_way():
+    def breaks(model, x):
+        if model.level == 2:
+            torch._dynamo.graph_break()
+        return x * model.level
+
+    model = new_model(before=breaks)
+    model.level = 1
+    graphed = graph(model, buckets=(8,), max_signatures=1)
+    model.level = 2
+    with pytest.raises(piecewise.TraceError):
+        graphed.capture(tokens(7))
+    assert graphed.stats.captured == () and graphed._graphs.pool is None
+    model.level = 1
+    assert serve(graphed, tokens(5)) == "not_captured"
+    assert graphed.capture(tokens(7)).ok
+    assert serve(graphed, tokens(5)) == "replay"
+
+
 def test_I10_the_order_of_submodules_counts():
     model = new_model(before=in_a_row)
     model.parts = nn.ModuleDict({name: nn.Linear(HIDDEN, HIDDEN) for name in ("a", "b")}).eval()

@@ -119,9 +119,10 @@ def traced_code() -> list[CodeType]:
     return list({id(code): code for code in TracingContext.get_traced_code() or ()}.values())
 
 
-def sources_to_be_written() -> list[str]:
-    """Sources of the objects, older than the trace, whose attributes or items Dynamo writes after the graph
-    has run; only inside a backend."""
+def sources_to_be_written() -> list[tuple[str, tuple[str, ...]]]:
+    """Sources of the objects, older than the trace, that Dynamo writes after the graph has run, each with the
+    names of the attributes that it sets; none for a container of which it writes the items. Only inside a
+    backend."""
     from torch._dynamo.symbolic_convert import InstructionTranslator
     from torch._dynamo.variables.base import AttributeMutationExisting, ValueMutationExisting
 
@@ -130,7 +131,8 @@ def sources_to_be_written() -> list[str]:
     known = [item for item in effects.id_to_variable.values() if isinstance(item.mutation_type, older)]
     # A plain `Source` is of the trace's own making: it leads nowhere.
     written = [item for item in known if effects.is_modified(item) and type(item.source) is not Source]
-    return [name for item in written if (name := name_of(item.source))]
+    sets = effects.store_attr_mutations
+    return [(name, tuple(sets.get(item, ()))) for item in written if (name := name_of(item.source))]
 
 
 _patches = threading.RLock()
