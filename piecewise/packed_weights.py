@@ -6,16 +6,17 @@ as before, and a copy of the model has its own. The layout is kept for good: it 
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from piecewise.array_places import is_of_array
 from piecewise.tensors import storage_of
-from piecewise.torch_internals import num_storage_users
-from runners.state_check import StateRef
+from piecewise.torch_internals import is_wrapper, num_storage_users
+from runners.state_check import InnerRef, StateRef
 
 # Kernels read weights in pieces of this size.
 _ALIGNMENT_BYTES = 16
@@ -41,6 +42,11 @@ def why_not_packable(places: Sequence[StateRef]) -> str | None:
         return f"{places[0].path} is used twice"
     if are_packed(tensors):
         return None
+    begins = itertools.accumulate((each.numel() for each in tensors), initial=0)
+    moved = {id(each): begin for each, begin in zip(tensors, begins, strict=False)}
+    for place in places:
+        if isinstance(place, InnerRef) and not _may_move(place, moved):
+            return f"{place.path} is inside of a class that takes no tensors which lie there"
     if any(each.numel() * each.element_size() % _ALIGNMENT_BYTES for each in tensors[:-1]):
         return f"the weight behind {places[0].path} would not be aligned"
     storages = {storage_of(each): each.untyped_storage() for each in tensors}
@@ -51,6 +57,31 @@ def why_not_packable(places: Sequence[StateRef]) -> str | None:
             held = (place for place, each in zip(places, tensors, strict=True) if storage_of(each) == key)
             return f"{next(held).path} shares its memory with another tensor, or is in use by other graphs"
     return None
+
+
+def _may_move(place: StateRef, moved: Mapping[int, int]) -> bool:
+    """Whether the subclass around a place can be made of its tensors where they will lie: eager makes it anew
+    of them in each op, and a class may ask for equal offsets."""
+    while isinstance(place, InnerRef):
+        place = place.owner
+    try:
+        _made_on_meta(place.get(), moved)
+    except Exception:  # whatever the class says
+        return False
+    return True
+
+
+def _made_on_meta(tensor: Any, moved: Mapping[int, int]) -> torch.Tensor:
+    if not is_wrapper(tensor):
+        size, stride = tensor.size(), tensor.stride()
+        begin = moved.get(id(tensor), tensor.storage_offset())
+        end = begin + 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
+        memory = torch.empty(max(end, begin), dtype=tensor.dtype, device="meta")
+        return memory.as_strided(size, stride, begin)
+    names, context = tensor.__tensor_flatten__()
+    inner = {name: _made_on_meta(getattr(tensor, name), moved) for name in names}
+    made: torch.Tensor = type(tensor).__tensor_unflatten__(inner, context, tensor.size(), tensor.stride())
+    return made
 
 
 def are_packed(tensors: Sequence[torch.Tensor]) -> bool:

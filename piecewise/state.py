@@ -203,7 +203,12 @@ class FactFinder:
     def _add_leaf(self, guard: SeenGuard, rule: Rule, leaf: Step, path: str, scope: Scope) -> None:
         """What a guard asks beyond that its path leads to the same object."""
         value, attribute = leaf.value, owner_and_attribute(guard)[1]
-        if isinstance(value, torch.Tensor) and rule in (Rule.TENSOR, Rule.TYPE, Rule.VALUE, Rule.METADATA):
+        is_tensor = isinstance(value, torch.Tensor)
+        if is_tensor and leaf.place is not None and (guard.kind == "HASATTR" or rule is Rule.ATTRIBUTE):
+            # Of the tensor that is there at the call; what was asked is not held.
+            ask = _has_attribute if guard.kind == "HASATTR" else _has_own_attribute
+            self.add_answer(ask, leaf.place, attribute, path)
+        elif is_tensor and rule in (Rule.TENSOR, Rule.TYPE, Rule.VALUE, Rule.METADATA):
             if leaf.place is not None:
                 self._tensors.setdefault((id(leaf.place.owner), leaf.place.key), (leaf.place, kind_of(value)))
             if rule is Rule.METADATA:
@@ -246,6 +251,14 @@ def _holds_names(place: StateRef, names: tuple[str, ...]) -> bool:
 
 def _holds(lookup: Lookup, _: None) -> bool:
     return lookup.holds()
+
+
+def _has_attribute(place: StateRef, name: str) -> bool:
+    return hasattr(place.look(), name)
+
+
+def _has_own_attribute(place: StateRef, name: str) -> bool:
+    return name in vars(place.look())
 
 
 def _is_table(value: Any) -> bool:

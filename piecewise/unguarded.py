@@ -104,7 +104,8 @@ def add_unguarded(
         for path, module in model.named_modules():
             finder.add_table(vars(module), f"vars(model{'.' + path if path else ''})")
         settled = (nn.Module, type, FunctionType, MethodType, ModuleType)
-        for place, value in finder.facts().values:
+        for place, _ in finder.facts().values:
+            value = place.get()
             attributes = getattr(value, "__dict__", None)
             if isinstance(attributes, dict) and not isinstance(value, settled):
                 finder.add_table(attributes, f"vars({place.path})")

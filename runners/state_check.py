@@ -69,12 +69,23 @@ class InnerRef(StateRef):
             return NOTHING
 
 
+class _TensorOf:
+    """Stands for a tensor that was at a place, by its `kind_of`: facts outlive graphs, and hold none."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.kind = kind_of(tensor)
+
+    def __repr__(self) -> str:
+        return "another tensor"
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class StateFacts:
     """What a trace saw of the model's Python state, beside tensors.
 
     Attributes:
-        values: places of plain values, functions and containers, each with what was there.
+        values: places of plain values, functions and containers, each with what was there; of tensors its
+            kind, and a `StateCheck` takes the tensor that it finds.
         tensors: places of tensors of which forward read no element, each with what `kind_of` gave for it.
         tables: containers whose keys (a mapping or a set) or length (a sequence) decided something, each
             with that content, as `table_content` reads it, or just its length, and its path.
@@ -87,6 +98,10 @@ class StateFacts:
     tables: tuple[tuple[Any, Any, str], ...] = ()
     types: tuple[tuple[Any, type, str], ...] = ()
     answers: tuple[tuple[Callable[[Any, Any], bool], Any, Any, bool, str], ...] = ()
+
+    def __post_init__(self) -> None:
+        seen = ((ref, _TensorOf(v) if isinstance(v, torch.Tensor) else v) for ref, v in self.values)
+        object.__setattr__(self, "values", tuple(seen))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -130,10 +145,7 @@ class StateCheck:
         # One for the recorded tensors and one for those looked up, per mode. It fails where two are one.
         self._guards: dict[bool, tuple[Any, Any]] = {}
         self._facts = facts
-        # What was recorded as None may be nothing at all.
-        self._values = [
-            NOTHING if value is None and ref.look() is NOTHING else value for ref, value in facts.values
-        ]
+        self._values = [_recorded(ref, value) for ref, value in facts.values]
         self._dicts = WatchedDicts(number_dicts)
         # How to look → columns of where, at what, and the very object expected there.
         self._columns: _Columns = {}
@@ -327,6 +339,15 @@ def _add(columns: _Columns, look: Callable[[Any, Any], Any], *entry: Any) -> tup
     for column, item in zip(found, entry, strict=True):
         column.append(item)
     return found[-1], len(found[-1]) - 1
+
+
+def _recorded(ref: StateRef, value: Any) -> Any:
+    """What is to be at a place from now on."""
+    if isinstance(value, _TensorOf):
+        now = ref.look()
+        return now if isinstance(now, torch.Tensor) and kind_of(now) == value.kind else value
+    # What was recorded as None may be nothing at all.
+    return NOTHING if value is None and ref.look() is NOTHING else value
 
 
 def _look(ref: StateRef, _: None) -> Any:

@@ -103,6 +103,33 @@ def test_a_copy_taken_before_a_write_stays():
     assert_equal(rewritten, tensors)
 
 
+def test_equal_ops_on_equal_tensors_run_once():
+    tensors = [rows(WIDTH)]
+    rewritten = Rewritten(lambda x: ((x + 1.5).exp() * 2, (x + 1.5).exp() - 2), tensors)
+    assert rewritten.targets == ["aten::add", "aten::exp", "aten::mul", "aten::sub"]
+    assert_equal(rewritten, tensors)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: (x / 0.0 > 0, x / -0.0 > 0),
+        lambda x: ((x > 0) * True + (x > 0), (x > 0) * 1 + (x > 0), (x > 0) * 1.0 + (x > 0)),
+        lambda x: (x * 2, x * 2),
+        lambda x: (x.exp().add_(1), x.exp()),
+        lambda x: ((x + 1).sum(), x.add_(1), (x + 1).sum()),
+    ],
+    ids=["signed zeros", "kinds of one", "results", "written", "a write between"],
+)
+def test_ops_that_differ_in_a_sign_a_type_or_in_who_owns_the_memory_stay_apart(function):
+    tensors = [rows(WIDTH)]
+    rewritten = Rewritten(function, tensors)
+    own, found = rewritten.outputs(tensors)
+    assert [(each.dtype, each.tolist()) for each in found] == [(each.dtype, each.tolist()) for each in own]
+    memories = [each.untyped_storage().data_ptr() for each in found]
+    assert len(set(memories)) == len({each.untyped_storage().data_ptr() for each in own})
+
+
 def test_dead_code_goes_but_not_what_writes():
     def function(x, counter):
         x.sin().cos()

@@ -310,6 +310,22 @@ def test_layers_of_subclasses_serve_each_other():
     compare_steps(captured(model, cache), cache, tolerance=1e-5)
 
 
+def test_tensors_that_their_class_wants_at_equal_offsets_are_not_packed():
+    model = Toy().eval()
+    model.projection = nn.Linear(16, 16, bias=False)
+    set_parameter(model, "projection.weight", two(model.projection.weight.detach().clone()))
+    graphed = piecewise.compile(model, buckets=(8,), fusions=("pack_linears",), progress=False)
+    arguments = make_ids(5), torch.arange(5)
+    with torch.no_grad():
+        report = graphed.capture(*arguments)
+        want, got = model(*arguments), graphed(*arguments)
+    assert report.ok and graphed.stats.replays == 1, report
+    assert "takes no tensors which lie there" in str(report)
+    for mine, theirs in zip(parts_of(got), parts_of(want), strict=True):
+        torch.testing.assert_close(mine, theirs)
+    assert graphed.verify(*arguments).ok
+
+
 @pytest.mark.parametrize("fusions", [("auto",), ("pack_linears",)], ids=str)
 def test_quantised_weights_are_packed(fusions):
     model = llama()

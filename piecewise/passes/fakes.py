@@ -64,11 +64,13 @@ def sizes(values: Any) -> tuple[Any, ...]:
 
 
 def frozen(value: Any) -> Any:
-    """Arguments of a node in a form that compares, by value."""
+    """Arguments of a node in a form that compares, by value: 0.0 is not -0.0, and 1 neither 1.0 nor True."""
     if isinstance(value, (tuple, list)):
         return tuple(map(frozen, value))
     if isinstance(value, dict):
         return tuple(sorted((name, frozen(item)) for name, item in value.items()))
+    if isinstance(value, (int, float, complex)):
+        return type(value), repr(value)
     return sizes((value,)) if isinstance(value, torch.SymInt) else value
 
 

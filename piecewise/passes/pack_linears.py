@@ -135,7 +135,7 @@ def _add_parameters(node: fx.Node, columns: Any, found: list[fx.Node]) -> bool:
 def _recipe(node: Any) -> Any:
     """How columns are made, whatever the parameters."""
     if not isinstance(node, fx.Node):
-        return node
+        return frozen(node)
     if node.op == "placeholder":
         return "parameter"
     return (node.target, *map(_recipe, node.args), frozen(node.kwargs))
