@@ -12,6 +12,7 @@ from torch import nn
 
 import boundary_ops
 import piecewise
+from piecewise.backend import piecewise_backend
 
 HIDDEN = 8
 
@@ -224,7 +225,7 @@ def test_a_numpy_value_as_an_argument_is_an_error_that_says_what_to_pass():
 def test_torch_compile_copies_them_in():
     torch._dynamo.reset()
     model = Layer(lambda m, x: x * torch.from_numpy(m.floats) * m.float32).eval()
-    compiled = torch.compile(model, backend="piecewise", options={"buckets": [8]}, dynamic=True)
+    compiled = torch.compile(model, backend=piecewise_backend, options={"buckets": [8]}, dynamic=True)
     with torch.no_grad(), piecewise.capture_window():
         compiled(torch.randn(5, HIDDEN))
     changes = (

@@ -13,6 +13,7 @@ from torch import nn
 
 import boundary_ops
 import piecewise
+from piecewise.backend import piecewise_backend
 
 HIDDEN, ROWS, BUCKETS = 8, 64, (8, 16)
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -275,7 +276,7 @@ def test_torch_compile_serves_them_too():
         torch._dynamo.reset()
         torch.manual_seed(0)
         model = Model(lambda model, x, k, v: model.last(put(x + v, k)) + v).eval()
-        compiled = torch.compile(model, backend="piecewise", options={"buckets": np.array([8])}, dynamic=True)
+        compiled = torch.compile(model, backend=piecewise_backend, options={"buckets": np.array([8])}, dynamic=True)
 
         def rows(kind):
             memory = torch.randn(ROWS, HIDDEN, generator=torch.Generator().manual_seed(3))
