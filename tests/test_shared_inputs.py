@@ -276,7 +276,9 @@ def test_torch_compile_serves_them_too():
         torch._dynamo.reset()
         torch.manual_seed(0)
         model = Model(lambda model, x, k, v: model.last(put(x + v, k)) + v).eval()
-        compiled = torch.compile(model, backend=piecewise_backend, options={"buckets": np.array([8])}, dynamic=True)
+        compiled = torch.compile(
+            model, backend=piecewise_backend, options={"buckets": np.array([8])}, dynamic=True
+        )
 
         def rows(kind):
             memory = torch.randn(ROWS, HIDDEN, generator=torch.Generator().manual_seed(3))
