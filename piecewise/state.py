@@ -11,7 +11,7 @@ import operator
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from types import FunctionType, MethodType
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -183,8 +183,7 @@ class FactFinder:
         for position, step in enumerate(steps):
             cls = step.value if isinstance(step.value, type) else type(step.value)
             self._classes[cls] = None
-            if isinstance(getattr(cls, "__getattr__", None), FunctionType) and not issubclass(cls, nn.Module):
-                # What that answers, an attribute of the object's own would hide.
+            if _answers_itself(cls):  # an attribute of the object's own would hide that
                 self.add_table(getattr(step.value, "__dict__", ()), readable_path(f"vars({cls.__name__})"))
             for ref, value in step.values:
                 self.add_value(ref, value)
@@ -242,6 +241,13 @@ class FactFinder:
     def _add_items(self, owner: Any, items: Mapping[Any, Any], path: str) -> None:
         for key, item in items.items():
             self.add_value(StateRef(owner, key, f"{path}[{key!r}]"), item)
+
+
+def _answers_itself(cls: type) -> bool:
+    """Whether objects of a class answer for attributes that they lack; namespaces such as `torch.ops` fill up
+    as they are asked, and hide nothing."""
+    is_namespace = issubclass(cls, (nn.Module, ModuleType)) or cls.__module__.partition(".")[0] in _SETTLED
+    return not is_namespace and isinstance(getattr(cls, "__getattr__", None), FunctionType)
 
 
 def _holds_names(place: StateRef, names: tuple[str, ...]) -> bool:

@@ -204,3 +204,11 @@ def test_I10_defaults_of_the_models_own_forward(what, in_place, monkeypatch):
         assert serve(graphed, tokens(5)) == "replay"
         forward.__defaults__ = (factor, 2)
         assert serve(graphed, tokens(5)) == "module_state_changed"
+
+
+def test_I6_a_namespace_that_fills_up_as_it_is_asked_is_no_change():
+    """`torch.ops` keeps each namespace that somebody asks for."""
+    graphed = graph(new_model(before=lambda model, x: torch.ops.aten.relu(x)).eval(), buckets=(8,))
+    assert serve(graphed, tokens(5)) == "replay"
+    assert torch.ops.asked_for_here is vars(torch.ops)["asked_for_here"]
+    assert serve(graphed, tokens(5)) == "replay"
