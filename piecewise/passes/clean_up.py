@@ -6,6 +6,7 @@ writing op would otherwise be a wall that no pattern looks across.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -150,26 +151,35 @@ def _widens(cast: fx.Node) -> bool:
     return min(before.itemsize, after.itemsize) > 1 and torch.promote_types(before, after) == after
 
 
-def _share_views(graph: fx.Graph) -> int:
-    """The second of two equal views of one tensor becomes the first."""
+def _share_equal(graph: fx.Graph, key_of: Callable[[fx.Node], Any]) -> int:
+    """Nodes of equal arguments and equal keys become the first of them; a node without a key stays."""
     known: dict[Any, fx.Node] = {}
     shared = 0
     for node in list(graph.nodes):
-        target: Any = node.target
-        if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload):
+        key = key_of(node)
+        if key is None:
             continue
-        if not (target.is_view or target is aten._unsafe_view.default) or is_mutation_op(node):
-            continue
-        memory = memory_of(value_of(node))
-        if memory is None or memory != memory_of(value_of(node.args[0])):
-            continue
-        key = (target, frozen(node.args), frozen(node.kwargs))
-        first = known.setdefault(key, node)
+        first = known.setdefault((node.target, frozen(node.args), frozen(node.kwargs), key), node)
         if first is not node:
             node.replace_all_uses_with(first)
             graph.erase_node(node)
             shared += 1
     return shared
+
+
+def _share_views(graph: fx.Graph) -> int:
+    """The second of two equal views of one tensor becomes the first."""
+
+    def memory_viewed(node: fx.Node) -> Any:
+        target: Any = node.target
+        if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload):
+            return None
+        if not (target.is_view or target is aten._unsafe_view.default) or is_mutation_op(node):
+            return None
+        memory = memory_of(value_of(node))
+        return memory if memory == memory_of(value_of(node.args[0])) else None
+
+    return _share_equal(graph, memory_viewed)
 
 
 def _share_results(graph: fx.Graph) -> int:
@@ -180,18 +190,12 @@ def _share_results(graph: fx.Graph) -> int:
     find_regions(graph)
     takers = [graph.output_node(), *filter(is_mutation_op, graph.nodes)]
     owned = {memory_of(value_of(each)) for taker in takers for each in taker.all_input_nodes}
-    known: dict[Any, fx.Node] = {}
-    shared = 0
-    for node in list(graph.nodes):
-        if not _is_repeatable(node) or memory_of(value_of(node)) in owned:
-            continue
-        key = (node.target, frozen(node.args), frozen(node.kwargs), node.meta["mutation_region_id"])
-        first = known.setdefault(key, node)
-        if first is not node:
-            node.replace_all_uses_with(first)
-            graph.erase_node(node)
-            shared += 1
-    return shared
+
+    def region(node: fx.Node) -> Any:
+        is_shareable = _is_repeatable(node) and memory_of(value_of(node)) not in owned
+        return node.meta["mutation_region_id"] if is_shareable else None
+
+    return _share_equal(graph, region)
 
 
 def _is_repeatable(node: fx.Node) -> bool:
