@@ -5,14 +5,14 @@ imports neither transformers nor triton nor another attention library.
 """
 
 from boundary_ops import huggingface
-from boundary_ops.attention import attn_inplace
-from boundary_ops.batch import PrefillBatch
-from boundary_ops.capture import CapturedForm, CaptureLimits, Misfit, StepMetadata
-from boundary_ops.captured_attention import attn_captured
+from boundary_ops.attention.attention import attn_inplace
+from boundary_ops.attention.captured import attn_captured
+from boundary_ops.declare.captured_form import CapturedForm, CaptureLimits, Misfit, StepMetadata
+from boundary_ops.declare.registry import BoundaryOp, define, lookup, register, registered, unregister
+from boundary_ops.declare.rows import check_rows, declare_rows
 from boundary_ops.errors import BoundaryOpError, CacheExhaustedError
-from boundary_ops.kv_cache import PagedKVCache
-from boundary_ops.registry import BoundaryOp, define, lookup, register, registered, unregister
-from boundary_ops.rows import check_rows, declare_rows
+from boundary_ops.step.batch import PrefillBatch
+from boundary_ops.step.kv_cache import PagedKVCache
 
 __all__ = [
     "BoundaryOp",

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import NoReturn
 
-from boundary_ops.whole_numbers import whole_number
+from boundary_ops.declare.whole_numbers import whole_number
 
 
 class BoundaryOpError(ValueError):

@@ -1,10 +1,10 @@
 """Graphed prefill for any torch model: a piecewise CUDA-graph compiler plugin. See `docs/DESIGN.md`."""
 
 from piecewise.api import GraphedModule, compile, explain
-from piecewise.backend import handle
-from piecewise.config import PiecewiseConfig
 from piecewise.in_place import disable, enable
 from piecewise.prefill_case import PrefillCase
+from piecewise.settings.config import PiecewiseConfig
+from piecewise.torch_backend import handle
 from runners.errors import (
     CaptureError,
     ConfigError,

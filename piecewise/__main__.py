@@ -2,7 +2,7 @@
 
 import sys
 
-from piecewise.cli import main
+from piecewise.tools.cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

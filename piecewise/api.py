@@ -17,25 +17,25 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from piecewise.call_form import Binders
-from piecewise.call_router import CallRouter
-from piecewise.config import PiecewiseConfig
-from piecewise.coverage import CoverageError
-from piecewise.graph_store import GraphStore
-from piecewise.report import CaptureReport, PlanReport, Report
-from piecewise.signature import CallBinder, bound_call, describe_call, is_plain_leaf
-from piecewise.structure import flatten_structure
-from piecewise.unseen_calls import UnseenCalls
+from piecewise.calls.binder import CallBinder, bound_call, describe_call, is_plain_leaf
+from piecewise.calls.form import Binders
+from piecewise.calls.structure import flatten_structure
+from piecewise.calls.unseen import UnseenCalls
+from piecewise.capture.call_router import CallRouter
+from piecewise.capture.store import GraphStore
+from piecewise.report.coverage import CoverageError
+from piecewise.report.report import CaptureReport, PlanReport, Report
+from piecewise.settings.config import PiecewiseConfig
 from runners.collector import paused_collector
 from runners.errors import ConfigError, PiecewiseError, StateError
 from runners.mode import in_capture_window
 from runners.stats import FallbackReason
 
 if TYPE_CHECKING:
-    from piecewise.address_check import AddressReport
-    from piecewise.signatures import CapturedSignature
-    from piecewise.trace import ExampleCall
-    from piecewise.verify_report import VerifyReport
+    from piecewise.capture.address_check import AddressReport
+    from piecewise.capture.captured_call import CapturedSignature
+    from piecewise.trace.trace import ExampleCall
+    from piecewise.verify.report import VerifyReport
 
 
 class GraphedModule:
@@ -312,8 +312,8 @@ class GraphedModule:
         Raises:
             StateError: it is suspended, or a call of the same thread is in progress.
         """
-        from piecewise.address_check import check_signatures
-        from piecewise.compiler import trace_model
+        from piecewise.capture.address_check import check_signatures
+        from piecewise.capture.analyse import trace_model
 
         with self._router.exclusive("check_addresses"):
             self._graphs.refuse_suspended("check_addresses")
@@ -321,8 +321,8 @@ class GraphedModule:
             return check_signatures(self._graphs.signatures, retrace)
 
     def _traced(self, example: ExampleCall) -> CapturedSignature:
-        from piecewise.signatures import trace_signature
-        from piecewise.trace import ExampleCall
+        from piecewise.capture.captured_call import trace_signature
+        from piecewise.trace.trace import ExampleCall
 
         if example.binder is not self._binder:  # hooks came or went since it was made
             example = ExampleCall.from_call(self._binder, example.args, example.kwargs)
@@ -346,7 +346,7 @@ class GraphedModule:
                 self._graphs.remove(old)
 
     def _example(self, args: Any, kwargs: Any) -> ExampleCall:
-        from piecewise.trace import ExampleCall
+        from piecewise.trace.trace import ExampleCall
 
         return ExampleCall.from_call(self._binder, args, kwargs)
 
@@ -363,10 +363,10 @@ class GraphedModule:
             TraceError, TokenDimError: as for `capture`.
         """
         with self._router.exclusive("explain"):
-            from piecewise.compiler import trace_model
-            from piecewise.lowering import Lowering
-            from piecewise.startup_times import StartupTimes
-            from piecewise.streams import foresee
+            from piecewise.capture.analyse import trace_model
+            from piecewise.lowering.lowering import Lowering
+            from piecewise.report.startup_times import StartupTimes
+            from piecewise.streams.streams import foresee
 
             example = self._example(args, kwargs)
             traced = trace_model(self.model, example, forward=self._forward, config=self.piecewise_config)
@@ -389,7 +389,7 @@ class GraphedModule:
             make_inputs: `make_inputs(num_tokens)` returns `(args, kwargs)`, as in `PrefillCase`: then each
                 bucket is compared at the sizes around its edge, too.
         """
-        from piecewise.verify import verify
+        from piecewise.verify.verify import verify
 
         with self._router.exclusive("verify"):
             return verify(self, args, kwargs, make_inputs)

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from piecewise.api import GraphedModule
-from piecewise.config import PiecewiseConfig
+from piecewise.settings.config import PiecewiseConfig
 from runners.errors import StateError
 
 

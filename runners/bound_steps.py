@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from runners.rows import Place, num_spanned
-from runners.state_check import StateChange, StateCheck, StateRef
+from runners.state.state_check import StateChange, StateCheck, StateRef
 
 
 class StateChanged(Exception):

@@ -228,9 +228,9 @@ def engine_for(name: str, device: torch.device | str) -> GraphEngine:
             fix="move the model to a CUDA device, or use engine='auto'",
         )
     if name == "tape":
-        from runners.tape import TapeEngine
+        from runners.tape.tape import TapeEngine
 
         return TapeEngine()
-    from runners.cuda_graph import CudaEngine
+    from runners.cuda.graph import CudaEngine
 
     return CudaEngine()

@@ -39,7 +39,7 @@ from runners.bound_steps import (
 from runners.engine import CapturedGraph
 from runners.row_views import BoundRows, RowViews, SizedValue, place_of
 from runners.rows import has_strides, is_dense, row_copies
-from runners.state_check import StateCheck, StateRef
+from runners.state.state_check import StateCheck, StateRef
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 from boundary_ops.backends.flashinfer import FlashInferAttention
 from boundary_ops.backends.library import LibraryAttention, PoolLook, refuse_backend
+from boundary_ops.declare.schema import near
 from boundary_ops.errors import BoundaryOpError
-from boundary_ops.schema import near
 
 __all__ = ["NAMES", "choose"]
 
@@ -39,7 +39,7 @@ def _check_triton(pools: PoolLook) -> None:
     if pools.device.type != "cuda":
         refuse_backend("triton", "a CUDA device", str(pools.device), "the program is for CUDA alone")
     try:
-        from boundary_ops.kernels.plans import why_pools_unsupported
+        from boundary_ops.attention.triton.plans import why_pools_unsupported
     except ImportError as error:
         refuse_backend("triton", "an installed triton", str(error), "a back end is never replaced by another")
     why = why_pools_unsupported(pools.dtype, pools.head_dim, pools.device.index)

@@ -10,8 +10,8 @@ import torch
 from boundary_ops.errors import refuse
 
 if TYPE_CHECKING:
-    from boundary_ops.attention_checks import AttentionCall
-    from boundary_ops.batch import PrefillBatch
+    from boundary_ops.attention.checks import AttentionCall
+    from boundary_ops.step.batch import PrefillBatch
 
 __all__ = ["LibraryAttention", "PoolLook", "refuse_backend", "refuse_call"]
 

@@ -22,11 +22,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import piecewise
 from docs.results.llama_1b import small_layers
 from docs.results.startup import LOOP
-from piecewise import aliases, compiler
+from piecewise.analysis.classify import Classifier
 from piecewise.analysis.rows.walk import RowsWalk
-from piecewise.bench_result import environment
-from piecewise.classify import Classifier
-from piecewise.tensors import storage_of, tensors_in
+from piecewise.capture import analyse as compiler
+from piecewise.ir import effects as aliases
+from piecewise.ir.tensors import storage_of, tensors_in
+from piecewise.tools.bench.result import environment
 
 
 class _Effects(TorchDispatchMode):

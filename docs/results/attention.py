@@ -32,7 +32,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "models"))
 if "--smoke" in sys.argv:
     os.environ["TRITON_INTERPRET"] = "1"
     import interpreter_fixes  # noqa: F401
@@ -42,9 +42,9 @@ import triton
 from block_sizes import block_sizes, measure_block_sizes
 
 from boundary_ops import PagedKVCache, PrefillBatch, attn_captured, attn_inplace
-from boundary_ops.attention_checks import AttentionCall
-from boundary_ops.kernels import prefill
-from boundary_ops.step_buffers import StepBuffers
+from boundary_ops.attention.checks import AttentionCall
+from boundary_ops.attention.triton import prefill
+from boundary_ops.step.step_buffers import StepBuffers
 
 SMOKE = "--smoke" in sys.argv
 DEVICE = torch.device("cpu" if SMOKE else "cuda")

@@ -1,9 +1,8 @@
 """Compares many random models with eager: `python -m docs.results.fuzz --device cuda`.
 
-The models, how they are graphed and what is done with them are those of `tests/test_fuzz.py`; attached
-mixtures of experts are those of `tests/test_attached_experts.py`. Processes draw with seeds of their own; one
-that is lost, as after a device-side assert, counts as a fault like a wrong result, a lost bucket or a warning
-of a rule.
+The models, how they are graphed and what is done with them are those of `test_fuzz.py`; attached mixtures of
+experts are those of `test_attached_experts.py`. Processes draw with seeds of their own; one that is lost, as
+after a device-side assert, counts as a fault like a wrong result, a lost bucket or a warning of a rule.
 """
 
 from __future__ import annotations
@@ -77,7 +76,9 @@ def _work(kind: str, examples: int, seed: int, device: str, ends: float) -> None
     import warnings
 
     warnings.filterwarnings("error", message="piecewise: the rule of")
-    sys.path.insert(0, str(ROOT / "tests"))
+    sys.path[:0] = [
+        str(ROOT / "tests" / room) for room in ("models", "invariants", "boundary_ops/huggingface")
+    ]
     draw = _draw_models if kind == "models" else _draw_experts
     print(json.dumps(draw(examples, seed, device, ends)))
 
@@ -133,7 +134,7 @@ def main() -> int:
         _add(whole, result)
     import torch
 
-    from piecewise.bench_result import environment
+    from piecewise.tools.bench.result import environment
 
     report = {
         "seconds": time.time() - began,

@@ -32,7 +32,7 @@ def _measured(*, is_smoke: bool) -> dict[str, Any]:
 
     import piecewise
     from docs.results import llama_1b
-    from piecewise.bench_result import environment
+    from piecewise.tools.bench.result import environment
 
     case = llama_1b.smoke() if is_smoke else llama_1b.llama_8b()
     buckets = (4, 8, 16) if is_smoke else llama_1b.BUCKETS

@@ -18,7 +18,7 @@ import torch
 
 import piecewise
 from docs.results import llama_1b
-from piecewise.bench_result import environment
+from piecewise.tools.bench.result import environment
 
 SIZES = (16, 64, 128, 512)
 _STREAMS = (1, 2, 3)

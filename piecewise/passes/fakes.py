@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from piecewise import torch_internals as internals
+from piecewise import torch_api as internals
 
 aten = torch.ops.aten
 

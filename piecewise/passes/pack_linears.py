@@ -22,8 +22,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from piecewise.int8_matmul import int8_matmul
 from piecewise.passes.fakes import aten, frozen, value_of
+from piecewise.passes.int8_matmul import int8_matmul
 from piecewise.passes.matcher import find_regions, same_mutation_regions
 
 # Positions of the arguments that have a column, or an entry, per column of the result.

@@ -20,16 +20,9 @@ from typing import Any
 
 from torch import fx
 
-from piecewise.passes import (
-    PASS_NAMES,
-    clean_up,
-    pack_linears,
-    rms_norm,
-    rms_norm_quant,
-    rotary,
-    silu_and_mul,
-)
+from piecewise.passes import clean_up, pack_linears, rms_norm, rms_norm_quant, rotary, silu_and_mul
 from piecewise.passes.fakes import propagate
+from piecewise.settings.fusions import PASS_NAMES
 
 # A pass that finds work this often does not converge.
 _MAX_SWEEPS = 100

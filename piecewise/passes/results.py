@@ -9,8 +9,8 @@ import torch
 from torch import fx
 from torch.utils._sympy.interp import sympy_interp
 
+from piecewise.ir.sizes import RowFormulas
 from piecewise.passes.fakes import aten, geometry, memory_of, propagate, value_of
-from piecewise.sizes import RowFormulas
 
 
 def keep_geometry(

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from piecewise import torch_internals as internals
+from piecewise import torch_api as internals
 
 Counts = NDArray[np.int64]
 

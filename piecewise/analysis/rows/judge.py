@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from boundary_ops.rows import declared_rows, is_shipped, token_dims
+from boundary_ops.declare.rows import declared_rows, is_shipped, token_dims
 from piecewise.analysis.rows import rules
 from piecewise.analysis.rows.counts import Size, Sizes
 from piecewise.analysis.rows.layout import (
@@ -33,7 +33,7 @@ from piecewise.analysis.rows.table import (
     bounds_within,
     check_static,
 )
-from piecewise.torch_internals import SYMBOLIC
+from piecewise.torch_api import SYMBOLIC
 
 __all__ = ["Judge", "Judged", "rules"]
 

@@ -10,8 +10,8 @@ import sympy
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from piecewise import torch_internals as internals
-from piecewise.tensors import bound_arguments, map_tensors, storage_of, tensors_in, written_arguments
+from piecewise import torch_api as internals
+from piecewise.ir.tensors import bound_arguments, map_tensors, storage_of, tensors_in, written_arguments
 
 
 class Ref(NamedTuple):

@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 from torch import fx
 
-from piecewise.aliases import NodeFacts, fakes_of
 from piecewise.analysis.rows.judge import Judge
 from piecewise.analysis.rows.layout import Refusal, is_prefix, prefixes_or_none
 from piecewise.analysis.rows.recording import Ref
 from piecewise.analysis.rows.table import UNBOUNDED, Bounds, Rows, bounds_within
-from piecewise.tensors import map_tensors, storage_of, tensors_in
+from piecewise.ir.effects import NodeFacts, fakes_of
+from piecewise.ir.tensors import map_tensors, storage_of, tensors_in
 
 # A tensor of a node's value, by its position there.
 _Place = tuple[fx.Node, int]

@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from boundary_ops.kernels.launcher import DirectLaunch, current_stream, jit_launch
+from boundary_ops.attention.triton.launcher import DirectLaunch, current_stream, jit_launch
 from runners.bound_steps import CopyIn, CopyLaunch
 
 constexpr: Any = tl.constexpr

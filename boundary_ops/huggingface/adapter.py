@@ -1,0 +1,200 @@
+"""Puts `piecewise::attn_inplace` and a paged cache into an unmodified transformers model.
+
+transformers looks its attention up by name, `config._attn_implementation`, in `AttentionInterface`, and the
+function that makes the mask in `AttentionMaskInterface`. `attach` registers ours under one name in both, and
+gives each attention module its layer's two pools as plain attributes. So the pools reach the op as tensors
+with a path (`model.layers[3].self_attn.paged_k_cache`), and the state dict does not change.
+
+The model's modules get copies of their configs, because a config is often shared: with a reference model made
+from it, or with the caller's own code, which must not find another attention in it.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import types
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from boundary_ops.attention.paged import NAME, no_mask, paged_attention
+from boundary_ops.declare.call_guard import ATTACHMENT, guarded, is_guarded, refuse_generate
+from boundary_ops.errors import BoundaryOpError, refuse
+from boundary_ops.huggingface.decoder import DecoderLayer, find_decoder
+from boundary_ops.huggingface.sequence_heads import find_pooling_head, pooled
+from boundary_ops.step.kv_cache import PagedKVCache
+
+__all__ = ["attach", "detach"]
+
+
+class _Absent:
+    """Stands for an attribute that was not there; a class, because a deep copy keeps a class as it is."""
+
+
+@dataclass(slots=True, eq=False)
+class _Attachment:
+    """What `attach` has changed, and all that `detach` needs to change it back.
+
+    Attributes:
+        names: positional names of the decoder's forward, to find arguments however they are passed.
+        former: (module, attribute, former value or _Absent), in the order of the changes.
+        implied_positions: set only while a trace runs through the guard; the op's constant of that name.
+    """
+
+    cache: PagedKVCache
+    decoder: nn.Module
+    inner_forward: Any
+    names: tuple[str, ...]
+    accepts_use_cache: bool
+    former: list[tuple[nn.Module, str, Any]] = field(default_factory=list)
+    implied_positions: bool = False
+
+
+def attach(model: nn.Module, cache: PagedKVCache) -> nn.Module:
+    """Makes a transformers decoder attend through `piecewise::attn_inplace` and keep its K and V in `cache`.
+
+    From then on the model is called inside `with batch:`, with `input_ids` (or `inputs_embeds`) [1,
+    num_tokens] and `position_ids=batch.positions`. `use_cache` is forced off, because the paged cache is the
+    only one. Grouped and multi-query heads, sliding windows, soft caps and attention sinks are honoured;
+    what else a model's attention asks for is refused by name when it is called.
+
+    A `...ForSequenceClassification` with transformers' common head gives one row of scores per sequence of
+    the batch, as the unpacked model gives it; any other head that may pool is refused here.
+
+    Args:
+        model: a causal decoder of transformers 5, such as `LlamaForCausalLM` or its inner `LlamaModel`;
+            changed in place.
+        cache: with the model's number of layers, K/V heads, head size, dtype and device.
+
+    Returns:
+        The same model. `detach` undoes everything.
+
+    Raises:
+        BoundaryOpError: the model is attached already, has a layer without self attention, an encoder,
+            several stacks, another kind of attention, a head that may pool, or does not fit the cache.
+    """
+    if _find_attachment(model) is not None:
+        raise BoundaryOpError(
+            f"attach({type(model).__name__}, cache): the model is attached already",
+            rule="a model has one paged cache at a time",
+            fix="call boundary_ops.huggingface.detach(model) first",
+        )
+    decoder, layers = find_decoder(model, cache)
+    head = find_pooling_head(model, decoder)
+    _register_with_transformers()
+    parameters = inspect.signature(decoder.forward).parameters
+    attachment = _Attachment(
+        cache=cache,
+        decoder=decoder,
+        inner_forward=decoder.forward,
+        names=tuple(name for name, value in parameters.items() if value.kind is value.POSITIONAL_OR_KEYWORD),
+        accepts_use_cache="use_cache" in parameters
+        or any(value.kind is value.VAR_KEYWORD for value in parameters.values()),
+    )
+    try:
+        _change(model, attachment, layers, head)
+    except BaseException:
+        _restore(attachment)
+        raise
+    return model
+
+
+def detach(model: nn.Module) -> nn.Module:
+    """Undoes `attach`: forward, generate, configs and module attributes are what they were. Returns the
+    model.
+
+    The names stay registered with transformers; no model uses them unless it is attached.
+
+    Raises:
+        BoundaryOpError: the model is not attached, or the decoder's forward was replaced since.
+    """
+    attachment = _find_attachment(model)
+    if attachment is None:
+        raise BoundaryOpError(
+            f"detach({type(model).__name__}): the model is not attached",
+            rule="detach undoes one attach",
+            fix="call it once, with the model that attach returned",
+        )
+    for changed in (owner for owner, name, _ in attachment.former if name == "forward"):
+        forward = changed.__dict__.get("forward")
+        if not is_guarded(forward):
+            raise BoundaryOpError(
+                f"detach({type(model).__name__}): forward of {type(changed).__name__} was replaced",
+                expected="the forward that attach put there",
+                got=repr(forward),
+                rule="changes are undone in the reverse order",
+                fix="undo the later change first, for example with piecewise.disable(model)",
+            )
+    _restore(attachment)
+    return model
+
+
+def _find_attachment(model: nn.Module) -> _Attachment | None:
+    if not isinstance(model, nn.Module):
+        refuse(
+            "argument 'model'",
+            "a transformers model",
+            type(model).__name__,
+            "attach and detach change a model in place",
+            "pass the model itself, before piecewise.compile",
+        )
+    found = (module.__dict__.get(ATTACHMENT) for module in model.modules())
+    return next((attachment for attachment in found if attachment is not None), None)
+
+
+def _change(
+    model: nn.Module, attachment: _Attachment, layers: tuple[DecoderLayer, ...], head: nn.Module | None
+) -> None:
+    decoder: Any = attachment.decoder
+
+    def change(owner: nn.Module, name: str, value: Any) -> None:
+        attachment.former.append((owner, name, owner.__dict__.get(name, _Absent)))
+        setattr(owner, name, value)
+
+    # One memo, so that configs which hold or share one another still do.
+    memo: dict[int, Any] = {}
+    for module in model.modules():
+        config = module.__dict__.get("config")
+        if hasattr(config, "_attn_implementation"):
+            change(module, "config", copy.deepcopy(config, memo))
+    for config in (decoder.config, *(layer.attention.config for layer in layers)):
+        config._attn_implementation = NAME
+    top: Any = getattr(model, "config", None)
+    for config in (decoder.config, top):
+        if hasattr(config, "use_cache"):
+            config.use_cache = False
+    for index, layer in enumerate(layers):
+        change(layer.attention, "paged_k_cache", attachment.cache.k[index])
+        change(layer.attention, "paged_v_cache", attachment.cache.v[index])
+        change(layer.attention, "paged_path", layer.path)
+        change(layer.attention, "paged_layer_type", layer.kind)
+        change(layer.attention, ATTACHMENT, attachment)
+    change(decoder, ATTACHMENT, attachment)
+    # Bound methods, so that a deep copy of the model has them bound to the copy.
+    change(decoder, "forward", types.MethodType(guarded(attachment.inner_forward), decoder))
+    if head is not None:
+        change(head, "forward", types.MethodType(pooled(head.forward), head))
+    if hasattr(model, "generate"):
+        change(model, "generate", types.MethodType(refuse_generate, model))
+
+
+def _restore(attachment: _Attachment) -> None:
+    for owner, name, former in reversed(attachment.former):
+        if former is _Absent:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, former)
+    attachment.former.clear()
+
+
+@functools.cache
+def _register_with_transformers() -> None:
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register(NAME, paged_attention)
+    AttentionMaskInterface.register(NAME, no_mask)
+    torch.compiler.assume_constant_result(refuse)  # type: ignore[no-untyped-call, unused-ignore]

@@ -1,0 +1,337 @@
+"""A paged KV cache: one pool of fixed-size blocks per layer, and the account of who holds which blocks.
+
+Two counts are kept per request, and only these two:
+
+* *room*: tokens that its blocks can hold for sure. `allocate` adds to it, all or nothing.
+* *written*: tokens whose K and V are in the pools. It is the context length of the request's next step, and
+  moves only when a step has succeeded: `PrefillBatch` sets it as its `with` block ends, `append` by hand.
+
+So a step that raises has changed no count, and repeating it writes the same slots again.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from boundary_ops.backends.choice import choose
+from boundary_ops.backends.library import LibraryAttention, PoolLook
+from boundary_ops.declare.whole_numbers import whole_number
+from boundary_ops.errors import BoundaryOpError, CacheExhaustedError, check_positive
+
+__all__ = ["PagedKVCache", "RequestId"]
+
+RequestId = Hashable
+
+# Where a pool's storage keeps a weak reference to its cache: whatever view of the pool an op is given leads
+# back to it, and a copy of the pool does not.
+_OWNER = "paged_kv_cache"
+
+
+@dataclass(slots=True, eq=False)
+class CachedRequest:
+    """One request's account. Batches keep a reference, and see by `freed` that its blocks are gone."""
+
+    request_id: RequestId
+    blocks: list[int] = field(default_factory=list)
+    room: int = 0
+    written: int = 0
+    freed: bool = False
+
+
+class PagedKVCache:
+    """Owns the K and V pools of all layers and hands out their blocks.
+
+    Args:
+        num_layers: attention layers of the model.
+        num_blocks: blocks per layer; all layers share one block table.
+        block_size: tokens per block.
+        num_kv_heads: K/V heads per layer.
+        head_dim: size of one head.
+        dtype: a floating dtype, the one that the model's attention produces K and V in.
+        device: where the pools live.
+        attention_backend: what computes `piecewise::attn_inplace` for this cache.
+            "auto": the Triton program on CUDA where triton is installed, else torch operators.
+            "triton", "torch": that one, on every device that it has.
+            "flashinfer": FlashInfer's paged prefill, on CUDA, where it is installed.
+            Only "auto" chooses. A back end that is named and lacks something raises: here, or in the first
+            call that asks for it.
+
+    Attributes:
+        k, v: one tensor per layer, [num_blocks, block_size, num_kv_heads, head_dim], owned by the cache and
+            never re-allocated. Token `i` of a request lies at slot
+            `blocks[i // block_size] * block_size + i % block_size`.
+        pool_addresses: the addresses of all of them.
+        library: what attends where `attention_backend` names a library, else None.
+
+    Raises:
+        BoundaryOpError: a size is not a positive int, the dtype is not a floating one, or the back end is
+            unknown, not available here, or not made for such pools.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_layers: int,
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+        attention_backend: str = "auto",
+    ) -> None:
+        sizes = {
+            "num_layers": num_layers,
+            "num_blocks": num_blocks,
+            "block_size": block_size,
+            "num_kv_heads": num_kv_heads,
+            "head_dim": head_dim,
+        }
+        num_layers, num_blocks, block_size, num_kv_heads, head_dim = (
+            check_positive(
+                f"PagedKVCache, argument '{name}'",
+                size,
+                rule="a pool has at least one block of at least one token",
+                fix="take the sizes from the model's config, and num_blocks from the memory at hand",
+            )
+            for name, size in sizes.items()
+        )
+        if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+            raise BoundaryOpError(
+                "PagedKVCache, argument 'dtype'",
+                expected="a floating dtype",
+                got=repr(dtype),
+                rule="the pools hold K and V as the model computes them",
+                fix="pass the model's dtype, for example model.dtype",
+            )
+        self.num_layers, self.num_blocks, self.block_size = num_layers, num_blocks, block_size
+        self.num_kv_heads, self.head_dim, self.dtype = num_kv_heads, head_dim, dtype
+        # "cuda" becomes "cuda:0" on a tensor; comparisons need the tensor's spelling.
+        self.device = torch.empty(0, device=device).device
+        self.attention_backend = attention_backend
+        # Before there are pools: a back end that cannot serve them costs no memory.
+        self.library = self._choose_library()
+        # Tensors made under inference mode could never be written outside it. Zeros, because a kernel may
+        # read a whole block and mask the rows that nobody wrote: garbage there could be NaN, and 0 * NaN is
+        # NaN.
+        with torch.inference_mode(False):
+            shape = (num_blocks, block_size, num_kv_heads, head_dim)
+            self.k = tuple(torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers))
+            self.v = tuple(torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers))
+        self._claim_pools()
+        self._free = list(range(num_blocks - 1, -1, -1))
+        self._requests: dict[RequestId, CachedRequest] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A library's workspaces and plans, and the buffers of captured ops, are this cache's alone.
+        own = ("library", "_step_buffers", "pool_addresses")
+        return {name: value for name, value in self.__dict__.items() if name not in own}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # A copy has pools of its own, and may have come to another place.
+        self.__dict__.update(state)
+        self.device = self.k[0].device
+        self.library = self._choose_library()
+        self._claim_pools()
+
+    def _choose_library(self) -> LibraryAttention | None:
+        return choose(
+            self.attention_backend, PoolLook(self.device, self.dtype, self.block_size, self.head_dim)
+        )
+
+    def _claim_pools(self) -> None:
+        """Makes the pools known as this cache's."""
+        for pool in (*self.k, *self.v):
+            setattr(pool.untyped_storage(), _OWNER, weakref.ref(self))
+        self.pool_addresses = self._addresses()
+        # A tuple that is replaced, since another thread may be going through it.
+        self._step_buffers: tuple[weakref.ref[Any], ...] = ()
+
+    def _addresses(self) -> frozenset[int]:
+        return frozenset(pool.data_ptr() for pool in (*self.k, *self.v))
+
+    @staticmethod
+    def owner_of(pool: torch.Tensor) -> PagedKVCache | None:
+        """The cache whose pool a tensor is, or is a view of; None for any other tensor."""
+        reference = getattr(pool.untyped_storage(), _OWNER, None)
+        owner: PagedKVCache | None = None if reference is None else reference()
+        return owner
+
+    def __repr__(self) -> str:
+        return (
+            f"PagedKVCache(num_layers={self.num_layers}, num_blocks={self.num_blocks}, "
+            f"block_size={self.block_size}, num_kv_heads={self.num_kv_heads}, head_dim={self.head_dim}, "
+            f"dtype={self.dtype}, device={self.device}, "
+            f"attention_backend={self.attention_backend!r}, num_free_blocks={self.num_free_blocks})"
+        )
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks per layer that no request holds."""
+        return len(self._free)
+
+    @property
+    def request_ids(self) -> tuple[RequestId, ...]:
+        """The requests that hold room, oldest first."""
+        return tuple(self._requests)
+
+    def allocate(self, request_id: RequestId, num_tokens: int) -> None:
+        """Gives a request room for `num_tokens` more tokens than it has now; a new id opens a request.
+
+        Raises:
+            CacheExhaustedError: too few free blocks; nothing has changed.
+            BoundaryOpError: `num_tokens` is not a positive int.
+        """
+        num_tokens = _check_count("allocate", request_id, num_tokens)
+        request_id = plain_id(request_id)
+        request = self._requests.get(request_id)
+        self.reserve([request_id], [(request.room if request else 0) + num_tokens])
+
+    def reserve(self, request_ids: Sequence[RequestId], rooms: Sequence[int]) -> None:
+        """Makes sure that each request has room for so many tokens in all; for all requests, or for none.
+
+        Raises:
+            CacheExhaustedError: too few free blocks for all of them together; nothing has changed.
+        """
+        needed: list[int] = []
+        for request_id, room in zip(request_ids, rooms, strict=True):
+            request = self._requests.get(request_id)
+            needed.append(max(0, -(-room // self.block_size) - (len(request.blocks) if request else 0)))
+        if sum(needed) > len(self._free):
+            raise CacheExhaustedError(
+                f"PagedKVCache, room for {', '.join(map(repr, request_ids))}",
+                expected=f"{sum(needed)} free blocks of {self.block_size} tokens",
+                got=f"{len(self._free)} free of {self.num_blocks}, held by {len(self._requests)} requests",
+                rule="room is given to all tokens asked for, or to none; nothing was changed",
+                fix="free finished requests, run fewer tokens, or make the cache with more num_blocks",
+            )
+        for request_id, room, count in zip(request_ids, rooms, needed, strict=True):
+            request = self._requests.setdefault(request_id, CachedRequest(request_id))
+            request.blocks.extend(self._free.pop() for _ in range(count))
+            request.room = max(request.room, room)
+
+    def append(self, request_id: RequestId, num_tokens: int) -> None:
+        """Counts `num_tokens` more tokens as written. For ops that write the pools without a `PrefillBatch`.
+
+        Raises:
+            BoundaryOpError: unknown request, a count that is not positive, or less room than that.
+        """
+        num_tokens = _check_count("append", request_id, num_tokens)
+        request = self.find_request(request_id)
+        if request.written + num_tokens > request.room:
+            raise BoundaryOpError(
+                f"PagedKVCache.append, request {request_id!r}",
+                expected=f"at most {request.room - request.written} more tokens, which have room",
+                got=str(num_tokens),
+                rule="only tokens that have room can have been written",
+                fix=f"call allocate({request_id!r}, ...) before the step that writes them",
+            )
+        request.written += num_tokens
+
+    def truncate(self, request_id: RequestId, num_tokens: int) -> None:
+        """Forgets all but the first `num_tokens` written tokens, so that a step can be run again.
+
+        Raises:
+            BoundaryOpError: unknown request, or `num_tokens` is not between 0 and the tokens written.
+        """
+        request = self.find_request(request_id)
+        count = whole_number(num_tokens)
+        if count is None or not 0 <= count <= request.written:
+            raise BoundaryOpError(
+                f"PagedKVCache.truncate, request {request_id!r}",
+                expected=f"0 to {request.written}, the tokens written",
+                got=repr(num_tokens),
+                rule="truncating keeps a leading part of what was written",
+                fix="pass the context length to go back to; `append` counts more tokens",
+            )
+        request.written = count
+
+    def free(self, request_id: RequestId) -> None:
+        """Gives a request's blocks back; they are reused, last freed first.
+
+        Raises:
+            BoundaryOpError: unknown request, or one that was freed before.
+        """
+        request = self.find_request(request_id)
+        del self._requests[request.request_id]
+        request.freed = True
+        self._free.extend(reversed(request.blocks))
+
+    def context_len(self, request_id: RequestId) -> int:
+        """Tokens written so far: the context of the request's next step."""
+        return self.find_request(request_id).written
+
+    def room(self, request_id: RequestId) -> int:
+        """Tokens that the request has room for, written ones included."""
+        return self.find_request(request_id).room
+
+    def block_table(self, request_id: RequestId) -> tuple[int, ...]:
+        """The request's blocks, in token order."""
+        return tuple(self.find_request(request_id).blocks)
+
+    def gather(self, layer: int, request_id: RequestId) -> tuple[torch.Tensor, torch.Tensor]:
+        """Copies of the K and V that a request has written in a layer, [written, num_kv_heads, head_dim]."""
+        at = whole_number(layer)
+        if at is None or not 0 <= at < self.num_layers:
+            raise BoundaryOpError(
+                "PagedKVCache.gather, argument 'layer'",
+                expected=f"0 to {self.num_layers - 1}",
+                got=repr(layer),
+                rule="layers are counted from 0",
+                fix="pass the attention layer's index",
+            )
+        request = self.find_request(request_id)
+        blocks = torch.tensor(request.blocks, dtype=torch.int64, device=self.device)
+        k, v = (pool[blocks].flatten(0, 1)[: request.written].clone() for pool in (self.k[at], self.v[at]))
+        return k, v
+
+    def find_request(self, request_id: RequestId) -> CachedRequest:
+        """The account of a request that holds room; raises for any other id."""
+        request = self._requests.get(plain_id(request_id))
+        if request is None:
+            raise BoundaryOpError(
+                f"PagedKVCache, request {request_id!r}",
+                expected="a request that holds room",
+                got="an id that was never allocated, or was freed before",
+                rule="a request lives from its first allocate (or PrefillBatch.build) to its one free",
+                fix="check the id; `request_ids` lists the live ones",
+            )
+        return request
+
+    def has_request(self, request_id: RequestId) -> bool:
+        """Whether a request of that id holds room now."""
+        return plain_id(request_id) in self._requests
+
+    def add_step_buffers(self, buffers: Any) -> None:
+        """From now on each step that begins is packed for these buffers, as long as they live."""
+        self._step_buffers = (*(ref for ref in self._step_buffers if ref()), weakref.ref(buffers))
+
+    def prepare_step(self, batch: Any) -> None:
+        """Packs a step that begins for all buffers of captured ops that its pools have."""
+        for reference in self._step_buffers:
+            buffers = reference()
+            if buffers is not None:
+                buffers.prepare(batch)
+
+    def owns_pool(self, pool: torch.Tensor) -> bool:
+        """Whether a tensor is one of this cache's pools, told by its address."""
+        return pool.data_ptr() in self.pool_addresses
+
+
+def plain_id(request_id: RequestId) -> RequestId:
+    """A request's id; one that is a number in a tensor is the number, for two tensors are never one key."""
+    return request_id.item() if isinstance(request_id, torch.Tensor) else request_id
+
+
+def _check_count(method: str, request_id: RequestId, num_tokens: int) -> int:
+    return check_positive(
+        f"PagedKVCache.{method}, request {request_id!r}, argument 'num_tokens'",
+        num_tokens,
+        rule="room and written tokens are counted in whole tokens, one or more at a time",
+        fix="leave the call out when there is nothing to add",
+    )

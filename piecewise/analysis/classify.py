@@ -1,0 +1,292 @@
+"""Where each node of a normalized graph runs: in a graph, as the boundary, or eagerly with a reason.
+
+What an op does to token rows decides, whatever the op is called.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+from piecewise import torch_api as internals
+from piecewise.analysis.normalize import target_name
+from piecewise.analysis.rows.judge import Judge
+from piecewise.analysis.rows.walk import RowsWalk
+from piecewise.analysis.token_dim import TokenSymbol
+from piecewise.ir.effects import NodeFacts, fakes_of, is_tuple_item, view_chain, written_storages
+from piecewise.ir.tensors import storage_of, tensors_in
+from piecewise.torch_api import SYMBOLIC
+from piecewise.trace.trace import Trace
+
+REASONS: Mapping[str, str] = {
+    "random": "draws random numbers, which a replay would repeat",
+    "host_tensor": "makes a tensor from host values",
+    "reads_back": "reads a value back to the host",
+    "data_dependent": "its result's size or meaning depends on data",
+    "control_flow": "is control flow over nested graphs",
+    "collective": "exchanges values with other ranks, which may run this call at another size [I11]",
+    "cpu": "lives on the CPU while the tokens do not",
+    "other_dynamic_dim": "has a dynamic dim that is not the token count",
+    "consumes_token_dim": "its result is made of all token rows, padded ones included [I3]",
+    "token_count_as_value": "uses the token count as a value, which the padded count would change [I3]",
+    "shared_with_eager": "writes memory that an eager op or the caller also holds",
+    "mixes_tokens": "padded rows would reach real rows [I3]",
+    "unknown_op": "nobody has said how token rows go through it [I3]",
+    "not_recordable": "does something inside that a graph cannot repeat",
+    "not_capture_safe": "is not declared capture_safe",
+    "not_capturable": "this call of it cannot be captured",
+    "view_for_boundary": "is a view of a tensor that graphs do not own",
+}
+
+# torch.distributed's, by namespace.
+_COLLECTIVES = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd", "symm_mem"})
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Verdict:
+    """`kind` is "graph", "boundary", "eager" or "scalar"; an eager one has a code of `REASONS` and a
+    detail, and so has a boundary op that is not in a graph where it might have been."""
+
+    kind: str
+    code: str = ""
+    detail: str = ""
+
+    @classmethod
+    def of(cls, code: str, kind: str = "eager") -> Verdict:
+        return cls(kind, code, REASONS[code])
+
+
+def kind_outside(fact: NodeFacts) -> str:
+    """What a node runs as that must not be in a graph."""
+    return "eager" if fact.boundary is None else "boundary"
+
+
+class Classifier:
+    """Classifies the nodes of one graph; `verdicts` has one entry per call node.
+
+    Attributes:
+        rows: what is known of the rows of each value.
+    """
+
+    def __init__(
+        self,
+        trace: Trace,
+        facts: Mapping[fx.Node, NodeFacts],
+        token: TokenSymbol,
+        *,
+        judge: Judge,
+        forced: Mapping[fx.Node, Verdict],
+        captures_boundaries: bool = False,
+    ) -> None:
+        self.trace, self.facts, self.token = trace, facts, token
+        self.graph, self.shape_env, self.symbol = trace.graph.graph, trace.shape_env, token.symbol
+        self.captures_boundaries = captures_boundaries
+        self.device: torch.device = trace.example.leaves[token.anchor[0]].device
+        self.verdicts: dict[fx.Node, Verdict] = {}
+        self.judge = judge
+        self._forced = dict(forced)
+        self._exprs: dict[int, frozenset[sympy.Symbol]] = {}
+        self.rows = RowsWalk(judge, facts)
+
+    def run(self) -> dict[fx.Node, Verdict]:
+        """One verdict per call node; marks the views that are pinned."""
+        while True:
+            self.rows = RowsWalk(self.judge, self.facts)
+            for node in self.graph.nodes:
+                node.meta.pop("pinned", None)
+                if node.op.startswith("call"):
+                    self.verdicts[node] = self._verdict(node, self.facts[node])
+            found = self._shared_writes() or self._shared_copies() or self._pinned_views() or self._borders()
+            if not found:
+                return self.verdicts
+            # An item of a tuple is made where the tuple is.
+            self._forced |= {
+                node.args[0] if is_tuple_item(node) else node: verdict  # type: ignore[misc]
+                for node, verdict in found.items()
+            }
+
+    def symbols(self, value: Any) -> frozenset[sympy.Symbol]:
+        """Free symbols of the sizes of a tensor (or of all in a tuple), or of a scalar."""
+        sizes = [value, *(size for tensor in tensors_in(value) for size in tensor.shape)]
+        return frozenset().union(*(self._free(size) for size in sizes if isinstance(size, SYMBOLIC)))
+
+    def _free(self, scalar: Any) -> frozenset[sympy.Symbol]:
+        known = self._exprs.get(id(scalar.node))
+        if known is None:
+            known = frozenset(internals.free_symbols([scalar], self.shape_env))
+            self._exprs[id(scalar.node)] = known
+        return known
+
+    def carries_tokens(self, value: Any) -> bool:
+        return any(self.symbol in self.symbols(tensor) for tensor in tensors_in(value))
+
+    def _verdict(self, node: fx.Node, fact: NodeFacts) -> Verdict:
+        """What the node runs as; its rows are noted."""
+        value = node.meta.get("example_value")
+        if fact.boundary is not None:
+            found = self._forced.get(node) or self._boundary_verdict(node, fact)
+            self.rows.boundary(node, in_graph=found.kind == "graph")
+            return found
+        if is_tuple_item(node):
+            self.rows.item(node)
+            return self.verdicts[node.args[0]]  # type: ignore[index]
+        verdict = self._forced.get(node)
+        if verdict is None:
+            code = self._unrecordable(node, fact, value)
+            if code is None and _is_number(node, fact):
+                return Verdict("scalar")
+            code = code or self._by_symbols(fact, value)
+            verdict = Verdict.of(code) if code else self._by_rows(node, fact, value)
+        if verdict.kind != "graph":
+            self.rows.eager(node)
+        return verdict
+
+    def _by_rows(self, node: fx.Node, fact: NodeFacts, value: Any) -> Verdict:
+        mixes = self.rows.in_graph(node)
+        if mixes is None:
+            return Verdict("graph")
+        code = mixes.code
+        results = list(fakes_of(fact.writes)) if fact.writes else [value]
+        reads = any(map(self.carries_tokens, fakes_of(fact.reads)))
+        if code == "mixes_tokens" and reads and not any(map(self.carries_tokens, results)):
+            code = "consumes_token_dim"
+        detail = mixes.detail if code == "unknown_op" else f"{REASONS[code]}: {mixes.detail}"
+        return Verdict("eager", code, detail)
+
+    def _boundary_verdict(self, node: fx.Node, fact: NodeFacts) -> Verdict:
+        """In a graph where it is asked for and can be; what it writes beside tokens is its own affair."""
+        if not self.captures_boundaries or fact.boundary is None:
+            return Verdict("boundary")
+        if "kept_out" in node.meta:
+            return Verdict("boundary", "not_capturable", node.meta["kept_out"])
+        if not fact.boundary.capture_safe:
+            return Verdict.of("not_capture_safe", "boundary")
+        code = self._unrecordable(node, fact, None) or self._by_symbols(fact, None)
+        if code is None and self._uses_count(node):
+            code = "token_count_as_value"
+        if code is None and not all(map(self.rows.is_prefix, fact.reads)):
+            code = "mixes_tokens"
+        return Verdict.of(code, "boundary") if code else Verdict("graph")
+
+    def _unrecordable(self, node: fx.Node, fact: NodeFacts, value: Any) -> str | None:
+        if isinstance(node.target, torch._ops.HigherOrderOperator):
+            return "control_flow"
+        if target_name(node).partition("::")[0] in _COLLECTIVES:
+            return "collective"
+        if fact.random:
+            return "random"
+        if fact.from_host:
+            return "host_tensor"
+        if fact.reads_back:
+            return "reads_back"
+        values = [value, *(argument.meta.get("example_value") for argument in node.all_input_nodes)]
+        seen = set().union(*map(self.symbols, values))
+        if fact.data_dependent or any(internals.is_unbacked(symbol) for symbol in seen):
+            return "data_dependent"
+        return None
+
+    def _by_symbols(self, fact: NodeFacts, value: Any) -> str | None:
+        tensors = [*tensors_in(value), *fakes_of(fact.reads)]
+        # Scalars too: a kernel takes a 0-dim CPU tensor's value when it is launched, and a graph would
+        # keep it.
+        if self.device.type != "cpu" and any(tensor.device.type == "cpu" for tensor in tensors):
+            return "cpu"
+        if any(self.symbols(tensor) - {self.symbol} for tensor in tensors):
+            return "other_dynamic_dim"
+        return None
+
+    def _uses_count(self, node: fx.Node) -> bool:
+        """Whether a size is among the node's arguments."""
+        leaves: list[Any] = []
+        fx.node.map_aggregate((node.args, dict(node.kwargs)), leaves.append)
+        values = [leaf.meta.get("example_value") if isinstance(leaf, fx.Node) else leaf for leaf in leaves]
+        sizes = [size for value in values for size in (value if isinstance(value, torch.Size) else (value,))]
+        return any(isinstance(size, SYMBOLIC) and self.symbols(size) for size in sizes)
+
+    def _shared_writes(self) -> dict[fx.Node, Verdict]:
+        """Graph ops that write memory which an eager op also holds: they become eager."""
+        inputs = (placeholder.node for placeholder in self.trace.placeholders if placeholder.kind == "input")
+        held = set(map(storage_of, fakes_of(inputs)))
+        for node, verdict in self.verdicts.items():
+            if verdict.kind == "eager" and not self.facts[node].writes:
+                held |= self.facts[node].storages
+        return {
+            node: Verdict.of("shared_with_eager", kind_outside(self.facts[node]))
+            for node, verdict in self.verdicts.items()
+            if verdict.kind == "graph" and written_storages([self.facts[node]]) & held
+        }
+
+    def _shared_copies(self) -> dict[fx.Node, Verdict]:
+        """Memory whose rows lie apart when padded reaches eager ops as dense copies. Where one of them writes
+        it and another one, or another view, looks at it, it is made eagerly."""
+        written: set[int] = set()
+        looked_at: dict[int, set[fx.Node]] = {}
+        for node, verdict in self.verdicts.items():
+            if verdict.kind not in ("eager", "boundary"):
+                continue
+            written |= written_storages([self.facts[node]])
+            for taken in [*self.facts[node].reads, *([node] if self.facts[node].is_view else [])]:
+                for tensor in fakes_of([taken]):
+                    looked_at.setdefault(storage_of(tensor), set()).add(taken)
+        found = {}
+        for node, verdict in self.verdicts.items():
+            if verdict.kind != "graph" or self.facts[node].is_view or self.facts[node].writes:
+                continue
+            for tensor in fakes_of([node]):
+                memory = storage_of(tensor)
+                shared = memory in written and len(looked_at.get(memory, ())) > 1
+                strides = (stride for stride in tensor.stride() if not isinstance(stride, int))
+                if shared and any(self.symbol in self._free(stride) for stride in strides):
+                    found[node] = Verdict.of("shared_with_eager")
+        return found
+
+    def is_floating(self, node: fx.Node) -> bool:
+        """A view that each consumer makes for itself from its base, so that it never crosses a border."""
+        fact = self.facts.get(node)
+        is_view = fact is not None and fact.is_view
+        return is_view and self._is_in_graph(node) and not node.meta.get("pinned")
+
+    def view_chain(self, node: fx.Node) -> tuple[fx.Node, tuple[fx.Node, ...]]:
+        """The tensor that a view is made of in each segment, and the views in between, in order."""
+        return view_chain(node, self.facts, is_link=self._is_in_graph)
+
+    def _taken_by(self, *kinds: str) -> Iterable[fx.Node]:
+        """The call nodes that nodes of these kinds, or the caller, take."""
+        takers = [node for node, verdict in self.verdicts.items() if verdict.kind in kinds]
+        taken = (taken for taker in (*takers, self.graph.output_node()) for taken in taker.all_input_nodes)
+        return dict.fromkeys(node for node in taken if node in self.verdicts)
+
+    def _is_in_graph(self, node: fx.Node) -> bool:
+        return node in self.verdicts and self.verdicts[node].kind == "graph"
+
+    def _pinned_views(self) -> dict[fx.Node, Verdict]:
+        """Pins the views that a boundary op or the caller takes: they are made once, where their base lives,
+        and so eagerly where graphs do not own that."""
+        found = {}
+        for taken in filter(self.is_floating, self._taken_by("boundary")):
+            base, _ = self.view_chain(taken)
+            taken.meta["pinned"] = True
+            if not self._is_in_graph(base):
+                found[taken] = Verdict.of("view_for_boundary")
+        return found
+
+    def _borders(self) -> dict[fx.Node, Verdict]:
+        """Values that leave a graph and whose real rows do not lead: what made them so becomes eager [I1]."""
+        detail = f"{REASONS['mixes_tokens']}: its real rows do not lead where it leaves the graph"
+        found = {}
+        for taken in self._taken_by("eager", "boundary"):
+            base = self.view_chain(taken)[0] if self.is_floating(taken) else taken
+            if self._is_in_graph(base) and self.facts[base].storages and not self.rows.is_prefix(base):
+                found[self.rows.origin(base)] = Verdict("eager", "mixes_tokens", detail)
+        return found
+
+
+def _is_number(node: fx.Node, fact: NodeFacts) -> bool:
+    """Whether the node makes no tensor and does nothing to one: it computes with sizes."""
+    is_checked = fact.recording is not None and bool(fact.recording.calls)
+    return not (any(True for _ in fakes_of([node])) or fact.writes or is_checked)

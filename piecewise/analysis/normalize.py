@@ -1,0 +1,341 @@
+"""Rewrites a traced graph into the form that the splitter reads, without changing what it computes.
+
+1. Nested graph modules that only wrap (activation checkpointing, `invoke_subgraph`) are inlined, so that
+   boundary ops inside them are found.
+2. What lies between the entry and the exit of a `vmap` becomes one node: its tensors exist inside alone.
+3. Autocast regions become `meta["autocast"]` on each node inside them: a region may span segments, and
+   each segment re-opens it for itself. Grad-mode switches are dropped, since captures serve calls without
+   grad.
+4. Tensor subclasses are seen through: the ops below them, on the plain tensors inside, take the place of
+   theirs (`subclasses.py`).
+5. A `getitem` on a tuple moves next to its producer, so that tuples never cross a segment border.
+6. A number computed from sizes that the result holds is a number, not the 0-dim tensor that Dynamo carries
+   it in.
+7. The value of a float attribute that Dynamo carries in a tensor (`dynamic=True`) is that number, where the
+   trace has fixed it.
+8. Uses of a dropout that drops nothing become uses of what it was given: eager returns that very tensor, but
+   its fake is a copy.
+9. Uses of an in-place op's result become uses of the tensor that it wrote: one name per memory.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Collection
+from typing import Any
+
+import sympy
+import torch
+import torch.nn.functional as F
+from torch import fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from piecewise import torch_api as internals
+from piecewise.ir.effects import call_on_fakes
+from piecewise.ir.tensors import storage_of, tensors_in
+from piecewise.torch_api import SYMBOLIC
+from piecewise.trace.subclasses.subclasses import Wrapped, see_through
+from runners.errors import SplitError
+
+_GRAD_SWITCHES = ("_set_grad_enabled", "_enter_inference_mode", "_exit_inference_mode")
+_REGIONS = ("_enter_autocast", "_exit_autocast", *_GRAD_SWITCHES)
+# Higher-order ops that run their first graph module on the remaining arguments, unconditionally and once.
+_WRAPPERS = (
+    "wrap",
+    "tag_activation_checkpoint",
+    "invoke_subgraph",
+    "inline_asm",
+    "wrap_with_set_grad_enabled",
+)
+
+
+def target_name(node: fx.Node) -> str:
+    """What the op is called: ``linear``, ``view``, ``toy::attn_inplace``."""
+    target: Any = node.target
+    if isinstance(target, str):
+        return target
+    if isinstance(target, torch._ops.OpOverload):
+        return target._schema.name
+    if isinstance(target, torch._ops.OpOverloadPacket):
+        return target._qualified_op_name
+    return getattr(target, "__name__", str(target))
+
+
+def module_path(node: fx.Node) -> str:
+    """The innermost module that called this op, as a user writes it: ``layers.0.self_attn``."""
+    stack = node.meta.get("nn_module_stack")
+    if not stack:
+        return ""
+    path = list(stack.values())[-1][0]
+    path = path.replace("L['model']", "").replace("['", ".").replace("']", "")
+    path = path.replace("._modules", "")
+    # A forward wrapped by a bound method is reached through a private attribute of the same module.
+    return re.sub(r"\._\w+(\.\w+)*?\.__self__", "", path).strip(".")
+
+
+def source_line(node: fx.Node, *, outside: str | None = None) -> str:
+    """The user's line: ``modeling.py:42, in forward: x = x[-1:]``; frames in the folder `outside` are left
+    out."""
+    lines = (node.meta.get("stack_trace") or "").strip().splitlines()
+    places = [index for index, line in enumerate(lines) if line.strip().startswith("File ")]
+    places = [index for index in places if outside is None or outside not in lines[index]]
+    if not places:
+        return ""
+    index = places[-1]
+    where = lines[index].strip().removeprefix("File ")
+    code = lines[index + 1].strip() if index + 1 < len(lines) else ""
+    return f"{where}: {code}" if code else where
+
+
+_DROPOUTS = (F.dropout, torch.dropout, torch.dropout_, torch.ops.aten.dropout, torch.ops.aten.dropout.default)
+
+# They change what an earlier name of the tensor looks like, so one name would stand for two shapes.
+_RESHAPE_IN_PLACE = frozenset(
+    "unsqueeze_ squeeze_ t_ transpose_ swapaxes_ swapdims_ as_strided_ resize_ resize_as_ set_".split()
+)
+
+
+def normalize(
+    graph: fx.GraphModule, *, shape_env: ShapeEnv | None = None, numbers: Collection[int] = ()
+) -> dict[int, Wrapped]:
+    """Applies the rewrites above in place; the module stays runnable but for its autocast regions.
+
+    Args:
+        shape_env: where symbols are simplified.
+        numbers: positions of outputs that the model returns as plain numbers.
+    Returns:
+        The outputs that are tensor subclasses, by position.
+    Raises:
+        SplitError: an op changes the shape or strides of a tensor in place.
+        TraceError: a tensor subclass cannot be seen through.
+    """
+    _inline_wrappers(graph)
+    _refuse_reshaping_in_place(graph.graph)
+    _join_transforms(graph)
+    _lift_regions(graph.graph)
+    wrapped = see_through(graph, lambda node: ", ".join(filter(None, (module_path(node), source_line(node)))))
+    _move_getitems(graph.graph)
+    _unwrap_numbers(graph.graph, numbers)
+    _fold_fixed_floats(graph.graph, shape_env)
+    _unwrap_idle_dropout(graph.graph)
+    _rename_in_place_results(graph.graph)
+    return wrapped
+
+
+def _inline_wrappers(graph: fx.GraphModule) -> None:
+    for node in list(graph.graph.nodes):
+        inner, arguments = _wrapped_module(graph, node)
+        if inner is None:
+            continue
+        _inline_wrappers(inner)
+        result = _copy_inner(graph, node, inner, arguments)
+        for user in list(node.users):
+            is_item = user.op == "call_function" and user.target is operator.getitem
+            if is_item and isinstance(result, (tuple, list)):
+                user.replace_all_uses_with(result[user.args[1]])  # type: ignore[arg-type, index]
+                graph.graph.erase_node(user)
+        if node.users:
+            if not isinstance(result, fx.Node):
+                raise SplitError(
+                    f"nested graph '{node.name}' is used as a whole tuple", fix="unpack its result in forward"
+                )
+            node.replace_all_uses_with(result)
+        graph.graph.erase_node(node)
+    graph.recompile()
+
+
+def _copy_inner(graph: fx.GraphModule, node: fx.Node, inner: fx.GraphModule, arguments: list[Any]) -> Any:
+    """Copies `inner`'s nodes in front of `node`; returns what stands for inner's output."""
+    values: dict[fx.Node, Any] = dict(zip(inner.graph.find_nodes(op="placeholder"), arguments, strict=True))
+    with graph.graph.inserting_before(node):
+        for held in inner.graph.find_nodes(op="get_attr"):
+            name = f"{node.name}_{held.name}"
+            setattr(graph, name, getattr(inner, str(held.target)))
+            values[held] = graph.graph.create_node("get_attr", name)
+            values[held].meta = dict(held.meta)
+        return graph.graph.graph_copy(inner.graph, values)
+
+
+def _wrapped_module(graph: fx.GraphModule, node: fx.Node) -> tuple[fx.GraphModule | None, list[Any]]:
+    if node.op == "call_module":
+        inner = graph.get_submodule(str(node.target))
+        if isinstance(inner, fx.GraphModule) and not node.kwargs:
+            return inner, list(node.args)
+    elif isinstance(node.target, torch._ops.HigherOrderOperator) and node.target.name() in _WRAPPERS:
+        for position, argument in enumerate(node.args):
+            if isinstance(argument, fx.Node) and argument.op == "get_attr":
+                held = getattr(graph, str(argument.target), None)
+                if isinstance(held, fx.GraphModule):
+                    return held, [item for item in node.args[position + 1 :] if not isinstance(item, str)]
+    return None, []
+
+
+def _refuse_reshaping_in_place(graph: fx.Graph) -> None:
+    for node in graph.nodes:
+        if node.op.startswith("call") and target_name(node).rsplit("::", 1)[-1] in _RESHAPE_IN_PLACE:
+            line = source_line(node)
+            raise SplitError(
+                f"forward calls '{target_name(node)}'" + (f" ({line})" if line else ""),
+                rule="a tensor keeps its shape and strides while graphs are cut out of forward",
+                fix=f"use the form without the trailing underscore, '{target_name(node).rstrip('_')}'",
+            )
+
+
+class _Joined:
+    """The nodes of a `vmap` as one function; equal programs have equal names."""
+
+    def __init__(self, module: fx.GraphModule) -> None:
+        self._module = module
+        self.__name__, self.__module__ = "vmap", __name__
+
+    def __call__(self, *arguments: Any) -> tuple[Any, ...]:
+        made: tuple[Any, ...] = self._module(*arguments)
+        return made
+
+    def __repr__(self) -> str:
+        return f"vmap of {self._module.code}"
+
+
+def _join_transforms(graph: fx.GraphModule) -> None:
+    inside: list[fx.Node] = []
+    depth = 0
+    for node in list(graph.graph.nodes):
+        name = target_name(node) if node.op == "call_function" else ""
+        depth += name.endswith("_increment_nesting")
+        if depth:
+            inside.append(node)
+        if name.endswith("_decrement_nesting"):
+            depth -= 1
+            if not depth:
+                _join(graph, inside)
+                inside = []
+
+
+def _join(graph: fx.GraphModule, nodes: list[fx.Node]) -> None:
+    held = set(nodes)
+    read = dict.fromkeys(source for node in nodes for source in node.all_input_nodes)
+    given = [source for source in read if source not in held]
+    made = [node for node in nodes if any(user not in held for user in node.users)]
+    inner = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {node: inner.placeholder(f"a{at}") for at, node in enumerate(given)}
+    for node in nodes:
+        copies[node] = inner.node_copy(node, lambda old: copies[old])
+    inner.output(tuple(copies[node] for node in made))
+    with graph.graph.inserting_before(nodes[0]):
+        joined = graph.graph.call_function(_Joined(fx.GraphModule(graph, inner)), tuple(given))
+    kept = ("stack_trace", "nn_module_stack")
+    joined.meta = {key: value for key, value in nodes[0].meta.items() if key in kept}
+    joined.meta["example_value"] = tuple(node.meta.get("example_value") for node in made)
+    for at, node in enumerate(made):
+        with graph.graph.inserting_after(joined):
+            item = graph.graph.call_function(operator.getitem, (joined, at))
+        item.meta = joined.meta | {"example_value": node.meta.get("example_value")}
+        node.replace_all_uses_with(item, delete_user_cb=lambda user: user not in held)
+    for node in reversed(nodes):
+        graph.graph.erase_node(node)
+
+
+def _lift_regions(graph: fx.Graph) -> None:
+    open_regions: list[tuple[fx.Node, tuple]] = []
+    for node in list(graph.nodes):
+        name = target_name(node) if node.op == "call_function" else ""
+        if name == "_enter_autocast":
+            open_regions.append((node, tuple(node.args)))
+        elif name == "_exit_autocast":
+            open_regions = [region for region in open_regions if region[0] is not node.args[0]]
+        elif name not in _GRAD_SWITCHES and node.op.startswith("call"):
+            node.meta["autocast"] = tuple(arguments for _, arguments in open_regions)
+    for node in reversed(list(graph.nodes)):  # an exit takes what its entry has made
+        if node.op == "call_function" and target_name(node) in _REGIONS:
+            graph.erase_node(node)
+
+
+def _move_getitems(graph: fx.Graph) -> None:
+    for node in list(graph.nodes):
+        value = node.meta.get("example_value")
+        is_tuple = isinstance(value, (tuple, list)) and not isinstance(value, torch.Size)
+        anchor = node
+        for user in list(node.users) if is_tuple and node.op.startswith("call") else ():
+            if user.op == "call_function" and user.target is operator.getitem:
+                anchor.append(user)
+                anchor = user
+
+
+def _unwrap_numbers(graph: fx.Graph, numbers: Collection[int]) -> None:
+    output = graph.output_node()
+    items = list(output.args[0])  # type: ignore[arg-type]
+    for position in numbers:
+        carrier = items[position]
+        if isinstance(carrier, fx.Node) and carrier.target is torch.scalar_tensor:
+            number = carrier.args[0]
+            if isinstance(number, fx.Node) and isinstance(number.meta.get("example_value"), SYMBOLIC):
+                items[position] = number
+    output.args = (tuple(items),)
+
+
+def _fold_fixed_floats(graph: fx.Graph, shape_env: ShapeEnv | None) -> None:
+    for node in list(graph.nodes):
+        value = node.meta.get("example_value")
+        if node.op != "call_method" or node.target != "item" or not isinstance(value, torch.SymFloat):
+            continue
+        # What data decides stays: eager would check it on each call.
+        if isinstance(value.node._expr, sympy.Expr) and internals.is_unbacked(value.node._expr):
+            continue
+        fixed = internals.expression(value, shape_env)
+        if fixed is not None and fixed.is_number:
+            node.replace_all_uses_with(float(fixed))  # type: ignore[arg-type]
+            graph.erase_node(node)
+
+
+def _unwrap_idle_dropout(graph: fx.Graph) -> None:
+    for node in list(graph.nodes):
+        if node.op != "call_function" or node.target not in _DROPOUTS:
+            continue
+        given = dict(zip(("input", "p", "training", "inplace"), node.args, strict=False)) | node.kwargs
+        training = given.get("training", given.get("train", True))
+        if training is False or (training is True and given.get("p") == 0):
+            copied = {storage_of(tensor) for tensor in tensors_in(node.meta.get("example_value"))}
+            node.replace_all_uses_with(given["input"])  # type: ignore[arg-type]
+            graph.erase_node(node)
+            _renew_views(graph, copied)
+
+
+def _renew_views(graph: fx.Graph, memory: set[int]) -> None:
+    """Makes the fakes that lie in `memory` again, from those of their arguments as they are now."""
+    fake_mode = internals.fake_mode_of([node.meta.get("example_value") for node in graph.nodes])
+    for node in graph.nodes:
+        fakes = tensors_in(node.meta.get("example_value"))
+        if node.op.startswith("call") and any(storage_of(tensor) in memory for tensor in fakes):
+            node.meta["example_value"] = call_on_fakes(node, fake_mode)
+
+
+def _rename_in_place_results(graph: fx.Graph) -> None:
+    for node in list(graph.nodes):
+        written = node.args[0] if node.op.startswith("call") and node.args else None
+        if isinstance(written, fx.Node) and _writes_first_argument(node):
+            source, value = written.meta.get("example_value"), node.meta.get("example_value")
+            if (
+                isinstance(source, torch.Tensor)
+                and isinstance(value, torch.Tensor)
+                and _same_view(source, value)
+            ):
+                node.replace_all_uses_with(written)
+
+
+def _writes_first_argument(node: fx.Node) -> bool:
+    name = target_name(node).rsplit("::", 1)[-1]
+    if name.startswith("__") and name.endswith("__"):
+        return name.startswith("__i") and name not in ("__invert__", "__index__", "__int__")
+    if getattr(node.target, "__module__", "") == "_operator" and name.startswith("i"):
+        return name not in ("inv", "invert", "index", "is_", "is_not")
+    return name.endswith("_") or node.kwargs.get("inplace") is True
+
+
+def _same_view(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Whether two fakes look at the same elements; no guard on their sizes is made."""
+
+    def look(fake: torch.Tensor) -> str:
+        return f"{storage_of(fake)} {[*fake.shape]} {[*fake.stride()]} {fake.storage_offset()}"
+
+    return left is right or look(left) == look(right)

@@ -1,0 +1,320 @@
+"""Calls of the model: bound to forward's parameters, so that positional and keyword calls are one [I10].
+
+`CallBinder` maps `(args, kwargs)` to one value per parameter, through a generated function that has
+forward's own signature, so that Python's call machinery does the work. Where hooks of the model, a wrapper
+of its forward or a `__call__` of its own are given the call first, `FormBinder` keeps it as it was made.
+`write_matcher` generates the function that checks bound values against the structure a trace was made for
+and pulls out its leaves in the same pass.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from piecewise.calls.structure import PLAIN, MatchWriter, Namespace, Structure, build_source
+
+
+class _Missing:
+    def __repr__(self) -> str:
+        return "MISSING"
+
+
+class _Source(str):
+    """A default in a signature that is written as source: the expression itself."""
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+MISSING = _Missing()
+_VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
+
+class CallBinder:
+    """Binds calls to the parameters of `forward`; further keywords keep their order, which forward may see.
+
+    An argument that was not passed is the plain default that it has, so that leaving it out and passing it
+    are one call, and else `MISSING`. An int default is not passed: as an argument it would be a symbol.
+
+    Args:
+        fills_defaults: False leaves out what was not passed, whatever default it has.
+    """
+
+    def __init__(self, forward: Callable[..., Any], *, fills_defaults: bool = True) -> None:
+        self.parameters = tuple(inspect.signature(forward).parameters.values())
+        self.names = tuple(parameter.name for parameter in self.parameters)
+        written, returned = [], []
+        names: dict[str, Any] = {"_missing": MISSING}
+        for position, parameter in enumerate(self.parameters):
+            kind, name = parameter.kind, parameter.name
+            default: Any = parameter.empty
+            if kind not in _VARIABLE:
+                is_plain = isinstance(parameter.default, PLAIN) and kind != parameter.POSITIONAL_ONLY
+                default = _Source(f"_default{position}" if is_plain and fills_defaults else "_missing")
+                names.setdefault(default, parameter.default)
+            written.append(parameter.replace(default=default, annotation=parameter.empty))
+            returned.append(name)
+        source = (
+            f"lambda {str(inspect.Signature(written))[1:-1]}: ({''.join(f'{each},' for each in returned)})"
+        )
+        self.bind: Callable[..., tuple] = eval(source, names)
+        self.bind.__qualname__ = "forward"  # a call that does not fit is told in forward's name
+
+    def absent(self, bound: tuple) -> list[str]:
+        """Names of the parameters that have no default and no value in this bound call."""
+        return [
+            parameter.name
+            for parameter, value in zip(self.parameters, bound, strict=True)
+            if value is MISSING and parameter.default is parameter.empty and parameter.kind not in _VARIABLE
+        ]
+
+    def call_source(self, values: Structure, leaf_names: Sequence[str], namespace: Namespace) -> str:
+        """The argument list, as source, that makes the bound call again: by keyword wherever forward
+        allows it."""
+        has_star = any(
+            parameter.kind == parameter.VAR_POSITIONAL and child.children
+            for parameter, child in zip(self.parameters, values.children, strict=True)
+        )
+        parts = []
+        for parameter, child in zip(self.parameters, values.children, strict=True):
+            if child.kind == "const" and child.value is MISSING:
+                continue
+            source = build_source(child, leaf_names, namespace)
+            if parameter.kind == parameter.VAR_POSITIONAL:
+                parts.append(f"*{source}")
+            elif parameter.kind == parameter.VAR_KEYWORD:
+                parts.append(f"**{source}")
+            elif parameter.kind == parameter.POSITIONAL_ONLY or (
+                has_star and parameter.kind == parameter.POSITIONAL_OR_KEYWORD
+            ):
+                parts.append(source)
+            else:
+                parts.append(f"{parameter.name}={source}")
+        return ", ".join(parts)
+
+    def leaf_paths(self, values: Structure) -> dict[int, str]:
+        """Leaf index → what a user would call it: ``positions`` or ``features[2]['x']``."""
+        paths: dict[int, str] = {}
+        for parameter, child in zip(self.parameters, values.children, strict=True):
+            _collect_paths(child, parameter.name, paths)
+        return paths
+
+
+class FormBinder(CallBinder):
+    """Keeps a call as it was made: which arguments were positional, which were left out, and the order of the
+    keywords. Any call fits: a hook may add what forward needs, and take what it does not have."""
+
+    def __init__(self, forward: Callable[..., Any]) -> None:
+        super().__init__(_any_call)
+        try:
+            self._named = tuple(inspect.signature(forward).parameters)
+        except (TypeError, ValueError):  # a callable without a signature
+            self._named = ()
+
+    def leaf_paths(self, values: Structure) -> dict[int, str]:
+        positional, keywords = values.children
+        paths: dict[int, str] = {}
+        for position, child in enumerate(positional.children):
+            is_named = position < len(self._named)
+            _collect_paths(child, self._named[position] if is_named else f"args[{position}]", paths)
+        for key, child in zip(keywords.keys, keywords.children, strict=True):
+            _collect_paths(child, key, paths)
+        return paths
+
+
+def bound_call(binder: CallBinder, args: Any, kwargs: Any) -> tuple | None:
+    """The bound values of a call, or None where it does not fit."""
+    try:
+        return binder.bind(*args, **kwargs)
+    except TypeError:
+        return None
+
+
+def _any_call(*args: Any, **kwargs: Any) -> None:
+    """Has the signature that any call fits."""
+
+
+def _collect_paths(node: Structure, path: str, paths: dict[int, str]) -> None:
+    if node.kind in ("tensor", "int"):
+        paths.setdefault(node.index, path)
+    keys: Sequence[Any] = node.keys or range(len(node.children))
+    for key, child in zip(keys, node.children, strict=True):
+        named = node.kind in ("dataclass", "namedtuple")
+        _collect_paths(child, f"{path}.{key}" if named else f"{path}[{key!r}]", paths)
+
+
+class LeafRule:
+    """What a call's leaf must be: a tensor of this dtype, device and these static dims, or an int.
+
+    Attributes:
+        static: dim → size that the trace holds as a constant.
+        exact: the int's value, where the trace burned it in.
+        plain: whether a Parameter, or a tensor that requires grad, is another kind of input.
+    """
+
+    __slots__ = ("contiguous", "device", "dtype", "exact", "kind", "plain", "rank", "static")
+
+    def __init__(
+        self, value: Any, *, static: Mapping[int, int], exact: int | None, plain: bool = False
+    ) -> None:
+        self.plain = plain
+        self.kind = "tensor" if isinstance(value, torch.Tensor) else "int"
+        self.static, self.exact = dict(static), exact
+        if self.kind == "tensor":
+            self.dtype, self.device, self.rank = value.dtype, value.device, value.dim()
+            self.contiguous = value.is_contiguous()
+
+    def mismatches(self, name: str, namespace: Namespace) -> list[str]:
+        if self.kind == "int":
+            wrong_value = f" or {name} != {self.exact}" if self.exact is not None else ""
+            return [f"type({name}) is not int{wrong_value}"]
+        types = namespace.name((torch.Tensor,) if self.plain else (torch.Tensor, torch.nn.Parameter))
+        flags = f" or {name}.requires_grad" if self.plain else ""
+        dims = "".join(f" or {name}.shape[{dim}] != {size}" for dim, size in self.static.items())
+        return [
+            f"type({name}) not in {types} or {name}.dtype is not {namespace.name(self.dtype)}"
+            f" or {name}.device != {namespace.name(self.device)} or {name}.dim() != {self.rank}{dims}"
+            f" or {name}.is_contiguous() is not {self.contiguous}{flags}"
+        ]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class WrittenMemory:
+    """Which inputs lie in memory that a call writes.
+
+    Attributes:
+        groups: tensor leaves; those of one group lie in one memory, which the call writes.
+        others: tensor leaves that lie in none of these.
+    """
+
+    groups: tuple[tuple[int, ...], ...] = ()
+    others: tuple[int, ...] = ()
+
+
+def write_matcher(
+    values: Structure,
+    rules: Mapping[int, LeafRule],
+    *,
+    anchor: tuple[int, int],
+    token_dims: Sequence[tuple[int, int, Callable[[int], int]]] = (),
+    written: WrittenMemory = WrittenMemory(),
+    apart_from: frozenset[int] = frozenset(),
+    apart_from_now: Sequence[tuple[Sequence[int], Callable[[], frozenset[int]]]] = (),
+    same: Sequence[Sequence[int]] = (),
+) -> Callable[[tuple], tuple[int, list[Any]] | None]:
+    """Generates `match(bound)`: (token count, leaves), or None where the call is of another signature.
+
+    A call whose inputs disagree about the token count gives (-1, leaves).
+
+    Args:
+        values: the structure of the bound values, a tuple node.
+        rules: leaf index → what it must be.
+        anchor: (leaf, dim) that the token count is read from.
+        token_dims: (leaf, dim, size as a function of the token count) of the other dims that carry tokens.
+        written: which tensor leaves lie in memory that the call writes.
+        apart_from: addresses of memory that graphs write, which no leaf may lie in.
+        apart_from_now: tensor leaves, and what tells in which memory they may not lie at this call.
+        same: tensor leaves in groups: those of one group are one object, those of two are not.
+    """
+    namespace = Namespace()
+    writer = MatchWriter(namespace, lambda node, name: rules[node.index].mismatches(name, namespace))
+    for position, child in enumerate(values.children):
+        name = f"b{position}"
+        writer.lines.append(f"{name} = bound[{position}]")
+        writer.write(child, name)
+    _write_memory_checks(writer, written, apart_from_now, namespace)
+    if apart_from:
+        name = namespace.name(apart_from, "addresses")
+        for leaf, value in sorted(writer.leaf_names.items()):
+            if rules[leaf].kind == "tensor":
+                writer.reject(f"0 != {value}.untyped_storage().data_ptr() in {name}")
+    for first, *rest in same:
+        for leaf in rest:
+            writer.reject(f"{writer.leaf_names[leaf]} is not {writer.leaf_names[first]}")
+    firsts = [writer.leaf_names[group[0]] for group in same]
+    if len(firsts) > 8:
+        writer.reject(f"len({{{', '.join(f'id({name})' for name in firsts)}}}) != {len(firsts)}")
+    elif len(firsts) > 1:  # quicker, while pairs are few
+        writer.reject(" or ".join(f"{one} is {other}" for one, other in itertools.combinations(firsts, 2)))
+    leaves = ", ".join(writer.leaf_names[index] for index in sorted(writer.leaf_names))
+    writer.lines.append(f"rows = {writer.leaf_names[anchor[0]]}.shape[{anchor[1]}]")
+    for leaf, dim, size in token_dims:
+        expected = "rows" if size is same_count else f"{namespace.name(size, 'size')}(rows)"
+        writer.lines.append(f"if {writer.leaf_names[leaf]}.shape[{dim}] != {expected}: return -1, [{leaves}]")
+    body = "".join(f"    {line}\n" for line in writer.lines)
+    exec(f"def match(bound):\n{body}    return rows, [{leaves}]\n", namespace.globals)
+    return namespace.globals["match"]
+
+
+def _write_memory_checks(
+    writer: MatchWriter,
+    written: WrittenMemory,
+    apart_from_now: Sequence[tuple[Sequence[int], Callable[[], frozenset[int]]]],
+    namespace: Namespace,
+) -> None:
+    """Each group in a memory of its own, the others in none of these, and nothing where it may not be now."""
+    places: dict[int, str] = {}
+
+    def place(leaf: int) -> str:
+        if leaf not in places:
+            # Tensors without elements are all at address 0, and share nothing.
+            name, places[leaf] = writer.leaf_names[leaf], f"place{leaf}"
+            writer.lines.append(f"{places[leaf]} = {name}.untyped_storage().data_ptr() or {-1 - leaf}")
+        return places[leaf]
+
+    firsts = []
+    for group in written.groups:
+        first, *rest = [place(leaf) for leaf in group]
+        firsts.append(first)
+        for other in rest:
+            writer.reject(f"{first} != {other}")
+    if len(firsts) > 1:
+        writer.reject(f"len({{{', '.join(firsts)}}}) != {len(firsts)}")
+    if firsts and written.others:
+        others = ", ".join(map(place, written.others))
+        writer.reject(f"not {{{', '.join(firsts)}}}.isdisjoint(({others},))")
+    for leaves, memory in apart_from_now:
+        taken = ", ".join(map(place, leaves))
+        writer.reject(f"not {namespace.name(memory, 'memory')}().isdisjoint(({taken},))")
+
+
+def same_count(rows: int) -> int:
+    return rows
+
+
+def is_plain_leaf(value: Any) -> bool:
+    """Whether a graph can read this value: a strided tensor that is no subclass, or anything but a tensor."""
+    if not isinstance(value, torch.Tensor):
+        return True
+    plain = type(value) in (torch.Tensor, torch.nn.Parameter)
+    return plain and value.layout is torch.strided and not value.is_quantized
+
+
+def describe_call(args: Any, kwargs: Any) -> str:
+    """One line that tells kinds of calls apart: dtypes, shapes, plain values, which tensors are one."""
+    numbers: dict[int, int] = {}
+
+    def describe(value: Any) -> str:
+        if isinstance(value, torch.Tensor):
+            kind = "" if type(value) in (torch.Tensor, torch.nn.Parameter) else f"{type(value).__name__} "
+            again = f" (tensor {numbers[id(value)]} again)" if id(value) in numbers else ""
+            numbers.setdefault(id(value), len(numbers) + 1)
+            return f"{kind}{str(value.dtype).removeprefix('torch.')}{list(value.shape)}{again}"
+        if isinstance(value, (list, tuple)):
+            return f"[{', '.join(map(describe, value[:4]))}{', ...' if len(value) > 4 else ''}]"
+        if isinstance(value, dict):
+            return "{" + ", ".join(f"{key}: {describe(item)}" for key, item in list(value.items())[:4]) + "}"
+        text = repr(value)
+        # An address would make each object another kind of call.
+        return text if len(text) <= 40 and " at 0x" not in text else type(value).__name__
+
+    parts = [describe(value) for value in args] + [
+        f"{key}={describe(value)}" for key, value in kwargs.items()
+    ]
+    return f"({', '.join(parts)})"

@@ -1,0 +1,93 @@
+"""Whether a call's form matters: which arguments are positional, and which were passed at all [I10].
+
+forward itself cannot tell `model(ids)` from `model(ids=ids)`, so both are one kind of call. What is called
+before it can: a hook is given the positional arguments as they were passed, and so is a wrapper of forward or
+a `__call__` of the model's own. Where there is one of these, each form of a call is a kind of its own, traced
+in this form.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any
+
+from torch import nn
+from torch.nn.modules import module as module_hooks
+
+from piecewise.calls.binder import CallBinder, FormBinder
+from runners.errors import TraceError
+
+# Wrappers from here treat an argument alike in both forms; the tests call attached models in both.
+_FORM_BLIND = frozenset({"torch", "transformers", "boundary_ops"}) | sys.stdlib_module_names
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+
+
+class Binders:
+    """What binds the calls of `forward`, one for each answer of `sees_form`."""
+
+    def __init__(self, model: nn.Module, forward: Callable[..., Any]) -> None:
+        self._model, self._forward = model, forward
+        own = model.forward if forward is model else forward
+        self._by_form = {False: CallBinder(own), True: FormBinder(own)}
+
+    def for_now(self) -> CallBinder:
+        """The one for the hooks that the model has now; the same object each time."""
+        return self._by_form[sees_form(self._model, self._forward)]
+
+
+def sees_form(model: nn.Module, forward: Callable[..., Any]) -> bool:
+    """Whether a call of `forward` goes through code that may look at the call's form.
+
+    Args:
+        forward: the model itself, or its own forward, around which the model's hooks run on every call.
+    """
+    if forward is not model:
+        return is_wrapped(forward)
+    ways = type(model).__call__, type(model)._call_impl
+    hooks = [getattr(model, name) for name in _HOOKS]
+    hooks += [getattr(module_hooks, f"_global{name}") for name in _HOOKS]
+    return any(hooks) or not all(map(_is_form_blind, ways)) or is_wrapped(model.forward)
+
+
+def is_wrapped(forward: Callable[..., Any]) -> bool:
+    """Whether forward is more than a function whose parameters are those of its signature."""
+    function: Any = getattr(forward, "__func__", forward)
+    while isinstance(function, FunctionType) and hasattr(function, "__wrapped__"):
+        if not _is_form_blind(function):
+            return True
+        function = function.__wrapped__
+    return not isinstance(function, FunctionType) or hasattr(function, "__signature__")
+
+
+def refuse_backward_hooks(model: nn.Module, *, skip_root: bool) -> None:
+    """Refuses full backward hooks, which Dynamo does not trace, by the module that has them.
+
+    Raises:
+        TraceError: there are some.
+    """
+    for path, module in model.named_modules():
+        if skip_root and not path:  # they run around the forward that is traced
+            continue
+        if module._backward_pre_hooks or (module._backward_hooks and module._is_full_backward_hook):
+            _refuse(f"'{path}' ({type(module).__name__})" if path else f"the model ({type(module).__name__})")
+    is_full = module_hooks._global_is_full_backward_hook
+    if module_hooks._global_backward_pre_hooks or (module_hooks._global_backward_hooks and is_full):
+        _refuse("every module (torch.nn.modules.module.register_module_full_backward_hook and its like)")
+
+
+def _is_form_blind(function: Any) -> bool:
+    where = getattr(function, "__globals__", {}).get("__name__")
+    return str(where).partition(".")[0] in _FORM_BLIND
+
+
+def _refuse(owner: str) -> None:
+    raise TraceError(
+        f"a full backward hook of {owner}",
+        expected="none while the model is traced",
+        got="one or more",
+        rule="the graph comes from one torch.compile trace, and Dynamo traces no backward hooks [I10]",
+        fix="register it after capture(): calls without gradients run no backward hooks, so the graphs stay "
+        "right, and calls with gradients run the model itself",
+    )

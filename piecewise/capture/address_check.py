@@ -1,0 +1,99 @@
+"""`check_addresses()`: what the comparison on each call finds, and what only a new trace can find.
+
+On each call, the places that Dynamo guards are compared, and what `unguarded.py` adds. A trace made now reads
+everything that forward reads. Where it is another program than the recorded one, something changed that no
+place on record holds: what a function read that Dynamo was told to take for constant, or not to look into.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+from piecewise.analysis.same_program import first_difference
+from piecewise.report.report import Jsonable
+from runners.errors import PiecewiseError, StateError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from piecewise.capture.analyse import TracedModel
+    from piecewise.capture.captured_call import CapturedSignature
+    from piecewise.capture.signature_list import SignatureList
+    from piecewise.trace.trace import ExampleCall
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class AddressReport(Jsonable):
+    """What differs between a model and the graphs captured of it.
+
+    Attributes:
+        num_places: places that each call compares, of all signatures.
+        seen_by_calls: changes that the next call finds: it runs eagerly, with a reason.
+        unseen_by_calls: changes that no call finds: graphs replay the model as it was.
+    """
+
+    num_places: int
+    seen_by_calls: tuple[str, ...]
+    unseen_by_calls: tuple[str, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether the graphs are those of the model as it is."""
+        return not (self.seen_by_calls or self.unseen_by_calls)
+
+    def require(self) -> None:
+        """Raises StateError where something differs."""
+        if not self.ok:
+            raise StateError(
+                f"the model and its graphs:\n{self}\n ",
+                expected="graphs of the model as it is",
+                got=f"{len(self.seen_by_calls) + len(self.unseen_by_calls)} changes",
+                rule="what graphs read and were traced with stays as it was, or is noticed [I4, I10]",
+                fix="call refresh(), or put back what changed",
+            )
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.num_places} places compared on each call; {'nothing' if self.ok else 'this'} differs"
+        ]
+        lines += [f"  found by calls, which run eagerly: {change}" for change in self.seen_by_calls]
+        lines += [f"  found by no call: {change}" for change in self.unseen_by_calls]
+        return "\n".join(lines)
+
+    def asdict(self) -> dict[str, Any]:
+        return {**dataclasses.asdict(self), "ok": self.ok}
+
+
+def check_signatures(
+    signatures: SignatureList, retrace: Callable[[ExampleCall], TracedModel]
+) -> AddressReport:
+    """Compares each signature with the model, and its trace with one made now where the places agree."""
+    seen: dict[str, None] = {}
+    unseen: dict[str, None] = {}
+    num_places = 0
+    for signature in signatures:
+        num_places += signature.check.num_entries if signature.check is not None else 0
+        change = signature.find_change()
+        if change is not None and signatures.has_current_variant(signature):
+            continue  # kept for the return of another state of the model; calls of now are not its own
+        if change is not None:
+            seen[change.detail] = None
+        elif (difference := _difference(signature, retrace)) is not None:
+            unseen[difference] = None
+    return AddressReport(num_places, tuple(seen), tuple(unseen))
+
+
+def _difference(signature: CapturedSignature, retrace: Callable[[ExampleCall], TracedModel]) -> str | None:
+    earlier = signature.traced
+    try:
+        now = retrace(earlier.trace.example)
+    except PiecewiseError as error:
+        return f"it cannot be traced any more: {error.what}"
+    return first_difference(
+        earlier.trace,
+        now.trace,
+        (earlier.token.symbol, now.token.symbol),
+        facts=(earlier.facts, now.facts),
+        num_tokens=max(earlier.token.example_num_tokens, 2),
+    )

@@ -1,0 +1,254 @@
+"""From one example call to a cut plan: trace, normalize, find the token symbol, classify, cut."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import fx, nn
+
+from piecewise import torch_api as internals
+from piecewise.analysis.classify import Classifier, Verdict, kind_outside
+from piecewise.analysis.normalize import module_path, source_line
+from piecewise.analysis.rows.counts import Sizes, valid_counts
+from piecewise.analysis.rows.judge import Judge
+from piecewise.analysis.same_program import has_same_program
+from piecewise.analysis.token_dim import TokenSymbol, find_token_symbol
+from piecewise.capture.captured_ops import (
+    MetadataMade,
+    enabled_ops,
+    fix_metadata_inputs,
+    write_captured_forms,
+)
+from piecewise.capture.faults import LOWERING, MAX_CUTS, FaultFinder, SegmentFault
+from piecewise.cut.split import Splitter
+from piecewise.ir.aten import AtenGraph
+from piecewise.ir.effects import NodeFacts, fakes_of, find_facts, remove_dead_nodes
+from piecewise.ir.placeholders import resize_leaf
+from piecewise.ir.plan import SegmentPlan
+from piecewise.report.startup_times import StartupTimes
+from piecewise.settings.config import PiecewiseConfig
+from piecewise.settings.fusions import passes_for
+from piecewise.trace.subclasses.state import normalized
+from piecewise.trace.trace import ExampleCall, Trace, trace
+from runners.errors import CaptureError, TraceError
+
+
+@dataclasses.dataclass(slots=True)
+class TracedModel:
+    """One trace, ready to be cut: dead code removed, token symbol known.
+
+    Attributes:
+        judge: how rows go through ops, at the counts for which the trace is valid.
+        forced: nodes that are to be eager for what warm-ups or captures have shown, in `num_cuts` cuts.
+        keeps_own: nodes whose segments keep their own kernels, and why.
+        splitter: the last cut.
+        captures_boundaries: whether boundary ops that are capture-safe go into graphs.
+        step_metadata: what is loaded before each replay, for those that have a captured form.
+        graphs: the functions of the plan's segments that fusions made, as graphs.
+    """
+
+    trace: Trace
+    facts: dict[fx.Node, NodeFacts]
+    token: TokenSymbol
+    judge: Judge
+    forced: dict[fx.Node, Verdict] = dataclasses.field(default_factory=dict)
+    keeps_own: dict[fx.Node, str] = dataclasses.field(default_factory=dict)
+    num_cuts: int = 0
+    splitter: Splitter | None = None
+    static_ints: tuple[int, ...] = ()
+    captures_boundaries: bool = False
+    step_metadata: tuple[MetadataMade, ...] = ()
+    graphs: Mapping[Any, AtenGraph] = dataclasses.field(default_factory=dict)
+
+    def cut(self, *, strict: bool = False) -> SegmentPlan:
+        """The plan.
+
+        Raises:
+            CaptureError: an op lets padding reach real rows, and `strict` is set.
+        """
+        classifier = Classifier(
+            self.trace, self.facts, self.token, judge=self.judge, forced=self.forced,
+            captures_boundaries=self.captures_boundaries,
+        )  # fmt: skip
+        self.splitter = Splitter(classifier, keeps_own=self.keeps_own)
+        for node, verdict in self.splitter.verdicts.items() if strict else ():
+            if verdict.code in _STRICT:
+                where = f"{module_path(node) or 'forward'} ({source_line(node)})"
+                raise CaptureError(
+                    f"op '{node.name}' in {where} {verdict.detail}",
+                    rule="no padded row reaches a real row, and nothing depends on the padded count [I3]",
+                    fix="rewrite it row by row, declare it (boundary_ops.declare_rows), or drop strict=True",
+                )
+        return self.splitter.cut()
+
+    def is_the_models(self, fault: SegmentFault, plan: SegmentPlan) -> bool:
+        """Whether a segment fails on the real rows of its warm-up alone, too."""
+        assert self.splitter is not None
+        return FaultFinder(self.splitter, plan.values, fault).is_the_models()
+
+    def heed(self, fault: SegmentFault, plan: SegmentPlan) -> bool:
+        """Makes the next cut one without what was wrong with a segment of this one; false where nothing is to
+        be done about it."""
+        assert self.splitter is not None
+        finder = FaultFinder(self.splitter, plan.values, fault)
+        if finder.blames_lowering():
+            self.keeps_own |= dict.fromkeys(finder.nodes, LOWERING)
+            return True
+        if finder.is_the_models():
+            return False
+        found = finder.first_wrong_node() if self.num_cuts < MAX_CUTS else None
+        if found is not None:
+            wrong = dict([found])
+        elif fault.variant is not None:
+            verdict = Verdict("eager", "mixes_tokens", f"{fault.what}: {fault.got}")
+            wrong = dict.fromkeys(finder.nodes, verdict)
+        else:
+            return False
+        for node, verdict in wrong.items():
+            self.forced[node] = dataclasses.replace(verdict, kind=kind_outside(self.facts[node]))
+        self.num_cuts += 1
+        return True
+
+    def planned(self, config: PiecewiseConfig, times: StartupTimes, *, move_weights: bool) -> SegmentPlan:
+        """The plan with the fusions that the settings ask for.
+
+        Args:
+            move_weights: whether weights may be laid out anew for it; without that it is for reading only.
+        """
+        with times.timed("trace"):
+            plan = self.cut(strict=config.strict and move_weights)
+        names = passes_for(config.fusions, config.lowering)
+        if not names:
+            return plan
+        with times.timed("lowering"):
+            from piecewise.passes.fuse import fuse  # loads Inductor's pattern matcher
+
+            # What is compiled for any count is compiled as for the largest.
+            leaves = self.trace.example.leaves
+            counts = [size for size in config.buckets if size > 1 and plan.holds_at(size, leaves)]
+            num_rows = max(counts, default=self.token.example_num_tokens)
+            plan, self.graphs = fuse(plan, names, num_rows=num_rows, move_weights=move_weights)
+            return plan
+
+
+# Reasons that `strict` does not let pass.
+_STRICT = ("mixes_tokens", "unknown_op", "not_recordable")
+
+
+def trace_model(
+    model: nn.Module, example: ExampleCall, *, forward: Any, config: PiecewiseConfig
+) -> TracedModel:
+    """Traces the example and finds its token symbol.
+
+    An int argument that decides on shapes or branches (`logits_to_keep`) is part of the signature: where the
+    first trace shows that, a second one takes it as a constant. One that ops only compute with may change.
+
+    Raises:
+        TraceError, TokenDimError: as `trace` and `find_token_symbol` say.
+        ConfigError: `config.boundary_ops` names an op that is not registered, or a captured op needs a limit
+            that `config` leaves out.
+    """
+    _check_devices(model, example)
+    traced = trace(model, example, forward=forward)
+    static = dict.fromkeys(_ints_that_decide(traced), ())
+    if static:
+        traced = trace(model, example, forward=forward, static_dims=static)
+    prepared = prepare(traced, config)
+    prepared.static_ints = tuple(static)
+    return prepared
+
+
+def _ints_that_decide(traced: Trace) -> list[int]:
+    """Int arguments whose symbol is in a guard or in the shape of some tensor."""
+    sizes = internals.symbolic_sizes(traced.shape_env)
+    ints = [(expr, leaf) for (leaf, dim), expr in sizes.items() if dim < 0 and expr.is_Symbol]
+    guards = internals.guard_expressions(traced.shape_env)
+    seen: set[Any] = {symbol for guard in guards for symbol in guard.free_symbols}
+    for tensor in fakes_of(traced.graph.graph.nodes) if ints else ():
+        seen |= internals.free_symbols(tensor.shape, traced.shape_env)
+    return sorted(leaf for symbol, leaf in ints if symbol in seen)
+
+
+def prepare(traced: Trace, config: PiecewiseConfig) -> TracedModel:
+    """Brings a traced graph into the form that is classified and cut."""
+    traced = normalized(traced)
+    step_metadata = write_captured_forms(traced, config)
+    facts = _living_facts(traced, config)
+    token = find_token_symbol(traced, facts)
+    is_captured = config.boundary == "captured"
+    if is_captured:
+        fix_metadata_inputs(traced, facts, token.symbol)
+    counts = valid_counts(traced.shape_env, token.symbol, max(config.buckets))
+    if not len(counts):  # no bucket can be served
+        counts = np.array([token.example_num_tokens])
+    judge = Judge(Sizes(counts, token.symbol, traced.shape_env))
+    return TracedModel(
+        traced, facts, token, judge, captures_boundaries=is_captured, step_metadata=step_metadata
+    )
+
+
+def _living_facts(traced: Trace, config: PiecewiseConfig) -> dict[fx.Node, NodeFacts]:
+    """Facts of a normalized graph's nodes, dead ones removed."""
+    facts = find_facts(traced.graph.graph, enabled=enabled_ops(config))
+    remove_dead_nodes(traced.graph.graph, facts)
+    return facts
+
+
+def example_of_size(traced: TracedModel, num_tokens: int) -> ExampleCall:
+    """The traced example with its token dims resized."""
+    leaves = list(traced.trace.example.leaves)
+    for carried in traced.token.inputs:
+        sizes = list(leaves[carried.leaf].shape)
+        for dim, size in carried.dims.items():
+            sizes[dim] = size(num_tokens)
+        passed, resized = leaves[carried.leaf], resize_leaf(leaves[carried.leaf], sizes)
+        leaves = [resized if leaf is passed else leaf for leaf in leaves]  # also where it is passed twice
+    return traced.trace.example.with_leaves(leaves)
+
+
+def one_token_refusal(traced: TracedModel, model: nn.Module, *, forward: Any, config: PiecewiseConfig) -> str:
+    """Why one token does not run the same program as several; empty where it does [I10].
+
+    torch assumes two or more and records no guard for it, so `if n > 1`, `squeeze(0)` and broadcasts leave
+    no mark. A second trace, at one token and static, is compared op by op.
+    """
+    ratio = config.max_padding_ratio
+    if ratio is not None and config.buckets[0] > ratio:
+        return f"max_padding_ratio = {ratio:g} excludes it from the smallest bucket, {config.buckets[0]}"
+    example = example_of_size(traced, 1)
+    static: dict[int, tuple[int, ...]] = {c.leaf: tuple(c.dims) for c in traced.token.inputs}
+    static |= dict.fromkeys(traced.static_ints, ())
+    try:
+        single = trace(model, example, forward=forward, static_dims=static, finds_facts=False)
+    except TraceError as error:
+        return f"it cannot be traced with one: {error.what}"
+    single = normalized(single)
+    write_captured_forms(single, config)
+    facts = _living_facts(single, config)
+    is_same = has_same_program(
+        traced.trace, single, traced.token.symbol, facts=traced.facts, single_facts=facts
+    )
+    return "" if is_same else "the model runs another program with one token than with several"
+
+
+def _check_devices(model: nn.Module, example: ExampleCall) -> None:
+    """Inputs and weights live on one device; 0-dim CPU tensors may accompany it."""
+    found: dict[torch.device, str] = {}
+    for path, tensor in model.named_parameters():
+        found.setdefault(tensor.device, f"parameter '{path}'")
+    for index, leaf in enumerate(example.leaves):
+        if isinstance(leaf, torch.Tensor) and not (leaf.device.type == "cpu" and leaf.dim() == 0):
+            found.setdefault(leaf.device, f"input '{example.names[index]}'")
+    if len(found) > 1:
+        (first, one), (second, other), *_ = found.items()
+        raise TraceError(
+            f"{other} and {one}",
+            expected="one device",
+            got=f"{second} and {first}",
+            rule="a graph runs on one device",
+            fix="move the model and its inputs to the same device before capture()",
+        )

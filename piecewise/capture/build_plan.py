@@ -1,0 +1,350 @@
+"""Where compile time meets run time: a cut plan and a bucket in, a `StepPlan` that serves the bucket out.
+
+For each bucket, in this order [I8, I9]: static buffers for what graphs read and do not make; warm-ups
+(`warm_up.py`); capture of each graph segment on static memory; and what graph and eager segments have written
+of the model's state is put back.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from boundary_ops.declare.captured_form import StepMetadata
+from boundary_ops.declare.registry import declarations
+from piecewise import torch_api as internals
+from piecewise.capture.faults import SegmentFault
+from piecewise.capture.warm_up import WarmUp, last_uses, state_tensor, static_arguments
+from piecewise.cut.free_strides import op_of, takers_of_any_strides
+from piecewise.ir.placeholders import unchanged_random_state
+from piecewise.ir.plan import ComputedNumber, InputAt, Segment, SegmentPlan, ValueSpec
+from piecewise.lowering.lowering import Lowering
+from piecewise.report.startup_times import StartupTimes
+from piecewise.settings.config import PiecewiseConfig
+from piecewise.streams.streams import StreamSchedules
+from runners.bound_steps import CopyLaunch, DirectCall
+from runners.buffers import StaticBuffers
+from runners.engine import GraphEngine, GraphPool
+from runners.errors import CaptureError
+from runners.piecewise_runner import PiecewiseRunner
+from runners.state.state_check import StateCheck, StateRef
+from runners.step_plan import CallStep, ReplayStep, ResultItem, Shadow, StaticArgument, StepPlan
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CaptureContext:
+    """What all captures of one graphed model share."""
+
+    config: PiecewiseConfig
+    engine: GraphEngine
+    pool: GraphPool
+    buffers: StaticBuffers
+    lowering: Lowering
+
+
+class PlanAssembler:
+    """Captures the buckets of one cut plan. One per trace; runners, pool and buffers outlive it.
+
+    Args:
+        functions: what runs in each graph segment, by the segment's index.
+        streams: which of them run on several streams.
+    """
+
+    def __init__(
+        self,
+        plan: SegmentPlan,
+        context: CaptureContext,
+        *,
+        functions: Mapping[int, Callable[..., Sequence[Any]]],
+        streams: StreamSchedules,
+        leaves: Sequence[Any],
+        check: StateCheck,
+        step_metadata: Sequence[StepMetadata],
+        times: StartupTimes,
+    ) -> None:
+        self.plan, self.functions, self.leaves, self.buffers = plan, functions, tuple(leaves), context.buffers
+        self.outputs, self.pool, self.check, self.times = context.config.outputs, context.pool, check, times
+        warmup_steps = context.config.warmup_steps
+        self.step_metadata = tuple(step_metadata)
+        self.num_leaves = len(self.leaves)
+        self.runners = {
+            segment.index: PiecewiseRunner(
+                functions[segment.index], name=f"segment {segment.index}", engine=context.engine,
+                pool=context.pool, warmup_steps=warmup_steps, module_path=segment.module_path,
+            )
+            for segment in plan.graph_segments()
+            if not segment.views_only
+        }  # fmt: skip
+        self.streams = streams
+        self.warm_up = WarmUp(
+            plan, self.runners, leaves=self.leaves, num_steps=warmup_steps, streams=streams,
+            lanes=context.pool.lanes,
+        )  # fmt: skip
+        read = [plan.values[index] for index in sorted(_read_by_graphs(plan))]
+        self.shadowed = [value for value in read if value.origin in ("input", "eager")]
+        self.last_use = last_uses(plan)
+        self.graph_memory = {value.memory for value in plan.values if value.origin == "graph"}
+
+    def capture(self, bucket: int, real_rows: int) -> StepPlan:
+        """Warms up and captures every graph segment at `bucket` rows.
+
+        Args:
+            real_rows: how many rows of the warm-ups are real; the rest is poisoned.
+        Raises:
+            CaptureError: a segment cannot be captured, or its real rows change with its padding. Nothing
+                of the bucket is left behind.
+        """
+        self.forget(bucket)  # it may have failed before
+        self.pool.begin_bucket()
+        shadows = {value.index: self._shadow_buffer(value, bucket) for value in self.shadowed}
+        device = next(iter(shadows.values())).device if shadows else torch.device("cpu")
+        saved = [(tensor, tensor.clone()) for tensor in self._written_state()]
+        try:
+            with torch.inference_mode(False), torch.no_grad(), unchanged_random_state(device):
+                for metadata in self.step_metadata:
+                    metadata.clear()
+                with self.times.timed("warm_up"):
+                    self.warm_up.run(bucket, real_rows, shadows)
+                with self.times.timed("capture"):
+                    static = self._capture_segments(bucket, shadows)
+        except BaseException as error:
+            for runner in self.runners.values():
+                runner.discard(bucket, str(error))
+            raise
+        finally:
+            with torch.inference_mode(False), torch.no_grad():
+                for tensor, before in saved:
+                    tensor.copy_(before)
+            self.pool.end_bucket()
+        return self._step_plan(bucket, shadows, static)
+
+    def _shadow_buffer(self, value: ValueSpec, bucket: int) -> torch.Tensor:
+        assert value.sizes is not None and value.dtype is not None and value.device is not None
+        sizes = value.sizes(bucket)
+        strides = value.strides(bucket) if value.strides is not None else ()
+        strides = strides or torch.empty(sizes, device="meta").stride()
+        key = ("input", value.leaf) if value.origin == "input" else ("eager", value.index)
+        return self.buffers.tensor(key, sizes, strides, value.dtype, value.device)
+
+    def _written_state(self) -> list[torch.Tensor]:
+        segments = [segment for segment in self.plan.segments if segment.kind != "boundary"]
+        memories = {memory for segment in segments for memory in segment.writes} - self.plan.step_memory
+        return [state_tensor(v) for v in self.plan.values if v.origin == "state" and v.memory in memories]
+
+    def _capture_segments(self, bucket: int, shadows: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+        static: dict[int, torch.Tensor] = dict(shadows)
+        values = self.plan.values
+        for buffer in shadows.values():
+            buffer.zero_()
+        for position, segment in enumerate(self.plan.segments):
+            if segment.kind == "graph":
+                arguments = static_arguments(segment, values, static)
+                if segment.views_only:
+                    outputs = segment.function(bucket, *arguments)
+                else:
+                    function = self.warm_up.function_for(segment, bucket)
+                    try:
+                        outputs = self.runners[segment.index].capture(bucket, arguments, fn=function)
+                    except CaptureError as error:
+                        # What graphs own goes with the bucket, and no graph has written it yet.
+                        given = [
+                            torch.zeros_like(tensor) if values[index].origin == "graph" else tensor
+                            for index, tensor in zip(segment.inputs, arguments, strict=True)
+                        ]
+                        raise SegmentFault(
+                            error, segment, function, given, bucket=bucket, real_rows=bucket, variant=None
+                        ) from error
+                static.update(zip(segment.outputs, outputs, strict=True))
+            self.pool.keep_only(static[index] for index in static if self.last_use[index] > position)
+        return static
+
+    def _slot(self, index: int) -> int:
+        value = self.plan.values[index]
+        if value.origin == "input" or (value.origin == "symbol" and value.dim < 0):
+            return value.leaf
+        return self.num_leaves + index
+
+    def _step_plan(
+        self, bucket: int, shadows: dict[int, torch.Tensor], static: dict[int, torch.Tensor]
+    ) -> StepPlan:
+        values = self.plan.values
+        steps: list[ReplayStep | CallStep] = []
+        taken: list[Segment] = []
+        available = {value.index for value in self.shadowed if value.origin == "input"}
+        for segment in self.plan.segments:
+            if segment.kind == "graph":
+                graph = None if segment.views_only else self.runners[segment.index].graph_for(bucket)
+                if graph is not None and not graph.is_empty:
+                    steps.append(ReplayStep(graph, segment.name))
+                    taken.append(segment)
+                continue
+            taken.append(segment)
+            steps.append(self._call_step(segment, shadows, static, available))
+            available |= {index for index in segment.outputs if index in shadows}
+        outside = (values[i] for segment in taken if segment.kind != "graph" for i in segment.inputs)
+        looked_up = {self._slot(v.index): v.state for v in outside if v.origin == "state" and v.state}
+        inputs = [value.index for value in self.shadowed if value.origin == "input"]
+        copy_ins = self._shadows(inputs, shadows)
+        symbols = (value for value in values if value.origin == "symbol" and value.dim >= 0)
+        return StepPlan(
+            bucket, self.num_leaves, len(values), copy_ins, tuple(steps),
+            tuple(looked_up.items()), tuple((self._slot(v.index), v.leaf, v.dim) for v in symbols),
+            tuple(self._result_item(leaf, static) for leaf in self.plan.result_leaves),
+            self.check, self._check_before(taken), self.outputs, self.pool.begin_call,
+            may_run_ahead=_are_repeatable(taken), step_metadata=self.step_metadata,
+            copier=_copier_for(copy_ins[0].buffer.device) if copy_ins else None,
+        )  # fmt: skip
+
+    def _shadows(self, indices: Sequence[int], shadows: Mapping[int, torch.Tensor]) -> tuple[Shadow, ...]:
+        return tuple(Shadow(self._slot(i), shadows[i], self.plan.values[i]) for i in indices)
+
+    def _call_step(
+        self,
+        segment: Segment,
+        shadows: dict[int, torch.Tensor],
+        static: dict[int, torch.Tensor],
+        available: set[int],
+    ) -> CallStep:
+        values = self.plan.values
+        arguments = tuple(
+            StaticArgument(static[value.index], value, value.memory in segment.writes)
+            if value.origin == "graph"
+            else self._slot(value.index)
+            for value in (values[index] for index in segment.inputs)
+        )
+        renewed = [index for index in segment.outputs if index in shadows]
+        renewed += [i for i in sorted(available - {*renewed}) if values[i].memory in segment.writes]
+        copies = self._shadows(renewed, shadows)
+        results = tuple(self._slot(index) for index in segment.outputs)
+        taken = {values[index].memory for index in segment.inputs}
+        made = enumerate(values[index] for index in segment.outputs)
+        owned = tuple(at for at, value in made if value.is_tensor and value.memory not in taken)
+        direct = self._direct_call(segment)
+        return CallStep(segment.function, segment.name, arguments, results, copies, direct, owned)
+
+    def _direct_call(self, segment: Segment) -> DirectCall | None:
+        """How to call the op itself; only what graphs own, and state whose looks are checked, looks the same
+        at each call of one row count."""
+        call, op = segment.op_call, op_of(segment)
+        origins = {self.plan.values[index].origin for index in segment.inputs}
+        if call is None or op is None or origins - {"graph", "state"}:
+            return None
+        places = tuple((at, x.position) for at, x in enumerate(call.arguments) if isinstance(x, InputAt))
+        arguments = tuple(None if isinstance(x, InputAt) else x for x in call.arguments)
+        return DirectCall(op.bind, arguments, places)
+
+    def _result_item(self, leaf: Any, static: dict[int, torch.Tensor]) -> ResultItem:
+        if leaf.kind == "input":
+            return ResultItem("slot", slot=leaf.index)
+        if leaf.kind == "state":
+            return ResultItem("state", state=leaf.state)
+        if leaf.kind == "const":
+            return ResultItem("const", const=leaf.value)
+        source = self.plan.result_values[leaf.index]
+        if isinstance(source, ComputedNumber):
+            return ResultItem("number", compute=source.compute, slots=tuple(map(self._slot, source.indices)))
+        assert isinstance(source, int)
+        value = self.plan.values[source]
+        copied = self.outputs == "copy"
+        if value.origin == "graph":
+            return ResultItem("static", tensor=static[source], value=value, clone=copied, memory=value.memory)
+        if value.origin == "state":
+            return ResultItem("state", state=value.state)
+        number_type = leaf.value if isinstance(leaf.value, type) else None
+        is_graphs = value.origin == "eager" and value.memory in self.graph_memory
+        return ResultItem(
+            "slot", slot=self._slot(source), value=value, clone=copied and is_graphs and number_type is None,
+            number_type=number_type, memory=value.memory,
+        )  # fmt: skip
+
+    def _check_before(self, segments: Sequence[Segment]) -> int:
+        """The position of the first segment that may leave something behind which the same call would not
+        write anew if it ran eagerly after all."""
+        if self.outputs == "view":  # an input may be an earlier result, whose memory the first segment writes
+            return 0
+        for position, segment in enumerate(segments):
+            is_repeatable = _is_repeatable(segment)
+            written = set(segment.writes) - self.plan.step_memory
+            origins = {value.origin for value in self.plan.values if value.memory in written}
+            lasting = origins - ({"graph", "state"} if is_repeatable else {"graph"})
+            # An op that nobody described may write what is none of its arguments.
+            are_torchs = all("::" not in name or name.startswith("aten::") for name in segment.op_names)
+            is_known = is_repeatable or segment.kind == "graph" or are_torchs
+            # Drawn once here, random numbers would be other ones in the eager call.
+            draws = any(reason.code in ("random", "control_flow") for reason in segment.reasons)
+            if lasting or draws or not is_known:
+                return position
+        return len(segments)
+
+    def forget(self, bucket: int) -> None:
+        """Drops what was captured of one bucket."""
+        for runner in self.runners.values():
+            runner.forget(bucket)
+
+    def reset(self) -> None:
+        for runner in self.runners.values():
+            runner.reset()
+
+
+def _copier_for(device: torch.device) -> Callable[..., CopyLaunch | None] | None:
+    """What copies inputs in one launch; None where they are copied by torch, one by one."""
+    if device.type != "cuda":
+        return None
+    try:
+        from piecewise.passes.kernels.copies import copier
+    except ImportError:  # a torch without triton
+        return None
+    return copier
+
+
+def _are_repeatable(segments: Sequence[Segment]) -> Callable[[], bool]:
+    """Whether the boundary ops that are repeatable now are so still: an op may be declared anew."""
+    # One segment of each op will do.
+    kinds = {segment.op_call.name: segment for segment in segments if segment.op_call is not None}
+    repeatable = list(filter(_is_repeatable, kinds.values()))
+    return lambda: all(map(_is_repeatable, repeatable))
+
+
+def _is_repeatable(segment: Segment) -> bool:
+    op = op_of(segment)
+    return op is not None and op.repeatable
+
+
+def state_check_of(plan: SegmentPlan) -> StateCheck:
+    """What the plan's graphs rely on, as it is now; to be made right after the trace that it belongs to."""
+    in_graphs = _read_by_graphs(plan)
+    tensors: dict[Any, StateRef] = {}
+    looked_up: dict[Any, StateRef] = {}
+    for value in plan.values:
+        if value.state is not None:
+            place = tensors if value.index in in_graphs else looked_up
+            place[id(value.state.owner), value.state.key] = value.state
+    facts, read = plan.state_facts, {*tensors, *looked_up}
+    facts = dataclasses.replace(
+        facts,
+        values=facts.values + _ops_counted_on(plan),
+        tensors=tuple(each for each in facts.tensors if (id(each[0].owner), each[0].key) not in read),
+    )
+    return StateCheck(
+        tensors=tuple(tensors.values()),
+        looked_up=tuple(looked_up.values()),
+        facts=facts,
+        number_dicts=internals.number_dicts if internals.dict_numbers_tell() else None,
+    )
+
+
+def _ops_counted_on(plan: SegmentPlan) -> tuple[tuple[StateRef, Any], ...]:
+    """The boundary ops inside graphs, and those that take any strides: one that is declared anew may do
+    something else, or take eager's alone."""
+    declared = declarations()
+    names = {name for segment in plan.graph_segments() if segment.captured_ops for name in segment.op_names}
+    names |= takers_of_any_strides(plan.segments, plan.values)
+    ops = [declared[name] for name in sorted(names) if name in declared]
+    return tuple((StateRef(declared, op.name, f"the declaration of op '{op.name}'"), op) for op in ops)
+
+
+def _read_by_graphs(plan: SegmentPlan) -> set[int]:
+    return {index for segment in plan.graph_segments() for index in segment.inputs}

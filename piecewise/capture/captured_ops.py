@@ -1,0 +1,147 @@
+"""Boundary ops inside graphs: writes the captured form of each op that can be captured in its place.
+
+The metadata tensors that the form takes enter the graph as constants that it owns; docs/DESIGN.md says what
+follows from that. A node that stays as it is says why in `meta["kept_out"]`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+from boundary_ops.declare.captured_form import CapturedForm, CaptureLimits, StepMetadata
+from boundary_ops.declare.registry import BoundaryOp, lookup
+from piecewise import torch_api as internals
+from piecewise.ir.effects import NodeFacts
+from piecewise.ir.tensors import bound_arguments, tensors_in
+from piecewise.settings.config import PiecewiseConfig
+from piecewise.trace.trace import Trace
+from runners.errors import ConfigError
+from runners.state.state_check import StateRef
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class MetadataMade:
+    """One form's metadata, and the places of the model's tensors that it was made for."""
+
+    metadata: StepMetadata
+    places: tuple[StateRef, ...]
+
+
+def write_captured_forms(trace: Trace, config: PiecewiseConfig) -> tuple[MetadataMade, ...]:
+    """Replaces, in place, the calls of boundary ops that have a captured form; nothing with boundary="eager".
+
+    Returns:
+        The metadata that the new calls read, one per form.
+
+    Raises:
+        ConfigError: a form needs a limit that the settings leave out.
+    """
+    if config.boundary != "captured":
+        return ()
+    enabled = enabled_ops(config)
+    found: dict[CapturedForm, list[tuple[fx.Node, BoundaryOp, dict[str, Any]]]] = {}
+    for node in trace.graph.graph.nodes:
+        op = lookup(node.target) if node.op == "call_function" else None
+        if op is None or op.captured_form is None or (enabled is not None and op.name not in enabled):
+            continue
+        call = bound_arguments(op.overload, node.args, node.kwargs)
+        why = op.captured_form.refusal(_known_values(trace, call))
+        if why is None:
+            found.setdefault(op.captured_form, []).append((node, op, call))
+        else:
+            node.meta["kept_out"] = why
+    state = {p.node: p.state for p in trace.placeholders if p.state is not None}
+    made: list[MetadataMade] = []
+    for form, calls in found.items():
+        limits = _limits(config, calls[0][1])
+        metadata = form.metadata(limits, [_known_values(trace, call) for _, _, call in calls])
+        constants = _constants(trace.graph, metadata.tensors, len(made))
+        for node, _, call in calls:
+            _rewrite(node, form, {**call, **constants})
+        arguments = {value for _, _, call in calls for value in call.values() if isinstance(value, fx.Node)}
+        made.append(MetadataMade(metadata, tuple(ref for node, ref in state.items() if node in arguments)))
+    return tuple(made)
+
+
+def enabled_ops(config: PiecewiseConfig) -> frozenset[str] | None:
+    """Names of the ops to cut at, captured forms included; None for all that are registered."""
+    if config.boundary_ops is None:
+        return None
+    forms = (op.captured_form for name in config.boundary_ops if (op := lookup(name)) is not None)
+    return frozenset(config.boundary_ops) | {form.op.name for form in forms if form is not None}
+
+
+def fix_metadata_inputs(trace: Trace, facts: Mapping[fx.Node, NodeFacts], symbol: sympy.Symbol) -> None:
+    """Marks the inputs that captured ops take as metadata and fixes their sizes: a graph has one shape for
+    them [I2]."""
+    waiting = [
+        argument
+        for node, fact in facts.items()
+        if fact.boundary is not None and fact.boundary.capture_safe
+        for argument in node.all_input_nodes
+    ]
+    seen: set[fx.Node] = set()
+    while waiting:
+        node = waiting.pop()
+        sizes = [size for tensor in tensors_in(node.meta.get("example_value")) for size in tensor.shape]
+        symbols = [internals.expression(size, trace.shape_env) for size in sizes]
+        if node in seen or any(expr is not None and symbol in expr.free_symbols for expr in symbols):
+            continue
+        seen.add(node)
+        waiting += node.all_input_nodes
+        if node.op == "placeholder":
+            node.meta["is_metadata"] = True
+            for size in sizes:
+                int(size)  # adds Eq(size, hint) to the ShapeEnv
+
+
+def _known_values(trace: Trace, call: Mapping[str, Any]) -> dict[str, Any]:
+    """The model's own tensors and constants among a call's arguments."""
+    state = {p.node: p.state for p in trace.placeholders if p.state is not None}
+    known = {name: value for name, value in call.items() if not isinstance(value, fx.Node)}
+    for name, value in call.items():
+        if isinstance(value, fx.Node) and value in state:
+            known[name] = state[value].get().detach()
+    return known
+
+
+def _limits(config: PiecewiseConfig, op: BoundaryOp) -> CaptureLimits:
+    missing = [name for name in ("max_num_seqs", "max_seq_len") if getattr(config, name) is None]
+    if missing or config.max_num_seqs is None or config.max_seq_len is None:
+        raise ConfigError(
+            f"boundary='captured', op '{op.name}'",
+            expected=f"a value of {' and '.join(missing)}",
+            got="None",
+            rule="a captured step is copied into buffers whose size is fixed when it is captured",
+            fix=f"piecewise.compile(model, boundary='captured', {missing[0]}=...), from the scheduler's "
+            "limits; larger steps run eagerly",
+        )
+    tokens = config.max_num_tokens if config.max_num_tokens is not None else max(config.buckets)
+    return CaptureLimits(config.max_num_seqs, tokens, config.max_seq_len)
+
+
+def _constants(graph: fx.GraphModule, tensors: Mapping[str, torch.Tensor], index: int) -> dict[str, fx.Node]:
+    """A node per metadata tensor, before all calls."""
+    first = next(node for node in graph.graph.nodes if node.op != "placeholder")
+    nodes = {}
+    for name, tensor in tensors.items():
+        path = f"step_metadata_{index}_{name}"
+        graph.register_buffer(path, tensor, persistent=False)
+        with graph.graph.inserting_before(first):
+            nodes[name] = graph.graph.get_attr(path)
+        nodes[name].meta["example_value"] = tensor
+    return nodes
+
+
+def _rewrite(node: fx.Node, form: CapturedForm, values: Mapping[str, Any]) -> None:
+    overload = form.op.overload
+    node.target = overload
+    node.args = tuple(values[argument.name] for argument in overload._schema.arguments)
+    node.kwargs = {}
+    node.meta["is_captured_form"] = True

@@ -1,0 +1,230 @@
+"""What a warm-up or a capture has shown to be wrong with a segment, and what is done about it:
+
+own kernels agree on all paddings   ─▶ the segment keeps its own kernels
+a node's real rows change           ─▶ that node runs eagerly, and the graph is cut again
+a node cannot be recorded           ─▶ likewise
+no node tells, or after three cuts  ─▶ the whole segment runs eagerly
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import fx
+
+from piecewise.analysis.classify import Verdict
+from piecewise.analysis.index_bounds import CheckedIndices
+from piecewise.analysis.normalize import source_line
+from piecewise.analysis.rows.walk import makes_empty
+from piecewise.capture.poison import poison_padding_
+from piecewise.cut.segment_writer import SegmentWriter
+from piecewise.cut.split import Splitter
+from piecewise.ir.plan import Segment, ValueSpec
+from piecewise.ir.tensors import tensors_in
+from runners.engine import GraphEngine, GraphPool, engine_for
+from runners.errors import CaptureError, told
+from runners.rows import narrow_to
+
+MAX_CUTS = 3
+LOWERING = "padding reached real rows in its compiled, fused or scheduled form"
+
+
+class SegmentFault(CaptureError):
+    """A segment that failed in a warm-up or a capture.
+
+    Attributes:
+        function: the form of the segment that ran.
+        arguments: what it was given, at `bucket` rows, of which `real_rows` are real.
+        variant: the padding with which it failed; None where it was being recorded.
+    """
+
+    def __init__(
+        self,
+        error: CaptureError,
+        segment: Segment,
+        function: Callable[..., Any],
+        arguments: Sequence[torch.Tensor],
+        *,
+        bucket: int,
+        real_rows: int,
+        variant: int | None,
+    ) -> None:
+        super().__init__(error.what, expected=error.expected, got=error.got, rule=error.rule, fix=error.fix)
+        self.segment, self.function, self.arguments = segment, function, tuple(arguments)
+        self.bucket, self.real_rows, self.variant = bucket, real_rows, variant
+
+
+class FaultFinder:
+    """Finds the cause of a fault in the segment of one cut.
+
+    Args:
+        splitter: the cut.
+        values: the plan's values.
+    Attributes:
+        nodes: the nodes of the segment.
+    """
+
+    def __init__(self, splitter: Splitter, values: Sequence[ValueSpec], fault: SegmentFault) -> None:
+        self._splitter, self._values, self._fault = splitter, values, fault
+        self._writer: SegmentWriter = splitter.writers[fault.segment.index]
+        self.nodes = self._writer.nodes
+        self._specs = [values[index] for index in fault.segment.inputs]
+
+    def blames_lowering(self) -> bool:
+        """Whether the segment's own kernels do right, where another form of them failed."""
+        own, variant = self._fault.segment.own_function, self._fault.variant
+        if own is None or self._fault.function is own or variant is None:
+            return False
+        try:
+            first, second = (self._real_results(own, each) for each in (0, variant))
+        except Exception:
+            return False
+        return all(are_same(rows, second[index]) for index, rows in first.items())
+
+    def is_the_models(self) -> bool:
+        """Whether the segment fails on real rows alone, too."""
+        own = self._fault.segment.own_function
+        are_prefixes = all(spec.padded.is_prefix for spec in self._specs)
+        if own is None or self._fault.variant is None or not are_prefixes:
+            return False
+        rows = self._fault.real_rows
+        pairs = zip(self._specs, self._fault.arguments, strict=True)
+        given = [spec.real_rows(tensor, rows).clone() for spec, tensor in pairs]
+        try:
+            with checked_indices(given):
+                own(rows, *given)
+        except Exception:
+            return True
+        return False
+
+    def first_wrong_node(self) -> tuple[fx.Node, Verdict] | None:
+        """The first node that cannot be recorded, or whose real rows change with padding, if one tells."""
+        return self._first_unrecordable() if self._fault.variant is None else self._first_mixing()
+
+    def _real_results(self, function: Callable[..., Any], variant: int) -> dict[int, torch.Tensor]:
+        with checked_indices(self._fault.arguments):
+            outputs = function(self._fault.bucket, *self._given(variant))
+        return real_results(self._fault.segment, self._values, outputs, self._fault.real_rows)
+
+    def _given(self, variant: int) -> list[torch.Tensor]:
+        copies = [tensor.clone() for tensor in self._fault.arguments]
+        for spec, tensor in zip(self._specs, copies, strict=True):
+            poison_padding_(tensor, spec, self._fault.real_rows, self._fault.bucket, variant=variant)
+        return copies
+
+    def _first_mixing(self) -> tuple[fx.Node, Verdict] | None:
+        assert self._fault.variant is not None
+        runs = [self._steps(self._given(each)) for each in (0, self._fault.variant)]
+        with checked_indices(self._fault.arguments):
+            for (node, first, is_mode), (_, second, _) in zip(*runs, strict=True):
+                try:
+                    values = [first(), None if is_mode else second()]
+                except Exception as error:
+                    return self._faulty(node, f"it fails on padded rows: {told(error)}")
+                if node is not None and makes_empty(node):
+                    for garbage in tensors_in(values):  # other garbage in each run
+                        garbage.zero_()
+                if node is not None and not self._agrees(node, values):
+                    return self._faulty(node, "its real rows change with padded ones")
+        return None
+
+    def _faulty(self, node: fx.Node | None, seen: str) -> tuple[fx.Node, Verdict] | None:
+        if node is None:
+            return None
+        text = f"the rule of '{node.name}' ({source_line(node)}) does not hold: {seen}"
+        warnings.warn(f"piecewise: {text}; it runs eagerly. Please report this.", stacklevel=2)
+        return node, Verdict("eager", "mixes_tokens", text)
+
+    def _agrees(self, node: fx.Node, values: Sequence[Any]) -> bool:
+        rows_of = self._splitter.classifier.rows
+        if not rows_of.is_prefix(node):
+            return True
+        counts = self._splitter.classifier.judge.known.counts
+        index = int(counts.searchsorted(self._fault.real_rows))
+        for rows, left, right in zip(rows_of.rows_of(node), *map(tensors_in, values), strict=True):
+            real = [int(size.values[index]) for size in rows.sizes]
+            if not are_same(narrow_to(left, real), narrow_to(right, real)):
+                return False
+        return True
+
+    def _first_unrecordable(self) -> tuple[fx.Node, Verdict] | None:
+        """Each node is recorded alone. Fakes do not show what a kernel of somebody's does inside, and the
+        tape does: reading values back, say. What only CUDA refuses, a capture shows."""
+        device = next((tensor.device for tensor in self._fault.arguments), torch.device("cpu"))
+        names = dict.fromkeys(("tape", engine_for("auto", device).name))
+        engines = [engine_for(name, device) for name in names]
+        pools = [(engine, engine.new_pool(device)) for engine in engines]
+        try:
+            for node, call, is_mode in self._steps([tensor.clone() for tensor in self._fault.arguments]):
+                for engine, pool in pools if node is not None and not is_mode else ():
+                    assert node is not None
+                    why = _refusal(call, node.name, engine, pool)
+                    if why is not None:
+                        return node, Verdict("eager", "not_recordable", why)
+                with checked_indices(self._fault.arguments):
+                    call()
+        finally:
+            for _, pool in pools:
+                pool.release()
+        return None
+
+    def _steps(
+        self, inputs: Sequence[torch.Tensor]
+    ) -> Iterator[tuple[fx.Node | None, Callable[[], Any], bool]]:
+        """Each node of the segment: what it is in the traced graph, a call that runs it, and whether it only
+        changes modes. A node's call comes before the next one is asked for."""
+        writer = self._writer
+        originals = {copy: node for node, copy in writer.copies.items() if isinstance(copy, fx.Node)}
+        runs = fx.Interpreter(fx.GraphModule(writer.modules, writer.graph))
+        runs.args_iter = iter([self._fault.bucket, *inputs])
+        for copy in writer.graph.nodes:
+
+            def call(copy: fx.Node = copy) -> Any:
+                runs.env[copy] = runs.run_node(copy)
+                return runs.env[copy]
+
+            if copy.op.startswith("call"):
+                yield originals.get(copy), call, "autocast" in str(copy.target)
+            elif copy.op != "output":
+                call()
+
+
+def _refusal(call: Callable[[], Any], name: str, engine: GraphEngine, pool: GraphPool) -> str | None:
+    """Why the engine cannot record a call, or None."""
+    try:
+        engine.capture(lambda: [call()], pool=pool, segment=name).reset()
+    except CaptureError as error:
+        return f"{error.what}: {error.got}" if error.got else error.what
+    except RuntimeError as error:
+        return f"cannot be captured: {str(error).splitlines()[0]}"
+    finally:
+        pool.end_bucket()
+    return None
+
+
+def checked_indices(arguments: Sequence[Any]) -> Any:
+    """A block in which an index out of range is an error on a CUDA device, too."""
+    return CheckedIndices() if any(getattr(each, "is_cuda", False) for each in arguments) else nullcontext()
+
+
+def real_results(
+    segment: Segment, values: Sequence[ValueSpec], outputs: Sequence[torch.Tensor], num_rows: int
+) -> dict[int, torch.Tensor]:
+    """Value index → real rows, of the results whose real rows lead and were written."""
+    return {
+        index: values[index].real_rows(tensor, num_rows)
+        for index, tensor in zip(segment.outputs, outputs, strict=True)
+        if values[index].padded.is_prefix and values[index].memory not in segment.unwritten
+    }
+
+
+def are_same(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Whether all values are equal; NaN is the same as NaN here."""
+    equal = left == right
+    if left.dtype.is_floating_point:
+        equal |= (left != left) & (right != right)
+    return bool(equal.all())

@@ -1,0 +1,61 @@
+"""What of the settings this version and this process can capture: told once, and kept for the report."""
+
+from __future__ import annotations
+
+import difflib
+import warnings
+
+import torch
+
+import boundary_ops
+from piecewise.settings.config import PiecewiseConfig
+from runners.errors import ConfigError
+
+# A lazy capture leaves this share of the device's memory alone: a server's own allocations come first.
+_RESERVED_SHARE = 0.05
+
+
+def capturable(config: PiecewiseConfig) -> tuple[PiecewiseConfig, tuple[str, ...]]:
+    """The settings without the sizes that are never captured, and those in words; a warning says them too."""
+    kept, _ = config.within_limits()
+    left_out = [f"bucket {each}" for each in config.prefill_sizes().clamped]
+    if config.decode_batch_sizes is not None:
+        listed = ", ".join(map(str, config.decode_batch_sizes[:8]))
+        more = ", ..." if len(config.decode_batch_sizes) > 8 else ""
+        left_out.append(f"decode batch sizes {listed}{more}: this version captures prefill only")
+    if left_out:
+        warnings.warn("piecewise captures no graphs for " + "; ".join(left_out), stacklevel=5)
+    return kept, tuple(left_out)
+
+
+def check_boundary_ops(config: PiecewiseConfig) -> None:
+    """Refuses names in `boundary_ops` that are not registered, with the ones that are."""
+    known = [op.name for op in boundary_ops.registered()]
+    for name in config.boundary_ops or ():
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            raise ConfigError(
+                f"boundary op '{name}' in 'boundary_ops'",
+                expected=f"a registered op ({', '.join(known) or 'none is'})",
+                got="an unknown name" + (f"; did you mean '{near[0]}'?" if near else ""),
+                rule="graphs are cut at registered ops",
+                fix="declare it with boundary_ops.define or boundary_ops.register first",
+            )
+
+
+def lack_of_memory(device: torch.device) -> str | None:
+    """Why a lazy capture is not begun on this device now, or None where there is room for it."""
+    memory = free_memory(device)
+    if memory is None or memory[0] >= _RESERVED_SHARE * memory[1]:
+        return None
+    free, total = (f"{count / 2**30:.2f} GiB" for count in memory)
+    return f"{free} of {total} are free on {device}; lazy captures leave {_RESERVED_SHARE:.0%} alone"
+
+
+def free_memory(device: torch.device) -> tuple[int, int] | None:
+    """(free, total) bytes: of the driver, and what torch's allocator holds unused; None without a device."""
+    if device.type != "cuda":
+        return None
+    free, total = torch.cuda.mem_get_info(device)
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return free + unused, total

@@ -1,0 +1,56 @@
+"""Which memory of `empty*` a graph fills with zeros [I2]: docs/DESIGN.md says for whose sake."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+
+from torch import fx
+
+from piecewise.analysis.normalize import target_name
+from piecewise.ir.effects import NodeFacts, fakes_of
+from piecewise.ir.tensors import storage_of
+
+
+class ZeroFills:
+    """Decides for the `empty*` nodes of one graph.
+
+    Args:
+        kinds: what each call node runs as, such as "graph".
+    Attributes:
+        found: see `SegmentPlan.fills`.
+    """
+
+    def __init__(
+        self, graph: fx.Graph, facts: Mapping[fx.Node, NodeFacts], kinds: Mapping[fx.Node, str]
+    ) -> None:
+        self._facts = facts
+        self._readers: dict[int, str] = {}
+        for node in graph.nodes:
+            fact = facts.get(node)
+            if fact is not None and kinds[node] == "graph" and (fact.boundary or fact.calls_op_of_others):
+                # What an op writes is its own affair.
+                read = [argument for argument in fact.reads if argument not in fact.writes]
+                told = f"{target_name(node)} reads it, which is no op of torch"
+                self._readers.update(dict.fromkeys(map(storage_of, fakes_of(read)), told))
+        self.found: Counter[str] = Counter()
+
+    def needs(self, node: fx.Node, *, segment: Sequence[fx.Node], leaving: Collection[int]) -> bool:
+        """Whether the `empty*` node of a graph segment is to start as zeros; counted for the report.
+
+        Args:
+            segment: the nodes of its segment.
+            leaving: memory that is read or written outside of it.
+        """
+        memory = self._facts[node].storages
+        facts = map(self._facts.__getitem__, segment)
+        writers = [fact for fact in facts if not memory.isdisjoint(map(storage_of, fakes_of(fact.writes)))]
+        if not memory & set(leaving) and all(fact.boundary is None for fact in writers):
+            return False  # what graphs alone write is eager's, row by row
+        reason = next((self._readers[storage] for storage in memory if storage in self._readers), None)
+        if not all(fake.dtype.is_floating_point for fake in fakes_of([node])):
+            reason = "it holds integers, which may be indices"
+        elif any(fact.boundary is None for fact in writers):
+            reason = reason or "ops of its own segment write a part of it"
+        self.found[reason or "needless"] += 1
+        return reason is not None

@@ -1,0 +1,65 @@
+"""NumPy arrays and scalars that forward reads: Dynamo takes each for a tensor, and so does a plan.
+
+torch makes a tensor over an array's own memory, so that a graph reads what the array holds at that time, as
+of any tensor. The tensor is one object as long as the array is the same one, of the same memory and geometry;
+after any other change it is a new one, which the comparison of addresses finds.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import numpy as np
+import torch
+
+from runners.state.state_check import StateRef
+
+_SOURCE = re.compile(r"___from_numpy\((.+)\)")
+
+
+def array_source(source: str) -> str | None:
+    """The source of the array behind Dynamo's source of a tensor; None for a tensor of another origin."""
+    found = _SOURCE.fullmatch(source)
+    return found[1] if found else None
+
+
+class ArrayPlace:
+    """What a `StateRef` looks into for the tensor of an array or scalar.
+
+    Args:
+        place: where the array is.
+    """
+
+    __slots__ = ("_place", "_seen", "_tensor", "_value")
+
+    def __init__(self, place: StateRef) -> None:
+        self._place = place
+        self._value: Any = None
+        self._seen: Any = None
+        self._tensor: torch.Tensor | None = None
+
+    @classmethod
+    def ref(cls, place: StateRef) -> StateRef:
+        """The tensor of the array at a place, as a place of its own."""
+        return StateRef(cls(place), 0, place.path)
+
+    def __getitem__(self, _: int) -> torch.Tensor | None:
+        value = self._place.get()
+        seen = _geometry(value) if isinstance(value, np.ndarray) else None
+        if value is not self._value or seen != self._seen:
+            is_numpys = isinstance(value, (np.ndarray, np.generic))
+            self._tensor = torch.as_tensor(value) if is_numpys else None
+            self._value, self._seen = value, seen
+        return self._tensor
+
+
+def is_of_array(place: StateRef) -> bool:
+    """Whether a place gives the tensor over an array's memory, which must stay there."""
+    return isinstance(place.owner, ArrayPlace)
+
+
+def _geometry(array: np.ndarray) -> Any:
+    """An array may get another shape, dtype or memory in place."""
+    interface = array.__array_interface__
+    return interface["data"], interface["strides"], interface["shape"], interface["typestr"]

@@ -1,0 +1,100 @@
+"""A segment's function as a graph of aten ops with fakes, for any row count; and a graph as a function again.
+
+The segment is run once on fakes of its inputs in a fake mode of its own, whose only symbol is the row count.
+Ops that write stay what they are, so that what a segment writes, and which of its tensors share memory, is
+the same before and after.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import linecache
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from piecewise import torch_api as internals
+from piecewise.ir.plan import Segment, ValueSpec
+from runners.errors import told
+
+
+class NotTraceable(Exception):
+    """A segment that keeps the function that it has; the text says why."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class AtenGraph:
+    """A traced segment.
+
+    Attributes:
+        module: placeholders are the row count and one per input of the segment; nodes carry fakes in
+            ``meta["val"]``.
+        rows: the symbol of the row count, and `num_rows` the count that it was traced for.
+        is_valid: row count → whether the graph holds for it.
+    """
+
+    module: fx.GraphModule
+    fake_mode: Any
+    rows: Any
+    num_rows: int
+    is_valid: Callable[[int], bool]
+
+    def function(self, graph: fx.Graph | None = None) -> Callable[..., tuple]:
+        """The graph, or another that uses the same constants, as a plain function that holds no FX object."""
+        nodes = self.module.graph.find_nodes(op="get_attr")
+        constants = {str(node.target): getattr(self.module, str(node.target)) for node in nodes}
+        return function_of(graph if graph is not None else self.module.graph, constants)
+
+
+def trace_aten(segment: Segment, values: Sequence[ValueSpec], *, num_rows: int) -> AtenGraph:
+    """Traces a segment's function; nothing is computed and no state is read.
+
+    Args:
+        values: the plan's values.
+        num_rows: a row count of two or more for which the trace's guards hold.
+    Raises:
+        NotTraceable: a value has sizes that are not functions of the row count, or the ops cannot be traced.
+    """
+    # Captured boundary ops lie between the layers that they join.
+    fake_mode = internals.new_fake_mode(repeats=segment.captured_ops > 0)
+    rows = internals.symbolic_count(fake_mode, "num_rows", num_rows)
+    fakes = [fake_input(values[index], rows, fake_mode) for index in segment.inputs]
+    try:
+        module = internals.trace_aten(segment.function, (rows, *fakes), fake_mode)
+    except Exception as error:
+        raise NotTraceable(told(error)) from error
+    if any(torch.Tag.inplace_view in getattr(node.target, "tags", ()) for node in module.graph.nodes):
+        raise NotTraceable("an op changes the shape of a tensor in place")
+    return AtenGraph(module, fake_mode, rows, num_rows, internals.row_condition(fake_mode, rows))
+
+
+def fake_input(value: ValueSpec, rows: Any, fake_mode: Any) -> torch.Tensor:
+    """A fake of the value for a symbolic row count."""
+    if not value.is_tensor or value.sizes is None or value.strides is None:
+        raise NotTraceable(f"{value.name} is not a tensor whose sizes follow the row count alone")
+    with fake_mode:
+        return torch.empty_strided(
+            value.sizes(rows), value.strides(rows), dtype=value.dtype, device=value.device
+        )
+
+
+def function_of(graph: fx.Graph, modules: dict[str, Any]) -> Callable[..., tuple]:
+    """A graph as a plain function that holds no FX object.
+
+    Args:
+        modules: what the graph's get_attr nodes name.
+    """
+    code = graph.python_code("self")
+    names = dict(code.globals)
+    # A name of its own, so that an error inside shows the op's line.
+    file = f"<piecewise segment {hashlib.sha256(code.src.encode()).hexdigest()[:12]}>"
+    linecache.cache[file] = (len(code.src), None, code.src.splitlines(keepends=True), file)
+    exec(compile(code.src, file, "exec"), names)
+    holder = nn.Module()
+    for name, module in modules.items():
+        setattr(holder, name, module)
+    return functools.partial(names["forward"], holder)

@@ -1,0 +1,94 @@
+"""Shapes and strides as plain functions of the row count, and as ops of a graph."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils._sympy.reference import PythonReferenceAnalysis
+
+from piecewise import torch_api as internals
+
+_ROWS = sympy.Symbol("n")
+
+
+class SizeFunctions:
+    """Compiles size expressions of one trace once; equal ones share a function."""
+
+    def __init__(self, shape_env: ShapeEnv | None, symbol: sympy.Symbol) -> None:
+        self._shape_env, self._symbol = shape_env, symbol
+        self._known: dict[Any, Callable[[int], tuple[int, ...]] | None] = {}
+
+    def exprs(self, sizes: Sequence[Any]) -> tuple[sympy.Expr, ...]:
+        return tuple(internals.expression(size, self._shape_env) for size in sizes)  # type: ignore[misc]
+
+    def of(self, sizes: Sequence[Any]) -> Callable[[int], tuple[int, ...]] | None:
+        """rows → sizes; None where a symbol other than the token count occurs."""
+        exprs = self.exprs(sizes)
+        if exprs not in self._known:
+            others = {symbol for expr in exprs for symbol in expr.free_symbols} - {self._symbol}
+            self._known[exprs] = None if others else internals.compile_expressions(exprs, [self._symbol])
+        return self._known[exprs]
+
+    def text(self, tensor: torch.Tensor) -> str:
+        """Sizes, strides and offset in words, with `n` for the row count."""
+        parts = (tensor.shape, tensor.stride(), (tensor.storage_offset(),))
+        shown = [[str(expr.xreplace({self._symbol: _ROWS})) for expr in self.exprs(part)] for part in parts]
+        return " ".join(f"[{', '.join(part)}]" for part in shown)
+
+    def token_dims(self, tensor: torch.Tensor) -> tuple[int, ...]:
+        """Dims whose size depends on the token count, ascending."""
+        return tuple(
+            dim for dim, expr in enumerate(self.exprs(tensor.shape)) if self._symbol in expr.free_symbols
+        )
+
+
+def holds(conditions: Callable[..., tuple]) -> Callable[..., bool]:
+    """Whether all conditions hold; one that cannot be evaluated at these sizes (`n % (n // 4)`) does not."""
+
+    def check(*sizes: int) -> bool:
+        try:
+            return all(conditions(*sizes))
+        except (ZeroDivisionError, ValueError, OverflowError):
+            return False
+
+    return check
+
+
+def _floor(value: float) -> float:
+    return float(math.floor(value))
+
+
+def _ceil(value: float) -> float:
+    return float(math.ceil(value))
+
+
+def _recorded(function: Callable[..., Any], num_arguments: int) -> Any:
+    """`function` on its first arguments (the rest is a dtype), noted as one call where one is a proxy."""
+
+    def apply(*arguments: Any) -> Any:
+        taken = arguments[:num_arguments]
+        proxy = next((item for item in taken if isinstance(item, fx.Proxy)), None)
+        if proxy is None:
+            return function(*taken)
+        return proxy.tracer.create_proxy("call_function", function, taken, {})
+
+    return staticmethod(apply)
+
+
+class RowFormulas(PythonReferenceAnalysis):
+    """Interprets a sympy expression over numbers or FX proxies, which torch's own reference does not take for
+    all ops."""
+
+    truediv = int_truediv = _recorded(operator.truediv, 2)
+    floor_to_int, ceil_to_int = _recorded(math.floor, 1), _recorded(math.ceil, 1)
+    trunc_to_int, round_to_int = _recorded(math.trunc, 1), _recorded(round, 1)
+    floor, ceil = _recorded(_floor, 1), _recorded(_ceil, 1)
+    round_decimal = _recorded(round, 2)
+    exp, log, log2, sqrt = (_recorded(function, 1) for function in (math.exp, math.log, math.log2, math.sqrt))

@@ -1,0 +1,94 @@
+"""A graph segment as a functional graph of aten ops: what a compiler is given.
+
+The graph takes the row count first (where it is a symbol) and then tensors that share no memory, whether they
+are weights or activations; it returns what it makes, as a tuple. `node.meta["val"]` has each node's fake.
+Autocast and sizes are resolved: only aten ops (and custom ones) on tensors, and on numbers computed from the
+row count, are left. Writes into arguments are one `aten.copy_` each, at the end.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from piecewise import torch_api as internals
+from piecewise.ir.aten import AtenGraph
+from piecewise.ir.plan import Segment
+from piecewise.lowering.layout import SegmentLayout
+from runners.row_views import place_of
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class AtenSegment:
+    """One segment's graph, for any row count or for one.
+
+    Attributes:
+        module: the graph.
+        rows: the row count: a symbol, which is then the first placeholder, or a number.
+        arguments: the fakes of all placeholders.
+    """
+
+    module: fx.GraphModule
+    rows: Any
+    arguments: tuple[Any, ...]
+    fake_mode: Any
+
+    @classmethod
+    def of(cls, segment: Segment, layout: SegmentLayout, *, rows: int, is_dynamic: bool) -> AtenSegment:
+        """Traces the segment on fakes, for `rows` rows, or for any count of which `rows` is one.
+
+        Raises:
+            Exception: of any kind, where the segment cannot be traced.
+        """
+        fake_mode = internals.new_fake_mode()
+        count = internals.symbolic_count(fake_mode, "num_rows", rows) if is_dynamic else rows
+        tensors = []
+        with fake_mode:
+            for value in layout.inputs:
+                sizes, strides, _ = place_of(value, count)
+                tensors.append(torch.empty_strided(sizes, strides, dtype=value.dtype, device=value.device))
+
+        def program(*arguments: Any) -> tuple[torch.Tensor, ...]:
+            own_rows, *given = arguments if is_dynamic else (rows, *arguments)
+            outputs = segment.function(own_rows, *given)
+            return tuple(outputs[position] for position in layout.made)
+
+        placeholders = (count, *tensors) if is_dynamic else tuple(tensors)
+        module = internals.functional_aten_graph(program, placeholders, fake_mode)
+        return cls(module, count, placeholders, fake_mode)
+
+    @classmethod
+    def of_graph(cls, graph: AtenGraph, layout: SegmentLayout) -> AtenSegment | None:
+        """The segment whose function `graph` is, without another trace; None where it writes something, which
+        a trace resolves."""
+        if not all(map(_is_functional, graph.module.graph.nodes)):
+            return None
+        copied = fx.Graph()
+        outputs: Any = copied.graph_copy(graph.module.graph, {})
+        copied.output(tuple(outputs[position] for position in layout.made))
+        copied.eliminate_dead_code()
+        placeholders = tuple(node.meta["val"] for node in copied.find_nodes(op="placeholder"))
+        return cls(fx.GraphModule(nn.Module(), copied), graph.rows, placeholders, graph.fake_mode)
+
+    def with_rows(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """`function(rows, *tensors)` of a function that takes the graph's placeholders."""
+        if isinstance(self.rows, int):
+            return lambda rows, *tensors: function(*tensors)
+        return function
+
+
+def _is_functional(node: fx.Node) -> bool:
+    """Whether the node is an input, the output, or an op that writes nothing."""
+    if node.op in ("placeholder", "output"):
+        return True
+    if node.op != "call_function":
+        return False
+    if isinstance(node.target, torch._ops.OpOverload):
+        return not node.target._schema.is_mutable
+    # Arithmetic on sizes and items of tuples.
+    return node.target is operator.getitem or getattr(node.target, "__module__", "") in ("_operator", "math")

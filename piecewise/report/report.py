@@ -1,0 +1,387 @@
+"""What was planned, captured and served, as text, JSON and Markdown."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from piecewise.ir.plan import EagerReason, FusionReport, SegmentPlan
+from piecewise.report.segments import LoweringReport, StreamReport
+from piecewise.report.startup_times import LayerReuse, StartupTimes
+from runners.stats import CallStats
+
+
+class Jsonable:
+    """A report that is a dataclass of plain values and reports."""
+
+    __slots__ = ()
+
+    def asdict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)  # type: ignore[call-overload]
+
+    def to_json(self) -> str:
+        """`asdict()` as JSON."""
+        return json.dumps(self.asdict(), indent=2)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class BucketReport:
+    """How the capture of one bucket went.
+
+    Attributes:
+        status: "captured"; "eager" (the model or its trace excludes it); "failed" (so did its capture);
+            "suspended"; "waiting" (nobody asked for it yet); or "left out" (the limits exclude it).
+        reason: why it is not captured, in words.
+        code: the same for programs: a `FallbackReason`, or "left_out"; empty where it is captured.
+        coverage: share of the model's ops that its graphs hold.
+        grown_bytes: by how much the shared pool grew for it.
+        device_bytes: by how much the device's free memory shrank for it: pool, static buffers and the
+            driver's share. The same as `grown_bytes` where there is no device to ask.
+    """
+
+    bucket: int
+    status: str
+    reason: str
+    num_graphs: int = 0
+    num_ops: int = 0
+    grown_bytes: int = 0
+    device_bytes: int = 0
+    capture_ms: float = 0.0
+    coverage: float = 0.0
+    code: str = ""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SegmentReport:
+    """One segment of the plan as a reader sees it."""
+
+    index: int
+    kind: str
+    num_ops: int
+    module_path: str
+    ops: tuple[str, ...]
+    reasons: tuple[EagerReason, ...]
+    captured_ops: int = 0
+
+    def cells(self) -> tuple[str, str, str, str]:
+        return str(self.index), self.kind, str(self.num_ops), self.module_path
+
+    def notes(self, quote: str = "") -> list[str]:
+        """Why each op is not in a graph, or what is special about the graph; ops between `quote` marks."""
+        if self.kind == "boundary":
+            why = f", not captured: {self.reasons[0].detail}" if self.reasons else ""
+            return [f"{quote}{self.ops[0]}{quote}: a registered boundary op{why}"]
+        if self.captured_ops:
+            return [f"{self.captured_ops} boundary ops captured"]
+        return [f"{quote}{reason.op}{quote}: {reason.detail}" for reason in self.reasons]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PlanReport(Jsonable):
+    """A cut plan: its segments, the share of ops in graphs, which empty memory they fill, what was fused in
+    them, and how they will be lowered and put on streams, where that was asked for."""
+
+    token_dim: str
+    segments: tuple[SegmentReport, ...]
+    coverage: float
+    fusions: FusionReport | None = None
+    lowering: LoweringReport | None = None
+    fills: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    streams: StreamReport | None = None
+
+    @classmethod
+    def of(
+        cls,
+        plan: SegmentPlan,
+        input_names: Mapping[int, str],
+        lowering: LoweringReport | None = None,
+        streams: StreamReport | None = None,
+    ) -> PlanReport:
+        segments = tuple(
+            SegmentReport(s.index, s.kind, s.num_ops, s.module_path, s.op_names, s.reasons, s.captured_ops)
+            for s in plan.segments
+        )
+        carried = ", ".join(
+            f"{input_names.get(rule.leaf, rule.leaf)} dim {', '.join(map(str, rule.dims))}"
+            for rule in plan.token_dim.inputs
+        )
+        return cls(carried, segments, plan.coverage, plan.fusions, lowering, plan.fills, streams)
+
+    def count(self, kind: str) -> int:
+        return sum(segment.kind == kind for segment in self.segments)
+
+    def reasons(self) -> Counter[str]:
+        return Counter(reason.code for segment in self.segments for reason in segment.reasons)
+
+    def shares(self) -> dict[str, float]:
+        """Reason code → share of the model's ops that are eager for it; with `coverage` they add up to 1."""
+        total = sum(segment.num_ops for segment in self.segments if segment.kind != "boundary")
+        eager = [segment for segment in self.segments if segment.kind == "eager"]
+        found: dict[str, float] = {}
+        for segment in eager:
+            for code, count in Counter(reason.code for reason in segment.reasons).items():
+                part = segment.num_ops * count / len(segment.reasons) / total
+                found[code] = found.get(code, 0.0) + part
+        return found
+
+    def __str__(self) -> str:
+        rows = [("segment", "kind", "ops", "module path", "reason")]
+        for segment in self.segments:
+            notes = segment.notes()
+            more = f" (+{len(notes) - 1})" if len(notes) > 1 else ""
+            source = segment.reasons[0].source if segment.reasons and segment.kind == "eager" else ""
+            where = f" at {source}" if source else ""
+            rows.append((*segment.cells(), (notes[0] if notes else "") + more + where))
+        summary = (
+            f"{self.count('graph')} graph, {self.count('boundary')} boundary and {self.count('eager')} eager "
+            f"segments; {self.coverage:.1%} of ops in graphs; tokens in {self.token_dim}"
+        )
+        eager = "".join(f"; {share:.1%} eager: {code}" for code, share in sorted(self.shares().items()))
+        return "\n".join([text_table(rows), summary + eager, *self._parts()])
+
+    def _parts(self) -> list[str]:
+        counts = ", ".join(
+            f"{count} {'' if why == 'needless' else 'kept: '}{why}" for why, count in self.fills.items()
+        )
+        fills = f"zero-fills of empty memory: {counts}" if counts else None
+        parts = fills, self.fusions, self.lowering, self.streams
+        return [str(part) for part in parts if part is not None]
+
+    def to_markdown(self) -> str:
+        rows = [("segment", "kind", "ops", "module path", "reason")]
+        for segment in self.segments:
+            rows.append((*segment.cells(), "; ".join(segment.notes("`"))))
+        eager = "".join(f" {share:.1%} eager: `{code}`." for code, share in sorted(self.shares().items()))
+        lines = [markdown_table(rows), "", f"{self.coverage:.1%} of ops in graphs.{eager}"]
+        parts = (f"* {line.strip()}" for part in self._parts() for line in part.splitlines())
+        return "\n".join([*lines, *parts])
+
+    def asdict(self) -> dict[str, Any]:
+        return {**dataclasses.asdict(self), "eager_shares": self.shares()}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CaptureReport(Jsonable):
+    """How each bucket that the settings list stands for one signature, largest first.
+
+    Attributes:
+        lowerings: how the segments were lowered, once per trace; `times`: seconds spent on this signature.
+        fusions: what was rewritten in the graph segments, None where nothing was to be.
+        streams: which segments run on several streams, once per trace; none where that was not asked for.
+        one_token: why calls of one token run eagerly; empty where they replay.
+        layers: how many of those that look alike were traced; None where none do.
+        adapters: which ones of the model were active, in words; empty for a model without.
+        other_state: for graphs of another state of the model than that of now, which wait for its return,
+            what tells the two apart.
+    """
+
+    buckets: tuple[BucketReport, ...]
+    serves_one_token: bool
+    pool_bytes: int
+    buffer_bytes: int
+    device_bytes: int = 0
+    lowerings: tuple[LoweringReport, ...] = ()
+    times: StartupTimes = dataclasses.field(default_factory=StartupTimes)
+    fusions: FusionReport | None = None
+    one_token: str = ""
+    streams: tuple[StreamReport, ...] = ()
+    layers: LayerReuse | None = None
+    adapters: str = ""
+    other_state: str = ""
+
+    @property
+    def captured(self) -> tuple[int, ...]:
+        return tuple(sorted(report.bucket for report in self.buckets if report.status == "captured"))
+
+    @property
+    def ok(self) -> bool:
+        """Whether every bucket that was asked for has graphs."""
+        return all(report.status in ("captured", "waiting", "left out") for report in self.buckets)
+
+    def state(self) -> str:
+        """The state of the model that the graphs are of, to be put behind a title; empty where there is no
+        more to say than that they were captured."""
+        waits = f"kept for its return: {self.other_state}" if self.other_state else ""
+        told = "; ".join(filter(None, (self.adapters, waits)))
+        return f" ({told})" if told else ""
+
+    def __str__(self) -> str:
+        rows = [("bucket", "status", "graphs", "ops", "in graphs", "ms", "pool grew", "device", "reason")]
+        for report in self.buckets:
+            rows.append(
+                (
+                    str(report.bucket),
+                    report.status,
+                    str(report.num_graphs),
+                    str(report.num_ops),
+                    f"{report.coverage:.1%}",
+                    f"{report.capture_ms:.0f}",
+                    shown_bytes(report.grown_bytes),
+                    shown_bytes(report.device_bytes),
+                    report.reason.splitlines()[0] if report.reason else "",
+                )  # fmt: skip
+            )
+        one = "replay" if self.serves_one_token else f"run eagerly: {self.one_token}"
+        sizes = f"pool {shown_bytes(self.pool_bytes)}, buffers {shown_bytes(self.buffer_bytes)}"
+        sizes += f", {shown_bytes(self.device_bytes)} of the device in all"
+        fused = [str(self.fusions)] if self.fusions is not None else []
+        parts = map(str, (*fused, *self.lowerings, *self.streams))
+        lines = [text_table(rows), f"{sizes}; calls of one token {one}", *parts]
+        layers = f"; {self.layers}" if self.layers is not None else ""
+        return "\n".join([*lines, f"start-up took {self.times}{layers}"])
+
+    def asdict(self) -> dict[str, Any]:
+        return {**dataclasses.asdict(self), "captured": list(self.captured), "ok": self.ok}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Report(Jsonable):
+    """Plans, captures and calls of one graphed model.
+
+    Attributes:
+        left_out: listed sizes that are not captured for any signature, each with its reason.
+        state: "captured", "not captured", "suspended" or "released".
+    """
+
+    plans: tuple[PlanReport, ...]
+    captures: tuple[CaptureReport, ...]
+    stats: CallStats
+    unseen: Mapping[str, int]
+    changes: tuple[str, ...]
+    engine: str
+    left_out: tuple[str, ...] = ()
+    state: str = "captured"
+
+    @property
+    def coverage(self) -> float:
+        """Share of the first plan's ops that are in graphs."""
+        return self.plans[0].coverage if self.plans else 0.0
+
+    def __str__(self) -> str:
+        parts = ["\n".join([f"engine: {self.engine}; {self._state()[0]}", *self._state()[1:]])]
+        for index, (plan, capture) in enumerate(zip(self.plans, self.captures, strict=True)):
+            parts += [f"signature {index}{capture.state()}", str(plan), str(capture)]
+        parts.append(self._calls())
+        return "\n\n".join(parts)
+
+    @property
+    def replayed(self) -> float:
+        """Share of calls that were replayed; 0 where there were none."""
+        total = self.stats.replays + self.stats.eager_calls
+        return self.stats.replays / total if total else 0.0
+
+    def calls_by_bucket(self) -> list[dict[str, Any]]:
+        """Per bucket that a call came to, ascending: counts, shares of all calls, and why calls were eager.
+
+        `op_coverage` is the share of the model's ops that the bucket's graphs hold, of the signature that has
+        most: what a replay of it replays.
+        """
+        total = max(self.stats.replays + self.stats.eager_calls, 1)
+        reports = [report for capture in self.captures for report in capture.buckets]
+        found = []
+        for bucket in sorted({*self.stats.calls_by_bucket, *self.stats.eager_by_bucket}):
+            replayed = self.stats.calls_by_bucket.get(bucket, 0)
+            reasons = self.stats.eager_by_bucket.get(bucket, Counter())
+            eager = sum(reasons.values())
+            found.append(
+                {
+                    "bucket": bucket,
+                    "replayed": replayed,
+                    "eager": eager,
+                    "share_of_calls": (replayed + eager) / total,
+                    "share_replayed": replayed / max(replayed + eager, 1),
+                    "op_coverage": max((r.coverage for r in reports if r.bucket == bucket), default=0.0),
+                    "reasons": {str(code): count for code, count in sorted(reasons.items())},
+                }
+            )
+        return found
+
+    def shares_of_calls(self) -> dict[str, float]:
+        """Reason code → share of all calls that ran eagerly for it; with `replayed` they add up to 1."""
+        total = self.stats.replays + self.stats.eager_calls
+        return {str(code): count / total for code, count in sorted(self.stats.reasons.items())}
+
+    def _state(self) -> list[str]:
+        told = {
+            "suspended": "suspended: the graphs' memory was given back until resume()",
+            "released": "released: the graphs were given back until the next capture()",
+        }
+        return [told.get(self.state, self.state), *(f"left out: {text}" for text in self.left_out)]
+
+    def _calls(self) -> str:
+        total = self.stats.replays + self.stats.eager_calls
+        share = f" ({self.replayed:.1%})" if total else ""
+        lines = [f"calls: {self.stats.replays} replayed of {total}{share}"]
+        for row in self.calls_by_bucket():
+            eager = ", ".join(f"{code} {count}" for code, count in row["reasons"].items())
+            lines.append(
+                f"  bucket {row['bucket']}: {row['replayed']} replayed, {row['eager']} eager"
+                f"{f' ({eager})' if eager else ''}; {row['share_of_calls']:.1%} of calls, "
+                f"{row['share_replayed']:.1%} of them replayed with {row['op_coverage']:.1%} of ops in graphs"
+            )
+        for code, count in self.stats.reasons.most_common():
+            part = self.shares_of_calls()[code.value]
+            lines.append(f"  eager, {code.value}: {count} ({part:.1%}). {code.explanation} {code.fix}")
+        lines += [f"  unseen signature, {count} calls: {text}" for text, count in self.unseen.items()]
+        lines += [f"  changed since capture: {text}" for text in self.changes]
+        return "\n".join(lines)
+
+    def asdict(self) -> dict[str, Any]:
+        return {
+            "engine": self.engine,
+            "state": self.state,
+            "left_out": list(self.left_out),
+            "coverage": self.coverage,
+            "plans": [plan.asdict() for plan in self.plans],
+            "captures": [capture.asdict() for capture in self.captures],
+            "calls": {
+                **self.stats.asdict(),
+                "share_replayed": self.replayed,
+                "shares_by_reason": self.shares_of_calls(),
+                "buckets": self.calls_by_bucket(),
+            },
+            "unseen_signatures": dict(self.unseen),
+            "changes": list(self.changes),
+        }
+
+    def to_markdown(self) -> str:
+        parts = ["# Graphed prefill report", "", *(f"* {text}" for text in self._state())]
+        for index, (plan, capture) in enumerate(zip(self.plans, self.captures, strict=True)):
+            parts += [
+                f"## Signature {index}{capture.state()}",
+                "",
+                plan.to_markdown(),
+                "",
+                "```",
+                str(capture),
+                "```",
+                "",
+            ]
+        return "\n".join([*parts, "## Calls", "", "```", self._calls(), "```", ""])
+
+
+def text_table(rows: Sequence[Sequence[str]]) -> str:
+    """Rows in aligned columns; the first row is the heading."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    )
+
+
+def markdown_table(rows: Sequence[Sequence[str]]) -> str:
+    """Rows as a table; the first row is the heading."""
+    lines = [f"| {' | '.join(row)} |" for row in rows]
+    return "\n".join([lines[0], "|" + "---|" * len(rows[0]), *lines[1:]])
+
+
+def shown_bytes(count: int) -> str:
+    """A size for readers, in binary units."""
+    if count < 1024:
+        return f"{count} B"
+    for power, unit in ((1, "KiB"), (2, "MiB")):
+        if count < 1024 ** (power + 1):
+            return f"{count / 1024**power:.1f} {unit}"
+    return f"{count / 1024**3:.2f} GiB"

@@ -1,0 +1,302 @@
+"""Measures the variants of one case: latency, host time, distance from a float32 reference, memory.
+
+Latency is the time from the call to an idle device, host time the time until the call returns; the device
+is idle when a call begins. At each size the variants take turns, one round after the other, so that a
+drift of the clocks meets all of them; ratios are formed inside a round. Results are compared at the same
+size and in the same run in which they are timed.
+"""
+
+from __future__ import annotations
+
+import copy
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TextIO
+
+import torch
+from torch.utils import _pytree
+
+from piecewise.prefill_case import PrefillCase, load_case, unless_the_model_raises
+from piecewise.settings.config import PiecewiseConfig
+from piecewise.tools.bench.result import SCHEMA, BenchResult, Spread, environment
+from piecewise.verify.variants import (
+    DEFAULT_VARIANTS,
+    FLOORS,
+    PEERS,
+    Call,
+    Prepared,
+    Unavailable,
+    VariantMaker,
+    device_of,
+    wait_for,
+)
+from runners.errors import ConfigError
+
+DEFAULT_SIZES = (16, 128, 512, 1024, 2048)
+_CALLS_PER_ROUND = 3
+# The largest of many rounding errors varies by a tenth from input to input.
+DEFAULT_DRAWS = 32
+
+
+def run_spec(
+    spec: str,
+    *,
+    sizes: Sequence[int] | None = None,
+    config: str | None = None,
+    buckets: Sequence[int] | None = None,
+    variants: Sequence[str] | None = None,
+    peer: str | None = None,
+    rounds: int = 25,
+    draws: int = DEFAULT_DRAWS,
+    log: TextIO = sys.stderr,
+) -> BenchResult:
+    """Loads the case that `spec` names and measures it; what is left out is the default of `piecewise bench`.
+
+    Raises:
+        ConfigError: the spec, a setting or a variant's name is wrong.
+        Exception: what the spec's code, or the model by itself, raises.
+    """
+    wanted = [*(variants or DEFAULT_VARIANTS), *([peer] if peer else [])]
+    unknown = [name for name in wanted if name not in (*DEFAULT_VARIANTS, *PEERS)]
+    if unknown:
+        raise ConfigError(
+            "--variants", expected=f"some of {', '.join((*DEFAULT_VARIANTS, *PEERS))}", got=repr(unknown[0]),
+            rule="a variant is chosen by its name", fix="leave --variants out for all",
+        )  # fmt: skip
+    chosen = sorted(set(sizes or DEFAULT_SIZES))
+    overrides: dict[str, Any] = {"progress": False}
+    if buckets is not None or config is None:
+        overrides["buckets"] = list(buckets or chosen)
+    settings = PiecewiseConfig.from_any(config, **overrides)
+    case = load_case(spec)
+    bench = LatencyBench(
+        case, spec=spec, sizes=chosen, variants=wanted, config=settings, rounds=rounds, draws=draws, log=log
+    )
+    result = unless_the_model_raises(case, chosen[0], bench.run)
+    if result.has_measured_nothing:
+        case.run(chosen[0])  # a variant is left out without a word of the model's own error
+    return result
+
+
+@dataclass(eq=False)
+class LatencyBench:
+    """One case, measured.
+
+    Args:
+        case: its `baseline`, where it has one, is the unmodified model.
+        spec: where the case came from, for the record.
+        sizes: token counts, ascending.
+        variants: names as in `variants.py`, in the order of preparation.
+        config: for the graphed variants; its buckets are `sizes`, unless it has others.
+        rounds: how often each variant is timed at each size.
+        draws: over how many inputs errors are averaged, where the case makes others for each seed.
+        log: where progress is told.
+    """
+
+    case: PrefillCase
+    spec: str
+    sizes: Sequence[int]
+    variants: Sequence[str]
+    config: PiecewiseConfig
+    rounds: int
+    draws: int = DEFAULT_DRAWS
+    log: TextIO = sys.stderr
+
+    def __post_init__(self) -> None:
+        most = self.config.max_num_tokens
+        missing = [n for n in self.sizes if most is not None and n > most]
+        if not self.sizes or missing or self.rounds < 1 or self.draws < 1:
+            raise ConfigError(
+                "bench", expected="sizes that the configuration serves, and a round and a draw or more",
+                got=f"sizes {list(self.sizes)}, {self.rounds} rounds, {self.draws} draws",
+                rule="each size is measured in each round", fix="leave --tokens and --rounds out",
+            )  # fmt: skip
+        self.sizes, self.device = sorted(set(self.sizes)), device_of(self.case)
+        self._began = time.perf_counter()
+        self._skipped: dict[str, str] = {}
+
+    def run(self) -> BenchResult:
+        """Everything, under `inference_mode`."""
+        with torch.inference_mode():
+            references = self._references()
+            prepared = self._prepare_all()
+            results = [self._measure(n, prepared, references.get(n, [])) for n in self.sizes]
+            for variant in prepared:
+                variant.close()
+        return BenchResult(
+            SCHEMA, self.spec, environment(self.device), tuple(self.sizes), self.rounds, dict(self._skipped),
+            {v.name: {"setup_s": round(v.setup_s, 2), "capture": v.capture} for v in prepared},
+            "float32 baseline" if references else "none", _memory(prepared),
+            tuple(line for lines, _ in results for line in lines),
+            tuple(line for _, lines in results for line in lines),
+        )  # fmt: skip
+
+    def _tell(self, text: str) -> None:
+        print(f"[{time.perf_counter() - self._began:6.1f} s] {text}", file=self.log, flush=True)
+
+    @property
+    def _num_draws(self) -> int:
+        sources = [self.case, *([self.case.baseline] if self.case.baseline is not None else [])]
+        return self.draws if all(source.takes_seed for source in sources) else 1
+
+    def _references(self) -> dict[int, list[list[torch.Tensor]]]:
+        """Float results of the baseline in float32, per size and draw; on the CPU, so that they take no
+        device memory."""
+        source = self.case.baseline
+        if source is None:
+            return {}
+        self._tell("float32 reference")
+        model = copy.deepcopy(source.model).float()
+        found: dict[int, list[list[torch.Tensor]]] = {}
+        for n in self.sizes:
+            for seed in range(self._num_draws):
+                args, kwargs = _pytree.tree_map(_to_float32, source.inputs(n, seed=seed))
+                found.setdefault(n, []).append([x.cpu() for x in _float_leaves(model(*args, **kwargs))])
+        del model
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        return found
+
+    def _prepare_all(self) -> list[Prepared]:
+        maker = VariantMaker(self.case, self.config, self.sizes)
+        prepared = []
+        for name in self.variants:
+            self._tell(f"preparing {name}")
+            try:
+                prepared.append(maker.prepare(name))
+            except Unavailable as reason:
+                self._skip(name, reason)
+        return prepared
+
+    def _skip(self, name: str, reason: object) -> None:
+        self._skipped[name] = str(reason)
+        self._tell(f"{name} left out: {reason}")
+
+    def _measure(
+        self, n: int, prepared: Sequence[Prepared], references: list[list[torch.Tensor]]
+    ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+        self._tell(f"{n} tokens")
+        calls: dict[str, Call] = {}
+        # Per draw; inputs of the first one are made last, since the calls that are timed use them.
+        errors: dict[str, list[float]] = {variant.name: [] for variant in prepared}
+        for seed in reversed(range(max(len(references), 1))):
+            plain = self.case.inputs(n, seed=seed)
+            baseline = self.case.baseline.inputs(n, seed=seed) if self.case.baseline is not None else plain
+            for variant in prepared:
+                if seed and variant.holds_inputs or f"{variant.name}, {n} tokens" in self._skipped:
+                    continue
+                try:
+                    call = variant.prepare(n, *(baseline if variant.uses_baseline else plain))
+                    result = call()
+                except Unavailable as reason:
+                    self._skip(f"{variant.name}, {n} tokens", reason)
+                    continue
+                if references:
+                    errors[variant.name].append(_distance(result, references[seed]))
+                if not seed:
+                    calls[variant.name] = call
+        samples = self._take_turns(calls)
+        results = [
+            {
+                "num_tokens": n,
+                "variant": name,
+                "latency_ms": Spread.of([latency for latency, _ in taken]).asdict(),
+                "host_ms": Spread.of([host for _, host in taken]).asdict(),
+                "max_abs_error": statistics.fmean(errors[name]) if errors[name] else None,
+                "num_draws": len(errors[name]),
+            }
+            for name, taken in samples.items()
+        ]
+        return results, list(_ratios(n, samples, errors))
+
+    def _take_turns(self, calls: Mapping[str, Call]) -> dict[str, list[tuple[float, float]]]:
+        """Per variant and round, the medians of a few calls: (latency, host time) in ms."""
+        for call in calls.values():
+            for _ in range(3):
+                call()
+        names = list(calls)
+        samples: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
+        for turn in range(self.rounds):
+            first = turn % max(len(names), 1)
+            for name in names[first:] + names[:first]:
+                taken = [_timed(calls[name], self.device) for _ in range(_CALLS_PER_ROUND)]
+                latency, host = (statistics.median(column) for column in zip(*taken, strict=True))
+                samples[name].append((latency, host))
+        return samples
+
+
+def _timed(call: Call, device: torch.device) -> tuple[float, float]:
+    wait_for(device)
+    began = time.perf_counter()
+    result = call()
+    returned = time.perf_counter()
+    wait_for(device)
+    idle = time.perf_counter()
+    del result  # freeing it is not the call's work
+    return (idle - began) * 1e3, (returned - began) * 1e3
+
+
+def _ratios(
+    n: int, samples: Mapping[str, list[tuple[float, float]]], errors: Mapping[str, list[float]]
+) -> Iterator[dict[str, Any]]:
+    """Latency of the graphed variants over the floor, and of all others over graphed; errors over eager's."""
+
+    def line(above: str, below: str) -> dict[str, Any]:
+        per_round = [a[0] / b[0] for a, b in zip(samples[above], samples[below], strict=True)]
+        return {"num_tokens": n, "quantity": "latency", "of": above, "over": below} | Spread.of(
+            per_round
+        ).asdict()
+
+    floors = {graphed: floor for floor, graphed in FLOORS.items()} | {"graphed-fused": "floor-inductor"}
+    for name in samples:
+        if name.startswith("graphed") or name == "breakable":
+            for floor in dict.fromkeys((floors.get(name, "floor"), "floor")):
+                if floor in samples:
+                    yield line(name, floor)
+        if name not in ("graphed", *FLOORS) and "graphed" in samples:
+            yield line(name, "graphed")
+    eager = errors.get("eager", [])
+    for name in samples:
+        if name.startswith("graphed") and errors[name] and len(errors[name]) == len(eager):
+            if sum(eager):
+                ratio = sum(errors[name]) / sum(eager)
+                yield {"num_tokens": n, "quantity": "error", "of": name, "over": "eager", "median": ratio}
+
+
+def _memory(prepared: Sequence[Prepared]) -> dict[str, Any]:
+    """Of all buckets, and of the largest alone, which was captured first; of the second capture."""
+    capture = next((v.capture for v in prepared if v.name == "graphed"), None)
+    if capture is None:
+        return {}
+    again = capture["again"]
+    found = {"device_bytes": again["device_bytes"], "pool_bytes": again["pool_bytes"]}
+    found["buffer_bytes"] = capture["buffer_bytes"]
+    alone = again["buckets"][0]["device_bytes"]
+    ratio = again["device_bytes"] / alone if alone else None
+    return {**found, "buckets": capture["captured"], "largest_alone_device_bytes": alone, "ratio": ratio}
+
+
+def _float_leaves(result: Any) -> list[torch.Tensor]:
+    leaves = _pytree.tree_leaves(dict(result) if isinstance(result, Mapping) else result)
+    return [x for x in leaves if isinstance(x, torch.Tensor) and x.dtype.is_floating_point]
+
+
+def _to_float32(value: Any) -> Any:
+    is_float = isinstance(value, torch.Tensor) and value.dtype.is_floating_point
+    return value.float() if is_float else value
+
+
+def _distance(result: Any, reference: list[torch.Tensor]) -> float:
+    """The largest absolute difference; infinite where a value is not finite or a shape differs."""
+    worst = 0.0
+    found = _float_leaves(result)
+    if len(found) != len(reference):
+        return float("inf")
+    for left, right in zip(found, reference, strict=True):
+        if left.shape != right.shape or not bool(left.isfinite().all()):
+            return float("inf")
+        worst = max(worst, float((left.cpu().float() - right).abs().max()) if left.numel() else 0.0)
+    return worst

@@ -1,0 +1,196 @@
+"""What a benchmark found, as JSON, a table and a plot.
+
+Schema ``piecewise.bench/1`` (times in ms, sizes in bytes):
+
+==============  ==========================================================================================
+spec            where the case came from
+environment     python, torch, transformers and triton versions, device, number of processors, commit, date
+sizes, rounds   token counts measured; samples per size and variant
+skipped         variant, or "variant, n tokens" → why it was not measured
+variants        name → setup_s, and for graphed ones the capture report: buckets with capture_ms, num_graphs,
+                num_ops, grown_bytes, device_bytes; pool_bytes, buffer_bytes, device_bytes, coverage; the
+                same of a second capture, again, when all kernels were loaded and compiled
+reference       what errors are measured against
+memory          device_bytes of all buckets (free memory before minus after), of the largest alone, their
+                ratio; of the second capture, since CUDA's memory for a kernel's code is the kernel's
+results         num_tokens, variant, latency_ms and host_ms {median, low, high}; max_abs_error: the largest
+                difference from the reference, its mean over num_draws inputs
+ratios          num_tokens, quantity, of, over, median, low, high: per round, then the median over rounds; for
+                errors the ratio of their means
+==============  ==========================================================================================
+
+`low` and `high` are the quartiles over rounds.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import json
+import os
+import platform
+import statistics
+import subprocess
+from collections.abc import Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from piecewise.report.report import markdown_table
+from piecewise.settings.toml_file import replace_text
+from piecewise.tools.buckets.plot import new_figure
+
+SCHEMA = "piecewise.bench/1"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Spread:
+    """The median of some samples, and their quartiles."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, samples: Sequence[float]) -> Spread:
+        if len(samples) < 2:
+            return cls(samples[0], samples[0], samples[0])
+        low, median, high = statistics.quantiles(samples, n=4, method="inclusive")
+        return cls(median, low, high)
+
+    def asdict(self) -> dict[str, float]:
+        return {name: round(value, 5) for name, value in dataclasses.asdict(self).items()}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class BenchResult:
+    """One run; the fields are those of the schema above."""
+
+    schema: str
+    spec: str
+    environment: Mapping[str, Any]
+    sizes: tuple[int, ...]
+    rounds: int
+    skipped: Mapping[str, str]
+    variants: Mapping[str, Mapping[str, Any]]
+    reference: str
+    memory: Mapping[str, Any]
+    results: tuple[Mapping[str, Any], ...]
+    ratios: tuple[Mapping[str, Any], ...]
+
+    @property
+    def has_measured_nothing(self) -> bool:
+        """Whether no variant was measured, or none of the graphed ones that were asked for."""
+        asked = {*self.variants, *(name.split(",")[0] for name in self.skipped)}
+        graphed = {name for name in asked if name.startswith("graphed")}
+        return not (graphed or asked) & {line["variant"] for line in self.results}
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self), indent=1)
+
+    def write(self, path: str | os.PathLike[str]) -> None:
+        """Writes the JSON, whole or not at all."""
+        target = Path(path)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        replace_text(target, self.to_json() + "\n")
+
+    def ratio(self, of: str, over: str, num_tokens: int, *, quantity: str = "latency") -> float | None:
+        """The median of one ratio, or None where it was not measured."""
+        wanted = (of, over, num_tokens, quantity)
+        found = (
+            line["median"]
+            for line in self.ratios
+            if (line["of"], line["over"], line["num_tokens"], line["quantity"]) == wanted
+        )
+        return next(found, None)
+
+    def table(self) -> str:
+        """Median latency and host time in ms per size and variant, and the ratios, as Markdown."""
+        names = [name for name in self.variants if any(line["variant"] == name for line in self.results)]
+        cells = {(line["num_tokens"], line["variant"]): line for line in self.results}
+        rows = [["tokens", *(f"{name}, ms (host)" for name in names)]]
+        for n in self.sizes:
+            found = [cells.get((n, name)) for name in names]
+            shown = [
+                f"{c['latency_ms']['median']:.3f} ({c['host_ms']['median']:.3f})" if c else "–" for c in found
+            ]
+            rows.append([str(n), *shown])
+        ratios = [["ratio", *map(str, self.sizes)]]
+        for quantity, of, over in dict.fromkeys((x["quantity"], x["of"], x["over"]) for x in self.ratios):
+            values = [self.ratio(of, over, n, quantity=quantity) for n in self.sizes]
+            shown = ["–" if value is None else f"{value:.3f}" for value in values]
+            ratios.append([f"{quantity}, {of} ÷ {over}", *shown])
+        left_out = [f"\n{name} left out: {reason}" for name, reason in self.skipped.items()]
+        return "\n".join([markdown_table(rows), "", markdown_table(ratios), *left_out])
+
+    def plot(self, path: str | os.PathLike[str]) -> None:
+        """Latency over tokens, one line per variant, as an image.
+
+        Raises:
+            ConfigError: matplotlib is not installed.
+        """
+        figure = new_figure(figsize=(7, 4.5), layout="tight")
+        axes = figure.subplots()
+        for name in self.variants:
+            lines = [line for line in self.results if line["variant"] == name]
+            spread = [line["latency_ms"] for line in lines]
+            tokens = [line["num_tokens"] for line in lines]
+            axes.plot(tokens, [each["median"] for each in spread], marker="o", label=name)
+            axes.fill_between(
+                tokens, [each["low"] for each in spread], [each["high"] for each in spread], alpha=0.2
+            )
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        axes.set_xlabel("tokens")
+        axes.set_ylabel("ms, call to idle device")
+        axes.set_title(
+            f"{self.spec}\n{self.environment['device']}, torch {self.environment['torch']}", fontsize=9
+        )
+        axes.grid(alpha=0.3, which="both")
+        axes.legend(fontsize=8)
+        figure.savefig(path, dpi=130)
+
+
+def environment(device: torch.device) -> dict[str, Any]:
+    """Versions, device and commit of this run; what is unknown is None."""
+    is_cuda = device.type == "cuda"
+    return {
+        "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d"),
+        "commit": _commit(),
+        "device": torch.cuda.get_device_name(device)
+        if is_cuda
+        else platform.processor() or platform.machine(),
+        "num_processors": os.cpu_count(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda if is_cuda else None,
+        "transformers": _version("transformers"),
+        "triton": _version("triton"),
+    }
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def _commit() -> str | None:
+    """The commit of this checkout, or what a file beside it says where it travelled without its history."""
+    here = Path(__file__).resolve().parent.parent
+    if (here / "COMMIT").exists():
+        return (here / "COMMIT").read_text().strip() or None
+    try:
+        asked = subprocess.run(
+            ["git", "-C", str(here), "rev-parse", "HEAD"],
+            capture_output=True,
+            text=True,
+            timeout=10,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return asked.stdout.strip() or None

@@ -1,0 +1,124 @@
+"""From requests to the steps of a server: chunks, packed prefill steps, and the batches of decode steps."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from piecewise.tools.buckets.traffic import Ints, Requests
+from runners.errors import ConfigError
+
+
+def chunked(num_tokens: Ints, chunk: int) -> Ints:
+    """Each request alone: full chunks, then the rest.
+
+    Args:
+        num_tokens: int64, [num_requests], each from 1 up.
+        chunk: the most tokens of one step, from 1 up.
+
+    Returns:
+        int64, [num_steps]: a request's chunks follow each other, and sum to its tokens.
+    """
+    per_request = -(-num_tokens // chunk)
+    steps = np.full(int(per_request.sum()), chunk, np.int64)
+    last = np.cumsum(per_request) - 1
+    steps[last] = num_tokens - (per_request - 1) * chunk
+    return steps
+
+
+def packed(
+    requests: Requests,
+    max_num_tokens: int,
+    *,
+    max_num_seqs: int | None = None,
+    step_s: Callable[[int], float] | None = None,
+    watch: Callable[[int], object] | None = None,
+) -> Ints:
+    """Prefill steps as a scheduler makes them: in order of arrival, each as full as it can be.
+
+    A step takes the tokens of the requests that wait when it starts, first come first served, cutting the
+    last one where the step is full; the rest of that one leads the next step.
+
+    Args:
+        requests: without arrival times, or without `step_s`, all are taken to wait from the start.
+        max_num_tokens: the most tokens of one step.
+        max_num_seqs: the most requests in one step; None for no limit.
+        step_s: seconds that a step of so many tokens takes.
+        watch: told the number of requests that each step finishes.
+
+    Returns:
+        int64, [num_steps], which sum to the tokens of the requests.
+    """
+    left = requests.num_tokens.tolist()
+    arrivals = requests.arrival_s
+    waits = arrivals is not None and step_s is not None
+    times: list[float] = arrivals.tolist() if arrivals is not None and waits else [0.0] * len(left)
+    steps: list[int] = []
+    now, head, num_requests = times[0] if times else 0.0, 0, len(left)
+    while head < num_requests:
+        now = max(now, times[head])
+        taken, num_seqs, start = 0, 0, head
+        while head < num_requests and taken < max_num_tokens and times[head] <= now:
+            if num_seqs == max_num_seqs:
+                break
+            part = min(left[head], max_num_tokens - taken)
+            taken, num_seqs = taken + part, num_seqs + 1
+            left[head] -= part
+            if left[head]:
+                break
+            head += 1
+        steps.append(taken)
+        if step_s is not None:
+            now += step_s(taken)
+        if watch is not None:
+            watch(head - start)
+    return np.array(steps, np.int64)
+
+
+def decode_batches(requests: Requests, *, step_s: float, max_num_seqs: int | None = None) -> Ints:
+    """The batch size of every decode step: how many requests generate at that time.
+
+    A request generates one token per step, from its arrival or from when one of `max_num_seqs` places is
+    free.
+
+    Returns:
+        int64, [num_steps]; steps without a request are no steps.
+
+    Raises:
+        ConfigError: the requests have no times or no numbers of generated tokens.
+    """
+    if requests.arrival_s is None or requests.output_tokens is None:
+        raise ConfigError(
+            "decode traffic",
+            expected="requests with times and numbers of generated tokens, or batch sizes",
+            got="token counts only",
+            rule="a decode batch is the requests that generate at the same time",
+            fix="give a file of batch sizes without --step-ms, or a trace with times and generated tokens",
+        )
+    generated = requests.output_tokens
+    arrival = np.ceil((requests.arrival_s - requests.arrival_s[0]) / step_s).astype(np.int64)
+    starts = _admitted(arrival, generated, max_num_seqs)
+    # +1 where a request starts, -1 where it ends: between two such steps the batch does not change.
+    steps = np.concatenate([starts, starts + generated])
+    change = np.concatenate([np.ones_like(starts), -np.ones_like(starts)])
+    order = np.argsort(steps, kind="stable")
+    sizes = np.cumsum(change[order])[:-1]
+    lengths = np.diff(steps[order])
+    return np.repeat(sizes[sizes > 0], lengths[sizes > 0])
+
+
+def _admitted(arrival: Ints, generated: Ints, max_num_seqs: int | None) -> NDArray[np.int64]:
+    """The step at which each request starts, first come first served."""
+    if max_num_seqs is None:
+        return arrival
+    ends: list[int] = []
+    starts = []
+    for step, length in zip(arrival.tolist(), generated.tolist(), strict=True):
+        if len(ends) >= max_num_seqs:
+            step = max(step, heapq.heappop(ends))
+        heapq.heappush(ends, step + length)
+        starts.append(step)
+    return np.array(starts, np.int64)

@@ -1,0 +1,73 @@
+"""The picture of a plan: the steps, the buckets, and what padding wastes where."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from piecewise.tools.buckets.traffic import Histogram
+from runners.errors import ConfigError
+
+
+def new_figure(**options: Any) -> Any:
+    """An empty figure of matplotlib's; raises ConfigError where that is not installed."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ConfigError(
+            "--plot",
+            expected="matplotlib",
+            got="not installed",
+            rule="the plot is drawn by matplotlib",
+            fix="pip install 'piecewise-prefill[plot]', or leave --plot out",
+        ) from error
+    figure = Figure(**options)
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def draw(path: str | os.PathLike[str], steps: Histogram, lists: Mapping[str, tuple[int, ...]]) -> None:
+    """An image of the histogram with the last list's buckets, and below it each list's padded tokens.
+
+    Args:
+        path: its ending says the format, such as .png or .svg.
+        lists: bucket lists by name; the last is the plan.
+
+    Raises:
+        ConfigError: matplotlib is not installed, or cannot write there.
+    """
+    figure = new_figure(figsize=(9, 6), layout="constrained")
+    above, below = figure.subplots(2, 1, sharex=True)
+    plan = list(lists.values())[-1]
+    edges = np.linspace(0, max(plan[-1], int(steps.sizes[-1])), 129)
+    above.hist(steps.sizes, bins=edges, weights=steps.counts, color="0.6")
+    for index, bucket in enumerate(plan):
+        above.axvline(bucket, color="C3", linewidth=0.8, label="buckets of the plan" if index == 0 else None)
+    above.set_yscale("log")
+    above.set_ylabel("steps")
+    above.legend(loc="upper left")
+    for name, buckets in lists.items():
+        listed = np.array(buckets)
+        inside = steps.sizes <= listed[-1]
+        sizes, counts = steps.sizes[inside], steps.counts[inside]
+        waste = (listed[np.searchsorted(listed, sizes)] - sizes) * counts
+        share = np.cumsum(waste) / max(int(sizes @ counts), 1)
+        label = f"{name}: {len(buckets)} graphs"
+        below.plot(sizes, 100 * share, label=label, linewidth=2 if buckets is plan else 1)
+    below.set_ylabel("padding up to this size, % of tokens")
+    below.set_xlabel("tokens of a step")
+    below.legend(loc="upper left", fontsize=8)
+    try:
+        figure.savefig(path, dpi=130)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"--plot {path}",
+            expected="a writable image file of a known format",
+            got=str(error)[:200],
+            rule="the file's ending says the format",
+            fix="name it, for example, plan.png",
+        ) from error

@@ -1,0 +1,73 @@
+"""`piecewise buckets check` and `show`: what a bucket file says, and what of it can take effect."""
+
+from __future__ import annotations
+
+import argparse
+from math import ceil
+
+from piecewise.report.report import text_table
+from piecewise.settings.config import PiecewiseConfig
+from piecewise.tools.exit_codes import ExitCode
+from runners.buckets import TokenBuckets
+from runners.tape.clipping import Clipping
+
+
+def run_check(arguments: argparse.Namespace) -> ExitCode:
+    """Print what cannot take effect, or that all is well; an invalid file is a `ConfigError`."""
+    path, config = arguments.file, PiecewiseConfig.from_toml(arguments.file)
+    clipped = _clipped(config, arguments.tokens_per_request)
+    found = [f"{path}: {name} {each}" for name, clipping in clipped.items() for each in clipping.clamped]
+    if not found:
+        counts = " and ".join(f"{len(clipping.sizes)} {name}s" for name, clipping in clipped.items())
+        print(f"{path}: {counts}, all within reach")
+        return ExitCode.RIGHT
+    print("\n".join(found))
+    print("These are never captured; remove them, or raise the limits.")
+    return ExitCode.DIFFERENT
+
+
+def run_show(arguments: argparse.Namespace) -> ExitCode:
+    """Print a row per bucket; an invalid file is a `ConfigError`."""
+    config = PiecewiseConfig.from_toml(arguments.file)
+    for name, clipping in _clipped(config, arguments.tokens_per_request).items():
+        # The ratio is a rule for prefill calls.
+        ratio = config.max_padding_ratio if name == "bucket" else None
+        print(text_table(_rows(name, clipping, ratio)))
+        print(_above(clipping, "tokens" if name == "bucket" else "requests") + "\n")
+    return ExitCode.RIGHT
+
+
+def _clipped(config: PiecewiseConfig, tokens_per_request: int) -> dict[str, Clipping]:
+    found = {"bucket": config.prefill_sizes()}
+    decode = config.decode_sizes(tokens_per_request=tokens_per_request)
+    if decode is not None:
+        found["decode batch size"] = decode
+    return found
+
+
+def _rows(name: str, clipping: Clipping, ratio: float | None) -> list[tuple[str, ...]]:
+    rows: list[tuple[str, ...]] = [(name, "serves", "worst padding", "reachable")]
+    buckets = TokenBuckets(clipping.sizes)
+    for size in buckets.sizes:
+        low, high = buckets.range_for(size)
+        within = low if ratio is None else max(low, ceil(size / ratio))
+        reach = "yes"
+        if within > low:
+            reach = f"yes; {_span(low, within - 1)} eager: beyond max_padding_ratio {ratio:g}"
+        rows.append((str(size), _span(within, high), f"{size / within:.2f}x", reach))
+    for clamped in clipping.clamped:
+        rows.append((str(clamped.size), "-", "-", f"no: {clamped}"))
+    return rows
+
+
+def _span(low: int, high: int) -> str:
+    return str(low) if low == high else f"{low}-{high}"
+
+
+def _above(clipping: Clipping, unit: str) -> str:
+    top, limit = clipping.sizes[-1], clipping.limit
+    if limit.size is None:
+        return f"more than {top} {unit}: eager, above the largest"
+    if top == limit.size:
+        return f"every step up to the limit of {top} {unit} ({limit.reason}) is served"
+    return f"{_span(top + 1, limit.size)} {unit}: eager, above the largest ({limit.reason} = {limit.size})"

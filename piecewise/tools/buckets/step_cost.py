@@ -1,0 +1,194 @@
+"""What a step costs, graphed and eager, and what graphs cost in memory: the two things a plan weighs."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from piecewise.tools.buckets.traffic import Ints
+from runners.buckets import MAX_BUCKET, find_problems
+from runners.errors import ConfigError
+
+Floats = NDArray[np.float64]
+
+_MAX_BENCH_BYTES = 16 * 1024 * 1024
+_SCHEMA = "piecewise.bench/1"
+_RULE = "the cost of a step comes from latencies measured at the same sizes, graphed and eagerly"
+
+
+class PaddedTokens:
+    """A replay costs its bucket's tokens, an eager step its own."""
+
+    unit = "tokens"
+    knots: Ints = np.zeros(0, np.int64)
+
+    def graphed(self, buckets: Ints) -> Floats:
+        """Of a replay of each bucket, which each step pays that the bucket serves."""
+        return buckets.astype(np.float64)
+
+    def eager(self, num_tokens: Ints) -> Floats:
+        """Of an eager step of each token count."""
+        return num_tokens.astype(np.float64)
+
+
+class MeasuredCost:
+    """Milliseconds, interpolated between measured sizes.
+
+    Below the smallest measured size the latency is taken as constant, above the largest it continues with the
+    slope of the last two, or flat where they fall.
+
+    Args:
+        num_tokens: int64, [num_points], strictly ascending.
+        graphed_ms, eager_ms: float64, [num_points], above 0.
+    """
+
+    unit = "ms"
+
+    def __init__(self, num_tokens: Ints, graphed_ms: Floats, eager_ms: Floats) -> None:
+        self.knots = num_tokens
+        self._graphed, self._eager = graphed_ms, eager_ms
+
+    def graphed(self, buckets: Ints) -> Floats:
+        return self._interpolated(buckets, self._graphed)
+
+    def eager(self, num_tokens: Ints) -> Floats:
+        return self._interpolated(num_tokens, self._eager)
+
+    def _interpolated(self, sizes: Ints, measured: Floats) -> Floats:
+        inside = np.interp(sizes, self.knots, measured)
+        if len(self.knots) < 2:
+            return inside
+        slope = max((measured[-1] - measured[-2]) / (self.knots[-1] - self.knots[-2]), 0.0)
+        return inside + slope * np.maximum(sizes - self.knots[-1], 0)
+
+    def break_even(self) -> int | None:
+        """The smallest size from which on, up to the largest measured one, a graph is no faster than eager.
+
+        None where the graph of the largest measured size is faster.
+        """
+        gain = self._eager - self._graphed
+        if gain[-1] > 0:
+            return None
+        pays = np.flatnonzero(gain > 0)
+        if not len(pays):
+            return int(self.knots[0])
+        last = int(pays[-1])
+        between = np.arange(self.knots[last], self.knots[last + 1] + 1)
+        slower = self.eager(between) <= self.graphed(between)
+        return int(between[np.argmax(slower)])
+
+
+StepCost = PaddedTokens | MeasuredCost
+
+
+@dataclass(frozen=True, slots=True)
+class GraphMemory:
+    """Device memory of a set of graphs: one pool as large as the largest bucket needs [I9], and each graph's
+    own share (kernel arguments, the driver's tables), which does not depend on its size."""
+
+    bytes_per_token: float
+    bytes_per_graph: float
+
+    def of(self, buckets: tuple[int, ...]) -> int:
+        """Bytes of graphs of these sizes together."""
+        return round(self.bytes_per_token * max(buckets, default=0) + self.bytes_per_graph * len(buckets))
+
+    def most_graphs(self, *, largest: int, budget_bytes: int) -> int:
+        """How many graphs fit, of which one is `largest`; 0 where not even that one does.
+
+        A budget that no number of graphs uses up gives a very large number.
+        """
+        left = budget_bytes - self.bytes_per_token * largest
+        if left < self.bytes_per_graph:
+            return 0
+        return int(left // self.bytes_per_graph) if self.bytes_per_graph else MAX_BUCKET
+
+
+def read_bench(path: str | Path, *, variant: str = "graphed") -> tuple[MeasuredCost, GraphMemory | None]:
+    """The latency curves, and the memory where it was measured, of a file that `piecewise bench` wrote.
+
+    Args:
+        variant: which graphed variant's latency a replay has.
+
+    Raises:
+        ConfigError: the file cannot be read, is of another schema, has no size measured both graphed and
+            eagerly, or a value in it is wrong; the message says which.
+    """
+    path = Path(path)
+    content = _read_json(path)
+    if not isinstance(content, dict) or content.get("schema") != _SCHEMA:
+        found = content.get("schema") if isinstance(content, dict) else content
+        raise _wrong(path, f"the schema {_SCHEMA!r}", repr(found)[:60])
+    results = content.get("results")
+    if not isinstance(results, list):
+        raise _wrong(path, "a list of results", repr(results)[:60])
+    curves: dict[str, dict[int, float]] = {variant: {}, "eager": {}}
+    for index, line in enumerate(results):
+        if not isinstance(line, dict):
+            raise _wrong(path, "an object", repr(line)[:60], f"results[{index}]")
+        if line.get("variant") in curves:
+            size, latency = _point(path, f"results[{index}]", line)
+            curves[line["variant"]][size] = latency
+    sizes = sorted(curves[variant].keys() & curves["eager"].keys())
+    if not sizes:
+        names = sorted({str(line.get("variant")) for line in results})
+        raise _wrong(path, f"a size with both {variant!r} and 'eager'", f"none; variants {names}"[:200])
+    graphed, eager = (np.array([curves[name][size] for size in sizes]) for name in (variant, "eager"))
+    return MeasuredCost(np.array(sizes, np.int64), graphed, eager), _memory(path, content.get("memory"))
+
+
+def _read_json(path: Path) -> Any:
+    try:
+        with path.open("rb") as file:
+            raw = file.read(_MAX_BENCH_BYTES + 1)
+        if len(raw) > _MAX_BENCH_BYTES:
+            raise _wrong(path, f"at most {_MAX_BENCH_BYTES} bytes", "more")
+        return json.loads(raw)
+    except ConfigError:
+        raise
+    except (OSError, ValueError, RecursionError) as error:
+        raise _wrong(path, "a readable JSON file", str(error)[:200] or "deep nesting") from error
+
+
+def _point(path: Path, where: str, line: dict[str, Any]) -> tuple[int, float]:
+    size = line.get("num_tokens")
+    if not isinstance(size, int) or isinstance(size, bool) or not 1 <= size <= MAX_BUCKET:
+        raise _wrong(path, f"num_tokens from 1 to {MAX_BUCKET}", repr(size)[:60], where)
+    latency = line.get("latency_ms")
+    median = latency.get("median") if isinstance(latency, dict) else None
+    return size, _positive(path, median, f"{where} latency_ms.median")
+
+
+def _memory(path: Path, memory: Any) -> GraphMemory | None:
+    """What the largest graph needs alone is the pool; what the others added is each one's own share."""
+    if not isinstance(memory, dict) or "largest_alone_device_bytes" not in memory:
+        return None
+    alone = _positive(path, memory["largest_alone_device_bytes"], "memory.largest_alone_device_bytes")
+    together = _positive(path, memory.get("device_bytes"), "memory.device_bytes")
+    buckets = memory.get("buckets")
+    if not isinstance(buckets, list) or find_problems(buckets):
+        raise _wrong(path, "the list of captured buckets", repr(buckets)[:60], "memory.buckets")
+    per_graph = max(together - alone, 0.0) / (len(buckets) - 1) if len(buckets) > 1 else 0.0
+    return GraphMemory(max(alone - per_graph, 0.0) / max(buckets), per_graph)
+
+
+def _positive(path: Path, value: Any, where: str) -> float:
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not is_number or not 0 < value < 1e15:
+        raise _wrong(path, "a number above 0", repr(value)[:60], where)
+    return float(value)
+
+
+def _wrong(path: Path, expected: str, got: str, where: str = "") -> ConfigError:
+    return ConfigError(
+        f"bench file {path}{f': {where}' if where else ''}",
+        expected=expected,
+        got=got,
+        rule=_RULE,
+        fix="make it with `piecewise bench SPEC`, or leave --cost out to count padded tokens",
+    )

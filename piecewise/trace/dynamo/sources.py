@@ -1,0 +1,264 @@
+"""Dynamo's sources: Python expressions, in the names L and G, for where a trace read something.
+
+``L['model']._modules['layers']._modules['0'].eps`` gives, step by step, an owner (a dict or an object) and a
+key, so the value of now is one look-up away and needs no `nn.Module.__getattr__`. The steps before the last
+one must lead where they led, too: a config object that is replaced as a whole leaves the old one as it was.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import operator
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType, MethodType, ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+from piecewise.torch_api import names_in_sources
+from runners.state.state_check import InnerRef, StateRef
+
+_MODULE_TABLES = ("_modules", "_parameters", "_buffers")
+# Functions that some sources write for an item or an attribute.
+_ITEMS = ("dict.__getitem__", "list.__getitem__", "tuple.__getitem__", "___odict_getitem")
+_ATTRIBUTES = ("object.__getattribute__", "getattr")
+
+
+def readable_path(source: str) -> str:
+    """``L['model']._modules['layers']._modules['0']._parameters['weight']`` → ``model.layers.0.weight``."""
+    text = re.sub(r"\._(?:modules|parameters|buffers)\['([^']*)'\]", r".\1", source)
+    text = re.sub(r"^dict\(type\((.*)\)\.__dict__\)\['([^']*)'\]", r"\1.\2", text)
+    text = re.sub(r"^G\['__import_([^']*)'\]", lambda found: found[1].replace("_dot_", "."), text)
+    text = re.sub(r"^G\['__builtins_dict[^']*'\]", "builtins", text)
+    text = re.sub(r"^[LG]\['([^']*)'\]", r"\1", text)
+    return re.sub(r"\['?([^'\]]*)'?\]", r".\1", text)
+
+
+def owner_and_name(source: str) -> tuple[str, str]:
+    """The source of an attribute's owner, and the name: of ``owner.name`` or ``getattr(owner, 'name')``."""
+    _, owner, name = _taken_apart(ast.parse(source, mode="eval").body)
+    return _text_of(owner), name
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Step:
+    """One step of the way to what a guard looks at, and what makes it lead there.
+
+    Attributes:
+        value: what was there.
+        place: where one look-up finds it again, as long as nobody changes it; None for a step without one.
+        values: (place, what is there) that decide a step without a place of its own.
+        classes: (object, its path) of which the class, and which `__dict__` it has, decide what is found.
+        tables: (container, its path) of which the keys decide it.
+        absent: (question, object, name, its path): what would hide it, and is not there.
+        is_fresh: whether the look-up makes an object anew each time, so that nothing tells what it gives.
+    """
+
+    value: Any
+    place: StateRef | None = None
+    values: tuple[tuple[StateRef, Any], ...] = ()
+    classes: tuple[tuple[Any, str], ...] = ()
+    tables: tuple[tuple[Any, str], ...] = ()
+    absent: tuple[tuple[Callable[[Any, Any], bool], Any, str, str], ...] = ()
+    is_fresh: bool = False
+
+
+class Scope:
+    """Evaluates sources step by step, in the names that they are written in.
+
+    Args:
+        local_names, global_names: L and G.
+        known: source → what it stands for, whatever a look-up would give.
+    """
+
+    def __init__(
+        self,
+        local_names: Mapping[str, Any],
+        global_names: Mapping[str, Any],
+        known: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
+        self._names = {"L": local_names, "G": global_names}
+        self._known = {source: Step(value) for source, value in known.items()}
+        self._steps: dict[str, list[Step]] = {}  # many guards are of one source
+        self._class_tables: dict[type, Any] = {}
+
+    def find(self, source: str) -> Step:
+        """The last step of a source.
+
+        Raises:
+            KeyError, AttributeError and the like: there is nothing there.
+        """
+        return self._find(ast.parse(source, mode="eval").body)
+
+    def steps(self, source: str) -> list[Step]:
+        """What `find` gives for each step of the path, the whole one first.
+
+        Raises:
+            KeyError, AttributeError and the like: there is nothing there.
+        """
+        if source not in self._steps:
+            self._steps[source] = self._steps_of(ast.parse(source, mode="eval").body)
+        return self._steps[source]
+
+    def reader(self, sources: Sequence[str]) -> Callable[[], tuple[Any, ...]]:
+        """What gives the values at some sources now."""
+        text = f"lambda L, G: ({''.join(f'{source}, ' for source in sources)})"
+        read = eval(text, dict(names_in_sources()))  # Dynamo's own source text
+        names = self._names  # alone, as the steps hold the tensors of now
+        return lambda: read(**names)
+
+    def class_table(self, cls: type) -> Mapping[str, Any]:
+        """A live view of what a class itself has, one for each class."""
+        return self._class_tables.setdefault(cls, MappingProxyType(vars(cls)))
+
+    def _steps_of(self, node: Any) -> list[Step]:
+        text = _text_of(node)
+        if text not in self._steps:
+            owner = _taken_apart(node)[1]
+            rest = self._steps_of(owner) if owner is not None and _text_of(owner) not in self._names else []
+            self._steps[text] = [self._find(node, text), *rest]
+        return self._steps[text]
+
+    def _find(self, node: Any, text: str = "") -> Step:
+        text = text or _text_of(node)
+        if text not in self._known:
+            self._known[text] = self._look_up(node, text)
+        return self._known[text]
+
+    def _key(self, node: Any) -> Any:
+        try:
+            return ast.literal_eval(node)
+        except ValueError:  # a key that is an object, such as a member of an enum
+            return self._find(node).value
+
+    def _look_up(self, node: Any, text: str) -> Step:
+        if text in self._names:
+            return Step(self._names[text])
+        kind, owner_node, key = _taken_apart(node)
+        if kind == "other":  # Dynamo's own source text
+            return Step(eval(text, {**names_in_sources(), **self._names}), is_fresh=True)
+        owner_text = _text_of(owner_node)
+        holder = self._find(owner_node)
+        owner, path = holder.value, readable_path(owner_text)
+        if kind == "item":
+            # What L, G and a list of members hold is told by the step before.
+            is_made = owner_text in self._names or _taken_apart(owner_node)[0] == "members"
+            if is_made:
+                return Step(owner[self._key(key)])
+            return dataclasses.replace(
+                _item(owner, self._key(key), text), absent=tuple(self._hidden_by(owner_node, self._key(key)))
+            )
+        if kind == "members":
+            members = list(dict.keys(owner)) if isinstance(owner, dict) else list(owner)
+            return Step(members, tables=((owner, path),))
+        if kind == "type":
+            return Step(type(owner), classes=((owner, path),))
+        if isinstance(owner, type) and key == "__dict__":
+            return Step(self.class_table(owner))
+        found = _attribute(owner, key, readable_path(text), path)
+        if isinstance(owner, torch.Tensor) and None not in (found.place, holder.place):
+            # Through the place of the tensor, since `.to()` gives a subclass other insides.
+            return dataclasses.replace(found, place=InnerRef(holder.place, key, readable_path(text)))
+        return found
+
+    def _hidden_by(self, table_node: Any, name: Any) -> Iterator[Any]:
+        """For an item of a class's own table, the classes that come before it, and for a module's parameters
+        and the like its attributes: theirs would hide it."""
+        _, base_node, table = _taken_apart(table_node)
+        if base_node is None:
+            return
+        base = self._find(base_node).value
+        if table in _MODULE_TABLES and isinstance(base, nn.Module):
+            yield operator.contains, vars(base), name, readable_path(_text_of(base_node))
+        found = re.fullmatch(r"(.*)\.__mro__\[(\d+)\]", _text_of(base_node))
+        if found is not None and isinstance(self._find(base_node).value, type):
+            for cls in self.find(found[1]).value.__mro__[: int(found[2])]:
+                yield operator.contains, self.class_table(cls), name, cls.__name__
+
+
+def _item(owner: Any, key: Any, text: str) -> Step:
+    is_there = isinstance(owner, dict) and dict.__contains__(owner, key)  # some dicts make what they lack
+    value = dict.__getitem__(owner, key) if is_there else owner[key]
+    place = StateRef(owner, key, readable_path(text))
+    return Step(value, place) if place.look() is value else Step(value, is_fresh=True)
+
+
+def _attribute(owner: Any, name: str, path: str, owner_path: str) -> Step:
+    if name == "__class__" and owner.__class__ is type(owner):
+        return Step(type(owner), classes=((owner, owner_path),))
+    names = getattr(owner, "__dict__", None)
+    if type(names) is dict and not isinstance(owner, type):
+        if name == "__dict__":
+            return Step(names, classes=((owner, owner_path),))
+        if name in names:
+            classes = ((owner, owner_path),)
+            # A property of the class would come first; of modules Dynamo reads the attributes alone.
+            is_hidable = not isinstance(owner, (nn.Module, ModuleType)) and not hasattr(type(owner), name)
+            absent = ((hasattr, type(owner), name, type(owner).__name__),) if is_hidable else ()
+            return Step(names[name], StateRef(names, name, path), classes=classes, absent=absent)
+    value = getattr(owner, name)
+    if isinstance(owner, MethodType) and name in ("__self__", "__func__"):
+        return Step(value)  # a method keeps both for good
+    if isinstance(value, MethodType) and value.__self__ is owner and not isinstance(owner, type):
+        # Made anew by each look-up, of what its class has.
+        place = StateRef(type(owner), name, path, is_attribute=True)
+        if place.look() is value.__func__:
+            hiding: Any = ((operator.contains, names, name, owner_path),) if isinstance(names, dict) else ()
+            classes = ((owner, owner_path),)
+            return Step(value, values=((place, value.__func__),), classes=classes, absent=hiding)
+    place = StateRef(owner, name, path, is_attribute=True)
+    return Step(value, place) if place.look() is value else Step(value, is_fresh=True)
+
+
+def _taken_apart(node: Any) -> tuple[str, Any, Any]:
+    """What kind of step a node is, of what, and by which key (a node) or attribute."""
+    if isinstance(node, ast.Attribute):
+        return "attribute", node.value, node.attr
+    if isinstance(node, ast.Subscript):
+        is_slice = isinstance(node.slice, ast.Slice)
+        return ("other", node.value, None) if is_slice else ("item", node.value, node.slice)
+    if not isinstance(node, ast.Call) or not node.args:
+        return "other", None, None
+    name, owner, *rest = _text_of(node.func), *node.args
+    if name in _ITEMS and len(rest) == 1:
+        return "item", owner, rest[0]
+    if name in _ATTRIBUTES and len(rest) == 1 and isinstance(rest[0], ast.Constant):
+        return "attribute", owner, str(rest[0].value)
+    if name == "type" and not rest:
+        return "type", owner, None
+    if name == "dict" and isinstance(owner, ast.Attribute) and owner.attr == "__dict__":
+        return "attribute", owner.value, "__dict__"
+    if name == "list" and isinstance(owner, ast.Call) and _text_of(owner.func) == "dict.keys":
+        return "members", owner.args[0], None
+    if name == "list":
+        return "members", owner, None
+    return "other", owner, None
+
+
+def _text_of(node: Any) -> str:
+    """What `ast.unparse` gives, which takes seconds for the paths of a deep model."""
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Constant) and type(node.value) in (str, int):
+        return repr(node.value)
+    if isinstance(node, ast.Call) and not node.keywords:
+        return f"{_text_of(node.func)}({', '.join(map(_text_of, node.args))})"
+    value = getattr(node, "value", None)
+    if isinstance(value, (ast.Name, ast.Attribute, ast.Subscript, ast.Call)):
+        if isinstance(node, ast.Attribute):
+            return f"{_text_of(value)}.{node.attr}"
+        key = node.slice if isinstance(node, ast.Subscript) else None
+        if isinstance(key, ast.Constant) and type(key.value) in (str, int):
+            return f"{_text_of(value)}[{key.value!r}]"
+    return ast.unparse(node)
+
+
+def resolve(source: str, scope: Scope) -> StateRef | None:
+    """The (owner, key) behind a source; None where the path does not end in an attribute, key or index."""
+    try:
+        return scope.find(source).place
+    except Exception:  # of nothing there, or of the user's
+        return None

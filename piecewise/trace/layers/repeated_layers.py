@@ -1,0 +1,113 @@
+"""The layers of a model that look alike, and how Dynamo is kept from going through each of them.
+
+While a run is under way each such layer's `forward` is one op of the graph, `call_layer`, which Dynamo does
+not look into. Hooks, the loop around the layers and all else is traced as ever. On fakes the op answers with
+what layers usually return, a tensor like the first that they were given; `layer_reuse.py` proves it or does
+without. Otherwise, as for another thread that runs the model meanwhile, it is the layer's own forward.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from piecewise import torch_api as internals
+from piecewise.ir.tensors import map_tensors
+
+# Fewer are traced as fast, one by one.
+_MIN_LAYERS = 3
+# Of a layer: a linear or a norm alone is not worth it.
+_MIN_SUBMODULES = 3
+_numbers = itertools.count()
+
+
+@dataclass(frozen=True, slots=True)
+class RepeatedLayer:
+    """One of several siblings of one class.
+
+    Attributes:
+        number: what `call_layer` knows it by.
+        source: where it is, in terms of ``L['model']``, as Dynamo writes it.
+    """
+
+    number: int
+    module: nn.Module
+    source: str
+
+
+def repeated_layers(model: nn.Module) -> list[RepeatedLayer]:
+    """The outermost modules of `model` that have at least two siblings of their class in one container."""
+    found: dict[int, RepeatedLayer] = {}
+
+    def walk(module: nn.Module, source: str) -> None:
+        children = {key: child for key, child in module._modules.items() if child is not None}
+        is_container = isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential))
+        kinds = Counter(map(type, children.values()))
+        for key, child in children.items():
+            place = f"{source}._modules[{key!r}]"
+            if is_container and kinds[type(child)] >= _MIN_LAYERS and _is_worth_it(child):
+                found.setdefault(id(child), RepeatedLayer(next(_numbers), child, place))
+            else:
+                walk(child, place)
+
+    walk(model, "L['model']")
+    return list(found.values())
+
+
+def _is_worth_it(layer: nn.Module) -> bool:
+    is_code = isinstance(layer, (torch.jit.ScriptModule, torch.fx.GraphModule))
+    is_large = sum(1 for _ in layer.modules()) > _MIN_SUBMODULES
+    return is_large and not is_code and "forward" not in layer.__dict__
+
+
+# Layers that are ops now. The modules outlive that: somebody else's trace of the same model may have seen the
+# op.
+_active: set[int] = set()
+_modules: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()
+# Held while layers are ops, so that no other trace of ours takes the op for a layer's own forward.
+one_at_a_time = threading.RLock()
+
+
+@torch.compiler.allow_in_graph
+def call_layer(number: int, *args: Any, **kwargs: Any) -> Any:
+    """The forward of a layer, as one op."""
+    given: list[torch.Tensor] = []
+    map_tensors((args, kwargs), given.append)
+    if number in _active and any(map(internals.is_fake, given)):
+        like = given[0]
+        return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
+    module = _modules[number]
+    return type(module).forward(module, *args, **kwargs)
+
+
+@contextmanager
+def layers_as_ops(layers: Sequence[RepeatedLayer]) -> Iterator[None]:
+    """A block in which each layer's forward is one op."""
+    try:
+        for layer in layers:
+            _modules[layer.number] = layer.module
+            _active.add(layer.number)
+            layer.module.__dict__["forward"] = _forward_of(layer)
+        yield
+    finally:
+        for layer in layers:
+            layer.module.__dict__.pop("forward", None)
+            _active.discard(layer.number)
+
+
+def _forward_of(layer: RepeatedLayer) -> Any:
+    # The number is part of the code, not a closure that Dynamo would guard.
+    names: dict[str, Any] = {"call_layer": call_layer}
+    exec(f"def forward(*args, **kwargs):\n    return call_layer({layer.number}, *args, **kwargs)", names)
+    names["forward"].__signature__ = inspect.signature(layer.module.forward)
+    return names["forward"]

@@ -1,0 +1,271 @@
+"""What a trace read from the model: tensors by recorded path, and Python state that it holds as constants.
+
+Dynamo guards each thing that it read, under a source that leads there (`sources.py`). `guard_kinds.py` says
+for each kind of guard what is to be compared; here it becomes facts, each place once, that run time compares
+with what the trace saw [I4, I10].
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from types import FunctionType, MethodType, ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules import module as module_hooks
+
+from piecewise.calls.structure import PLAIN
+from piecewise.torch_api import SeenGuard, opaque_answer
+from piecewise.trace.dynamo.guard_answers import Lookup, metadata_of, owner_and_attribute
+from piecewise.trace.dynamo.guard_kinds import Rule, is_asked_of, refusal, rule_of
+from piecewise.trace.dynamo.sources import Scope, Step, readable_path
+from piecewise.trace.state.adapters import has_adapters
+from runners.errors import PiecewiseError
+from runners.state.same_value import table_content
+from runners.state.state_check import InnerRef, StateFacts, StateRef, kind_of
+
+_MODULE_TABLES = ("_modules", "_parameters", "_buffers")
+# Inputs, which the signature compares; hooks that are none of forward's or are listed elsewhere.
+_NOISE = re.compile(r"\bL\['(?!model'\])|\._backward(_pre)?_hooks$|_hooks_with_kwargs$")
+# Code whose classes hold nothing that a model sets.
+_SETTLED = frozenset({"torch", "builtins"}) | frozenset(sys.stdlib_module_names) - {"__main__"}
+_HEAP_TYPE = 1 << 9  # of `type.__flags__`: the class of its objects may be set
+
+
+class FactFinder:
+    """Collects facts, each place once: those of the module tree at first.
+
+    Args:
+        skip_root: leave out what belongs to the call of the root and not to its forward.
+    """
+
+    def __init__(self, model: nn.Module, *, skip_root: bool) -> None:
+        self._values: dict[Any, tuple[StateRef, Any]] = {}
+        self._tensors: dict[Any, tuple[StateRef, Any]] = {}
+        self._tables: dict[Any, tuple[Any, Any, str]] = {}
+        self._types: dict[int, tuple[Any, type, str]] = {}
+        self._answers: dict[Any, tuple[Callable[[Any, Any], bool], Any, Any, bool, str]] = {}
+        self._classes: dict[type, None] = {}
+        self._functions: dict[int, FunctionType] = {}
+        self._tree = {id(module): path for path, module in model.named_modules()}
+        self._adapted = {id(vars(module)) for module in model.modules() if has_adapters(module)}
+        self._add_module_tree(model, skip_root=skip_root)
+
+    def facts(self) -> StateFacts:
+        found: Any = (self._values, self._tensors, self._tables, self._types, self._answers)
+        return StateFacts(*(tuple(each.values()) for each in found))
+
+    def classes(self) -> list[type]:
+        """Those of all objects on the way to what was read, and of the model's modules."""
+        return list(self._classes)
+
+    def functions(self) -> list[FunctionType]:
+        """Those among them."""
+        return list(self._functions.values())
+
+    def add_value(self, ref: StateRef, value: Any) -> None:
+        place = id(ref.owner), ref.key, ref.is_attribute
+        is_named = type(value) is list and all(type(item) is str for item in value)
+        if is_named and id(ref.owner) in self._adapted:
+            # An equal one may take its place, as the list of active adapters is made anew by each switch.
+            self._answers.setdefault(place, (_holds_names, ref, tuple(value), True, ref.path))
+        else:
+            self._values.setdefault(place, (ref, value))
+        self.add_code(value, ref.path)
+
+    def add_table(self, table: Any, path: str) -> None:
+        self._tables.setdefault(id(table), (table, table_content(table), path))
+
+    def add_type(self, item: Any, path: str) -> None:
+        """The class of an object, and which `__dict__` it has, where these may be set."""
+        if type(item).__flags__ & _HEAP_TYPE and not isinstance(item, (type, torch.Tensor)):
+            self._types.setdefault(id(item), (item, type(item), path))
+
+    def add_answer(self, ask: Callable[[Any, Any], bool], item: Any, what: Any, path: str) -> None:
+        self._answers.setdefault((ask, id(item), what), (ask, item, what, ask(item, what), path))
+
+    def add_code(self, value: Any, path: str) -> None:
+        """What a function, or a method's function, consists of; nothing for anything else."""
+        function = value.__func__ if isinstance(value, MethodType) else value
+        if not isinstance(function, FunctionType) or id(function) in self._functions:
+            return
+        self._functions[id(function)] = function
+        ref = StateRef(function, "__code__", f"the code of {path}", is_attribute=True)
+        self.add_value(ref, function.__code__)
+        for key in ("__defaults__", "__kwdefaults__"):  # torch 2.11 guards no default by itself
+            defaults = getattr(function, key)
+            if defaults is not None:
+                self.add_value(StateRef(function, key, f"{path}.{key}", is_attribute=True), defaults)
+        self._add_items(function.__kwdefaults__, function.__kwdefaults__ or {}, f"{path}.__kwdefaults__")
+
+    def add_parameters(self, forward: Any) -> None:
+        """What `inspect.signature` reads of `forward`: defaults stand for arguments that are not passed."""
+        while forward is not None:
+            function = getattr(forward, "__func__", forward)
+            self.add_code(function, "forward")
+            forward = getattr(function, "__wrapped__", None)
+
+    def _add_module_tree(self, model: nn.Module, *, skip_root: bool) -> None:
+        """What changes the meaning of any module, read by the trace or not: its class, submodules, training
+        flag, hooks and a forward of its own."""
+        for path, module in model.named_modules():
+            name = f"model.{path}" if path else "model"
+            names = module.__dict__
+            for key, child in module._modules.items():
+                self.add_value(StateRef(module._modules, key, f"{name}.{key}"), child)
+            self.add_table(module._modules, f"the submodules of {name}")
+            for key in _MODULE_TABLES:
+                self.add_value(StateRef(names, key, f"{name}.{key}"), names[key])
+            self.add_value(StateRef(names, "training", f"{name}.training"), module.training)
+            self._types.setdefault(id(module), (module, type(module), name))
+            self._classes[type(module)] = None
+            if path or not skip_root:
+                self.add_value(StateRef(names, "forward", f"{name}.forward"), names.get("forward"))
+                self._add_hooks(names, "", name)
+            owner = next((cls for cls in type(module).__mro__ if "forward" in vars(cls)), None)
+            if owner is not None:
+                ref = StateRef(owner, "forward", f"{owner.__name__}.forward", is_attribute=True)
+                self.add_value(ref, ref.get())
+        self._add_hooks(vars(module_hooks), "_global", "every module")
+
+    def _add_hooks(self, names: Mapping[str, Any], prefix: str, owner: str) -> None:
+        """Which forward hooks there are, and where there are some, what each one is and how it is called."""
+        for kind, title in (("_forward_pre_hooks", "forward pre-hooks"), ("_forward_hooks", "forward hooks")):
+            hooks = names[prefix + kind]
+            self.add_table(hooks, f"the {title} of {owner}")
+            for key, hook in hooks.items():
+                self.add_value(StateRef(hooks, key, f"a hook among the {title} of {owner}"), hook)
+            for how in ("_with_kwargs", "_always_called") if hooks else ():
+                if f"{prefix}{kind}{how}" in names:
+                    self.add_table(names[f"{prefix}{kind}{how}"], f"the {title} of {owner} ({how})")
+
+    def _add_class(self, cls: type, path: str) -> None:
+        """Plain attributes of a class that forward names: torch 2.11 takes them for constants, unguarded."""
+        for base in cls.__mro__ if isinstance(cls, type) else ():
+            if base.__module__.partition(".")[0] in _SETTLED:
+                continue
+            for name, value in vars(base).items():
+                if isinstance(value, (int, *PLAIN)) and not name.startswith("__"):
+                    ref = StateRef(base, name, f"{path}.{name}", is_attribute=True)
+                    self.add_value(ref, value)
+
+    def add_guard(self, guard: SeenGuard, scope: Scope) -> None:
+        """Adds what one guard of the trace says, and the path that leads to it.
+
+        Raises:
+            TraceError: no call could compare that.
+        """
+        rule = rule_of(guard)
+        if rule is Rule.REFUSED:
+            raise refusal(guard)
+        sources = (owner_and_attribute(guard)[0], *filter(None, [guard.other]))
+        if not is_asked_of(guard) or any(map(_NOISE.search, sources)):
+            return
+        try:
+            paths = [scope.steps(source) for source in sources]
+            for steps in paths:
+                self._add_path(steps)
+            if any(step.is_fresh for steps in paths for step in steps):
+                self._add_lookup(guard, scope)
+            elif rule is not Rule.SAME_OBJECT:
+                self._add_leaf(guard, rule, paths[0][0], readable_path(sources[0]), scope)
+        except PiecewiseError:
+            raise
+        except Exception as error:
+            raise refusal(guard) from error
+
+    def _add_path(self, steps: Iterable[Step]) -> None:
+        """What makes each step lead to the next; a tensor at the end may be another one."""
+        for position, step in enumerate(steps):
+            cls = step.value if isinstance(step.value, type) else type(step.value)
+            self._classes[cls] = None
+            if _answers_itself(cls):  # an attribute of the object's own would hide that
+                self.add_table(getattr(step.value, "__dict__", ()), readable_path(f"vars({cls.__name__})"))
+            for ref, value in step.values:
+                self.add_value(ref, value)
+            for item, path in step.classes:
+                self.add_type(item, path)
+            for table, path in step.tables:
+                self.add_table(table, path)
+            for ask, names, key, path in step.absent:
+                self.add_answer(ask, names, key, path)
+            if step.place is not None and (position or not isinstance(step.value, torch.Tensor)):
+                self.add_value(step.place, step.value)
+
+    def _add_lookup(self, guard: SeenGuard, scope: Scope) -> None:
+        self.add_answer(_holds, Lookup(guard, scope), None, readable_path(guard.source))
+
+    def _add_leaf(self, guard: SeenGuard, rule: Rule, leaf: Step, path: str, scope: Scope) -> None:
+        """What a guard asks beyond that its path leads to the same object."""
+        value, attribute = leaf.value, owner_and_attribute(guard)[1]
+        is_tensor = isinstance(value, torch.Tensor)
+        if is_tensor and leaf.place is not None and (guard.kind == "HASATTR" or rule is Rule.ATTRIBUTE):
+            # Of the tensor that is there at the call; what was asked is not held.
+            ask = _has_attribute if guard.kind == "HASATTR" else _has_own_attribute
+            self.add_answer(ask, leaf.place, attribute, path)
+        elif is_tensor and rule in (Rule.TENSOR, Rule.TYPE, Rule.VALUE, Rule.METADATA):
+            if leaf.place is not None:
+                self._tensors.setdefault((id(leaf.place.owner), leaf.place.key), (leaf.place, kind_of(value)))
+            if rule is Rule.METADATA:
+                for key, item in metadata_of(value).items():
+                    ref = None if leaf.place is None else InnerRef(leaf.place, key, f"{path}.{key}")
+                    self.add_value(ref or StateRef(vars(value), key, f"{path}.{key}"), item)
+        elif rule is Rule.CODE:
+            self.add_code(value, path)
+        elif rule is Rule.TYPE:
+            self.add_type(value, path)
+        elif rule is Rule.CONTENT and _is_table(value):
+            self.add_table(value, path)
+            if guard.kind == "DICT_VERSION":
+                self._add_items(value, value, path)
+        elif rule is Rule.MEMBER:
+            self.add_answer(operator.contains, value, guard.arguments["key"], path)
+        elif guard.kind == "HASATTR":
+            self.add_answer(hasattr, value, attribute, path)
+        elif rule is Rule.ATTRIBUTE:
+            if attribute != "forward" or id(value) not in self._tree:  # the module tree has those
+                self.add_answer(operator.contains, value.__dict__, attribute, path)
+        elif rule is Rule.OPAQUE and opaque_answer(value) is not None:
+            self._add_lookup(guard, scope)
+        elif rule is Rule.VALUE and isinstance(value, (set, list, dict)):
+            self.add_table(value, path)
+            if not isinstance(value, set):
+                self._add_items(value, dict(value if isinstance(value, dict) else enumerate(value)), path)
+        if guard.kind == "CLASS_MATCH":
+            self._add_class(value, path)
+
+    def _add_items(self, owner: Any, items: Mapping[Any, Any], path: str) -> None:
+        for key, item in items.items():
+            self.add_value(StateRef(owner, key, f"{path}[{key!r}]"), item)
+
+
+def _answers_itself(cls: type) -> bool:
+    """Whether objects of a class answer for attributes that they lack; namespaces such as `torch.ops` fill up
+    as they are asked, and hide nothing."""
+    is_namespace = issubclass(cls, (nn.Module, ModuleType)) or cls.__module__.partition(".")[0] in _SETTLED
+    return not is_namespace and isinstance(getattr(cls, "__getattr__", None), FunctionType)
+
+
+def _holds_names(place: StateRef, names: tuple[str, ...]) -> bool:
+    now = place.get()
+    return type(now) is list and all(type(item) is str for item in now) and tuple(now) == names
+
+
+def _holds(lookup: Lookup, _: None) -> bool:
+    return lookup.holds()
+
+
+def _has_attribute(place: StateRef, name: str) -> bool:
+    return hasattr(place.look(), name)
+
+
+def _has_own_attribute(place: StateRef, name: str) -> bool:
+    return name in vars(place.look())
+
+
+def _is_table(value: Any) -> bool:
+    return hasattr(value, "__len__") and not isinstance(value, torch.Tensor)

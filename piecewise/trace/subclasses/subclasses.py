@@ -1,0 +1,384 @@
+"""Tensor subclasses, seen through: a traced graph becomes one of the plain tensors inside of them.
+
+A wrapper subclass, such as a quantised weight, is a Python object around plain tensors. What an op does with
+one is Python code again, its `__torch_function__` and `__torch_dispatch__`, and Dynamo leaves both alone:
+
+    before   linear(x, weight)                                                weight: Int8Tensor
+    after    mm(x, _to_copy(t(weight.qdata))) · mul(·, weight.scale) · ...    plain tensors, aten ops
+
+So each node that takes or makes one is run on fakes, the ops below are recorded, and they take its place; of
+nodes that are alike one is run. Rules, passes, compilers and captures then know of plain tensors alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from piecewise import torch_api as internals
+from piecewise.ir.effects import autocast_of, call_on_fakes
+from piecewise.ir.tensors import map_tensors, storage_of, tensors_in
+from piecewise.passes.int8_matmul import int8_matmul
+from piecewise.torch_api import SYMBOLIC
+from piecewise.trace.layers.layer_fakes import LayerFakes
+from piecewise.trace.subclasses.kinds import holds_wrapper, plain_tensors, refuse_class
+from runners.errors import TraceError, told
+
+Make = Callable[[Sequence[Any]], Any]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Wrapped:
+    """An output of the graph that is a subclass: the positions of its plain tensors, and `make(tensors)`."""
+
+    parts: tuple[int, ...]
+    make: Make
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Inner:
+    """A placeholder's place: the way from the subclass that another placeholder stood for."""
+
+    outer: fx.Node
+    keys: tuple[str, ...]
+
+
+def see_through(graph: fx.GraphModule, describe: Callable[[fx.Node], str]) -> dict[int, Wrapped]:
+    """Rewrites the graph, in place, to one of plain tensors; a placeholder of a subclass becomes one for each
+    tensor inside, with an `Inner` in ``meta["inner"]``.
+
+    Args:
+        describe: where a node is in the user's code.
+    Returns:
+        The outputs that are subclasses, by position; their tensors are outputs behind all others.
+    Raises:
+        TraceError: a class or what it does cannot be seen through.
+    """
+    rewrite = _Rewrite(graph, describe)
+    rewrite.run()
+    return rewrite.wrapped
+
+
+def _class_names(value: Any) -> set[str]:
+    names: set[str] = set()
+    map_tensors(
+        value, lambda tensor: names.add(type(tensor).__name__) if internals.is_wrapper(tensor) else None
+    )
+    return names
+
+
+def _autocast_devices(node: fx.Node, values: Any) -> list[str]:
+    """Where autocast must be off for the ops below a node, since their casts are among them."""
+    kinds = {tensor.device.type for tensor in plain_tensors(values)}
+    is_on = bool(node.meta.get("autocast")) or any(map(torch.is_autocast_enabled, kinds))
+    return sorted(kinds) if is_on else []
+
+
+@dataclasses.dataclass(slots=True)
+class _Below:
+    """The ops of one node: placeholders and outputs are the plain tensors, and sizes, of what it takes and
+    makes; `make(outputs)` is what it makes."""
+
+    graph: fx.Graph
+    make: Make
+    fakes: Mapping[fx.Node, Any] | None = None
+
+
+class _Rewrite:
+    def __init__(self, graph: fx.GraphModule, describe: Callable[[fx.Node], str]) -> None:
+        self.module, self.graph, self.describe = graph, graph.graph, describe
+        fakes = [node.meta.get("example_value") for node in self.graph.nodes]
+        self.fake_mode = internals.fake_mode_of([*fakes, *plain_tensors(fakes)])
+        self.wrapped: dict[int, Wrapped] = {}
+        # What nodes that are gone, or will be, stood for; and the node of each plain fake inside of these.
+        self.values: dict[fx.Node, Any] = {}
+        self.nodes: dict[int, fx.Node] = {}
+        self.held: list[Any] = []  # so that none of these numbers is given again
+        self.known: dict[Any, _Below] = {}
+        self.contexts: list[Any] = []
+        # Memory of fakes that were made anew.
+        self.stale: set[int] = set()
+
+    def run(self) -> None:
+        for node in list(self.graph.nodes):
+            value = node.meta.get("example_value")
+            is_below = any(argument in self.values for argument in node.all_input_nodes)
+            if node.op == "placeholder" and holds_wrapper(value):
+                self._open(node)
+            elif node.op == "output" and is_below:
+                self._open_outputs(node)
+            elif node.op.startswith("call") and (is_below or holds_wrapper(value)):
+                self._replace(node)
+            elif self.stale and any(storage_of(fake) in self.stale for fake in tensors_in(value)):
+                node.meta["example_value"] = call_on_fakes(node, self.fake_mode)
+        for node in reversed(self.values):
+            self.graph.erase_node(node)
+        if self.values:
+            self.module.recompile()
+
+    def _open(self, node: fx.Node, keys: tuple[str, ...] = (), value: Any = None) -> None:
+        """A placeholder for each plain tensor of one that is a subclass."""
+        fake = value if keys else node.meta["example_value"]
+        if not internals.is_wrapper(fake):
+            with self.graph.inserting_before(node):
+                inner = self.graph.placeholder("_".join((node.name, *keys)))
+            inner.meta = {"example_value": fake, "inner": Inner(node, keys)}
+            self._note(fake, inner)
+            return
+        refuse_class(f"{self.describe(node)}", fake)
+        self.values[node] = node.meta["example_value"]
+        for name in fake.__tensor_flatten__()[0]:
+            self._open(node, (*keys, name), getattr(fake, name))
+
+    def number_of(self, context: Any) -> int:
+        """Equal for contexts of subclasses that are the same."""
+        for number, known in enumerate(self.contexts):
+            # A tensor in there has no one answer.
+            with contextlib.suppress(Exception):
+                if known is context or (known == context and repr(known) == repr(context)):
+                    return number
+        self.contexts.append(context)
+        return len(self.contexts) - 1
+
+    def _value(self, node: fx.Node) -> Any:
+        return self.values[node] if node in self.values else node.meta.get("example_value")
+
+    def _taken_by(self, node: fx.Node) -> list[Any]:
+        return list(map(self._value, node.all_input_nodes))
+
+    def _replace(self, node: fx.Node) -> None:
+        """Puts the ops below a node in its place."""
+        args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), self._value)
+        if node.target is operator.getitem and isinstance(args[0], (tuple, list)):
+            self._keep(node, args[0][args[1]])  # type: ignore[index]
+            return
+        taken = _Taken(self, node)
+        given = taken.apart((args, kwargs))
+        key = given.key, node.op, str(node.target), node.meta.get("autocast", ()), taken.pattern()
+        below = self.known.get(key)
+        if below is None:
+            below = self.known[key] = self._record(node, given.make, taken.leaves)
+        self._keep(node, self._put_in(node, below, taken.nodes))
+
+    def _record(self, node: fx.Node, make: Make, leaves: Sequence[Any]) -> _Below:
+        results: list[_Apart] = []
+        what = f"'{node.name}'" + (f" ({where})" if (where := self.describe(node)) else "")
+
+        def program(*given: Any) -> tuple[Any, ...]:
+            args, kwargs = make(given)
+            before = [id(tensor) for tensor in plain_tensors((args, tuple(kwargs.values())))]
+            call: Any = getattr(args[0], str(node.target)) if node.op == "call_method" else node.target
+            with autocast_of(node):
+                made = call(*(args[1:] if node.op == "call_method" else args), **kwargs)
+            if before != [id(tensor) for tensor in plain_tensors((args, tuple(kwargs.values())))]:
+                raise TypeError("it binds other tensors inside of a tensor that it was given")
+            taken = _Taken(self)
+            results[:] = [taken.apart(made)]
+            return tuple(taken.leaves)
+
+        names = sorted(_class_names((node.meta.get("example_value"), *make(leaves))))
+        try:
+            module = internals.trace_below(
+                program, leaves, self.fake_mode,
+                int_matmul=int8_matmul, torch_function="below_torch_function" not in node.meta,
+            )  # fmt: skip
+        except Exception as error:
+            raise TraceError(
+                f"{what}, an op on a {' and a '.join(names)}, cannot be followed: {told(error)}",
+                rule="graphs hold the ops below a tensor subclass, on the plain tensors inside of it",
+                fix="keep that value as a plain tensor; the cause of this error has the line of the class",
+            ) from error
+        if any(op.op == "get_attr" for op in module.graph.nodes):
+            raise TraceError(
+                f"{what}, an op on a {' and a '.join(names)}, reads a tensor that is not inside of it",
+                rule="a tensor that a graph reads needs a recorded path, so that a move is noticed [I4]",
+                fix="let __tensor_flatten__ name that tensor, too",
+            )
+        return _Below(module.graph, results[0].make)
+
+    def _put_in(self, node: fx.Node, below: _Below, nodes: Sequence[fx.Node]) -> Any:
+        """Copies the ops below in front of the node, on these nodes; returns what they make."""
+        values: dict[fx.Node, Any] = dict(zip(below.graph.find_nodes(op="placeholder"), nodes, strict=True))
+        fakes = LayerFakes(values, below.fakes, self.fake_mode)
+        below.fakes = below.fakes or fakes.values
+        kept = ("stack_trace", "nn_module_stack", "below_torch_function")
+        meta: dict[str, Any] = {key: node.meta[key] for key in kept if key in node.meta}
+        # Its casts are among the ops.
+        meta["autocast"] = tuple(
+            (kind, None, False, False) for kind in _autocast_devices(node, self._taken_by(node))
+        )
+        with self.graph.inserting_before(node):
+            for op in below.graph.nodes:
+                if op.op.startswith("call"):
+                    copy = values[op] = self.graph.node_copy(op, lambda old: values[old])
+                    copy.meta = dict(meta)
+                    copy.meta["example_value"] = fakes.of(op, copy)
+        outputs: Any = below.graph.output_node().args[0]
+        made = [values[each] if isinstance(each, fx.Node) else each for each in outputs]
+        results = [each.meta["example_value"] if isinstance(each, fx.Node) else each for each in made]
+        for result, each in zip(results, made, strict=True):
+            if isinstance(each, fx.Node):
+                self._note(result, each)
+        return below.make(results)
+
+    def _note(self, value: Any, node: fx.Node) -> None:
+        self.nodes.setdefault(id(value), node)
+        self.held.append(value)
+
+    def _keep(self, node: fx.Node, value: Any) -> None:
+        """Lets a value stand for a node: the node that makes it, where it is one plain tensor or number."""
+        old = node.meta.get("example_value")
+        self.stale |= set(map(storage_of, plain_tensors(old)))
+        self.stale -= set(map(storage_of, plain_tensors(self._taken_by(node))))
+        if id(value) not in self.nodes or internals.is_wrapper(value):
+            self.values[node] = value
+            return
+        node.replace_all_uses_with(self.nodes[id(value)])
+        self.graph.erase_node(node)
+
+    def _open_outputs(self, output: fx.Node) -> None:
+        items: list[Any] = list(output.args[0])  # type: ignore[arg-type]
+        for position, item in enumerate(list(items)):
+            if not isinstance(item, fx.Node) or item not in self.values:
+                continue
+            taken = _Taken(self, output)
+            taken.apart(value := self.values[item])
+            if not isinstance(value, torch.Tensor):
+                items[position] = value
+                continue
+            parts = tuple(range(len(items), len(items) + len(taken.nodes)))
+            self.wrapped[position] = Wrapped(parts, _maker(value, iter(range(len(parts)))))
+            items[position] = taken.nodes[0]
+            items += taken.nodes
+        output.args = (tuple(items),)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Apart:
+    """A value taken apart: equal keys make equal values of equal leaves."""
+
+    key: Any
+    make: Make
+
+
+class _Taken:
+    """The plain tensors and symbolic numbers of values, each once, and for a node's arguments their nodes."""
+
+    def __init__(self, rewrite: _Rewrite, taker: fx.Node | None = None) -> None:
+        self.rewrite, self.taker = rewrite, taker
+        self.leaves: list[Any] = []
+        self.nodes: list[fx.Node] = []
+
+    def apart(self, value: Any) -> _Apart:
+        if internals.is_wrapper(value):
+            return self._subclass(value)
+        if isinstance(value, (torch.Tensor, *SYMBOLIC)):
+            return self._leaf(value)
+        if isinstance(value, (tuple, list)):
+            kind: Any = list if isinstance(value, list) else tuple
+            items = list(map(self.apart, value))
+            return _Apart(
+                (kind, *(item.key for item in items)), lambda given: kind(i.make(given) for i in items)
+            )
+        if isinstance(value, slice):
+            bounds = self.apart((value.start, value.stop, value.step))
+            return _Apart((slice, bounds.key), lambda given: slice(*bounds.make(given)))
+        if isinstance(value, dict):
+            named = {name: self.apart(item) for name, item in value.items()}
+            key = tuple((name, item.key) for name, item in named.items())
+            return _Apart((dict, key), lambda given: {name: item.make(given) for name, item in named.items()})
+        return _Apart((type(value), repr(value)), lambda given: value)
+
+    def _leaf(self, value: Any) -> _Apart:
+        at = next((at for at, known in enumerate(self.leaves) if known is value), len(self.leaves))
+        if at == len(self.leaves):
+            self.leaves.append(value)
+            if self.taker is not None:
+                self.nodes.append(self._node(value))
+        return _Apart(("leaf", at), lambda given: given[at])
+
+    def _node(self, value: Any) -> fx.Node:
+        """The node that makes a leaf of the taker's arguments."""
+        rewrite, taker = self.rewrite, self.taker
+        assert taker is not None
+        if id(value) in rewrite.nodes:
+            return rewrite.nodes[id(value)]
+        for node in taker.all_input_nodes:
+            held = rewrite._value(node)
+            if held is value:
+                return node
+            for at, item in enumerate(held) if isinstance(held, (tuple, list)) else ():
+                if item is value:
+                    with rewrite.graph.inserting_before(taker):
+                        found = rewrite.graph.call_function(operator.getitem, (node, at))
+                    found.meta = {**node.meta, "example_value": value}
+                    return found
+        raise AssertionError(f"no node makes an argument of {taker.name}")
+
+    def _subclass(self, value: Any) -> _Apart:
+        names, context = value.__tensor_flatten__()
+        cls, size, stride = type(value), value.size(), value.stride()
+        inner = {name: self.apart(getattr(value, name)) for name in names}
+        parts = tuple((name, item.key) for name, item in inner.items())
+        key = (cls, self.rewrite.number_of(context), _exprs((*size, *stride)), value.requires_grad, parts)
+
+        def make(given: Sequence[Any]) -> Any:
+            tensors = {name: item.make(given) for name, item in inner.items()}
+            return cls.__tensor_unflatten__(tensors, context, size, stride)
+
+        return _Apart(key, make)
+
+    def pattern(self) -> Any:
+        """What the leaves are, and which of them share memory."""
+        memory: dict[int, int] = {}
+        return tuple(
+            (
+                leaf.dtype, leaf.device, leaf.requires_grad,
+                _exprs((*leaf.shape, *leaf.stride(), leaf.storage_offset())),
+                memory.setdefault(storage_of(leaf), len(memory)),
+            )
+            if isinstance(leaf, torch.Tensor)
+            else _exprs((leaf,))
+            for leaf in self.leaves
+        )  # fmt: skip
+
+
+def _exprs(numbers: Sequence[Any]) -> tuple[Any, ...]:
+    return tuple(each.node.expr if isinstance(each, SYMBOLIC) else each for each in numbers)
+
+
+def _maker(value: Any, places: Iterator[int]) -> Make:
+    """Makes a subclass like `value` of real tensors, in the order of its plain tensors.
+
+    Raises:
+        TraceError: no tensor inside tells its size and strides.
+    """
+    if not internals.is_wrapper(value):
+        at = next(places)
+        return lambda given: given[at]
+    names, context = value.__tensor_flatten__()
+    outer = _exprs((*value.size(), *value.stride()))
+    like = [
+        name for name in names if _exprs((*(part := getattr(value, name)).size(), *part.stride())) == outer
+    ]
+    cls = type(value)
+    if not like:
+        raise TraceError(
+            f"forward returns a {cls.__module__}.{cls.__qualname__}",
+            rule="a result that is a tensor subclass has the size and strides of a tensor inside of it",
+            fix="return a plain tensor, such as its value dequantised",
+        )
+    makers = {name: _maker(getattr(value, name), places) for name in names}
+
+    def make(given: Sequence[Any]) -> Any:
+        tensors = {name: maker(given) for name, maker in makers.items()}
+        shape = tensors[like[0]]
+        return cls.__tensor_unflatten__(tensors, context, shape.size(), shape.stride())
+
+    return make

@@ -1,0 +1,310 @@
+"""The ways to run one model that a benchmark compares, each as a call without arguments per token count.
+
+=================  ====================================================================================
+eager              the case's baseline: the unmodified model, where the case has one
+compile            the baseline under `torch.compile`, one graph for all sizes
+reduce-overhead    the same with torch's own CUDA graphs
+graphed            the case's model, boundary ops eager
+graphed-captured   the same with the boundary ops captured; limits that the settings leave out are 16
+                   sequences, and twice the largest bucket for one sequence
+graphed-inductor   graphed, its segments lowered by Inductor
+graphed-fused      the same with fusions=("auto",): packed linears, q and k rotated in one kernel
+floor              the kernels of the graphed plan in one graph: what the cuts cost is above it
+floor-captured     the same of graphed-captured
+floor-inductor     the same of graphed-inductor: the compiled model in one graph
+breakable          the case's model through the package `breakable-cuda-graphs`, cut at the same ops
+=================  ====================================================================================
+
+What this version or machine cannot do is left out with its reason.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+import boundary_ops
+import piecewise
+from piecewise.ir.plan import SegmentPlan
+from piecewise.prefill_case import PrefillCase
+from piecewise.settings.config import PiecewiseConfig
+from runners.engine import engine_for
+from runners.errors import PiecewiseError, told
+
+Call = Callable[[], Any]
+# The fused one first: it moves weights, and graphs read the addresses of their capture.
+GRAPHED = ("graphed-fused", "graphed", "graphed-captured", "graphed-inductor")
+# Whose kernels a floor has.
+FLOORS = {"floor": "graphed", "floor-captured": "graphed-captured", "floor-inductor": "graphed-inductor"}
+DEFAULT_VARIANTS = ("eager", "compile", "reduce-overhead", *GRAPHED, *FLOORS)
+PEERS = ("breakable",)
+_WARM_UPS = 3
+_MAX_NUM_SEQS = 16
+
+
+class Unavailable(Exception):
+    """A variant cannot be run here; the text says why."""
+
+
+@dataclasses.dataclass(slots=True)
+class Prepared:
+    """A variant, ready to be called.
+
+    Attributes:
+        uses_baseline: whether it runs the case's baseline, so that inputs are made for that one.
+        prepare: num_tokens → a call with inputs of that many tokens; the inputs are made before it.
+        setup_s: seconds spent before the first call: tracing, compiling, capturing.
+        capture: how each bucket went, for graphed variants.
+        close: gives its memory back.
+        holds_inputs: a call reads what lay in its inputs when it was prepared, and preparing is expensive.
+    """
+
+    name: str
+    uses_baseline: bool
+    prepare: Callable[[int, tuple[Any, ...], dict[str, Any]], Call]
+    setup_s: float = 0.0
+    capture: dict[str, Any] | None = None
+    close: Callable[[], None] = lambda: None
+    holds_inputs: bool = False
+
+
+class VariantMaker:
+    """Prepares variants of one case; the graphed one is made once and lends its plan to the floor."""
+
+    def __init__(self, case: PrefillCase, config: PiecewiseConfig, sizes: Sequence[int]) -> None:
+        self.case, self.config, self.sizes = case, config, tuple(sizes)
+        self._made: dict[str, tuple[piecewise.GraphedModule, Any]] = {}
+
+    def prepare(self, name: str) -> Prepared:
+        """The variant, compiled and captured.
+
+        Raises:
+            Unavailable: this version, the machine or the model lacks what it needs.
+        """
+        makers: dict[str, Callable[[], Prepared]] = {
+            "eager": lambda: _eager(self.case),
+            "compile": lambda: _compiled(self.case, "compile", self.sizes),
+            "reduce-overhead": lambda: _compiled(self.case, "reduce-overhead", self.sizes),
+            **{name: functools.partial(self._graphed, name) for name in GRAPHED},
+            **{name: functools.partial(self._floor, name) for name in FLOORS},
+            "breakable": lambda: _breakable(self.case),
+        }
+        began = time.perf_counter()
+        made = makers[name]()
+        made.setup_s = time.perf_counter() - began
+        return made
+
+    def _captured(self, name: str) -> tuple[piecewise.GraphedModule, Any]:
+        if name not in self._made:
+            is_captured = name == "graphed-captured"
+            try:
+                config = self._config_of(name)
+                graphed = piecewise.compile(self.case.model, config)
+                args, kwargs = self.case.inputs(max(min(self.sizes), 2))
+                report = graphed.capture(*args, **kwargs)
+            except PiecewiseError as error:
+                raise Unavailable(told(error)) from error
+            segments = graphed.report().plans[0].segments
+            if is_captured and not any(segment.captured_ops for segment in segments):
+                notes = next(segment.notes() for segment in segments if segment.kind == "boundary")
+                raise Unavailable(notes[0])
+            self._made[name] = graphed, report
+        return self._made[name]
+
+    def _config_of(self, name: str) -> PiecewiseConfig:
+        config = self.config
+        if name == "graphed-captured":
+            limits = {
+                "max_num_seqs": config.max_num_seqs or _MAX_NUM_SEQS,
+                "max_seq_len": config.max_seq_len or 2 * max(config.buckets),
+            }
+            return PiecewiseConfig.from_any(config, boundary="captured", **limits)
+        if name in ("graphed-inductor", "graphed-fused"):
+            fusions = ("auto",) if name == "graphed-fused" else ()
+            return PiecewiseConfig.from_any(config, lowering="inductor", fusions=fusions)
+        return config
+
+    def _graphed(self, name: str) -> Prepared:
+        graphed, report = self._captured(name)
+
+        def prepare(n: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+            before = graphed.stats.replays
+            graphed(*args, **kwargs)
+            if graphed.stats.replays == before:
+                raise Unavailable(f"{n} tokens ran eagerly: {dict(graphed.stats.reasons)}")
+            return lambda: graphed(*args, **kwargs)
+
+        capture = {**report.asdict(), "coverage": graphed.report().coverage}
+        # The same once more, now that the kernels of every bucket are loaded and compiled.
+        graphed.suspend()
+        again = graphed.resume()
+        if again is not None:
+            capture["again"] = {key: again.asdict()[key] for key in ("buckets", "device_bytes", "pool_bytes")}
+        return Prepared(name, False, prepare, capture=capture, close=graphed.release)
+
+    def _floor(self, name: str) -> Prepared:
+        graphed, _ = self._captured(FLOORS[name])
+        device = device_of(self.case)
+        engine = engine_for("auto", device)
+        pool = engine.new_pool(device)
+        graphs: list[Any] = []
+
+        def prepare(n: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+            # Taking a call apart needs what the public interface hides.
+            (signature,) = graphed._graphs.signatures
+            matched = signature.match(graphed._binder.bind(*args, **kwargs))
+            if matched is None or n not in signature.served:
+                raise Unavailable(f"{n} is no captured bucket")
+            plan, leaves = signature.served[n].plan, matched[1]
+            for metadata in signature.served[n].steps.step_metadata:
+                metadata.load()
+            functions = next(a.functions for a in signature.assemblers if a.plan is plan)
+            for _ in range(_WARM_UPS):
+                run_plan(plan, functions, leaves, n)
+            try:
+                graph = engine.capture(
+                    lambda: run_plan(plan, functions, leaves, n),
+                    pool=pool,
+                    segment=f"whole model, {n} tokens",
+                )
+            except Exception as error:
+                raise Unavailable(told(error)) from error
+            pool.end_bucket()
+            graphs.append(graph)
+
+            def call() -> Any:
+                graph.replay()
+                return graph.outputs
+
+            return call
+
+        def close() -> None:
+            for graph in graphs:
+                graph.reset()
+            pool.release()
+
+        return Prepared(name, False, prepare, close=close, holds_inputs=True)
+
+
+def run_plan(
+    plan: SegmentPlan, functions: Mapping[int, Callable[..., Any]], leaves: Sequence[Any], num_tokens: int
+) -> list[Any]:
+    """All segments of a plan in order, without padding: a call's kernels and nothing around them.
+
+    Args:
+        functions: what runs in each graph segment.
+    Returns:
+        The result's tensors.
+    """
+    made: dict[int, Any] = {}
+
+    def value(index: int) -> Any:
+        spec = plan.values[index]
+        if index in made:
+            return made[index]
+        if spec.state is not None:
+            return spec.state.get()
+        return leaves[spec.leaf] if spec.dim < 0 else leaves[spec.leaf].shape[spec.dim]
+
+    for segment in plan.segments:
+        function = functions.get(segment.index, segment.function)
+        outputs = function(num_tokens, *map(value, segment.inputs))
+        made.update(zip(segment.outputs, outputs, strict=True) if segment.outputs else ())
+    return [value(source) for source in plan.result_values if isinstance(source, int)]
+
+
+def device_of(case: PrefillCase) -> torch.device:
+    """Where the case's model lives."""
+    first = next(case.model.parameters(), None)
+    return first.device if first is not None else torch.device("cpu")
+
+
+def wait_for(device: torch.device) -> None:
+    """Returns when the device has nothing left to do."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _eager(case: PrefillCase) -> Prepared:
+    model = (case.baseline or case).model
+    return Prepared("eager", True, lambda n, args, kwargs: lambda: model(*args, **kwargs))
+
+
+def _compiled(case: PrefillCase, name: str, sizes: Sequence[int]) -> Prepared:
+    source = case.baseline or case
+    if name == "reduce-overhead" and device_of(case).type != "cuda":
+        raise Unavailable("needs a CUDA device")
+    torch._dynamo.reset()
+    mode = "reduce-overhead" if name == "reduce-overhead" else None
+    compiled = torch.compile(source.model, dynamic=True, mode=mode)
+
+    def prepare(n: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+        def call() -> Any:
+            torch.compiler.cudagraph_mark_step_begin()
+            return compiled(*args, **kwargs)
+
+        return call
+
+    try:
+        for n in sizes:
+            args, kwargs = source.inputs(n)
+            for _ in range(_WARM_UPS):
+                prepare(n, args, kwargs)()
+            wait_for(device_of(case))
+    except Exception as error:
+        raise Unavailable(told(error)) from error
+    return Prepared(name, True, prepare)
+
+
+class _BreakAtBoundaries(TorchFunctionMode):
+    """Sends calls of boundary ops through `wrapped`."""
+
+    def __init__(self, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+        super().__init__()
+        self._wrap = wrap
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        is_boundary = boundary_ops.lookup(func) is not None
+        return (self._wrap(func) if is_boundary else func)(*args, **(kwargs or {}))
+
+
+def _breakable(case: PrefillCase) -> Prepared:
+    try:
+        peer = importlib.import_module("breakable_cuda_graphs")
+    except ImportError as error:
+        raise Unavailable(told(error)) from error
+    if device_of(case).type != "cuda":
+        raise Unavailable("needs a CUDA device")
+    graphs: list[Any] = []
+
+    def prepare(n: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+        for _ in range(_WARM_UPS):
+            case.model(*args, **kwargs)
+        graph = peer.BreakableCUDAGraph(pool=graphs[0].pool() if graphs else None)
+        try:
+            with _BreakAtBoundaries(peer.no_graph), peer.breakable_graph(graph):
+                result = case.model(*args, **kwargs)
+        except Exception as error:
+            raise Unavailable(told(error)) from error
+        graphs.append(graph)
+
+        def call() -> Any:
+            graph.replay()
+            return result
+
+        return call
+
+    def close() -> None:
+        for graph in graphs:
+            graph.reset()
+
+    return Prepared("breakable", False, prepare, close=close)

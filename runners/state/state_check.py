@@ -1,0 +1,421 @@
+"""Has anything moved or changed that the recorded graphs were made with? One pass of C-speed comparisons
+[I4, I10].
+
+A graph reads fixed addresses and holds values that Python read while tracing. Both can change behind its
+back: `module.weight = other`, `.data =`, `.to()`, `swap_tensors`, a flag flipped, a submodule replaced, a
+hook added. What lies in plain dicts, nearly all of it, is compared by the dicts' version numbers
+(`watched_dicts.py`). The rest is kept in flat lists, so that checking it is a handful of `map` calls with no
+Python frame per entry; what cannot change, such as an item of a tuple, is not compared. Each tensor is asked
+for its address and its geometry: no number tells of `.data =`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import operator
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Sequence, Set
+from typing import Any, TypeAlias
+
+import torch
+
+from runners.state.same_value import content_like, has_content, is_same_value
+from runners.state.watched_dicts import NOTHING, NumberDicts, WatchedDicts
+
+# What they hold is theirs for good.
+_IMMUTABLE = (tuple, str, bytes, frozenset, range)
+# Their truth is that they hold anything.
+_CONTAINERS = (dict, OrderedDict, list, set, deque)
+_Columns: TypeAlias = dict[Callable[[Any, Any], Any], tuple[list[Any], list[Any], list[Any]]]
+# Type, dispatch keys, dtype, device, sizes and strides of many tensors in one call; Dynamo's own guard.
+_TensorGuards = torch._C._dynamo.guards.TensorGuards  # type: ignore[attr-defined]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StateRef:
+    """A place that holds a value, with the path that a reader would write.
+
+    `owner[key]`, or for a place without a dict, such as a slot or a closure's cell, the attribute `key`.
+    """
+
+    owner: Any = dataclasses.field(repr=False)
+    key: Any
+    path: str
+    is_attribute: bool = False
+
+    def get(self) -> Any:
+        """The value there now, or None where it is gone."""
+        value = self.look()
+        return None if value is NOTHING else value
+
+    def look(self) -> Any:
+        """The value there now, or `NOTHING`, which is not even None; properties of the user's may raise."""
+        try:
+            return getattr(self.owner, self.key) if self.is_attribute else self.owner[self.key]
+        except Exception:
+            return NOTHING
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class InnerRef(StateRef):
+    """An attribute of a tensor subclass that is found at the place `owner`, which may be another one at each
+    look."""
+
+    def look(self) -> Any:
+        try:
+            return getattr(self.owner.look(), self.key)
+        except Exception:
+            return NOTHING
+
+
+class _TensorOf:
+    """Stands for a tensor that was at a place, by its `kind_of`: facts outlive graphs, and hold none."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.kind = kind_of(tensor)
+
+    def __repr__(self) -> str:
+        return "another tensor"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StateFacts:
+    """What a trace saw of the model's Python state, beside tensors.
+
+    Attributes:
+        values: places of plain values, functions and containers, each with what was there; of tensors its
+            kind, and a `StateCheck` takes the tensor that it finds.
+        tensors: places of tensors of which forward read no element, each with what `kind_of` gave for it.
+        tables: containers whose keys (a mapping or a set) or length (a sequence) decided something, each
+            with that content, as `table_content` reads it, or just its length, and its path.
+        types: objects whose class decides what they do, each with its class and path.
+        answers: (question, object, argument, answer, path), such as `(hasattr, module, "bias", False, ...)`.
+    """
+
+    values: tuple[tuple[StateRef, Any], ...] = ()
+    tensors: tuple[tuple[StateRef, Any], ...] = ()
+    tables: tuple[tuple[Any, Any, str], ...] = ()
+    types: tuple[tuple[Any, type, str], ...] = ()
+    answers: tuple[tuple[Callable[[Any, Any], bool], Any, Any, bool, str], ...] = ()
+
+    def __post_init__(self) -> None:
+        seen = ((ref, _TensorOf(v) if isinstance(v, torch.Tensor) else v) for ref, v in self.values)
+        object.__setattr__(self, "values", tuple(seen))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StateChange:
+    """The first thing found that differs: `kind` is "moved_address" or "module_state_changed"."""
+
+    kind: str
+    detail: str
+
+
+class StateCheck:
+    """Compares the model with what was recorded.
+
+    Args:
+        tensors: places whose tensor a graph reads at the address that it has now.
+        looked_up: places whose tensor is read anew on each call; only its kind must stay: dtype, device and
+            shape, as the trace may hold them as constants.
+        facts: what the trace saw.
+        number_dicts: how to compare dicts by number, where that is to be had.
+    """
+
+    def __init__(
+        self,
+        *,
+        tensors: Sequence[StateRef] = (),
+        looked_up: Sequence[StateRef] = (),
+        facts: StateFacts = StateFacts(),  # noqa: B008
+        number_dicts: NumberDicts | None = None,
+    ) -> None:
+        # The recorded tensors and, since `.data =` leaves a tensor another one, their storages are held: a
+        # replay that began before the mismatch was noticed must never touch freed memory.
+        self._tensor_refs = tuple(tensors)
+        self._tensors = [ref.get() for ref in self._tensor_refs]
+        self._storages = [tensor.untyped_storage() for tensor in self._tensors]
+        self._addresses = [tensor.data_ptr() for tensor in self._tensors]
+        self._looked_up_refs = (*looked_up, *(ref for ref, _ in facts.tensors))
+        self._looked_up = _look_up(self._looked_up_refs)
+        self._kinds = [kind_of(tensor) for tensor in (*self._tensors, *_look_up(looked_up)())]
+        self._kinds += [kind for _, kind in facts.tensors]
+        self._num_looked_up = len(set(map(id, self._looked_up())))
+        # One for the recorded tensors and one for those looked up, per mode. It fails where two are one.
+        self._guards: dict[bool, tuple[Any, Any]] = {}
+        self._facts = facts
+        self._values = [_recorded(ref, value) for ref, value in facts.values]
+        self._dicts = WatchedDicts(number_dicts)
+        # How to look → columns of where, at what, and the very object expected there.
+        self._columns: _Columns = {}
+        self._answers: _Columns = {}  # of answers, which may be compared by value: that is quicker
+        self._holders: dict[int, Any] = {}
+        for ref, tensor in zip(self._tensor_refs, self._tensors, strict=True):
+            self._add_value(ref, tensor)
+        places = [ref for ref, _ in facts.values]
+        self._value_columns = list(map(self._add_value, places, self._values))
+        self._attributes = [getattr(item, "__dict__", None) for item, _, _ in facts.types]
+        self._classes: tuple[list[Any], list[type]] = [], []  # of objects without attributes
+        for (item, cls, _), attributes in zip(facts.types, self._attributes, strict=True):
+            if type(attributes) is dict:
+                self._dicts.add_object(item, cls)
+            else:
+                self._classes[0].append(item)
+                self._classes[1].append(cls)
+        self._empty: list[Any] = []
+        self._tables: list[tuple[Any, Any]] = []
+        for table, content, _ in facts.tables:
+            self._add_table(table, content)
+        for ask, item, what, answer, _ in facts.answers:
+            self._add_answer(ask, item, what, answer)
+
+    @property
+    def num_entries(self) -> int:
+        """How many places are compared."""
+        facts = self._facts
+        lists: tuple[Sequence[Any], ...] = (facts.values, facts.tables, facts.types, facts.answers)
+        return len(self._kinds) + sum(map(len, lists))
+
+    def is_unchanged(self) -> bool:
+        """True where every entry is as recorded; values are compared by identity, so a miss calls for
+        `find_change`."""
+        try:
+            return (
+                self._dicts.are_unchanged()
+                and list(map(torch.Tensor.data_ptr, self._tensors)) == self._addresses
+                and self._recorded_fit()
+                and self.looked_up_fit()
+                and not any(self._empty)
+                and all(map(operator.is_, map(type, self._classes[0]), self._classes[1]))
+                and all(
+                    all(map(operator.is_, map(look, owners, keys), values))
+                    for look, (owners, keys, values) in self._columns.items()
+                )
+                and all(
+                    list(map(ask, items, whats)) == answers
+                    for ask, (items, whats, answers) in self._answers.items()
+                )
+                and all(has_content(table, content) for table, content in self._tables)
+            )
+        except Exception:  # a look-up of something that is gone, or of the user's
+            return False
+
+    def looked_up_fit(self) -> bool:
+        """True where each tensor that is read anew on each call is there and of its kind: all that a call
+        relies on whose results are thrown away if `is_unchanged` turns out false."""
+        if not self._looked_up_refs:
+            return True
+        guards = self._guards.get(torch.is_inference_mode_enabled())
+        try:
+            return guards is not None and bool(guards[1].check(*self._looked_up()))
+        except Exception:
+            return False
+
+    def settle(self) -> None:
+        """Does what the first comparison would do once for all that follow, in the mode of now."""
+        if not self.is_unchanged() and self.find_change() is None:
+            self.is_unchanged()
+
+    def find_change(self) -> StateChange | None:
+        """The first entry that differs, or None.
+
+        An equal plain value under another identity is not a difference; it is recorded anew, so that the next
+        `is_unchanged` is fast again.
+        """
+        return self.find_moved() or self._find_changed_value() or self._find_changed_structure()
+
+    def _add_value(self, ref: StateRef, value: Any) -> tuple[list[Any], int]:
+        """Where the expected object is kept: a list and an index into it."""
+        if isinstance(ref, InnerRef):
+            return self._add_inner(ref, value)
+        if not ref.is_attribute and type(ref.owner) is dict:
+            return self._dicts.add_value(ref.owner, ref.key, value)
+        if not ref.is_attribute and type(ref.owner) in _IMMUTABLE and ref.look() is value:
+            return [value], 0
+        if value is NOTHING:  # the look-ups in C raise
+            return _add(self._columns, _look, ref, None, value)
+        look = getattr if ref.is_attribute else operator.getitem
+        return _add(self._columns, look, ref.owner, ref.key, value)
+
+    def _add_inner(self, ref: InnerRef, value: Any) -> tuple[list[Any], int]:
+        """Likewise; that the subclass stays the one that it is now, and of its class, is compared, too."""
+        holder = ref.owner.get()
+        attributes: Any = getattr(holder, "__dict__", None)
+        is_plain = type(attributes) is dict
+        if holder is not None and id(holder) not in self._holders:
+            self._holders[id(holder)] = holder
+            self._add_value(ref.owner, holder)
+            if is_plain:
+                self._dicts.add_object(holder, type(holder))
+        if is_plain and attributes.get(ref.key) is value and not hasattr(type(holder), ref.key):
+            return self._dicts.add_value(attributes, ref.key, value)
+        return _add(self._columns, getattr, holder, ref.key, value)
+
+    def _add_table(self, table: Any, content: Any) -> None:
+        size = content if isinstance(content, int) else len(content)
+        if size == 0 and type(table) in _CONTAINERS:
+            self._empty.append(table)
+        elif type(table) is dict:
+            self._dicts.add_answer(table, functools.partial(has_content, table, content), True)
+        elif type(table) not in _IMMUTABLE or len(table) != size:
+            self._tables.append((table, content))
+
+    def _add_answer(self, ask: Callable[[Any, Any], bool], item: Any, what: Any, answer: bool) -> None:
+        is_member = ask is operator.contains
+        if is_member and type(item) is dict:
+            self._dicts.add_answer(item, functools.partial(ask, item, what), answer)
+        elif not (is_member and type(item) in _IMMUTABLE and ask(item, what) is answer):
+            _add(self._answers, ask, item, what, answer)
+
+    def _recorded_fit(self) -> bool:
+        if not self._tensors:
+            return True
+        # The guard compares dispatch keys, which inference mode changes.
+        guards = self._guards.get(torch.is_inference_mode_enabled())
+        return guards is not None and bool(guards[0].check(*self._tensors))
+
+    def holds_only(self, owned: Set[int]) -> bool:
+        """Whether the recorded tensors and modules are all among the objects with these ids."""
+        modules = (value for value in self._values if isinstance(value, torch.nn.Module))
+        return all(id(each) in owned for each in (*self._tensors, *modules))
+
+    def find_moved(self) -> StateChange | None:
+        """The first recorded tensor that is another one, or elsewhere, or of another kind."""
+        for ref, tensor, address in zip(self._tensor_refs, self._tensors, self._addresses, strict=True):
+            if ref.get() is not tensor:
+                return StateChange("moved_address", f"{ref.path} was bound to another tensor")
+            if tensor.data_ptr() != address:
+                return StateChange("moved_address", f"the storage of {ref.path} moved")
+        now = [*self._tensors, *self._looked_up()]
+        refs = (*self._tensor_refs, *self._looked_up_refs)
+        for position, (ref, tensor, kind) in enumerate(zip(refs, now, self._kinds, strict=True)):
+            if not isinstance(tensor, torch.Tensor) or kind_of(tensor) != kind:
+                code = "moved_address" if position < len(self._tensors) else "module_state_changed"
+                return StateChange(
+                    code, f"{ref.path} was {_described(kind)}, is {_described(kind_of(tensor))}"
+                )
+        count = len(self._tensors)
+        if len(set(map(id, now[count:]))) < self._num_looked_up:
+            return StateChange("module_state_changed", _first_met_twice(refs[count:], now[count:]))
+        if self._kinds:
+            self._guards[torch.is_inference_mode_enabled()] = _guard(now[:count]), _guard(now[count:])
+        return None
+
+    def _find_changed_value(self) -> StateChange | None:
+        for position, (ref, _) in enumerate(self._facts.values):
+            now, seen = ref.look(), self._values[position]
+            if now is seen:
+                continue
+            if not is_same_value(now, seen):
+                return StateChange("module_state_changed", f"{ref.path} was {_brief(seen)}, is {_brief(now)}")
+            column, index = self._value_columns[position]
+            self._values[position] = column[index] = now
+        return None
+
+    def _find_changed_structure(self) -> StateChange | None:
+        for (item, cls, path), attributes in zip(self._facts.types, self._attributes, strict=True):
+            if type(item) is not cls:
+                detail = f"{path} was a {cls.__name__}, is a {type(item).__name__}"
+                return StateChange("module_state_changed", detail)
+            if type(attributes) is dict and item.__dict__ is not attributes:
+                detail = f"the attributes of {path} were replaced as a whole"
+                return StateChange("module_state_changed", detail)
+        for table, content, path in self._facts.tables:
+            if not has_content(table, content):
+                now = _answer(content_like, content, table)
+                detail = f"the contents of {path} were {_brief(content)}, are {_brief(now)}"
+                return StateChange("module_state_changed", detail)
+        for ask, item, what, answer, path in self._facts.answers:
+            if _answer(ask, item, what) is not answer:
+                detail = f"{_brief(what)} was {'' if answer else 'not '}in {path}"
+                return StateChange("module_state_changed", detail)
+        return None
+
+
+def _add(columns: _Columns, look: Callable[[Any, Any], Any], *entry: Any) -> tuple[list[Any], int]:
+    """Where the last of the entry is kept: a list and an index into it."""
+    found = columns.setdefault(look, ([], [], []))
+    for column, item in zip(found, entry, strict=True):
+        column.append(item)
+    return found[-1], len(found[-1]) - 1
+
+
+def _recorded(ref: StateRef, value: Any) -> Any:
+    """What is to be at a place from now on."""
+    if isinstance(value, _TensorOf):
+        now = ref.look()
+        return now if isinstance(now, torch.Tensor) and kind_of(now) == value.kind else value
+    # What was recorded as None may be nothing at all.
+    return NOTHING if value is None and ref.look() is NOTHING else value
+
+
+def _look(ref: StateRef, _: None) -> Any:
+    return ref.look()
+
+
+def _answer(ask: Callable[[Any, Any], Any], item: Any, what: Any) -> Any:
+    """What is answered, or `NOTHING` where a property or container of the user's raises."""
+    try:
+        return ask(item, what)
+    except Exception:
+        return NOTHING
+
+
+def _look_up(refs: Sequence[StateRef]) -> Callable[[], Iterable[Any]]:
+    """Gives what is in some places now, without a Python frame for those in dicts."""
+    if all(not ref.is_attribute and type(ref.owner) is dict for ref in refs):
+        return functools.partial(map, dict.get, [ref.owner for ref in refs], [ref.key for ref in refs])
+    return functools.partial(map, StateRef.get, refs)
+
+
+def _first_met_twice(refs: Sequence[StateRef], tensors: Sequence[Any]) -> str:
+    """What is told where tensors that were several are one now."""
+    met: dict[int, str] = {}
+    for ref, tensor in zip(refs, tensors, strict=True):
+        if met.setdefault(id(tensor), ref.path) != ref.path:
+            return f"{ref.path} is the tensor of {met[id(tensor)]}, and was another"
+    return "two tensors of the model became one"
+
+
+def _guard(tensors: Sequence[torch.Tensor]) -> Any:
+    if not tensors:
+        return None
+    return _TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+
+
+def kind_of(tensor: Any) -> Any:
+    """What is compared of a tensor that is read anew on each call; None for what is no tensor."""
+    if not isinstance(tensor, torch.Tensor):
+        return None
+    try:
+        strides = tensor.stride() if tensor.layout is torch.strided else None
+        return type(tensor), tensor.dtype, tensor.device, tensor.shape, strides
+    except Exception:  # a subclass without a shape
+        return None
+
+
+def _described(kind: Any) -> str:
+    if kind is None:
+        return "gone"
+    _, dtype, device, shape, strides = kind
+    return f"{str(dtype).removeprefix('torch.')}{list(shape)} on {device} with strides {strides}"
+
+
+def _brief(value: Any) -> str:
+    if isinstance(value, (torch.nn.Module, torch.Tensor)):  # whose repr takes long, or waits for a device
+        return f"a {type(value).__name__}"
+    if isinstance(value, tuple):
+        text = f"({', '.join(map(_brief, value[:4]))}{', ...' if value[4:] else ''})"
+        return text if len(text) <= 60 else f"{text[:57]}..."
+    if isinstance(value, (list, dict, set, frozenset)) and not _is_plain_inside(value):
+        return f"a {type(value).__name__} of {len(value)}"
+    text = _answer(lambda each, _: repr(each), value, None)
+    if text is NOTHING or " at 0x" in text:  # an address tells nobody anything
+        text = f"a {type(value).__name__} {getattr(value, '__qualname__', '')}".rstrip()
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _is_plain_inside(value: Any) -> bool:
+    items = [*value, *value.values()] if isinstance(value, dict) else value
+    return all(isinstance(item, (type(None), int, float, str)) for item in items)
