@@ -18,9 +18,9 @@ import boundary_ops
 from piecewise.capture.build_plan import PlanAssembler
 from piecewise.capture.captured_call import ServedBucket
 from piecewise.capture.poison import AS_SERVED, Poison, replay_with, shadows_of
-from piecewise.capture.warm_up import state_tensor, static_arguments
 from piecewise.ir.placeholders import unchanged_random_state
 from piecewise.ir.plan import Segment, ValueSpec
+from piecewise.ir.run_plan import arguments_of, run_plan, state_tensor
 from piecewise.ir.tensors import bound_arguments, storage_of, tensors_in, written_arguments
 from piecewise.verify.differences import TensorDifference, Tolerance, compare_tensors
 from runners.bound_steps import copied_together, copy_elements
@@ -77,15 +77,11 @@ class SegmentWalk:
         self._by_name = {segment.name: segment for segment in self.plan.segments}
         # Value index → what graphs read or made, as at the capture.
         self._static = {index: shadow.buffer for index, shadow in shadows_of(self.steps).items()}
-        for segment in self.plan.graph_segments():
-            if segment.views_only:
-                outputs: Sequence[Any] = segment.function(
-                    self.bucket, *static_arguments(segment, self.plan.values, self._static)
-                )
-            else:
-                graph = self.assembler.runners[segment.index].graph_for(self.bucket)
-                outputs = graph.outputs if graph is not None else ()
-            self._static.update(zip(segment.outputs, outputs, strict=False))
+        run_plan(self.plan, self._static, self.bucket, on_segment=self._graph_outputs)
+
+    def _graph_outputs(self, segment: Segment, arguments: Sequence[Any]) -> Sequence[Any] | None:
+        graph = self.assembler.runners[segment.index].graph_for(self.bucket)
+        return graph.outputs if graph is not None else None
 
     def beside_functions(self, poison: Poison, prepare: Callable[[], None]) -> Located | None:
         """The first segment whose step is not its function on the real rows."""
@@ -169,7 +165,7 @@ class SegmentWalk:
 
     def _call_function(self, segment: Segment) -> None:
         """What the segment's graph does, done by its function: reads and writes static memory."""
-        results = segment.function(self.bucket, *static_arguments(segment, self.plan.values, self._static))
+        results = segment.function(self.bucket, *arguments_of(segment, self.plan.values, self._static))
         for index, made in zip(segment.outputs, results, strict=True):
             static = self._static[index]
             if static.data_ptr() != made.data_ptr():
@@ -273,7 +269,7 @@ class SegmentWalk:
                 run()
                 return
             values = [self.plan.values[index] for index in segment.inputs]
-            padded = [tensor.clone() for tensor in static_arguments(segment, self.plan.values, self._static)]
+            padded = [tensor.clone() for tensor in arguments_of(segment, self.plan.values, self._static)]
             pairs = zip(values, padded, strict=True)
             real = [value.real_rows(rows, self.num_tokens).clone() for value, rows in pairs]
             alone, beside = _OpResults(), _OpResults()
