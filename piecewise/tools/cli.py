@@ -121,7 +121,7 @@ def _add_bench(commands: _Commands) -> None:
     bench.add_argument(
         "--variants",
         metavar="NAME,...",
-        help="what to measure (default: all but peers); see piecewise/variants.py",
+        help="what to measure (default: all but peers); see piecewise/tools/bench/variants.py",
     )
     bench.add_argument(
         "--peer", choices=("breakable",), help="measure this package too, where it can be imported"

@@ -14,7 +14,7 @@ import boundary_ops
 import piecewise
 from piecewise.tools.bench.latency import LatencyBench
 from piecewise.tools.bench.result import SCHEMA, BenchResult, Spread
-from piecewise.verify.variants import PEERS, VariantMaker, run_floor
+from piecewise.tools.bench.variants import PEERS, VariantMaker, run_floor
 from runners.errors import ConfigError
 
 HIDDEN = 8
