@@ -106,7 +106,7 @@ class GraphPool:
     def end_bucket(self) -> None:
         """Says that a bucket is complete: the next one captured here reuses its memory [I9]."""
 
-    def spoil(self) -> None:
+    def overwrite_with_garbage(self) -> None:
         """Overwrites all its memory, as a check that no replay reads what an earlier one left there."""
 
     def release(self) -> None:

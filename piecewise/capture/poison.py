@@ -96,9 +96,9 @@ def shadows_of(steps: StepPlan) -> dict[int, Shadow]:
     return {cast(ValueSpec, shadow.value).index: shadow for shadow in shadows}
 
 
-def spoil_static_memory(steps: StepPlan, pool: Any, poison: Poison) -> None:
+def overwrite_static_memory(steps: StepPlan, pool: Any, poison: Poison) -> None:
     """Overwrites the pool and the plan's static buffers; the next replay must write all that it reads."""
-    pool.spoil()
+    pool.overwrite_with_garbage()
     for metadata in steps.step_metadata:
         metadata.clear()
     variant = poison.variant if poison.variant is not None else 1

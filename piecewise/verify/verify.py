@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from boundary_ops import PrefillBatch
-from piecewise.capture.poison import AS_SERVED, WITHOUT_GRAPHS, Poison, poisons_for, spoil_static_memory
+from piecewise.capture.poison import AS_SERVED, WITHOUT_GRAPHS, Poison, overwrite_static_memory, poisons_for
 from piecewise.ir.placeholders import unchanged_random_state
 from piecewise.ir.plan import SegmentPlan
 from piecewise.torch_api import is_wrapper
@@ -238,7 +238,7 @@ class _SizeVerifier:
     def _prepare(self, poison: Poison) -> None:
         """Makes all as before the call, but for static memory, which is overwritten."""
         self.restore()
-        spoil_static_memory(self.served.steps, self.graphed._graphs.pool, poison)
+        overwrite_static_memory(self.served.steps, self.graphed._graphs.pool, poison)
         self.restore()  # an input may lie in static memory, where outputs="view"
 
     def _outcome(self, run: Poison) -> Outcome:

@@ -178,7 +178,7 @@ class CudaPool(GraphPool):
         self._is_open = False
         self._measure()
 
-    def spoil(self) -> None:
+    def overwrite_with_garbage(self) -> None:
         """Fills the pool with large finite floats, on the current stream."""
         self.begin_call()
         for start, end in self._segments():

@@ -86,8 +86,8 @@ class TapePool(GraphPool):
             self.arena.rewind(self._before_bucket)
         self.arena.restart()
 
-    def spoil(self) -> None:
-        self.arena.spoil()
+    def overwrite_with_garbage(self) -> None:
+        self.arena.overwrite_with_garbage()
 
     def _give_back(self) -> None:
         self.arena.clear()

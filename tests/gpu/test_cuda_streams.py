@@ -102,7 +102,7 @@ class Trial:
         return self.made.run(self.pool.lanes, ROWS, *self.tensors)
 
     def results(self, graph: Any) -> list[Tensor]:
-        self.pool.spoil()
+        self.pool.overwrite_with_garbage()
         graph.replay()
         torch.cuda.synchronize()
         return [output.clone() for output in graph.outputs]

@@ -254,7 +254,7 @@ def test_I2_static_memory_is_overwritten_before_a_replay():
     pool, steps = graphed._graphs.pool, plan_steps(graphed, 8)
     with torch.no_grad():
         graphed(*arguments(5)[0])
-    poison.spoil_static_memory(steps, pool, poison.Poison("", 0))
+    poison.overwrite_static_memory(steps, pool, poison.Poison("", 0))
     static = steps.results[0].tensor
     assert bool(static.isnan().all())
     for shadow in steps.copy_ins:
