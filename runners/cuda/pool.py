@@ -24,7 +24,7 @@ from runners.engine import GraphPool
 from runners.streams import CudaLanes
 
 # About 1e4 in float32 and bfloat16, and finite in the other float formats.
-_SPOILED_WORD = 0x461C
+_GARBAGE_WORD = 0x461C
 
 
 def alias_of(storage: torch.UntypedStorage) -> torch.UntypedStorage:
@@ -185,7 +185,7 @@ class CudaPool(GraphPool):
             make: Any = torch._C._construct_storage_from_data_pointer
             storage = make(start, self.device, end - start)
             words = torch.empty(0, dtype=torch.int16, device=self.device)
-            words.set_(storage, 0, ((end - start) // 2,), (1,)).fill_(_SPOILED_WORD)
+            words.set_(storage, 0, ((end - start) // 2,), (1,)).fill_(_GARBAGE_WORD)
 
     def _give_back(self) -> None:
         self.book.clear()
