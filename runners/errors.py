@@ -60,7 +60,7 @@ class StateError(PiecewiseError, RuntimeError):
     """A method was called in the wrong order, from the wrong thread or outside the capture window."""
 
 
-def told(error: BaseException) -> str:
+def one_line(error: BaseException) -> str:
     """An error of any kind in one line: its class and the first line of its text, 300 characters at most."""
     first = (str(error).strip().splitlines() or [""])[0]
     return f"{type(error).__name__}: {first[:300]}"

@@ -26,7 +26,7 @@ from piecewise.cut.split import Splitter
 from piecewise.ir.plan import Segment, ValueSpec
 from piecewise.ir.tensors import tensors_in
 from runners.engine import GraphEngine, GraphPool, engine_for
-from runners.errors import CaptureError, told
+from runners.errors import CaptureError, one_line
 from runners.rows import narrow_to
 
 MAX_CUTS = 3
@@ -124,7 +124,7 @@ class FaultFinder:
                 try:
                     values = [first(), None if is_mode else second()]
                 except Exception as error:
-                    return self._faulty(node, f"it fails on padded rows: {told(error)}")
+                    return self._faulty(node, f"it fails on padded rows: {one_line(error)}")
                 if node is not None and makes_empty(node):
                     for garbage in tensors_in(values):  # other garbage in each run
                         garbage.zero_()

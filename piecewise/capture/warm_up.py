@@ -19,7 +19,7 @@ from piecewise.capture.poison import anything, poison_padding_
 from piecewise.ir.placeholders import resize_leaf, stand_in
 from piecewise.ir.plan import Segment, SegmentPlan, ValueSpec
 from piecewise.streams.streams import StreamSchedules
-from runners.errors import CaptureError, told
+from runners.errors import CaptureError, one_line
 from runners.piecewise_runner import PiecewiseRunner
 from runners.rows import has_strides, narrow_to, padded_parts, repeat_row_
 from runners.streams import Lanes
@@ -208,7 +208,7 @@ class WarmUp:
                 segment.own_function(bucket, *arguments)
         except Exception as error:
             raise CaptureError(
-                f"{segment.name}, bucket {bucket}", expected="a segment that runs", got=told(error),
+                f"{segment.name}, bucket {bucket}", expected="a segment that runs", got=one_line(error),
                 rule="no padded row is an index that is out of range [I3]",
                 fix="leave strict=False, with which the op at fault runs eagerly, and report it",
             ) from error  # fmt: skip

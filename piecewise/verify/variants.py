@@ -36,7 +36,7 @@ from piecewise.ir.plan import SegmentPlan
 from piecewise.prefill_case import PrefillCase
 from piecewise.settings.config import PiecewiseConfig
 from runners.engine import engine_for
-from runners.errors import PiecewiseError, told
+from runners.errors import PiecewiseError, one_line
 
 Call = Callable[[], Any]
 # The fused one first: it moves weights, and graphs read the addresses of their capture.
@@ -110,7 +110,7 @@ class VariantMaker:
                 args, kwargs = self.case.inputs(max(min(self.sizes), 2))
                 report = graphed.capture(*args, **kwargs)
             except PiecewiseError as error:
-                raise Unavailable(told(error)) from error
+                raise Unavailable(one_line(error)) from error
             segments = graphed.report().plans[0].segments
             if is_captured and not any(segment.captured_ops for segment in segments):
                 notes = next(segment.notes() for segment in segments if segment.kind == "boundary")
@@ -175,7 +175,7 @@ class VariantMaker:
                     segment=f"whole model, {n} tokens",
                 )
             except Exception as error:
-                raise Unavailable(told(error)) from error
+                raise Unavailable(one_line(error)) from error
             pool.end_bucket()
             graphs.append(graph)
 
@@ -259,7 +259,7 @@ def _compiled(case: PrefillCase, name: str, sizes: Sequence[int]) -> Prepared:
                 prepare(n, args, kwargs)()
             wait_for(device_of(case))
     except Exception as error:
-        raise Unavailable(told(error)) from error
+        raise Unavailable(one_line(error)) from error
     return Prepared(name, True, prepare)
 
 
@@ -281,7 +281,7 @@ def _breakable(case: PrefillCase) -> Prepared:
     try:
         peer = importlib.import_module("breakable_cuda_graphs")
     except ImportError as error:
-        raise Unavailable(told(error)) from error
+        raise Unavailable(one_line(error)) from error
     if device_of(case).type != "cuda":
         raise Unavailable("needs a CUDA device")
     graphs: list[Any] = []
@@ -294,7 +294,7 @@ def _breakable(case: PrefillCase) -> Prepared:
             with _BreakAtBoundaries(peer.no_graph), peer.breakable_graph(graph):
                 result = case.model(*args, **kwargs)
         except Exception as error:
-            raise Unavailable(told(error)) from error
+            raise Unavailable(one_line(error)) from error
         graphs.append(graph)
 
         def call() -> Any:
