@@ -12,9 +12,9 @@ from weakref import WeakSet
 
 import torch
 
+from runners.cuda.side_streams import Lanes
 from runners.errors import CaptureError, ConfigError, StateError
 from runners.mode import capturing
-from runners.streams import Lanes
 
 
 class CapturedGraph:

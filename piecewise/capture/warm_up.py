@@ -19,10 +19,10 @@ from piecewise.capture.poison import anything, poison_padding_
 from piecewise.ir.placeholders import resize_leaf, stand_in
 from piecewise.ir.plan import Segment, SegmentPlan, ValueSpec
 from piecewise.streams.streams import StreamSchedules
+from runners.cuda.side_streams import Lanes
 from runners.errors import CaptureError, one_line
 from runners.piecewise_runner import PiecewiseRunner
 from runners.rows import has_strides, narrow_to, padded_parts, repeat_row_
-from runners.streams import Lanes
 
 _INPUTS = ("input", "symbol")
 

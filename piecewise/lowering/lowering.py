@@ -27,7 +27,7 @@ from piecewise.report.segments import KeptEager, LoweringReport
 from piecewise.settings.config import PiecewiseConfig
 from runners.errors import CaptureError, one_line
 from runners.mode import capturing
-from runners.tape.opaque_call import OpaqueCall
+from runners.opaque_call import OpaqueCall
 
 # Settings on which the code of a segment depends, and which are not in its key in another way: the row count
 # that something was compiled for, and the program that fusions have made, are.

@@ -19,8 +19,8 @@ from piecewise.settings import toml_file
 from piecewise.settings.checks import Place, Problem, Refused, raise_problems
 from piecewise.settings.grids import Grid
 from runners.buckets import MAX_NUM_BUCKETS
+from runners.clipping import Clamped, Clipping, Limit, clip, decode_limit, prefill_limit
 from runners.errors import shown
-from runners.tape.clipping import Clamped, Clipping, Limit, clip, decode_limit, prefill_limit
 
 ENVIRONMENT_PREFIX = "PIECEWISE_"
 

@@ -20,8 +20,8 @@ from weakref import WeakMethod
 import torch
 from torch import Tensor
 
+from runners.cuda.side_streams import CudaLanes
 from runners.engine import GraphPool
-from runners.streams import CudaLanes
 
 # About 1e4 in float32 and bfloat16, and finite in the other float formats.
 _SPOILED_WORD = 0x461C

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import _disable_current_modes
 
-from runners.cuda.arena import Arena, fill_with_garbage_
 from runners.rows import num_spanned
+from runners.tape.arena import Arena, fill_with_garbage_
 from runners.tape.readbacks import (
     DEVICE_CROSSING,
     LAYOUT,

@@ -27,11 +27,11 @@ from weakref import WeakSet
 
 import torch
 
-from runners.cuda.arena import Arena
+from runners.cuda.side_streams import Lanes
 from runners.engine import CapturedGraph, GraphPool, check_can_capture, checked_outputs
 from runners.mode import capture_of, capturing
-from runners.streams import Lanes
-from runners.tape.opaque_call import recording_calls
+from runners.opaque_call import recording_calls
+from runners.tape.arena import Arena
 from runners.tape.readbacks import HostReads, Watch
 from runners.tape.recorder import Recorder
 

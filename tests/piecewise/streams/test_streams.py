@@ -17,9 +17,9 @@ from boundary_ops import PrefillBatch
 from piecewise.report.segments import BucketStreams, SegmentStreams, StreamReport
 from piecewise.streams import branches, streams
 from piecewise.torch_backend import piecewise_backend
+from runners.cuda.side_streams import Lanes
 from runners.errors import ConfigError
 from runners.mode import capturing
-from runners.streams import Lanes
 
 
 def ids_only(n):

@@ -7,7 +7,7 @@ import contextlib
 import pytest
 import torch
 
-from runners.streams import CudaLanes, Lanes
+from runners.cuda.side_streams import CudaLanes, Lanes
 
 DEVICE = torch.device("cuda", 0)
 

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from runners.buckets import TokenBuckets
+from runners.clipping import Limit, clip, decode_limit, prefill_limit
 from runners.errors import ConfigError
-from runners.tape.clipping import Limit, clip, decode_limit, prefill_limit
 
 size_lists = st.sets(st.integers(1, 400), min_size=1, max_size=20).map(sorted)
 maybe = st.none() | st.integers(1, 500)
