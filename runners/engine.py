@@ -12,7 +12,7 @@ from weakref import WeakSet
 
 import torch
 
-from runners.cuda.side_streams import Lanes
+from runners.cuda.side_streams import Streams
 from runners.errors import CaptureError, ConfigError, StateError
 from runners.mode import capturing
 
@@ -71,7 +71,7 @@ class GraphPool:
     """
 
     kind: str
-    lanes: Lanes
+    lanes: Streams
     begin_call: Callable[[], None] | None
 
     def __init__(self, device: torch.device) -> None:

@@ -43,7 +43,7 @@ from runners.state.state_check import StateCheck, StateRef
 
 
 @dataclass(frozen=True, slots=True)
-class Shadow:
+class StaticInput:
     """A static buffer that graphs read in place of a value made outside of them.
 
     Attributes:
@@ -94,7 +94,7 @@ class CallStep:
     name: str
     arguments: tuple[StaticArgument | int, ...]
     results: tuple[int, ...] = ()
-    copies: tuple[Shadow, ...] = ()
+    copies: tuple[StaticInput, ...] = ()
     direct: DirectCall | None = None
     owned: tuple[int, ...] = ()
 
@@ -157,7 +157,7 @@ class StepPlan:
     padded_num_tokens: int
     num_leaves: int
     num_values: int
-    copy_ins: tuple[Shadow, ...]
+    copy_ins: tuple[StaticInput, ...]
     steps: tuple[ReplayStep | CallStep, ...]
     state_slots: tuple[tuple[int, StateRef], ...]
     size_slots: tuple[tuple[int, int, int], ...]
@@ -216,7 +216,7 @@ class _CallTemplate:
     step: CallStep
     views: tuple[int, ...]
     from_env: list[tuple[int, int]]
-    copies: tuple[tuple[Shadow, int], ...]
+    copies: tuple[tuple[StaticInput, int], ...]
 
 
 class _Binder:
@@ -309,7 +309,7 @@ class _Binder:
         return CopyOut(found)
 
 
-def _copy_in(shadow: Shadow, rows: torch.Tensor) -> CopyIn:
+def _copy_in(shadow: StaticInput, rows: torch.Tensor) -> CopyIn:
     units = shadow.value.units
     return CopyIn(shadow.slot, shadow.buffer, rows, row_copies(shadow.buffer, rows.shape, units), units)
 

@@ -31,7 +31,7 @@ from runners.engine import GraphEngine, GraphPool
 from runners.errors import CaptureError
 from runners.piecewise_runner import PiecewiseRunner
 from runners.state.state_check import StateCheck, StateRef
-from runners.step_plan import CallStep, ReplayStep, ResultItem, Shadow, StaticArgument, StepPlan
+from runners.step_plan import CallStep, ReplayStep, ResultItem, StaticInput, StaticArgument, StepPlan
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ class PlanAssembler:
         self.streams = streams
         self.warm_up = WarmUp(
             plan, self.runners, leaves=self.leaves, num_steps=warmup_steps, streams=streams,
-            lanes=context.pool.lanes,
+            lanes=context.pool.streams,
         )  # fmt: skip
         read = [plan.values[index] for index in sorted(_read_by_graphs(plan))]
         self.shadowed = [value for value in read if value.origin in ("input", "eager")]
@@ -198,8 +198,8 @@ class PlanAssembler:
             copier=_copier_for(copy_ins[0].buffer.device) if copy_ins else None,
         )  # fmt: skip
 
-    def _shadows(self, indices: Sequence[int], shadows: Mapping[int, torch.Tensor]) -> tuple[Shadow, ...]:
-        return tuple(Shadow(self._slot(i), shadows[i], self.plan.values[i]) for i in indices)
+    def _shadows(self, indices: Sequence[int], shadows: Mapping[int, torch.Tensor]) -> tuple[StaticInput, ...]:
+        return tuple(StaticInput(self._slot(i), shadows[i], self.plan.values[i]) for i in indices)
 
     def _call_step(
         self,
@@ -332,7 +332,7 @@ def state_check_of(plan: SegmentPlan) -> StateCheck:
         tensors=tuple(tensors.values()),
         looked_up=tuple(looked_up.values()),
         facts=facts,
-        number_dicts=internals.number_dicts if internals.dict_numbers_tell() else None,
+        dict_versions=internals.dict_versions if internals.dict_versions_tell() else None,
     )
 
 

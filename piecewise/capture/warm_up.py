@@ -19,7 +19,7 @@ from piecewise.capture.poison import anything, poison_padding_
 from piecewise.ir.placeholders import resize_leaf, stand_in
 from piecewise.ir.plan import Segment, SegmentPlan, ValueSpec
 from piecewise.streams.streams import StreamSchedules
-from runners.cuda.side_streams import Lanes
+from runners.cuda.side_streams import Streams
 from runners.errors import CaptureError, one_line
 from runners.piecewise_runner import PiecewiseRunner
 from runners.rows import has_strides, narrow_to, padded_parts, repeat_row_
@@ -38,7 +38,7 @@ class WarmUp:
         leaves: Sequence[Any],
         num_steps: int,
         streams: StreamSchedules,
-        lanes: Lanes,
+        lanes: Streams,
     ) -> None:
         self.plan, self.runners, self.leaves, self.num_steps = plan, runners, tuple(leaves), num_steps
         self.streams, self.lanes = streams, lanes

@@ -20,7 +20,7 @@ from weakref import WeakMethod
 import torch
 from torch import Tensor
 
-from runners.cuda.side_streams import CudaLanes
+from runners.cuda.side_streams import CudaStreams
 from runners.engine import GraphPool
 
 # About 1e4 in float32 and bfloat16, and finite in the other float formats.
@@ -111,7 +111,7 @@ class CudaPool(GraphPool):
             # Freed blocks are reused on the stream of their allocation only, so one stream for all captures.
             self.stream = torch.cuda.Stream(device)
             torch.cuda.current_blas_handle()  # cuBLAS cannot start inside a capture
-        self.lanes = CudaLanes(device, self.stream)
+        self.lanes = CudaStreams(device, self.stream)
         # A capture puts its generator into a mode in which other threads' draws fail; see `engine.capture`.
         self.scratch_generator = torch.Generator(device)
         self._handle: Any = None

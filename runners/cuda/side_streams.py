@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 
-class Lanes:
+class Streams:
     """What a scheduled function runs on; as it is here, a device without streams: what is called runs at
     once, in the order of the calls."""
 
@@ -40,7 +40,7 @@ class Lanes:
         """
 
 
-class CudaLanes(Lanes):
+class CudaStreams(Streams):
     """Lanes of a CUDA device.
 
     Args:

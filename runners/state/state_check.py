@@ -21,7 +21,7 @@ from typing import Any, TypeAlias
 import torch
 
 from runners.state.same_value import content_like, has_content, is_same_value
-from runners.state.watched_dicts import NOTHING, NumberDicts, WatchedDicts
+from runners.state.watched_dicts import NOTHING, DictVersions, WatchedDicts
 
 # What they hold is theirs for good.
 _IMMUTABLE = (tuple, str, bytes, frozenset, range)
@@ -120,7 +120,7 @@ class StateCheck:
         looked_up: places whose tensor is read anew on each call; only its kind must stay: dtype, device and
             shape, as the trace may hold them as constants.
         facts: what the trace saw.
-        number_dicts: how to compare dicts by number, where that is to be had.
+        dict_versions: how to compare dicts by number, where that is to be had.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class StateCheck:
         tensors: Sequence[StateRef] = (),
         looked_up: Sequence[StateRef] = (),
         facts: StateFacts = StateFacts(),  # noqa: B008
-        number_dicts: NumberDicts | None = None,
+        dict_versions: DictVersions | None = None,
     ) -> None:
         # The recorded tensors and, since `.data =` leaves a tensor another one, their storages are held: a
         # replay that began before the mismatch was noticed must never touch freed memory.
@@ -146,7 +146,7 @@ class StateCheck:
         self._guards: dict[bool, tuple[Any, Any]] = {}
         self._facts = facts
         self._values = [_recorded(ref, value) for ref, value in facts.values]
-        self._dicts = WatchedDicts(number_dicts)
+        self._dicts = WatchedDicts(dict_versions)
         # How to look → columns of where, at what, and the very object expected there.
         self._columns: _Columns = {}
         self._answers: _Columns = {}  # of answers, which may be compared by value: that is quicker

@@ -27,7 +27,7 @@ from weakref import WeakSet
 
 import torch
 
-from runners.cuda.side_streams import Lanes
+from runners.cuda.side_streams import Streams
 from runners.engine import CapturedGraph, GraphPool, check_can_capture, checked_outputs
 from runners.mode import capture_of, capturing
 from runners.opaque_call import recording_calls
@@ -61,7 +61,7 @@ class TapePool(GraphPool):
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
         self.arena = Arena(device)
-        self.lanes = Lanes()
+        self.lanes = Streams()
         self.begin_bucket()
 
     @property
