@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
+from runners._torch import copy_each
 from runners.rows import Place, num_spanned
 from runners.state.state_check import StateChange, StateCheck, StateRef
 
@@ -70,7 +71,7 @@ class CopyInputs:
         if len(copies) == 1:
             copies[0].rows.copy_(given[0])
         else:
-            torch._foreach_copy_([copy.rows for copy in copies], given)
+            copy_each([copy.rows for copy in copies], given)
         for copy in copies:
             copy.fill()
 

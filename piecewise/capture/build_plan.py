@@ -28,10 +28,11 @@ from piecewise.streams.streams import StreamSchedules
 from runners.bound_steps import CopyLaunch, DirectCall
 from runners.buffers import StaticBuffers
 from runners.engine import GraphEngine, GraphPool
+from runners.engines import native_engine
 from runners.errors import CaptureError
 from runners.piecewise_runner import PiecewiseRunner
 from runners.state.state_check import StateCheck, StateRef
-from runners.step_plan import CallStep, ReplayStep, ResultItem, StaticInput, StaticArgument, StepPlan
+from runners.step_plan import CallStep, ReplayStep, ResultItem, StaticArgument, StaticInput, StepPlan
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -198,7 +199,9 @@ class PlanAssembler:
             copier=_copier_for(copy_ins[0].buffer.device) if copy_ins else None,
         )  # fmt: skip
 
-    def _shadows(self, indices: Sequence[int], shadows: Mapping[int, torch.Tensor]) -> tuple[StaticInput, ...]:
+    def _shadows(
+        self, indices: Sequence[int], shadows: Mapping[int, torch.Tensor]
+    ) -> tuple[StaticInput, ...]:
         return tuple(StaticInput(self._slot(i), shadows[i], self.plan.values[i]) for i in indices)
 
     def _call_step(
@@ -291,7 +294,7 @@ class PlanAssembler:
 
 def _copier_for(device: torch.device) -> Callable[..., CopyLaunch | None] | None:
     """What copies inputs in one launch; None where they are copied by torch, one by one."""
-    if device.type != "cuda":
+    if not native_engine(device).has_triton:
         return None
     try:
         from piecewise.passes.kernels.copies import copier

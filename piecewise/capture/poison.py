@@ -18,7 +18,7 @@ import torch
 from piecewise.ir.plan import ValueSpec
 from runners.bound_steps import Call, CopyInputs
 from runners.rows import padded_parts, poison_value, repeat_row_
-from runners.step_plan import CallStep, ReplayStep, StaticInput, StaticArgument, StepPlan
+from runners.step_plan import CallStep, ReplayStep, StaticArgument, StaticInput, StepPlan
 
 _NO_INDEX = 1 << 30
 # The variant for which padded rows repeat a real one, whatever they may hold.
@@ -98,7 +98,7 @@ def static_inputs_of(steps: StepPlan) -> dict[int, StaticInput]:
 
 def spoil_static_memory(steps: StepPlan, pool: Any, poison: Poison) -> None:
     """Overwrites the pool and the plan's static buffers; the next replay must write all that it reads."""
-    pool.spoil()
+    pool.overwrite_with_garbage()
     for metadata in steps.step_metadata:
         metadata.clear()
     variant = poison.variant if poison.variant is not None else 1

@@ -19,7 +19,8 @@ from piecewise.capture.poison import anything, poison_padding_
 from piecewise.ir.placeholders import resize_leaf, stand_in
 from piecewise.ir.plan import Segment, SegmentPlan, ValueSpec
 from piecewise.streams.streams import StreamSchedules
-from runners.cuda.side_streams import Streams
+from runners.engine import Streams
+from runners.engines import native_engine
 from runners.errors import CaptureError, one_line
 from runners.piecewise_runner import PiecewiseRunner
 from runners.rows import has_strides, narrow_to, padded_parts, repeat_row_
@@ -201,7 +202,9 @@ class WarmUp:
 
     def _run_own(self, segment: Segment, bucket: int, arguments: Sequence[torch.Tensor]) -> None:
         """Runs a segment as the model has it; only on a device that an index out of range would end."""
-        if not any(tensor.is_cuda for tensor in arguments) or segment.own_function is None:
+        if segment.own_function is None or not any(
+            native_engine(tensor.device).dies_of_bad_index for tensor in arguments
+        ):
             return
         try:
             with checked_indices(arguments):

@@ -21,7 +21,7 @@ from piecewise.ir.plan import Segment, ValueSpec
 from piecewise.ir.tensors import tensors_in, written_arguments
 from piecewise.passes.fakes import memory_of, value_of
 from piecewise.streams.branches import Fork, Join, OpFacts, StreamSchedule, schedule
-from runners.cuda.side_streams import Streams
+from runners.engine import Streams
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from piecewise.ir.plan import Segment, SegmentPlan
 from piecewise.lowering.lowering import COMPILED, segment_text
 from piecewise.report.segments import BucketStreams, LoweringReport, SegmentStreams, StreamReport
 from piecewise.streams.stream_graph import ScheduledFunction
-from runners.cuda.side_streams import Streams
+from runners.engine import Streams
 
 MAX_ROWS = 512
 

@@ -56,7 +56,8 @@ def dict_versions(
     """A function that is true while no dict is written, no object gets another `__dict__`, and each is of its
     class; one call in C for all of them.
 
-    What is written and put back counts as written, as far as `dict_versions_tell`. Dicts and objects are held.
+    What is written and put back counts as written, as far as `dict_versions_tell`. Dicts and objects are
+    held.
     """
     from torch._dynamo.guards import GuardManagerType
 

@@ -35,7 +35,7 @@ import piecewise
 from piecewise.ir.plan import SegmentPlan
 from piecewise.prefill_case import PrefillCase
 from piecewise.settings.config import PiecewiseConfig
-from runners.engine import engine_for
+from runners.engines import native_engine
 from runners.errors import PiecewiseError, one_line
 
 Call = Callable[[], Any]
@@ -152,7 +152,7 @@ class VariantMaker:
     def _floor(self, name: str) -> Prepared:
         graphed, _ = self._captured(FLOORS[name])
         device = device_of(self.case)
-        engine = engine_for("auto", device)
+        engine = native_engine(device)
         pool = engine.new_pool(device)
         graphs: list[Any] = []
 
@@ -228,8 +228,7 @@ def device_of(case: PrefillCase) -> torch.device:
 
 def wait_for(device: torch.device) -> None:
     """Returns when the device has nothing left to do."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    native_engine(device).synchronize(device)
 
 
 def _eager(case: PrefillCase) -> Prepared:
@@ -239,8 +238,8 @@ def _eager(case: PrefillCase) -> Prepared:
 
 def _compiled(case: PrefillCase, name: str, sizes: Sequence[int]) -> Prepared:
     source = case.baseline or case
-    if name == "reduce-overhead" and device_of(case).type != "cuda":
-        raise Unavailable("needs a CUDA device")
+    if name == "reduce-overhead" and native_engine(device_of(case)).device_type is None:
+        raise Unavailable("needs a device with graphs of its own")
     torch._dynamo.reset()
     mode = "reduce-overhead" if name == "reduce-overhead" else None
     compiled = torch.compile(source.model, dynamic=True, mode=mode)
@@ -282,8 +281,8 @@ def _breakable(case: PrefillCase) -> Prepared:
         peer = importlib.import_module("breakable_cuda_graphs")
     except ImportError as error:
         raise Unavailable(one_line(error)) from error
-    if device_of(case).type != "cuda":
-        raise Unavailable("needs a CUDA device")
+    if native_engine(device_of(case)).device_type is None:
+        raise Unavailable("needs a device with graphs of its own")
     graphs: list[Any] = []
 
     def prepare(n: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:

@@ -20,6 +20,7 @@ from typing import Any, TypeAlias
 
 import torch
 
+from runners._torch import tensor_guard
 from runners.state.same_value import content_like, has_content, is_same_value
 from runners.state.watched_dicts import NOTHING, DictVersions, WatchedDicts
 
@@ -28,8 +29,6 @@ _IMMUTABLE = (tuple, str, bytes, frozenset, range)
 # Their truth is that they hold anything.
 _CONTAINERS = (dict, OrderedDict, list, set, deque)
 _Columns: TypeAlias = dict[Callable[[Any, Any], Any], tuple[list[Any], list[Any], list[Any]]]
-# Type, dispatch keys, dtype, device, sizes and strides of many tensors in one call; Dynamo's own guard.
-_TensorGuards = torch._C._dynamo.guards.TensorGuards  # type: ignore[attr-defined]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -299,7 +298,10 @@ class StateCheck:
         if len(set(map(id, now[count:]))) < self._num_looked_up:
             return StateChange("module_state_changed", _first_met_twice(refs[count:], now[count:]))
         if self._kinds:
-            self._guards[torch.is_inference_mode_enabled()] = _guard(now[:count]), _guard(now[count:])
+            self._guards[torch.is_inference_mode_enabled()] = (
+                tensor_guard(now[:count]),
+                tensor_guard(now[count:]),
+            )
         return None
 
     def _find_changed_value(self) -> StateChange | None:
@@ -376,12 +378,6 @@ def _first_met_twice(refs: Sequence[StateRef], tensors: Sequence[Any]) -> str:
         if met.setdefault(id(tensor), ref.path) != ref.path:
             return f"{ref.path} is the tensor of {met[id(tensor)]}, and was another"
     return "two tensors of the model became one"
-
-
-def _guard(tensors: Sequence[torch.Tensor]) -> Any:
-    if not tensors:
-        return None
-    return _TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
 
 
 def kind_of(tensor: Any) -> Any:

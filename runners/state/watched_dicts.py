@@ -39,8 +39,7 @@ class WatchedDicts:
     All dicts and objects are held. Nothing is compared when it is added.
 
     Args:
-        dict_versions: how to compare dicts by number; None where that is not to be had, and all is compared by
-            value.
+        dict_versions: how to compare dicts by version; None where values have to be compared.
     """
 
     def __init__(self, dict_versions: DictVersions | None) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from runners.cuda import driver as cuda_driver
 from runners.cuda.faults import translated
 from runners.cuda.pool import AliasBook
-from runners.engine import engine_for
+from runners.engines import engine_for
 from runners.errors import CaptureError, StateError
 from runners.piecewise_runner import BucketPhase, PiecewiseRunner
 

@@ -20,7 +20,7 @@ import piecewise
 from boundary_ops import PrefillBatch
 from piecewise.streams import stream_graph, streams
 from piecewise.streams.stream_graph import ScheduledFunction
-from runners.engine import engine_for
+from runners.engines import engine_for
 from runners.errors import CaptureError
 
 pytestmark = pytest.mark.gpu
@@ -102,7 +102,7 @@ class Trial:
         return self.made.run(self.pool.streams, ROWS, *self.tensors)
 
     def results(self, graph: Any) -> list[Tensor]:
-        self.pool.spoil()
+        self.pool.overwrite_with_garbage()
         graph.replay()
         torch.cuda.synchronize()
         return [output.clone() for output in graph.outputs]

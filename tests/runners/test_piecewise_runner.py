@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from runners.engine import engine_for
+from runners.engines import engine_for
 from runners.errors import CaptureError, ConfigError, StateError
 from runners.mode import eager_only
 from runners.piecewise_runner import COLD, BucketPhase, BucketState, PiecewiseRunner

@@ -17,7 +17,7 @@ from boundary_ops import PrefillBatch
 from piecewise.report.segments import BucketStreams, SegmentStreams, StreamReport
 from piecewise.streams import branches, streams
 from piecewise.torch_backend import piecewise_backend
-from runners.cuda.side_streams import Streams
+from runners.engine import Streams
 from runners.errors import ConfigError
 from runners.mode import capturing
 

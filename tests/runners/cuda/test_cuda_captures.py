@@ -15,6 +15,7 @@ import torch
 import torch._dynamo  # noqa: F401  (imported lazily by torch, and not while parts of it are replaced)
 from torch import Tensor
 
+from runners import _torch as torch_api
 from runners.cuda import driver as cuda_driver
 from runners.cuda.driver import StreamCapture
 from runners.cuda.graph import CudaEngine
@@ -171,10 +172,10 @@ def machine(request: Any, monkeypatch: Any) -> Machine:
         monkeypatch.setattr(torch.cuda, name, value)
     inner = dict(
         _CUDAGraph=Graph, _cuda_clearCublasWorkspaces=lambda: None, _cuda_releasePool=made.release_pool,
-        _cuda_getCurrentRawStream=lambda index: 11,
     )  # fmt: skip
     for name, value in inner.items():
         monkeypatch.setattr(torch._C, name, value, raising=False)
+    monkeypatch.setattr(torch_api, "current_raw_stream", lambda index: 11)
     monkeypatch.setattr(torch, "Generator", Generator)
     monkeypatch.setattr(cuda_driver, "capture_status", lambda stream: made.status)
     monkeypatch.setattr(cuda_driver, "restart_capture", made.restart)
@@ -326,7 +327,7 @@ def test_calls_join_the_last_stream_only_where_it_changed(machine: Machine, monk
     first = pool._last_stream
     pool.begin_call()
     assert pool._last_stream is first
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 12)
+    monkeypatch.setattr(torch_api, "current_raw_stream", lambda index: 12)
     pool.begin_call()
     second = pool._last_stream
     assert second is not first and second.waits == [first]

@@ -7,7 +7,8 @@ import contextlib
 import pytest
 import torch
 
-from runners.cuda.side_streams import CudaStreams, Streams
+from runners.cuda.side_streams import CudaStreams
+from runners.engine import Streams
 
 DEVICE = torch.device("cuda", 0)
 
