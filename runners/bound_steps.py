@@ -175,7 +175,7 @@ class Dense:
 
 
 @dataclass(slots=True)
-class Call:
+class BoundCall:
     """Calls a boundary op or an eager segment on the real rows."""
 
     function: Callable[..., Any]
@@ -220,7 +220,7 @@ class DirectCall:
 
 
 @dataclass(slots=True)
-class OpCall(Call):
+class BoundOpCall(BoundCall):
     """A boundary op whose arguments look the same at each call of this row count: bound after the first."""
 
     direct: DirectCall
@@ -231,7 +231,7 @@ class OpCall(Call):
     def replay(self, env: list[Any]) -> None:
         op = self.op
         if op is None:
-            Call.replay(self, env)
+            BoundCall.replay(self, env)
             self._bind(env)
             return
         arguments = self.held.copy()

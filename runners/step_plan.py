@@ -17,7 +17,8 @@ from typing import Any
 import torch
 
 from runners.bound_steps import (
-    Call,
+    BoundCall,
+    BoundOpCall,
     Check,
     CheckLookedUp,
     CopiedResult,
@@ -31,7 +32,6 @@ from runners.bound_steps import (
     Loadable,
     LoadStep,
     Measure,
-    OpCall,
     StateChanged,
     own_copy,
     raise_change,
@@ -274,7 +274,7 @@ class _Binder:
                 readers[position] = itemgetter(self._first_copy + position)
         return _Bound(steps, readers)
 
-    def _call(self, template: _CallTemplate, num_tokens: int, rows: BoundRows) -> Call:
+    def _call(self, template: _CallTemplate, num_tokens: int, rows: BoundRows) -> BoundCall:
         step, views = template.step, rows.views
         arguments = [num_tokens, *(views[index] if index >= 0 else None for index in template.views)]
         dense: list[Dense] = []
@@ -292,7 +292,7 @@ class _Binder:
         # Of one row, `contiguous()` or `sum_to_size` return what they were given, where the plan has a copy.
         function = _with_own_memory(step) if num_tokens == 1 and step.owned else step.function
         parts = (function, arguments, template.from_env, step.results, dense, copies)
-        return Call(*parts) if step.direct is None or dense else OpCall(*parts, step.direct)
+        return BoundCall(*parts) if step.direct is None or dense else BoundOpCall(*parts, step.direct)
 
     def _copy_inputs(self, copies: list[CopyIn]) -> CopyInputs:
         return CopyInputs(copies, self._copier(copies) if self._copier is not None else None)

@@ -16,7 +16,7 @@ from typing import Any, cast
 import torch
 
 from piecewise.ir.plan import ValueSpec
-from runners.bound_steps import Call, CopyInputs
+from runners.bound_steps import BoundCall, CopyInputs
 from runners.rows import padded_parts, poison_value, repeat_row_
 from runners.step_plan import CallStep, ReplayStep, StaticArgument, StaticInput, StepPlan
 
@@ -115,7 +115,7 @@ def _set_at(bound: Any, steps: StepPlan) -> Mapping[int, list[tuple[torch.Tensor
     for position, step in enumerate(bound.steps):
         if isinstance(step, CopyInputs):
             found[position] = [(shadow.buffer, shadow.value) for shadow in steps.copy_ins]
-        elif isinstance(step, (ReplayStep, Call)):
+        elif isinstance(step, (ReplayStep, BoundCall)):
             plan_step = next(planned)
             if isinstance(plan_step, CallStep):
                 found[position] = [(shadow.buffer, shadow.value) for shadow in plan_step.copies]
@@ -149,7 +149,7 @@ def replay_with(
     env = leaves + [None] * (steps.num_values + len(steps.results))
     names = iter(step.name for step in steps.steps)
     for position, step in enumerate(bound.steps):
-        name = next(names) if isinstance(step, (ReplayStep, Call)) else None
+        name = next(names) if isinstance(step, (ReplayStep, BoundCall)) else None
         around(env, name, partial(step.replay, env))
         for tensor, value in pads.get(position, ()):
             assert poison.variant is not None

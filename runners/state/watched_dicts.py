@@ -44,8 +44,8 @@ class WatchedDicts:
 
     def __init__(self, dict_versions: DictVersions | None) -> None:
         self._number_dicts = dict_versions
-        self._groups: list[_Group] = []
-        self._group_of: dict[int, _Group] = {}
+        self._groups: list[_DictGroup] = []
+        self._group_of: dict[int, _DictGroup] = {}
 
     def add_object(self, item: Any, cls: type) -> None:
         """`type(item)` must stay `cls`, and `item.__dict__` the dict that it is now."""
@@ -76,17 +76,17 @@ class WatchedDicts:
                 return False
         return True
 
-    def _group(self, owner: dict) -> _Group:
+    def _group(self, owner: dict) -> _DictGroup:
         group = self._group_of.get(id(owner))
         if group is None:
             if not self._groups or len(self._groups[-1].dicts) == _GROUP_SIZE:
-                self._groups.append(_Group(self._number_dicts))
+                self._groups.append(_DictGroup(self._number_dicts))
             group = self._group_of[id(owner)] = self._groups[-1]
             group.dicts.append(owner)
         return group
 
 
-class _Group:
+class _DictGroup:
     """Some dicts, what is expected in them, and once that was found, whether they have the same numbers."""
 
     def __init__(self, dict_versions: DictVersions | None) -> None:
