@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from piecewise.calls.structure import Structure, flatten_structure
-from piecewise.capture.limits import free_memory
 from piecewise.torch_api import is_wrapper
 from piecewise.trace.subclasses.kinds import plain_tensors
 from piecewise.verify.differences import TensorDifference, Tolerance, compare_values
+from runners.engines import native_engine
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,10 +68,9 @@ class RunResult:
 
 def stored(tensor: torch.Tensor) -> torch.Tensor:
     """Copies a tensor; to the host where the device has too little room left for four of it."""
-    memory = free_memory(tensor.device)
-    if memory is not None and 4 * tensor.numel() * tensor.element_size() > memory[0]:
-        return tensor.cpu()
-    return tensor.clone()
+    memory = native_engine(tensor.device).free_memory(tensor.device)
+    has_room = memory is None or 4 * tensor.numel() * tensor.element_size() <= memory[0]
+    return tensor.clone() if has_room else tensor.cpu()
 
 
 def has_same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from state_models import BUCKETS, graph, new_model, serve, tokens
 
-from runners.cuda.arena import _MIN_CHUNK_BYTES
+from runners.tape.arena import _MIN_CHUNK_BYTES
 
 
 def weak(tensor):
