@@ -262,6 +262,24 @@ class SegmentPlan:
     def graph_segments(self) -> tuple[Segment, ...]:
         return tuple(segment for segment in self.segments if segment.kind == "graph")
 
+    def computing_segments(self) -> tuple[Segment, ...]:
+        """The graph segments that do more than make views."""
+        return tuple(segment for segment in self.graph_segments() if not segment.views_only)
+
+    def program_of(self, segment: Segment) -> str:
+        """Says what a segment computes and on what, without the tensors themselves: equal in every process
+        for segments that one compiled function can serve."""
+        numbers: dict[int, int] = {}
+
+        def described(index: int) -> str:
+            value = self.values[index]
+            memory = numbers.setdefault(value.memory, len(numbers))
+            return f"{value.dtype} {value.device} {value.geometry} memory {memory}"
+
+        inputs, outputs = list(map(described, segment.inputs)), list(map(described, segment.outputs))
+        written = sorted(numbers[memory] for memory in segment.writes if memory in numbers)
+        return "\n".join([segment.lowering_key, *inputs, "->", *outputs, f"writes {written}"])
+
     def holds_at(self, num_tokens: int, leaves: Sequence[Any]) -> bool:
         """Whether the trace holds for so many tokens, with the other sizes of a call's leaves."""
         is_within = self.max_rows is None or num_tokens <= self.max_rows

@@ -46,10 +46,10 @@ def forks(monkeypatch):
     found = []
     fork = Streams.fork
 
-    def noted(self, num_lanes):
+    def noted(self, num_streams):
         if capturing() is not None:
             found.append(capturing())
-        fork(self, num_lanes)
+        fork(self, num_streams)
 
     monkeypatch.setattr(Streams, "fork", noted)
     return found
@@ -349,7 +349,7 @@ def test_the_report_says_what_runs_on_several_streams_and_why_not(monkeypatch):
     assert first["buckets"][1] == {"bucket": 8, "kept": True, "reason": ""}
 
 
-def test_explain_foresees_branches_and_captures_nothing(forks):
+def test_explain_previews_branches_and_captures_nothing(forks):
     made = piecewise.compile(Plain(3), buckets=(8, 16), progress=False, num_streams=3)
     plan = made.explain(make_ids(5))
     assert [each.branches for each in plan.streams.segments] == [(3,), (2, 3), (2,)] and not forks
