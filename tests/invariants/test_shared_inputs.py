@@ -26,7 +26,7 @@ def _put(x, cache, out):
 
 @pytest.fixture(autouse=True)
 def in_float64():
-    """Running sums of running sums grow: in float32, padded matmuls of some CPUs differ by more than a rounding."""
+    """Running sums of running sums grow, and with them what a padded matmul may differ by in float32."""
     torch.set_default_dtype(torch.float64)
     yield
     torch.set_default_dtype(torch.float32)
