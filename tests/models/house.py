@@ -221,7 +221,7 @@ def errors_in_place() -> list[str]:
         for node in ast.walk(tree):
             if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in ERROR_ROOTS:
                 found.append(
-                    f"{path}:{node.lineno} raises {ast.unparse(node.func)} instead of a refusal of its own"
+                    f"{path}:{node.lineno} raises {ast.unparse(node.func)}, not a refusal of its own"
                 )
     return found
 
