@@ -19,8 +19,9 @@ from piecewise.settings import toml_file
 from piecewise.settings.checks import Place, Problem, Refused, raise_problems
 from piecewise.settings.grids import Grid
 from runners.buckets import MAX_NUM_BUCKETS
+from runners.clipping import Clamped, Clipping, Limit, clip, decode_limit, prefill_limit
+from runners.engines import ENGINE_NAMES
 from runners.errors import shown
-from runners.tape.clipping import Clamped, Clipping, Limit, clip, decode_limit, prefill_limit
 
 ENVIRONMENT_PREFIX = "PIECEWISE_"
 
@@ -95,7 +96,7 @@ class PiecewiseConfig:
     max_signatures: int = _setting(8, "limits", checks.whole(1, 1024))
     warmup_steps: int = _setting(3, "capture", checks.whole(1, 100))
     capture: str = _setting("startup", "capture", checks.choice("startup", "lazy"))
-    engine: str = _setting("auto", "capture", checks.choice("auto", "tape", "cuda"))
+    engine: str = _setting("auto", "capture", checks.choice(*ENGINE_NAMES))
     num_streams: int = _setting(1, "capture", checks.whole(1, 8))
     progress: bool = _setting(True, "capture", checks.flag)
     frontend: str = _setting("trace", "compile", checks.choice("trace", later=("record",)))

@@ -22,6 +22,7 @@ import torch
 from piecewise.calls.structure import Structure, flatten_structure
 from piecewise.torch_api import is_wrapper
 from piecewise.trace.subclasses.kinds import plain_tensors
+from runners.engines import native_engine
 
 _ROUNDINGS = 8
 _MAX_ROWS = 8
@@ -210,11 +211,9 @@ class Outcome:
 
 def stored(tensor: torch.Tensor) -> torch.Tensor:
     """A copy; on the host where the device has too little room left for four of it."""
-    if tensor.device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(tensor.device)
-        if 4 * tensor.numel() * tensor.element_size() > free:
-            return tensor.cpu()
-    return tensor.clone()
+    memory = native_engine(tensor.device).free_memory(tensor.device)
+    has_room = memory is None or 4 * tensor.numel() * tensor.element_size() <= memory[0]
+    return tensor.clone() if has_room else tensor.cpu()
 
 
 def has_same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import boundary_ops
 from piecewise.capture.build_plan import PlanAssembler
 from piecewise.capture.captured_call import ServedBucket
-from piecewise.capture.poison import AS_SERVED, Poison, replay_with, shadows_of
+from piecewise.capture.poison import AS_SERVED, Poison, replay_with, static_inputs_of
 from piecewise.capture.warm_up import state_tensor, static_arguments
 from piecewise.ir.placeholders import unchanged_random_state
 from piecewise.ir.plan import Segment, ValueSpec
@@ -76,7 +76,7 @@ class SegmentWalk:
         self.tolerance = replace(tolerance, num_segments=1)  # each alone, on equal inputs
         self._by_name = {segment.name: segment for segment in self.plan.segments}
         # Value index → what graphs read or made, as at the capture.
-        self._static = {index: shadow.buffer for index, shadow in shadows_of(self.steps).items()}
+        self._static = {index: shadow.buffer for index, shadow in static_inputs_of(self.steps).items()}
         for segment in self.plan.graph_segments():
             if segment.views_only:
                 outputs: Sequence[Any] = segment.function(

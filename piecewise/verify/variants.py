@@ -35,8 +35,8 @@ import piecewise
 from piecewise.ir.plan import SegmentPlan
 from piecewise.prefill_case import PrefillCase
 from piecewise.settings.config import PiecewiseConfig
-from runners.engine import engine_for
-from runners.errors import PiecewiseError, told
+from runners.engines import native_engine
+from runners.errors import PiecewiseError, one_line
 
 Call = Callable[[], Any]
 # The fused one first: it moves weights, and graphs read the addresses of their capture.
@@ -110,7 +110,7 @@ class VariantMaker:
                 args, kwargs = self.case.inputs(max(min(self.sizes), 2))
                 report = graphed.capture(*args, **kwargs)
             except PiecewiseError as error:
-                raise Unavailable(told(error)) from error
+                raise Unavailable(one_line(error)) from error
             segments = graphed.report().plans[0].segments
             if is_captured and not any(segment.captured_ops for segment in segments):
                 notes = next(segment.notes() for segment in segments if segment.kind == "boundary")
@@ -152,7 +152,7 @@ class VariantMaker:
     def _floor(self, name: str) -> Prepared:
         graphed, _ = self._captured(FLOORS[name])
         device = device_of(self.case)
-        engine = engine_for("auto", device)
+        engine = native_engine(device)
         pool = engine.new_pool(device)
         graphs: list[Any] = []
 
@@ -175,7 +175,7 @@ class VariantMaker:
                     segment=f"whole model, {n} tokens",
                 )
             except Exception as error:
-                raise Unavailable(told(error)) from error
+                raise Unavailable(one_line(error)) from error
             pool.end_bucket()
             graphs.append(graph)
 
@@ -228,8 +228,7 @@ def device_of(case: PrefillCase) -> torch.device:
 
 def wait_for(device: torch.device) -> None:
     """Returns when the device has nothing left to do."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    native_engine(device).synchronize(device)
 
 
 def _eager(case: PrefillCase) -> Prepared:
@@ -239,8 +238,8 @@ def _eager(case: PrefillCase) -> Prepared:
 
 def _compiled(case: PrefillCase, name: str, sizes: Sequence[int]) -> Prepared:
     source = case.baseline or case
-    if name == "reduce-overhead" and device_of(case).type != "cuda":
-        raise Unavailable("needs a CUDA device")
+    if name == "reduce-overhead" and native_engine(device_of(case)).device_type is None:
+        raise Unavailable("needs a device with graphs of its own")
     torch._dynamo.reset()
     mode = "reduce-overhead" if name == "reduce-overhead" else None
     compiled = torch.compile(source.model, dynamic=True, mode=mode)
@@ -259,7 +258,7 @@ def _compiled(case: PrefillCase, name: str, sizes: Sequence[int]) -> Prepared:
                 prepare(n, args, kwargs)()
             wait_for(device_of(case))
     except Exception as error:
-        raise Unavailable(told(error)) from error
+        raise Unavailable(one_line(error)) from error
     return Prepared(name, True, prepare)
 
 
@@ -281,9 +280,9 @@ def _breakable(case: PrefillCase) -> Prepared:
     try:
         peer = importlib.import_module("breakable_cuda_graphs")
     except ImportError as error:
-        raise Unavailable(told(error)) from error
-    if device_of(case).type != "cuda":
-        raise Unavailable("needs a CUDA device")
+        raise Unavailable(one_line(error)) from error
+    if native_engine(device_of(case)).device_type is None:
+        raise Unavailable("needs a device with graphs of its own")
     graphs: list[Any] = []
 
     def prepare(n: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
@@ -294,7 +293,7 @@ def _breakable(case: PrefillCase) -> Prepared:
             with _BreakAtBoundaries(peer.no_graph), peer.breakable_graph(graph):
                 result = case.model(*args, **kwargs)
         except Exception as error:
-            raise Unavailable(told(error)) from error
+            raise Unavailable(one_line(error)) from error
         graphs.append(graph)
 
         def call() -> Any:

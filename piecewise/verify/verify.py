@@ -32,6 +32,7 @@ from piecewise.verify.differences import (
 from piecewise.verify.locate_difference import Located, SegmentWalk
 from piecewise.verify.report import Difference, SizeCheck, VerifyReport
 from runners.bound_steps import StateChanged, copy_elements
+from runners.engines import native_engine
 from runners.stats import FallbackReason
 
 if TYPE_CHECKING:
@@ -333,6 +334,6 @@ class _SizeVerifier:
 def _tolerance_for(plan: SegmentPlan, num_tokens: int, device: torch.device) -> Tolerance:
     state = (value.state.get() for value in plan.values if value.state is not None)
     widths = [x.shape[-1] for x in state if isinstance(x, torch.Tensor) and x.dim() >= 2]
-    has_tf32 = device.type == "cuda" and torch.backends.cuda.matmul.allow_tf32
+    has_tf32 = native_engine(device).has_tf32()
     segments = len(plan.graph_segments())
     return Tolerance(max([num_tokens, *widths]), segments, has_tf32)

@@ -56,7 +56,7 @@ def test_whatever_the_pool_held_real_rows_are_the_same(
         found: list[Tensor] = []
         with torch.no_grad():
             for _ in range(2):
-                inspect(graphed).pool.spoil()
+                inspect(graphed).pool.overwrite_with_garbage()
                 found.append(graphed(*args))
         assert torch.equal(*found) and bool(found[0].isfinite().all())
         verified = graphed.verify(*args)

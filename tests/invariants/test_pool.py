@@ -10,7 +10,7 @@ import torch
 from inspection import inspect
 from state_models import BUCKETS, graph, new_model, serve, tokens
 
-from runners.cuda.arena import _MIN_CHUNK_BYTES
+from runners.tape.arena import _MIN_CHUNK_BYTES
 
 
 def weak(tensor):

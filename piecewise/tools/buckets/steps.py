@@ -13,8 +13,8 @@ from piecewise.settings.config import PiecewiseConfig
 from piecewise.tools.buckets.batching import chunked, decode_batches, packed
 from piecewise.tools.buckets.step_cost import StepCost
 from piecewise.tools.buckets.traffic import Histogram, Requests, read_requests
+from runners.clipping import Limit
 from runners.errors import ConfigError
-from runners.tape.clipping import Limit
 
 _DEFAULT_STEP_MS = 25.0
 

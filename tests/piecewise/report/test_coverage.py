@@ -232,7 +232,9 @@ def test_shares_of_ops_and_calls_per_bucket_and_per_reason():
 
 def test_lazy_captures_stop_where_the_device_has_too_little_memory(monkeypatch):
     free = [2**30]
-    monkeypatch.setattr("piecewise.capture.limits.free_memory", lambda device: (free[0], 100 * 2**30))
+    monkeypatch.setattr(
+        "runners.tape.tape.TapeEngine.free_memory", lambda engine, device: (free[0], 100 * 2**30)
+    )
     graphed = graph(new_model(), captured=False, capture="lazy")
     assert [serve(graphed, tokens(3)) for _ in range(4)] == ["not_captured"] * 2 + ["out_of_memory"] * 2
     assert inspect(graphed).pool is None and statuses(graphed)[4] == ("eager", "out_of_memory")

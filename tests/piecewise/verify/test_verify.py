@@ -25,7 +25,7 @@ from piecewise.ir.plan import PaddedRows, ValueSpec
 from piecewise.tools import cli
 from piecewise.verify.differences import Tolerance, compare_tensors
 from piecewise.verify.verify import edge_sizes
-from runners.bound_steps import Call, CopyInputs
+from runners.bound_steps import BoundCall, CopyInputs
 from runners.piecewise_runner import PiecewiseRunner
 
 BUCKETS = (8, 16)
@@ -224,7 +224,7 @@ def test_I8_a_cache_that_is_an_argument_is_compared_and_put_back():
     assert report.ok, report
     assert torch.equal(cache, before) and float(model.num_calls) == 0
     bound = plan_steps(graphed, 8)._bind(5)
-    call = next(step for step in bound.steps if isinstance(step, Call))
+    call = next(step for step in bound.steps if isinstance(step, BoundCall))
     kept = call.function
 
     def wrong(n, *rest):
@@ -267,7 +267,7 @@ def test_I2_static_memory_is_overwritten_before_a_replay():
 def test_verify_inside_a_call_is_refused():
     graphed = graph()
     bound = plan_steps(graphed, 8)._bind(5)
-    call = next(step for step in bound.steps if isinstance(step, Call))
+    call = next(step for step in bound.steps if isinstance(step, BoundCall))
     call.function = lambda *_: graphed.verify(*arguments(5)[0])
     with torch.no_grad(), pytest.raises(piecewise.StateError, match="verify"):
         graphed(*arguments(5)[0])
@@ -345,7 +345,7 @@ def capture_with(monkeypatch, segment, change):
 def test_a_difference_tells_a_wrong_plan_from_a_wrong_replay(monkeypatch):
     """The padded rows run without graphs, too: a step that calls the wrong thing is wrong there as well."""
     graphed = graph()
-    call = next(step for step in plan_steps(graphed, 8)._bind(5).steps if isinstance(step, Call))
+    call = next(step for step in plan_steps(graphed, 8)._bind(5).steps if isinstance(step, BoundCall))
     call.arguments[2], call.arguments[3] = call.arguments[3], call.arguments[2]
     found = graphed.verify(*arguments(5)[0]).first_difference
     assert found.cause == "plan" and found.run == "no graphs, padding as served"
@@ -403,7 +403,7 @@ def test_rows_in_use_and_rows_not_in_use_are_told_apart():
             return self.body(x)
 
     graphed = graph(Stray(), example=floats(5)[0])
-    call = next(step for step in plan_steps(graphed, 8)._bind(5).steps if isinstance(step, Call))
+    call = next(step for step in plan_steps(graphed, 8)._bind(5).steps if isinstance(step, BoundCall))
     right = call.function
 
     def wrong(n, *rest):
@@ -511,7 +511,7 @@ def test_I2_a_static_buffer_that_is_not_renewed_is_found():
 def test_a_boundary_step_with_swapped_arguments_is_found():
     graphed = graph()
     bound = plan_steps(graphed, 8)._bind(5)
-    call = [step for step in bound.steps if isinstance(step, Call)][1]
+    call = [step for step in bound.steps if isinstance(step, BoundCall)][1]
     call.arguments[2], call.arguments[3] = call.arguments[3], call.arguments[2]
     report = graphed.verify(*arguments(5)[0])
     found = report.first_difference
@@ -522,7 +522,7 @@ def test_a_boundary_step_with_swapped_arguments_is_found():
 def test_a_boundary_op_that_fails_on_replay_is_a_difference():
     graphed = graph()
     bound = plan_steps(graphed, 8)._bind(5)
-    call = next(step for step in bound.steps if isinstance(step, Call))
+    call = next(step for step in bound.steps if isinstance(step, BoundCall))
 
     def fail(*_):
         raise ValueError("no rows like these")
