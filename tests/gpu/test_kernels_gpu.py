@@ -7,7 +7,7 @@ import torch
 
 from boundary_ops import PagedKVCache, PrefillBatch, attn_captured, attn_inplace
 from boundary_ops.attention.on_cuda import warm_up
-from boundary_ops.step.step_buffers import StepBuffers
+from boundary_ops.attention.step_buffers import StepBuffers
 
 pytestmark = pytest.mark.gpu
 TOLERANCE = {torch.bfloat16: 6e-3, torch.float16: 1e-3, torch.float32: 5e-6}

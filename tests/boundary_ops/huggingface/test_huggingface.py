@@ -11,8 +11,8 @@ transformers = pytest.importorskip("transformers")
 
 import boundary_ops  # noqa: E402
 from boundary_ops import BoundaryOpError, PagedKVCache, PrefillBatch  # noqa: E402
-from boundary_ops.attention.paged import paged_attention  # noqa: E402
 from boundary_ops.huggingface import attach, detach  # noqa: E402
+from boundary_ops.huggingface.paged_attention import paged_attention  # noqa: E402
 
 LAYERS, VOCAB = 3, 97
 SMALL = dict(
