@@ -9,7 +9,7 @@ import importlib.util
 
 import pytest
 import torch
-from test_kernels_gpu import check_close, exact
+from attention_oracle import check_close, exact
 
 from boundary_ops import BoundaryOpError, PagedKVCache, PrefillBatch, attn_inplace
 from boundary_ops.attention import attention
