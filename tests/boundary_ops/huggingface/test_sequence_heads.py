@@ -10,8 +10,8 @@ from inspection import inspect
 
 transformers = pytest.importorskip("transformers")
 
-import test_huggingface as shared  # noqa: E402
-from test_huggingface import LAYERS, MODELS, SMALL, call, make_cache, prompts_of  # noqa: E402
+import small_transformers  # noqa: E402
+from small_transformers import LAYERS, MODELS, SMALL, call, make_cache, prompts_of  # noqa: E402
 
 import piecewise  # noqa: E402
 from boundary_ops import BoundaryOpError, PagedKVCache, PrefillBatch  # noqa: E402
@@ -239,7 +239,7 @@ def test_an_empty_step_has_no_scores():
 @pytest.mark.parametrize("pad", [PAD, None])
 def test_opcheck(pad):
     prompts = prompts_of([4, 2])
-    cache = make_cache(shared.build("Llama"))
+    cache = make_cache(small_transformers.build("Llama"))
     batch = step(cache, prompts)
     with batch, torch.no_grad():
         arguments = torch.randn(1, 6, LABELS), batch.pack(prompts), pad

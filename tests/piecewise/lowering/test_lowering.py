@@ -95,11 +95,13 @@ def test_a_model_is_eagers_to_rounding_at_every_size_and_each_segment_one_step()
 
 
 def test_a_transformers_llama_is_eagers_to_rounding():
-    huggingface = pytest.importorskip("test_huggingface")
+    pytest.importorskip("transformers")
+    from small_transformers import build
+
     from boundary_ops import PagedKVCache, PrefillBatch
     from boundary_ops.huggingface.adapter import attach
 
-    model = huggingface.build("Llama", num_hidden_layers=4)
+    model = build("Llama", num_hidden_layers=4)
     config = model.config
     cache = PagedKVCache(
         num_layers=4, num_blocks=32, block_size=4, num_kv_heads=config.num_key_value_heads,

@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 from inspection import inspect
-from test_huggingface import LAYERS, attached
+from small_transformers import LAYERS, attached
 from torch import nn
 from toy_models import CACHE_ROWS, Toy, make_ids, mix, state_of
 
