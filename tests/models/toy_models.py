@@ -13,6 +13,7 @@ import copy
 import dataclasses
 
 import torch
+from inspection import inspect
 from torch import nn
 
 import boundary_ops
@@ -150,13 +151,13 @@ def put_back(state):
 
 def overwrite_static_memory(graphed):
     """Fills every static buffer with bytes that read as NaN or as numbers far out of range [I2]."""
-    for storage in graphed._graphs.buffers._storages.values():
+    for storage in inspect(graphed).buffers._storages.values():
         storage.fill_(0x7F)
 
 
 def poison_copies(graphed, value):
     """From now on, padded rows of float inputs and eager results hold `value` instead of a real row [I3]."""
-    for signature in graphed._graphs.signatures:
+    for signature in inspect(graphed).signatures:
         for served in signature.served.values():
             for bound in served.steps._bound.values():
                 for step in bound.steps:

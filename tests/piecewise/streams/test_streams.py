@@ -7,6 +7,7 @@ import json
 import paged_models
 import pytest
 import torch
+from inspection import inspect
 from test_fusions import Plain
 from torch import nn
 from torch.nn import functional as F
@@ -276,7 +277,7 @@ def test_I8_a_form_on_lanes_leaves_no_graph_and_no_change_of_state():
     before = {name: tensor.clone() for name, tensor in [*model.named_parameters()]}
     caches = [layer.cache.clone() for layer in model.layers]
     made, _ = graphed(model)
-    live = [tape for tape in made._graphs.pool.graphs if not tape.is_reset]
+    live = [tape for tape in inspect(made).pool.graphs if not tape.is_reset]
     assert len(live) == 4 * 2
     assert all(torch.equal(before[name], tensor) for name, tensor in model.named_parameters())
     assert all(torch.equal(cache, layer.cache) for cache, layer in zip(caches, model.layers, strict=True))

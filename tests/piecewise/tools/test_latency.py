@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from inspection import inspect
 from torch import Tensor, nn
 
 import boundary_ops
@@ -149,7 +150,7 @@ def test_the_floor_runs_the_plans_kernels() -> None:
         maker = VariantMaker(case, config, [4])
         graphed, _ = maker._captured("graphed")
         args, kwargs = case.inputs(4)
-        (signature,) = graphed._graphs.signatures
+        (signature,) = inspect(graphed).signatures
         _, leaves = signature.match(graphed._binder.bind(*args, **kwargs))
         functions = signature.assemblers[0].functions
         (found,) = run_floor(signature.served[4].plan, functions, leaves, 4)

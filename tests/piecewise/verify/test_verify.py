@@ -10,7 +10,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from test_huggingface import LAYERS, attached
+from inspection import inspect
+from small_transformers import LAYERS, attached
 from torch import nn
 from toy_models import CACHE_ROWS, Toy, make_ids, mix, state_of
 
@@ -42,7 +43,7 @@ def graph(model=None, *, example=None, buckets=BUCKETS, **config):
 
 
 def plan_steps(graphed, bucket):
-    return graphed._graphs.signatures[0].served[bucket].steps
+    return inspect(graphed).steps(bucket)
 
 
 # What is right -------------------------------------------------------------------------------------------
@@ -87,7 +88,7 @@ def test_I8_verify_leaves_no_trace(outputs):
     assert torch.equal(ids, inputs[0]) and torch.equal(positions, inputs[1])
     assert graphed.stats.asdict() == stats and graphed.traffic.num_calls == 0
     assert torch.equal(torch.get_rng_state(), random_state)
-    assert not graphed._router._lock.locked()
+    assert not inspect(graphed).is_locked
     with torch.no_grad():
         torch.testing.assert_close(graphed(ids, positions), graphed.model(ids, positions))
 
@@ -100,7 +101,7 @@ def test_I8_an_error_of_the_model_passes_and_leaves_no_trace():
     with pytest.raises(IndexError):
         graphed.verify(ids, torch.arange(5))
     assert all(torch.equal(tensor, kept) for tensor, kept in before.values())
-    assert not graphed._router._lock.locked()
+    assert not inspect(graphed).is_locked
 
 
 def test_nothing_replayed_is_not_ok():
@@ -251,7 +252,7 @@ def test_I3_eager_segments_of_a_mixture_of_experts_agree():
 
 def test_I2_static_memory_is_overwritten_before_a_replay():
     graphed = graph()
-    pool, steps = graphed._graphs.pool, plan_steps(graphed, 8)
+    pool, steps = inspect(graphed).pool, plan_steps(graphed, 8)
     with torch.no_grad():
         graphed(*arguments(5)[0])
     poison.overwrite_static_memory(steps, pool, poison.Poison("", 0))
