@@ -115,71 +115,52 @@ class StreamSchedule:
 
 def schedule(ops: Sequence[OpFacts], num_streams: int) -> StreamSchedule:
     """Finds the regions of a list of ops, with no more than `num_streams` streams each."""
-    order = _Order(ops)
+    after = _predecessors(ops)
     marks = [position for position, op in enumerate(ops) if op.is_heavy or op.is_barrier]
     regions: list[Region] = []
     group: list[int] = []
     start = 0
     for mark in [*marks, len(ops)]:
-        is_cut = mark == len(ops) or all(other == mark or order.connects(other, mark) for other in marks)
+        is_cut = mark == len(ops) or all(other == mark or _are_ordered(after, other, mark) for other in marks)
         if not is_cut:
             group.append(mark)
             continue
-        branches = _branches(group, order)
+        branches = _branches(group, after)
         if len(branches) > 1:
-            regions.append(_region(ops, order, start, mark, branches, num_streams))
+            regions.append(_region(ops, after, start, mark, branches, num_streams))
         group, start = [], mark + 1
     return StreamSchedule(len(ops), tuple(regions))
 
 
-class _Order:
-    """Says which op has to come after which.
-
-    Attributes:
-        direct: per op, the ops that it directly comes after.
-        after: per op, a bit for each op that it comes after, directly or not.
-    """
-
-    def __init__(self, ops: Sequence[OpFacts]) -> None:
-        self.direct = _direct(ops)
-        self.after: list[int] = []
-        for needed in self.direct:
-            bits = 0
-            for other in needed:
-                bits |= self.after[other] | 1 << other
-            self.after.append(bits)
-
-    def connects(self, one: int, other: int) -> bool:
-        first, second = sorted((one, other))
-        return bool(self.after[second] >> first & 1)
-
-
-def _direct(ops: Sequence[OpFacts]) -> list[set[int]]:
-    found: list[set[int]] = []
-    written: dict[int, int] = {}  # memory → the last op that wrote it
-    read: dict[int, list[int]] = {}  # memory → the ops that read it since
-    barrier: int | None = None
-    for position, op in enumerate(ops):
-        needed = {*op.takes, *(written[memory] for memory in op.reads | op.writes if memory in written)}
-        if op.is_barrier:
-            needed |= set(range(position))
-            barrier = position
-        elif barrier is not None:
-            needed.add(barrier)
-        for memory in op.writes:
-            needed |= set(read.pop(memory, ()))
-            written[memory] = position
-        for memory in op.reads - op.writes:
-            read.setdefault(memory, []).append(position)
-        found.append(needed)
+def _predecessors(ops: Sequence[OpFacts]) -> list[int]:
+    """Per op, a bit for each op that it has to come after, directly or not."""
+    found: list[int] = []
+    for later, op in enumerate(ops):
+        bits = 0
+        for earlier in reversed(range(later)):
+            if not bits >> earlier & 1 and (earlier in op.takes or _must_wait(op, ops[earlier])):
+                bits |= found[earlier] | 1 << earlier
+        found.append(bits)
     return found
 
 
-def _branches(group: Sequence[int], order: _Order) -> list[list[int]]:
-    """The heavy ops of a group, put together where an order connects them."""
+def _must_wait(later: OpFacts, earlier: OpFacts) -> bool:
+    """Whether an op has to come after an earlier one whose result it does not take."""
+    if later.is_barrier or earlier.is_barrier:
+        return True
+    reads_or_writes = later.reads | later.writes
+    return not (earlier.writes.isdisjoint(reads_or_writes) and earlier.reads.isdisjoint(later.writes))
+
+
+def _are_ordered(after: Sequence[int], one: int, other: int) -> bool:
+    return bool(after[max(one, other)] >> min(one, other) & 1)
+
+
+def _branches(group: Sequence[int], after: Sequence[int]) -> list[list[int]]:
+    """The heavy ops of a group, put together where one has to come after another."""
     branches: list[list[int]] = []
     for op in group:
-        joined = [branch for branch in branches if any(order.connects(other, op) for other in branch)]
+        joined = [branch for branch in branches if any(_are_ordered(after, other, op) for other in branch)]
         branches = [branch for branch in branches if branch not in joined]
         branches.append(sorted([op, *(other for branch in joined for other in branch)]))
     return sorted(branches)
@@ -187,30 +168,30 @@ def _branches(group: Sequence[int], order: _Order) -> list[list[int]]:
 
 def _region(
     ops: Sequence[OpFacts],
-    order: _Order,
+    after: Sequence[int],
     start: int,
     stop: int,
     branches: Sequence[Sequence[int]],
     num_streams: int,
 ) -> Region:
     before: list[int] = []
-    after: list[int] = []
+    behind: list[int] = []
     members: list[list[int]] = [[] for _ in branches]
-    place: dict[int, int | None] = {}  # op → its branch, None for after the join
+    place: dict[int, int | None] = {}  # op → its branch, None for behind the join
     branch_of = {op: number for number, branch in enumerate(branches) for op in branch}
     for op in range(start, stop):
-        needs = {place[other] for other in order.direct[op] if other in place}
-        needed_by = {number for heavy, number in branch_of.items() if order.after[heavy] >> op & 1}
+        needs = {number for other, number in place.items() if after[op] >> other & 1}
+        needed_by = {number for heavy, number in branch_of.items() if after[heavy] >> op & 1}
         if op not in branch_of and not needs and len(needed_by) != 1:
             before.append(op)
             continue
-        number = branch_of[op] if op in branch_of else None
+        number = branch_of.get(op)
         if number is None and len(needs) <= 1:
             number = (needs or needed_by).pop()
         place[op] = number
-        (after if number is None else members[number]).append(op)
+        (behind if number is None else members[number]).append(op)
     streams = _dealt(ops, members, num_streams)
-    return Region(start, stop, tuple(before), streams, tuple(after), len(branches))
+    return Region(start, stop, tuple(before), streams, tuple(behind), len(branches))
 
 
 def _dealt(

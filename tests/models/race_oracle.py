@@ -1,8 +1,8 @@
 """Says by vector clocks whether commands on parallel streams keep every order that a list of ops needs.
 
-It knows nothing of how a schedule was found. Each stream has a clock per stream; a fork hands stream 0's clock
-to the others, a join takes theirs back. Of two ops that touch one memory, of which one writes it, the later one
-has to have seen the earlier one's own tick, and so has each op what it takes.
+It knows nothing of how a schedule was found. Each stream has a clock per stream; a fork hands stream 0's
+clock to the others, a join takes theirs back. Of two ops that touch one memory, of which one writes it, the
+later one has to have seen the earlier one's own tick, and so has each op what it takes.
 """
 
 from __future__ import annotations
