@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from piecewise.passes.fakes import aten, frozen, geometry, memory_of, run_node, value_of
-from piecewise.passes.matcher import find_regions, is_mutation_op
+from piecewise.torch_api.pattern_matcher import find_regions, is_mutation_op
 
 _COPIES = (aten.clone.default, aten._to_copy.default)
 _SAME = (aten.alias.default, aten.detach.default, aten.view.default, aten._unsafe_view.default,

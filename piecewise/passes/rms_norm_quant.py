@@ -20,7 +20,7 @@ from torch import fx
 
 from piecewise.passes import ops
 from piecewise.passes.fakes import aten, value_of
-from piecewise.passes.matcher import MULTIPLE, CallFunction, KeywordArg, Match, PatternSet
+from piecewise.torch_api.pattern_matcher import MULTIPLE, CallFunction, KeywordArg, Match, PatternSet
 from piecewise.passes.reference import MAX_FLOAT8
 
 _OPTIONS = ("weight", "eps", "offset", "round_first")

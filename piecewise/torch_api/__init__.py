@@ -1,6 +1,6 @@
 """Every private torch API that the compile-time half uses, in one place, for torch 2.11 to 2.14.
 
-Only the pattern matcher, which takes long to load, is elsewhere (`passes/matcher.py`). Nothing here has a
+Only the pattern matcher, which takes long to load, is elsewhere (`torch_api/pattern_matcher.py`). Nothing here has a
 public equivalent; `test_torch_internals.py` checks each of them on the installed version.
 """
 
