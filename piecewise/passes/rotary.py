@@ -18,6 +18,7 @@ from torch import fx
 
 from piecewise.passes import ops
 from piecewise.passes.fakes import aten, geometry, value_of
+from piecewise.passes.reference import DTYPES
 from piecewise.torch_api.pattern_matcher import (
     CallFunction,
     KeywordArg,
@@ -27,7 +28,6 @@ from piecewise.torch_api.pattern_matcher import (
     replace_output,
 )
 from piecewise.torch_api.pattern_matcher import same_mutation_regions as same_regions
-from piecewise.passes.reference import DTYPES
 
 
 @functools.cache
