@@ -33,7 +33,9 @@ from torch import fx
 from piecewise import torch_api
 from piecewise.ir.effects import call_on_fakes
 from piecewise.ir.tensors import storage_of, tensors_in
+from piecewise.trace.subclasses.state import mark_subclasses, open_state
 from piecewise.trace.subclasses.subclasses import Wrapped, see_through
+from piecewise.trace.trace import Trace
 from runners.errors import SplitError
 
 _GRAD_SWITCHES = ("_set_grad_enabled", "_enter_inference_mode", "_exit_inference_mode")
@@ -92,6 +94,18 @@ _DROPOUTS = (F.dropout, torch.dropout, torch.dropout_, torch.ops.aten.dropout, t
 _RESHAPE_IN_PLACE = frozenset(
     "unsqueeze_ squeeze_ t_ transpose_ swapaxes_ swapdims_ as_strided_ resize_ resize_as_ set_".split()
 )
+
+
+def normalized(trace: Trace) -> Trace:
+    """The trace in the form that is classified, its graph rewritten in place; state that is a tensor subclass
+    is the plain tensors inside.
+
+    Raises:
+        SplitError, TraceError: as `normalize` says; or state is of a class that cannot be seen through.
+    """
+    mark_subclasses(trace)
+    numbers = [leaf.index for leaf in trace.result_leaves if leaf.kind == "output" and leaf.value is float]
+    return open_state(trace, normalize(trace.graph, shape_env=trace.shape_env, numbers=numbers))
 
 
 def normalize(

@@ -12,7 +12,7 @@ from torch import fx, nn
 
 from piecewise import torch_api
 from piecewise.analysis.classify import Classifier, Verdict, kind_outside
-from piecewise.analysis.normalize import module_path, source_line
+from piecewise.analysis.normalize import module_path, normalized, source_line
 from piecewise.analysis.rows.counts import Sizes, valid_counts
 from piecewise.analysis.rows.judge import Judge
 from piecewise.analysis.same_program import has_same_program
@@ -32,8 +32,8 @@ from piecewise.ir.plan import SegmentPlan
 from piecewise.report.startup_times import StartupTimes
 from piecewise.settings.config import PiecewiseConfig
 from piecewise.settings.fusions import passes_for
-from piecewise.trace.subclasses.state import normalized
-from piecewise.trace.trace import ExampleCall, Trace, trace
+from piecewise.trace.dynamo.front_end import trace
+from piecewise.trace.trace import ExampleCall, Trace
 from runners.errors import CaptureError, TraceError
 
 

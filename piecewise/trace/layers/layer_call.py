@@ -11,7 +11,7 @@ from torch import fx
 from piecewise import torch_api
 from piecewise.calls.binder import CallBinder
 from piecewise.calls.structure import PLAIN
-from piecewise.trace.dynamo.run import ExampleCall
+from piecewise.trace.trace import ExampleCall
 
 
 class NotReused(Exception):

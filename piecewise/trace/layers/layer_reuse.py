@@ -19,7 +19,6 @@ from piecewise.calls.structure import Namespace
 from piecewise.ir.effects import call_on_fakes
 from piecewise.ir.tensors import storage_of, tensors_in
 from piecewise.report.startup_times import LayerReuse
-from piecewise.trace.dynamo.result import Placeholder
 from piecewise.trace.dynamo.run import DynamoRun
 from piecewise.trace.dynamo.sources import resolve
 from piecewise.trace.layers.layer_call import LayerCall, NotReused, geometry
@@ -32,6 +31,7 @@ from piecewise.trace.layers.repeated_layers import (
     one_at_a_time,
     repeated_layers,
 )
+from piecewise.trace.trace import Placeholder
 from runners.errors import one_line
 
 

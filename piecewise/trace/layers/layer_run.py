@@ -20,12 +20,13 @@ from piecewise.calls.structure import PLAIN, Namespace
 from piecewise.ir.tensors import tensors_in
 from piecewise.trace.dynamo.guard_answers import is_same_to, looked_at
 from piecewise.trace.dynamo.guard_kinds import is_asked_of
-from piecewise.trace.dynamo.result import Placeholder, placeholders_of, result_of
+from piecewise.trace.dynamo.result import placeholders_of, result_of
 from piecewise.trace.dynamo.run import DynamoRun, run_dynamo
 from piecewise.trace.dynamo.sources import Scope, readable_path
 from piecewise.trace.layers.layer_call import LayerCall, NotReused
 from piecewise.trace.layers.repeated_layers import RepeatedLayer
 from piecewise.trace.state.unguarded import names_read, reads_attribute_tables
+from piecewise.trace.trace import Placeholder
 
 _INPUT = re.compile(r"\bL\['[ti]\d+'\]")
 _SIZE = re.compile(r"^L\['t(\d+)'\]\.size\(\)\[(\d+)\]$")

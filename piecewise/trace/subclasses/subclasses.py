@@ -22,12 +22,13 @@ import torch
 from torch import fx
 
 from piecewise import torch_api
+from piecewise.errors.trace import ResultSubclass, SubclassOp
 from piecewise.ir.effects import autocast_of, call_on_fakes
 from piecewise.ir.tensors import map_tensors, storage_of, tensors_in
 from piecewise.passes.int8_matmul import int8_matmul
 from piecewise.trace.layers.layer_fakes import LayerFakes
 from piecewise.trace.subclasses.kinds import holds_wrapper, plain_tensors, refuse_class
-from runners.errors import TraceError, one_line
+from runners.errors import one_line
 
 Make = Callable[[Sequence[Any]], Any]
 
@@ -181,24 +182,18 @@ class _Rewrite:
             results[:] = [taken.apart(made)]
             return tuple(taken.leaves)
 
-        names = sorted(_class_names((node.meta.get("example_value"), *make(leaves))))
+        names = " and a ".join(sorted(_class_names((node.meta.get("example_value"), *make(leaves)))))
         try:
             module = torch_api.trace_below(
                 program, leaves, self.fake_mode,
                 int_matmul=int8_matmul, torch_function="below_torch_function" not in node.meta,
             )  # fmt: skip
         except Exception as error:
-            raise TraceError(
-                f"{what}, an op on a {' and a '.join(names)}, cannot be followed: {one_line(error)}",
-                rule="graphs hold the ops below a tensor subclass, on the plain tensors inside of it",
-                fix="keep that value as a plain tensor; the cause of this error has the line of the class",
+            raise SubclassOp(
+                node=what, names=names, problem=f"cannot be followed: {one_line(error)}"
             ) from error
         if any(op.op == "get_attr" for op in module.graph.nodes):
-            raise TraceError(
-                f"{what}, an op on a {' and a '.join(names)}, reads a tensor that is not inside of it",
-                rule="a tensor that a graph reads needs a recorded path, so that a move is noticed [I4]",
-                fix="let __tensor_flatten__ name that tensor, too",
-            )
+            raise SubclassOp(node=what, names=names, problem="reads a tensor that is not inside of it")
         return _Below(module.graph, results[0].make)
 
     def _put_in(self, node: fx.Node, below: _Below, nodes: Sequence[fx.Node]) -> Any:
@@ -368,11 +363,7 @@ def _maker(value: Any, places: Iterator[int]) -> Make:
     ]
     cls = type(value)
     if not like:
-        raise TraceError(
-            f"forward returns a {cls.__module__}.{cls.__qualname__}",
-            rule="a result that is a tensor subclass has the size and strides of a tensor inside of it",
-            fix="return a plain tensor, such as its value dequantised",
-        )
+        raise ResultSubclass(name=f"{cls.__module__}.{cls.__qualname__}")
     makers = {name: _maker(getattr(value, name), places) for name in names}
 
     def make(given: Sequence[Any]) -> Any:
