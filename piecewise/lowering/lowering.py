@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from piecewise import torch_api as internals
+from piecewise import torch_api
 from piecewise.errors.lowering import SegmentNotLowered
 from piecewise.ir.aten import AtenGraph
 from piecewise.ir.placeholders import unchanged_random_state
@@ -58,7 +58,7 @@ class LoweredSegment:
         if num_rows in self.failed:
             return self.segment.function(num_rows, *inputs)
         try:
-            with internals.without_autocast():
+            with torch_api.without_autocast():
                 made = self.by_rows[num_rows](num_rows, *inputs)
                 return self.layout.results_of(num_rows, inputs, made)
         except Exception as error:
@@ -204,13 +204,13 @@ class _Job:
         settings = ", ".join(f"{name}={getattr(self.config, name)!r}" for name in sorted(FIELDS_IN_KEY))
         count = f"any count such as {rows}" if is_dynamic else f"{rows} rows"
         program = self.plan.program_of(segment)
-        parts = settings, internals.numeric_settings(device), count, program, layout.made
+        parts = settings, torch_api.numeric_settings(device), count, program, layout.made
         key = hashlib.sha256("\n".join(map(str, parts)).encode()).hexdigest()
         if key not in self.compiled:
-            before = internals.inductor_cache_counts()
+            before = torch_api.inductor_cache_counts()
             with unchanged_random_state(device):
                 self.compiled[key] = self._compile(segment, layout, rows, is_dynamic=is_dynamic)
-            found, missed = map(int.__sub__, internals.inductor_cache_counts(), before)
+            found, missed = map(int.__sub__, torch_api.inductor_cache_counts(), before)
             if isinstance(self.compiled[key], _Compiled):
                 self.num_compiled += 1
                 self.num_from_disk += bool(found and not missed)
@@ -235,7 +235,7 @@ class _Job:
         except Exception as error:  # whatever it is, the segment's own kernels do without
             return Unlowerable(one_line(error))
         # Of what was assumed about the row count while tracing and compiling.
-        return _Compiled(function, internals.row_condition(aten.fake_mode, aten.rows))
+        return _Compiled(function, torch_api.row_condition(aten.fake_mode, aten.rows))
 
 
 def _layout_of(plan: SegmentPlan, segment: Segment, buckets: Sequence[int]) -> SegmentLayout:

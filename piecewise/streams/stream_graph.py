@@ -12,10 +12,9 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._ops import OpOverload
 from torch.utils.flop_counter import flop_registry
 
-from piecewise import torch_api as internals
+from piecewise import torch_api
 from piecewise.ir.aten import trace_aten
 from piecewise.ir.plan import Segment, ValueSpec
 from piecewise.ir.tensors import tensors_in, written_arguments
@@ -56,7 +55,7 @@ class ScheduledFunction:
 
         def run(streams: Streams, num_rows: int, *inputs: torch.Tensor) -> tuple:
             # Casts of autocast are in the graph.
-            with internals.without_autocast(), streams.opened():
+            with torch_api.without_autocast(), streams.opened():
                 return function(streams, num_rows, *inputs)
 
         return cls(made, run, traced.is_valid)
@@ -91,7 +90,7 @@ def _facts(node: fx.Node, positions: Mapping[fx.Node, int], memories: Callable[[
     takes = tuple(sorted(positions[each] for each in node.all_input_nodes if each in positions))
     given = [value_of(each) for each in node.all_input_nodes]
     held, made = memories(given), memories(value_of(node))
-    if not isinstance(node.target, OpOverload):
+    if not isinstance(node.target, torch_api.OpOverload):
         # Constants, items of tuples and sizes; whatever else there is may do anything.
         is_known = node.op == "get_attr" or made <= held
         return OpFacts(takes, is_barrier=not is_known)
@@ -101,14 +100,14 @@ def _facts(node: fx.Node, positions: Mapping[fx.Node, int], memories: Callable[[
         # A view or a size; or, where it returns nothing, a check.
         return OpFacts(takes, is_barrier=not node.target._schema.returns)
     tensors = list(tensors_in([*given, value_of(node)]))
-    weight = sum(internals.size_hint(tensor.numel()) * tensor.element_size() for tensor in tensors)
+    weight = sum(torch_api.size_hint(tensor.numel()) * tensor.element_size() for tensor in tensors)
     return OpFacts(
         takes, frozenset(held), frozenset(written | (made - held)), float(weight), is_heavy(node.target),
         is_barrier=torch.Tag.nondeterministic_seeded in node.target.tags,
     )  # fmt: skip
 
 
-def is_heavy(op: OpOverload) -> bool:
+def is_heavy(op: torch_api.OpOverload) -> bool:
     """Whether an op is worth a stream: torch has a formula for its FLOPs, or it is named as a matmul is."""
     name = op._schema.name.rpartition("::")[2]
     return op.overloadpacket in flop_registry or name.rstrip("_").endswith("mm")
