@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from piecewise.passes import ops
+from piecewise.passes import fused_op as ops
 from piecewise.passes.fakes import aten, value_of
 from piecewise.passes.reference import MAX_FLOAT8
 from piecewise.torch_api.pattern_matcher import MULTIPLE, CallFunction, KeywordArg, Match, PatternSet

@@ -7,7 +7,7 @@ import functools
 import torch
 from torch import fx
 
-from piecewise.passes import ops
+from piecewise.passes import fused_op as ops
 from piecewise.passes.fakes import aten, geometry, value_of
 from piecewise.passes.reference import DTYPES
 from piecewise.torch_api.pattern_matcher import CallFunction, KeywordArg, Match, PatternSet, replace_output
