@@ -1,4 +1,4 @@
-"""The rotary embedding of q and k, as transformers writes it, becomes one op for both.
+"""Fuses the rotary embedding of q and k, as transformers writes it, into one op for both.
 
     before   q * cos + cat(-q[half:], q[:half]) * sin · the same with k
     after    rotate([q, k], cos, sin)
@@ -8,17 +8,17 @@ q and k may be slices of a packed linear's result, and normed heads (Qwen3).
 
 from __future__ import annotations
 
-import functools
 import itertools
 import operator
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
-from piecewise.passes import fused_op as ops
 from piecewise.passes.fakes import aten, geometry, value_of
-from piecewise.passes.reference import DTYPES
+from piecewise.passes.fused_op import DTYPES, fused_op
+from piecewise.passes.fusion_pass import fusion_pass
 from piecewise.torch_api.pattern_matcher import (
     CallFunction,
     KeywordArg,
@@ -26,14 +26,61 @@ from piecewise.torch_api.pattern_matcher import (
     PatternSet,
     find_regions,
     replace_output,
+    same_mutation_regions,
 )
-from piecewise.torch_api.pattern_matcher import same_mutation_regions as same_regions
 
 
-@functools.cache
-def rotation_patterns() -> PatternSet:
-    """One tensor's rotation."""
-    patterns = PatternSet("rotary")
+def reference(tensors: Sequence[torch.Tensor], cos: torch.Tensor, sin: torch.Tensor) -> list[torch.Tensor]:
+    """Each tensor [..., width], halves turned by cos and sin, which expand to it; both products and their sum
+    are rounded, as transformers' `rotate_half` formulation has it."""
+
+    def turned(x: torch.Tensor) -> torch.Tensor:
+        left, right = x.chunk(2, dim=-1)
+        return torch.cat((-right, left), dim=-1)
+
+    return [each * cos + turned(each) * sin for each in tensors]
+
+
+op = fused_op(
+    "rotate(Tensor[] tensors, Tensor cos, Tensor sin) -> Tensor[]", reference=reference,
+    kernel="piecewise.passes.kernels.rotary:rotate",
+    fake=lambda tensors, cos, sin: [torch.empty_like(each) for each in tensors],
+)  # fmt: skip
+
+
+def _is_turned(cat: fx.Node) -> bool:
+    parts: Any = cat.args[0]
+    return any(isinstance(part, fx.Node) and part.target is aten.neg.default for part in parts)
+
+
+def _join_pairs(graph: fx.Graph) -> None:
+    """Joins two rotations of one tensor each by the same cos and sin."""
+    find_regions(graph)
+    alone: dict[Any, fx.Node] = {}
+    for node in list(graph.find_nodes(op="call_function", target=op)):
+        tensors, cos, sin = node.args
+        if len(tensors) > 1:  # type: ignore[arg-type]
+            continue
+        first = alone.get((cos, sin))
+        if first is None or not same_mutation_regions(first, node) or not _can_move(first, node):
+            alone[cos, sin] = node
+            continue
+        del alone[cos, sin]
+        with graph.inserting_before(node):
+            both = graph.call_function(op, ([*first.args[0], *tensors], cos, sin))  # type: ignore[misc]
+            for position, single in enumerate((first, node)):
+                item = graph.call_function(operator.getitem, (both, position))
+                for user in list(single.users):
+                    user.replace_all_uses_with(item)
+                    graph.erase_node(user)
+                graph.erase_node(single)
+
+
+@fusion_pass(
+    "rotary", auto=("eager", "inductor"), expects="halves that are turned (neg, cat)",
+    ops=(aten.cat.default,), where=_is_turned, then=_join_pairs,
+)  # fmt: skip
+def rotary(patterns: PatternSet) -> None:
     right = CallFunction(aten.slice.Tensor, KeywordArg("x"), KeywordArg("dim1"), KeywordArg("begin"),
                          KeywordArg("end"))  # fmt: skip
     left = CallFunction(aten.slice.Tensor, KeywordArg("x"), KeywordArg("dim2"), 0, KeywordArg("middle"))
@@ -44,23 +91,6 @@ def rotation_patterns() -> PatternSet:
     for straight, other in itertools.product(straights, turneds):
         for pair in _orders(straight, other):
             patterns.add(CallFunction(aten.add.Tensor, *pair), _is_rotation, _replace)
-    return patterns
-
-
-def sweep(module: fx.GraphModule) -> int:
-    """Finds rotations, and joins those of one cos and sin in pairs; returns how many tensors are rotated."""
-    found = rotation_patterns().sweep(module)
-    if found:
-        _join_pairs(module.graph)
-    return found
-
-
-def trigger(graph: fx.Graph) -> str | None:
-    for node in graph.find_nodes(op="call_function", target=aten.cat.default):
-        parts = node.args[0]
-        if any(isinstance(part, fx.Node) and part.target is aten.neg.default for part in parts):  # type: ignore[union-attr]
-            return "halves that are turned (neg, cat)"
-    return None
 
 
 def _orders(one: Any, other: Any) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
@@ -86,30 +116,7 @@ def _is_rotation(match: Match) -> bool:
 
 def _replace(match: Match) -> None:
     found = match.kwargs
-    replace_output(match, ops.rotate, ([found["x"]], found["cos"], found["sin"]), item=0)
-
-
-def _join_pairs(graph: fx.Graph) -> None:
-    """Joins two rotations of one tensor each by the same cos and sin."""
-    find_regions(graph)
-    alone: dict[Any, fx.Node] = {}
-    for node in list(graph.find_nodes(op="call_function", target=ops.rotate)):
-        tensors, cos, sin = node.args
-        if len(tensors) > 1:  # type: ignore[arg-type]
-            continue
-        first = alone.get((cos, sin))
-        if first is None or not same_regions(first, node) or not _can_move(first, node):
-            alone[cos, sin] = node
-            continue
-        del alone[cos, sin]
-        with graph.inserting_before(node):
-            both = graph.call_function(ops.rotate, ([*first.args[0], *tensors], cos, sin))  # type: ignore[misc]
-            for position, single in enumerate((first, node)):
-                item = graph.call_function(operator.getitem, (both, position))
-                for user in list(single.users):
-                    user.replace_all_uses_with(item)
-                    graph.erase_node(user)
-                graph.erase_node(single)
+    replace_output(match, op, ([found["x"]], found["cos"], found["sin"]), item=0)
 
 
 def _can_move(first: fx.Node, second: fx.Node) -> bool:

@@ -1,29 +1,31 @@
-"""`silu(gate) * up` becomes one op, also where both are slices of one packed linear's result."""
+"""Fuses `silu(gate) * up` into one op, also where both are slices of one packed linear's result."""
 
 from __future__ import annotations
 
-import functools
-
 import torch
-from torch import fx
 
-from piecewise.passes import fused_op as ops
 from piecewise.passes.fakes import aten, geometry, value_of
-from piecewise.passes.reference import DTYPES
+from piecewise.passes.fused_op import DTYPES, fused_op
+from piecewise.passes.fusion_pass import fusion_pass
 from piecewise.torch_api.pattern_matcher import CallFunction, KeywordArg, Match, PatternSet, replace_output
 
 
-@functools.cache
-def silu_and_mul_patterns() -> PatternSet:
-    patterns = PatternSet("silu_and_mul")
+def reference(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """silu in float32, rounded, times `up`, rounded."""
+    return torch.nn.functional.silu(gate) * up
+
+
+op = fused_op(
+    "silu_and_mul(Tensor gate, Tensor up) -> Tensor", reference=reference,
+    kernel="piecewise.passes.kernels.gated:silu_and_mul", fake=lambda gate, up: torch.empty_like(gate),
+)  # fmt: skip
+
+
+@fusion_pass("silu_and_mul", expects="silu ops", ops=(aten.silu.default,))
+def silu_and_mul(patterns: PatternSet) -> None:
     active, up = CallFunction(aten.silu.default, KeywordArg("gate")), KeywordArg("up")
     for pair in ((active, up), (up, active)):
         patterns.add(CallFunction(aten.mul.Tensor, *pair), _is_gated, _replace)
-    return patterns
-
-
-def trigger(graph: fx.Graph) -> str | None:
-    return "silu ops" if graph.find_nodes(op="call_function", target=aten.silu.default) else None
 
 
 def _is_gated(match: Match) -> bool:
@@ -34,4 +36,4 @@ def _is_gated(match: Match) -> bool:
 
 
 def _replace(match: Match) -> None:
-    replace_output(match, ops.silu_and_mul, (match.kwargs["gate"], match.kwargs["up"]))
+    replace_output(match, op, (match.kwargs["gate"], match.kwargs["up"]))

@@ -1,25 +1,24 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs
-"""The Triton programs. All compute in float32 and round where the unfused ops do, as `reference.py` says.
+"""Norms rows, with a sum before and a rounding to float8 behind, in one program.
 
-A tensor's rows are its last dim, which is dense. Where row `i` begins is told by three numbers per tensor:
-``(i // inner) * outer_step + (i % inner) * inner_step``. That covers slices of packed projections and heads
-that lie in another order than they are counted in.
+It computes in float32 and rounds where the references in `piecewise/passes/fusions` do.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
+
+from piecewise.passes.fused_op import MAX_FLOAT8, MAX_WIDTH
+from piecewise.passes.kernels.rows import TILE, addressable, as_made, output_like, row_begin
 
 # Triton's own types are values, not annotations that a type checker knows.
 constexpr: Any = tl.constexpr
 
-
-@triton.jit
-def _begin(row, inner, outer_step, inner_step):
-    return (row // inner) * outer_step + (row % inner) * inner_step
+_NO_ROWS = (1, 0, 0)
 
 
 @triton.jit
@@ -36,13 +35,13 @@ def norm_program(
     column = tl.arange(0, WIDTH)[None, :]
     inside = (row < num_rows)[:, None] & (column < width)
     dtype = x.dtype.element_ty
-    place = _begin(row, x_inner, x_outer_step, x_inner_step)[:, None] + column
+    place = row_begin(row, x_inner, x_outer_step, x_inner_step)[:, None] + column
     value = tl.load(x + place, inside, other=0.0)
     if HAS_RESIDUAL:
-        place = _begin(row, residual_inner, residual_outer_step, residual_inner_step)[:, None] + column
+        place = row_begin(row, residual_inner, residual_outer_step, residual_inner_step)[:, None] + column
         added = tl.load(residual + place, inside, other=0.0)
         value = (value.to(tl.float32) + added.to(tl.float32)).to(dtype)
-        place = _begin(row, total_inner, total_outer_step, total_inner_step)[:, None] + column
+        place = row_begin(row, total_inner, total_outer_step, total_inner_step)[:, None] + column
         tl.store(total + place, value, inside)
     wide = value.to(tl.float32)
     mean = tl.sum(wide * wide, axis=1) / width
@@ -51,7 +50,7 @@ def norm_program(
         normed = normed.to(dtype).to(tl.float32)
     factor = tl.load(weight + column, column < width, other=0.0).to(tl.float32) + offset
     normed = (normed * factor).to(dtype)
-    place = _begin(row, out_inner, out_outer_step, out_inner_step)[:, None] + column
+    place = row_begin(row, out_inner, out_outer_step, out_inner_step)[:, None] + column
     if QUANT == 0:
         tl.store(out + place, normed, inside)
     else:
@@ -71,76 +70,88 @@ def norm_program(
         tl.store(out + place, wide.to(out.dtype.element_ty), inside)
 
 
-@triton.jit
-def gated_program(
-    gate, up, out, width,
-    gate_inner, gate_outer_step, gate_inner_step, up_inner, up_outer_step, up_inner_step,
-    out_inner, out_outer_step, out_inner_step,
-    BLOCK: constexpr,
-):  # fmt: skip
-    """silu(gate) * up for `BLOCK` columns of one row."""
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = column < width
-    dtype = gate.dtype.element_ty
-    place = _begin(row, gate_inner, gate_outer_step, gate_inner_step) + column
-    first = tl.load(gate + place, inside, other=0.0).to(tl.float32)
-    place = _begin(row, up_inner, up_outer_step, up_inner_step) + column
-    second = tl.load(up + place, inside, other=0.0).to(tl.float32)
-    active = (first / (1.0 + tl.exp(-first))).to(dtype).to(tl.float32)
-    place = _begin(row, out_inner, out_outer_step, out_inner_step) + column
-    tl.store(out + place, (active * second).to(dtype), inside)
+def norm(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    *,
+    eps: float,
+    offset: float,
+    round_first: bool,
+    quant: int = 0,
+    scale: torch.Tensor | None = None,
+    least_peak: float = 0.0,
+    least_step: float = 0.0,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(normed, x + residual, scale per row); the last two are made where they are asked for.
 
-
-@triton.jit
-def rotary_program(
-    x, cos, sin, out, num_rows, half,
-    x_inner, x_outer_step, x_inner_step, cos_inner, cos_outer_step, cos_inner_step,
-    sin_inner, sin_outer_step, sin_inner_step, out_inner, out_outer_step, out_inner_step,
-    x2, out2, num_rows2, num_blocks,
-    x2_inner, x2_outer_step, x2_inner_step, cos2_inner, cos2_outer_step, cos2_inner_step,
-    sin2_inner, sin2_outer_step, sin2_inner_step, out2_inner, out2_outer_step, out2_inner_step,
-    ROWS: constexpr, HALF: constexpr,
-):  # fmt: skip
-    """`ROWS` rows of x, or in the blocks from `num_blocks` on, of x2."""
-    block = tl.program_id(0)
-    if block < num_blocks:
-        _rotate(
-            x, cos, sin, out, block, num_rows, half,
-            x_inner, x_outer_step, x_inner_step, cos_inner, cos_outer_step, cos_inner_step,
-            sin_inner, sin_outer_step, sin_inner_step, out_inner, out_outer_step, out_inner_step, ROWS, HALF,
+    Args:
+        x, residual: [..., width], width at most `MAX_WIDTH`.
+        weight: [width], dense.
+        quant: 0 for x's dtype, 1 for float8 by `scale`, 2 for float8 by a scale per row, which is made from
+            the row's peak, of at least `least_peak`, and is at least `least_step`; 3 as 2, and that scale is
+            rounded to x's dtype.
+    """
+    width = x.shape[-1]
+    assert width <= MAX_WIDTH
+    given = x
+    out = output_like(x, torch.float8_e4m3fn if quant else None)
+    total = output_like(x) if residual is not None else out
+    scales = torch.empty((*x.shape[:-1], 1), dtype=torch.float32, device=x.device) if quant > 1 else out
+    x, x_steps = addressable(x)
+    added, added_steps = addressable(residual) if residual is not None else (x, _NO_ROWS)
+    num_rows = x.numel() // max(width, 1)
+    if num_rows:
+        columns = triton.next_power_of_2(width)
+        rows = max(TILE // columns, 1)
+        norm_program[(triton.cdiv(num_rows, rows),)](
+            x, added, weight, scale if scale is not None else x, out, total, scales,
+            num_rows, width, eps, offset, MAX_FLOAT8, least_peak, least_step,
+            *x_steps, *added_steps, *addressable(out)[1], *addressable(total)[1],
+            ROWS=rows, WIDTH=columns, HAS_RESIDUAL=residual is not None, ROUND_FIRST=round_first, QUANT=quant,
+            num_warps=min(max(triton.next_power_of_2(rows * columns) // 512, 1), 16),
         )  # fmt: skip
-    else:
-        _rotate(
-            x2, cos, sin, out2, block - num_blocks, num_rows2, half,
-            x2_inner, x2_outer_step, x2_inner_step, cos2_inner, cos2_outer_step, cos2_inner_step,
-            sin2_inner, sin2_outer_step, sin2_inner_step, out2_inner, out2_outer_step, out2_inner_step,
-            ROWS, HALF,
-        )  # fmt: skip
+    return as_made(out, given), as_made(total, given), scales
 
 
-@triton.jit
-def _rotate(
-    x, cos, sin, out, block, num_rows, half,
-    x_inner, x_outer_step, x_inner_step, cos_inner, cos_outer_step, cos_inner_step,
-    sin_inner, sin_outer_step, sin_inner_step, out_inner, out_outer_step, out_inner_step,
-    ROWS: constexpr, HALF: constexpr,
-):  # fmt: skip
-    row = block.to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    column = tl.arange(0, HALF)[None, :]
-    inside = (row < num_rows)[:, None] & (column < half)
-    dtype = x.dtype.element_ty
-    place = x + _begin(row, x_inner, x_outer_step, x_inner_step)[:, None] + column
-    left = tl.load(place, inside, other=0.0).to(tl.float32)
-    right = tl.load(place + half, inside, other=0.0).to(tl.float32)
-    place = cos + _begin(row, cos_inner, cos_outer_step, cos_inner_step)[:, None] + column
-    cos_left = tl.load(place, inside, other=0.0).to(tl.float32)
-    cos_right = tl.load(place + half, inside, other=0.0).to(tl.float32)
-    place = sin + _begin(row, sin_inner, sin_outer_step, sin_inner_step)[:, None] + column
-    sin_left = tl.load(place, inside, other=0.0).to(tl.float32)
-    sin_right = tl.load(place + half, inside, other=0.0).to(tl.float32)
-    first = (left * cos_left).to(dtype).to(tl.float32) + (-right * sin_left).to(dtype).to(tl.float32)
-    second = (right * cos_right).to(dtype).to(tl.float32) + (left * sin_right).to(dtype).to(tl.float32)
-    place = out + _begin(row, out_inner, out_outer_step, out_inner_step)[:, None] + column
-    tl.store(place, first.to(dtype), inside)
-    tl.store(place + half, second.to(dtype), inside)
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float, first: bool) -> torch.Tensor:
+    """Runs `piecewise::rms_norm`."""
+    return norm(x, None, weight, eps=eps, offset=offset, round_first=first)[0]
+
+
+def add_rms_norm(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    offset: float,
+    first: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Runs `piecewise::add_rms_norm`."""
+    return norm(x, residual, weight, eps=eps, offset=offset, round_first=first)[:2]
+
+
+def rms_norm_quant(x: torch.Tensor, *options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Runs `piecewise::rms_norm_quant`."""
+    return add_rms_norm_quant(x, None, *options)[:2]
+
+
+def add_rms_norm_quant(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    eps: float,
+    offset: float,
+    first: bool,
+    scale: torch.Tensor | None,
+    least_peak: float,
+    least_step: float,
+    round_step: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Runs `piecewise::add_rms_norm_quant`."""
+    quant = 1 if scale is not None else 3 if round_step else 2
+    found, total, scales = norm(
+        x, residual, weight, eps=eps, offset=offset, round_first=first, quant=quant,
+        scale=scale, least_peak=least_peak, least_step=least_step,
+    )  # fmt: skip
+    return found, scales if scale is None else x.new_empty(0, dtype=torch.float32), total

@@ -15,7 +15,7 @@ import torch
 from aten_segments import ROWS, Rewritten
 from torch.nn import functional as F
 
-from piecewise.passes import reference
+from piecewise.passes.fusions import add_rms_norm, rms_norm, rotary, silu_and_mul
 from piecewise.settings.fusions import PASS_NAMES
 
 INTERPRETED = Path(__file__).resolve().parents[3] / "tests" / "models" / "interpreted_fused_kernels.py"
@@ -293,7 +293,7 @@ def test_the_reference_gives_what_its_fake_promises():
     for x in (heads, sliced, torch.randn(5, 8)):
         like = torch.empty_like(x).stride()
         weight = torch.ones(8)
-        results = [reference.rms_norm(x, weight, 1e-6, 0.0, True), reference.silu_and_mul(x, x)]
-        results += [*reference.add_rms_norm(x, x, weight, 1e-6, 1.0, False)]
-        results += reference.rotate([x], weight, weight)
+        results = [rms_norm.reference(x, weight, 1e-6, 0.0, True), silu_and_mul.reference(x, x)]
+        results += [*add_rms_norm.reference(x, x, weight, 1e-6, 1.0, False)]
+        results += rotary.reference([x], weight, weight)
         assert all(result.stride() == like for result in results)
