@@ -18,8 +18,8 @@ from piecewise.settings import checks as checks
 from piecewise.settings import toml_file
 from piecewise.settings.checks import Place, Problem, Refused, raise_problems
 from piecewise.settings.grids import Grid
+from piecewise.settings.limits import Clamped, Clipping, Limit, clip, decode_limit, prefill_limit
 from runners.buckets import MAX_NUM_BUCKETS
-from runners.clipping import Clamped, Clipping, Limit, clip, decode_limit, prefill_limit
 from runners.engines import ENGINE_NAMES
 from runners.errors import shown
 

@@ -10,10 +10,10 @@ import numpy as np
 
 from piecewise.report.progress import DelayedBars
 from piecewise.settings.config import PiecewiseConfig
+from piecewise.settings.limits import Limit
 from piecewise.tools.buckets.batching import chunked, decode_batches, packed
 from piecewise.tools.buckets.step_cost import StepCost
 from piecewise.tools.buckets.traffic import Histogram, Requests, read_requests
-from runners.clipping import Limit
 from runners.errors import ConfigError
 
 _DEFAULT_STEP_MS = 25.0
