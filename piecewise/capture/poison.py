@@ -96,7 +96,7 @@ def static_inputs_of(steps: StepPlan) -> dict[int, StaticInput]:
     return {cast(ValueSpec, shadow.value).index: shadow for shadow in shadows}
 
 
-def spoil_static_memory(steps: StepPlan, pool: Any, poison: Poison) -> None:
+def overwrite_static_memory(steps: StepPlan, pool: Any, poison: Poison) -> None:
     """Overwrites the pool and the plan's static buffers; the next replay must write all that it reads."""
     pool.overwrite_with_garbage()
     for metadata in steps.step_metadata:

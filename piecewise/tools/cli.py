@@ -8,12 +8,15 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from piecewise.settings.config import PiecewiseConfig
 from piecewise.tools.buckets.parser import add_buckets
 from piecewise.tools.command_output import check_writable, lasting_streams, writing
 from piecewise.tools.exit_codes import HELP, ExitCode, exit_code_of
+
+if TYPE_CHECKING:
+    from piecewise.verify.report import VerifyReport
 
 _Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 _CONFIG_HELP = "a TOML file of settings"
@@ -121,7 +124,7 @@ def _add_bench(commands: _Commands) -> None:
     bench.add_argument(
         "--variants",
         metavar="NAME,...",
-        help="what to measure (default: all but peers); see piecewise/variants.py",
+        help="what to measure (default: all but peers); see piecewise/tools/bench/variants.py",
     )
     bench.add_argument(
         "--peer", choices=("breakable",), help="measure this package too, where it can be imported"
@@ -186,13 +189,25 @@ def _run_explain(arguments: argparse.Namespace) -> ExitCode:
 
 
 def _run_verify(arguments: argparse.Namespace) -> ExitCode:
-    from piecewise.prefill_case import load_case
+    import torch
+
+    import piecewise
+    from piecewise.prefill_case import load_case, unless_the_model_raises
     from piecewise.settings.toml_file import replace_text
-    from piecewise.verify.verify import verify_case
 
     check_writable("--json", arguments.json)
     config, case = _config(arguments), load_case(arguments.spec)
-    report = verify_case(case, config)
+    graphed, size = piecewise.compile(case.model, config), max(2, min(32, max(config.buckets)))
+
+    def verified() -> VerifyReport:
+        args, kwargs = case.inputs(size)
+        with torch.no_grad():
+            graphed.capture(*args, **kwargs)
+            return graphed.verify(make_inputs=case.make_inputs)
+
+    report = unless_the_model_raises(case, size, verified)
+    if not report.num_compared:
+        case.run(size)  # a model that raises is no reason to look for another one
     print(report)
     if arguments.json is not None:
         with writing("--json", arguments.json):

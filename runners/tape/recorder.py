@@ -53,7 +53,7 @@ class Recorder(WatchedOps):
         self._watch.host_scalars.clear()
 
     def steps(self) -> tuple[list[Callable[[], object]], list[Callable[[], object]]]:
-        """The fills that spoil all recorded memory, and the recorded ops, as argumentless calls.
+        """The fills that overwrite all recorded memory, and the recorded ops, as calls without arguments.
 
         Raises:
             CaptureError: something was refused, and the recorded function swallowed the error.

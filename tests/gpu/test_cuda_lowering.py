@@ -14,7 +14,7 @@ import piecewise
 import piecewise.capture.captured_call
 from piecewise import torch_api as internals
 from piecewise.prefill_case import PrefillCase
-from piecewise.verify.variants import VariantMaker
+from piecewise.tools.bench.variants import VariantMaker
 
 pytestmark = pytest.mark.gpu
 

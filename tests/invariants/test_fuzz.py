@@ -22,9 +22,9 @@ from toy_models import (
     assert_same,
     leaves_of,
     op_poison,
+    overwrite_static_memory,
     padding_of_row,
     put_back,
-    spoil_static_memory,
     state_of,
 )
 
@@ -75,7 +75,7 @@ class Session:
             put_back(before)
             stats = self.graphed.stats.snapshot()
             if not inspect(self.graphed).is_released:
-                spoil_static_memory(self.graphed)
+                overwrite_static_memory(self.graphed)
             torch.manual_seed(11)
             got, own_error = _outcome(self.graphed, arguments[1], by_keyword)
         self.num_calls += 1

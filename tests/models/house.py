@@ -81,7 +81,16 @@ LAZY_PLACES = ("/__init__.py", "piecewise/__main__.py", "piecewise/tools/cli.py"
 
 # The public roots: each refusal is a subclass of one of them.
 ERROR_ROOTS = frozenset(
-    "PiecewiseError ConfigError TraceError TokenDimError SplitError CaptureError StateError BoundaryOpError".split()
+    (
+        "PiecewiseError",
+        "ConfigError",
+        "TraceError",
+        "TokenDimError",
+        "SplitError",
+        "CaptureError",
+        "StateError",
+    )
+    + ("BoundaryOpError", "CacheExhaustedError")
 )
 
 _PRIVATE = re.compile(r"torch\.(?!ops\.)(\w+\.)*?_(?!_)")

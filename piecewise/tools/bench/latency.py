@@ -22,7 +22,7 @@ from torch.utils import _pytree
 from piecewise.prefill_case import PrefillCase, load_case, unless_the_model_raises
 from piecewise.settings.config import PiecewiseConfig
 from piecewise.tools.bench.result import SCHEMA, BenchResult, Spread, environment
-from piecewise.verify.variants import (
+from piecewise.tools.bench.variants import (
     DEFAULT_VARIANTS,
     FLOORS,
     PEERS,

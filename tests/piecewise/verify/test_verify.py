@@ -23,7 +23,7 @@ from piecewise.capture import poison
 from piecewise.capture.poison import poison_padding_
 from piecewise.ir.plan import PaddedRows, ValueSpec
 from piecewise.tools import cli
-from piecewise.verify.differences import Tolerance, compare_tensors
+from piecewise.verify.differences import Tolerance, compare_values
 from piecewise.verify.verify import edge_sizes
 from runners.bound_steps import BoundCall, CopyInputs
 from runners.piecewise_runner import PiecewiseRunner
@@ -255,7 +255,7 @@ def test_I2_static_memory_is_overwritten_before_a_replay():
     pool, steps = inspect(graphed).pool, plan_steps(graphed, 8)
     with torch.no_grad():
         graphed(*arguments(5)[0])
-    poison.spoil_static_memory(steps, pool, poison.Poison("", 0))
+    poison.overwrite_static_memory(steps, pool, poison.Poison("", 0))
     static = steps.results[0].tensor
     assert bool(static.isnan().all())
     for shadow in steps.copy_ins:
@@ -550,14 +550,14 @@ def test_differences_name_rows_position_and_size():
     right = left.clone()
     left[0, 0] = right[0, 0] = 2.0
     right[1, 2], right[3, 0] = 0.5, float("nan")
-    found = compare_tensors(left, right, Tolerance(16, 1))
+    found = compare_values(left, right, Tolerance(16, 1))
     assert found.rows == (1, 3) and found.num_rows == 2
     assert found.position == (3, 0) and found.size == float("inf")
-    assert compare_tensors(left, right, Tolerance(16, 1), dim=1).rows == (0, 2)
-    assert compare_tensors(right, right.clone(), None) is None
-    assert "[4, 3]" in compare_tensors(left, right[:2], None).detail
+    assert compare_values(left, right, Tolerance(16, 1), dim=1).rows == (0, 2)
+    assert compare_values(right, right.clone(), None) is None
+    assert "[4, 3]" in compare_values(left, right[:2], None).detail
     one = torch.tensor([3, 4])
-    assert compare_tensors(one, one + 1, Tolerance(10**9, 10**9)).size == 1, "integers must be equal"
+    assert compare_values(one, one + 1, Tolerance(10**9, 10**9)).size == 1, "integers must be equal"
 
 
 def test_the_tolerance_follows_from_dtype_reduction_length_and_depth():

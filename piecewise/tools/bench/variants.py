@@ -33,6 +33,7 @@ from torch.overrides import TorchFunctionMode
 import boundary_ops
 import piecewise
 from piecewise.ir.plan import SegmentPlan
+from piecewise.ir.run_plan import arguments_of, run_plan, state_tensor
 from piecewise.prefill_case import PrefillCase
 from piecewise.settings.config import PiecewiseConfig
 from runners.engines import native_engine
@@ -167,10 +168,10 @@ class VariantMaker:
                 metadata.load()
             functions = next(a.functions for a in signature.assemblers if a.plan is plan)
             for _ in range(_WARM_UPS):
-                run_plan(plan, functions, leaves, n)
+                run_floor(plan, functions, leaves, n)
             try:
                 graph = engine.capture(
-                    lambda: run_plan(plan, functions, leaves, n),
+                    lambda: run_floor(plan, functions, leaves, n),
                     pool=pool,
                     segment=f"whole model, {n} tokens",
                 )
@@ -193,31 +194,25 @@ class VariantMaker:
         return Prepared(name, False, prepare, close=close, holds_inputs=True)
 
 
-def run_plan(
+def run_floor(
     plan: SegmentPlan, functions: Mapping[int, Callable[..., Any]], leaves: Sequence[Any], num_tokens: int
 ) -> list[Any]:
-    """All segments of a plan in order, without padding: a call's kernels and nothing around them.
+    """Runs all segments of a plan without padding: a call's kernels and nothing around them.
 
     Args:
         functions: what runs in each graph segment.
     Returns:
         The result's tensors.
     """
-    made: dict[int, Any] = {}
-
-    def value(index: int) -> Any:
-        spec = plan.values[index]
-        if index in made:
-            return made[index]
-        if spec.state is not None:
-            return spec.state.get()
-        return leaves[spec.leaf] if spec.dim < 0 else leaves[spec.leaf].shape[spec.dim]
-
-    for segment in plan.segments:
-        function = functions.get(segment.index, segment.function)
-        outputs = function(num_tokens, *map(value, segment.inputs))
-        made.update(zip(segment.outputs, outputs, strict=True) if segment.outputs else ())
-    return [value(source) for source in plan.result_values if isinstance(source, int)]
+    values = plan.values
+    env = {value.index: value.number_in(leaves) for value in values if value.origin in ("input", "symbol")}
+    run_plan(
+        plan, env, num_tokens,
+        on_segment=lambda segment, arguments: functions[segment.index](num_tokens, *arguments),
+        on_boundary=lambda segment: segment.function(num_tokens, *arguments_of(segment, values, env)),
+    )  # fmt: skip
+    results = [index for index in plan.result_values if isinstance(index, int)]
+    return [env[index] if index in env else state_tensor(values[index]) for index in results]
 
 
 def device_of(case: PrefillCase) -> torch.device:
