@@ -392,7 +392,7 @@ class GraphedModule:
         from piecewise.verify.verify import verify
 
         with self._router.exclusive("verify"):
-            return verify(self, args, kwargs, make_inputs)
+            return verify(self.model, self._forward, self._graphs, args, kwargs, make_inputs)
 
     def report(self) -> Report:
         """Plans, captures and calls so far."""

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
+from runners._torch import copy_each
 from runners.rows import Place, num_spanned
 from runners.state.state_check import StateChange, StateCheck, StateRef
 
@@ -70,7 +71,7 @@ class CopyInputs:
         if len(copies) == 1:
             copies[0].rows.copy_(given[0])
         else:
-            torch._foreach_copy_([copy.rows for copy in copies], given)
+            copy_each([copy.rows for copy in copies], given)
         for copy in copies:
             copy.fill()
 
@@ -174,7 +175,7 @@ class Dense:
 
 
 @dataclass(slots=True)
-class Call:
+class BoundCall:
     """Calls a boundary op or an eager segment on the real rows."""
 
     function: Callable[..., Any]
@@ -219,7 +220,7 @@ class DirectCall:
 
 
 @dataclass(slots=True)
-class OpCall(Call):
+class BoundOpCall(BoundCall):
     """A boundary op whose arguments look the same at each call of this row count: bound after the first."""
 
     direct: DirectCall
@@ -230,7 +231,7 @@ class OpCall(Call):
     def replay(self, env: list[Any]) -> None:
         op = self.op
         if op is None:
-            Call.replay(self, env)
+            BoundCall.replay(self, env)
             self._bind(env)
             return
         arguments = self.held.copy()

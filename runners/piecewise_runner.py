@@ -15,7 +15,16 @@ import torch
 from torch import Tensor
 
 from runners.engine import CapturedGraph, GraphEngine, GraphPool
-from runners.errors import CaptureError, ConfigError, PiecewiseError, StateError
+from runners.errors import (
+    CaptureError,
+    NegativeWarmUps,
+    NoOutputSequence,
+    PiecewiseError,
+    SegmentFailed,
+    StateError,
+    Unrecordable,
+    WrongBucketState,
+)
 from runners.mode import is_eager_only
 
 
@@ -79,13 +88,7 @@ class PiecewiseRunner:
         module_path: str = "",
     ) -> None:
         if warmup_steps < 0:
-            raise ConfigError(
-                "field 'warmup_steps'",
-                expected="0 or more",
-                got=str(warmup_steps),
-                rule="a bucket is captured after so many eager runs",
-                fix="leave it at 3",
-            )
+            raise NegativeWarmUps(steps=warmup_steps)
         self.name = name
         self.module_path = module_path
         self.warmup_steps = warmup_steps
@@ -228,7 +231,7 @@ class PiecewiseRunner:
     def _place(self) -> str:
         return f"{self.name} ({self.module_path})" if self.module_path else self.name
 
-    def _wrong_state(self, verb: str, padded_num_tokens: int, expected: str) -> StateError:
+    def _wrong_state(self, verb: str, padded_num_tokens: int, expected: str) -> WrongBucketState:
         state = self.state_for(padded_num_tokens)
         got = {
             BucketPhase.COLD: "a cold one",
@@ -236,25 +239,18 @@ class PiecewiseRunner:
             BucketPhase.CAPTURED: "a captured one",
             BucketPhase.EAGER_ONLY: "one that runs eagerly only, as its capture failed",
         }[state.phase]
-        return StateError(
-            f"{verb} of {self._place()}, bucket {padded_num_tokens}",
-            expected=expected,
-            got=got,
-            rule="a bucket goes from cold over its warm-ups to captured, and back by reset() only",
-            fix=f"call warm_up {self.warmup_steps} times, then capture once; reset() begins anew",
-        )
+        return WrongBucketState(
+            expected=expected, got=got, verb=verb, segment=self._place(), bucket=padded_num_tokens,
+            steps=self.warmup_steps,
+        )  # fmt: skip
 
     def _failure(self, padded_num_tokens: int, error: Exception) -> CaptureError:
         if isinstance(error, PiecewiseError):
+            kind = type(error) if isinstance(error, (Unrecordable, NoOutputSequence)) else CaptureError
             where = f"bucket {padded_num_tokens}, {error.what}"
-            return CaptureError(where, expected=error.expected, got=error.got, rule=error.rule, fix=error.fix)
-        return CaptureError(
-            f"{self._place()}, bucket {padded_num_tokens}",
-            expected="a segment that runs",
-            got=f"{type(error).__name__}: {error}",
-            rule="a bucket whose capture fails is served eagerly [I8]",
-            fix="run the model eagerly at this token count to see the error alone",
-        )
+            return kind(where, expected=error.expected, got=error.got, rule=error.rule, fix=error.fix)
+        found = f"{type(error).__name__}: {error}"
+        return SegmentFailed(segment=self._place(), bucket=padded_num_tokens, got=found)
 
 
 def _looks(args: Sequence[Any]) -> tuple[Any, ...]:

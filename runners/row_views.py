@@ -41,7 +41,7 @@ def place_of(value: SizedValue, rows: Any) -> Any:
 
 
 @dataclass(slots=True)
-class _Group:
+class _SameGeometry:
     sizes: Sizes
     strides: Sizes | None
     shape: tuple[int, ...]
@@ -66,7 +66,7 @@ class RowViews:
 
     def __init__(self) -> None:
         self._fixed: list[Any] = []
-        self._groups: dict[Any, _Group] = {}
+        self._groups: dict[Any, _SameGeometry] = {}
         self._index: dict[Any, int] = {}
 
     def add(self, tensor: torch.Tensor, value: SizedValue | None) -> int:
@@ -81,7 +81,7 @@ class RowViews:
         self._fixed.append(tensor)
         if sizes is not None:
             geometry = (sizes, strides, tensor.shape, tensor.stride())
-            group = self._groups.setdefault(geometry, _Group(sizes, strides, tuple(tensor.shape)))
+            group = self._groups.setdefault(geometry, _SameGeometry(sizes, strides, tuple(tensor.shape)))
             group.members.append((index, tensor))
         return index
 

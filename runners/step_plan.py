@@ -17,7 +17,8 @@ from typing import Any
 import torch
 
 from runners.bound_steps import (
-    Call,
+    BoundCall,
+    BoundOpCall,
     Check,
     CheckLookedUp,
     CopiedResult,
@@ -31,7 +32,6 @@ from runners.bound_steps import (
     Loadable,
     LoadStep,
     Measure,
-    OpCall,
     StateChanged,
     own_copy,
     raise_change,
@@ -43,7 +43,7 @@ from runners.state.state_check import StateCheck, StateRef
 
 
 @dataclass(frozen=True, slots=True)
-class Shadow:
+class StaticInput:
     """A static buffer that graphs read in place of a value made outside of them.
 
     Attributes:
@@ -94,7 +94,7 @@ class CallStep:
     name: str
     arguments: tuple[StaticArgument | int, ...]
     results: tuple[int, ...] = ()
-    copies: tuple[Shadow, ...] = ()
+    copies: tuple[StaticInput, ...] = ()
     direct: DirectCall | None = None
     owned: tuple[int, ...] = ()
 
@@ -157,7 +157,7 @@ class StepPlan:
     padded_num_tokens: int
     num_leaves: int
     num_values: int
-    copy_ins: tuple[Shadow, ...]
+    copy_ins: tuple[StaticInput, ...]
     steps: tuple[ReplayStep | CallStep, ...]
     state_slots: tuple[tuple[int, StateRef], ...]
     size_slots: tuple[tuple[int, int, int], ...]
@@ -216,7 +216,7 @@ class _CallTemplate:
     step: CallStep
     views: tuple[int, ...]
     from_env: list[tuple[int, int]]
-    copies: tuple[tuple[Shadow, int], ...]
+    copies: tuple[tuple[StaticInput, int], ...]
 
 
 class _Binder:
@@ -274,7 +274,7 @@ class _Binder:
                 readers[position] = itemgetter(self._first_copy + position)
         return _Bound(steps, readers)
 
-    def _call(self, template: _CallTemplate, num_tokens: int, rows: BoundRows) -> Call:
+    def _call(self, template: _CallTemplate, num_tokens: int, rows: BoundRows) -> BoundCall:
         step, views = template.step, rows.views
         arguments = [num_tokens, *(views[index] if index >= 0 else None for index in template.views)]
         dense: list[Dense] = []
@@ -292,7 +292,7 @@ class _Binder:
         # Of one row, `contiguous()` or `sum_to_size` return what they were given, where the plan has a copy.
         function = _with_own_memory(step) if num_tokens == 1 and step.owned else step.function
         parts = (function, arguments, template.from_env, step.results, dense, copies)
-        return Call(*parts) if step.direct is None or dense else OpCall(*parts, step.direct)
+        return BoundCall(*parts) if step.direct is None or dense else BoundOpCall(*parts, step.direct)
 
     def _copy_inputs(self, copies: list[CopyIn]) -> CopyInputs:
         return CopyInputs(copies, self._copier(copies) if self._copier is not None else None)
@@ -309,7 +309,7 @@ class _Binder:
         return CopyOut(found)
 
 
-def _copy_in(shadow: Shadow, rows: torch.Tensor) -> CopyIn:
+def _copy_in(shadow: StaticInput, rows: torch.Tensor) -> CopyIn:
     units = shadow.value.units
     return CopyIn(shadow.slot, shadow.buffer, rows, row_copies(shadow.buffer, rows.shape, units), units)
 

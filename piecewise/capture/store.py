@@ -23,7 +23,8 @@ from piecewise.settings.config import PiecewiseConfig
 from runners.buckets import TokenBuckets
 from runners.buffers import StaticBuffers
 from runners.collector import paused_collector
-from runners.engine import GraphEngine, GraphPool, engine_for
+from runners.engine import GraphEngine, GraphPool
+from runners.engines import engine_for
 from runners.errors import StateError
 from runners.mode import in_capture_window
 from runners.state.state_check import StateChange

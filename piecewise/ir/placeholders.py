@@ -7,6 +7,8 @@ from contextlib import AbstractContextManager
 
 import torch
 
+from runners.engines import native_engine
+
 
 def resize_leaf(value: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
     """The example's tensor at other sizes: leading rows, or its rows repeated in order."""
@@ -26,4 +28,4 @@ def stand_in(sizes: Sequence[int], like: torch.Tensor, *, seed: int) -> torch.Te
 
 
 def unchanged_random_state(device: torch.device) -> AbstractContextManager[None]:
-    return torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
+    return native_engine(device).fork_random_state(device)

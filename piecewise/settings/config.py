@@ -17,8 +17,9 @@ from piecewise.settings.grids import Grid
 from piecewise.settings.kinds import Check, Kind, Problem, Refused, optional, whole
 from piecewise.settings.sources import Given, Place, Setting, read_environment, read_file
 from runners.buckets import MAX_BUCKET, MAX_NUM_BUCKETS
+from runners.clipping import Clamped, Clipping, Limit, clip, decode_limit, prefill_limit
+from runners.engines import ENGINE_NAMES
 from runners.errors import shown
-from runners.tape.clipping import Clamped, Clipping, Limit, clip, decode_limit, prefill_limit
 
 # Of one kind of problem in one setting.
 _MAX_LISTED = 16
@@ -95,7 +96,7 @@ class PiecewiseConfig:
     max_signatures: int = _setting(8, "limits", whole(1, 1024))
     warmup_steps: int = _setting(3, "capture", whole(1, 100))
     capture: str = _setting("startup", "capture", kinds.choice("startup", "lazy"))
-    engine: str = _setting("auto", "capture", kinds.choice("auto", "tape", "cuda"))
+    engine: str = _setting("auto", "capture", kinds.choice(*ENGINE_NAMES))
     num_streams: int = _setting(1, "capture", whole(1, 8))
     progress: bool = _setting(True, "capture", kinds.flag)
     frontend: str = _setting("trace", "compile", kinds.choice("trace", later=("record",)))

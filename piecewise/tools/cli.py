@@ -13,7 +13,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pkgutil import resolve_name
 from typing import Any, TypeAlias
 
-from piecewise.settings.config import FIELDS
+from piecewise.settings import kinds
 from piecewise.settings.grids import ENGINE_GRIDS
 from piecewise.tools.command_output import lasting_streams
 from piecewise.tools.exit_codes import HELP, ExitCode, exit_code_of
@@ -219,7 +219,7 @@ def _add_count(add: _Add, option: str, default: int, what: str, most: int = MAX_
 
 def _sizes(text: str) -> object:
     """Reads numbers or a grid's name, as the setting `buckets` does, which says later what is valid."""
-    value = FIELDS["buckets"].kind.read(text)
+    value = kinds.buckets.read(text)
     if isinstance(value, list) and (not value or any(isinstance(part, str) for part in value)):
         raise argparse.ArgumentTypeError(f"expected whole numbers separated by commas, got {text[:80]!r}")
     return value

@@ -47,10 +47,10 @@ from piecewise.torch_api.inductor import (
 )
 from piecewise.torch_api.process import (
     GlobalState,
-    dict_numbers_tell,
+    dict_versions,
+    dict_versions_tell,
     dispatch_keys,
     num_storage_users,
-    number_dicts,
 )
 from piecewise.torch_api.subclasses import (
     below_torch_function,

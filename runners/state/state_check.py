@@ -20,16 +20,15 @@ from typing import Any, TypeAlias
 
 import torch
 
+from runners._torch import tensor_guard
 from runners.state.same_value import content_like, has_content, is_same_value
-from runners.state.watched_dicts import NOTHING, NumberDicts, WatchedDicts
+from runners.state.watched_dicts import NOTHING, DictVersions, WatchedDicts
 
 # What they hold is theirs for good.
 _IMMUTABLE = (tuple, str, bytes, frozenset, range)
 # Their truth is that they hold anything.
 _CONTAINERS = (dict, OrderedDict, list, set, deque)
 _Columns: TypeAlias = dict[Callable[[Any, Any], Any], tuple[list[Any], list[Any], list[Any]]]
-# Type, dispatch keys, dtype, device, sizes and strides of many tensors in one call; Dynamo's own guard.
-_TensorGuards = torch._C._dynamo.guards.TensorGuards  # type: ignore[attr-defined]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -120,7 +119,7 @@ class StateCheck:
         looked_up: places whose tensor is read anew on each call; only its kind must stay: dtype, device and
             shape, as the trace may hold them as constants.
         facts: what the trace saw.
-        number_dicts: how to compare dicts by number, where that is to be had.
+        dict_versions: how to compare dicts by number, where that is to be had.
     """
 
     def __init__(
@@ -129,7 +128,7 @@ class StateCheck:
         tensors: Sequence[StateRef] = (),
         looked_up: Sequence[StateRef] = (),
         facts: StateFacts = StateFacts(),  # noqa: B008
-        number_dicts: NumberDicts | None = None,
+        dict_versions: DictVersions | None = None,
     ) -> None:
         # The recorded tensors and, since `.data =` leaves a tensor another one, their storages are held: a
         # replay that began before the mismatch was noticed must never touch freed memory.
@@ -146,7 +145,7 @@ class StateCheck:
         self._guards: dict[bool, tuple[Any, Any]] = {}
         self._facts = facts
         self._values = [_recorded(ref, value) for ref, value in facts.values]
-        self._dicts = WatchedDicts(number_dicts)
+        self._dicts = WatchedDicts(dict_versions)
         # How to look → columns of where, at what, and the very object expected there.
         self._columns: _Columns = {}
         self._answers: _Columns = {}  # of answers, which may be compared by value: that is quicker
@@ -299,7 +298,10 @@ class StateCheck:
         if len(set(map(id, now[count:]))) < self._num_looked_up:
             return StateChange("module_state_changed", _first_met_twice(refs[count:], now[count:]))
         if self._kinds:
-            self._guards[torch.is_inference_mode_enabled()] = _guard(now[:count]), _guard(now[count:])
+            self._guards[torch.is_inference_mode_enabled()] = (
+                tensor_guard(now[:count]),
+                tensor_guard(now[count:]),
+            )
         return None
 
     def _find_changed_value(self) -> StateChange | None:
@@ -376,12 +378,6 @@ def _first_met_twice(refs: Sequence[StateRef], tensors: Sequence[Any]) -> str:
         if met.setdefault(id(tensor), ref.path) != ref.path:
             return f"{ref.path} is the tensor of {met[id(tensor)]}, and was another"
     return "two tensors of the model became one"
-
-
-def _guard(tensors: Sequence[torch.Tensor]) -> Any:
-    if not tensors:
-        return None
-    return _TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
 
 
 def kind_of(tensor: Any) -> Any:

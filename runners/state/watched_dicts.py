@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 
 # Called with dicts, objects and the objects' classes, it gives a function that is true while no dict is
 # written, no object gets another `__dict__`, and each is of its class. Writes that were taken back count.
-NumberDicts: TypeAlias = Callable[[Sequence[dict], Sequence[Any], Sequence[type]], Callable[[], bool]]
+DictVersions: TypeAlias = Callable[[Sequence[dict], Sequence[Any], Sequence[type]], Callable[[], bool]]
 
 
 class _Nothing:
@@ -39,14 +39,13 @@ class WatchedDicts:
     All dicts and objects are held. Nothing is compared when it is added.
 
     Args:
-        number_dicts: how to compare dicts by number; None where that is not to be had, and all is compared by
-            value.
+        dict_versions: how to compare dicts by version; None where values have to be compared.
     """
 
-    def __init__(self, number_dicts: NumberDicts | None) -> None:
-        self._number_dicts = number_dicts
-        self._groups: list[_Group] = []
-        self._group_of: dict[int, _Group] = {}
+    def __init__(self, dict_versions: DictVersions | None) -> None:
+        self._number_dicts = dict_versions
+        self._groups: list[_DictGroup] = []
+        self._group_of: dict[int, _DictGroup] = {}
 
     def add_object(self, item: Any, cls: type) -> None:
         """`type(item)` must stay `cls`, and `item.__dict__` the dict that it is now."""
@@ -72,47 +71,47 @@ class WatchedDicts:
 
     def are_unchanged(self) -> bool:
         for group in self._groups:
-            numbers_are_same = group.numbers_are_same
-            if (numbers_are_same is None or not numbers_are_same()) and not group.are_unchanged():
+            versions_are_same = group.versions_are_same
+            if (versions_are_same is None or not versions_are_same()) and not group.are_unchanged():
                 return False
         return True
 
-    def _group(self, owner: dict) -> _Group:
+    def _group(self, owner: dict) -> _DictGroup:
         group = self._group_of.get(id(owner))
         if group is None:
             if not self._groups or len(self._groups[-1].dicts) == _GROUP_SIZE:
-                self._groups.append(_Group(self._number_dicts))
+                self._groups.append(_DictGroup(self._number_dicts))
             group = self._group_of[id(owner)] = self._groups[-1]
             group.dicts.append(owner)
         return group
 
 
-class _Group:
+class _DictGroup:
     """Some dicts, what is expected in them, and once that was found, whether they have the same numbers."""
 
-    def __init__(self, number_dicts: NumberDicts | None) -> None:
-        self._number_dicts = number_dicts
+    def __init__(self, dict_versions: DictVersions | None) -> None:
+        self._number_dicts = dict_versions
         self.dicts: list[dict] = []
         self.objects: tuple[list[Any], list[Any], list[Any]] = ([], [], [])
         self.owners: list[dict] = []
         self.keys: list[Any] = []
         self.values: list[Any] = []
         self.answers: list[tuple[Callable[[], Any], Any]] = []
-        self.numbers_are_same: Callable[[], bool] | None = None
+        self.versions_are_same: Callable[[], bool] | None = None
         self._wait, self._waited = 0, 0
 
     def are_unchanged(self) -> bool:
         """Compares one by one; to be asked where the numbers are not known or not the same."""
-        if self.numbers_are_same is not None:
-            self.numbers_are_same = None
+        if self.versions_are_same is not None:
+            self.versions_are_same = None
             self._wait, self._waited = min(2 * self._wait + 1, _LONGEST_WAIT), 0
         if not self._are_same():
             return False
         self._waited += 1
         if self._waited > self._wait and self._number_dicts is not None:
-            numbers_are_same = self._number_dicts(self.dicts, self.objects[0], self.objects[1])
+            versions_are_same = self._number_dicts(self.dicts, self.objects[0], self.objects[1])
             if self._are_same():  # another thread may have written before the numbers were taken
-                self.numbers_are_same = numbers_are_same
+                self.versions_are_same = versions_are_same
         return True
 
     def _are_same(self) -> bool:

@@ -162,14 +162,13 @@ def test_every_command_is_there(command, capsys):
 @pytest.mark.parametrize(
     "code",
     [
-        "import piecewise, runners, piecewise.settings.config as c; c.PiecewiseConfig.from_any(buckets=[8])",
+        "import piecewise, runners; dir(piecewise), runners.TokenBuckets([8]), piecewise.ConfigError",
         "import piecewise.__main__; from piecewise.tools.cli import main\n"
         "for command in ([], ['buckets', 'plan'], ['explain']):\n"
         "    try: main([*command, '--help'])\n"
         "    except SystemExit: pass",
-        "from piecewise.tools.cli import main; main(['buckets', 'show', 'missing.toml'])",
     ],
-    ids=["import", "help", "a wrong file"],
+    ids=["import", "help"],
 )
 def test_what_needs_no_torch_loads_none(code):
     program = f"import sys\n{code}\nprint('loaded:', *[m for m in ('torch', 'numpy') if m in sys.modules])"

@@ -26,9 +26,7 @@ from piecewise.prefill_case import PrefillCase, load_case, unless_the_model_rais
 from piecewise.settings.config import PiecewiseConfig
 from piecewise.tools.bench.host_overhead import print_host_overhead
 from piecewise.tools.bench.result import SCHEMA, BenchResult, Spread, environment
-from piecewise.tools.command_output import check_writable, writing
-from piecewise.tools.exit_codes import ExitCode
-from piecewise.verify.variants import (
+from piecewise.tools.bench.variants import (
     DEFAULT_VARIANTS,
     FLOORS,
     PEERS,
@@ -39,6 +37,8 @@ from piecewise.verify.variants import (
     device_of,
     wait_for,
 )
+from piecewise.tools.command_output import check_writable, writing
+from piecewise.tools.exit_codes import ExitCode
 
 DEFAULT_SIZES = (16, 128, 512, 1024, 2048)
 _CALLS_PER_ROUND = 3

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from piecewise.errors.tools import NoDemoModel, NoTransformers, UnreadableDemoModel
-from runners.errors import told
+from runners.errors import one_line
 
 FRANCE = "The capital of France is"
 PARIS = " Paris"
@@ -90,7 +90,7 @@ def _smollm2(device: torch.device) -> DemoModel:
         tokenizer = AutoTokenizer.from_pretrained(str(path.parent), **where)
         reference = AutoModelForCausalLM.from_pretrained(str(path.parent), dtype=torch.float32, **where)
     except (ImportError, OSError, ValueError) as error:
-        raise UnreadableDemoModel(path=path, problem=told(error)) from error
+        raise UnreadableDemoModel(path=path, problem=one_line(error)) from error
     finally:
         logging.enable_progress_bar()
     reference = reference.to(device).eval()

@@ -32,7 +32,7 @@ from piecewise.trace.layers.repeated_layers import (
     one_at_a_time,
     repeated_layers,
 )
-from runners.errors import told
+from runners.errors import one_line
 
 
 def run_in_layers(model: nn.Module, run: Callable[..., DynamoRun]) -> tuple[DynamoRun, LayerReuse | None]:
@@ -53,7 +53,7 @@ def run_in_layers(model: nn.Module, run: Callable[..., DynamoRun]) -> tuple[Dyna
                 whole = run(repeats=False, namespace=namespace)
             return whole, _Weaver(whole, layers, namespace).weave()
         except Exception as refusal:  # whatever it is, a run over all of it does without, or has the reason
-            return run(repeats=True), LayerReuse(len(layers), len(layers), told(refusal))
+            return run(repeats=True), LayerReuse(len(layers), len(layers), one_line(refusal))
 
 
 # Attributes that `nn.Module.__call__` has, and the modules themselves do not.

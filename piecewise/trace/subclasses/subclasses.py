@@ -28,7 +28,7 @@ from piecewise.passes.int8_matmul import int8_matmul
 from piecewise.torch_api import SYMBOLIC
 from piecewise.trace.layers.layer_fakes import LayerFakes
 from piecewise.trace.subclasses.kinds import holds_wrapper, plain_tensors, refuse_class
-from runners.errors import TraceError, told
+from runners.errors import TraceError, one_line
 
 Make = Callable[[Sequence[Any]], Any]
 
@@ -190,7 +190,7 @@ class _Rewrite:
             )  # fmt: skip
         except Exception as error:
             raise TraceError(
-                f"{what}, an op on a {' and a '.join(names)}, cannot be followed: {told(error)}",
+                f"{what}, an op on a {' and a '.join(names)}, cannot be followed: {one_line(error)}",
                 rule="graphs hold the ops below a tensor subclass, on the plain tensors inside of it",
                 fix="keep that value as a plain tensor; the cause of this error has the line of the class",
             ) from error

@@ -360,12 +360,12 @@ def thing(**attributes):
 
 
 needs_numbers = pytest.mark.skipif(
-    not internals.dict_numbers_tell(), reason="this Python's dict numbers do not tell of all writes"
+    not internals.dict_versions_tell(), reason="this Python's dict numbers do not tell of all writes"
 )
 
 
 def test_dict_numbers_tell_on_all_pythons_but_one():
-    assert internals.dict_numbers_tell() == (sys.version_info[:3] != (3, 13, 0))
+    assert internals.dict_versions_tell() == (sys.version_info[:3] != (3, 13, 0))
 
 
 DICT_WRITES = {
@@ -383,7 +383,7 @@ DICT_WRITES = {
 @pytest.mark.parametrize("which", [0, 1, 2])
 def test_numbers_tell_of_each_write_to_each_dict(write, which):
     dicts = [{"a": 1, "z": 2} for _ in range(3)]
-    is_same = internals.number_dicts(dicts, [], [])
+    is_same = internals.dict_versions(dicts, [], [])
     assert is_same() and dicts[which]["a"] == 1 and is_same()
     DICT_WRITES[write](dicts[which])
     assert not is_same()
@@ -404,14 +404,14 @@ OBJECT_CHANGES = {
 @pytest.mark.parametrize("which", [0, 1])
 def test_numbers_tell_of_each_change_of_each_object(change, which):
     items = [thing(a=1.0), thing(a=1.0)]
-    is_same = internals.number_dicts([items[0].__dict__, items[1].__dict__, {}], items, [Thing, Thing])
+    is_same = internals.dict_versions([items[0].__dict__, items[1].__dict__, {}], items, [Thing, Thing])
     assert is_same()
     OBJECT_CHANGES[change](items[which])
     assert not is_same()
 
 
 def test_a_class_that_is_not_the_expected_one_is_told_at_once():
-    assert not internals.number_dicts([], [thing()], [Other])()
+    assert not internals.dict_versions([], [thing()], [Other])()
 
 
 def test_the_users_of_a_storage_are_counted():

@@ -12,6 +12,7 @@ import hypothesis
 import hypothesis.strategies as st
 import pytest
 import torch
+from inspection import inspect
 from torch import nn
 from toy_models import CACHE_ROWS, HIDDEN, VOCAB, make_ids, mix
 
@@ -463,7 +464,7 @@ def test_what_the_forward_of_a_layer_holds_is_compared(what):
     graphed = piecewise.compile(model, buckets=(8,), progress=False)
     with torch.no_grad():
         assert graphed.capture(make_ids(6)).ok
-        assert graphed._graphs.signatures[0].traced.trace.layers.num_traced == 1
+        assert inspect(graphed).layers.num_traced == 1
         graphed(make_ids(5))
         if what == "default":
             Default.forward.__defaults__ = (3.0,)
@@ -591,7 +592,7 @@ def test_two_threads_trace_one_model_at_the_same_time():
         graphed = piecewise.compile(model, buckets=(4, 8), progress=False)
         with torch.no_grad():
             graphed.capture(make_ids(6))
-            found[name] = graphed(make_ids(5)), graphed._graphs.signatures[0].traced.trace.layers.num_traced
+            found[name] = graphed(make_ids(5)), inspect(graphed).layers.num_traced
 
     threads = [threading.Thread(target=capture, args=(name,)) for name in range(2)]
     for thread in threads:
@@ -627,7 +628,7 @@ def test_transformers_models(family, monkeypatch):
         report = graphed.capture(input_ids=ids, position_ids=positions, logits_to_keep=1)
         assert report.ok, str(report)
         assert "of 6 layers traced, whose graphs are those of the others" in str(report)
-        (signature,) = graphed._graphs.signatures
+        (signature,) = inspect(graphed).signatures
         layers = signature.traced.trace.layers
         # Gemma has layers with a window, and with rotations of their own, beside those without.
         assert (layers.num_calls, layers.reason) == (6, ""), layers

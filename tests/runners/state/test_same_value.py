@@ -127,9 +127,9 @@ def test_I6_a_container_that_raises_has_other_contents():
 @pytest.fixture(params=["numbers", "values"])
 def check_of(request):
     """Both ways to compare dicts."""
-    numbers = internals.number_dicts if internals.dict_numbers_tell() else None
+    numbers = internals.dict_versions if internals.dict_versions_tell() else None
     return functools.partial(
-        state_check.StateCheck, number_dicts=numbers if request.param == "numbers" else None
+        state_check.StateCheck, dict_versions=numbers if request.param == "numbers" else None
     )
 
 

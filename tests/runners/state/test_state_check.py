@@ -21,8 +21,8 @@ from runners.state.state_check import StateCheck, StateFacts, StateRef
 @pytest.fixture(autouse=True, params=["numbers", "values"])
 def each_way(request, monkeypatch):
     """Dicts compared by their numbers, and by their values as where the numbers tell nothing."""
-    if request.param == "numbers" and internals.dict_numbers_tell():
-        check = functools.partial(state_check.StateCheck, number_dicts=internals.number_dicts)
+    if request.param == "numbers" and internals.dict_versions_tell():
+        check = functools.partial(state_check.StateCheck, dict_versions=internals.dict_versions)
         monkeypatch.setitem(globals(), "StateCheck", check)
 
 
