@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch import fx, nn
 
-from piecewise import torch_api as internals
+from piecewise import torch_api
 from piecewise.analysis.classify import Classifier, Verdict, kind_outside
-from piecewise.analysis.normalize import module_path, source_line
+from piecewise.analysis.normalize import module_path, normalized, source_line
 from piecewise.analysis.rows.counts import Sizes, valid_counts
 from piecewise.analysis.rows.judge import Judge
 from piecewise.analysis.same_program import has_same_program
@@ -32,8 +32,8 @@ from piecewise.ir.plan import SegmentPlan
 from piecewise.report.startup_times import StartupTimes
 from piecewise.settings.config import PiecewiseConfig
 from piecewise.settings.fusions import passes_for
-from piecewise.trace.subclasses.state import normalized
-from piecewise.trace.trace import ExampleCall, Trace, trace
+from piecewise.trace.dynamo.front_end import trace
+from piecewise.trace.trace import ExampleCall, Trace
 from runners.errors import CaptureError, TraceError
 
 
@@ -164,12 +164,12 @@ def trace_model(
 
 def _ints_that_decide(traced: Trace) -> list[int]:
     """Int arguments whose symbol is in a guard or in the shape of some tensor."""
-    sizes = internals.symbolic_sizes(traced.shape_env)
+    sizes = torch_api.symbolic_sizes(traced.shape_env)
     ints = [(expr, leaf) for (leaf, dim), expr in sizes.items() if dim < 0 and expr.is_Symbol]
-    guards = internals.guard_expressions(traced.shape_env)
+    guards = torch_api.guard_expressions(traced.shape_env)
     seen: set[Any] = {symbol for guard in guards for symbol in guard.free_symbols}
     for tensor in fakes_of(traced.graph.graph.nodes) if ints else ():
-        seen |= internals.free_symbols(tensor.shape, traced.shape_env)
+        seen |= torch_api.free_symbols(tensor.shape, traced.shape_env)
     return sorted(leaf for symbol, leaf in ints if symbol in seen)
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from boundary_ops.declare.registry import BoundaryOp, lookup
-from piecewise import torch_api as internals
+from piecewise import torch_api
 from piecewise.analysis.rows.recording import OpRecorder, Recording
 from piecewise.ir.tensors import storage_of, tensors_in, written_arguments
 
@@ -81,7 +81,7 @@ def find_facts(graph: fx.Graph, *, enabled: frozenset[str] | None = None) -> dic
         enabled: names of the boundary ops to cut at, None for all that are registered.
     """
     fakes = [node.meta.get("example_value") for node in graph.nodes]
-    fake_mode = internals.fake_mode_of(fakes)
+    fake_mode = torch_api.fake_mode_of(fakes)
     memo: dict[Any, _Footprint] = {}
     facts: dict[fx.Node, NodeFacts] = {}
     for node in graph.nodes:
@@ -149,7 +149,7 @@ def _run_on_fakes(node: fx.Node, reads: Sequence[fx.Node], fake_mode: Any) -> _F
     value = node.meta.get("example_value")
     if reads_back or not (reads or any(True for _ in tensors_in(value))):
         return (), dict(reads_back=reads_back, data_dependent=reads_back, from_host=from_host)
-    if isinstance(node.target, torch._ops.HigherOrderOperator):
+    if isinstance(node.target, torch_api.HigherOrderOperator):
         # Control flow reads its predicate back.
         return (), dict(reads_back=True, data_dependent=True, from_host=from_host)
 
@@ -183,8 +183,8 @@ def _called(node: fx.Node, fake_mode: Any, mode: Any) -> tuple[Any, set[sympy.Ba
     args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), fake)
     with (
         autocast_of(node),
-        internals.asked_of_sizes(getattr(fake_mode, "shape_env", None)) as asked,
-        internals.python_dispatcher(),
+        torch_api.asked_of_sizes(getattr(fake_mode, "shape_env", None)) as asked,
+        torch_api.python_dispatcher(),
         torch.inference_mode(False),
         torch.no_grad(),
         fake_mode if fake_mode is not None else nullcontext(),

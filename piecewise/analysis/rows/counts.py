@@ -12,9 +12,8 @@ import numpy as np
 import sympy
 import torch
 from numpy.typing import NDArray
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from piecewise import torch_api as internals
+from piecewise import torch_api
 
 Counts = NDArray[np.int64]
 
@@ -56,7 +55,7 @@ class Sizes:
         symbol: of the token count.
     """
 
-    def __init__(self, counts: Counts, symbol: sympy.Symbol, shape_env: ShapeEnv | None) -> None:
+    def __init__(self, counts: Counts, symbol: sympy.Symbol, shape_env: torch_api.ShapeEnv | None) -> None:
         self.counts, self._symbol, self._shape_env = counts, symbol, shape_env
         self._by_expression: dict[Any, Size | None] = {}
         self._by_values: dict[bytes, Size] = {}
@@ -129,14 +128,14 @@ class Sizes:
         return self.interned(size.values // divisor.values)
 
 
-def valid_counts(shape_env: ShapeEnv | None, symbol: sympy.Symbol, largest: int) -> Counts:
+def valid_counts(shape_env: torch_api.ShapeEnv | None, symbol: sympy.Symbol, largest: int) -> Counts:
     """The token counts up to `largest` for which the guards on the count alone hold."""
     counts = np.arange(1, largest + 1, dtype=np.int64)
     valid = np.ones(len(counts), dtype=bool)
     fixed = shape_env.simplify(symbol) if shape_env is not None else symbol
     if fixed.is_Integer:  # with it guards are true
         valid = counts == int(fixed)
-    for guard in internals.guard_expressions(shape_env):
+    for guard in torch_api.guard_expressions(shape_env):
         if guard.free_symbols == {symbol}:
             valid &= values_at(guard, symbol, counts).astype(bool)
     return counts[valid]
@@ -154,7 +153,7 @@ def values_at(expr: sympy.Basic, symbol: sympy.Symbol, counts: Counts) -> NDArra
     found = _direct(expr, symbol, counts)
     if found is not None:
         return np.broadcast_to(found, counts.shape)
-    function = internals.compile_expressions([expr], [symbol])
+    function = torch_api.compile_expressions([expr], [symbol])
     try:
         with np.errstate(all="raise"):
             found = np.asarray(function(counts)[0])

@@ -235,7 +235,7 @@ def _compiled(case: PrefillCase, name: str, sizes: Sequence[int]) -> Prepared:
     source = case.baseline or case
     if name == "reduce-overhead" and native_engine(device_of(case)).device_type is None:
         raise Unavailable("needs a device with graphs of its own")
-    torch._dynamo.reset()
+    torch.compiler.reset()
     mode = "reduce-overhead" if name == "reduce-overhead" else None
     compiled = torch.compile(source.model, dynamic=True, mode=mode)
 
