@@ -18,7 +18,7 @@ from torch import fx
 
 from boundary_ops.declare.registry import BoundaryOp, lookup
 from piecewise import torch_api as internals
-from piecewise.analysis.rows.recording import OpRecorder, Recording
+from piecewise.ir.recording import OpRecorder, Recording
 from piecewise.ir.tensors import storage_of, tensors_in, written_arguments
 
 _HOST_FACTORIES = frozenset({"tensor", "as_tensor", "from_numpy", "asarray", "scalar_tensor"})

@@ -22,8 +22,8 @@ from piecewise.analysis.rows import table
 from piecewise.analysis.rows.counts import Sizes, valid_counts
 from piecewise.analysis.rows.judge import Judge, Judged
 from piecewise.analysis.rows.layout import Layout, Mixes, prefixes
-from piecewise.analysis.rows.recording import OpRecorder, Recording
 from piecewise.analysis.rows.table import UNBOUNDED, Bounds, Rows, bounds_within
+from piecewise.ir.recording import OpRecorder, Recording
 from piecewise.ir.tensors import tensors_in
 
 LARGEST = 24

@@ -21,7 +21,6 @@ from piecewise.analysis.rows.layout import (
     prefixes_or_none,
     regrouped,
 )
-from piecewise.analysis.rows.recording import AtenCall, Recording, Ref
 from piecewise.analysis.rows.table import (
     BOUNDS,
     RULES,
@@ -33,6 +32,7 @@ from piecewise.analysis.rows.table import (
     bounds_within,
     check_static,
 )
+from piecewise.ir.recording import AtenCall, Recording, Ref
 from piecewise.torch_api import SYMBOLIC
 
 __all__ = ["Judge", "Judged", "rules"]

@@ -15,9 +15,9 @@ from torch import fx
 
 from piecewise.analysis.rows.judge import Judge
 from piecewise.analysis.rows.layout import Refusal, is_prefix, prefixes_or_none
-from piecewise.analysis.rows.recording import Ref
 from piecewise.analysis.rows.table import UNBOUNDED, Bounds, Rows, bounds_within
 from piecewise.ir.effects import NodeFacts, fakes_of
+from piecewise.ir.recording import Ref
 from piecewise.ir.tensors import map_tensors, storage_of, tensors_in
 
 # A tensor of a node's value, by its position there.
