@@ -13,7 +13,7 @@ from torch import fx, nn
 from piecewise import torch_api as internals
 from piecewise.analysis.classify import Classifier, Verdict, kind_outside
 from piecewise.analysis.normalize import module_path, source_line
-from piecewise.analysis.rows.counts import Sizes, valid_counts
+from piecewise.analysis.rows.counts import KnownSizes, valid_counts
 from piecewise.analysis.rows.judge import Judge
 from piecewise.analysis.same_program import has_same_program
 from piecewise.analysis.token_dim import TokenSymbol, find_token_symbol
@@ -185,7 +185,7 @@ def prepare(traced: Trace, config: PiecewiseConfig) -> TracedModel:
     counts = valid_counts(traced.shape_env, token.symbol, max(config.buckets))
     if not len(counts):  # no bucket can be served
         counts = np.array([token.example_num_tokens])
-    judge = Judge(Sizes(counts, token.symbol, traced.shape_env))
+    judge = Judge(KnownSizes(counts, token.symbol, traced.shape_env))
     return TracedModel(
         traced, facts, token, judge, captures_boundaries=is_captured, step_metadata=step_metadata
     )
