@@ -38,6 +38,8 @@ lint: $(installed)
 	$(bin)/ruff check $(sources)
 	$(bin)/ruff format --check $(sources)
 	$(bin)/mypy
+	$(bin)/lint-imports
+	$(bin)/python tests/models/house.py
 
 # On any machine that has a CUDA device and torch: nothing is installed or fetched.
 # RESULTS is where measurements go; ARGS are the measuring script's, such as ARGS="--only llama_1b".

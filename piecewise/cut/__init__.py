@@ -1,0 +1,6 @@
+"""Cuts the graph into segments at boundary ops and at ops that must run eagerly.
+
+In: a trace and the verdicts.
+Out: a `SegmentPlan`.
+Read first: `split.py`.
+"""

@@ -1,0 +1,7 @@
+"""Rewrites a segment's aten graph: clean-up, packed linears, fused kernels.
+
+In: the aten graph of one segment.
+Out: another graph that computes the same, and counts of what matched.
+Read first: `pipeline.py`, then `rms_norm.py` as an example.
+A wing: the story of a call can be read without this room.
+"""

@@ -1,0 +1,7 @@
+"""Is the command line: demo, explain, verify, bench, buckets.
+
+In: arguments of a command.
+Out: printed reports, files and an exit code.
+Read first: `cli.py`.
+A wing: the story of a call can be read without this room.
+"""
