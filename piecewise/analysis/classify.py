@@ -13,14 +13,13 @@ import sympy
 import torch
 from torch import fx
 
-from piecewise import torch_api as internals
+from piecewise import torch_api
 from piecewise.analysis.normalize import target_name
 from piecewise.analysis.rows.judge import Judge
 from piecewise.analysis.rows.walk import RowsWalk
 from piecewise.analysis.token_dim import TokenSymbol
 from piecewise.ir.effects import NodeFacts, fakes_of, is_tuple_item, view_chain, written_storages
 from piecewise.ir.tensors import storage_of, tensors_in
-from piecewise.torch_api import SYMBOLIC
 from piecewise.trace.trace import Trace
 
 REASONS: Mapping[str, str] = {
@@ -113,12 +112,14 @@ class Classifier:
     def symbols(self, value: Any) -> frozenset[sympy.Symbol]:
         """Free symbols of the sizes of a tensor (or of all in a tuple), or of a scalar."""
         sizes = [value, *(size for tensor in tensors_in(value) for size in tensor.shape)]
-        return frozenset().union(*(self._free(size) for size in sizes if isinstance(size, SYMBOLIC)))
+        return frozenset().union(
+            *(self._free(size) for size in sizes if isinstance(size, torch_api.SYMBOLIC))
+        )
 
     def _free(self, scalar: Any) -> frozenset[sympy.Symbol]:
         known = self._exprs.get(id(scalar.node))
         if known is None:
-            known = frozenset(internals.free_symbols([scalar], self.shape_env))
+            known = frozenset(torch_api.free_symbols([scalar], self.shape_env))
             self._exprs[id(scalar.node)] = known
         return known
 
@@ -174,7 +175,7 @@ class Classifier:
         return Verdict.of(code, "boundary") if code else Verdict("graph")
 
     def _unrecordable(self, node: fx.Node, fact: NodeFacts, value: Any) -> str | None:
-        if isinstance(node.target, torch._ops.HigherOrderOperator):
+        if isinstance(node.target, torch_api.HigherOrderOperator):
             return "control_flow"
         if target_name(node).partition("::")[0] in _COLLECTIVES:
             return "collective"
@@ -186,7 +187,7 @@ class Classifier:
             return "reads_back"
         values = [value, *(argument.meta.get("example_value") for argument in node.all_input_nodes)]
         seen = set().union(*map(self.symbols, values))
-        if fact.data_dependent or any(internals.is_unbacked(symbol) for symbol in seen):
+        if fact.data_dependent or any(torch_api.is_unbacked(symbol) for symbol in seen):
             return "data_dependent"
         return None
 
@@ -206,7 +207,7 @@ class Classifier:
         fx.node.map_aggregate((node.args, dict(node.kwargs)), leaves.append)
         values = [leaf.meta.get("example_value") if isinstance(leaf, fx.Node) else leaf for leaf in leaves]
         sizes = [size for value in values for size in (value if isinstance(value, torch.Size) else (value,))]
-        return any(isinstance(size, SYMBOLIC) and self.symbols(size) for size in sizes)
+        return any(isinstance(size, torch_api.SYMBOLIC) and self.symbols(size) for size in sizes)
 
     def _shared_writes(self) -> dict[fx.Node, Verdict]:
         """Graph ops that write memory which an eager op also holds: they become eager."""

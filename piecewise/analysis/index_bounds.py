@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from piecewise import torch_api
 from piecewise.ir.tensors import bound_arguments
 from runners.tape.readbacks import kernel_keys
 
@@ -84,13 +84,13 @@ _FAILS: dict[str, Callable[[Mapping[str, Any]], Tensor]] = {
 }
 
 
-def checks_values(op: torch._ops.OpOverload) -> bool:
+def checks_values(op: torch_api.OpOverload) -> bool:
     """Whether an op's kernel looks at values on the device, as far as is known."""
     namespace, _, name = op._schema.name.partition("::")
     return namespace not in ("aten", "prim", "prims") or name in _OPERANDS or name in _FAILS
 
 
-def check_indices(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+def check_indices(op: torch_api.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """Raises IndexError where an index operand of this call of an aten op is out of range, and RuntimeError
     where a kernel's own check of values would fail.
 
@@ -115,7 +115,7 @@ def check_indices(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mappin
             raise IndexError(f"{name}: index {wrong} is out of range for {size} entries")
 
 
-class CheckedIndices(TorchDispatchMode):
+class CheckedIndices(torch_api.TorchDispatchMode):
     """Calls `check_indices` before each aten op in its block, those that custom ops call in Python
     included."""
 

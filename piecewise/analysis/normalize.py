@@ -29,12 +29,10 @@ import sympy
 import torch
 import torch.nn.functional as F
 from torch import fx
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from piecewise import torch_api as internals
+from piecewise import torch_api
 from piecewise.ir.effects import call_on_fakes
 from piecewise.ir.tensors import storage_of, tensors_in
-from piecewise.torch_api import SYMBOLIC
 from piecewise.trace.subclasses.subclasses import Wrapped, see_through
 from runners.errors import SplitError
 
@@ -55,9 +53,9 @@ def target_name(node: fx.Node) -> str:
     target: Any = node.target
     if isinstance(target, str):
         return target
-    if isinstance(target, torch._ops.OpOverload):
+    if isinstance(target, torch_api.OpOverload):
         return target._schema.name
-    if isinstance(target, torch._ops.OpOverloadPacket):
+    if isinstance(target, torch_api.OpOverloadPacket):
         return target._qualified_op_name
     return getattr(target, "__name__", str(target))
 
@@ -97,7 +95,7 @@ _RESHAPE_IN_PLACE = frozenset(
 
 
 def normalize(
-    graph: fx.GraphModule, *, shape_env: ShapeEnv | None = None, numbers: Collection[int] = ()
+    graph: fx.GraphModule, *, shape_env: torch_api.ShapeEnv | None = None, numbers: Collection[int] = ()
 ) -> dict[int, Wrapped]:
     """Applies the rewrites above in place; the module stays runnable but for its autocast regions.
 
@@ -162,7 +160,7 @@ def _wrapped_module(graph: fx.GraphModule, node: fx.Node) -> tuple[fx.GraphModul
         inner = graph.get_submodule(str(node.target))
         if isinstance(inner, fx.GraphModule) and not node.kwargs:
             return inner, list(node.args)
-    elif isinstance(node.target, torch._ops.HigherOrderOperator) and node.target.name() in _WRAPPERS:
+    elif isinstance(node.target, torch_api.HigherOrderOperator) and node.target.name() in _WRAPPERS:
         for position, argument in enumerate(node.args):
             if isinstance(argument, fx.Node) and argument.op == "get_attr":
                 held = getattr(graph, str(argument.target), None)
@@ -269,20 +267,22 @@ def _unwrap_numbers(graph: fx.Graph, numbers: Collection[int]) -> None:
         carrier = items[position]
         if isinstance(carrier, fx.Node) and carrier.target is torch.scalar_tensor:
             number = carrier.args[0]
-            if isinstance(number, fx.Node) and isinstance(number.meta.get("example_value"), SYMBOLIC):
+            if isinstance(number, fx.Node) and isinstance(
+                number.meta.get("example_value"), torch_api.SYMBOLIC
+            ):
                 items[position] = number
     output.args = (tuple(items),)
 
 
-def _fold_fixed_floats(graph: fx.Graph, shape_env: ShapeEnv | None) -> None:
+def _fold_fixed_floats(graph: fx.Graph, shape_env: torch_api.ShapeEnv | None) -> None:
     for node in list(graph.nodes):
         value = node.meta.get("example_value")
         if node.op != "call_method" or node.target != "item" or not isinstance(value, torch.SymFloat):
             continue
         # What data decides stays: eager would check it on each call.
-        if isinstance(value.node._expr, sympy.Expr) and internals.is_unbacked(value.node._expr):
+        if isinstance(value.node._expr, sympy.Expr) and torch_api.is_unbacked(value.node._expr):
             continue
-        fixed = internals.expression(value, shape_env)
+        fixed = torch_api.expression(value, shape_env)
         if fixed is not None and fixed.is_number:
             node.replace_all_uses_with(float(fixed))  # type: ignore[arg-type]
             graph.erase_node(node)
@@ -303,7 +303,7 @@ def _unwrap_idle_dropout(graph: fx.Graph) -> None:
 
 def _renew_views(graph: fx.Graph, memory: set[int]) -> None:
     """Makes the fakes that lie in `memory` again, from those of their arguments as they are now."""
-    fake_mode = internals.fake_mode_of([node.meta.get("example_value") for node in graph.nodes])
+    fake_mode = torch_api.fake_mode_of([node.meta.get("example_value") for node in graph.nodes])
     for node in graph.nodes:
         fakes = tensors_in(node.meta.get("example_value"))
         if node.op.startswith("call") and any(storage_of(tensor) in memory for tensor in fakes):

@@ -11,14 +11,13 @@ import sympy
 import torch
 from torch import fx
 
-from piecewise import torch_api as internals
+from piecewise import torch_api
 from piecewise.analysis.normalize import target_name
 from piecewise.calls.structure import Structure
 from piecewise.cut.split import source_line
 from piecewise.ir.effects import NodeFacts, fakes_of
 from piecewise.ir.plan import ResultLeaf
 from piecewise.ir.tensors import storage_of
-from piecewise.torch_api import SYMBOLIC
 from piecewise.trace.trace import Trace
 
 Facts = Mapping[fx.Node, NodeFacts]
@@ -94,7 +93,7 @@ class _Program:
     def _view(self, node: fx.Node) -> Any:
         """A name of what an aten view looks at: of one row, `slice` is `alias`, `unsqueeze` may be `view`."""
         fake, given = node.meta.get("example_value"), node.args[0] if node.args else None
-        is_view = isinstance(node.target, torch._ops.OpOverload) and node.target.is_view
+        is_view = isinstance(node.target, torch_api.OpOverload) and node.target.is_view
         base = self._names.get(given) if isinstance(given, fx.Node) else None
         if not is_view or not isinstance(fake, torch.Tensor) or base is None:
             return None
@@ -163,7 +162,7 @@ class _Program:
         return tuple(self._number(size) for size in sizes)
 
     def _number(self, value: Any) -> Any:
-        expr = internals.expression(value, self._trace.shape_env)
+        expr = torch_api.expression(value, self._trace.shape_env)
         if expr is None:
             return repr(value)
         if expr not in self._known:
@@ -187,6 +186,6 @@ class _Program:
             return tuple((key, self._argument(item)) for key, item in sorted(value.items()))
         if isinstance(value, slice):
             return ("slice", *map(self._argument, (value.start, value.stop, value.step)))
-        if isinstance(value, (int, float, *SYMBOLIC)) and not isinstance(value, bool):
+        if isinstance(value, (int, float, *torch_api.SYMBOLIC)) and not isinstance(value, bool):
             return self._number(value)
         return repr(value)

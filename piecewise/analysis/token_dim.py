@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 import boundary_ops
-from piecewise import torch_api as internals
+from piecewise import torch_api
 from piecewise.analysis.normalize import source_line, target_name
 from piecewise.ir.effects import NodeFacts, fakes_of
 from piecewise.ir.plan import InputRule
@@ -75,7 +75,7 @@ def _symbols_carried(node: fx.Node, fact: NodeFacts, trace: Trace, outside: set[
     for name, dim in (fact.boundary.token_args or {}).items():
         value = bound[name].meta.get("example_value") if isinstance(bound.get(name), fx.Node) else None
         if isinstance(value, torch.Tensor):
-            return internals.free_symbols(value.shape[dim : dim + 1 or None], trace.shape_env)
+            return torch_api.free_symbols(value.shape[dim : dim + 1 or None], trace.shape_env)
     written = [_symbols_of(t, trace) for t in fakes_of(fact.writes) if storage_of(t) not in outside]
     if written:
         return set.intersection(*written)
@@ -84,7 +84,7 @@ def _symbols_carried(node: fx.Node, fact: NodeFacts, trace: Trace, outside: set[
 
 
 def _symbols_of(tensor: torch.Tensor, trace: Trace) -> set[sympy.Symbol]:
-    return internals.free_symbols(tensor.shape, trace.shape_env)
+    return torch_api.free_symbols(tensor.shape, trace.shape_env)
 
 
 def _only(candidates: set[sympy.Symbol], trace: Trace, node: fx.Node) -> sympy.Symbol:
@@ -99,7 +99,7 @@ def _only(candidates: set[sympy.Symbol], trace: Trace, node: fx.Node) -> sympy.S
             fix='declare it: boundary_ops.define(..., token_args={"q": 0, "out": 0})',
         )
     if not candidates:
-        places = internals.specialisation_places(trace.shape_env)
+        places = torch_api.specialisation_places(trace.shape_env)
         fixed = f"; fixed at {', '.join(places)}" if places else ""
         raise TokenDimError(
             f"the arguments of {where} have no symbolic dim",
@@ -149,7 +149,7 @@ def _describe_inputs(trace: Trace) -> str:
 
 def _inputs_carrying(trace: Trace, symbol: sympy.Symbol) -> tuple[InputRule, ...]:
     def size(expr: sympy.Expr) -> Callable[[int], int]:
-        function = internals.compile_expressions([expr], [symbol])
+        function = torch_api.compile_expressions([expr], [symbol])
         return lambda rows: function(rows)[0]
 
     found = []
@@ -168,6 +168,6 @@ def _make_the_rest_static(trace: Trace, symbol: sympy.Symbol) -> None:
         value = placeholder.node.meta.get("example_value")
         if not isinstance(value, torch.Tensor) or symbol not in _symbols_of(value, trace):
             continue
-        for size, others in [(size, internals.free_symbols([size], trace.shape_env)) for size in value.shape]:
+        for size, others in [(size, torch_api.free_symbols([size], trace.shape_env)) for size in value.shape]:
             if others and symbol not in others:
                 int(size)  # adds Eq(other, hint) to the ShapeEnv; later `simplify` returns the constant

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import fx, nn
 
-from piecewise import torch_api as internals
+from piecewise import torch_api
 from piecewise.analysis.classify import Classifier, Verdict, kind_outside
 from piecewise.analysis.normalize import module_path, source_line
 from piecewise.analysis.rows.counts import KnownSizes, valid_counts
@@ -164,12 +164,12 @@ def trace_model(
 
 def _ints_that_decide(traced: Trace) -> list[int]:
     """Int arguments whose symbol is in a guard or in the shape of some tensor."""
-    sizes = internals.symbolic_sizes(traced.shape_env)
+    sizes = torch_api.symbolic_sizes(traced.shape_env)
     ints = [(expr, leaf) for (leaf, dim), expr in sizes.items() if dim < 0 and expr.is_Symbol]
-    guards = internals.guard_expressions(traced.shape_env)
+    guards = torch_api.guard_expressions(traced.shape_env)
     seen: set[Any] = {symbol for guard in guards for symbol in guard.free_symbols}
     for tensor in fakes_of(traced.graph.graph.nodes) if ints else ():
-        seen |= internals.free_symbols(tensor.shape, traced.shape_env)
+        seen |= torch_api.free_symbols(tensor.shape, traced.shape_env)
     return sorted(leaf for symbol, leaf in ints if symbol in seen)
 
 

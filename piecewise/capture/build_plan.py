@@ -15,7 +15,7 @@ import torch
 
 from boundary_ops.declare.captured_form import StepMetadata
 from boundary_ops.declare.registry import declarations
-from piecewise import torch_api as internals
+from piecewise import torch_api
 from piecewise.capture.faults import SegmentFault
 from piecewise.capture.warm_up import WarmUp, last_uses, state_tensor, static_arguments
 from piecewise.cut.free_strides import op_of, takers_of_any_strides
@@ -332,7 +332,7 @@ def state_check_of(plan: SegmentPlan) -> StateCheck:
         tensors=tuple(tensors.values()),
         looked_up=tuple(looked_up.values()),
         facts=facts,
-        number_dicts=internals.number_dicts if internals.dict_numbers_tell() else None,
+        number_dicts=torch_api.number_dicts if torch_api.dict_numbers_tell() else None,
     )
 
 

@@ -18,15 +18,13 @@ import sympy
 import torch
 from torch import fx
 from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
-from torch.utils._sympy.interp import sympy_interp
 
 import boundary_ops
-from piecewise import torch_api as internals
+from piecewise import torch_api
 from piecewise.ir.aten import function_of
 from piecewise.ir.plan import InputAt, OpCall
 from piecewise.ir.sizes import RowFormulas
 from piecewise.ir.tensors import bound_arguments
-from piecewise.torch_api import SYMBOLIC
 
 if TYPE_CHECKING:
     from piecewise.cut.split import Splitter
@@ -72,7 +70,7 @@ class SegmentWriter:
     def _argument(self, node: Any) -> Any:
         """What a leaf of the arguments is inside: a copied node, a placeholder, a number, or itself."""
         if not isinstance(node, fx.Node):
-            return self._scalar(node) if isinstance(node, SYMBOLIC) else node
+            return self._scalar(node) if isinstance(node, torch_api.SYMBOLIC) else node
         if node in self.copies:
             return self.copies[node]
         value = node.meta.get("example_value")
@@ -106,9 +104,9 @@ class SegmentWriter:
         """The number as ops on `num_rows`; a tuple of sizes as a tuple of such numbers."""
         if isinstance(value, (tuple, list)):
             return tuple(map(self._scalar, value))
-        expr = internals.expression(value, self.splitter.trace.shape_env)
+        expr = torch_api.expression(value, self.splitter.trace.shape_env)
         if expr is None or not expr.free_symbols:
-            if isinstance(value, SYMBOLIC):
+            if isinstance(value, torch_api.SYMBOLIC):
                 return int(value) if isinstance(value, torch.SymInt) else value.node.pytype(value)
             return value
         if expr not in self._scalars:
@@ -117,7 +115,7 @@ class SegmentWriter:
                 if symbol not in self._symbols:
                     self._symbols[symbol] = self._placeholder(self.splitter.symbol_value(symbol))  # type: ignore[arg-type, index]
                 proxies[symbol] = fx.Proxy(self._symbols[symbol], fx.proxy.GraphAppendingTracer(self.graph))  # type: ignore[index]
-            proxy = sympy_interp(RowFormulas, proxies, expr)
+            proxy = torch_api.sympy_interp(RowFormulas, proxies, expr)
             self._scalars[expr] = proxy.node if isinstance(proxy, fx.Proxy) else proxy
         return self._scalars[expr]
 
@@ -189,7 +187,7 @@ def _below_torch_function(function: Callable[..., tuple]) -> Callable[..., tuple
     """The function of ops that a trace has found below the `__torch_function__` of the model's tensors."""
 
     def run(*arguments: Any) -> tuple:
-        with internals.below_torch_function():
+        with torch_api.below_torch_function():
             return function(*arguments)
 
     return run

@@ -19,7 +19,7 @@ import sympy
 import torch
 from torch import fx
 
-from piecewise import torch_api as internals
+from piecewise import torch_api
 from piecewise.analysis.classify import Classifier, Verdict
 from piecewise.analysis.index_bounds import checks_values
 from piecewise.analysis.normalize import module_path, source_line, target_name
@@ -123,9 +123,9 @@ class Splitter:
                 sizes = self.trace.symbols_of_leaf(placeholder.leaf)
                 if symbol in sizes:
                     return placeholder.leaf, sizes.index(symbol)
-            elif placeholder.kind == "input" and internals.expression(value, self.trace.shape_env) == symbol:
+            elif placeholder.kind == "input" and torch_api.expression(value, self.trace.shape_env) == symbol:
                 return placeholder.leaf, -1
-        return internals.symbol_source(self.trace.shape_env, symbol)  # an input that the graph does not read
+        return torch_api.symbol_source(self.trace.shape_env, symbol)  # an input that the graph does not read
 
     def groups(self) -> list[tuple[str, list[fx.Node]]]:
         """Consecutive nodes of one kind; a boundary op is a group of its own; scalars and floating views
@@ -223,15 +223,15 @@ class Splitter:
 
     def _plan(self, segments: tuple[Segment, ...]) -> SegmentPlan:
         result_values = [self._result_value(item) for item in self.graph.output_node().args[0]]  # type: ignore[union-attr]
-        guards = internals.guard_expressions(self.trace.shape_env)
+        guards = torch_api.guard_expressions(self.trace.shape_env)
         others = {symbol for guard in guards for symbol in guard.free_symbols} - {self.token.symbol}
         known = [
             symbol
             for symbol in sorted(others, key=str)
-            if not internals.is_unbacked(symbol) and self._symbol_source_for(symbol) is not None
+            if not torch_api.is_unbacked(symbol) and self._symbol_source_for(symbol) is not None
         ]
         usable = [g for g in guards if g.free_symbols <= {self.token.symbol, *known}]
-        check = internals.compile_expressions(usable, [self.token.symbol, *known])
+        check = torch_api.compile_expressions(usable, [self.token.symbol, *known])
         symbols = tuple(self.symbol_value(symbol) for symbol in known)
         given = [source for source in result_values if isinstance(source, int)]
         values = with_free_strides(self.values, segments, given)
@@ -263,9 +263,9 @@ class Splitter:
             value = item.meta.get("example_value")
             if isinstance(value, torch.Tensor) or self.is_eager(item):
                 return self._value(item)
-        expr = internals.expression(value, self.trace.shape_env)
+        expr = torch_api.expression(value, self.trace.shape_env)
         others = sorted(expr.free_symbols - {self.token.symbol}, key=str)  # type: ignore[union-attr]
-        compute = internals.compile_expressions([expr], [self.token.symbol, *others])  # type: ignore[list-item]
+        compute = torch_api.compile_expressions([expr], [self.token.symbol, *others])  # type: ignore[list-item]
         indices = tuple(self.symbol_value(symbol) for symbol in others)
         return ComputedNumber(compute, indices)
 

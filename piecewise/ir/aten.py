@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from piecewise import torch_api as internals
+from piecewise import torch_api
 from piecewise.ir.plan import Segment, ValueSpec
 from runners.errors import told
 
@@ -60,16 +60,16 @@ def trace_aten(segment: Segment, values: Sequence[ValueSpec], *, num_rows: int) 
         NotTraceable: a value has sizes that are not functions of the row count, or the ops cannot be traced.
     """
     # Captured boundary ops lie between the layers that they join.
-    fake_mode = internals.new_fake_mode(repeats=segment.captured_ops > 0)
-    rows = internals.symbolic_count(fake_mode, "num_rows", num_rows)
+    fake_mode = torch_api.new_fake_mode(repeats=segment.captured_ops > 0)
+    rows = torch_api.symbolic_count(fake_mode, "num_rows", num_rows)
     fakes = [fake_input(values[index], rows, fake_mode) for index in segment.inputs]
     try:
-        module = internals.trace_aten(segment.function, (rows, *fakes), fake_mode)
+        module = torch_api.trace_aten(segment.function, (rows, *fakes), fake_mode)
     except Exception as error:
         raise NotTraceable(told(error)) from error
     if any(torch.Tag.inplace_view in getattr(node.target, "tags", ()) for node in module.graph.nodes):
         raise NotTraceable("an op changes the shape of a tensor in place")
-    return AtenGraph(module, fake_mode, rows, num_rows, internals.row_condition(fake_mode, rows))
+    return AtenGraph(module, fake_mode, rows, num_rows, torch_api.row_condition(fake_mode, rows))
 
 
 def fake_input(value: ValueSpec, rows: Any, fake_mode: Any) -> torch.Tensor:

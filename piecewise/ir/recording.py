@@ -8,9 +8,8 @@ from typing import Any, NamedTuple
 
 import sympy
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from piecewise import torch_api as internals
+from piecewise import torch_api
 from piecewise.ir.tensors import bound_arguments, map_tensors, storage_of, tensors_in, written_arguments
 
 
@@ -78,7 +77,7 @@ _IGNORED = frozenset(
 )
 
 
-class OpRecorder(TorchDispatchMode):
+class OpRecorder(torch_api.TorchDispatchMode):
     """Notes the ops of its block.
 
     Args:
@@ -107,7 +106,7 @@ class OpRecorder(TorchDispatchMode):
         schema = func._schema
         if schema.name in _IGNORED:
             return func(*args, **kwargs)
-        if internals.is_composite(func):
+        if torch_api.is_composite(func):
             with self:
                 return func.decompose(*args, **kwargs)
         self.tags |= _tags(func, args, kwargs)

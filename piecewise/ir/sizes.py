@@ -10,10 +10,8 @@ from typing import Any
 import sympy
 import torch
 from torch import fx
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
-from torch.utils._sympy.reference import PythonReferenceAnalysis
 
-from piecewise import torch_api as internals
+from piecewise import torch_api
 
 _ROWS = sympy.Symbol("n")
 
@@ -21,19 +19,19 @@ _ROWS = sympy.Symbol("n")
 class SizeFunctions:
     """Compiles size expressions of one trace once; equal ones share a function."""
 
-    def __init__(self, shape_env: ShapeEnv | None, symbol: sympy.Symbol) -> None:
+    def __init__(self, shape_env: torch_api.ShapeEnv | None, symbol: sympy.Symbol) -> None:
         self._shape_env, self._symbol = shape_env, symbol
         self._known: dict[Any, Callable[[int], tuple[int, ...]] | None] = {}
 
     def exprs(self, sizes: Sequence[Any]) -> tuple[sympy.Expr, ...]:
-        return tuple(internals.expression(size, self._shape_env) for size in sizes)  # type: ignore[misc]
+        return tuple(torch_api.expression(size, self._shape_env) for size in sizes)  # type: ignore[misc]
 
     def of(self, sizes: Sequence[Any]) -> Callable[[int], tuple[int, ...]] | None:
         """rows → sizes; None where a symbol other than the token count occurs."""
         exprs = self.exprs(sizes)
         if exprs not in self._known:
             others = {symbol for expr in exprs for symbol in expr.free_symbols} - {self._symbol}
-            self._known[exprs] = None if others else internals.compile_expressions(exprs, [self._symbol])
+            self._known[exprs] = None if others else torch_api.compile_expressions(exprs, [self._symbol])
         return self._known[exprs]
 
     def text(self, tensor: torch.Tensor) -> str:
@@ -82,7 +80,7 @@ def _recorded(function: Callable[..., Any], num_arguments: int) -> Any:
     return staticmethod(apply)
 
 
-class RowFormulas(PythonReferenceAnalysis):
+class RowFormulas(torch_api.PythonReferenceAnalysis):
     """Interprets a sympy expression over numbers or FX proxies, which torch's own reference does not take for
     all ops."""
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from piecewise import torch_api as internals
+from piecewise import torch_api
 from piecewise.ir.aten import AtenGraph
 from piecewise.ir.plan import Segment
 from piecewise.lowering.layout import SegmentLayout
@@ -45,8 +45,8 @@ class AtenSegment:
         Raises:
             Exception: of any kind, where the segment cannot be traced.
         """
-        fake_mode = internals.new_fake_mode()
-        count = internals.symbolic_count(fake_mode, "num_rows", rows) if is_dynamic else rows
+        fake_mode = torch_api.new_fake_mode()
+        count = torch_api.symbolic_count(fake_mode, "num_rows", rows) if is_dynamic else rows
         tensors = []
         with fake_mode:
             for value in layout.inputs:
@@ -59,7 +59,7 @@ class AtenSegment:
             return tuple(outputs[position] for position in layout.made)
 
         placeholders = (count, *tensors) if is_dynamic else tuple(tensors)
-        module = internals.functional_aten_graph(program, placeholders, fake_mode)
+        module = torch_api.functional_aten_graph(program, placeholders, fake_mode)
         return cls(module, count, placeholders, fake_mode)
 
     @classmethod
@@ -88,7 +88,7 @@ def _is_functional(node: fx.Node) -> bool:
         return True
     if node.op != "call_function":
         return False
-    if isinstance(node.target, torch._ops.OpOverload):
+    if isinstance(node.target, torch_api.OpOverload):
         return not node.target._schema.is_mutable
     # Arithmetic on sizes and items of tuples.
     return node.target is operator.getitem or getattr(node.target, "__module__", "") in ("_operator", "math")

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from piecewise import torch_api as internals
+from piecewise import torch_api
 from piecewise.ir.aten import AtenGraph
 from piecewise.ir.placeholders import unchanged_random_state
 from piecewise.ir.plan import Segment, SegmentPlan, ValueSpec
@@ -59,7 +59,7 @@ class LoweredSegment:
         if num_rows in self.failed:
             return self.segment.function(num_rows, *inputs)
         try:
-            with internals.without_autocast():
+            with torch_api.without_autocast():
                 made = self.by_rows[num_rows](num_rows, *inputs)
                 return self.layout.results_of(num_rows, inputs, made)
         except Exception as error:
@@ -227,17 +227,17 @@ class _Job:
         count = f"any count such as {rows}" if is_dynamic else f"{rows} rows"
         parts = (
             settings,
-            internals.numeric_settings(device),
+            torch_api.numeric_settings(device),
             count,
             segment_text(self.plan, segment),
             layout.made,
         )
         key = hashlib.sha256("\n".join(map(str, parts)).encode()).hexdigest()
         if key not in self.compiled:
-            before = internals.inductor_cache_counts()
+            before = torch_api.inductor_cache_counts()
             with unchanged_random_state(device):
                 self.compiled[key] = self._compile(segment, layout, rows, is_dynamic=is_dynamic)
-            found, missed = map(int.__sub__, internals.inductor_cache_counts(), before)
+            found, missed = map(int.__sub__, torch_api.inductor_cache_counts(), before)
             if isinstance(self.compiled[key], _Compiled):
                 self.num_compiled += 1
                 self.num_from_disk += bool(found and not missed)
@@ -258,11 +258,11 @@ class _Job:
                 aten = AtenSegment.of_graph(graph, layout)
             if aten is None:
                 aten = AtenSegment.of(segment, layout, rows=rows, is_dynamic=is_dynamic)
-            function = internals.compile_aten_graph(aten.module, aten.arguments, aten.fake_mode)
+            function = torch_api.compile_aten_graph(aten.module, aten.arguments, aten.fake_mode)
         except Exception as error:  # whatever it is, the segment's own kernels do without
             return Unlowerable(told(error))
         # Of what was assumed about the row count while tracing and compiling.
-        return _Compiled(aten.with_rows(function), internals.row_condition(aten.fake_mode, aten.rows))
+        return _Compiled(aten.with_rows(function), torch_api.row_condition(aten.fake_mode, aten.rows))
 
 
 def _computing(plan: SegmentPlan) -> list[Segment]:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from piecewise import torch_api as internals
+from piecewise import torch_api
 from piecewise.ir.aten import AtenGraph, NotTraceable, fake_input, trace_aten
 from piecewise.ir.plan import FusionReport, Segment, SegmentPlan, ValueSpec
 from piecewise.passes.fakes import geometry, memory_of
@@ -55,8 +55,8 @@ class _Fused:
 class _Fusing:
     def __init__(self, plan: SegmentPlan, names: Sequence[str], *, num_rows: int, move_weights: bool) -> None:
         self.plan, self.names, self.num_rows, self.move_weights = plan, tuple(names), num_rows, move_weights
-        self._key_mode = internals.new_fake_mode()
-        self._key_rows = internals.symbolic_count(self._key_mode, "num_rows", num_rows)
+        self._key_mode = torch_api.new_fake_mode()
+        self._key_rows = torch_api.symbolic_count(self._key_mode, "num_rows", num_rows)
         self._geometries: dict[Any, Any] = {}
         self._groups: dict[Any, tuple[LinearGroup, ...] | NotTraceable] = {}
         self._ready: dict[Any, tuple[AtenGraph, Counter[str]]] = {}
@@ -209,7 +209,7 @@ def _where_valid(
         if not is_valid(num_rows):
             return own(num_rows, *inputs)
         # Its casts are in the graph.
-        with internals.without_autocast():
+        with torch_api.without_autocast():
             return fused(num_rows, *inputs)
 
     return run

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils._sympy.interp import sympy_interp
 
+from piecewise import torch_api
 from piecewise.ir.sizes import RowFormulas
 from piecewise.passes.fakes import aten, geometry, memory_of, propagate, value_of
 
@@ -53,5 +53,5 @@ def _as_argument(graph: fx.Graph, size: Any) -> Any:
     rows = next(iter(graph.nodes))
     symbol = value_of(rows).node.expr
     proxy = fx.Proxy(rows, fx.proxy.GraphAppendingTracer(graph))
-    found = sympy_interp(RowFormulas, {symbol: proxy}, size.node.expr)
+    found = torch_api.sympy_interp(RowFormulas, {symbol: proxy}, size.node.expr)
     return found.node if isinstance(found, fx.Proxy) else found

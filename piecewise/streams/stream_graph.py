@@ -12,10 +12,9 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._ops import OpOverload
 from torch.utils.flop_counter import flop_registry
 
-from piecewise import torch_api as internals
+from piecewise import torch_api
 from piecewise.ir.aten import trace_aten
 from piecewise.ir.plan import Segment, ValueSpec
 from piecewise.ir.tensors import tensors_in, written_arguments
@@ -58,7 +57,7 @@ class ScheduledFunction:
 
         def run(lanes: Lanes, num_rows: int, *inputs: torch.Tensor) -> tuple:
             # Casts of autocast are in the graph.
-            with internals.without_autocast(), lanes.opened():
+            with torch_api.without_autocast(), lanes.opened():
                 return function(lanes, num_rows, *inputs)
 
         return cls(made, run, traced.is_valid)
@@ -92,7 +91,7 @@ def _facts(node: fx.Node, positions: Mapping[fx.Node, int], memories: Callable[[
     takes = tuple(sorted(positions[each] for each in node.all_input_nodes if each in positions))
     given = [value_of(each) for each in node.all_input_nodes]
     held, made = memories(given), memories(value_of(node))
-    if not isinstance(node.target, OpOverload):
+    if not isinstance(node.target, torch_api.OpOverload):
         # Constants, items of tuples and sizes; whatever else there is may do anything.
         is_known = node.op == "get_attr" or made <= held
         return OpFacts(takes, is_barrier=not is_known)
@@ -108,7 +107,7 @@ def _facts(node: fx.Node, positions: Mapping[fx.Node, int], memories: Callable[[
     )  # fmt: skip
 
 
-def is_heavy(op: OpOverload) -> bool:
+def is_heavy(op: torch_api.OpOverload) -> bool:
     """Whether an op is worth a lane: torch has a formula for its FLOPs, or it is named as a matmul is."""
     name = op._schema.name.rpartition("::")[2]
     return op.overloadpacket in flop_registry or name.rstrip("_").endswith("mm")
@@ -116,7 +115,7 @@ def is_heavy(op: OpOverload) -> bool:
 
 def _num_bytes(values: Sequence[Any]) -> int:
     """Bytes of all tensors, at the row count of the trace."""
-    return sum(internals.size_hint(tensor.numel()) * tensor.element_size() for tensor in tensors_in(values))
+    return sum(torch_api.size_hint(tensor.numel()) * tensor.element_size() for tensor in tensors_in(values))
 
 
 def _on_lanes(graph: fx.Graph, nodes: Sequence[fx.Node], made: StreamSchedule) -> fx.Graph:

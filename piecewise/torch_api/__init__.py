@@ -1,7 +1,8 @@
 """Every private torch API that the compile-time half uses, in one place, for torch 2.11 to 2.14.
 
-Only the pattern matcher, which takes long to load, is elsewhere (`passes/matcher.py`). Nothing here has a
-public equivalent; `test_torch_internals.py` checks each of them on the installed version.
+Others write `from piecewise import torch_api`, and `torch_api.name`. Inductor's pattern matcher takes long to
+load: `pattern_matcher.py` is imported by its users. Nothing here has a public equivalent;
+`tests/piecewise/torch_api` checks each of them on the installed version.
 """
 
 # ruff: noqa: F401
@@ -45,6 +46,13 @@ from piecewise.torch_api.inductor import (
     start_compile_workers,
     without_autocast,
 )
+from piecewise.torch_api.ops import (
+    HigherOrderOperator,
+    OpOverload,
+    OpOverloadPacket,
+    TorchDispatchMode,
+    int_mm,
+)
 from piecewise.torch_api.process import (
     GlobalState,
     dict_numbers_tell,
@@ -62,6 +70,8 @@ from piecewise.torch_api.subclasses import (
 )
 from piecewise.torch_api.symbols import (
     SYMBOLIC,
+    PythonReferenceAnalysis,
+    ShapeEnv,
     asked_of_sizes,
     compile_expressions,
     expression,
@@ -78,4 +88,17 @@ from piecewise.torch_api.symbols import (
     symbol_source,
     symbolic_count,
     symbolic_sizes,
+    sympy_interp,
+)
+from piecewise.torch_api.trees import (
+    SUPPORTED_NODES,
+    compute_required_storage_length,
+    is_non_overlapping_and_dense_or_false,
+    make_contiguous_strides_for,
+    tree_flatten,
+    tree_iter,
+    tree_leaves,
+    tree_map,
+    tree_map_only,
+    tree_unflatten,
 )

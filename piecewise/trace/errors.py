@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from piecewise import torch_api
 from piecewise.calls.structure import Structure
-from piecewise.torch_api import is_wrapper
 from runners.errors import TraceError
 
 _MAX_DETAIL = 400
@@ -93,5 +93,12 @@ def translated(error: Exception, held: Sequence[tuple[str, torch.Tensor]] = ()) 
         + (f" ({where})" if where else ""),
         rule="forward must be one graph: no graph breaks [I10]",
         fix="the cause names the construct; torch.compile(model, fullgraph=True) fails on the same line"
-        + next((_SUBCLASS.format(path, type(each).__name__) for path, each in held if is_wrapper(each)), ""),
+        + next(
+            (
+                _SUBCLASS.format(path, type(each).__name__)
+                for path, each in held
+                if torch_api.is_wrapper(each)
+            ),
+            "",
+        ),
     )

@@ -16,9 +16,8 @@ from typing import Any
 import sympy
 import torch
 from torch import fx, nn
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from piecewise import torch_api as internals
+from piecewise import torch_api
 from piecewise.calls.form import refuse_backward_hooks
 from piecewise.calls.structure import Structure
 from piecewise.ir.plan import ResultLeaf, WrappedLeaf
@@ -56,7 +55,7 @@ class Trace:
     placeholders: tuple[Placeholder, ...]
     result: Structure
     result_leaves: tuple[ResultLeaf, ...]
-    shape_env: ShapeEnv | None
+    shape_env: torch_api.ShapeEnv | None
     state_facts: StateFacts
     example: ExampleCall
     leaves_seen: frozenset[int] = frozenset()
@@ -70,7 +69,7 @@ class Trace:
             if placeholder.kind == "input" and placeholder.leaf == leaf:
                 fake = placeholder.node.meta["example_value"]
                 if isinstance(fake, torch.Tensor):
-                    return tuple(internals.expression(size, self.shape_env) for size in fake.shape)  # type: ignore[misc]
+                    return tuple(torch_api.expression(size, self.shape_env) for size in fake.shape)  # type: ignore[misc]
         return ()
 
 
@@ -95,7 +94,7 @@ def trace(
         TraceError: forward cannot be one graph, has side effects, or returns something that cannot be
             rebuilt.
     """
-    disabled = internals.dynamo_is_disabled()
+    disabled = torch_api.dynamo_is_disabled()
     if disabled is not None:
         raise TraceError(
             "the model cannot be traced",
@@ -127,8 +126,8 @@ def _finished(
     run: DynamoRun, example: ExampleCall, layers: LayerReuse | None, *, forward: Any, finds_facts: bool
 ) -> Trace:
     fakes = [node.meta["example_value"] for node in run.placeholders()]
-    shape_env = internals.shape_env_of(fakes)
-    internals.forget_tensors(internals.fake_mode_of(fakes))
+    shape_env = torch_api.shape_env_of(fakes)
+    torch_api.forget_tensors(torch_api.fake_mode_of(fakes))
     scope = run.scope()
     placeholders = placeholders_of(run, scope)
     structure, result_leaves, wrapped = result_of(run, placeholders)

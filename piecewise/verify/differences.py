@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 
+from piecewise import torch_api
 from piecewise.calls.structure import Structure, flatten_structure
-from piecewise.torch_api import is_wrapper
 from piecewise.trace.subclasses.kinds import plain_tensors
 
 _ROUNDINGS = 8
@@ -172,9 +172,11 @@ class Outcome:
         """Of `call()`. Copies, since the next run may overwrite what a result is a view of."""
         structure, leaves = flatten_structure(call())
         # Comparisons of a subclass are its own class's: of what is inside, all of it.
-        opened = [list(plain_tensors(leaf)) if is_wrapper(leaf) else [leaf] for leaf in leaves]
+        opened = [list(plain_tensors(leaf)) if torch_api.is_wrapper(leaf) else [leaf] for leaf in leaves]
         kinds = tuple(
-            (type(leaf), len(parts)) for leaf, parts in zip(leaves, opened, strict=True) if is_wrapper(leaf)
+            (type(leaf), len(parts))
+            for leaf, parts in zip(leaves, opened, strict=True)
+            if torch_api.is_wrapper(leaf)
         )
         parts = itertools.chain.from_iterable(opened)
         leaves = [stored(part.detach()) if isinstance(part, torch.Tensor) else part for part in parts]

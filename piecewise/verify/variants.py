@@ -241,7 +241,7 @@ def _compiled(case: PrefillCase, name: str, sizes: Sequence[int]) -> Prepared:
     source = case.baseline or case
     if name == "reduce-overhead" and device_of(case).type != "cuda":
         raise Unavailable("needs a CUDA device")
-    torch._dynamo.reset()
+    torch.compiler.reset()
     mode = "reduce-overhead" if name == "reduce-overhead" else None
     compiled = torch.compile(source.model, dynamic=True, mode=mode)
 

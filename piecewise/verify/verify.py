@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from boundary_ops import PrefillBatch
+from piecewise import torch_api
 from piecewise.capture.poison import AS_SERVED, WITHOUT_GRAPHS, Poison, poisons_for, spoil_static_memory
 from piecewise.ir.placeholders import unchanged_random_state
 from piecewise.ir.plan import SegmentPlan
-from piecewise.torch_api import is_wrapper
 from piecewise.trace.subclasses.kinds import plain_tensors
 from piecewise.verify.differences import (
     Outcome,
@@ -178,7 +178,7 @@ class _SizeVerifier:
                 if isinstance(tensor, torch.Tensor):
                     found[".".join(filter(None, ("model", path, key)))] = tensor
         found = {
-            f"{name}{f', part {number}' * is_wrapper(tensor)}": part
+            f"{name}{f', part {number}' * torch_api.is_wrapper(tensor)}": part
             for name, tensor in found.items()
             for number, part in enumerate(plain_tensors(tensor))
         }

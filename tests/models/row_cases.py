@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 
-from piecewise import torch_api as internals
+from piecewise import torch_api
 from piecewise.analysis.rows import table
 from piecewise.analysis.rows.counts import KnownSizes, valid_counts
 from piecewise.analysis.rows.judge import Judge, Judged
@@ -157,13 +157,13 @@ def record(
     function: Callable[..., Any], inputs: tuple[Input, ...], *, count: Any, device: str = "cpu"
 ) -> Any:
     """(count, recording, environment of symbols) for an example; one of one token has no symbol."""
-    fake_mode = internals.new_fake_mode()
-    rows = internals.symbolic_count(fake_mode, "n", count) if count > 1 else count
+    fake_mode = torch_api.new_fake_mode()
+    rows = torch_api.symbolic_count(fake_mode, "n", count) if count > 1 else count
     with fake_mode:
         fakes = [torch.empty(each.shape(rows), dtype=each.dtype, device=device) for each in inputs]
     recorder = OpRecorder(fakes)
     with fake_mode.shape_env.ignore_fresh_unbacked_symbols(), torch.no_grad(), fake_mode, recorder:
-        with internals.python_dispatcher(), _on(device):
+        with torch_api.python_dispatcher(), _on(device):
             try:
                 value = function(*fakes)
             except Exception as error:

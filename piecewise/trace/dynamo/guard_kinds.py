@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 
-from piecewise.torch_api import SeenGuard
+from piecewise import torch_api
 from piecewise.trace.dynamo.sources import readable_path
 from runners.errors import TraceError
 
@@ -109,11 +109,11 @@ GUARD_KINDS = {
     "DEFAULT_DEVICE": GuardKind(Rule.PROCESS, "is the default device the same?"),
     "SHAPE_ENV": GuardKind(Rule.SIZES, "do the sizes fulfil the trace's conditions?"),
     "TENSOR_MATCH": GuardKind(Rule.TENSOR, "is it a tensor of this kind?"),
-    SeenGuard.UNGUARDED: GuardKind(Rule.VALUE, "nothing: it was read, and has no guard"),
+    torch_api.SeenGuard.UNGUARDED: GuardKind(Rule.VALUE, "nothing: it was read, and has no guard"),
 }
 
 
-def rule_of(guard: SeenGuard) -> Rule:
+def rule_of(guard: torch_api.SeenGuard) -> Rule:
     """How a guard is compared.
 
     Raises:
@@ -125,13 +125,13 @@ def rule_of(guard: SeenGuard) -> Rule:
     return known.rule
 
 
-def is_asked_of(guard: SeenGuard) -> bool:
+def is_asked_of(guard: torch_api.SeenGuard) -> bool:
     """Whether a guard asks about what its source leads to, and not about the process or its sizes."""
     known = GUARD_KINDS.get(guard.kind)
     return known is None or known.rule not in (Rule.PROCESS, Rule.NO_EFFECT, Rule.SIZES)
 
 
-def refusal(guard: SeenGuard, *, fix: str = "") -> TraceError:
+def refusal(guard: torch_api.SeenGuard, *, fix: str = "") -> TraceError:
     """Why a trace that relied on this cannot be used."""
     known = GUARD_KINDS.get(guard.kind)
     return TraceError(

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from piecewise import torch_api as internals
+from piecewise import torch_api
 from piecewise.calls.binder import CallBinder, is_plain_leaf
 from piecewise.calls.structure import Namespace, Structure, flatten_structure
 from piecewise.trace.dynamo.sources import Scope, readable_path
@@ -107,7 +107,7 @@ class DynamoRun:
     graph: fx.GraphModule = dataclasses.field(default_factory=lambda: fx.GraphModule({}, fx.Graph()))
     has_graph: bool = False
     sources: dict[str, str | None] = dataclasses.field(default_factory=dict)
-    guards: list[internals.SeenGuard] = dataclasses.field(default_factory=list)
+    guards: list[torch_api.SeenGuard] = dataclasses.field(default_factory=list)
     reads: list[str] = dataclasses.field(default_factory=list)
     code: list[CodeType] = dataclasses.field(default_factory=list)
     marks_tensors: bool = False
@@ -122,19 +122,19 @@ class DynamoRun:
     def __call__(self, graph: fx.GraphModule, _: Sequence[Any]) -> Any:
         self.graph, self.has_graph = graph, True
         for node in graph.graph.find_nodes(op="placeholder"):
-            source = internals.source_name(node)
+            source = torch_api.source_name(node)
             self.sources[node.name] = self.as_read(source) if source else None
         self.guards = [
             dataclasses.replace(guard, source=self.as_read(guard.source), other=self.as_read(guard.other))
-            for guard in internals.current_guards()
+            for guard in torch_api.current_guards()
         ]
         guarded = {source for guard in self.guards for source in (guard.source, guard.other)}
         self.guards += [
-            internals.SeenGuard(source, internals.SeenGuard.UNGUARDED, {})
+            torch_api.SeenGuard(source, torch_api.SeenGuard.UNGUARDED, {})
             for source in dict.fromkeys(map(self.as_read, self.reads))
             if source not in guarded
         ]
-        self.code = internals.traced_code()
+        self.code = torch_api.traced_code()
         self._note_writes()
         outputs = graph.graph.output_node().args[0]
         fakes = [node.meta.get("example_value") if isinstance(node, fx.Node) else node for node in outputs]  # type: ignore[union-attr]
@@ -181,7 +181,7 @@ class DynamoRun:
         return {name: value for name, value in self.function.__globals__.items() if name in names}
 
     def fake_mode(self) -> Any:
-        return internals.fake_mode_of([node.meta["example_value"] for node in self.placeholders()])
+        return torch_api.fake_mode_of([node.meta["example_value"] for node in self.placeholders()])
 
     def placeholders(self) -> list[fx.Node]:
         return list(self.graph.graph.find_nodes(op="placeholder"))
@@ -189,7 +189,7 @@ class DynamoRun:
     def _note_writes(self) -> None:
         """Adds to the snapshot what Dynamo will write to after the graph, before it does."""
         scope = self.scope()
-        for source, names in internals.sources_to_be_written():
+        for source, names in torch_api.sources_to_be_written():
             source = self.as_read(source)
             self.stores += [f"{source}.{name}" for name in names] or [source]
             try:
@@ -234,13 +234,13 @@ def run_dynamo(
             i for i, leaf in enumerate(leaves) if not isinstance(leaf, torch.Tensor) and i not in static_dims
         ]
         int_names = [f"i{index}" for index in ints]
-        settings = internals.tracing_config(int_names, repeats=repeats)
+        settings = torch_api.tracing_config(int_names, repeats=repeats)
         with settings, torch.inference_mode(False), torch.no_grad():
             logger.setLevel(logging.CRITICAL)  # it prints a page before the exception that is re-raised below
             # Called once, at once: Dynamo need not keep the guards that it found.
             options: Any = {"guard_filter_fn": lambda entries: [False] * len(entries)}
             compiled = torch.compile(function, backend=run, fullgraph=True, options=options)
-            with internals.tensor_attributes_set() as marked, internals.sources_read() as run.reads:
+            with torch_api.tensor_attributes_set() as marked, torch_api.sources_read() as run.reads:
                 run.result = compiled(model, *leaves)
             run.marks_tensors = bool(marked)
     except PiecewiseError:
@@ -254,7 +254,7 @@ def run_dynamo(
         logger.setLevel(level)
         run.changes = snapshot.restore(run.is_bound_again)
         names = run.names_in_sources()
-        internals.forget_compilation(function.__code__, run)
+        torch_api.forget_compilation(function.__code__, run)
         function.__globals__.update(names)  # some go with Dynamo's code
         linecache.cache.pop(function.__code__.co_filename, None)
     if not run.has_graph:
@@ -268,7 +268,7 @@ def run_dynamo(
     return run
 
 
-def _leads(guard: internals.SeenGuard, scope: Scope) -> bool:
+def _leads(guard: torch_api.SeenGuard, scope: Scope) -> bool:
     """Whether there is anything at a source that Dynamo looked at for a moment."""
     try:
         return bool(scope.steps(guard.source))
@@ -299,7 +299,7 @@ def _prepare_leaves(example: ExampleCall, static_dims: Mapping[int, Sequence[int
         twin = twins[id(leaf)]
         for dim, size in enumerate(twin.shape):
             if size > 1 and dim not in static_dims.get(index, ()):
-                internals.mark_dynamic(twin, dim)
+                torch_api.mark_dynamic(twin, dim)
         prepared.append(twin)
     return prepared
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from piecewise.torch_api import names_in_sources
+from piecewise import torch_api
 from runners.state.state_check import InnerRef, StateRef
 
 _MODULE_TABLES = ("_modules", "_parameters", "_buffers")
@@ -106,7 +106,7 @@ class Scope:
     def reader(self, sources: Sequence[str]) -> Callable[[], tuple[Any, ...]]:
         """What gives the values at some sources now."""
         text = f"lambda L, G: ({''.join(f'{source}, ' for source in sources)})"
-        read = eval(text, dict(names_in_sources()))  # Dynamo's own source text
+        read = eval(text, dict(torch_api.names_in_sources()))  # Dynamo's own source text
         names = self._names  # alone, as the steps hold the tensors of now
         return lambda: read(**names)
 
@@ -139,7 +139,7 @@ class Scope:
             return Step(self._names[text])
         kind, owner_node, key = _taken_apart(node)
         if kind == "other":  # Dynamo's own source text
-            return Step(eval(text, {**names_in_sources(), **self._names}), is_fresh=True)
+            return Step(eval(text, {**torch_api.names_in_sources(), **self._names}), is_fresh=True)
         owner_text = _text_of(owner_node)
         holder = self._find(owner_node)
         owner, path = holder.value, readable_path(owner_text)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from piecewise import torch_api as internals
+from piecewise import torch_api
 from piecewise.calls.binder import CallBinder
 from piecewise.calls.structure import PLAIN
 from piecewise.trace.dynamo.run import ExampleCall
@@ -21,7 +21,7 @@ class NotReused(Exception):
 def geometry(fake: torch.Tensor, shape_env: Any) -> tuple[Any, ...]:
     """Sizes, strides and offset, as far as is known of their symbols now."""
     numbers = (*fake.shape, *fake.stride(), fake.storage_offset())
-    return tuple(internals.expression(number, shape_env) for number in numbers)
+    return tuple(torch_api.expression(number, shape_env) for number in numbers)
 
 
 class LayerCall:
@@ -47,7 +47,7 @@ class LayerCall:
                 raise NotReused(f"a layer is given a {type(value).__name__}")
             return type(value), repr(value) if isinstance(value, (float, complex)) else value  # -0.0 == 0.0
         fake: Any = value.meta.get("example_value")
-        is_plain = internals.is_fake(fake) and not isinstance(fake, torch.nn.Parameter)
+        is_plain = torch_api.is_fake(fake) and not isinstance(fake, torch.nn.Parameter)
         if not is_plain or fake.requires_grad or fake.layout != torch.strided:
             raise NotReused("a layer is given something that is no plain tensor")
         # By its fake, as Dynamo tells whether two values are one object: an op in place returns its input.
@@ -78,12 +78,12 @@ class LayerCall:
             static[index] = ()
             if isinstance(leaf, torch.Tensor):
                 numbers[index] = by_tensor[id(leaf)]
-                sizes = [internals.expression(n, self._shape_env) for n in self.fakes()[numbers[index]].shape]
+                sizes = [torch_api.expression(n, self._shape_env) for n in self.fakes()[numbers[index]].shape]
                 static[index] = tuple(dim for dim, size in enumerate(sizes) if size is None or size.is_number)
         return example, static, numbers
 
 
 def _made(fake: torch.Tensor) -> torch.Tensor:
-    hint = internals.size_hint
+    hint = torch_api.size_hint
     sizes, strides = [hint(size) for size in fake.shape], [hint(stride) for stride in fake.stride()]
     return torch.empty_strided(sizes, strides, dtype=fake.dtype, device=fake.device)

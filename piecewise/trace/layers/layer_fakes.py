@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from piecewise import torch_api as internals
+from piecewise import torch_api
 from piecewise.ir.effects import call_on_fakes
 from piecewise.ir.tensors import map_tensors, storage_of, tensors_in
 
@@ -50,7 +50,7 @@ class LayerFakes:
     def of(self, node: fx.Node, copy: fx.Node) -> Any:
         """The value of a node of the layer's graph, of which `copy` is in the graph around it."""
         old = self._like[node] if self._like is not None else None
-        if self._like is None or any(map(internals.holds_constant, tensors_in(old))):
+        if self._like is None or any(map(torch_api.holds_constant, tensors_in(old))):
             found = call_on_fakes(copy, self._fake_mode)
             for tensor, twin in zip(tensors_in(old), tensors_in(found), strict=False):
                 self._twins[id(tensor)] = self._memory[storage_of(tensor)] = twin
@@ -61,7 +61,7 @@ class LayerFakes:
 
     def _twin(self, tensor: torch.Tensor) -> torch.Tensor:
         if id(tensor) not in self._twins:
-            twin = internals.fake_twin(tensor, self._memory.get(storage_of(tensor)))
+            twin = torch_api.fake_twin(tensor, self._memory.get(storage_of(tensor)))
             self._memory.setdefault(storage_of(tensor), twin)
             self._twins[id(tensor)] = twin
         return self._twins[id(tensor)]

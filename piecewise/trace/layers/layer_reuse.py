@@ -14,7 +14,7 @@ import sympy
 import torch
 from torch import fx, nn
 
-from piecewise import torch_api as internals
+from piecewise import torch_api
 from piecewise.calls.structure import Namespace
 from piecewise.ir.effects import call_on_fakes
 from piecewise.ir.tensors import storage_of, tensors_in
@@ -75,7 +75,7 @@ class _Weaver:
             expr: node
             for node in whole.placeholders()
             if isinstance(node.meta["example_value"], torch.SymInt)
-            and (expr := internals.expression(node.meta["example_value"], self.shape_env)) is not None
+            and (expr := torch_api.expression(node.meta["example_value"], self.shape_env)) is not None
         }
         passed = dict(zip(whole.placeholders(), whole.arguments, strict=True))
         # The model's own tensors, by their fakes.
@@ -138,7 +138,7 @@ class _Weaver:
         places = [layer.source for layer in self.layers.values()]
         forwards = re.compile(rf"(?:{'|'.join(map(re.escape, places))})\\.forward\\b")
 
-        def is_of_an_op(guard: internals.SeenGuard) -> bool:
+        def is_of_an_op(guard: torch_api.SeenGuard) -> bool:
             source = guard.source
             if forwards.match(source) or source.endswith("['_compiled_call_impl']"):
                 return True
@@ -231,17 +231,17 @@ class _Weaver:
             number, dim = served.size_of(placeholder)
             return self._size(call.nodes[number], dim)
         tensor = states[placeholder.node]
-        if not isinstance(tensor, torch.Tensor) or internals.has_dynamic_dims(tensor):
+        if not isinstance(tensor, torch.Tensor) or torch_api.has_dynamic_dims(tensor):
             raise NotReused("the state of a layer is no tensor of a fixed size")
         if id(tensor) not in self.held:
             source = served.source(placeholder, layer)
             node = self.held[id(tensor)] = self._placed(re.sub(r"\W+", "_", source), source, tensor)
-            node.meta["example_value"] = internals.static_fake(self.fake_mode, tensor)
+            node.meta["example_value"] = torch_api.static_fake(self.fake_mode, tensor)
         return self.held[id(tensor)]
 
     def _size(self, node: fx.Node, dim: int) -> Any:
         size = node.meta["example_value"].shape[dim]
-        expr = internals.expression(size, self.shape_env)
+        expr = torch_api.expression(size, self.shape_env)
         if expr is None or expr.is_Integer:
             return int(size)
         if expr not in self.sizes:
@@ -256,10 +256,10 @@ class _Weaver:
 
     def _new_symbol(self, symbol: sympy.Expr, size: Any) -> fx.Node:
         """A placeholder, as Dynamo itself makes it for a symbol that an op is given."""
-        source = internals.source_of_symbol(self.shape_env, symbol)
+        source = torch_api.source_of_symbol(self.shape_env, symbol)
         if source is None:
             raise NotReused("a size that is no input's")
-        return self._placed(str(symbol), source, internals.size_hint(size))
+        return self._placed(str(symbol), source, torch_api.size_hint(size))
 
     def _placed(self, name: str, source: str, argument: Any) -> fx.Node:
         """A new placeholder behind the others, and what stands for it."""
@@ -286,7 +286,7 @@ class _Weaver:
 
 def _is_alike(left: Any, right: Any, shape_env: Any) -> bool:
     return (
-        internals.is_fake(right)
+        torch_api.is_fake(right)
         and (left.dtype, left.device, left.requires_grad) == (right.dtype, right.device, right.requires_grad)
         and geometry(left, shape_env)[:-1] == geometry(right, shape_env)[:-1]
     )

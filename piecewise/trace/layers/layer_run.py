@@ -13,7 +13,7 @@ from typing import Any
 import sympy
 from torch import fx, nn
 
-from piecewise import torch_api as internals
+from piecewise import torch_api
 from piecewise.calls.binder import CallBinder, FormBinder
 from piecewise.calls.form import is_wrapped
 from piecewise.calls.structure import PLAIN, Namespace
@@ -46,7 +46,7 @@ def _reader(
     """
     parts = [f"({''.join(f'{source}, ' for source in sources)})" for sources in guarded]
     text = f"lambda L: ([{', '.join(states)}], [{', '.join(parts)}])"
-    read = eval(text, {**internals.names_in_sources(), "G": names})  # Dynamo's own source text
+    read = eval(text, {**torch_api.names_in_sources(), "G": names})  # Dynamo's own source text
     return lambda layer: read({"model": layer})
 
 
@@ -69,8 +69,8 @@ class LayerRun:
     placeholders: tuple[Placeholder, ...]
     output: int
     numbers: Mapping[int, int]
-    own_guards: tuple[internals.SeenGuard, ...]
-    shared_guards: tuple[internals.SeenGuard, ...]
+    own_guards: tuple[torch_api.SeenGuard, ...]
+    shared_guards: tuple[torch_api.SeenGuard, ...]
     read: Callable[[nn.Module], tuple[list[Any], list[tuple[Any, ...]]]]
 
     @classmethod
@@ -127,20 +127,20 @@ class LayerRun:
             NotReused: it is not about sizes, or does not hold there.
         """
         # A symbol of the run is 2 or more, which is no condition of its own; what it stands for may be less.
-        sizes = [internals.expression(n, shape_env) for fake in self.call.fakes() for n in fake.shape]
+        sizes = [torch_api.expression(n, shape_env) for fake in self.call.fakes() for n in fake.shape]
         conditions = [sympy.Ge(size, 2) for size in sizes if size is not None and not size.is_number]
-        if not all(internals.holds_as_guard(shape_env, condition) for condition in conditions):
+        if not all(torch_api.holds_as_guard(shape_env, condition) for condition in conditions):
             raise NotReused("a layer is given a size that is 1 in the example, and may be another")
-        inner = internals.shape_env_of([node.meta["example_value"] for node in self.run.placeholders()])
-        for condition in internals.raw_guards(inner):
+        inner = torch_api.shape_env_of([node.meta["example_value"] for node in self.run.placeholders()])
+        for condition in torch_api.raw_guards(inner):
             taken = {}
             for symbol in condition.free_symbols:
-                leaf, dim = internals.symbol_source(inner, symbol) or (-1, -1)
+                leaf, dim = torch_api.symbol_source(inner, symbol) or (-1, -1)
                 if dim < 0:
                     raise NotReused("a condition on a number that is no size")
                 size = self.call.fakes()[self.numbers[leaf]].shape[dim]
-                taken[symbol] = internals.expression(size, shape_env)
-            if not internals.holds_as_guard(shape_env, condition.xreplace(taken)):
+                taken[symbol] = torch_api.expression(size, shape_env)
+            if not torch_api.holds_as_guard(shape_env, condition.xreplace(taken)):
                 raise NotReused("a layer's condition does not hold in the whole")
 
     def serves(self, layer: RepeatedLayer) -> bool:
@@ -162,7 +162,7 @@ class LayerRun:
         read = set(map(id, itertools.chain(states, *guarded)))
         return any(id(tensor) in read for tensor in tensors)
 
-    def guards_of(self, layer: RepeatedLayer) -> list[internals.SeenGuard]:
+    def guards_of(self, layer: RepeatedLayer) -> list[torch_api.SeenGuard]:
         """The layer's own guards, as a run over the whole model gives them for `layer`."""
         return [
             dataclasses.replace(
@@ -199,7 +199,7 @@ def _which_are_one(*values: Sequence[Any]) -> list[int]:
     return [places.setdefault(id(value), place) for place, value in enumerate(found)]
 
 
-def _values_along(guard: internals.SeenGuard, scope: Scope) -> list[Any]:
+def _values_along(guard: torch_api.SeenGuard, scope: Scope) -> list[Any]:
     """The values at each step of the way to what a guard looks at."""
     try:
         return [step.value for step in scope.steps(looked_at(guard)[0])]
@@ -226,7 +226,7 @@ def switches_mode(node: fx.Node) -> bool:
 
 def has_unbacked(value: Any) -> bool:
     """Whether data tell a size in it, or a number."""
-    if isinstance(value, internals.SYMBOLIC):
-        expr = internals.expression(value, None)
-        return expr is not None and internals.is_unbacked(expr)
+    if isinstance(value, torch_api.SYMBOLIC):
+        expr = torch_api.expression(value, None)
+        return expr is not None and torch_api.is_unbacked(expr)
     return any(has_unbacked(size) for tensor in tensors_in(value) for size in tensor.shape)

@@ -18,8 +18,8 @@ import torch
 from torch import nn
 from torch.nn.modules import module as module_hooks
 
+from piecewise import torch_api
 from piecewise.calls.structure import PLAIN
-from piecewise.torch_api import SeenGuard, opaque_answer
 from piecewise.trace.dynamo.guard_answers import Lookup, metadata_of, owner_and_attribute
 from piecewise.trace.dynamo.guard_kinds import Rule, is_asked_of, refusal, rule_of
 from piecewise.trace.dynamo.sources import Scope, Step, readable_path
@@ -153,7 +153,7 @@ class FactFinder:
                     ref = StateRef(base, name, f"{path}.{name}", is_attribute=True)
                     self.add_value(ref, value)
 
-    def add_guard(self, guard: SeenGuard, scope: Scope) -> None:
+    def add_guard(self, guard: torch_api.SeenGuard, scope: Scope) -> None:
         """Adds what one guard of the trace says, and the path that leads to it.
 
         Raises:
@@ -196,10 +196,10 @@ class FactFinder:
             if step.place is not None and (position or not isinstance(step.value, torch.Tensor)):
                 self.add_value(step.place, step.value)
 
-    def _add_lookup(self, guard: SeenGuard, scope: Scope) -> None:
+    def _add_lookup(self, guard: torch_api.SeenGuard, scope: Scope) -> None:
         self.add_answer(_holds, Lookup(guard, scope), None, readable_path(guard.source))
 
-    def _add_leaf(self, guard: SeenGuard, rule: Rule, leaf: Step, path: str, scope: Scope) -> None:
+    def _add_leaf(self, guard: torch_api.SeenGuard, rule: Rule, leaf: Step, path: str, scope: Scope) -> None:
         """What a guard asks beyond that its path leads to the same object."""
         value, attribute = leaf.value, owner_and_attribute(guard)[1]
         is_tensor = isinstance(value, torch.Tensor)
@@ -229,7 +229,7 @@ class FactFinder:
         elif rule is Rule.ATTRIBUTE:
             if attribute != "forward" or id(value) not in self._tree:  # the module tree has those
                 self.add_answer(operator.contains, value.__dict__, attribute, path)
-        elif rule is Rule.OPAQUE and opaque_answer(value) is not None:
+        elif rule is Rule.OPAQUE and torch_api.opaque_answer(value) is not None:
             self._add_lookup(guard, scope)
         elif rule is Rule.VALUE and isinstance(value, (set, list, dict)):
             self.add_table(value, path)

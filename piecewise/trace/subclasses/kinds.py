@@ -7,19 +7,19 @@ from typing import Any
 
 import torch
 
-from piecewise import torch_api as internals
+from piecewise import torch_api
 from piecewise.ir.tensors import tensors_in
 from runners.errors import TraceError
 
 
 def holds_wrapper(value: Any) -> bool:
-    return any(map(internals.is_wrapper, tensors_in(value)))
+    return any(map(torch_api.is_wrapper, tensors_in(value)))
 
 
 def plain_tensors(value: Any) -> Iterator[torch.Tensor]:
     """The plain tensors of a value, those inside of subclasses too."""
     for tensor in tensors_in(value):
-        if internals.is_wrapper(tensor):
+        if torch_api.is_wrapper(tensor):
             for name in tensor.__tensor_flatten__()[0]:  # type: ignore[attr-defined]
                 yield from plain_tensors(getattr(tensor, name))
         else:
@@ -36,7 +36,7 @@ def refuse_class(what: str, tensor: torch.Tensor, *, cause: Exception | None = N
             rule="collectives run between graphs, where the model calls them, and not inside of ops [I11]",
             fix="graph the model of one rank, on its local tensors, with the collectives written out",
         ) from cause
-    if internals.is_opaque(tensor):
+    if torch_api.is_opaque(tensor):
         raise TraceError(
             f"{what} is a {name}",
             expected="a plain tensor, or a subclass that names the tensors inside of it",
@@ -45,7 +45,7 @@ def refuse_class(what: str, tensor: torch.Tensor, *, cause: Exception | None = N
             fix=f"give {cls.__name__} __tensor_flatten__ and __tensor_unflatten__, or keep its value as a "
             "plain tensor",
         ) from cause
-    if internals.has_own_torch_function(tensor):
+    if torch_api.has_own_torch_function(tensor):
         raise TraceError(
             f"{what} is a {name}",
             got="a class with a __torch_function__ of its own",

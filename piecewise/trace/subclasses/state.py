@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from piecewise import torch_api as internals
+from piecewise import torch_api
 from piecewise.analysis.normalize import normalize
 from piecewise.calls.structure import PLAIN
 from piecewise.ir.plan import ResultLeaf
@@ -44,7 +44,7 @@ def normalized(trace: Trace) -> Trace:
         if isinstance(tensor, torch.Tensor) and type(tensor) not in (torch.Tensor, torch.nn.Parameter):
             assert place is not None
             refuse_class(place.path, tensor)
-            if internals.has_torch_function(tensor):
+            if torch_api.has_torch_function(tensor):
                 for node in trace.graph.graph.nodes:
                     node.meta["below_torch_function"] = True
     _drop_idle_sets(trace)
@@ -115,7 +115,7 @@ class _Facts:
     def add(self, place: StateRef) -> None:
         """Adds the attributes of the subclass that is at a place, but for its tensors."""
         holder = place.get()
-        if id(holder) in self._seen or not internals.is_wrapper(holder):
+        if id(holder) in self._seen or not torch_api.is_wrapper(holder):
             return
         self._seen[id(holder)] = holder
         for name, value in vars(holder).items():

@@ -21,11 +21,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from piecewise import torch_api as internals
+from piecewise import torch_api
 from piecewise.ir.effects import autocast_of, call_on_fakes
 from piecewise.ir.tensors import map_tensors, storage_of, tensors_in
 from piecewise.passes.int8_matmul import int8_matmul
-from piecewise.torch_api import SYMBOLIC
 from piecewise.trace.layers.layer_fakes import LayerFakes
 from piecewise.trace.subclasses.kinds import holds_wrapper, plain_tensors, refuse_class
 from runners.errors import TraceError, told
@@ -68,7 +67,7 @@ def see_through(graph: fx.GraphModule, describe: Callable[[fx.Node], str]) -> di
 def _class_names(value: Any) -> set[str]:
     names: set[str] = set()
     map_tensors(
-        value, lambda tensor: names.add(type(tensor).__name__) if internals.is_wrapper(tensor) else None
+        value, lambda tensor: names.add(type(tensor).__name__) if torch_api.is_wrapper(tensor) else None
     )
     return names
 
@@ -94,7 +93,7 @@ class _Rewrite:
     def __init__(self, graph: fx.GraphModule, describe: Callable[[fx.Node], str]) -> None:
         self.module, self.graph, self.describe = graph, graph.graph, describe
         fakes = [node.meta.get("example_value") for node in self.graph.nodes]
-        self.fake_mode = internals.fake_mode_of([*fakes, *plain_tensors(fakes)])
+        self.fake_mode = torch_api.fake_mode_of([*fakes, *plain_tensors(fakes)])
         self.wrapped: dict[int, Wrapped] = {}
         # What nodes that are gone, or will be, stood for; and the node of each plain fake inside of these.
         self.values: dict[fx.Node, Any] = {}
@@ -125,7 +124,7 @@ class _Rewrite:
     def _open(self, node: fx.Node, keys: tuple[str, ...] = (), value: Any = None) -> None:
         """A placeholder for each plain tensor of one that is a subclass."""
         fake = value if keys else node.meta["example_value"]
-        if not internals.is_wrapper(fake):
+        if not torch_api.is_wrapper(fake):
             with self.graph.inserting_before(node):
                 inner = self.graph.placeholder("_".join((node.name, *keys)))
             inner.meta = {"example_value": fake, "inner": Inner(node, keys)}
@@ -184,7 +183,7 @@ class _Rewrite:
 
         names = sorted(_class_names((node.meta.get("example_value"), *make(leaves))))
         try:
-            module = internals.trace_below(
+            module = torch_api.trace_below(
                 program, leaves, self.fake_mode,
                 int_matmul=int8_matmul, torch_function="below_torch_function" not in node.meta,
             )  # fmt: skip
@@ -236,7 +235,7 @@ class _Rewrite:
         old = node.meta.get("example_value")
         self.stale |= set(map(storage_of, plain_tensors(old)))
         self.stale -= set(map(storage_of, plain_tensors(self._taken_by(node))))
-        if id(value) not in self.nodes or internals.is_wrapper(value):
+        if id(value) not in self.nodes or torch_api.is_wrapper(value):
             self.values[node] = value
             return
         node.replace_all_uses_with(self.nodes[id(value)])
@@ -276,9 +275,9 @@ class _Taken:
         self.nodes: list[fx.Node] = []
 
     def apart(self, value: Any) -> _Apart:
-        if internals.is_wrapper(value):
+        if torch_api.is_wrapper(value):
             return self._subclass(value)
-        if isinstance(value, (torch.Tensor, *SYMBOLIC)):
+        if isinstance(value, (torch.Tensor, *torch_api.SYMBOLIC)):
             return self._leaf(value)
         if isinstance(value, (tuple, list)):
             kind: Any = list if isinstance(value, list) else tuple
@@ -350,7 +349,7 @@ class _Taken:
 
 
 def _exprs(numbers: Sequence[Any]) -> tuple[Any, ...]:
-    return tuple(each.node.expr if isinstance(each, SYMBOLIC) else each for each in numbers)
+    return tuple(each.node.expr if isinstance(each, torch_api.SYMBOLIC) else each for each in numbers)
 
 
 def _maker(value: Any, places: Iterator[int]) -> Make:
@@ -359,7 +358,7 @@ def _maker(value: Any, places: Iterator[int]) -> Make:
     Raises:
         TraceError: no tensor inside tells its size and strides.
     """
-    if not internals.is_wrapper(value):
+    if not torch_api.is_wrapper(value):
         at = next(places)
         return lambda given: given[at]
     names, context = value.__tensor_flatten__()

@@ -15,7 +15,7 @@ from torch import nn
 from toy_models import HIDDEN, Toy, compare, make_ids, mix, op_poison, poison_copies, shift
 
 import piecewise
-from piecewise import torch_api as internals
+from piecewise import torch_api
 from piecewise.lowering import lowering
 from piecewise.lowering.lowering import FIELDS_IN_KEY, Lowering, segment_text
 from piecewise.report import progress
@@ -36,7 +36,7 @@ def compiles(monkeypatch):
         asked.append(graph)
         return graph
 
-    monkeypatch.setattr(internals, "compile_aten_graph", pretended)
+    monkeypatch.setattr(torch_api, "compile_aten_graph", pretended)
     return asked
 
 
@@ -240,7 +240,7 @@ def test_a_bucket_that_a_compile_excludes_is_compiled_alone(monkeypatch):
             assert arguments[0] % 4 == 0  # as a compiler may: noted as a guard
         return graph
 
-    monkeypatch.setattr(internals, "compile_aten_graph", assumes)
+    monkeypatch.setattr(torch_api, "compile_aten_graph", assumes)
     arguments = dict(arguments=rows_of)
     graphed, report = check(Tanh().eval(), buckets=(4, 6, 8), sizes=(3, 5, 6, 8), **arguments)
     assert (report.num_distinct, report.num_compiled) == (2, 4) and report.kept_eager == ()
@@ -298,7 +298,7 @@ def refuse_tanh(graph, arguments, fake_mode):
 
 
 def test_I6_a_segment_that_cannot_be_compiled_keeps_eager_kernels_alone(monkeypatch):
-    monkeypatch.setattr(internals, "compile_aten_graph", refuse_tanh)
+    monkeypatch.setattr(torch_api, "compile_aten_graph", refuse_tanh)
     graphed, report = check(Tanh().eval(), arguments=rows_of)
     (kept,) = report.kept_eager
     assert "segment 2" in kept.segment and kept.reason == "NotImplementedError: no tanh here"
@@ -311,7 +311,7 @@ def test_I6_a_segment_that_cannot_be_compiled_keeps_eager_kernels_alone(monkeypa
 
 
 def test_with_strict_it_is_an_error_that_names_it(monkeypatch):
-    monkeypatch.setattr(internals, "compile_aten_graph", refuse_tanh)
+    monkeypatch.setattr(torch_api, "compile_aten_graph", refuse_tanh)
     graphed = piecewise.compile(Tanh().eval(), buckets=[4], lowering="inductor", strict=True, progress=False)
     with pytest.raises(CaptureError, match="segment 2(.|\n)*no tanh here"):
         graphed.capture(*rows_of(3))
@@ -326,7 +326,7 @@ def test_I6_a_kernel_that_fails_when_it_first_runs_keeps_eager_ones_at_that_size
 
         return run
 
-    monkeypatch.setattr(internals, "compile_aten_graph", small_only)
+    monkeypatch.setattr(torch_api, "compile_aten_graph", small_only)
     graphed, _ = check(Tanh().eval(), arguments=rows_of)
     (kept,) = graphed.report().captures[0].lowerings[0].kept_eager
     assert (
@@ -408,7 +408,7 @@ def test_results_of_two_memories_never_share_one(monkeypatch):
 
         return run
 
-    monkeypatch.setattr(internals, "compile_aten_graph", merges)
+    monkeypatch.setattr(torch_api, "compile_aten_graph", merges)
     check(Twice().eval(), arguments=rows_of)
 
 
@@ -416,7 +416,7 @@ def test_results_have_the_plans_strides_whatever_the_compiler_gives(monkeypatch)
     def flips(graph, arguments, fake_mode):
         return lambda *given: [r.t().contiguous().t() if r.dim() == 2 else r for r in graph(*given)]
 
-    monkeypatch.setattr(internals, "compile_aten_graph", flips)
+    monkeypatch.setattr(torch_api, "compile_aten_graph", flips)
     graphed, _ = check(Tanh().eval(), arguments=rows_of)
     plan, assembler = plan_of(graphed), graphed._graphs.signatures[0].assemblers[0]
     for segment in plan.graph_segments():
@@ -444,7 +444,7 @@ def test_a_function_that_returns_its_argument_does_not_hand_it_on(monkeypatch):
 
         return run
 
-    monkeypatch.setattr(internals, "compile_aten_graph", returns_argument)
+    monkeypatch.setattr(torch_api, "compile_aten_graph", returns_argument)
     check(Same().eval(), arguments=rows_of)
 
 

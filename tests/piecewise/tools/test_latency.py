@@ -189,7 +189,7 @@ def test_a_baseline_is_a_case() -> None:
 
 
 def test_lowered_kernels_are_compared_with_a_floor_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    from piecewise import torch_api as internals
+    from piecewise import torch_api
 
     compiled: list[Any] = []
 
@@ -197,7 +197,7 @@ def test_lowered_kernels_are_compared_with_a_floor_of_their_own(monkeypatch: pyt
         compiled.append(graph)
         return lambda *given: [result + 0.5 for result in graph(*given)]
 
-    monkeypatch.setattr(internals, "compile_aten_graph", pretended)
+    monkeypatch.setattr(torch_api, "compile_aten_graph", pretended)
     names = ["eager", "graphed", "graphed-inductor", "floor-inductor"]
     case = make_case(dtype=torch.float32)
     found = run(case, sizes=[4], variants=names)
