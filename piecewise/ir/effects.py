@@ -102,7 +102,7 @@ def _run_on_fakes(
     node: fx.Node, reads: Sequence[fx.Node], fake_mode: Any
 ) -> tuple[tuple[int, ...], str, Recording | None]:
     """Positions of the reads that a node writes, why it cannot be recorded, and what it comes to."""
-    name = target_name(node).rpartition("::")[2]
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
     reads_back = bool(reads) and name in _READ_BACK_METHODS
     from_host = "host_tensor" if not reads and name in _HOST_FACTORIES else ""
     if isinstance(node.target, torch_api.HigherOrderOperator):

@@ -90,7 +90,8 @@ def graph_key(
     inputs = tuple(map(described, segment.inputs))
     if what == "inputs":
         free = tuple(at for at, index in enumerate(segment.outputs) if plan.values[index].any_strides)
-        return segment.lowering_key, inputs, tuple(plan.values[index].origin for index in segment.inputs), free
+        origins = tuple(plan.values[index].origin for index in segment.inputs)
+        return segment.lowering_key, inputs, origins, free
     outputs = tuple(map(described, segment.outputs))
     written = sorted(numbers[memory] for memory in segment.writes if memory in numbers)
     return segment.lowering_key, inputs, outputs, tuple(written)

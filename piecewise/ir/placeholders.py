@@ -1,4 +1,4 @@
-"""Example rows at other row counts, and stand-ins for what ops would have left: what warm-ups run on."""
+"""Makes the rows that warm-ups run on: an example at other row counts, and what ops would have left."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def resize_leaf(value: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
     return value
 
 
-def stand_in(sizes: Sequence[int], like: torch.Tensor, *, seed: int) -> torch.Tensor:
+def placeholder_for(sizes: Sequence[int], like: torch.Tensor, *, seed: int) -> torch.Tensor:
     """Values that an op outside the graphs might have left: random floats, the index 0."""
     if not like.dtype.is_floating_point:
         return torch.zeros(tuple(sizes), dtype=like.dtype, device=like.device)
@@ -26,4 +26,6 @@ def stand_in(sizes: Sequence[int], like: torch.Tensor, *, seed: int) -> torch.Te
 
 
 def unchanged_random_state(device: torch.device) -> AbstractContextManager[None]:
-    return torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
+    """A block that leaves the random state of the CPU and of the device as it was."""
+    is_cpu = device.type in ("cpu", "meta")
+    return torch.random.fork_rng([] if is_cpu else [device], device_type="cpu" if is_cpu else device.type)

@@ -51,6 +51,8 @@ from piecewise.torch_api.ops import (
     OpOverload,
     OpOverloadPacket,
     TorchDispatchMode,
+    enter_autocast,
+    exit_autocast,
     int_mm,
 )
 from piecewise.torch_api.process import (

@@ -16,7 +16,7 @@ from piecewise.analysis.rows.layout import (
     Dim,
     Layout,
     Mixes,
-    Refusal,
+    MixReason,
     is_static,
     prefixes_or_none,
     regrouped,
@@ -27,7 +27,7 @@ from piecewise.analysis.rows.table import (
     UNBOUNDED,
     Bounds,
     OpOnRows,
-    Outcome,
+    Claim,
     Rows,
     bounds_within,
     check_static,
@@ -61,7 +61,7 @@ class Judged:
     results: tuple[Rows, ...]
     written: Mapping[int, Rows]
     largest: int | None = None
-    mixes: Refusal | None = None
+    mixes: MixReason | None = None
 
 
 class Judge:
@@ -177,12 +177,12 @@ class _Judging:
             raise Mixes("it computes with a number that follows a size", code="token_count_as_value")
         return size.constant if isinstance(size, Size) and size.constant is not None else size
 
-    def _outcome(self, noted: AtenCall, call: OpOnRows) -> Outcome:
+    def _outcome(self, noted: AtenCall, call: OpOnRows) -> Claim:
         if not self.in_graph:
-            return Outcome([prefixes_or_none(sizes) for sizes, _ in call.results])
+            return Claim([prefixes_or_none(sizes) for sizes, _ in call.results])
         try:
             found = self._ruled(noted, call)
-            outcome = found if isinstance(found, Outcome) else Outcome([found])
+            outcome = found if isinstance(found, Claim) else Claim([found])
             made = zip(outcome.layouts, (sizes for sizes, _ in call.results), strict=True)
             if not all(layout is None or _is_of(layout, sizes) for layout, sizes in made):
                 raise Mixes("its sizes are others at some token counts", code="unknown_op")
@@ -192,7 +192,7 @@ class _Judging:
         self.largest = lesser(self.largest, call.largest)
         return outcome
 
-    def _ruled(self, noted: AtenCall, call: OpOnRows) -> Outcome | Layout:
+    def _ruled(self, noted: AtenCall, call: OpOnRows) -> Claim | Layout:
         """What the op's rule says, or its declaration."""
         for rows in call.tensors():
             if rows.layout is None and not call.name.startswith("_assert"):
@@ -204,7 +204,7 @@ class _Judging:
         are_fixed = all(size.constant is not None for sizes, _ in call.results for size in sizes)
         if is_torchs and call.name not in _REACHING and not values and are_fixed:
             if all(rows.is_settled for rows in call.tensors()):
-                return Outcome([tuple(map(Dim, sizes)) for sizes, _ in call.results])
+                return Claim([tuple(map(Dim, sizes)) for sizes, _ in call.results])
         entry = _entry(RULES, call.name) if noted.op.namespace == "aten" else None
         if not values <= (entry.sizes if entry is not None else frozenset()):
             raise Mixes("it computes with the token count", code="token_count_as_value")
@@ -217,7 +217,7 @@ class _Judging:
         except Exception as error:  # a form of the op that the rule was not written for
             raise Mixes(f"its rule fails: {type(error).__name__}: {error}", code="unknown_op") from error
 
-    def _covers(self, noted: AtenCall, position: int, outcome: Outcome) -> bool:
+    def _covers(self, noted: AtenCall, position: int, outcome: Claim) -> bool:
         memory = self._tensors[position].memory
         viewed = [self._at(other).covers for other in noted.reads if self._tensors[other].memory == memory]
         return not viewed or (all(viewed) and outcome.keeps_cover)
@@ -278,7 +278,7 @@ def _holds_count(value: Any) -> bool:
     return isinstance(value, Size) or (type(value) is list and any(map(_holds_count, value)))
 
 
-def _declared(op: Any, call: OpOnRows) -> Outcome:
+def _declared(op: Any, call: OpOnRows) -> Claim:
     """The rows of an op that somebody declared."""
     found = declared_rows(op)
     if found is None:
@@ -319,4 +319,4 @@ def _declared(op: Any, call: OpOnRows) -> Outcome:
             for dim, place in zip(dims, placed, strict=True):
                 layout[dim] = place
         made.append(tuple(layout))
-    return Outcome(made, keeps_real=found.padded == "real")
+    return Claim(made, keeps_real=found.padded == "real")

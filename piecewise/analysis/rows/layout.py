@@ -15,7 +15,7 @@ from typing import NamedTuple
 from piecewise.analysis.rows.counts import KnownSizes, Size
 
 
-class Refusal(NamedTuple):
+class MixReason(NamedTuple):
     """Why no layout can be given: a code as in `classify.REASONS`, and words."""
 
     code: str
@@ -28,7 +28,7 @@ class Mixes(Exception):
 
     def __init__(self, detail: str, *, code: str = "mixes_tokens") -> None:
         super().__init__(detail)
-        self.refusal = Refusal(code, detail)
+        self.refusal = MixReason(code, detail)
 
 
 class Dim(NamedTuple):

@@ -67,8 +67,8 @@ class Rows(NamedTuple):
         return self._replace(bounds=bounds, is_real=self.is_settled or stays)
 
 
-class Outcome(NamedTuple):
-    """What a rule says of an op's results.
+class Claim(NamedTuple):
+    """What a rule claims of an op's results.
 
     Attributes:
         layouts: one per result, None for one of which nothing is known.
@@ -145,7 +145,7 @@ def lesser(limit: int | None, other: int | None) -> int | None:
     return min((each for each in (limit, other) if each is not None), default=None)
 
 
-Rule = Callable[[OpOnRows], "Outcome | Layout"]
+Rule = Callable[[OpOnRows], "Claim | Layout"]
 BoundsRule = Callable[[OpOnRows], "Bounds | Sequence[Bounds]"]
 _AnyRule = TypeVar("_AnyRule", bound=Callable[..., Any])
 

@@ -14,7 +14,7 @@ import numpy as np
 from torch import fx
 
 from piecewise.analysis.rows.judge import Judge
-from piecewise.analysis.rows.layout import Refusal, is_prefix, prefixes_or_none
+from piecewise.analysis.rows.layout import MixReason, is_prefix, prefixes_or_none
 from piecewise.analysis.rows.table import UNBOUNDED, Bounds, Rows, bounds_within
 from piecewise.ir.effects import NodeFacts, fakes_of
 from piecewise.ir.recording import Ref
@@ -56,17 +56,17 @@ class RowsWalk:
         """The node that gave a value which is no prefix its layout."""
         return self._origins.get(node, node)
 
-    def in_graph(self, node: fx.Node) -> Refusal | None:
+    def in_graph(self, node: fx.Node) -> MixReason | None:
         """Runs a node in a graph; why it must not be there, where nothing is noted."""
         fact = self._facts[node]
         if fact.recording is None:
-            return Refusal("unknown_op", "nobody has looked into it")
+            return MixReason("unknown_op", "nobody has looked into it")
         judged = self._judge.judge(fact.recording, self._given(fact), in_graph=True)
         if judged.mixes is not None:
             return judged.mixes
         fakes = tensors_in(node.meta.get("example_value"))
         if [rows.sizes for rows in judged.results] != [self._judge.sizes(fake.shape) for fake in fakes]:
-            return Refusal("unknown_op", "its sizes are the example's")
+            return MixReason("unknown_op", "its sizes are the example's")
         if judged.largest is not None:
             self.largest = judged.largest if self.largest is None else min(judged.largest, self.largest)
         source = next((self.origin(read) for read in fact.reads if not self.is_prefix(read)), node)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from piecewise.analysis.rows.counts import Size
 from piecewise.analysis.rows.layout import Dim, Layout, Mixes, broadcast, met, prefix, prefixes
-from piecewise.analysis.rows.table import OpOnRows, Outcome, Rows, rule
+from piecewise.analysis.rows.table import OpOnRows, Claim, Rows, rule
 
 
 @rule("zeros ones full new_zeros new_ones new_full", sizes="size")
@@ -17,26 +17,26 @@ def constant(call: OpOnRows) -> Layout:
 
 @rule("empty empty_strided new_empty arange eye", sizes="size stride end n m")
 @rule("empty_like")
-def unlike(call: OpOnRows) -> Outcome:
+def unlike(call: OpOnRows) -> Claim:
     """Rows of which none is like another."""
-    return Outcome([constant(call)], keeps_real=False)
+    return Claim([constant(call)], keeps_real=False)
 
 
 @rule("cat")
-def joined(call: OpOnRows) -> Outcome:
+def joined(call: OpOnRows) -> Claim:
     sizes = call.sizes
     # A tensor of shape [0] is skipped, whatever the shape of the others.
     given: list[Rows] = [x for x in call["tensors"] if not (len(x.sizes) == 1 and x.sizes[0].constant == 0)]
     layouts: list[Layout] = [x.layout for x in given if x.layout is not None]
     if not layouts:
-        return Outcome([prefixes(sizes)])
+        return Claim([prefixes(sizes)])
     at = call["dim"] % len(sizes)
     row, is_kept = _row([layout[at] for layout in layouts], sizes[at])
     made = tuple(
         row if each == at else met([layout[each] for layout in layouts], size)
         for each, size in enumerate(sizes)
     )
-    return Outcome([made], keeps_real=is_kept)
+    return Claim([made], keeps_real=is_kept)
 
 
 def _row(dims: Sequence[Dim], size: Size) -> tuple[Dim, bool]:
@@ -89,7 +89,7 @@ def _copies(call: OpOnRows, dim: Dim, size: Size) -> Dim:
 
 
 @rule("constant_pad_nd")
-def padded(call: OpOnRows) -> Outcome:
+def padded(call: OpOnRows) -> Claim:
     sizes, layout, amounts = call.sizes, list(call.layout()), call["pad"]
     is_kept = True
     for number, (front, back) in enumerate(zip(amounts[::2], amounts[1::2], strict=True)):
@@ -102,4 +102,4 @@ def padded(call: OpOnRows) -> Outcome:
                 raise Mixes("it pads rows that do not lie in their order")
             layout[at] = prefix(sizes[at])._replace(tail=max(dim.tail + back, 0))
             is_kept = False
-    return Outcome([tuple(layout)], keeps_real=is_kept)
+    return Claim([tuple(layout)], keeps_real=is_kept)

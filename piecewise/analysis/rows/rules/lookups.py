@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from piecewise.analysis.rows.layout import Dim, Layout, Mixes, broadcast, met
-from piecewise.analysis.rows.table import OpOnRows, Outcome, Rows, check_static, rule
+from piecewise.analysis.rows.table import OpOnRows, Claim, Rows, check_static, rule
 
 
 def _check_index(call: OpOnRows, index: Rows, dim: Dim, *, wraps: bool = False) -> None:
@@ -118,17 +118,17 @@ def found_in(call: OpOnRows) -> Layout:
 
 
 @rule("_assert_async")
-def asserted(call: OpOnRows) -> Outcome:
+def asserted(call: OpOnRows) -> Claim:
     """It ends all use of a CUDA device where padded rows fail it."""
     (rows,) = call.tensors()
     holds = rows.bounds.low is not None and (rows.bounds.low.values >= 1).all()
     if not (rows.is_settled or rows.is_real or holds):
         raise Mixes("it checks padded rows, too")
-    return Outcome([])
+    return Claim([])
 
 
 @rule("index_put")
-def put(call: OpOnRows) -> Outcome:
+def put(call: OpOnRows) -> Claim:
     layout, indices = call.layout(), call["indices"]
     if any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in indices):
         raise Mixes("a mask says how many elements it writes", code="data_dependent")
@@ -136,16 +136,16 @@ def put(call: OpOnRows) -> Outcome:
     made = _looked_up(layout, indices)
     if broadcast([made, call.layout("values")], [dim.size for dim in made]) != made:
         raise Mixes("it writes rows that do not agree")
-    return Outcome([layout], keeps_real=keeps_real)
+    return Claim([layout], keeps_real=keeps_real)
 
 
 @rule("index_add index_copy index_fill")
-def put_along(call: OpOnRows) -> Outcome:
+def put_along(call: OpOnRows) -> Claim:
     layout, at = call.layout(), call.dim()
     keeps_real = _check_places(call, [None] * at + [call["index"]])
     if call["source"] is not None and call.layout("source"):
         _check_others(layout, call.layout("source"), at)
-    return Outcome([layout], keeps_real=keeps_real)
+    return Claim([layout], keeps_real=keeps_real)
 
 
 def _check_places(call: OpOnRows, indices: Sequence[Rows | None]) -> bool:

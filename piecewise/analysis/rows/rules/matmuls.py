@@ -6,7 +6,7 @@ A mask of zeros excuses nothing, as 0·NaN is NaN.
 from __future__ import annotations
 
 from piecewise.analysis.rows.layout import Dim, Layout, Mixes, broadcast, prefix
-from piecewise.analysis.rows.table import OpOnRows, Outcome, Rows, check_static, rule
+from piecewise.analysis.rows.table import OpOnRows, Claim, Rows, check_static, rule
 
 
 def _batch(call: OpOnRows, *layouts: Layout) -> Layout:
@@ -76,20 +76,20 @@ def _check_weights(call: OpOnRows, given: str) -> None:
 
 
 @rule("_grouped_mm")
-def grouped_product(call: OpOnRows) -> Outcome:
+def grouped_product(call: OpOnRows) -> Claim:
     """Rows in groups, which offsets end: those behind the last one are never written."""
     layout, weight = call.layout(), call.layout("mat2")
     if len(layout) != 2 or len(weight) != 3 or call["offs"] is None or not layout[0].is_prefix:
         raise Mixes("groups that are no groups of rows")
     _check_weights(call, "self")
-    return Outcome([(layout[0], weight[2])], keeps_real=False)
+    return Claim([(layout[0], weight[2])], keeps_real=False)
 
 
 @rule(
     "_scaled_dot_product_flash_attention _scaled_dot_product_flash_attention_for_cpu "
     "_scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention"
 )
-def attention(call: OpOnRows) -> Outcome:
+def attention(call: OpOnRows) -> Claim:
     """Within rows: keys and heads are of fixed size. Over tokens, causal or not, kernels may multiply what is
     masked by 0."""
     query, key, value = map(call.layout, ("query", "key", "value"))
@@ -105,11 +105,11 @@ def attention(call: OpOnRows) -> Outcome:
             made = (*batch, query[-2], Dim(key[-2].size))
             broadcast([made, call.layout(name)], [dim.size for dim in made])
     # The others are for gradients.
-    return Outcome([(*batch, query[-2], value[-1]), *[None] * (len(call.results) - 1)])
+    return Claim([(*batch, query[-2], value[-1]), *[None] * (len(call.results) - 1)])
 
 
 @rule("convolution")
-def convolution(call: OpOnRows) -> Outcome:
+def convolution(call: OpOnRows) -> Claim:
     layout, sizes = call.layout("input"), call.sizes
     if not all(call[name] is None or call[name].is_settled for name in ("weight", "bias")):
         raise Mixes("its kernel carries tokens")
@@ -124,4 +124,4 @@ def convolution(call: OpOnRows) -> Outcome:
             raise Mixes("it strides over rows")
         # The last results reach into what lies behind the rows: as many as are padded there.
         made.append(prefix(size)._replace(tail=dim.tail + padding))
-    return Outcome([tuple(made)], keeps_real=all(dim.is_static for dim in layout[2:]))
+    return Claim([tuple(made)], keeps_real=all(dim.is_static for dim in layout[2:]))

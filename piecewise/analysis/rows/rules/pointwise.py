@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from piecewise.analysis.rows.layout import Mixes, broadcast, prefixes
-from piecewise.analysis.rows.table import OpOnRows, Outcome, Rows, is_inexact, rule
+from piecewise.analysis.rows.table import OpOnRows, Claim, Rows, is_inexact, rule
 
 # torch tags these `pointwise`; a name with a dot is one overload, whose others it does not tag.
 TAGGED = """
@@ -25,18 +25,18 @@ UNTAGGED = """
 
 @rule(TAGGED)
 @rule(UNTAGGED)
-def element_by_element(call: OpOnRows) -> Outcome:
+def element_by_element(call: OpOnRows) -> Claim:
     layouts = [rows.layout for rows in call.tensors() if rows.layout is not None]
 
     def is_gone(sizes: tuple) -> bool:
         """Of what is kept for a gradient nothing may be left."""
         return len(call.results) > 1 and [size.constant for size in sizes] == [0]
 
-    return Outcome([prefixes(x) if is_gone(x) else broadcast(layouts, x) for x, _ in call.results])
+    return Claim([prefixes(x) if is_gone(x) else broadcast(layouts, x) for x, _ in call.results])
 
 
 @rule("div floor_divide fmod remainder")
-def divided(call: OpOnRows) -> Outcome:
+def divided(call: OpOnRows) -> Claim:
     """A CPU ends the process, or raises, where integers are divided by 0 or the least one by −1."""
     by, (_, dtype) = call["other"], call.results[0]
     low = by.bounds.low if isinstance(by, Rows) else call.size(by) if isinstance(by, int) else None

@@ -6,7 +6,7 @@ import numpy as np
 
 from piecewise.analysis.rows.counts import Size
 from piecewise.analysis.rows.layout import Dim, Layout, Mixes, is_prefix, is_static, met, prefix, regrouped
-from piecewise.analysis.rows.table import OpOnRows, Outcome, check_static, rule
+from piecewise.analysis.rows.table import OpOnRows, Claim, check_static, rule
 
 
 @rule("alias detach _conj _neg_view")
@@ -58,15 +58,15 @@ def squeezed(call: OpOnRows) -> Layout:
 
 
 @rule("expand", sizes="size")
-def expanded(call: OpOnRows) -> Outcome:
+def expanded(call: OpOnRows) -> Claim:
     layout, sizes = call.layout(), call.sizes
     offset = len(sizes) - len(layout)
     made = tuple(met([layout[at - offset]] if at >= offset else [], size) for at, size in enumerate(sizes))
-    return Outcome([made], keeps_cover=False)
+    return Claim([made], keeps_cover=False)
 
 
 @rule("select", sizes="index")
-def selected(call: OpOnRows) -> Outcome:
+def selected(call: OpOnRows) -> Claim:
     layout, at, index = call.layout(), call.dim(), call["index"]
     dim = layout[at]
     if isinstance(index, Size):
@@ -75,14 +75,14 @@ def selected(call: OpOnRows) -> Outcome:
         within = dim.size.values - dim.tail > index
         if index < 0 or not within.all() or not (dim.is_single or index == 0):
             raise Mixes("it picks a row that padding may move")
-    return Outcome([layout[:at] + layout[at + 1 :]])
+    return Claim([layout[:at] + layout[at + 1 :]])
 
 
 @rule("slice", sizes="start end")
-def sliced(call: OpOnRows) -> Outcome:
+def sliced(call: OpOnRows) -> Claim:
     layout, at = call.layout(), call.dim()
     made, is_kept, covers = _part(call, layout[at], call.sizes[at], call["start"] or 0, call["step"])
-    return Outcome([(*layout[:at], made, *layout[at + 1 :])], keeps_real=is_kept, keeps_cover=covers)
+    return Claim([(*layout[:at], made, *layout[at + 1 :])], keeps_real=is_kept, keeps_cover=covers)
 
 
 def _part(call: OpOnRows, dim: Dim, size: Size, start: int | Size, step: int) -> tuple[Dim, bool, bool]:
@@ -121,7 +121,7 @@ def _blocks(call: OpOnRows, dim: Dim, size: Size, begin: Size) -> Dim | None:
 
 
 @rule("split split_with_sizes", sizes="split_size split_sizes")
-def parts(call: OpOnRows) -> Outcome:
+def parts(call: OpOnRows) -> Claim:
     layout, at = call.layout(), call.dim()
     made = []
     begin = np.zeros_like(call.known.counts)
@@ -131,18 +131,18 @@ def parts(call: OpOnRows) -> Outcome:
         made.append(_part(call, layout[at], sizes[at], first, 1))
         begin = begin + sizes[at].values
     layouts = [(*layout[:at], part, *layout[at + 1 :]) for part, _, _ in made]
-    return Outcome(layouts, all(is_kept for _, is_kept, _ in made), all(covers for _, _, covers in made))
+    return Claim(layouts, all(is_kept for _, is_kept, _ in made), all(covers for _, _, covers in made))
 
 
 @rule("unbind")
-def unbound(call: OpOnRows) -> Outcome:
+def unbound(call: OpOnRows) -> Claim:
     layout, at = call.layout(), call.dim()
     check_static(layout, [at], "it takes rows apart")
-    return Outcome([layout[:at] + layout[at + 1 :]] * len(call.results))
+    return Claim([layout[:at] + layout[at + 1 :]] * len(call.results))
 
 
 @rule("unfold")
-def windows(call: OpOnRows) -> Outcome:
+def windows(call: OpOnRows) -> Claim:
     layout, sizes, at = call.layout(), call.sizes, call.dim("dimension")
     dim = layout[at]
     if not dim.is_single:
@@ -151,23 +151,23 @@ def windows(call: OpOnRows) -> Outcome:
     if dim.factors and (last > dim.size.values - dim.tail).any():
         raise Mixes("it takes windows of rows that do not agree")
     made = (*layout[:at], prefix(sizes[at]), *layout[at + 1 :], Dim(sizes[-1]))
-    return Outcome([made], keeps_real=not dim.factors, keeps_cover=False)
+    return Claim([made], keeps_real=not dim.factors, keeps_cover=False)
 
 
 @rule("diagonal")
-def diagonal(call: OpOnRows) -> Outcome:
+def diagonal(call: OpOnRows) -> Claim:
     layout, named = call.layout(), (call.dim("dim1"), call.dim("dim2"))
     pair = tuple(layout[dim] for dim in named)
     if not is_prefix(pair):
         raise Mixes("it takes a diagonal of rows that do not lie in their order")
     rest = tuple(dim for at, dim in enumerate(layout) if at not in named)
     is_square = is_static(pair) or (pair[0] == pair[1] and call["offset"] == 0)
-    return Outcome([(*rest, prefix(call.sizes[-1]))], keeps_real=is_square)
+    return Claim([(*rest, prefix(call.sizes[-1]))], keeps_real=is_square)
 
 
 @rule("tril triu")
-def triangle(call: OpOnRows) -> Outcome:
+def triangle(call: OpOnRows) -> Claim:
     layout = call.layout()
     if not is_prefix(layout[-2:]):
         raise Mixes("it cuts along a diagonal of rows that do not lie in their order")
-    return Outcome([layout], keeps_real=is_static(layout[-2:]))
+    return Claim([layout], keeps_real=is_static(layout[-2:]))
