@@ -12,7 +12,7 @@ from torch import fx, nn
 
 from piecewise import torch_api
 from piecewise.analysis.classify import Classifier, Verdict, kind_outside
-from piecewise.analysis.normalize import module_path, source_line
+from piecewise.analysis.normalize import normalized
 from piecewise.analysis.rows.counts import KnownSizes, valid_counts
 from piecewise.analysis.rows.judge import Judge
 from piecewise.analysis.same_program import has_same_program
@@ -26,13 +26,13 @@ from piecewise.capture.captured_ops import (
 from piecewise.capture.faults import LOWERING, MAX_CUTS, FaultFinder, SegmentFault
 from piecewise.cut.split import Splitter
 from piecewise.ir.aten import AtenGraph
-from piecewise.ir.effects import NodeFacts, fakes_of, find_facts, remove_dead_nodes
+from piecewise.ir.effects import NodeFacts, find_facts, remove_dead_nodes
+from piecewise.ir.nodes import fakes_of, module_path, source_line
 from piecewise.ir.placeholders import resize_leaf
 from piecewise.ir.plan import SegmentPlan
 from piecewise.report.startup_times import StartupTimes
 from piecewise.settings.config import PiecewiseConfig
 from piecewise.settings.fusions import passes_for
-from piecewise.trace.subclasses.state import normalized
 from piecewise.trace.trace import ExampleCall, Trace, trace
 from runners.errors import CaptureError, TraceError
 

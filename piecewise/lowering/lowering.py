@@ -34,6 +34,7 @@ from runners.tape.opaque_call import OpaqueCall
 # that something was compiled for, and the program that fusions have made, are.
 FIELDS_IN_KEY = frozenset({"lowering"})
 
+
 @dataclasses.dataclass(slots=True, eq=False)
 class LoweredSegment:
     """A segment's function, put together from compiled ones.

@@ -177,5 +177,7 @@ def _direct(expr: Any, symbol: sympy.Symbol, counts: Counts) -> Any:
     if isinstance(expr, sympy.Integer):
         return np.int64(int(expr))
     operator = _DIRECT.get(type(expr))
-    parts = [_direct(part, symbol, counts) for part in expr.args] if operator is not None else [None]
+    if operator is None:
+        return None
+    parts = [_direct(part, symbol, counts) for part in expr.args]
     return None if any(part is None for part in parts) else operator(*parts)

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 
 from piecewise import torch_api
-from piecewise.analysis.normalize import normalize
 from piecewise.calls.structure import PLAIN
 from piecewise.ir.plan import ResultLeaf
 from piecewise.trace.dynamo.result import Placeholder
@@ -32,11 +31,11 @@ _DEPTH = 4
 _SETTLED = (type, ModuleType, FunctionType, MethodType, enum.Enum, torch.Tensor)
 
 
-def normalized(trace: Trace) -> Trace:
-    """The trace with its graph rewritten by `normalize`, in place.
+def prepare_subclasses(trace: Trace) -> None:
+    """Refuses state of a class that cannot be seen through, and marks a graph of ops below theirs.
 
     Raises:
-        SplitError, TraceError: as `normalize` says; or state is of a class that cannot be seen through.
+        TraceError: state is of such a class.
     """
     for placeholder in trace.placeholders:
         place = placeholder.state
@@ -48,8 +47,14 @@ def normalized(trace: Trace) -> Trace:
                 for node in trace.graph.graph.nodes:
                     node.meta["below_torch_function"] = True
     _drop_idle_sets(trace)
-    numbers = [leaf.index for leaf in trace.result_leaves if leaf.kind == "output" and leaf.value is float]
-    wrapped = normalize(trace.graph, shape_env=trace.shape_env, numbers=numbers)
+
+
+def open_subclasses(trace: Trace, wrapped: dict[int, Wrapped]) -> Trace:
+    """The trace of a graph that `see_through` has rewritten: state and results as the plain tensors inside.
+
+    Raises:
+        TraceError: an input is a tensor subclass.
+    """
     placeholders, facts = _opened(trace)
     return _with_wrapped(dataclasses.replace(trace, placeholders=placeholders, state_facts=facts), wrapped)
 

@@ -22,7 +22,7 @@ import torch
 from torch import fx
 
 from piecewise import torch_api
-from piecewise.ir.effects import autocast_of, call_on_fakes
+from piecewise.ir.nodes import autocast_of, call_on_fakes
 from piecewise.ir.tensors import map_tensors, storage_of, tensors_in
 from piecewise.passes.int8_matmul import int8_matmul
 from piecewise.trace.layers.layer_fakes import LayerFakes

@@ -43,9 +43,8 @@ def _of(call: OpOnRows, value: Any) -> Bounds:
 def _made(call: OpOnRows, low: Ends, high: Ends) -> Bounds:
     """Bounds of these ends, as far as they are finite."""
     known = [np.broadcast_to(end, call.known.counts.shape) for end in (low, high)]
-    return Bounds(
-        *(call.known.interned(end.astype(np.int64)) if np.isfinite(end).all() else None for end in known)
-    )
+    sides = [call.known.interned(end.astype(np.int64)) if np.isfinite(end).all() else None for end in known]
+    return Bounds(sides[0], sides[1])
 
 
 def _ends(found: Bounds) -> tuple[Ends, Ends]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from piecewise.analysis.rows.counts import Size
 from piecewise.analysis.rows.layout import Dim, Layout, Mixes, broadcast, met, prefix, prefixes
-from piecewise.analysis.rows.table import OpOnRows, Claim, Rows, rule
+from piecewise.analysis.rows.table import Claim, OpOnRows, Rows, rule
 
 
 @rule("zeros ones full new_zeros new_ones new_full", sizes="size")

@@ -12,23 +12,22 @@ from collections.abc import Sequence
 import torch
 
 from piecewise.analysis.rows.layout import Dim, Layout, Mixes, broadcast, met
-from piecewise.analysis.rows.table import OpOnRows, Claim, Rows, check_static, rule
+from piecewise.analysis.rows.table import Claim, OpOnRows, Rows, check_static, rule
 
 
 def _check_index(call: OpOnRows, index: Rows, dim: Dim, *, wraps: bool = False) -> None:
     """That padded rows of an index are in range of a dim, and real ones among those that agree."""
     if dim.is_static and (index.is_real or index.is_settled):
         return
-    low, high = index.bounds.low, index.bounds.high
-    least = -(dim.size.constant or 0) if wraps and dim.is_static else 0
-    is_low_in = low is not None and (low.values >= least).all()
-    if dim.is_static:
-        if high is None or not is_low_in or not call.limit_to(high.values < (dim.size.constant or 0)):
-            raise Mixes("padded rows may hold an index that is out of range")
-    elif (
-        high is None or not is_low_in or not dim.is_single or (high.values >= dim.size.values - dim.tail).any()
-    ):
-        raise Mixes("it looks up rows by an index that may name padded ones")
+    low, high, size = index.bounds.low, index.bounds.high, dim.size.values
+    least = -size if wraps and dim.is_static else 0
+    is_within = False
+    if low is not None and high is not None and (low.values >= least).all():
+        holds = high.values < size - dim.tail
+        is_within = call.limit_to(holds) if dim.is_static else dim.is_single and bool(holds.all())
+    if not is_within:
+        may = "hold an index that is out of range" if dim.is_static else "be named by an index"
+        raise Mixes(f"padded rows may {may}")
 
 
 @rule("embedding")

@@ -6,7 +6,7 @@ A mask of zeros excuses nothing, as 0·NaN is NaN.
 from __future__ import annotations
 
 from piecewise.analysis.rows.layout import Dim, Layout, Mixes, broadcast, prefix
-from piecewise.analysis.rows.table import OpOnRows, Claim, Rows, check_static, rule
+from piecewise.analysis.rows.table import Claim, OpOnRows, Rows, check_static, rule
 
 
 def _batch(call: OpOnRows, *layouts: Layout) -> Layout:
@@ -18,7 +18,9 @@ def _product(call: OpOnRows, left: Layout, right: Layout, addend: str | None = N
     """[batch, rows, inner] times [batch, inner, columns], and what is added to it."""
     check_static(left, [-1], "it sums")
     made = (*_batch(call, left, right), left[-2], right[-1])
-    return made if addend is None or call[addend] is None else broadcast([made, call.layout(addend)], call.sizes)
+    if addend is None or call[addend] is None:
+        return made
+    return broadcast([made, call.layout(addend)], call.sizes)
 
 
 @rule("mm bmm _int_mm")
@@ -28,8 +30,8 @@ def product(call: OpOnRows) -> Layout:
 
 @rule("addmm baddbmm")
 def product_and_sum(call: OpOnRows) -> Layout:
-    names = ("mat1", "mat2") if call.name == "addmm" else ("batch1", "batch2")
-    return _product(call, *map(call.layout, names), "self")
+    left, right = ("mat1", "mat2") if call.name == "addmm" else ("batch1", "batch2")
+    return _product(call, call.layout(left), call.layout(right), "self")
 
 
 @rule("mv")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from piecewise.analysis.rows.layout import Mixes, broadcast, prefixes
-from piecewise.analysis.rows.table import OpOnRows, Claim, Rows, is_inexact, rule
+from piecewise.analysis.rows.table import Claim, OpOnRows, Rows, is_inexact, rule
 
 # torch tags these `pointwise`; a name with a dot is one overload, whose others it does not tag.
 TAGGED = """

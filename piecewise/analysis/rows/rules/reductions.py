@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from piecewise.analysis.rows.layout import Dim, Layout, Mixes, met
-from piecewise.analysis.rows.table import OpOnRows, Claim, check_static, rule
+from piecewise.analysis.rows.table import Claim, OpOnRows, check_static, rule
 
 
 @rule(

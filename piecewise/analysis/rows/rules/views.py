@@ -6,7 +6,7 @@ import numpy as np
 
 from piecewise.analysis.rows.counts import Size
 from piecewise.analysis.rows.layout import Dim, Layout, Mixes, is_prefix, is_static, met, prefix, regrouped
-from piecewise.analysis.rows.table import OpOnRows, Claim, check_static, rule
+from piecewise.analysis.rows.table import Claim, OpOnRows, check_static, rule
 
 
 @rule("alias detach _conj _neg_view")
