@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import Any
 
 import numpy as np
@@ -10,16 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from piecewise.analysis.rows.counts import Size
-from piecewise.analysis.rows.table import (
-    UNBOUNDED,
-    Bounds,
-    BoundsRule,
-    OpOnRows,
-    Rows,
-    bounds,
-    fits,
-    is_inexact,
-)
+from piecewise.analysis.rows.table import UNBOUNDED, Bounds, OpOnRows, Rows, bounds, fits, is_inexact
 
 Ends = NDArray[Any]
 # Where sums over all elements end, so that they do not overflow.
@@ -79,12 +71,6 @@ def _united(call: OpOnRows, *given: Bounds) -> Bounds:
     return _made(call, functools.reduce(np.minimum, lows), functools.reduce(np.maximum, highs))
 
 
-def _limited(call: OpOnRows, choose: Any, left: Bounds, right: Bounds) -> Bounds:
-    """Of the larger, or the smaller, of two: one operand is enough for one side."""
-    (a, b), (c, d) = _ends(left), _ends(right)
-    return _made(call, choose(a, c), choose(b, d))
-
-
 def _searched(call: OpOnRows, dim: int | None) -> Size:
     """How many elements there are to choose from."""
     sizes = call["self"].sizes
@@ -93,25 +79,27 @@ def _searched(call: OpOnRows, dim: int | None) -> Size:
     return functools.reduce(call.known.product, sizes, call.known.constant(1))
 
 
-def _table_size(call: OpOnRows) -> Ends:
-    table = call["sorted_sequence"] if call["sorted_sequence"] is not None else call["boundaries"]
-    return table.sizes[-1].values * 1.0
+def _corners(call: OpOnRows, function: Any, *operands: Bounds) -> Bounds:
+    """Of a function that rises or falls all the way in each operand: its extremes are at their ends."""
+    ends = [function(*each) for each in itertools.product(*map(_ends, operands))]
+    return _made(call, functools.reduce(np.minimum, ends), functools.reduce(np.maximum, ends))
 
 
-_SIMPLE: dict[str, BoundsRule] = {
+_SIMPLE: dict[str, Any] = {
     "zeros zeros_like new_zeros zero": lambda call: _of(call, 0),
     "ones ones_like new_ones": lambda call: _of(call, 1),
     "full full_like new_full": lambda call: _of(call, call["fill_value"]),
     "fill": lambda call: _of(call, call["value"]),
     "scalar_tensor": lambda call: _of(call, call["s"]),
     "argmax argmin": lambda call: _below(call, _searched(call, call["dim"])),
-    "searchsorted bucketize": lambda call: _made(call, np.zeros(1), _table_size(call)),
+    "searchsorted": lambda call: _made(call, np.zeros(1), call["sorted_sequence"].sizes[-1].values * 1.0),
+    "bucketize": lambda call: _made(call, np.zeros(1), call["boundaries"].sizes[-1].values * 1.0),
     "view.dtype": lambda call: UNBOUNDED,
     "cat stack": lambda call: _united(call, *(rows.bounds for rows in call.tensors())),
     "where": lambda call: _united(call, *_pair(call)),
     "tril triu": lambda call: _united(call, call["self"].bounds, _of(call, 0)),
-    "maximum": lambda call: _limited(call, np.maximum, *_pair(call)),
-    "minimum": lambda call: _limited(call, np.minimum, *_pair(call)),
+    "maximum": lambda call: _corners(call, np.maximum, *_pair(call)),
+    "minimum": lambda call: _corners(call, np.minimum, *_pair(call)),
 }
 for _names, _rule in _SIMPLE.items():
     bounds(_names)(_rule)
@@ -156,18 +144,14 @@ def counted(call: OpOnRows) -> Bounds:
     return found._replace(permutes=isinstance(start, int) and start == 0 and step == 1)
 
 
+_ARITHMETIC = {"add": np.add, "sub": np.subtract, "rsub": lambda a, b: b - a, "mul": np.multiply}
+
+
 @bounds("add sub rsub mul")
 def arithmetic(call: OpOnRows) -> Bounds:
-    left, right = _pair(call)
-    if call["alpha"] not in (None, 1) or not (_is_known(left) and _is_known(right)):
+    if call["alpha"] not in (None, 1) or not all(map(_is_known, _pair(call))):
         return UNBOUNDED  # what is not known may wrap
-    (a, b), (c, d) = _ends(left), _ends(right)
-    if call.name == "mul":
-        ends = [a * c, a * d, b * c, b * d]
-        return _made(call, np.minimum.reduce(ends), np.maximum.reduce(ends))
-    if call.name == "add":
-        return _made(call, a + c, b + d)
-    return _made(call, a - d, b - c) if call.name == "sub" else _made(call, c - b, d - a)
+    return _corners(call, _ARITHMETIC[call.name.partition(".")[0]], *_pair(call))
 
 
 @bounds("clamp clamp_min clamp_max")
@@ -175,19 +159,19 @@ def clamped(call: OpOnRows) -> Bounds:
     found = _of(call, call["self"])
     for name, choose in (("min", np.maximum), ("max", np.minimum)):
         if call[name] is not None:
-            found = _limited(call, choose, found, _of(call, call[name]))
+            found = _corners(call, choose, found, _of(call, call[name]))
     return found
 
 
 @bounds("neg abs")
 def mirrored(call: OpOnRows) -> Bounds:
     found = call["self"].bounds
-    low, high = _ends(found)
     if not _is_known(found):
         return UNBOUNDED
+    low, high = _ends(found)
     if call.name == "neg":
         return _made(call, -high, -low)
-    return _made(call, 0.0 * low, np.maximum(np.abs(low), np.abs(high)))
+    return _made(call, 0.0 * low, np.maximum(-low, high))
 
 
 @bounds("floor_divide div __rshift__ bitwise_right_shift")
@@ -197,8 +181,7 @@ def divided(call: OpOnRows) -> Bounds:
     if divisor is None or divisor < 0 or call["rounding_mode"] == "trunc" and not _is_natural(bound):
         return UNBOUNDED
     divisor = 1 << min(divisor, 62) if "shift" in call.name else divisor
-    low, high = _ends(bound)
-    return _made(call, np.floor(low / divisor), np.floor(high / divisor)) if divisor else UNBOUNDED
+    return _corners(call, lambda end: np.floor(end / divisor), bound) if divisor else UNBOUNDED
 
 
 @bounds("remainder fmod")

@@ -1,12 +1,16 @@
-"""Ops that view the elements of one tensor in another shape."""
+"""Ops that view the elements of one tensor in another shape, make tensors of sizes, or put tensors, or copies
+of one, beside each other."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
+from piecewise.analysis.rows import layout as layouts
 from piecewise.analysis.rows.counts import Size
-from piecewise.analysis.rows.layout import Dim, Layout, Mixes, is_prefix, is_static, met, prefix, regrouped
-from piecewise.analysis.rows.table import Claim, OpOnRows, check_static, rule
+from piecewise.analysis.rows.layout import Dim, Layout, Mixes, broadcast, met, prefix
+from piecewise.analysis.rows.table import Claim, OpOnRows, Rows, check_static, rule
 
 
 @rule("alias detach _conj _neg_view")
@@ -16,22 +20,20 @@ def same(call: OpOnRows) -> Layout:
 
 @rule("view _unsafe_view", sizes="size")
 def viewed(call: OpOnRows) -> Layout:
-    return regrouped(call.layout(), call.sizes, call.known)
+    return layouts.regrouped(call.layout(), call.sizes, call.known)
 
 
 @rule("view.dtype")
 def bits(call: OpOnRows) -> Layout:
-    layout = call.layout()
     if call.sizes == call["self"].sizes:
-        return layout
-    check_static(layout, [-1], "it regroups bytes")
-    return (*layout[:-1], Dim(call.sizes[-1]))
+        return call.layout()
+    check_static(call.layout(), [-1], "it regroups bytes")
+    return (*call.layout()[:-1], Dim(call.sizes[-1]))
 
 
 @rule("view_as_real view_as_complex")
 def complex_parts(call: OpOnRows) -> Layout:
-    layout, sizes = call.layout(), call.sizes
-    return (*layout, Dim(sizes[-1])) if len(sizes) > len(layout) else layout[:-1]
+    return (*call.layout(), Dim(call.sizes[-1])) if call.name == "view_as_real" else call.layout()[:-1]
 
 
 @rule("permute transpose t")
@@ -121,7 +123,7 @@ def _blocks(call: OpOnRows, dim: Dim, size: Size, begin: Size) -> Dim | None:
 
 
 @rule("split split_with_sizes", sizes="split_size split_sizes")
-def parts(call: OpOnRows) -> Claim:
+def split(call: OpOnRows) -> Claim:
     layout, at = call.layout(), call.dim()
     made = []
     begin = np.zeros_like(call.known.counts)
@@ -130,8 +132,8 @@ def parts(call: OpOnRows) -> Claim:
         first = start if start.constant is None else start.constant
         made.append(_part(call, layout[at], sizes[at], first, 1))
         begin = begin + sizes[at].values
-    layouts = [(*layout[:at], part, *layout[at + 1 :]) for part, _, _ in made]
-    return Claim(layouts, all(is_kept for _, is_kept, _ in made), all(covers for _, _, covers in made))
+    parts = [(*layout[:at], part, *layout[at + 1 :]) for part, _, _ in made]
+    return Claim(parts, all(is_kept for _, is_kept, _ in made), all(covers for _, _, covers in made))
 
 
 @rule("unbind")
@@ -158,16 +160,109 @@ def windows(call: OpOnRows) -> Claim:
 def diagonal(call: OpOnRows) -> Claim:
     layout, named = call.layout(), (call.dim("dim1"), call.dim("dim2"))
     pair = tuple(layout[dim] for dim in named)
-    if not is_prefix(pair):
+    if not layouts.is_prefix(pair):
         raise Mixes("it takes a diagonal of rows that do not lie in their order")
     rest = tuple(dim for at, dim in enumerate(layout) if at not in named)
-    is_square = is_static(pair) or (pair[0] == pair[1] and call["offset"] == 0)
+    is_square = layouts.is_static(pair) or (pair[0] == pair[1] and call["offset"] == 0)
     return Claim([(*rest, prefix(call.sizes[-1]))], keeps_real=is_square)
 
 
 @rule("tril triu")
 def triangle(call: OpOnRows) -> Claim:
     layout = call.layout()
-    if not is_prefix(layout[-2:]):
+    if not layouts.is_prefix(layout[-2:]):
         raise Mixes("it cuts along a diagonal of rows that do not lie in their order")
-    return Claim([layout], keeps_real=is_static(layout[-2:]))
+    return Claim([layout], keeps_real=layouts.is_static(layout[-2:]))
+
+
+@rule("zeros ones full new_zeros new_ones new_full", sizes="size")
+@rule("zeros_like ones_like full_like")
+def constant(call: OpOnRows) -> Layout:
+    return call.layout() if call.name.endswith("_like") else layouts.prefixes(call.sizes)
+
+
+@rule("empty empty_strided new_empty arange eye", sizes="size stride end n m")
+@rule("empty_like")
+def unlike(call: OpOnRows) -> Claim:
+    """Rows of which none is like another."""
+    return Claim([constant(call)], keeps_real=False)
+
+
+@rule("cat")
+def joined(call: OpOnRows) -> Claim:
+    sizes = call.sizes
+    # A tensor of shape [0] is skipped, whatever the shape of the others.
+    given: list[Rows] = [x for x in call["tensors"] if not (len(x.sizes) == 1 and x.sizes[0].constant == 0)]
+    if not given:
+        return Claim([layouts.prefixes(sizes)])
+    at = call["dim"] % len(sizes)
+    dims: list[tuple[Dim, ...]] = list(zip(*(x.layout for x in given if x.layout is not None), strict=True))
+    row, is_kept = _row(dims[at], sizes[at])
+    made = [row if each == at else met(dims[each], size) for each, size in enumerate(sizes)]
+    return Claim([tuple(made)], keeps_real=is_kept)
+
+
+def _row(dims: Sequence[Dim], size: Size) -> tuple[Dim, bool]:
+    """The dims behind one another, and whether padded rows stay real."""
+    growing = [dim for dim in dims if dim.factors]
+    if not growing:
+        return Dim(size), True
+    if len(dims) == 1:
+        return dims[0], True
+    if len(growing) == len(dims) and all(dim.factors == dims[0].factors and not dim.tail for dim in dims):
+        return Dim(size, sum(dim.blocks for dim in dims), dims[0].factors), True
+    if len(growing) > 1:
+        raise Mixes("it puts rows behind other rows, which padding moves")
+    (row,) = growing
+    if not row.is_single:
+        raise Mixes("it puts something beside rows that do not lie in their order")
+    behind = sum(dim.size.constant or 0 for dim in dims[dims.index(row) + 1 :])
+    return prefix(size)._replace(tail=row.tail + behind), False
+
+
+@rule("stack")
+def stacked(call: OpOnRows) -> Layout:
+    at = call["dim"] % len(call.sizes)
+    made = broadcast([x.layout for x in call["tensors"]], call.sizes[:at] + call.sizes[at + 1 :])
+    return (*made[:at], Dim(call.sizes[at]), *made[at:])
+
+
+@rule("repeat", sizes="repeats")
+def repeated(call: OpOnRows) -> Layout:
+    layout, one = call.layout(), Dim(call.known.constant(1))
+    return tuple(
+        _copies(call, old, size)
+        for old, size in zip((one,) * (len(call.sizes) - len(layout)) + layout, call.sizes, strict=True)
+    )
+
+
+def _copies(call: OpOnRows, dim: Dim, size: Size) -> Dim:
+    if size is dim.size:
+        return dim
+    if dim.is_static:
+        return prefix(size)
+    if dim.tail:
+        raise Mixes("it repeats rows of which the last do not agree")
+    count = call.known.quotient(size, dim.size)
+    if count is not None and count.constant is not None:
+        return Dim(size, count.constant * dim.blocks, dim.factors)
+    if count is None or count.falls or dim.blocks != 1:
+        raise Mixes("it repeats rows as often as the token count says")
+    return Dim(size, 1, (count, *dim.factors))
+
+
+@rule("constant_pad_nd")
+def padded(call: OpOnRows) -> Claim:
+    sizes, layout, amounts = call.sizes, list(call.layout()), call["pad"]
+    is_kept = True
+    for number, (front, back) in enumerate(zip(amounts[::2], amounts[1::2], strict=True)):
+        at = len(layout) - 1 - number
+        dim = layout[at]
+        if dim.is_static:
+            layout[at] = Dim(sizes[at])
+        elif front or back:
+            if not dim.is_single or front < 0:
+                raise Mixes("it pads rows that do not lie in their order")
+            layout[at] = prefix(sizes[at])._replace(tail=max(dim.tail + back, 0))
+            is_kept = False
+    return Claim([tuple(layout)], keeps_real=is_kept)
