@@ -25,7 +25,7 @@ from piecewise.ir.nodes import (
     is_tuple_item,
     storages_of,
     target_name,
-    traced_value,
+    value_of,
 )
 from piecewise.ir.tensors import storage_of, tensors_in
 from piecewise.trace.trace import Trace
@@ -143,11 +143,11 @@ class Classifier:
             return self.verdicts[node.args[0]]  # type: ignore[index]
         verdict = self._forced.get(node)
         if verdict is None:
-            code = self._unrecordable(node, fact, traced_value(node))
+            code = self._unrecordable(node, fact, value_of(node))
             is_checked = fact.recording is not None and bool(fact.recording.calls)
             if not (code or fact.writes or is_checked or has_fakes(node)):
                 return Verdict("scalar")  # it makes no tensor and does nothing to one
-            code = code or self._by_symbols(fact, traced_value(node))
+            code = code or self._by_symbols(fact, value_of(node))
             verdict = Verdict.of(code) if code else self._by_rows(node, fact)
         if verdict.kind != "graph":
             self.rows.eager(node)
@@ -160,7 +160,7 @@ class Classifier:
         if mixes.code == "unknown_op":
             return Verdict("eager", *mixes)
         code = mixes.code
-        results = list(fakes_of(fact.writes)) if fact.writes else [traced_value(node)]
+        results = list(fakes_of(fact.writes)) if fact.writes else [value_of(node)]
         reads = any(map(self._carries_tokens, fakes_of(fact.reads)))
         if code == "mixes_tokens" and reads and not any(map(self._carries_tokens, results)):
             code = "consumes_token_dim"
@@ -183,7 +183,7 @@ class Classifier:
     def _unrecordable(self, node: fx.Node, fact: NodeFacts, value: Any) -> str:
         if target_name(node).partition("::")[0] in _COLLECTIVES:
             return "collective"
-        values = [value, *map(traced_value, node.all_input_nodes)]
+        values = [value, *map(value_of, node.all_input_nodes)]
         seen = set().union(*map(self._symbols, values))
         is_unbacked = any(map(torch_api.is_unbacked, seen))
         return fact.unrecordable or ("data_dependent" if is_unbacked else "")
@@ -201,7 +201,7 @@ class Classifier:
         """Whether a size is among the node's arguments."""
         leaves: list[Any] = []
         fx.node.map_aggregate((node.args, dict(node.kwargs)), leaves.append)
-        values = [traced_value(leaf) if isinstance(leaf, fx.Node) else leaf for leaf in leaves]
+        values = [value_of(leaf) if isinstance(leaf, fx.Node) else leaf for leaf in leaves]
         sizes = [size for value in values for size in (value if isinstance(value, torch.Size) else (value,))]
         return any(map(self._free, sizes))
 

@@ -38,7 +38,7 @@ from piecewise.ir.nodes import (
     source_line,
     storages_of,
     target_name,
-    traced_value,
+    value_of,
 )
 from piecewise.ir.tensors import storage_of
 from piecewise.trace.subclasses.state import open_subclasses, prepare_subclasses
@@ -199,11 +199,11 @@ def _join(graph: fx.GraphModule, nodes: list[fx.Node]) -> None:
         joined = graph.graph.call_function(_Joined(fx.GraphModule(graph, inner)), tuple(given))
     kept = ("stack_trace", "nn_module_stack")
     joined.meta = {key: value for key, value in nodes[0].meta.items() if key in kept}
-    joined.meta["example_value"] = tuple(map(traced_value, made))
+    joined.meta["example_value"] = tuple(map(value_of, made))
     for at, node in enumerate(made):
         with graph.graph.inserting_after(joined):
             item = graph.graph.call_function(operator.getitem, (joined, at))
-        item.meta = joined.meta | {"example_value": traced_value(node)}
+        item.meta = joined.meta | {"example_value": value_of(node)}
         node.replace_all_uses_with(item, delete_user_cb=lambda user: user not in held)
     for node in reversed(nodes):
         graph.graph.erase_node(node)
@@ -226,7 +226,7 @@ def _lift_regions(graph: fx.Graph) -> None:
 
 def _move_getitems(graph: fx.Graph) -> None:
     for node in list(graph.nodes):
-        value = traced_value(node)
+        value = value_of(node)
         is_tuple = isinstance(value, (tuple, list)) and not isinstance(value, torch.Size)
         anchor = node
         for user in list(node.users) if is_tuple and is_call(node) else ():
@@ -242,14 +242,14 @@ def _unwrap_numbers(graph: fx.Graph, numbers: Collection[int]) -> None:
         carrier = items[position]
         if isinstance(carrier, fx.Node) and carrier.target is torch.scalar_tensor:
             number = carrier.args[0]
-            if isinstance(number, fx.Node) and isinstance(traced_value(number), torch_api.SYMBOLIC):
+            if isinstance(number, fx.Node) and isinstance(value_of(number), torch_api.SYMBOLIC):
                 items[position] = number
     output.args = (tuple(items),)
 
 
 def _fold_fixed_floats(graph: fx.Graph, shape_env: torch_api.ShapeEnv | None) -> None:
     for node in list(graph.nodes):
-        value = traced_value(node)
+        value = value_of(node)
         if node.op != "call_method" or node.target != "item" or not isinstance(value, torch.SymFloat):
             continue
         # What data decides stays: eager would check it on each call.
@@ -272,7 +272,7 @@ def _unwrap_idle_dropout(graph: fx.Graph) -> None:
             node.replace_all_uses_with(given["input"])  # type: ignore[arg-type]
             graph.erase_node(node)
             # What lies in the copy is made again, from the fakes of its arguments as they are now.
-            fake_mode = torch_api.fake_mode_of(list(map(traced_value, graph.nodes)))
+            fake_mode = torch_api.fake_mode_of(list(map(value_of, graph.nodes)))
             for view in graph.nodes:
                 if is_call(view) and not copied.isdisjoint(storages_of([view])):
                     view.meta["example_value"] = call_on_fakes(view, fake_mode)
@@ -282,7 +282,7 @@ def _rename_in_place_results(graph: fx.Graph) -> None:
     for node in list(graph.nodes):
         written = node.args[0] if is_call(node) and node.args else None
         if isinstance(written, fx.Node) and _writes_first_argument(node):
-            if _same_view(traced_value(written), traced_value(node)):
+            if _same_view(value_of(written), value_of(node)):
                 node.replace_all_uses_with(written)
 
 

@@ -4,7 +4,7 @@ trace of now and an earlier one."""
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import sympy
@@ -22,52 +22,22 @@ from piecewise.ir.nodes import (
     source_line,
     storages_of,
     target_name,
-    traced_value,
+    value_of,
 )
 from piecewise.ir.plan import ResultLeaf
 from piecewise.ir.tensors import storage_of
 from piecewise.trace.trace import Trace
 
-Facts = Mapping[fx.Node, NodeFacts]
-
-
-def has_same_program(
-    dynamic: Trace, single: Trace, symbol: sympy.Symbol, *, facts: Facts, single_facts: Facts
-) -> bool:
-    """True where both have the same ops on the same operands, with every size of `dynamic` taken at one
-    token, and where each write reaches the same tensors."""
-    left = _Program(dynamic, symbol, facts)
-    right = _Program(single, None, single_facts)
-    return left.lines == right.lines and left.result == right.result
-
-
-def first_difference(
-    earlier: Trace, now: Trace, symbols: Sequence[sympy.Symbol], *, facts: Sequence[Facts], num_tokens: int
-) -> str | None:
-    """The first op in which two traces of one call differ, in words; None where they are the same program.
-
-    Args:
-        symbols, facts: of the earlier trace and of the one of now.
-        num_tokens: the count at which sizes are compared, two or more.
-    """
-    left = _Program(earlier, symbols[0], facts[0], num_tokens=num_tokens)
-    right = _Program(now, symbols[1], facts[1], num_tokens=num_tokens)
-    for position, (seen, found) in enumerate(itertools.zip_longest(left.lines, right.lines)):
-        if seen != found:
-            node = (right if found is not None else left).nodes[position]
-            was = target_name(left.nodes[position]) if seen is not None else "nothing"
-            got = target_name(node) if found is not None else "nothing"
-            where = f" at {source}" if (source := source_line(node)) else ""
-            return f"op {position} was {was}, is {got}{' of other operands' if was == got else ''}{where}"
-    return None if left.result == right.result else "the result is put together in another way"
-
-
 _VIEW = "view of"
 
 
-class _Program:
+class Program:
     """A graph as lines that compare: op, operands by position, numbers by value, result shapes.
 
+    Args:
+        facts: of the graph's nodes.
+        symbol: of the token count; None for a static trace.
+        num_tokens: the count at which sizes are compared.
     Attributes:
         lines, nodes: one per op that makes or writes tensors, but for views, which are named by their base.
         result: how the result is put together, and which of its tensors share memory, as numbers in order of
@@ -75,7 +45,12 @@ class _Program:
     """
 
     def __init__(
-        self, trace: Trace, symbol: sympy.Symbol | None, facts: Facts, *, num_tokens: int = 1
+        self,
+        trace: Trace,
+        facts: Mapping[fx.Node, NodeFacts],
+        *,
+        symbol: sympy.Symbol | None = None,
+        num_tokens: int = 1,
     ) -> None:
         self._trace, self._symbol, self._facts, self._num_tokens = trace, symbol, facts, num_tokens
         self._names: dict[fx.Node, Any] = {}
@@ -83,31 +58,45 @@ class _Program:
         self._known: dict[Any, Any] = {}
         graph = trace.graph.graph
         self._order = {node: position for position, node in enumerate(graph.nodes)}
+        self._outputs: Any = graph.output_node().args[0]
         self.nodes: list[fx.Node] = []
         self.lines: list[Any] = []
         for placeholder in trace.placeholders:
             where = placeholder.state.path if placeholder.state is not None else placeholder.leaf
             self._name(placeholder.node, (placeholder.kind, where))
         for node in graph.nodes:
+            # Sizes are compared where they are used, by value.
+            is_size = node.target == "size" or target_name(node).startswith("aten::sym_")
             if (view := self._view(node)) is not None:
                 self._name(node, view)
-            elif is_call(node) and self._holds_tensors_or_writes(node):
+            elif is_call(node) and not is_size and has_fakes(node, *node.all_input_nodes):
                 self._name(node, len(self.lines))
                 self.nodes.append(node)
                 shapes = [self._sizes(tensor.shape) for tensor in fakes_of([node])]
                 arguments = self._argument((node.args, dict(node.kwargs)))
                 what = node.op, str(node.target), node.meta.get("autocast", ())
                 self.lines.append((*what, arguments, shapes, self._written(node)))
-        self._outputs: Any = graph.output_node().args[0]
         seen = dict[int, int]()
         results = fakes_of(graph.output_node().all_input_nodes)
         aliases = [seen.setdefault(storage_of(tensor), len(seen)) for tensor in results]
         wrapped = [trace.result_leaves[part] for _, parts, _ in trace.wrapped for part in parts]
         self.result = self._result(trace.result), list(map(self._result_leaf, wrapped)), aliases
 
+    def difference(self, now: Program) -> str | None:
+        """The first op in which this program and a later one differ, in words; None where both have the same
+        ops on the same operands, and each write reaches the same tensors."""
+        for position, (seen, found) in enumerate(itertools.zip_longest(self.lines, now.lines)):
+            if seen != found:
+                node = (now if found is not None else self).nodes[position]
+                was = target_name(self.nodes[position]) if seen is not None else "nothing"
+                got = target_name(node) if found is not None else "nothing"
+                where = f" at {source}" if (source := source_line(node)) else ""
+                return f"op {position} was {was}, is {got}{' of other operands' if was == got else ''}{where}"
+        return None if self.result == now.result else "the result is put together in another way"
+
     def _view(self, node: fx.Node) -> Any:
         """A name of what an aten view shows: of one row, `slice` is `alias`, `unsqueeze` may be `view`."""
-        fake, given = traced_value(node), node.args[0] if node.args else None
+        fake, given = value_of(node), node.args[0] if node.args else None
         is_view = isinstance(node.target, torch_api.OpOverload) and node.target.is_view
         base = self._names.get(given) if isinstance(given, fx.Node) else None
         if not is_view or not isinstance(fake, torch.Tensor) or base is None:
@@ -155,16 +144,10 @@ class _Program:
         if leaf.kind == "const":
             return ("number", self._number(leaf.value))
         item = self._outputs[leaf.index]
-        value = traced_value(item) if isinstance(item, fx.Node) else item
+        value = value_of(item) if isinstance(item, fx.Node) else item
         if isinstance(value, torch.Tensor):
             return ("tensor", leaf.value, self._argument(item))
         return ("number", self._number(value))
-
-    def _holds_tensors_or_writes(self, node: fx.Node) -> bool:
-        # Sizes are compared where they are used, by value.
-        if node.op == "call_method" and node.target == "size" or target_name(node).startswith("aten::sym_"):
-            return False
-        return has_fakes(node, *node.all_input_nodes)
 
     def _sizes(self, sizes: Any) -> tuple[Any, ...]:
         return tuple(map(self._number, sizes))
@@ -186,6 +169,6 @@ class _Program:
         known = self._names.get(node)
         if node.op == "get_attr" or (known is not None and has_fakes(node)):
             return ("node", known)
-        scalar = traced_value(node)
+        scalar = value_of(node)
         # A size of one trace is a number in the other.
         return ("tuple", *self._sizes(scalar)) if isinstance(scalar, torch.Size) else self._number(scalar)

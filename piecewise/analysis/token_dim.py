@@ -17,7 +17,7 @@ import boundary_ops
 from piecewise import torch_api
 from piecewise.errors.analysis import FixedTokenCount, NoAnchorInput, NoBoundaryOp, NoCommonDim, SeveralDims
 from piecewise.ir.effects import NodeFacts
-from piecewise.ir.nodes import fakes_of, source_line, storages_of, target_name, traced_value
+from piecewise.ir.nodes import fakes_of, source_line, storages_of, target_name, value_of
 from piecewise.ir.plan import InputRule
 from piecewise.ir.tensors import bound_arguments, storage_of
 from piecewise.trace.trace import Trace
@@ -65,7 +65,7 @@ def _symbols_carried(node: fx.Node, fact: NodeFacts, trace: Trace, outside: set[
     assert fact.boundary is not None
     bound = bound_arguments(fact.boundary.overload, node.args, node.kwargs)
     for name, dim in (fact.boundary.token_args or {}).items():
-        value = traced_value(bound[name]) if isinstance(bound.get(name), fx.Node) else None
+        value = value_of(bound[name]) if isinstance(bound.get(name), fx.Node) else None
         if isinstance(value, torch.Tensor):
             return torch_api.free_symbols(value.shape[dim : dim + 1 or None], trace.shape_env)
     written = [_symbols_of(t, trace) for t in fakes_of(fact.writes) if storage_of(t) not in outside]
@@ -136,7 +136,7 @@ def _make_the_rest_static(trace: Trace, symbol: sympy.Symbol) -> None:
     """Fixes the 3 of a [3, n] or the hidden size of [1, n, hidden]: only the token count varies beside
     tokens."""
     for placeholder in trace.placeholders:
-        value = traced_value(placeholder.node)
+        value = value_of(placeholder.node)
         if not isinstance(value, torch.Tensor) or symbol not in _symbols_of(value, trace):
             continue
         for size, others in [(size, torch_api.free_symbols([size], trace.shape_env)) for size in value.shape]:

@@ -15,7 +15,7 @@ from piecewise.analysis.classify import Classifier, Verdict, kind_outside
 from piecewise.analysis.normalize import normalized
 from piecewise.analysis.rows.counts import KnownSizes, valid_counts
 from piecewise.analysis.rows.judge import Judge
-from piecewise.analysis.same_program import has_same_program
+from piecewise.analysis.same_program import Program
 from piecewise.analysis.token_dim import TokenSymbol, find_token_symbol
 from piecewise.capture.captured_ops import (
     MetadataMade,
@@ -229,9 +229,8 @@ def one_token_refusal(traced: TracedModel, model: nn.Module, *, forward: Any, co
     single = normalized(single)
     write_captured_forms(single, config)
     facts = _living_facts(single, config)
-    is_same = has_same_program(
-        traced.trace, single, traced.token.symbol, facts=traced.facts, single_facts=facts
-    )
+    several = Program(traced.trace, traced.facts, symbol=traced.token.symbol)
+    is_same = several.difference(Program(single, facts)) is None
     return "" if is_same else "the model runs another program with one token than with several"
 
 

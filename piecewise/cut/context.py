@@ -10,7 +10,7 @@ from torch import fx
 
 from piecewise import torch_api
 from piecewise.analysis.classify import Classifier, Verdict
-from piecewise.ir.nodes import traced_value
+from piecewise.ir.nodes import value_of
 from piecewise.ir.plan import ComputedNumber, PaddedRows, ValueSpec
 from piecewise.ir.sizes import SizeFunctions
 from piecewise.ir.tensors import storage_of
@@ -55,7 +55,7 @@ class CutContext:
         return self._index_of[node]
 
     def _spec(self, node: fx.Node, index: int) -> ValueSpec:
-        fake, leaf, state = traced_value(node), -1, None
+        fake, leaf, state = value_of(node), -1, None
         if node in self.verdicts:
             origin = self.verdicts[node].kind
         elif node.op == "get_attr":
@@ -100,7 +100,7 @@ class CutContext:
     def source_of(self, symbol: sympy.Symbol) -> tuple[int, int] | None:
         """(leaf, dim) of the input that gives the symbol its value; dim −1 for an int."""
         for placeholder in self.trace.placeholders:
-            value = traced_value(placeholder.node)
+            value = value_of(placeholder.node)
             if placeholder.kind == "input" and isinstance(value, torch.Tensor):
                 sizes = self.trace.symbols_of_leaf(placeholder.leaf)
                 if symbol in sizes:

@@ -20,7 +20,7 @@ from piecewise import torch_api
 from piecewise.cut.context import CutContext
 from piecewise.ir.aten import function_of
 from piecewise.ir.graph_key import code_key
-from piecewise.ir.nodes import traced_value
+from piecewise.ir.nodes import value_of
 from piecewise.ir.plan import BoundaryCall, InputAt
 from piecewise.ir.sizes import size_node
 from piecewise.ir.tensors import bound_arguments
@@ -67,7 +67,7 @@ class SegmentWriter:
             return self._scalar(node) if isinstance(node, torch_api.SYMBOLIC) else node
         if node in self.copies:
             return self.copies[node]
-        value = traced_value(node)
+        value = value_of(node)
         if node.op == "get_attr":
             value = getattr(self.context.trace.graph, str(node.target))
             if not isinstance(value, torch.Tensor):

@@ -33,7 +33,7 @@ from piecewise.ir.nodes import (
     source_line,
     storages_of,
     target_name,
-    traced_value,
+    value_of,
 )
 from piecewise.ir.plan import EagerReason, Segment, SegmentPlan, TokenDim
 from piecewise.ir.sizes import holds
@@ -75,7 +75,7 @@ class Splitter:
         return self._plan(tuple(segments))
 
     def _crosses(self, node: fx.Node) -> bool:
-        value = traced_value(node)
+        value = value_of(node)
         is_eager_number = self.context.is_eager(node) and not isinstance(value, (tuple, list))
         return isinstance(value, torch.Tensor) or is_eager_number
 
@@ -169,7 +169,7 @@ class Splitter:
 
     def _result_value(self, item: Any) -> Any:
         """The number of a value, or a number computed from sizes, for an output of the graph."""
-        value = traced_value(item) if isinstance(item, fx.Node) else item
+        value = value_of(item) if isinstance(item, fx.Node) else item
         if isinstance(item, fx.Node) and (isinstance(value, torch.Tensor) or self.context.is_eager(item)):
             return self.context.value_of(item)
         return self.context.number(value)

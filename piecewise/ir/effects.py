@@ -24,7 +24,7 @@ from piecewise.ir.nodes import (
     is_tuple_item,
     storages_of,
     target_name,
-    traced_value,
+    value_of,
 )
 from piecewise.ir.recording import OpRecorder, Recording
 from piecewise.ir.tensors import storage_of, written_arguments
@@ -73,7 +73,7 @@ def find_facts(graph: fx.Graph, *, enabled: frozenset[str] | None = None) -> dic
     Args:
         enabled: names of the boundary ops to cut at, None for all that are registered.
     """
-    fake_mode = torch_api.fake_mode_of(list(map(traced_value, graph.nodes)))
+    fake_mode = torch_api.fake_mode_of(list(map(value_of, graph.nodes)))
     memo: dict[Any, tuple[tuple[int, ...], str, Recording | None]] = {}
     facts: dict[fx.Node, NodeFacts] = {}
     for node in filter(is_call, graph.nodes):

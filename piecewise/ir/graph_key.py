@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import fx
 
-from piecewise.ir.nodes import fakes_of, traced_value
+from piecewise.ir.nodes import fakes_of, value_of
 from piecewise.ir.plan import Segment, SegmentPlan
 from piecewise.ir.tensors import storage_of
 from piecewise.torch_api import SYMBOLIC
@@ -62,7 +62,7 @@ def node_key(node: fx.Node) -> Any:
         return number(value)
 
     def described(argument: fx.Node) -> Any:
-        return places[argument], kind(traced_value(argument))
+        return places[argument], kind(value_of(argument))
 
     # Two arguments that are the same node, or share memory, must not be mistaken for two that do not.
     order: dict[int, int] = {}

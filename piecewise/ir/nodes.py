@@ -19,14 +19,14 @@ from piecewise import torch_api
 from piecewise.ir.tensors import storage_of, tensors_in
 
 
-def traced_value(node: fx.Node) -> Any:
+def value_of(node: fx.Node) -> Any:
     """The node's fakes and sizes; None for a node that was made later, or makes nothing."""
     return node.meta.get("example_value")
 
 
 def fakes_of(nodes: Iterable[fx.Node]) -> Iterator[torch.Tensor]:
     """The fakes of nodes' tensors."""
-    return (tensor for node in nodes for tensor in tensors_in(traced_value(node)))
+    return (tensor for node in nodes for tensor in tensors_in(value_of(node)))
 
 
 def has_fakes(*nodes: fx.Node) -> bool:
@@ -49,7 +49,7 @@ def is_tuple_item(node: fx.Node) -> bool:
         node.op == "call_function"
         and node.target is operator.getitem
         and isinstance(node.args[0], fx.Node)
-        and isinstance(traced_value(node.args[0]), (tuple, list))
+        and isinstance(value_of(node.args[0]), (tuple, list))
     )
 
 
@@ -103,7 +103,7 @@ def call_on_fakes(node: fx.Node, fake_mode: Any, mode: Any = None) -> Any:
 
 def asked_on_fakes(node: fx.Node, fake_mode: Any, mode: Any = None) -> tuple[Any, set[sympy.Basic]]:
     """The same, and what was asked of sizes."""
-    args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), traced_value)
+    args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), value_of)
     with (
         autocast_of(node),
         torch_api.asked_of_sizes(getattr(fake_mode, "shape_env", None)) as asked,

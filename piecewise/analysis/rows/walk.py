@@ -17,7 +17,7 @@ from piecewise.analysis.rows.judge import Judge
 from piecewise.analysis.rows.layout import MixReason, is_prefix, prefixes_or_none
 from piecewise.analysis.rows.table import UNBOUNDED, Bounds, Rows, bounds_within, lesser
 from piecewise.ir.effects import NodeFacts
-from piecewise.ir.nodes import fakes_of, makes_empty, storages_of, traced_value
+from piecewise.ir.nodes import fakes_of, makes_empty, storages_of, value_of
 from piecewise.ir.recording import Ref
 from piecewise.ir.tensors import map_tensors, storage_of
 
@@ -103,7 +103,7 @@ class RowsWalk:
         """Notes an item of a tuple."""
         source: Any = node.args[0]
         numbers = itertools.count()
-        picked = map_tensors(traced_value(source), lambda tensor: Ref(next(numbers)))[node.args[1]]
+        picked = map_tensors(value_of(source), lambda tensor: Ref(next(numbers)))[node.args[1]]
         places = picked if type(picked) in (tuple, list) else [picked]
         self._note(node, [self.rows_of(source)[place.position] for place in places if isinstance(place, Ref)])
         self._origins[node] = self.origin(source)
