@@ -18,12 +18,13 @@ import torch
 
 from piecewise import torch_api
 from piecewise.ir.aten import AtenGraph
+from piecewise.ir.graph_key import graph_key
 from piecewise.ir.placeholders import unchanged_random_state
-from piecewise.ir.plan import Segment, SegmentPlan, ValueSpec
+from piecewise.ir.plan import Segment, SegmentPlan
 from piecewise.lowering.aten_segment import AtenSegment
 from piecewise.lowering.layout import SegmentLayout, Unlowerable
 from piecewise.report.progress import progress_bar
-from piecewise.report.segments import KeptEager, LoweringReport
+from piecewise.report.segments import COMPILED, KeptEager, LoweringReport
 from piecewise.settings.config import PiecewiseConfig
 from runners.errors import CaptureError, one_line
 from runners.mode import capturing
@@ -32,8 +33,6 @@ from runners.opaque_call import OpaqueCall
 # Settings on which the code of a segment depends, and which are not in its key in another way: the row count
 # that something was compiled for, and the program that fusions have made, are.
 FIELDS_IN_KEY = frozenset({"lowering"})
-
-COMPILED = "compiled by Inductor: one callable"
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -140,7 +139,7 @@ class Lowering:
                     functions[segment.index] = job.lowered(segment)
                     bar.update(1)
         report = LoweringReport(
-            self.config.lowering, len(segments), len({segment_text(plan, segment) for segment in segments}),
+            self.config.lowering, len(segments), len({graph_key(plan, segment) for segment in segments}),
             job.num_compiled, job.num_from_disk, job.num_reused, time.perf_counter() - began,
             tuple(job.kept_eager),
         )  # fmt: skip
@@ -154,9 +153,9 @@ class Lowering:
                 SegmentLayout.of(plan, segment, buckets)
             except Unlowerable as reason:
                 kept.append(KeptEager(segment.name, str(reason)))
-        texts = {segment_text(plan, segment) for segment in _computing(plan)}
+        kinds = {graph_key(plan, segment) for segment in _computing(plan)}
         return LoweringReport(
-            self.config.lowering, len(_computing(plan)), len(texts), kept_eager=tuple(kept), is_done=False
+            self.config.lowering, len(_computing(plan)), len(kinds), kept_eager=tuple(kept), is_done=False
         )
 
 
@@ -229,7 +228,7 @@ class _Job:
             settings,
             torch_api.numeric_settings(device),
             count,
-            segment_text(self.plan, segment),
+            graph_key(self.plan, segment),
             layout.made,
         )
         key = hashlib.sha256("\n".join(map(str, parts)).encode()).hexdigest()
@@ -268,17 +267,3 @@ class _Job:
 def _computing(plan: SegmentPlan) -> list[Segment]:
     """Graph segments that do more than make views."""
     return [segment for segment in plan.graph_segments() if not segment.views_only]
-
-
-def segment_text(plan: SegmentPlan, segment: Segment) -> str:
-    """What a segment computes and on what, without the tensors themselves: equal in every process."""
-    numbers: dict[int, int] = {}
-
-    def described(value: ValueSpec) -> str:
-        memory = numbers.setdefault(value.memory, len(numbers))
-        return f"{value.dtype} {value.device} {value.geometry} memory {memory}"
-
-    inputs = [described(plan.values[index]) for index in segment.inputs]
-    outputs = [described(plan.values[index]) for index in segment.outputs]
-    written = sorted(numbers[memory] for memory in segment.writes if memory in numbers)
-    return "\n".join([segment.lowering_key, *inputs, "->", *outputs, f"writes {written}"])

@@ -5,6 +5,9 @@ from __future__ import annotations
 import dataclasses
 from itertools import groupby
 
+# Why a function is not made of ops that others can look at.
+COMPILED = "compiled by Inductor: one callable"
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class KeptEager:

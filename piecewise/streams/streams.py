@@ -12,9 +12,9 @@ from functools import partial
 from typing import Any
 
 from piecewise.ir.aten import NotTraceable
+from piecewise.ir.graph_key import graph_key
 from piecewise.ir.plan import Segment, SegmentPlan
-from piecewise.lowering.lowering import COMPILED, segment_text
-from piecewise.report.segments import BucketStreams, LoweringReport, SegmentStreams, StreamReport
+from piecewise.report.segments import COMPILED, BucketStreams, LoweringReport, SegmentStreams, StreamReport
 from piecewise.streams.stream_graph import ScheduledFunction
 from runners.engine import Streams
 
@@ -64,12 +64,12 @@ class StreamSchedules:
     ) -> None:
         self.plan, self.num_streams = plan, num_streams
         self._kind_of: dict[int, _Kind] = {}
-        kinds: dict[tuple[str, str], _Kind] = {}
+        kinds: dict[tuple[Any, str], _Kind] = {}
         for segment in plan.graph_segments() if num_streams > 1 else ():
             if segment.views_only:
                 continue
             reason = segment.keeps_own or one_callable.get(segment.index, "")
-            key = segment_text(plan, segment), reason
+            key = graph_key(plan, segment), reason
             if key in kinds:
                 kinds[key].num_alike += 1
             else:
