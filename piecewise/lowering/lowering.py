@@ -19,6 +19,7 @@ import torch
 from piecewise import torch_api
 from piecewise.errors.lowering import SegmentNotLowered
 from piecewise.ir.aten import AtenGraph
+from piecewise.ir.graph_key import graph_key
 from piecewise.ir.placeholders import unchanged_random_state
 from piecewise.ir.plan import Segment, SegmentPlan
 from piecewise.lowering.aten_segment import AtenSegment
@@ -161,7 +162,7 @@ class Lowering:
 
     def _planned(self, plan: SegmentPlan) -> LoweringReport:
         segments = plan.computing_segments()
-        num_distinct = len({plan.program_of(segment) for segment in segments})
+        num_distinct = len({graph_key(plan, segment) for segment in segments})
         return LoweringReport(self.config.lowering, len(segments), num_distinct, is_done=False)
 
 
@@ -203,7 +204,7 @@ class _Job:
         device = next((v.device for v in (*layout.outputs, *layout.inputs) if v.device), torch.device("cpu"))
         settings = ", ".join(f"{name}={getattr(self.config, name)!r}" for name in sorted(FIELDS_IN_KEY))
         count = f"any count such as {rows}" if is_dynamic else f"{rows} rows"
-        program = self.plan.program_of(segment)
+        program = graph_key(self.plan, segment)
         parts = settings, torch_api.numeric_settings(device), count, program, layout.made
         key = hashlib.sha256("\n".join(map(str, parts)).encode()).hexdigest()
         if key not in self.compiled:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from itertools import groupby
 
+# Why a function is not made of ops that others can look at.
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class KeptEager:

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 from piecewise.ir.aten import NotTraceable
+from piecewise.ir.graph_key import graph_key
 from piecewise.ir.plan import Segment, SegmentPlan
 from piecewise.report.segments import BucketStreams, LoweringReport, SegmentStreams, StreamReport
 from piecewise.streams.stream_graph import ScheduledFunction
@@ -53,13 +54,13 @@ class StreamSchedules:
         self, plan: SegmentPlan, lowering: LoweringReport, *, num_rows: int, num_streams: int
     ) -> None:
         self.num_streams = num_streams
-        self._kinds: dict[tuple[str, str], _Kind] = {}
+        self._kinds: dict[tuple[Any, str], _Kind] = {}
         self._kind_of: dict[int, _Kind] = {}
         for segment in plan.computing_segments() if num_streams > 1 else ():
             reason = segment.keeps_own
             if not reason and lowering.compiles(segment.name):
                 reason = "compiled by Inductor: one callable"
-            key = plan.program_of(segment), reason
+            key = graph_key(plan, segment), reason
             if key in self._kinds:
                 self._kinds[key].num_alike += 1
             else:

@@ -215,16 +215,13 @@ def run_dynamo(
     if not run.has_graph:
         raise NoOps(model=type(model).__name__)
     scope = run.scope()
-    run.guards = [guard for guard in run.guards if guard.kind != guard.UNGUARDED or _leads(guard, scope)]
+
+    def leads(guard: torch_api.SeenGuard) -> bool:
+        """Dynamo looks at some sources for a moment, and nothing is there now."""
+        return guard.kind != guard.UNGUARDED or bool(scope.steps_to(guard.source))
+
+    run.guards = list(filter(leads, run.guards))
     return run
-
-
-def _leads(guard: torch_api.SeenGuard, scope: Scope) -> bool:
-    """Whether there is anything at a source that Dynamo looked at for a moment."""
-    try:
-        return bool(scope.steps(guard.source))
-    except Exception:  # it may be no Python at all
-        return False
 
 
 def _prepare_leaves(example: ExampleCall, static_dims: Mapping[int, Sequence[int]]) -> list[Any]:

@@ -107,6 +107,13 @@ class Scope:
             self._steps[source] = self._steps_of(ast.parse(source, mode="eval").body)
         return self._steps[source]
 
+    def steps_to(self, source: str) -> list[Step]:
+        """What `steps` gives; nothing where there is nothing, or no Python, or a property raises."""
+        try:
+            return self.steps(source)
+        except Exception:
+            return []
+
     def reader(self, sources: Sequence[str]) -> Callable[[], tuple[Any, ...]]:
         """What gives the values at some sources now."""
         read = source_reader(sources, self._names["G"])
