@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_fusions import Plain, make_ids, matches, packs
+from plain_decoder import Plain, matches, packs
+from toy_models import make_ids
 
 import piecewise
 from piecewise.passes.fusions import add_rms_norm, add_rms_norm_quant, rms_norm, rotary, silu_and_mul
