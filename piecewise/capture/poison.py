@@ -8,17 +8,14 @@ should a rule be wrong.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, cast
 
 import torch
 
 from piecewise.ir.plan import ValueSpec
-from runners.bound_steps import BoundCall, CopyInputs
 from runners.rows import padded_parts, poison_value, repeat_row_
-from runners.step_plan import CallStep, ReplayStep, StaticArgument, StaticInput, StepPlan
+from runners.step_plan import CallStep, StaticInput, StepPlan
 
 _NO_INDEX = 1 << 30
 # The variant for which padded rows repeat a real one, whatever they may hold.
@@ -106,52 +103,3 @@ def overwrite_static_memory(steps: StepPlan, pool: Any, poison: Poison) -> None:
         dtype = shadow.buffer.dtype
         is_float = dtype.is_floating_point or dtype.is_complex
         shadow.buffer.fill_(poison_value(dtype, variant) if is_float else 0)
-
-
-def _set_at(bound: Any, steps: StepPlan) -> Mapping[int, list[tuple[torch.Tensor, ValueSpec]]]:
-    """Per position in the bound steps, the static tensors whose real rows the step there has just set."""
-    found: dict[int, list[tuple[torch.Tensor, Any]]] = {}
-    planned = iter(steps.steps)
-    for position, step in enumerate(bound.steps):
-        if isinstance(step, CopyInputs):
-            found[position] = [(shadow.buffer, shadow.value) for shadow in steps.copy_ins]
-        elif isinstance(step, (ReplayStep, BoundCall)):
-            plan_step = next(planned)
-            if isinstance(plan_step, CallStep):
-                found[position] = [(shadow.buffer, shadow.value) for shadow in plan_step.copies]
-                found[position] += [
-                    (argument.tensor, argument.value)
-                    for argument in plan_step.arguments
-                    if isinstance(argument, StaticArgument) and argument.written
-                ]
-    return found
-
-
-def replay_with(
-    steps: StepPlan,
-    leaves: list[Any],
-    num_tokens: int,
-    poison: Poison,
-    *,
-    around: Callable[[Any, str | None, Callable[[], None]], None],
-) -> list[Any]:
-    """One run with poisoned padding, step by step; the result's leaves.
-
-    Args:
-        around: called for each step in its stead, as `around(env, name of its segment or None, run)`.
-    Raises:
-        StateChanged: as `StepPlan.replay`.
-    """
-    if steps.begin_call is not None:
-        steps.begin_call()
-    bound = steps._bound.get(num_tokens) or steps._bind(num_tokens)
-    pads = {} if poison.variant is None else _set_at(bound, steps)
-    env = leaves + [None] * (steps.num_values + len(steps.results))
-    names = iter(step.name for step in steps.steps)
-    for position, step in enumerate(bound.steps):
-        name = next(names) if isinstance(step, (ReplayStep, BoundCall)) else None
-        around(env, name, partial(step.replay, env))
-        for tensor, value in pads.get(position, ()):
-            assert poison.variant is not None
-            poison_padding_(tensor, value, num_tokens, steps.padded_num_tokens, variant=poison.variant)
-    return [read(env) for read in bound.results]
