@@ -149,7 +149,7 @@ class PiecewiseConfig:
         elif source is None or isinstance(source, (str, os.PathLike)):
             if source is not None:
                 given = read_file(Path(source), FIELDS)
-            found = read_environment(os.environ, FIELDS)
+            found = read_environment(FIELDS)
             given.values |= found.values
             given.where |= found.where
             given.problems += found.problems

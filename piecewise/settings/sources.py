@@ -1,4 +1,4 @@
-"""Reads settings from where users write them: a TOML file, and environment variables.
+"""Reads settings from where users write them: a TOML file, and environment variables, here alone.
 
 One table, by field, says where each is written and what it accepts. What is wrong is collected, not raised,
 so that one error lists all of it.
@@ -135,17 +135,17 @@ def _add_checked(given: Given, name: str, value: Any, place: Place, check: Check
         given.refuse(place, *refused.problems)
 
 
-def read_environment(environ: Mapping[str, str], table_of_fields: Mapping[str, Setting]) -> Given:
+def read_environment(table_of_fields: Mapping[str, Setting]) -> Given:
     """Reads the `PIECEWISE_*` variables: a field's name in capitals."""
     given = Given()
     fields = {ENVIRONMENT_PREFIX + name.upper(): name for name in table_of_fields}
-    for variable in sorted(name for name in environ if name.startswith(ENVIRONMENT_PREFIX)):
+    for variable in sorted(name for name in os.environ if name.startswith(ENVIRONMENT_PREFIX)):
         name = fields.get(variable)
         if name is None:
             same = dict(zip(fields, fields, strict=True))
             given.refuse_unknown(Place(f"environment variable {variable}"), variable, same)
         else:
-            text = environ[variable].strip()
+            text = os.environ[variable].strip()
             given.add(name, table_of_fields[name].kind.read(text), Place(variable))
     return given
 
