@@ -15,7 +15,7 @@ import torch
 
 from boundary_ops.declare.captured_form import StepMetadata
 from boundary_ops.declare.registry import declarations
-from piecewise import torch_api as internals
+from piecewise import torch_api
 from piecewise.capture.faults import SegmentFault
 from piecewise.capture.warm_up import WarmUp, last_uses, state_tensor, static_arguments
 from piecewise.cut.free_strides import op_of, takers_of_any_strides
@@ -194,7 +194,7 @@ class PlanAssembler:
             bucket, self.num_leaves, len(values), copy_ins, tuple(steps),
             tuple(looked_up.items()), tuple((self._slot(v.index), v.leaf, v.dim) for v in symbols),
             tuple(self._result_item(leaf, static) for leaf in self.plan.result_leaves),
-            self.check, self._check_before(taken), self.outputs, self.pool.begin_call,
+            self.check, self._check_before(taken), self.pool.begin_call,
             may_run_ahead=_are_repeatable(taken), step_metadata=self.step_metadata,
             copier=_copier_for(copy_ins[0].buffer.device) if copy_ins else None,
         )  # fmt: skip
@@ -335,7 +335,7 @@ def state_check_of(plan: SegmentPlan) -> StateCheck:
         tensors=tuple(tensors.values()),
         looked_up=tuple(looked_up.values()),
         facts=facts,
-        dict_versions=internals.dict_versions if internals.dict_versions_tell() else None,
+        dict_versions=torch_api.dict_versions if torch_api.dict_versions_tell() else None,
     )
 
 

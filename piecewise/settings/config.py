@@ -15,9 +15,9 @@ from typing import Any
 from piecewise.settings import kinds, toml_file
 from piecewise.settings.grids import Grid
 from piecewise.settings.kinds import Check, Kind, Problem, Refused, optional, whole
+from piecewise.settings.limits import Clamped, Clipping, Limit, clip, decode_limit, prefill_limit
 from piecewise.settings.sources import Given, Place, Setting, read_environment, read_file
 from runners.buckets import MAX_BUCKET, MAX_NUM_BUCKETS
-from runners.clipping import Clamped, Clipping, Limit, clip, decode_limit, prefill_limit
 from runners.engines import ENGINE_NAMES
 from runners.errors import shown
 

@@ -7,9 +7,9 @@ from math import ceil
 
 from piecewise.report.record import table
 from piecewise.settings.config import PiecewiseConfig
+from piecewise.settings.limits import Clipping
 from piecewise.tools.exit_codes import ExitCode
 from runners.buckets import TokenBuckets
-from runners.clipping import Clipping
 
 
 def run_check(arguments: argparse.Namespace) -> ExitCode:
