@@ -13,8 +13,7 @@ from traces import TRACES, needs_traces
 
 from piecewise.errors.tools import PlanTooLarge, WrongBenchFile
 from piecewise.settings.grids import ENGINE_GRIDS, Grid
-from piecewise.tools.buckets.planner import BucketPlans, _layer, evaluate
-from piecewise.tools.buckets.slots import SlotRate, padded_slots
+from piecewise.tools.buckets.planner import BucketPlans, SlotRate, _layer, evaluate, padded_slots
 from piecewise.tools.buckets.step_cost import GraphMemory, MeasuredCost, PaddedTokens, read_bench
 from piecewise.tools.buckets.steps import Histogram, chunked, packed
 from piecewise.tools.buckets.traffic import read_requests
