@@ -123,7 +123,7 @@ class _Fusing:
     def _pack(self, segment: Segment, group: LinearGroup) -> bool:
         """Packs the weights of a group, where all of them may be moved."""
         sets = []
-        for positions in group.parameters:
+        for positions in group:
             values = (self.plan.values[segment.inputs[position - 1]] for position in positions)
             sets.append([value.state for value in values if value.state is not None])
         for places in sets:
@@ -149,8 +149,7 @@ class _Fusing:
         if [memory for _, memory in _results(graph)] != [memory for _, memory in before]:
             raise NotTraceable("the rewritten graph's results would share memory in another way")
         # Nothing in it differs from process to process.
-        packed = [each.parameters for each in groups]
-        key = f"{segment.lowering_key}, {self.names}, {packed}, {free}"
+        key = f"{segment.lowering_key}, {self.names}, {list(groups)}, {free}"
         function = _where_valid(traced.is_valid, traced.function(), segment.function)
         self.graphs[function] = traced
         return _Fused(key, function, matches, expected)
