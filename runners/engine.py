@@ -14,13 +14,12 @@ from weakref import WeakSet
 import torch
 
 from runners.errors import (
-    NestedCapture,
+    InsideCapture,
     NoOutputSequence,
     PoolHasGraphs,
     PoolInUse,
     PoolReleased,
     ReplayAfterReset,
-    ReplayInsideCapture,
 )
 from runners.mode import capturing
 
@@ -49,7 +48,7 @@ class CapturedGraph:
         """Repeats the recorded work, reading and writing the recorded addresses.
 
         Raises:
-            ReplayAfterReset, ReplayInsideCapture
+            ReplayAfterReset, InsideCapture
         """
 
     def reset(self) -> None:
@@ -61,7 +60,7 @@ class CapturedGraph:
         if self.is_reset:
             raise ReplayAfterReset(segment=self.segment)
         if (other := capturing()) is not None:
-            raise ReplayInsideCapture(segment=self.segment, other=other)
+            raise InsideCapture(verb="replay", segment=self.segment, other=other)
 
 
 class Streams:
@@ -167,7 +166,7 @@ class GraphPool:
     def check_capture(self, segment: str) -> None:
         """Raises where nothing can be captured into the pool now."""
         if (other := capturing()) is not None:
-            raise NestedCapture(segment=segment, other=other)
+            raise InsideCapture(verb="capture", segment=segment, other=other)
         self.check_usable("capture into")
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from runners._torch import OpOverload, decomposes, without_modes, without_torch_function
-from runners.errors import DeviceCrossing, NotStrided, TensorResized
+from runners.errors import DeviceCrossing, TensorResized, UnstridedTensor
 from runners.rows import num_spanned
 from runners.tape.arena import Arena, fill_with_garbage_
 from runners.tape.readbacks import Watch, WatchedOps
@@ -127,7 +127,7 @@ class Recorder(WatchedOps):
 
     def _check(self, func: OpOverload, leaf: Tensor) -> None:
         if leaf.layout is not torch.strided or leaf.is_quantized:
-            self._watch.refuse(func, NotStrided)
+            self._watch.refuse(func, UnstridedTensor)
         if leaf.device != self._arena.device and not (leaf.device.type == "cpu" and leaf.dim() == 0):
             self._watch.refuse(func, DeviceCrossing)
 
