@@ -32,9 +32,7 @@ from runners.mode import capture_of
 from runners.opaque_call import recording_calls
 from runners.tape.arena import Arena
 from runners.tape.readbacks import HostReads, Watch
-from runners.tape.recorder import Recorder
-
-_Step = Callable[[], object]
+from runners.tape.recorder import Recorder, Step
 
 
 class TapePool(GraphPool):
@@ -84,9 +82,7 @@ class TapePool(GraphPool):
 class TapeGraph(CapturedGraph):
     """The recorded ops of one segment at one bucket, as argumentless calls."""
 
-    def __init__(
-        self, segment: str, outputs: tuple[Any, ...], fills: list[_Step], calls: list[_Step]
-    ) -> None:
+    def __init__(self, segment: str, outputs: tuple[Any, ...], fills: list[Step], calls: list[Step]) -> None:
         super().__init__(segment, outputs, len(calls))
         self._steps = [*fills, *calls]
 
