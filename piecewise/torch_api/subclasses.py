@@ -71,6 +71,13 @@ def trace_below(
         return out_dtype_fallback(op, dtype, *args)
 
     below = nullcontext() if torch_function else below_torch_function()
-    python, einsums = enable_python_dispatcher(), einsums_from_the_left()
-    with torch.inference_mode(False), torch.no_grad(), fake_mode, python, einsums, below:
+    # Python's dispatcher is on from where its guard is made, so that is made inside of the others.
+    with (
+        torch.inference_mode(False),
+        torch.no_grad(),
+        fake_mode,
+        enable_python_dispatcher(),
+        einsums_from_the_left(),
+        below,
+    ):
         return make_fx(function, decomposition_table={out_dtype: typed})(*arguments)  # type: ignore[dict-item]
