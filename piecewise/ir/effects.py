@@ -16,7 +16,8 @@ import sympy
 import torch
 from torch import fx
 
-from boundary_ops.declare.registry import BoundaryOp, lookup
+from boundary_ops.declare.boundary_op import BoundaryOp
+from boundary_ops.declare.registry import lookup
 from piecewise import torch_api as internals
 from piecewise.analysis.rows.recording import OpRecorder, Recording
 from piecewise.ir.tensors import storage_of, tensors_in, written_arguments

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
 
-from boundary_ops.declare.registry import BoundaryOp
+from boundary_ops.declare.boundary_op import BoundaryOp
 from piecewise.settings.fusions import PASS_NAMES
 from piecewise.settings.grids import ENGINE_GRIDS, Grid
 from piecewise.settings.toml_file import TomlLines

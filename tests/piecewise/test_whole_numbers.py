@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import boundary_ops
-import boundary_ops.declare.whole_numbers
+import boundary_ops.whole_numbers
 import runners.whole_numbers
 from boundary_ops import BoundaryOpError, PagedKVCache, PrefillBatch
 from boundary_ops.attention.step_buffers import StepBuffers
@@ -24,7 +24,7 @@ NO_INTS = [
     True, np.bool_(True), np.array(True), torch.tensor(True), 5.0, np.float64(5), torch.tensor(5.0), "5",
     None, [5], np.array([5]), torch.tensor([5]), torch.empty((), dtype=torch.int64, device="meta"), 5 + 0j,
 ]  # fmt: skip
-MODULES = [boundary_ops.declare.whole_numbers, runners.whole_numbers]
+MODULES = [boundary_ops.whole_numbers, runners.whole_numbers]
 
 
 def make(**changes):

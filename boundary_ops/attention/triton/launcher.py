@@ -1,4 +1,4 @@
-"""The short way to a compiled Triton program, past the JIT's look-up of it by all its arguments.
+"""Launches a compiled Triton program directly, past the JIT's look-up of it by all its arguments.
 
 A JIT launch works out each argument's type and alignment again; with two dozen arguments that takes longer
 than the program runs at small sizes. Here it happens once: the caller keeps the compiled program under a key
@@ -24,6 +24,8 @@ import torch
 import triton
 from triton.runtime.errors import OutOfResources
 
+from boundary_ops._torch import raw_device, raw_stream
+
 __all__ = [
     "DirectLaunch",
     "OutOfResources",
@@ -37,9 +39,6 @@ __all__ = [
 
 # (grid x, grid y, stream, arguments in the order of the program's parameters)
 DirectLaunch = Callable[[int, int, int, tuple[Any, ...]], None]
-# Half the price of what torch.cuda offers, and absent from builds without CUDA.
-_raw_stream: Callable[[int], int] | None = getattr(torch._C, "_cuda_getCurrentRawStream", None)
-_raw_device: Callable[[], int] | None = getattr(torch._C, "_cuda_getDevice", None)
 LAUNCHER_PARAMETERS = ("gridX", "gridY", "gridZ", "stream", "function")
 
 
@@ -121,11 +120,11 @@ def current_stream(device_index: int) -> int:
     """The current stream of a CUDA device, as the driver's number; 0 for the interpreter's -1."""
     if device_index < 0:
         return 0
-    if _raw_stream is not None:
-        return int(_raw_stream(device_index))
+    if raw_stream is not None:
+        return int(raw_stream(device_index))
     return int(torch.cuda.current_stream(device_index).cuda_stream)
 
 
 def current_device() -> int:
     """The current CUDA device; one was used, so that this starts nothing."""
-    return int(_raw_device()) if _raw_device is not None else torch.cuda.current_device()
+    return int(raw_device()) if raw_device is not None else torch.cuda.current_device()

@@ -264,7 +264,7 @@ def test_a_tensor_on_another_device_is_named():
 @pytest.mark.parametrize("count", [4, 6, 8])
 def test_I1_rows_beyond_the_step_are_refused(count):
     cache, (q, k, v) = make_cache(), rows(count)
-    with pytest.raises(BoundaryOpError, match=f"'q'.*5 rows.*{count}"), PrefillBatch.build(cache, "a", [5]):
+    with pytest.raises(BoundaryOpError, match=f"'q'.*5 tokens.*{count}"), PrefillBatch.build(cache, "a", [5]):
         attn_inplace(q, k, v, torch.empty_like(q), cache.k[0], cache.v[0], 0.3)
 
 

@@ -15,8 +15,7 @@ from attention_oracle import naive_attn_inplace
 from attention_stubs import FakeWrapper
 
 from boundary_ops import BoundaryOpError, PagedKVCache, PrefillBatch, attn_inplace
-from boundary_ops.attention import attention
-from boundary_ops.attention import on_cuda as attention_on_cuda
+from boundary_ops.attention import attention, program
 from boundary_ops.attention.step_buffers import StepBuffers
 from boundary_ops.backends import flashinfer
 
@@ -303,7 +302,7 @@ def test_a_bound_call_is_the_librarys(libraries, backend):
     with torch.no_grad():
         for ids, lens in (("ab", (3, 2)), ("ba", (1, 4))):
             check_step(cache, ids, lens, call=bound.function)
-    assert FakeWrapper.made and bound.function is not attention.attend_by_choice
+    assert FakeWrapper.made and bound.function is not attention.attend_inplace
 
 
 @pytest.mark.parametrize("backend", LIBRARIES)
@@ -316,7 +315,7 @@ def test_a_bound_call_goes_by_the_running_steps_cache(libraries, backend):
         assert not FakeWrapper.made
         with pytest.raises(BoundaryOpError, match="'k_cache'"), PrefillBatch.build(cache, "ab", (3, 2)):
             bound.function(q, k, v, out, other.k[0], other.v[0], 0.3)
-        with pytest.raises(BoundaryOpError, match="'q'.*6 rows"), PrefillBatch.build(cache, "ab", (3, 3)):
+        with pytest.raises(BoundaryOpError, match="'q'.*6 tokens"), PrefillBatch.build(cache, "ab", (3, 3)):
             bound.function(q, k, v, out, cache.k[0], cache.v[0], 0.3)
 
 
@@ -346,7 +345,7 @@ def test_warm_up_calls_the_library_and_touches_nothing(libraries, backend, named
 
 def test_warm_up_of_a_call_on_the_cpu_launches_nothing_where_there_is_a_cuda_device(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(attention_on_cuda, "cuda_module", lambda: pytest.fail("the call is on the CPU"))
+    monkeypatch.setattr(program, "find_program", lambda: pytest.fail("the call is on the CPU"))
     cache = new_cache("auto")
     q, k, v, out = new_rows(3)
     attn_inplace.warm_up(8, q, k, v, out, cache.k[0], cache.v[0], 0.3)

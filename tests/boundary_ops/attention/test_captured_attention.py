@@ -52,7 +52,7 @@ class Case:
         rows = [tensor[:count] for tensor in (self.q, self.k, self.v)]
         expected, keys, values = naive_attn_inplace(batch, *rows, *self.pools, **options)
         with batch:
-            assert self.step.misfit(count) is None
+            assert self.step.mismatch(count) is None
             self.step.load()
         self.replay()
         torch.testing.assert_close(self.out[:count].double(), expected, rtol=tolerance, atol=tolerance)

@@ -24,7 +24,7 @@ from torch import nn
 
 import boundary_ops
 import piecewise
-from boundary_ops import BoundaryOpError, Misfit, PagedKVCache, PrefillBatch
+from boundary_ops import BoundaryOpError, PagedKVCache, PrefillBatch, StepMismatch
 from boundary_ops.attention import captured as captured_attention
 from boundary_ops.attention.step_buffers import StepBuffers
 from piecewise.torch_backend import handle as find_handle
@@ -436,10 +436,10 @@ class _Scale:
     def tensors(self):
         return {"scale": self.value}
 
-    def misfit(self, num_tokens):
+    def mismatch(self, num_tokens):
         if _Scale.current is None:
-            return Misfit.OTHER_STEP
-        return Misfit.TOO_LARGE if _Scale.current > 9 else None
+            return StepMismatch.OTHER_STEP
+        return StepMismatch.TOO_LARGE if _Scale.current > 9 else None
 
     def load(self):
         self.value.fill_(_Scale.current)
