@@ -21,8 +21,8 @@ import torch
 from boundary_ops.declare.registry import lookup
 from piecewise.capture.call_router import CallRouter
 from piecewise.capture.store import GraphStore
+from piecewise.errors.report import CoverageError
 from piecewise.ir.array_places import array_source
-from piecewise.report.coverage import CoverageError
 from piecewise.report.report import Report
 from piecewise.report.startup_times import StartupTimes
 from piecewise.settings.config import PiecewiseConfig
@@ -113,9 +113,9 @@ def piecewise_backend(
             fix='options={"buckets": [64, 128]}',
         )
     config = PiecewiseConfig.from_any(None, **dict(options or {}))
-    from piecewise import torch_api as internals
+    from piecewise import torch_api
 
-    owner = internals.compiled_object()
+    owner = torch_api.compiled_object()
     found = _handles.get(owner) if owner is not None else None
     if found is None or found.asked_for != config:
         found = BackendHandle(config)
@@ -156,7 +156,7 @@ class CompiledGraph:
     """One graph from Dynamo: replays where a bucket is captured, runs the graph itself everywhere else."""
 
     def __init__(self, graph: fx.GraphModule, owner: BackendHandle) -> None:
-        from piecewise import torch_api as internals
+        from piecewise import torch_api
 
         self._eager = graph
         self._owner = owner
@@ -164,13 +164,13 @@ class CompiledGraph:
         self._signature: CapturedSignature | None = None
         self._refused: FallbackReason | None = None
         nodes = graph.graph.find_nodes(op="placeholder")
-        self._sources = [internals.source_name(node) or node.name for node in nodes]
+        self._sources = [torch_api.source_name(node) or node.name for node in nodes]
         self._fakes = [node.meta.get("example_value") for node in nodes]
         # Dynamo passes float attributes as tensors and does not guard their values: position → value seen.
         self._numbers = {
             index: math.nan
             for index, (node, source) in enumerate(zip(nodes, self._sources, strict=True))
-            if internals.wraps_number(node) and array_source(source) is None
+            if torch_api.wraps_number(node) and array_source(source) is None
         }
         self._inputs: list[int] = []
 
@@ -247,7 +247,7 @@ class CompiledGraph:
         return FallbackReason.STATIC_TOKEN_COUNT if is_static else FallbackReason.CAPTURE_FAILED
 
     def _trace(self, args: tuple[Any, ...]) -> Trace:
-        from piecewise import torch_api as internals
+        from piecewise import torch_api
         from piecewise.calls.binder import CallBinder
         from piecewise.calls.structure import Structure, flatten_structure
         from piecewise.ir.plan import ResultLeaf
@@ -277,7 +277,7 @@ class CompiledGraph:
         leaves = tuple(ResultLeaf("output", index) for index in range(len(outputs)))
         structure, flat = flatten_structure((tuple(args[position] for position in self._inputs),))
         example = ExampleCall(CallBinder(lambda *args: None), structure, tuple(flat), names)
-        shape_env = internals.shape_env_of(self._fakes)
+        shape_env = torch_api.shape_env_of(self._fakes)
         result = Structure("tuple", children=children)
         # No facts: Dynamo's guards compare the module's state before each call.
         return Trace(graph, tuple(placeholders), result, leaves, shape_env, StateFacts(), example)

@@ -8,10 +8,10 @@ place on record holds: what a function read that Dynamo was told to take for con
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, ClassVar
 
-from piecewise.analysis.same_program import first_difference
-from piecewise.report.report import Jsonable
+from piecewise.analysis.same_program import Program
+from piecewise.report.record import Record
 from runners.errors import PiecewiseError, StateError
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class AddressReport(Jsonable):
+class AddressReport(Record):
     """What differs between a model and the graphs captured of it.
 
     Attributes:
@@ -32,6 +32,8 @@ class AddressReport(Jsonable):
         seen_by_calls: changes that the next call finds: it runs eagerly, with a reason.
         unseen_by_calls: changes that no call finds: graphs replay the model as it was.
     """
+
+    derived: ClassVar[tuple[str, ...]] = ("ok",)
 
     num_places: int
     seen_by_calls: tuple[str, ...]
@@ -61,9 +63,6 @@ class AddressReport(Jsonable):
         lines += [f"  found by no call: {change}" for change in self.unseen_by_calls]
         return "\n".join(lines)
 
-    def asdict(self) -> dict[str, Any]:
-        return {**dataclasses.asdict(self), "ok": self.ok}
-
 
 def check_signatures(
     signatures: SignatureList, retrace: Callable[[ExampleCall], TracedModel]
@@ -90,10 +89,8 @@ def _difference(signature: CapturedSignature, retrace: Callable[[ExampleCall], T
         now = retrace(earlier.trace.example)
     except PiecewiseError as error:
         return f"it cannot be traced any more: {error.what}"
-    return first_difference(
-        earlier.trace,
-        now.trace,
-        (earlier.token.symbol, now.token.symbol),
-        facts=(earlier.facts, now.facts),
-        num_tokens=max(earlier.token.example_num_tokens, 2),
+    count = max(earlier.token.example_num_tokens, 2)
+    old, new = (
+        Program(each.trace, each.facts, symbol=each.token.symbol, num_tokens=count) for each in (earlier, now)
     )
+    return old.difference(new)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from piecewise import torch_api as internals
+from piecewise import torch_api
 from piecewise.calls.binder import CallBinder
 from piecewise.calls.structure import Namespace, build_source
 from piecewise.capture.analyse import TracedModel, example_of_size, one_token_refusal, trace_model
@@ -85,7 +85,7 @@ class CapturedSignature:
     one_token: str
     retrace: Callable[[int], TracedModel]
     times: StartupTimes
-    global_state: internals.GlobalState = dataclasses.field(default_factory=internals.GlobalState)
+    global_state: torch_api.GlobalState = dataclasses.field(default_factory=torch_api.GlobalState)
     binder: CallBinder = dataclasses.field(init=False)
     match: Callable[[tuple], tuple[int, list[Any]] | None] = dataclasses.field(init=False)
     rebuild: Callable[[list[Any]], Any] = dataclasses.field(init=False)
@@ -255,7 +255,7 @@ def trace_signature(
     times = StartupTimes()
     if config.lowering == "inductor":
         with times.timed("lowering"):
-            internals.start_compile_workers(example.leaves)
+            torch_api.start_compile_workers(example.leaves)
     with steps_bar(("tracing", "tracing one token"), enabled=config.progress) as begin:
         begin()
         with times.timed("trace"):
@@ -293,7 +293,7 @@ def capture_bucket(context: CaptureContext, signature: CapturedSignature, bucket
         else:
             plan = cut.plan
             steps = _captured(cut, assembler, bucket)
-            steps.check.settle()
+            steps.check.until_stable()
             signature.served[bucket] = ServedBucket(steps, plan)
             signature.refused.pop(bucket, None)
             graphs = [runner.graph_for(bucket) for runner in assembler.runners.values()]
@@ -394,7 +394,7 @@ def _assembler_of(context: CaptureContext, signature: CapturedSignature, cut: Cu
     with signature.times.timed("lowering"):
         lowered = cut.lowered = context.lowering.lower(plan, served, traced.graphs)
         streams = StreamSchedules(
-            plan, one_callable=lowered.one_callable, num_rows=max(served, default=0),
+            plan, lowered.report(), num_rows=max(served, default=0),
             num_streams=context.config.num_streams,
         )  # fmt: skip
     metadata = [made.metadata for made in traced.step_metadata]

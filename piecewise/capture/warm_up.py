@@ -16,13 +16,14 @@ import torch
 from piecewise.capture.boundary_warm_up import BoundaryWarmUp, CapturedWarmUp
 from piecewise.capture.faults import SegmentFault, are_same, checked_indices, real_results
 from piecewise.capture.poison import anything, poison_padding_
-from piecewise.ir.placeholders import resize_leaf, stand_in
+from piecewise.ir.placeholders import placeholder_for, resize_leaf
 from piecewise.ir.plan import Segment, SegmentPlan, ValueSpec
 from piecewise.streams.streams import StreamSchedules
-from runners.errors import CaptureError, told
+from runners.engine import Streams
+from runners.engines import native_engine
+from runners.errors import CaptureError, one_line
 from runners.piecewise_runner import PiecewiseRunner
 from runners.rows import has_strides, narrow_to, padded_parts, repeat_row_
-from runners.streams import Lanes
 
 _INPUTS = ("input", "symbol")
 
@@ -38,7 +39,7 @@ class WarmUp:
         leaves: Sequence[Any],
         num_steps: int,
         streams: StreamSchedules,
-        lanes: Lanes,
+        lanes: Streams,
     ) -> None:
         self.plan, self.runners, self.leaves, self.num_steps = plan, runners, tuple(leaves), num_steps
         self.streams, self.lanes = streams, lanes
@@ -106,7 +107,7 @@ class WarmUp:
                 buffer.zero_()
                 continue
             sizes = value.sizes(real_rows)
-            rows = inputs[index] if index in inputs else stand_in(sizes, buffer, seed=index)
+            rows = inputs[index] if index in inputs else placeholder_for(sizes, buffer, seed=index)
             narrow_to(buffer, sizes).copy_(rows)
             repeat_row_(buffer, sizes, value.units)
 
@@ -201,14 +202,16 @@ class WarmUp:
 
     def _run_own(self, segment: Segment, bucket: int, arguments: Sequence[torch.Tensor]) -> None:
         """Runs a segment as the model has it; only on a device that an index out of range would end."""
-        if not any(tensor.is_cuda for tensor in arguments) or segment.own_function is None:
+        if segment.own_function is None or not any(
+            native_engine(tensor.device).dies_of_bad_index for tensor in arguments
+        ):
             return
         try:
             with checked_indices(arguments):
                 segment.own_function(bucket, *arguments)
         except Exception as error:
             raise CaptureError(
-                f"{segment.name}, bucket {bucket}", expected="a segment that runs", got=told(error),
+                f"{segment.name}, bucket {bucket}", expected="a segment that runs", got=one_line(error),
                 rule="no padded row is an index that is out of range [I3]",
                 fix="leave strict=False, with which the op at fault runs eagerly, and report it",
             ) from error  # fmt: skip
@@ -222,7 +225,7 @@ class WarmUp:
             tensor, sizes = made[index], value.sizes(real_rows)
             for part in padded_parts(tensor, sizes):
                 part.fill_(anything(tensor, 0))
-            narrow_to(tensor, sizes).copy_(stand_in(sizes, tensor, seed=index))
+            narrow_to(tensor, sizes).copy_(placeholder_for(sizes, tensor, seed=index))
 
     def _warm_up_boundary(self, segment: Segment, made: dict[int, torch.Tensor], bucket: int) -> None:
         """Once per kind of boundary segment: the layers of a model differ in their tensors only."""

@@ -1,4 +1,4 @@
-"""Example rows at other row counts, and stand-ins for what ops would have left: what warm-ups run on."""
+"""Makes the rows that warm-ups run on: an example at other row counts, and what ops would have left."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 
 import torch
+
+from runners.engines import native_engine
 
 
 def resize_leaf(value: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
@@ -17,7 +19,7 @@ def resize_leaf(value: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
     return value
 
 
-def stand_in(sizes: Sequence[int], like: torch.Tensor, *, seed: int) -> torch.Tensor:
+def placeholder_for(sizes: Sequence[int], like: torch.Tensor, *, seed: int) -> torch.Tensor:
     """Values that an op outside the graphs might have left: random floats, the index 0."""
     if not like.dtype.is_floating_point:
         return torch.zeros(tuple(sizes), dtype=like.dtype, device=like.device)
@@ -26,4 +28,4 @@ def stand_in(sizes: Sequence[int], like: torch.Tensor, *, seed: int) -> torch.Te
 
 
 def unchanged_random_state(device: torch.device) -> AbstractContextManager[None]:
-    return torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
+    return native_engine(device).fork_random_state(device)

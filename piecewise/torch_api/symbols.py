@@ -14,7 +14,9 @@ import torch
 from torch._dynamo.source import LocalSource
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+from torch.utils._sympy.interp import sympy_interp as sympy_interp
 from torch.utils._sympy.printers import PythonPrinter
+from torch.utils._sympy.reference import PythonReferenceAnalysis as PythonReferenceAnalysis
 
 from piecewise.torch_api.fakes import fake_mode_of
 
@@ -80,11 +82,6 @@ def guard_expressions(shape_env: ShapeEnv | None) -> list[sympy.Basic]:
         return []
     exprs = dict.fromkeys(shape_env.simplify(guard.expr) for guard in shape_env.guards)
     return [expr for expr in exprs if expr != sympy.true]
-
-
-def raw_guards(shape_env: ShapeEnv | None) -> list[sympy.Basic]:
-    """The conditions as they were found, in the symbols of that time."""
-    return [guard.expr for guard in shape_env.guards] if shape_env is not None else []
 
 
 def holds_as_guard(shape_env: ShapeEnv | None, condition: sympy.Basic) -> bool:

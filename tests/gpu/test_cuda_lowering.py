@@ -6,14 +6,15 @@ from typing import Any
 
 import pytest
 import torch
+from inspection import inspect
 from test_cuda_models import SIZES, check_equal, compiled, inputs, make
 from torch import Tensor, nn
 
 import piecewise
 import piecewise.capture.captured_call
-from piecewise import torch_api as internals
+from piecewise import torch_api
 from piecewise.prefill_case import PrefillCase
-from piecewise.verify.variants import VariantMaker
+from piecewise.tools.bench.variants import VariantMaker
 
 pytestmark = pytest.mark.gpu
 
@@ -83,7 +84,7 @@ def test_the_processes_that_compile_kernels_start_before_the_trace(monkeypatch: 
 def test_fewer_kernels_than_eager() -> None:
     def num_nodes(**options: Any) -> int:
         graphed, _ = compiled(make(num_layers=2), **options)
-        runners = graphed._graphs.signatures[0].assemblers[0].runners.values()
+        runners = inspect(graphed).runners
         return sum(runner.graph_for(16).num_ops for runner in runners)
 
     assert num_nodes(lowering="inductor") < num_nodes(lowering="eager")
@@ -97,14 +98,14 @@ def test_compiled_for_one_size_and_one_token() -> None:
 
 
 def test_I6_a_segment_that_cannot_be_compiled_keeps_eager_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = internals.compile_aten_graph
+    original = torch_api.compile_aten_graph
 
     def refuses(graph: Any, arguments: Any, fake_mode: Any) -> Any:
         if graph.graph.find_nodes(op="call_function", target=torch.ops.aten.embedding.default):
             raise NotImplementedError("no embedding")
         return original(graph, arguments, fake_mode)
 
-    monkeypatch.setattr(internals, "compile_aten_graph", refuses)
+    monkeypatch.setattr(torch_api, "compile_aten_graph", refuses)
     graphed, report = compiled(make(), lowering="inductor")
     (kept,) = report.lowerings[0].kept_eager
     assert report.ok and "no embedding" in kept.reason

@@ -11,13 +11,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from inspection import inspect
 from torch import nn
 from toy_models import HIDDEN, Toy, compare, make_ids, mix, op_poison, poison_copies, shift
 
 import piecewise
-from piecewise import torch_api as internals
+from piecewise import torch_api
+from piecewise.ir.graph_key import graph_key
 from piecewise.lowering import lowering
-from piecewise.lowering.lowering import FIELDS_IN_KEY, Lowering, segment_text
+from piecewise.lowering.lowering import FIELDS_IN_KEY, Lowering
 from piecewise.report import progress
 from piecewise.settings.config import PiecewiseConfig
 from piecewise.torch_backend import piecewise_backend
@@ -36,7 +38,7 @@ def compiles(monkeypatch):
         asked.append(graph)
         return graph
 
-    monkeypatch.setattr(internals, "compile_aten_graph", pretended)
+    monkeypatch.setattr(torch_api, "compile_aten_graph", pretended)
     return asked
 
 
@@ -66,12 +68,12 @@ def check(model, *, sizes=(1, 3, 4, 7, 8, 11, 16), arguments=None, strides=True,
 
 
 def num_steps(graphed, bucket):
-    runners = graphed._graphs.signatures[0].assemblers[0].runners.values()
+    runners = inspect(graphed).runners
     return [runner.graph_for(bucket).num_ops for runner in runners]
 
 
 def plan_of(graphed):
-    return graphed._graphs.signatures[0].plan
+    return inspect(graphed).plan
 
 
 # With the compiler.
@@ -153,20 +155,21 @@ def test_a_segment_that_writes_memory_of_two_inputs_keeps_eager_kernels_and_is_r
     graphed, report = check(Mutating().eval(), arguments=mutated_inputs, buckets=(4, 8), sizes=(2, 4, 5, 8))
     (kept,) = report.kept_eager
     assert "segment 0" in kept.segment and "share memory that it writes" in kept.reason
-    lowered = graphed._graphs.signatures[0].lowerings[0].lowered
+    lowered = inspect(graphed).signature.lowerings[0].lowered
     assert num_steps(graphed, 4)[0] > 1 and [each.segment.index for each in lowered] == [2, 4]
 
 
 def test_a_restart_finds_every_segment_on_disk_whatever_the_hash_seed(tmp_path):
     program = """
 import torch, piecewise, json
+from inspection import inspect
 from toy_models import Toy
 torch.manual_seed({seed})
 graphed = piecewise.compile(Toy(num_blocks=2).eval(), buckets=[4, 8], lowering="inductor", progress=False)
 report = graphed.capture(torch.arange({tokens}), torch.arange({tokens})).lowerings[0]
 from torch._dynamo.utils import counters
 found = counters["inductor"]["fxgraph_cache_hit"] + counters["aot_autograd"]["autograd_cache_hit"]
-keys = sorted(graphed._graphs.lowering._compiled)
+keys = sorted(inspect(graphed).lowering._compiled)
 print(json.dumps([report.num_compiled, report.num_from_disk, found > 0, keys]))
 """
     import json
@@ -242,11 +245,11 @@ def test_a_bucket_that_a_compile_excludes_is_compiled_alone(monkeypatch):
             assert arguments[0] % 4 == 0  # as a compiler may: noted as a guard
         return graph
 
-    monkeypatch.setattr(internals, "compile_aten_graph", assumes)
+    monkeypatch.setattr(torch_api, "compile_aten_graph", assumes)
     arguments = dict(arguments=rows_of)
     graphed, report = check(Tanh().eval(), buckets=(4, 6, 8), sizes=(3, 5, 6, 8), **arguments)
     assert (report.num_distinct, report.num_compiled) == (2, 4) and report.kept_eager == ()
-    by_rows = graphed._graphs.signatures[0].lowerings[0].lowered[0].by_rows
+    by_rows = inspect(graphed).signature.lowerings[0].lowered[0].by_rows
     assert by_rows[4] is by_rows[8] is not by_rows[6]
 
 
@@ -300,20 +303,20 @@ def refuse_tanh(graph, arguments, fake_mode):
 
 
 def test_I6_a_segment_that_cannot_be_compiled_keeps_eager_kernels_alone(monkeypatch):
-    monkeypatch.setattr(internals, "compile_aten_graph", refuse_tanh)
+    monkeypatch.setattr(torch_api, "compile_aten_graph", refuse_tanh)
     graphed, report = check(Tanh().eval(), arguments=rows_of)
     (kept,) = report.kept_eager
     assert "segment 2" in kept.segment and kept.reason == "NotImplementedError: no tanh here"
     assert (
         "eager kernels in segment 2" in str(graphed.report()) and "no tanh here" in graphed.report().to_json()
     )
-    plan, functions = plan_of(graphed), graphed._graphs.signatures[0].assemblers[0].functions
+    plan, functions = plan_of(graphed), inspect(graphed).assembler.functions
     eager = [s.index for s in plan.graph_segments() if functions[s.index] is s.function and not s.views_only]
     assert eager == [2]
 
 
 def test_with_strict_it_is_an_error_that_names_it(monkeypatch):
-    monkeypatch.setattr(internals, "compile_aten_graph", refuse_tanh)
+    monkeypatch.setattr(torch_api, "compile_aten_graph", refuse_tanh)
     graphed = piecewise.compile(Tanh().eval(), buckets=[4], lowering="inductor", strict=True, progress=False)
     with pytest.raises(CaptureError, match="segment 2(.|\n)*no tanh here"):
         graphed.capture(*rows_of(3))
@@ -328,7 +331,7 @@ def test_I6_a_kernel_that_fails_when_it_first_runs_keeps_eager_ones_at_that_size
 
         return run
 
-    monkeypatch.setattr(internals, "compile_aten_graph", small_only)
+    monkeypatch.setattr(torch_api, "compile_aten_graph", small_only)
     graphed, _ = check(Tanh().eval(), arguments=rows_of)
     (kept,) = graphed.report().captures[0].lowerings[0].kept_eager
     assert (
@@ -356,7 +359,7 @@ class Pinned(nn.Module):
 def test_a_view_that_a_boundary_op_writes_stays_a_view_of_what_is_read_later(compiles):
     graphed, report = check(Pinned().eval(), arguments=rows_of)
     assert report.kept_eager == ()
-    first = graphed._graphs.signatures[0].lowerings[0].lowered[0].layout
+    first = inspect(graphed).signature.lowerings[0].lowered[0].layout
     assert [result.source for result in first.results].count("cover") == 1
 
 
@@ -410,7 +413,7 @@ def test_results_of_two_memories_never_share_one(monkeypatch):
 
         return run
 
-    monkeypatch.setattr(internals, "compile_aten_graph", merges)
+    monkeypatch.setattr(torch_api, "compile_aten_graph", merges)
     check(Twice().eval(), arguments=rows_of)
 
 
@@ -418,9 +421,9 @@ def test_results_have_the_plans_strides_whatever_the_compiler_gives(monkeypatch)
     def flips(graph, arguments, fake_mode):
         return lambda *given: [r.t().contiguous().t() if r.dim() == 2 else r for r in graph(*given)]
 
-    monkeypatch.setattr(internals, "compile_aten_graph", flips)
+    monkeypatch.setattr(torch_api, "compile_aten_graph", flips)
     graphed, _ = check(Tanh().eval(), arguments=rows_of)
-    plan, assembler = plan_of(graphed), graphed._graphs.signatures[0].assemblers[0]
+    plan, assembler = plan_of(graphed), inspect(graphed).assembler
     for segment in plan.graph_segments():
         for index, tensor in zip(
             segment.outputs, assembler.runners[segment.index].graph_for(8).outputs, strict=True
@@ -446,7 +449,7 @@ def test_a_function_that_returns_its_argument_does_not_hand_it_on(monkeypatch):
 
         return run
 
-    monkeypatch.setattr(internals, "compile_aten_graph", returns_argument)
+    monkeypatch.setattr(torch_api, "compile_aten_graph", returns_argument)
     check(Same().eval(), arguments=rows_of)
 
 
@@ -585,10 +588,10 @@ def test_programs_of_torchs_functions_have_one_key_in_each_capture():
     assert keys[0] == keys[1]
 
 
-def test_segment_texts_have_no_addresses():
+def test_graph_keys_have_no_addresses():
     graphed, _ = captured(Toy(num_blocks=2).eval(), lowering="eager")
     for segment in plan_of(graphed).graph_segments():
-        text = segment_text(plan_of(graphed), segment)
+        text = repr(graph_key(plan_of(graphed), segment))
         assert "0x" not in text and "[n, 16]" in text and segment.lowering_key in text
 
 
@@ -634,14 +637,14 @@ def test_explain_says_what_will_be_compiled_and_what_not():
         (dict(dtype=None), "has a size that is not a function of the token count"),
     ],
 )
-def test_what_cannot_be_lowered_is_foreseen(change, says):
+def test_what_cannot_be_lowered_is_previewed(change, says):
     graphed, _ = captured(Toy(num_blocks=1).eval(), lowering="eager")
     plan = plan_of(graphed)
     index = plan.segments[0].inputs[-1]
     values = [dataclasses.replace(v, **change) if v.index == index else v for v in plan.values]
     plan = dataclasses.replace(plan, values=tuple(values))
     config = PiecewiseConfig(buckets=(4,), lowering="inductor", progress=False)
-    (kept,) = Lowering(config).foresee(plan, (4,)).kept_eager
+    (kept,) = Lowering(config).preview(plan, (4,)).kept_eager
     assert "segment 0" in kept.segment and says in kept.reason
     (same,) = (
         Lowering(config)

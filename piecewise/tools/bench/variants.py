@@ -1,4 +1,4 @@
-"""The ways to run one model that a benchmark compares, each as a call without arguments per token count.
+"""Prepares the ways to run one model that a benchmark compares, each as a call without arguments.
 
 =================  ====================================================================================
 eager              the case's baseline: the unmodified model, where the case has one
@@ -24,7 +24,8 @@ import dataclasses
 import functools
 import importlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -33,10 +34,11 @@ from torch.overrides import TorchFunctionMode
 import boundary_ops
 import piecewise
 from piecewise.ir.plan import SegmentPlan
+from piecewise.ir.run_plan import arguments_of, run_plan, state_tensor
 from piecewise.prefill_case import PrefillCase
 from piecewise.settings.config import PiecewiseConfig
-from runners.engine import engine_for
-from runners.errors import PiecewiseError, told
+from runners.engines import native_engine
+from runners.errors import PiecewiseError, one_line
 
 Call = Callable[[], Any]
 # The fused one first: it moves weights, and graphs read the addresses of their capture.
@@ -53,9 +55,18 @@ class Unavailable(Exception):
     """A variant cannot be run here; the text says why."""
 
 
+@contextmanager
+def _unavailable_after(kind: type[Exception]) -> Iterator[None]:
+    """Raises Unavailable in the place of an error of this kind."""
+    try:
+        yield
+    except kind as error:
+        raise Unavailable(one_line(error)) from error
+
+
 @dataclasses.dataclass(slots=True)
 class Prepared:
-    """A variant, ready to be called.
+    """Holds a variant that is ready to be called.
 
     Attributes:
         uses_baseline: whether it runs the case's baseline, so that inputs are made for that one.
@@ -83,36 +94,32 @@ class VariantMaker:
         self._made: dict[str, tuple[piecewise.GraphedModule, Any]] = {}
 
     def prepare(self, name: str) -> Prepared:
-        """The variant, compiled and captured.
+        """Compiles or captures the variant.
 
         Raises:
             Unavailable: this version, the machine or the model lacks what it needs.
         """
-        makers: dict[str, Callable[[], Prepared]] = {
-            "eager": lambda: _eager(self.case),
-            "compile": lambda: _compiled(self.case, "compile", self.sizes),
-            "reduce-overhead": lambda: _compiled(self.case, "reduce-overhead", self.sizes),
-            **{name: functools.partial(self._graphed, name) for name in GRAPHED},
-            **{name: functools.partial(self._floor, name) for name in FLOORS},
-            "breakable": lambda: _breakable(self.case),
-        }
         began = time.perf_counter()
-        made = makers[name]()
+        if name in GRAPHED:
+            made = self._graphed(name)
+        elif name in FLOORS:
+            made = self._floor(name)
+        elif name == "eager":
+            model = (self.case.baseline or self.case).model
+            made = Prepared(name, True, lambda n, args, kwargs: lambda: model(*args, **kwargs))
+        else:
+            made = _breakable(self.case) if name in PEERS else _compiled(self.case, name, self.sizes)
         made.setup_s = time.perf_counter() - began
         return made
 
     def _captured(self, name: str) -> tuple[piecewise.GraphedModule, Any]:
         if name not in self._made:
-            is_captured = name == "graphed-captured"
-            try:
-                config = self._config_of(name)
-                graphed = piecewise.compile(self.case.model, config)
+            with _unavailable_after(PiecewiseError):
+                graphed = piecewise.compile(self.case.model, self._config_of(name))
                 args, kwargs = self.case.inputs(max(min(self.sizes), 2))
                 report = graphed.capture(*args, **kwargs)
-            except PiecewiseError as error:
-                raise Unavailable(told(error)) from error
             segments = graphed.report().plans[0].segments
-            if is_captured and not any(segment.captured_ops for segment in segments):
+            if name == "graphed-captured" and not any(segment.captured_ops for segment in segments):
                 notes = next(segment.notes() for segment in segments if segment.kind == "boundary")
                 raise Unavailable(notes[0])
             self._made[name] = graphed, report
@@ -152,7 +159,7 @@ class VariantMaker:
     def _floor(self, name: str) -> Prepared:
         graphed, _ = self._captured(FLOORS[name])
         device = device_of(self.case)
-        engine = engine_for("auto", device)
+        engine = native_engine(device)
         pool = engine.new_pool(device)
         graphs: list[Any] = []
 
@@ -166,16 +173,11 @@ class VariantMaker:
             for metadata in signature.served[n].steps.step_metadata:
                 metadata.load()
             functions = next(a.functions for a in signature.assemblers if a.plan is plan)
+            floor = functools.partial(run_floor, plan, functions, leaves, n)
             for _ in range(_WARM_UPS):
-                run_plan(plan, functions, leaves, n)
-            try:
-                graph = engine.capture(
-                    lambda: run_plan(plan, functions, leaves, n),
-                    pool=pool,
-                    segment=f"whole model, {n} tokens",
-                )
-            except Exception as error:
-                raise Unavailable(told(error)) from error
+                floor()
+            with _unavailable_after(Exception):
+                graph = engine.capture(floor, pool=pool, segment=f"whole model, {n} tokens")
             pool.end_bucket()
             graphs.append(graph)
 
@@ -186,38 +188,31 @@ class VariantMaker:
             return call
 
         def close() -> None:
-            for graph in graphs:
-                graph.reset()
+            _reset(graphs)
             pool.release()
 
         return Prepared(name, False, prepare, close=close, holds_inputs=True)
 
 
-def run_plan(
+def run_floor(
     plan: SegmentPlan, functions: Mapping[int, Callable[..., Any]], leaves: Sequence[Any], num_tokens: int
 ) -> list[Any]:
-    """All segments of a plan in order, without padding: a call's kernels and nothing around them.
+    """Runs all segments of a plan without padding: a call's kernels and nothing around them.
 
     Args:
         functions: what runs in each graph segment.
     Returns:
         The result's tensors.
     """
-    made: dict[int, Any] = {}
-
-    def value(index: int) -> Any:
-        spec = plan.values[index]
-        if index in made:
-            return made[index]
-        if spec.state is not None:
-            return spec.state.get()
-        return leaves[spec.leaf] if spec.dim < 0 else leaves[spec.leaf].shape[spec.dim]
-
-    for segment in plan.segments:
-        function = functions.get(segment.index, segment.function)
-        outputs = function(num_tokens, *map(value, segment.inputs))
-        made.update(zip(segment.outputs, outputs, strict=True) if segment.outputs else ())
-    return [value(source) for source in plan.result_values if isinstance(source, int)]
+    values = plan.values
+    env = {value.index: value.number_in(leaves) for value in values if value.origin in ("input", "symbol")}
+    run_plan(
+        plan, env, num_tokens,
+        on_segment=lambda segment, arguments: functions[segment.index](num_tokens, *arguments),
+        on_boundary=lambda segment: segment.function(num_tokens, *arguments_of(segment, values, env)),
+    )  # fmt: skip
+    results = [index for index in plan.result_values if isinstance(index, int)]
+    return [env[index] if index in env else state_tensor(values[index]) for index in results]
 
 
 def device_of(case: PrefillCase) -> torch.device:
@@ -228,20 +223,19 @@ def device_of(case: PrefillCase) -> torch.device:
 
 def wait_for(device: torch.device) -> None:
     """Returns when the device has nothing left to do."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    native_engine(device).synchronize(device)
 
 
-def _eager(case: PrefillCase) -> Prepared:
-    model = (case.baseline or case).model
-    return Prepared("eager", True, lambda n, args, kwargs: lambda: model(*args, **kwargs))
+def _reset(graphs: Sequence[Any]) -> None:
+    for graph in graphs:
+        graph.reset()
 
 
 def _compiled(case: PrefillCase, name: str, sizes: Sequence[int]) -> Prepared:
     source = case.baseline or case
-    if name == "reduce-overhead" and device_of(case).type != "cuda":
-        raise Unavailable("needs a CUDA device")
-    torch._dynamo.reset()
+    if name == "reduce-overhead" and native_engine(device_of(case)).device_type is None:
+        raise Unavailable("needs a device with graphs of its own")
+    torch.compiler.reset()
     mode = "reduce-overhead" if name == "reduce-overhead" else None
     compiled = torch.compile(source.model, dynamic=True, mode=mode)
 
@@ -252,14 +246,12 @@ def _compiled(case: PrefillCase, name: str, sizes: Sequence[int]) -> Prepared:
 
         return call
 
-    try:
+    with _unavailable_after(Exception):
         for n in sizes:
             args, kwargs = source.inputs(n)
             for _ in range(_WARM_UPS):
                 prepare(n, args, kwargs)()
             wait_for(device_of(case))
-    except Exception as error:
-        raise Unavailable(told(error)) from error
     return Prepared(name, True, prepare)
 
 
@@ -278,23 +270,19 @@ class _BreakAtBoundaries(TorchFunctionMode):
 
 
 def _breakable(case: PrefillCase) -> Prepared:
-    try:
+    with _unavailable_after(ImportError):
         peer = importlib.import_module("breakable_cuda_graphs")
-    except ImportError as error:
-        raise Unavailable(told(error)) from error
-    if device_of(case).type != "cuda":
-        raise Unavailable("needs a CUDA device")
+    if native_engine(device_of(case)).device_type is None:
+        raise Unavailable("needs a device with graphs of its own")
     graphs: list[Any] = []
 
     def prepare(n: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         for _ in range(_WARM_UPS):
             case.model(*args, **kwargs)
         graph = peer.BreakableCUDAGraph(pool=graphs[0].pool() if graphs else None)
-        try:
-            with _BreakAtBoundaries(peer.no_graph), peer.breakable_graph(graph):
-                result = case.model(*args, **kwargs)
-        except Exception as error:
-            raise Unavailable(told(error)) from error
+        breaks = _BreakAtBoundaries(peer.no_graph)
+        with _unavailable_after(Exception), breaks, peer.breakable_graph(graph):
+            result = case.model(*args, **kwargs)
         graphs.append(graph)
 
         def call() -> Any:
@@ -303,8 +291,4 @@ def _breakable(case: PrefillCase) -> Prepared:
 
         return call
 
-    def close() -> None:
-        for graph in graphs:
-            graph.reset()
-
-    return Prepared("breakable", False, prepare, close=close)
+    return Prepared("breakable", False, prepare, close=functools.partial(_reset, graphs))
