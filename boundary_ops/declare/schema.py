@@ -78,7 +78,7 @@ class OpSchema:
         """Raises unless the argument that an option names is one of the choices."""
         if argument not in choices:
             raise UnknownArgument(
-                op=self.name, option=option, argument=argument, kind=kind, choices=list(choices),
+                op=self.name, option=f"{option} {argument!r}", kind=kind, choices=list(choices),
                 got=self.arguments.get(str(argument), "no such argument"), fix=near(str(argument), choices),
             )  # fmt: skip
 
@@ -110,13 +110,13 @@ class OpSchema:
 
     def check_any_strides(self, written: tuple[str, ...], any_strides: Collection[str]) -> tuple[str, ...]:
         """Returns the names in `any_strides`, once each is a tensor argument that the op only reads."""
-        read = [name for name in self.tensors if name not in written]
-        # A text would be taken letter by letter.
-        names = (any_strides,) if isinstance(any_strides, str) else tuple(any_strides)
-        for name in names:
-            choices = [] if isinstance(any_strides, str) else read
-            self.check_argument("any_strides", name, choices, f"tensor arguments only read, of {read}")
-        return names
+        read, kind = [name for name in self.tensors if name not in written], "tensor arguments only read"
+        if isinstance(any_strides, str):  # it would be taken letter by letter
+            option, got = f"any_strides {any_strides!r}", "a string instead of a list"
+            raise UnknownArgument(op=self.name, option=option, kind=kind, choices=read, got=got)
+        for name in any_strides:
+            self.check_argument("any_strides", name, read, kind)
+        return tuple(any_strides)
 
 
 def check_implementations(op: str, impl: Any) -> Mapping[str, Implementation] | Implementation:

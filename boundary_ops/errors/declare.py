@@ -51,7 +51,7 @@ class WritesNothing(BoundaryOpError):
 class UnknownArgument(BoundaryOpError):
     """A declaration names an argument that the schema lacks or that cannot be meant."""
 
-    what = "op '{op}', {option} {argument!r}"
+    what = "op '{op}', {option}"
     expected = "one of the {kind} {choices}"
     rule = "a declaration names arguments of the op's schema, of the kind that it is about"
     fix = "use the argument names of the schema"

@@ -41,7 +41,7 @@ __all__ = ["PrefillBatch", "send_to_device"]
 
 @dataclass(slots=True, eq=False)
 class _Entry:
-    """One `with batch:` block that is running, and the one around it."""
+    """Marks a `with batch:` block that is running, and the one around it."""
 
     batch: PrefillBatch
     outer: _Entry | None
@@ -53,7 +53,7 @@ _entry: ContextVar[_Entry | None] = ContextVar("boundary_ops_batch", default=Non
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class PrefillBatch:
-    """One step's metadata, frozen when it is built; a context manager that makes it the current one.
+    """Holds one step's metadata, frozen when it is built; a context manager that makes it the current one.
 
     Leaving the block without an exception counts the step's tokens as written, if an op has read the batch
     in it (`current()`). So a capture inside the block, or a model call that raised, moves nothing. Entering
@@ -110,8 +110,7 @@ class PrefillBatch:
 
         Raises:
             CacheExhaustedError: no room for all of them; nothing has changed.
-            BoundaryOpError: a length is not a positive int, an id comes twice, or the two lists differ in
-                length.
+            BoundaryOpError: a length is wrong, an id comes twice, or the two lists differ in length.
         """
         ids = tuple(map(plain_id, listed(request_ids)))
         lens = _checked_lens(ids, listed(query_lens))
@@ -167,17 +166,11 @@ class PrefillBatch:
         return self.cu_seqlens_q[1:].to(torch.int64) - 1
 
     def pack(self, prompts: Sequence[Sequence[int] | torch.Tensor]) -> torch.Tensor:
-        """The step's token ids as a model's `input_ids`.
+        """Returns the step's token ids as a model's `input_ids`, int64 [1, num_tokens], a new tensor.
 
         Args:
             prompts: one list or tensor ([q] or [1, q]) of new tokens per sequence, in the order of
-                `request_ids`.
-
-        Returns:
-            int64 [1, num_tokens] on the cache's device, a new tensor.
-
-        Raises:
-            BoundaryOpError: the number of prompts or the length of one is not the batch's.
+                `request_ids`, on any device.
         """
         if len(prompts) != self.num_seqs:
             raise WrongPromptCount(num_seqs=self.num_seqs, requests=self.request_ids, got=str(len(prompts)))
@@ -194,13 +187,13 @@ class PrefillBatch:
 
     @staticmethod
     def current(op: str | None = None) -> PrefillBatch:
-        """The batch whose `with` block is running here: what a boundary op reads.
+        """Returns the batch whose `with` block is running in this thread or task: what a boundary op reads.
 
         Args:
             op: who asks, for the error's text.
 
         Raises:
-            BoundaryOpError: no block is running in this thread or task.
+            NoRunningBatch: no block is running here.
         """
         entry = _entry.get()
         if entry is None:

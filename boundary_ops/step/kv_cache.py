@@ -78,8 +78,7 @@ class PagedKVCache:
         library: what attends where `attention_backend` names a library, else None.
 
     Raises:
-        BoundaryOpError: a size is not a positive int, the dtype is not a floating one, or the back end is
-            unknown, not available here, or not made for such pools.
+        BoundaryOpError: a size, the dtype or the back end is wrong, or the back end is not available here.
     """
 
     def __init__(
@@ -175,7 +174,6 @@ class PagedKVCache:
 
         Raises:
             CacheExhaustedError: too few free blocks; nothing has changed.
-            BoundaryOpError: `num_tokens` is not a positive int.
         """
         num_tokens = _check_count("allocate", request_id, num_tokens)
         request = self._requests.get(plain_id(request_id))
@@ -205,7 +203,7 @@ class PagedKVCache:
         """Counts `num_tokens` more tokens as written. For ops that write the pools without a `PrefillBatch`.
 
         Raises:
-            BoundaryOpError: unknown request, a count that is not positive, or less room than that.
+            NoRoom: the request has less room than that.
         """
         num_tokens = _check_count("append", request_id, num_tokens)
         request = self.find_request(request_id)
@@ -214,11 +212,7 @@ class PagedKVCache:
         request.written += num_tokens
 
     def truncate(self, request_id: RequestId, num_tokens: int) -> None:
-        """Forgets all but the first `num_tokens` written tokens, so that a step can be run again.
-
-        Raises:
-            BoundaryOpError: unknown request, or `num_tokens` is not between 0 and the tokens written.
-        """
+        """Forgets all but the first `num_tokens` written tokens, so that a step can be run again."""
         request = self.find_request(request_id)
         written = request.written
         request.written = check_whole(
@@ -226,11 +220,7 @@ class PagedKVCache:
         )
 
     def free(self, request_id: RequestId) -> None:
-        """Gives a request's blocks back; they are reused, last freed first.
-
-        Raises:
-            BoundaryOpError: unknown request, or one that was freed before.
-        """
+        """Gives a request's blocks back, once; they are reused, last freed first."""
         request = self.find_request(request_id)
         del self._requests[request.request_id]
         request.freed = True
@@ -257,7 +247,7 @@ class PagedKVCache:
         return k, v
 
     def find_request(self, request_id: RequestId) -> CachedRequest:
-        """The account of a request that holds room; raises for any other id."""
+        """Returns the account of a request that holds room; raises `UnknownRequest` for any other id."""
         request = self._requests.get(plain_id(request_id))
         if request is None:
             raise UnknownRequest(request=request_id)
@@ -283,7 +273,7 @@ class PagedKVCache:
 
 
 def plain_id(request_id: RequestId) -> RequestId:
-    """A request's id; one that is a number in a tensor is the number, for two tensors are never one key."""
+    """Returns an id, of a number in a tensor the number: two tensors are never one key."""
     return request_id.item() if isinstance(request_id, torch.Tensor) else request_id
 
 

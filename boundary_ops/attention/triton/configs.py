@@ -14,7 +14,7 @@ __all__ = ["BlockConfig", "Geometry", "default_config", "fitted", "power_of_two"
 
 @dataclass(frozen=True, slots=True)
 class BlockConfig:
-    """How one program cuts its work.
+    """Says how one program cuts its work.
 
     Attributes:
         block_m: rows of a tile, (token, head) pairs; a power of two, 16 or more.
@@ -90,7 +90,7 @@ class Geometry:
         return self.kv_heads * -(-self.group // config.tile_heads(self.group))
 
     def constants(self, config: BlockConfig, *, has_context: bool, max_seqs: int) -> tuple[Any, ...]:
-        """The program's compile-time arguments, in the order of its parameters."""
+        """Returns the program's compile-time arguments, in the order of its parameters."""
         tokens = config.tile_tokens(self.group)
         return (
             self.group, self.kv_heads, self.head_dim, max(16, power_of_two(self.head_dim)), self.page,
@@ -104,13 +104,10 @@ class Geometry:
 def default_config(
     *, num_tokens: int, heads: int, kv_heads: int, head_dim: int, element_bytes: int, num_processors: int
 ) -> BlockConfig:
-    """The block sizes for a step of `num_tokens` new tokens on a device of that many multiprocessors."""
+    """Returns the block sizes for a step of `num_tokens` tokens on a device of that many multiprocessors."""
     if element_bytes > 2:
-        return (
-            BlockConfig(64, 32, 8 if head_dim <= 64 else 4, 2)
-            if head_dim <= 128
-            else BlockConfig(16, 32, 4, 2)
-        )
+        warps = 8 if head_dim <= 64 else 4
+        return BlockConfig(64, 32, warps, 2) if head_dim <= 128 else BlockConfig(16, 32, 4, 2)
     group = heads // kv_heads
     # Two small tiles share a multiprocessor and hide each other's waits; large ones read K and V less often.
     # Small ones also keep more multiprocessors busy while there is less than one large tile for each.
@@ -126,7 +123,7 @@ def default_config(
 
 
 def fitted(config: BlockConfig, head_dim: int, element_bytes: int, shared_bytes: int) -> BlockConfig:
-    """`config`, made smaller until its shared memory fits: stages first, then keys, then rows."""
+    """Returns `config`, made smaller until its shared memory fits: stages first, then keys, then rows."""
     row_bytes = max(16, power_of_two(head_dim)) * element_bytes
     while (config.block_m + 2 * config.num_stages * config.block_n) * row_bytes > shared_bytes:
         if config.num_stages > 2:
@@ -143,5 +140,5 @@ def fitted(config: BlockConfig, head_dim: int, element_bytes: int, shared_bytes:
 
 
 def power_of_two(size: int) -> int:
-    """The smallest power of two that is not below `size`."""
+    """Returns the smallest power of two that is not below `size`."""
     return 1 << (size - 1).bit_length()

@@ -46,8 +46,8 @@ def attend(batch: PrefillBatch, call: AttentionCall) -> str | None:
 
 
 def bind(call: AttentionCall, backend: str, general: Callable[..., None]) -> Callable[..., None] | None:
-    """Returns `attend` for calls that repeat with the geometry of this one: no look-up and no check of shapes
-    is left, only those of the batch, the pools and the addresses. None where torch operators serve them.
+    """Returns `attend` for calls that repeat with the geometry of this one: what is left of it checks the
+    batch, the pools and the addresses. None where torch operators serve them.
 
     Args:
         backend: the one that the pools' cache has named; a step of a cache with another one is `general`'s.

@@ -18,11 +18,13 @@ import numpy as np
 import pytest
 import torch
 
-from boundary_ops import BoundaryOpError, PagedKVCache, PrefillBatch
+from boundary_ops import PagedKVCache, PrefillBatch
 from boundary_ops.attention import attention, program
 from boundary_ops.attention.step_buffers import StepBuffers
 from boundary_ops.attention.triton.configs import BlockConfig, Geometry, default_config, fitted, power_of_two
 from boundary_ops.attention.triton.tiles import tile_records, tiles_of
+from boundary_ops.errors.attention import StepTooLarge, WrongStepLimit
+from boundary_ops.errors.step import OtherCache
 
 INTERPRETED = Path(__file__).resolve().parents[3] / "tests" / "models" / "interpreted_kernels.py"
 needs_triton = pytest.mark.skipif(
@@ -396,13 +398,13 @@ def test_a_step_beyond_the_buffers_is_refused_and_changes_nothing():
         (["old"], [1], "max_seq_len"),
     ]
     for ids, lens, bound in cases:
-        with pytest.raises(BoundaryOpError, match=bound):
+        with pytest.raises(StepTooLarge, match=bound):
             step.load(PrefillBatch.build(cache, ids, lens))
-    with pytest.raises(BoundaryOpError, match="another cache"):
+    with pytest.raises(OtherCache, match="another cache"):
         step.load(PrefillBatch.build(make_cache(), "a", [3]))
     assert torch.equal(step._all, before)
     for wrong in (0, True, 2.0):
-        with pytest.raises(BoundaryOpError, match="max_num_seqs"):
+        with pytest.raises(WrongStepLimit, match="max_num_seqs"):
             StepBuffers((*cache.k, *cache.v), max_num_seqs=wrong, max_num_tokens=8, max_seq_len=12)
 
 
