@@ -6,17 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._ops import OpOverload, OpOverloadPacket
-
-__all__ = [
-    "OpOverload",
-    "OpOverloadPacket",
-    "check",
-    "op_names",
-    "parse_schema",
-    "raw_device",
-    "raw_stream",
-]
+from torch._ops import OpOverload as OpOverload
+from torch._ops import OpOverloadPacket as OpOverloadPacket
 
 # Half the price of what torch.cuda offers, and absent from builds without CUDA.
 raw_stream: Callable[[int], int] | None = getattr(torch._C, "_cuda_getCurrentRawStream", None)

@@ -11,15 +11,6 @@ from boundary_ops.errors.attention import PositionsMissing, WrongArgument, Wrong
 from boundary_ops.errors.step import OtherCache, WrongNumTokens
 from boundary_ops.step.batch import PrefillBatch
 
-__all__ = [
-    "CapturedCall",
-    "attention_shares",
-    "check_arguments",
-    "check_batch",
-    "check_metadata",
-    "check_positions",
-]
-
 _POOL = "a pool of the cache that the current PrefillBatch was built for"
 
 

@@ -20,15 +20,7 @@ import torch
 from boundary_ops._torch import OpOverload
 from boundary_ops.declare.library_rows import LIBRARY_ROWS
 from boundary_ops.declare.schema import OpSchema, find_overload, near, qualified
-from boundary_ops.errors.declare import (
-    RowsNotDeclared,
-    RowsOfTorchOp,
-    RowsOfWritingOp,
-    RowsRefuted,
-    WrongPadded,
-    WrongRowsArgument,
-    WrongTokenResults,
-)
+from boundary_ops.errors import declare as errors
 
 __all__ = ["RowsDeclaration", "check_rows", "declare_rows", "declared_rows", "token_dims"]
 
@@ -85,7 +77,7 @@ def declare_rows(
         ("only", only, (Mapping, type(None))),
     ):
         if not isinstance(value, kinds):
-            raise WrongRowsArgument(argument=what, got=repr(value)[:200])
+            raise errors.WrongRowsArgument(argument=what, got=repr(value)[:200])
     schema = OpSchema(find_overload(name)._schema)
     if token_args is None:
         _declared.pop(schema.name, None)
@@ -105,17 +97,17 @@ def _check_op(schema: OpSchema, results: Sequence[Any], padded: str, only: Mappi
     """Raises unless the op makes new results, as many as were said, and has the arguments that are named."""
     name, parsed = schema.name, schema.parsed
     if name.partition("::")[0] in ("aten", "prim", "prims"):
-        raise RowsOfTorchOp(op=name)
+        raise errors.RowsOfTorchOp(op=name)
     if parsed.is_mutable:
-        raise RowsOfWritingOp(op=name, got=str(parsed))
+        raise errors.RowsOfWritingOp(op=name, got=str(parsed))
     kinds = [str(value.type) for value in parsed.returns]
     counts_agree = len(results) == len(kinds) or any("List" in kind for kind in kinds)
     if not results or not counts_agree or not all("Tensor" in kind for kind in kinds):
-        raise WrongTokenResults(op=name, count=len(kinds), got=repr(tuple(results)))
+        raise errors.WrongTokenResults(op=name, count=len(kinds), got=repr(tuple(results)))
     for argument in only:
         schema.check_argument("only", argument, schema.arguments, "arguments")
     if padded not in ("real", "anything"):
-        raise WrongPadded(op=name, got=repr(padded))
+        raise errors.WrongPadded(op=name, got=repr(padded))
 
 
 def declared_rows(op: OpOverload) -> RowsDeclaration | None:
@@ -156,7 +148,7 @@ def check_rows(name: str, example: Sequence[Any] | Mapping[str, Any]) -> None:
     overload = find_overload(name)
     declaration = declared_rows(overload)
     if declaration is None:
-        raise RowsNotDeclared(op=name, fix=near(name, list(_declared)))
+        raise errors.RowsNotDeclared(op=name, fix=near(name, list(_declared)))
     _RowsTest(name, overload, declaration).run(example)
 
 
@@ -168,8 +160,8 @@ class _RowsTest:
     overload: OpOverload
     said: RowsDeclaration
 
-    def refuted(self, expected: str, got: str) -> RowsRefuted:
-        return RowsRefuted(op=self.name, expected=expected, got=got)
+    def refuted(self, expected: str, got: str) -> errors.RowsRefuted:
+        return errors.RowsRefuted(op=self.name, expected=expected, got=got)
 
     def run(self, example: Any) -> None:
         given = self.bound(example)

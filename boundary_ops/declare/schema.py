@@ -10,18 +10,7 @@ from typing import Any
 import torch
 
 from boundary_ops._torch import OpOverload, op_names, parse_schema
-from boundary_ops.errors.declare import (
-    AmbiguousOverload,
-    NoNamespace,
-    ReturnsResult,
-    UnknownArgument,
-    UnknownOp,
-    UnreadableSchema,
-    WritesNothing,
-    WrongImplementation,
-    WrongTokenArgs,
-    WrongTokenDim,
-)
+from boundary_ops.errors import declare as errors
 from boundary_ops.whole_numbers import whole_number
 
 DEVICES = ("cpu", "cuda", "xpu", "mps")
@@ -52,9 +41,11 @@ class OpSchema:
             parsed = parse_schema(text)
         except (RuntimeError, TypeError) as error:
             # The first line says where the text stops making sense; the rest draws it.
-            raise UnreadableSchema(schema=text, reason=str(error).partition("\n")[0].strip()) from error
+            raise errors.UnreadableSchema(
+                schema=text, reason=str(error).partition("\n")[0].strip()
+            ) from error
         if "::" not in parsed.name:
-            raise NoNamespace(schema=text, name=parsed.name)
+            raise errors.NoNamespace(schema=text, name=parsed.name)
         return cls(parsed)
 
     @property
@@ -66,18 +57,20 @@ class OpSchema:
         """Returns the names of the written arguments, once it is clear that the op can be a boundary."""
         parsed = self.parsed
         if parsed.returns:
-            raise ReturnsResult(op=self.name, returns=", ".join(str(value.type) for value in parsed.returns))
+            raise errors.ReturnsResult(
+                op=self.name, returns=", ".join(str(value.type) for value in parsed.returns)
+            )
         written = tuple(
             each.name for each in parsed.arguments if each.alias_info and each.alias_info.is_write
         )
         if not written:
-            raise WritesNothing(op=self.name, schema=parsed)
+            raise errors.WritesNothing(op=self.name, schema=parsed)
         return written
 
     def check_argument(self, option: str, argument: Any, choices: Collection[str], kind: str) -> None:
         """Raises unless the argument that an option names is one of the choices."""
         if argument not in choices:
-            raise UnknownArgument(
+            raise errors.UnknownArgument(
                 op=self.name, option=f"{option} {argument!r}", kind=kind, choices=list(choices),
                 got=self.arguments.get(str(argument), "no such argument"), fix=near(str(argument), choices),
             )  # fmt: skip
@@ -89,7 +82,7 @@ class OpSchema:
             return number
         if not isinstance(dim, str) or dim not in words:
             said = "".join(f" or {word!r}" for word in words)
-            raise WrongTokenDim(op=self.name, option=option, words=said, got=repr(dim))
+            raise errors.WrongTokenDim(op=self.name, option=option, words=said, got=repr(dim))
         return dim
 
     def check_token_args(self, token_args: Mapping[str, int] | None) -> Mapping[str, int] | None:
@@ -97,7 +90,7 @@ class OpSchema:
         if token_args is None:
             return None
         if not isinstance(token_args, Mapping) or not token_args:
-            raise WrongTokenArgs(op=self.name, got=repr(token_args))
+            raise errors.WrongTokenArgs(op=self.name, got=repr(token_args))
         return self.check_places(token_args)
 
     def check_places(self, token_args: Mapping[str, Any], *words: str) -> Mapping[str, Any]:
@@ -113,7 +106,7 @@ class OpSchema:
         read, kind = [name for name in self.tensors if name not in written], "tensor arguments only read"
         if isinstance(any_strides, str):  # it would be taken letter by letter
             option, got = f"any_strides {any_strides!r}", "a string instead of a list"
-            raise UnknownArgument(op=self.name, option=option, kind=kind, choices=read, got=got)
+            raise errors.UnknownArgument(op=self.name, option=option, kind=kind, choices=read, got=got)
         for name in any_strides:
             self.check_argument("any_strides", name, read, kind)
         return tuple(any_strides)
@@ -131,7 +124,7 @@ def check_implementations(op: str, impl: Any) -> Mapping[str, Implementation] | 
         if not wrong:
             return MappingProxyType(dict(impl))
         got = f"{wrong[0]!r}: {impl[wrong[0]]!r}"
-    raise WrongImplementation(op=op, devices=", ".join(DEVICES), got=got)
+    raise errors.WrongImplementation(op=op, devices=", ".join(DEVICES), got=got)
 
 
 def qualified(name: str, overload_name: str) -> str:
@@ -164,5 +157,5 @@ def find_overload(name: str) -> OpOverload:
     if len(others) == 1:
         return overload_of(plain, others[0].partition(".")[2])
     if others:
-        raise AmbiguousOverload(op=name, overloads=others)
-    raise UnknownOp(op=name, fix=near(wanted, sorted(existing)))
+        raise errors.AmbiguousOverload(op=name, overloads=others)
+    raise errors.UnknownOp(op=name, fix=near(wanted, sorted(existing)))

@@ -15,15 +15,8 @@ import torch
 from torch import nn
 
 from boundary_ops.attention.checks import check_positions
+from boundary_ops.errors import huggingface as errors
 from boundary_ops.errors import refuse
-from boundary_ops.errors.huggingface import (
-    GenerateRefused,
-    MaskHides,
-    MaskInTrace,
-    NotPacked,
-    SecondCache,
-    WeightsAsked,
-)
 from boundary_ops.errors.step import OtherCache, WrongNumTokens
 from boundary_ops.step.batch import PrefillBatch
 
@@ -88,14 +81,14 @@ def _check_structure(arguments: dict[str, Any]) -> None:
     """Checks what can be said without values; the same eagerly and in a trace."""
     for name in CACHE_ARGUMENTS:
         if arguments.get(name) is not None:
-            refuse(SecondCache, name=name)
+            refuse(errors.SecondCache, name=name)
     if arguments.get("output_attentions"):
-        refuse(WeightsAsked)
+        refuse(errors.WeightsAsked)
     for name in ("input_ids", "inputs_embeds"):
         value = arguments.get(name)
         if value is not None and (value.dim() < 2 or value.shape[0] != 1):
             got = f"{value.dim()} dims, the first of size {value.shape[0]}"
-            refuse(NotPacked, place=f"model input '{name}'", got=got)
+            refuse(errors.NotPacked, place=f"model input '{name}'", got=got)
 
 
 def drop_mask(mask: Any) -> None:
@@ -103,11 +96,11 @@ def drop_mask(mask: Any) -> None:
     if mask is None:
         return
     if torch.compiler.is_compiling():
-        refuse(MaskInTrace)
+        refuse(errors.MaskInTrace)
     is_flat = isinstance(mask, torch.Tensor) and mask.dim() == 2
     if not is_flat or not bool((mask == 1).all()):
         refuse(
-            MaskHides,
+            errors.MaskHides,
             got="a mask that hides tokens" if is_flat else f"a prepared mask, {type(mask).__name__}",
         )
 
@@ -134,4 +127,4 @@ def _check_against_batch(attachment: Any, arguments: dict[str, Any], implied_pos
 
 def refuse_generate(self: nn.Module, *args: Any, **kwargs: Any) -> NoReturn:
     """Takes the place of an attached model's `generate`."""
-    refuse(GenerateRefused, model=type(self).__name__)
+    refuse(errors.GenerateRefused, model=type(self).__name__)

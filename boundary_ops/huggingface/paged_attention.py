@@ -11,16 +11,8 @@ from typing import Any, NoReturn
 import torch
 
 from boundary_ops.attention.attention import attn_inplace
+from boundary_ops.errors import huggingface as errors
 from boundary_ops.errors import refuse
-from boundary_ops.errors.huggingface import (
-    CacheMismatch,
-    MaskFunction,
-    NameWithoutAttach,
-    NoGradient,
-    NotPacked,
-    OptionRefused,
-    OtherKeys,
-)
 from boundary_ops.huggingface.call_guard import ATTACHMENT, drop_mask
 
 __all__ = ["NAME", "no_mask", "paged_attention"]
@@ -54,7 +46,7 @@ _WINDOWS = "a window is neither added nor left out"
 def no_mask(*args: Any, attention_mask: Any = None, use_vmap: bool = False, **kwargs: Any) -> None:
     """Makes no mask: none is needed, and what only a mask could express is refused."""
     if use_vmap:
-        refuse(MaskFunction)
+        refuse(errors.MaskFunction)
     drop_mask(attention_mask)
 
 
@@ -86,7 +78,7 @@ def paged_attention(
         BoundaryOpError: the model asks for something that the op does not do.
     """
     if not hasattr(module, "paged_k_cache"):
-        refuse(NameWithoutAttach, layer=type(module).__name__, name=NAME)
+        refuse(errors.NameWithoutAttach, layer=type(module).__name__, name=NAME)
     _check_options(module, attention_mask, dropout, sliding_window, is_causal, kwargs)
     _check_rows(module, query, key, value)
     q, k, v = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
@@ -112,7 +104,7 @@ class _NoGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> NoReturn:
-        raise NoGradient()
+        raise errors.NoGradient()
 
 
 def _check_options(
@@ -129,7 +121,7 @@ def _check_options(
     # The module's path is read where something is refused, so that a trace of one layer serves the others.
     def no(name: str, expected: str, got: str, reason: str, **fix: str) -> NoReturn:
         path = module.paged_path
-        refuse(OptionRefused, path=path, name=name, expected=expected, got=got, reason=reason, **fix)
+        refuse(errors.OptionRefused, path=path, name=name, expected=expected, got=got, reason=reason, **fix)
 
     if attention_mask is not None:
         no("attention_mask", "none", "a mask that the model made", "its masks are causality and windows")
@@ -153,15 +145,19 @@ def _check_options(
 def _check_rows(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
     pool = module.paged_k_cache
     if query.shape[0] != 1:
-        refuse(NotPacked, place=f"{module.paged_path}: attention input", got=f"a batch of {query.shape[0]}")
+        refuse(
+            errors.NotPacked,
+            place=f"{module.paged_path}: attention input",
+            got=f"a batch of {query.shape[0]}",
+        )
     if key.shape[2] != query.shape[2]:
-        refuse(OtherKeys, path=module.paged_path)
+        refuse(errors.OtherKeys, path=module.paged_path)
     heads, dim = pool.shape[2], pool.shape[3]
     for name, rows in (("key", key), ("value", value)):
         fits = rows.shape[1] == heads and rows.shape[3] == dim
         if not fits or rows.dtype != pool.dtype or rows.device != pool.device:
             refuse(
-                CacheMismatch,
+                errors.CacheMismatch,
                 what=f"{module.paged_path}: attention input '{name}'",
                 expected=f"{heads} heads of {dim}, {pool.dtype} on {pool.device}, as the cache",
                 got=f"{rows.shape[1]} heads of {rows.shape[3]}, {rows.dtype} on {rows.device}",

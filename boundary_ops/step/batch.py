@@ -23,16 +23,7 @@ import numpy as np
 import torch
 
 from boundary_ops.backends.library import HostMetadata
-from boundary_ops.errors.step import (
-    LengthsDiffer,
-    NoRunningBatch,
-    NotTokenIds,
-    RepeatedRequest,
-    StaleBatch,
-    WrongPromptCount,
-    WrongPromptLength,
-    WrongTokenCount,
-)
+from boundary_ops.errors import step as errors
 from boundary_ops.step.kv_cache import CachedRequest, PagedKVCache, RequestId, plain_id
 from boundary_ops.whole_numbers import check_whole, listed
 
@@ -173,15 +164,17 @@ class PrefillBatch:
                 `request_ids`, on any device.
         """
         if len(prompts) != self.num_seqs:
-            raise WrongPromptCount(num_seqs=self.num_seqs, requests=self.request_ids, got=str(len(prompts)))
+            raise errors.WrongPromptCount(
+                num_seqs=self.num_seqs, requests=self.request_ids, got=str(len(prompts))
+            )
         rows = [torch.empty(0, dtype=torch.int64, device=self.cache.device)]
         for request, length, prompt in zip(self.request_ids, self.query_lens, prompts, strict=True):
             row = torch.as_tensor(prompt)
             if row.numel() and (row.is_floating_point() or row.is_complex() or row.dtype is torch.bool):
-                raise NotTokenIds(request=request, dtype=row.dtype)
+                raise errors.NotTokenIds(request=request, dtype=row.dtype)
             row = row[0] if row.dim() == 2 and row.shape[0] == 1 else row
             if row.shape != (length,):
-                raise WrongPromptLength(request=request, length=length, shape=list(row.shape))
+                raise errors.WrongPromptLength(request=request, length=length, shape=list(row.shape))
             rows.append(row.to(self.cache.device, torch.int64))
         return torch.cat(rows).unsqueeze(0)
 
@@ -193,11 +186,11 @@ class PrefillBatch:
             op: who asks, for the error's text.
 
         Raises:
-            NoRunningBatch: no block is running here.
+            errors.NoRunningBatch: no block is running here.
         """
         entry = _entry.get()
         if entry is None:
-            raise NoRunningBatch(f"op '{op}'" if op else "PrefillBatch.current")
+            raise errors.NoRunningBatch(f"op '{op}'" if op else "PrefillBatch.current")
         entry.was_read = True
         return entry.batch
 
@@ -211,7 +204,7 @@ class PrefillBatch:
         for request, context in zip(self._requests, self.context_lens, strict=True):
             if request.freed or request.written < context:
                 got = "a freed request" if request.freed else f"{request.written} tokens written"
-                raise StaleBatch(request=request.request_id, context=context, got=got)
+                raise errors.StaleBatch(request=request.request_id, context=context, got=got)
         self.cache.prepare_step(self)
         _entry.set(_Entry(self, _entry.get()))
         return self
@@ -244,11 +237,13 @@ def send_to_device(arrays: Sequence[np.ndarray], device: torch.device) -> list[t
 def _checked_lens(ids: tuple[RequestId, ...], lens: tuple[Any, ...]) -> tuple[int, ...]:
     """Returns the query lengths as ints, of a step that these requests can make."""
     if len(ids) != len(lens):
-        raise LengthsDiffer(num_ids=len(ids), num_lens=len(lens))
+        raise errors.LengthsDiffer(num_ids=len(ids), num_lens=len(lens))
     checked = tuple(
-        check_whole(new, WrongTokenCount, method="PrefillBatch.build", argument="query length", request=name)
+        check_whole(
+            new, errors.WrongTokenCount, method="PrefillBatch.build", argument="query length", request=name
+        )
         for name, new in zip(ids, lens, strict=True)
     )
     if len(set(ids)) != len(ids):
-        raise RepeatedRequest(request=next(name for at, name in enumerate(ids) if name in ids[:at]))
+        raise errors.RepeatedRequest(request=next(name for at, name in enumerate(ids) if name in ids[:at]))
     return checked

@@ -20,16 +20,7 @@ import torch
 
 from boundary_ops.backends.choice import choose
 from boundary_ops.backends.library import AttentionLibrary, PoolSpec
-from boundary_ops.errors.step import (
-    CacheExhaustedError,
-    NoRoom,
-    UnknownLayer,
-    UnknownRequest,
-    WrongPoolDtype,
-    WrongPoolSize,
-    WrongTokenCount,
-    WrongTruncation,
-)
+from boundary_ops.errors import step as errors
 from boundary_ops.whole_numbers import check_whole
 
 __all__ = ["PagedKVCache", "RequestId"]
@@ -98,10 +89,10 @@ class PagedKVCache:
             num_kv_heads=num_kv_heads, head_dim=head_dim,
         )  # fmt: skip
         num_layers, num_blocks, block_size, num_kv_heads, head_dim = (
-            check_whole(size, WrongPoolSize, argument=name) for name, size in sizes.items()
+            check_whole(size, errors.WrongPoolSize, argument=name) for name, size in sizes.items()
         )
         if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-            raise WrongPoolDtype(got=repr(dtype))
+            raise errors.WrongPoolDtype(got=repr(dtype))
         self.num_layers, self.num_blocks, self.block_size = num_layers, num_blocks, block_size
         self.num_kv_heads, self.head_dim, self.dtype = num_kv_heads, head_dim, dtype
         # "cuda" becomes "cuda:0" on a tensor; comparisons need the tensor's spelling.
@@ -173,7 +164,7 @@ class PagedKVCache:
         """Gives a request room for `num_tokens` more tokens than it has now; a new id opens a request.
 
         Raises:
-            CacheExhaustedError: too few free blocks; nothing has changed.
+            errors.CacheExhaustedError: too few free blocks; nothing has changed.
         """
         num_tokens = _check_count("allocate", request_id, num_tokens)
         request = self._requests.get(plain_id(request_id))
@@ -183,14 +174,14 @@ class PagedKVCache:
         """Makes sure that each request has room for so many tokens in all; for all requests, or for none.
 
         Raises:
-            CacheExhaustedError: too few free blocks for all of them together; nothing has changed.
+            errors.CacheExhaustedError: too few free blocks for all of them together; nothing has changed.
         """
         needed = []
         for request_id, room in zip(request_ids, rooms, strict=True):
             request = self._requests.get(request_id)
             needed.append(max(0, -(-room // self.block_size) - (len(request.blocks) if request else 0)))
         if sum(needed) > len(self._free):
-            raise CacheExhaustedError(
+            raise errors.CacheExhaustedError(
                 requests=", ".join(map(repr, request_ids)), needed=sum(needed), block_size=self.block_size,
                 free=len(self._free), num_blocks=self.num_blocks, holders=len(self._requests),
             )  # fmt: skip
@@ -203,12 +194,12 @@ class PagedKVCache:
         """Counts `num_tokens` more tokens as written. For ops that write the pools without a `PrefillBatch`.
 
         Raises:
-            NoRoom: the request has less room than that.
+            errors.NoRoom: the request has less room than that.
         """
         num_tokens = _check_count("append", request_id, num_tokens)
         request = self.find_request(request_id)
         if request.written + num_tokens > request.room:
-            raise NoRoom(request=request_id, room=request.room - request.written, got=str(num_tokens))
+            raise errors.NoRoom(request=request_id, room=request.room - request.written, got=str(num_tokens))
         request.written += num_tokens
 
     def truncate(self, request_id: RequestId, num_tokens: int) -> None:
@@ -216,7 +207,7 @@ class PagedKVCache:
         request = self.find_request(request_id)
         written = request.written
         request.written = check_whole(
-            num_tokens, WrongTruncation, low=0, high=written, request=request_id, written=written
+            num_tokens, errors.WrongTruncation, low=0, high=written, request=request_id, written=written
         )
 
     def free(self, request_id: RequestId) -> None:
@@ -240,17 +231,19 @@ class PagedKVCache:
 
     def gather(self, layer: int, request_id: RequestId) -> tuple[torch.Tensor, torch.Tensor]:
         """Copies of the K and V that a request has written in a layer, [written, num_kv_heads, head_dim]."""
-        at = check_whole(layer, UnknownLayer, low=0, high=self.num_layers - 1, last=self.num_layers - 1)
+        at = check_whole(
+            layer, errors.UnknownLayer, low=0, high=self.num_layers - 1, last=self.num_layers - 1
+        )
         request = self.find_request(request_id)
         blocks = torch.tensor(request.blocks, dtype=torch.int64, device=self.device)
         k, v = (pool[blocks].flatten(0, 1)[: request.written].clone() for pool in (self.k[at], self.v[at]))
         return k, v
 
     def find_request(self, request_id: RequestId) -> CachedRequest:
-        """Returns the account of a request that holds room; raises `UnknownRequest` for any other id."""
+        """Returns the account of a request that holds room; raises for any other id."""
         request = self._requests.get(plain_id(request_id))
         if request is None:
-            raise UnknownRequest(request=request_id)
+            raise errors.UnknownRequest(request=request_id)
         return request
 
     def has_request(self, request_id: RequestId) -> bool:
@@ -279,6 +272,6 @@ def plain_id(request_id: RequestId) -> RequestId:
 
 def _check_count(method: str, request_id: RequestId, num_tokens: int) -> int:
     return check_whole(
-        num_tokens, WrongTokenCount, method=f"PagedKVCache.{method}", argument="argument 'num_tokens'",
+        num_tokens, errors.WrongTokenCount, method=f"PagedKVCache.{method}", argument="argument 'num_tokens'",
         request=request_id,
     )  # fmt: skip

@@ -1,6 +1,6 @@
 """The attention program under triton's interpreter, on the CPU, against the naive oracle.
 
-Not collected by name: `test_kernels.py` runs this file in a process of its own, because the interpreter is
+Not collected by name: `test_prefill.py` runs this file in a process of its own, because the interpreter is
 chosen by TRITON_INTERPRET=1 as triton is imported, for the whole process.
 """
 

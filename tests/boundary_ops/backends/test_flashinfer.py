@@ -7,12 +7,12 @@ import pickle
 import subprocess
 import sys
 
-import attention_stubs as stubs
+import fake_flashinfer
 import paged_models
 import pytest
 import torch
 from attention_oracle import naive_attn_inplace
-from attention_stubs import FakeWrapper
+from fake_flashinfer import FakeWrapper
 
 from boundary_ops import BoundaryOpError, PagedKVCache, PrefillBatch, attn_inplace
 from boundary_ops.attention import attention, program
@@ -28,7 +28,7 @@ CLOSE = 2e-2
 
 @pytest.fixture
 def libraries(monkeypatch):
-    return stubs.install(monkeypatch)
+    return fake_flashinfer.install(monkeypatch)
 
 
 def new_cache(backend="auto", **changes):
@@ -153,7 +153,7 @@ def test_an_unknown_name_lists_the_names(name):
 
 @pytest.mark.parametrize("name", ["triton", *LIBRARIES])
 def test_a_back_end_for_cuda_is_refused_on_the_cpu(monkeypatch, name):
-    stubs.install(monkeypatch, devices=("cuda",))
+    fake_flashinfer.install(monkeypatch, devices=("cuda",))
     with pytest.raises(BackendUnavailable) as error:
         new_cache(name)
     check_refusal(error, f"attention_backend='{name}'", "a CUDA device", "cpu")
