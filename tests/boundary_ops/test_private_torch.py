@@ -41,7 +41,7 @@ def test_check_raises_with_the_message():
 @pytest.mark.gpu
 def test_the_short_ways_to_the_stream_and_the_device_are_those_of_torch_cuda():
     assert _torch.raw_device is not None and _torch.raw_stream is not None
-    with torch.cuda.stream(torch.cuda.Stream()) as _:
+    with torch.cuda.stream(torch.cuda.Stream()):
         device = torch.cuda.current_device()
         assert _torch.raw_device() == device
         assert _torch.raw_stream(device) == torch.cuda.current_stream().cuda_stream

@@ -26,7 +26,7 @@ from boundary_ops.attention.triton.tiles import tile_records, tiles_of
 from boundary_ops.errors.attention import StepTooLarge, WrongStepLimit
 from boundary_ops.errors.step import OtherCache
 
-INTERPRETED = Path(__file__).resolve().parents[3] / "tests" / "models" / "interpreted_kernels.py"
+INTERPRETED = Path(__file__).resolve().parents[3] / "models" / "interpreted_kernels.py"
 needs_triton = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="triton is not installed"
 )
