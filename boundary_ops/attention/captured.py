@@ -38,10 +38,7 @@ def attend_captured(*args: Any, **kwargs: Any) -> None:
     """Does what `attend_inplace` does, for the leading `cu_seqlens_q[-1]` rows; all other rows stay.
 
     Args:
-        args, kwargs: those of a `CapturedCall`.
-
-    Raises:
-        BoundaryOpError: the arguments do not fit each other.
+        args, kwargs: those of a `CapturedCall`, which must fit each other.
     """
     call = CapturedCall(*args, **kwargs)
     program = find_program() if call.q.is_cuda else None

@@ -48,8 +48,7 @@ class StepBuffers:
     All four belong to the buffers, never move, and hold a step of zero sequences at first.
 
     Raises:
-        BoundaryOpError: a size is not a positive int, there is no pool, or their cache has named a back
-            end that cannot be captured.
+        BoundaryOpError: a size or the pools are wrong, or their cache has named a back end without capture.
     """
 
     def __init__(

@@ -72,9 +72,7 @@ def define(
         The declared op; keep it or not, the registry keeps it.
 
     Raises:
-        BoundaryOpError: the schema cannot be parsed, returns something or writes nothing, `impl`,
-            `token_args`, `captured_form` or `any_strides` do not fit it, or the name is taken by an op with
-            another schema.
+        BoundaryOpError: the schema is none of a boundary op, something does not fit it, or the name is taken.
     """
     parsed = OpSchema.parse(schema)
     declared = _checked(parsed, token_args, any_strides, captured_form, capture_safe)
@@ -115,8 +113,7 @@ def register(
         capture_safe, warm_up, captured_form, repeatable, any_strides: see `BoundaryOp`.
 
     Raises:
-        BoundaryOpError: there is no such op, it returns something or writes nothing, or `token_args`,
-            `captured_form` or `any_strides` do not fit it.
+        BoundaryOpError: there is no such op, it is no boundary op, or something does not fit its schema.
     """
     overload = find_overload(name)
     schema = OpSchema(overload._schema)

@@ -41,11 +41,10 @@ class OpSchema:
             parsed = parse_schema(text)
         except (RuntimeError, TypeError) as error:
             # The first line says where the text stops making sense; the rest draws it.
-            raise errors.UnreadableSchema(
-                schema=text, reason=str(error).partition("\n")[0].strip()
-            ) from error
+            reason = f"cannot be parsed: {str(error).partition(chr(10))[0].strip()}"
+            raise errors.UnreadableSchema(schema=text, reason=reason) from error
         if "::" not in parsed.name:
-            raise errors.NoNamespace(schema=text, name=parsed.name)
+            raise errors.UnreadableSchema(schema=text, reason="names no namespace")
         return cls(parsed)
 
     @property

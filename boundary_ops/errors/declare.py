@@ -4,25 +4,13 @@ from __future__ import annotations
 
 from boundary_ops.errors import BoundaryOpError
 
-_FORM = 'write it as "ns::op(Tensor q, Tensor(a!) out) -> ()"'
-
 
 class UnreadableSchema(BoundaryOpError):
-    """torch cannot parse the text of a schema."""
+    """The text of a schema cannot be parsed, or its name has no namespace."""
 
-    what = "schema {schema!r} cannot be parsed: {reason}"
-    rule = "an op is declared by its torch schema"
-    fix = _FORM
-
-
-class NoNamespace(BoundaryOpError):
-    """The name in a schema has no namespace."""
-
-    what = "schema {schema!r} names no namespace"
-    expected = "ns::op"
-    got = "{name}"
-    rule = "an op is found by its qualified name"
-    fix = _FORM
+    what = "schema {schema!r} {reason}"
+    rule = "an op is declared by its torch schema, and found by its name with a namespace"
+    fix = 'write it as "ns::op(Tensor q, Tensor(a!) out) -> ()"'
 
 
 class ReturnsResult(BoundaryOpError):

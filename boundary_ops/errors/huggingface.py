@@ -106,16 +106,6 @@ class SecondCache(BoundaryOpError):
     fix = "leave it out: the PrefillBatch knows the context. For generate(), detach the model first"
 
 
-class WeightsAsked(BoundaryOpError):
-    """An attached model is asked for its attention weights."""
-
-    what = "model input 'output_attentions'"
-    expected = "False"
-    got = "True"
-    rule = "the op never has the attention weights as a tensor"
-    fix = "leave it out, or detach the model and use eager attention"
-
-
 class NotPacked(BoundaryOpError):
     """An attached model is called with a batch dimension."""
 

@@ -99,33 +99,20 @@ class RepeatedRequest(BoundaryOpError):
     fix = "join its tokens into one query, or give the second sequence an id of its own"
 
 
-class WrongPromptCount(BoundaryOpError):
-    """`pack` was given another number of prompts than the step has sequences."""
+class WrongPrompts(BoundaryOpError):
+    """`pack` was given another number of prompts, or prompts of other lengths, than the step has."""
 
-    what = "PrefillBatch.pack, argument 'prompts'"
-    expected = "{num_seqs} prompts, one per request {requests}"
-    rule = "the batch says which tokens belong to whom"
-    fix = "pass one list of new token ids for each request that the batch was built for"
+    rule = "the batch was built for exactly these requests and numbers of new tokens"
+    fix = "pass for each request only its new tokens of this step, or build the batch for these prompts"
 
 
 class NotTokenIds(BoundaryOpError):
     """A prompt holds numbers that are no ints."""
 
-    what = "PrefillBatch.pack, prompt of request {request!r}"
     expected = "token ids, which are ints"
     got = "numbers of {dtype}"
     rule = "token ids count the rows of a table; a fraction would be cut off"
     fix = "pass the ints that the tokenizer gives"
-
-
-class WrongPromptLength(BoundaryOpError):
-    """A prompt has another number of tokens than the step was planned for."""
-
-    what = "PrefillBatch.pack, prompt of request {request!r}"
-    expected = "{length} token ids, [{length}]"
-    got = "shape {shape}"
-    rule = "the batch was built for exactly these numbers of new tokens"
-    fix = "pass only the new tokens of this step, or build the batch with the prompt's length"
 
 
 class NoRunningBatch(BoundaryOpError):

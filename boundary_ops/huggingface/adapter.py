@@ -38,7 +38,7 @@ class _Absent:
 
 @dataclass(slots=True, eq=False)
 class _Attachment:
-    """What `attach` has changed, and all that `detach` needs to change it back.
+    """Records what `attach` has changed, so that `detach` can change it back.
 
     Attributes:
         names: positional names of the decoder's forward, to find arguments however they are passed.
@@ -101,8 +101,7 @@ def attach(model: nn.Module, cache: PagedKVCache) -> nn.Module:
 
 
 def detach(model: nn.Module) -> nn.Module:
-    """Undoes `attach`: forward, generate, configs and module attributes are what they were. Returns the
-    model.
+    """Undoes `attach` and returns the model; forward, generate, configs and attributes are what they were.
 
     The names stay registered with transformers; no model uses them unless it is attached.
 

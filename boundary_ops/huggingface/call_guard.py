@@ -83,7 +83,8 @@ def _check_structure(arguments: dict[str, Any]) -> None:
         if arguments.get(name) is not None:
             refuse(errors.SecondCache, name=name)
     if arguments.get("output_attentions"):
-        refuse(errors.WeightsAsked)
+        what, reason = "model input 'output_attentions'", "the op never has the weights as a tensor"
+        refuse(errors.OptionRefused, what=what, expected="False", got="True", reason=reason)
     for name in ("input_ids", "inputs_embeds"):
         value = arguments.get(name)
         if value is not None and (value.dim() < 2 or value.shape[0] != 1):

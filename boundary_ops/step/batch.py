@@ -164,17 +164,18 @@ class PrefillBatch:
                 `request_ids`, on any device.
         """
         if len(prompts) != self.num_seqs:
-            raise errors.WrongPromptCount(
-                num_seqs=self.num_seqs, requests=self.request_ids, got=str(len(prompts))
-            )
+            expected = f"{self.num_seqs} prompts, one per request {self.request_ids}"
+            what = "PrefillBatch.pack, argument 'prompts'"
+            raise errors.WrongPrompts(what, expected=expected, got=str(len(prompts)))
         rows = [torch.empty(0, dtype=torch.int64, device=self.cache.device)]
         for request, length, prompt in zip(self.request_ids, self.query_lens, prompts, strict=True):
-            row = torch.as_tensor(prompt)
+            what, row = f"PrefillBatch.pack, prompt of request {request!r}", torch.as_tensor(prompt)
             if row.numel() and (row.is_floating_point() or row.is_complex() or row.dtype is torch.bool):
-                raise errors.NotTokenIds(request=request, dtype=row.dtype)
+                raise errors.NotTokenIds(what, dtype=row.dtype)
             row = row[0] if row.dim() == 2 and row.shape[0] == 1 else row
             if row.shape != (length,):
-                raise errors.WrongPromptLength(request=request, length=length, shape=list(row.shape))
+                expected = f"{length} token ids, [{length}]"
+                raise errors.WrongPrompts(what, expected=expected, got=f"shape {list(row.shape)}")
             rows.append(row.to(self.cache.device, torch.int64))
         return torch.cat(rows).unsqueeze(0)
 

@@ -16,7 +16,6 @@ from boundary_ops.errors.declare import (
     AmbiguousOverload,
     MissingTokenDim,
     NoImplementation,
-    NoNamespace,
     NotDeclared,
     OpExists,
     ReturnsResult,
@@ -198,7 +197,7 @@ def test_an_unregistered_name_can_be_defined_again(op):
         (ReturnsResult, "registry_bad::number(Tensor(a!) x) -> int", ("registry_bad::number", "-> int")),
         (WritesNothing, "registry_bad::pure(Tensor x) -> ()", ("registry_bad::pure", "(a!)")),
         (UnreadableSchema, "registry_bad::broken(Tensor x", ("cannot be parsed", "registry_bad::broken")),
-        (NoNamespace, "unqualified(Tensor(a!) x) -> ()", ("namespace", "unqualified")),
+        (UnreadableSchema, "unqualified(Tensor(a!) x) -> ()", ("namespace", "unqualified")),
         (OpExists, "registry_other::attn(Tensor q, Tensor(a!) out) -> ()", ("exists already", "register(")),
     ],
 )

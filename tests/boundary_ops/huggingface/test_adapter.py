@@ -44,7 +44,6 @@ from boundary_ops.errors.huggingface import (  # noqa: E402
     SecondCache,
     SeveralDecoders,
     UnsupportedModel,
-    WeightsAsked,
 )
 from boundary_ops.errors.step import NoRunningBatch, OtherCache, WrongNumTokens  # noqa: E402
 from boundary_ops.huggingface import attach, detach  # noqa: E402
@@ -289,7 +288,7 @@ REFUSED_CALLS = {
     "embeds of two": (
         lambda: dict(input_ids=None, inputs_embeds=torch.zeros(2, 9, 32)), NotPacked, "'inputs_embeds'"
     ),
-    "attentions": (lambda: dict(output_attentions=True), WeightsAsked, "'output_attentions'"),
+    "attentions": (lambda: dict(output_attentions=True), OptionRefused, "'output_attentions'"),
     "lengths": (
         lambda: dict(cu_seq_lens_q=torch.tensor([0, 9])),
         OptionRefused,

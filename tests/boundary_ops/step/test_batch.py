@@ -15,8 +15,7 @@ from boundary_ops.errors.step import (
     NotTokenIds,
     RepeatedRequest,
     StaleBatch,
-    WrongPromptCount,
-    WrongPromptLength,
+    WrongPrompts,
     WrongTokenCount,
 )
 
@@ -216,9 +215,9 @@ def test_pack_takes_lists_and_tensors(cache):
 @pytest.mark.parametrize(
     ("prompts", "refusal", "text"),
     [
-        ([[1, 2, 3]], WrongPromptCount, "2 prompts"),
-        ([[1, 2, 3], [4, 5]], WrongPromptLength, "request 'b'.*1 token ids.*\\[2\\]"),
-        ([[1, 2], [4]], WrongPromptLength, "request 'a'.*3 token ids"),
+        ([[1, 2, 3]], WrongPrompts, "2 prompts"),
+        ([[1, 2, 3], [4, 5]], WrongPrompts, "request 'b'.*1 token ids.*\\[2\\]"),
+        ([[1, 2], [4]], WrongPrompts, "request 'a'.*3 token ids"),
         ([torch.ones(3, 1), [4]], NotTokenIds, "request 'a'"),
     ],
 )
