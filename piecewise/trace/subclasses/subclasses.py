@@ -200,13 +200,9 @@ class _Rewrite:
         devices = _autocast_devices(node, self._taken_by(node))
         meta["autocast"] = tuple((kind, None, False, False) for kind in devices)
         fakes = copy_calls(
-            below.graph,
-            values,
-            node,
-            like=below.fakes,
-            fake_mode=self.fake_mode,
-            meta_of=lambda _: dict(meta),
-        )
+            below.graph, values, node,
+            like=below.fakes, fake_mode=self.fake_mode, meta_of=lambda _: dict(meta),
+        )  # fmt: skip
         below.fakes = below.fakes or fakes
         outputs: Any = below.graph.output_node().args[0]
         results = []
