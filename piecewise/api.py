@@ -23,7 +23,7 @@ from piecewise.calls.structure import flatten_structure
 from piecewise.calls.unseen import UnseenCalls
 from piecewise.capture.call_router import CallRouter
 from piecewise.capture.store import GraphStore
-from piecewise.report.coverage import CoverageError
+from piecewise.errors.report import CoverageError
 from piecewise.report.report import CaptureReport, PlanReport, Report
 from piecewise.settings.config import PiecewiseConfig
 from runners.collector import paused_collector
@@ -392,7 +392,7 @@ class GraphedModule:
         from piecewise.verify.verify import verify
 
         with self._router.exclusive("verify"):
-            return verify(self, args, kwargs, make_inputs)
+            return verify(self.model, self._forward, self._graphs, args, kwargs, make_inputs)
 
     def report(self) -> Report:
         """Plans, captures and calls so far."""

@@ -21,8 +21,8 @@ import torch
 from boundary_ops.declare.registry import lookup
 from piecewise.capture.call_router import CallRouter
 from piecewise.capture.store import GraphStore
+from piecewise.errors.report import CoverageError
 from piecewise.ir.array_places import array_source
-from piecewise.report.coverage import CoverageError
 from piecewise.report.report import Report
 from piecewise.report.startup_times import StartupTimes
 from piecewise.settings.config import PiecewiseConfig

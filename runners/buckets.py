@@ -10,7 +10,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from runners.errors import ConfigError, short, shown
+from runners.errors import InvalidBuckets, UnlistedBucket, short, shown
 from runners.whole_numbers import listed, whole_number
 
 # Every bucket costs a capture and its static buffers; a list this long is a mistake, not a plan.
@@ -20,8 +20,6 @@ MAX_NUM_BUCKETS = 4096
 MAX_BUCKET = 2**31 - 1
 
 SIZES_FIX = "list each token count once, from small to large, such as [64, 128, 256]"
-
-_RULE = "buckets are whole token counts from 1 up, strictly ascending"
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,13 +69,7 @@ class TokenBuckets:
         """
         index = bisect_left(self.sizes, bucket)
         if index == len(self.sizes) or self.sizes[index] != bucket:
-            raise ConfigError(
-                f"bucket {bucket}",
-                expected=f"one of {list(self.sizes)}",
-                got=str(bucket),
-                rule="only listed buckets have a range",
-                fix="ask bucket_for(num_tokens) which bucket serves a call",
-            )
+            raise UnlistedBucket(bucket=bucket, sizes=list(self.sizes))
         return (self.sizes[index - 1] + 1 if index else 1), bucket
 
     def __len__(self) -> int:
@@ -142,13 +134,8 @@ def checked_sizes(sizes: object) -> tuple[int, ...]:
     """
     problems = find_problems(sizes, max_listed=1)
     if problems:
-        raise ConfigError(
-            f"buckets{problems[0].part}",
-            expected=problems[0].expected,
-            got=problems[0].got,
-            rule=_RULE,
-            fix=SIZES_FIX,
-        )
+        first = problems[0]
+        raise InvalidBuckets(part=first.part, expected=first.expected, got=first.got)
     return plain_sizes(sizes)
 
 

@@ -1,24 +1,32 @@
-"""The contract of a graph engine: what `tape.py` (no GPU) and the CUDA engine both do.
+"""Defines what a graph engine does, so that all code above works with any of them.
 
-Everything above this file uses these classes only, so that a machine without a GPU tests the same code.
 An engine records the work of a function once and repeats it on the same memory, without running the function.
+The tape needs no GPU, so a machine without one tests the same code. `engines.py` lists the engines.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 from weakref import WeakSet
 
 import torch
 
-from runners.errors import CaptureError, ConfigError, StateError
+from runners.errors import (
+    NestedCapture,
+    NoOutputSequence,
+    PoolHasGraphs,
+    PoolInUse,
+    PoolReleased,
+    ReplayAfterReset,
+    ReplayInsideCapture,
+)
 from runners.mode import capturing
-from runners.streams import Lanes
 
 
 class CapturedGraph:
-    """The recorded work of one segment at one bucket; as it is here, none.
+    """Holds the recorded work of one segment at one bucket; this base class holds none.
 
     Attributes:
         segment: as errors name it.
@@ -41,21 +49,44 @@ class CapturedGraph:
         """Repeats the recorded work, reading and writing the recorded addresses.
 
         Raises:
-            StateError: after `reset`, or inside a capture.
+            ReplayAfterReset, ReplayInsideCapture
         """
 
     def reset(self) -> None:
         """Drops the recorded work and the outputs. Idempotent."""
         self.is_reset, self.outputs = True, ()
 
-    def _wrong_replay(self) -> StateError:
-        return StateError(
-            f"replay of {self.segment}",
-            expected="a captured graph, outside of captures",
-            got="a graph that was reset" if self.is_reset else f"one inside that of {capturing()}",
-            rule="a graph that was reset is gone, and graphs do not nest",
-            fix="capture the segment again" if self.is_reset else "replay after the capture",
-        )
+    def check_replay(self) -> None:
+        """Raises where the graph cannot be replayed now."""
+        if self.is_reset:
+            raise ReplayAfterReset(segment=self.segment)
+        if (other := capturing()) is not None:
+            raise ReplayInsideCapture(segment=self.segment, other=other)
+
+
+class Streams:
+    """Runs the parallel branches of a function; this base class, for a device without streams, runs them in
+    the order of the calls.
+
+    Stream 0 is the one that the function was called on, the others are side streams.
+    """
+
+    def opened(self) -> AbstractContextManager[None]:
+        """Brackets one run of a function: stream 0 is current again behind it, whatever is raised in it."""
+        return nullcontext()
+
+    def fork(self, num_streams: int) -> None:
+        """Begins streams 1 to `num_streams` - 1 behind all work on stream 0, which is current."""
+
+    def enter(self, stream: int) -> None:
+        """Makes a stream current: what is called from now on runs on it."""
+
+    def join(self, *held: Any) -> None:
+        """Makes stream 0 current, behind all work on the others.
+
+        Args:
+            held: values made or read since the fork; they stay alive up to here.
+        """
 
 
 class GraphPool:
@@ -63,7 +94,7 @@ class GraphPool:
 
     Attributes:
         kind: as errors name it.
-        lanes: what functions with parallel branches run on, in warm-ups and in captures into this pool.
+        streams: what functions with parallel branches run on, in warm-ups and in captures into this pool.
         begin_call: to be called before each replay of a plan; None where there is nothing to do. It makes the
             caller's stream wait for the stream of the last call, where it is another.
         graphs: those captured here, as long as somebody holds them.
@@ -71,7 +102,7 @@ class GraphPool:
     """
 
     kind: str
-    lanes: Lanes
+    streams: Streams
     begin_call: Callable[[], None] | None
 
     def __init__(self, device: torch.device) -> None:
@@ -86,7 +117,7 @@ class GraphPool:
 
     @property
     def device_bytes(self) -> int:
-        """What the buckets captured so far took from the device in all, where that can be measured."""
+        """Bytes that the buckets captured so far took from the device, where that can be measured."""
         return self.allocated_bytes
 
     @property
@@ -95,7 +126,7 @@ class GraphPool:
         return sum(not graph.is_reset for graph in self.graphs)
 
     def begin_bucket(self) -> None:
-        """Says that the warm-ups of a bucket begin."""
+        """Begins the warm-ups of a bucket."""
 
     def keep_only(self, tensors: Iterable[torch.Tensor]) -> None:
         """Says that of all outputs captured since `begin_bucket` only these are read from here on.
@@ -104,27 +135,22 @@ class GraphPool:
         """
 
     def end_bucket(self) -> None:
-        """Says that a bucket is complete: the next one captured here reuses its memory [I9]."""
+        """Completes a bucket: the next one captured here reuses its memory [I9]."""
 
-    def spoil(self) -> None:
-        """Overwrites all its memory, as a check that no replay reads what an earlier one left there."""
+    def overwrite_with_garbage(self) -> None:
+        """Overwrites all its memory, to check that no replay reads what an earlier one left there."""
 
     def release(self) -> None:
         """Gives the memory back; the pool cannot be captured into afterwards. Idempotent.
 
         Raises:
-            StateError: a graph of this pool was not reset, or one is being captured.
+            PoolInUse, PoolHasGraphs
         """
         if self._is_released:
             return
-        if self.num_live or self.is_recording:
-            raise StateError(
-                f"release of the {self.kind} pool on {self.device}",
-                expected="all graphs of the pool reset",
-                got="a capture in progress" if self.is_recording else f"{self.num_live} still captured",
-                rule="a pool's memory goes after the last graph that uses it [I9]",
-                fix="reset every graph first",
-            )
+        self.check_usable("release")
+        if self.num_live:
+            raise PoolHasGraphs(kind=self.kind, device=self.device, count=self.num_live)
         self._is_released = True
         self._give_back()
 
@@ -132,28 +158,36 @@ class GraphPool:
         """Drops the memory: no graph uses it."""
 
     def check_usable(self, verb: str) -> None:
-        """Raises StateError when the pool was released or is being captured into."""
-        if self._is_released or self.is_recording:
-            raise StateError(
-                f"attempt to {verb} the {self.kind} pool on {self.device}",
-                expected="a pool that is neither released nor in use",
-                got="a released pool" if self._is_released else "a pool that another capture uses",
-                rule="a pool serves one capture at a time, and none after its release [I9]",
-                fix="take a new pool" if self._is_released else "finish the other capture first",
-            )
+        """Raises where the pool was released, or a capture uses it."""
+        if self._is_released:
+            raise PoolReleased(verb=verb, kind=self.kind, device=self.device)
+        if self.is_recording:
+            raise PoolInUse(verb=verb, kind=self.kind, device=self.device)
+
+    def check_capture(self, segment: str) -> None:
+        """Raises where nothing can be captured into the pool now."""
+        if (other := capturing()) is not None:
+            raise NestedCapture(segment=segment, other=other)
+        self.check_usable("capture into")
 
 
-class GraphEngine(Protocol):
-    """Makes pools and graphs for one kind of device."""
+class GraphEngine:
+    """Makes pools and graphs, and knows its kind of device; this base class knows a CPU.
 
-    @property
-    def name(self) -> str:
-        """The engine's name in a configuration."""
-        ...
+    Attributes:
+        name: the engine's name in a configuration.
+        device_type: the kind of device whose work it records; None for any.
+        has_triton: whether Triton's kernels run there.
+        dies_of_bad_index: whether an index out of range makes the device unusable for the process.
+    """
+
+    name: str
+    device_type: str | None = None
+    has_triton = dies_of_bad_index = False
 
     def new_pool(self, device: torch.device) -> GraphPool:
-        """An empty pool on `device`."""
-        ...
+        """Makes an empty pool on `device`."""
+        raise NotImplementedError
 
     def capture(self, fn: Callable[[], Sequence[Any]], *, pool: Any, segment: str) -> CapturedGraph:
         """Runs `fn` once and records its work into `pool`; `segment` names it in errors.
@@ -165,72 +199,31 @@ class GraphEngine(Protocol):
             CaptureError: `fn` did something that a graph cannot repeat.
             StateError: a capture is open already, or the pool was released.
         """
-        ...
+        raise NotImplementedError
 
+    def free_memory(self, device: torch.device) -> tuple[int, int] | None:
+        """Reads (free, total) bytes of the device, what torch holds unused counted as free; None where the
+        memory is the host's."""
+        return None
 
-def check_can_capture(pool: GraphPool, segment: str) -> None:
-    """Raises StateError where a capture is under way, or the pool is in use or gone."""
-    if capturing() is not None:
-        raise StateError(
-            f"capture of {segment}",
-            expected="no capture in progress",
-            got=f"the capture of {capturing()}",
-            rule="captures do not nest",
-            fix="capture the segments one after the other",
-        )
-    pool.check_usable("capture into")
+    def synchronize(self, device: torch.device) -> None:
+        """Waits until the device has nothing left to do."""
+
+    def fork_random_state(self, device: torch.device) -> AbstractContextManager[None]:
+        """Brackets work after which the random generators of host and device are as before."""
+        return torch.random.fork_rng(devices=[])
+
+    def has_tf32(self) -> bool:
+        """Whether float32 matmuls may round their inputs to TF32."""
+        return False
 
 
 def checked_outputs(outputs: Any, segment: str) -> tuple[Any, ...]:
-    """What a captured function returned, as a tuple.
+    """Returns a captured function's outputs as a tuple.
 
     Raises:
-        CaptureError: it is no sequence.
+        NoOutputSequence
     """
     if not isinstance(outputs, (tuple, list)):
-        raise CaptureError(
-            segment,
-            expected="a tuple or list of outputs",
-            got=type(outputs).__name__,
-            rule="a captured function returns the sequence of its outputs",
-            fix="return (tensor,) for a single output",
-        )
+        raise NoOutputSequence(segment=segment, type=type(outputs).__name__)
     return tuple(outputs)
-
-
-def engine_for(name: str, device: torch.device | str) -> GraphEngine:
-    """The graph engine of that name, or with ``"auto"`` the one that suits the device.
-
-    Args:
-        name: ``"auto"`` (real graphs on a CUDA device, else the tape), ``"tape"`` or ``"cuda"``.
-        device: where the model lives.
-
-    Raises:
-        ConfigError: the name is unknown, or it is ``"cuda"`` and the device is another.
-    """
-    is_cuda = torch.device(device).type == "cuda"
-    if name == "auto":
-        name = "cuda" if is_cuda else "tape"
-    if name not in ("tape", "cuda"):
-        raise ConfigError(
-            "field 'engine'",
-            expected="'auto', 'tape' or 'cuda'",
-            got=repr(name),
-            rule="an engine is chosen by its name",
-            fix="use 'auto'",
-        )
-    if name == "cuda" and not is_cuda:
-        raise ConfigError(
-            f"field 'engine', device {device}",
-            expected="'auto' or 'tape'",
-            got="'cuda'",
-            rule="CUDA graphs hold work of a CUDA device",
-            fix="move the model to a CUDA device, or use engine='auto'",
-        )
-    if name == "tape":
-        from runners.tape.tape import TapeEngine
-
-        return TapeEngine()
-    from runners.cuda.graph import CudaEngine
-
-    return CudaEngine()

@@ -11,8 +11,7 @@ from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from typing import TypeVar
 
-import torch
-from torch.autograd import forward_ad
+from runners._torch import is_transforming as is_transforming
 
 T = TypeVar("T")
 _eager_only: ContextVar[bool] = ContextVar("piecewise_eager_only", default=False)
@@ -48,13 +47,3 @@ def capture_window() -> AbstractContextManager[None]:
 def capture_of(segment: str) -> AbstractContextManager[None]:
     """Marks this block as the capture of `segment`; graph engines open it around the recorded function."""
     return _set(_capturing, segment)
-
-
-def is_transforming() -> bool:
-    """Whether a tracer (`torch.jit.trace`), a function transform (`vmap`, `jvp`) or forward-mode
-    differentiation is at work here.
-
-    Its tensors stand for something else, and a replay would be lost to it.
-    """
-    is_tracing = torch._C._get_tracing_state() is not None or forward_ad._current_level >= 0
-    return is_tracing or torch._C._functorch.peek_interpreter_stack() is not None

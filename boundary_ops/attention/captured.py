@@ -18,10 +18,10 @@ import torch
 
 from boundary_ops.attention.checks import AttentionCall, attention_shares, check_arguments
 from boundary_ops.attention.on_cuda import cuda_module, warm_up
+from boundary_ops.attention.step_buffers import StepBuffers
 from boundary_ops.declare.captured_form import CapturedForm, CaptureLimits
 from boundary_ops.declare.registry import define
 from boundary_ops.errors import BoundaryOpError
-from boundary_ops.step.step_buffers import StepBuffers
 
 __all__ = ["FORM", "CapturedCall", "attend_captured", "attn_captured"]
 

@@ -21,10 +21,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from boundary_ops.attention.paged import NAME, no_mask, paged_attention
-from boundary_ops.declare.call_guard import ATTACHMENT, guarded, is_guarded, refuse_generate
 from boundary_ops.errors import BoundaryOpError, refuse
+from boundary_ops.huggingface.call_guard import ATTACHMENT, guarded, is_guarded, refuse_generate
 from boundary_ops.huggingface.decoder import DecoderLayer, find_decoder
+from boundary_ops.huggingface.paged_attention import NAME, no_mask, paged_attention
 from boundary_ops.huggingface.sequence_heads import find_pooling_head, pooled
 from boundary_ops.step.kv_cache import PagedKVCache
 

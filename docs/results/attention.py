@@ -43,8 +43,8 @@ from block_sizes import block_sizes, measure_block_sizes
 
 from boundary_ops import PagedKVCache, PrefillBatch, attn_captured, attn_inplace
 from boundary_ops.attention.checks import AttentionCall
+from boundary_ops.attention.step_buffers import StepBuffers
 from boundary_ops.attention.triton import prefill
-from boundary_ops.step.step_buffers import StepBuffers
 
 SMOKE = "--smoke" in sys.argv
 DEVICE = torch.device("cpu" if SMOKE else "cuda")

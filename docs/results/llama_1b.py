@@ -22,7 +22,7 @@ import torch
 import boundary_ops
 import piecewise
 from piecewise.tools.bench.latency import run_spec
-from piecewise.verify.variants import DEFAULT_VARIANTS
+from piecewise.tools.bench.variants import DEFAULT_VARIANTS
 
 SIZES = (16, 128, 512, 1024, 2048)
 # Eight, so that memory of many buckets is compared with that of the largest alone.
@@ -164,7 +164,7 @@ def main() -> int:
             result.plot(arguments.out / f"{name}.png")
         except piecewise.ConfigError as error:
             print(error, file=sys.stderr)
-        print(f"## {name}\n\n{result.table()}\n\nmemory: {dict(result.memory)}\n", flush=True)
+        print(f"## {name}\n\n{result}\n\nmemory: {dict(result.memory)}\n", flush=True)
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
     return 0

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from piecewise.ir.tensors import bound_arguments
 from piecewise.torch_api import OpOverload, TorchDispatchMode
-from runners.tape.readbacks import kernel_keys
+from runners._torch import call_kernel
 
 # (indices, how many there are to choose from, whether negative ones count from the end)
 Operand = tuple[Tensor, int, bool]
@@ -127,4 +127,4 @@ class CheckedIndices(TorchDispatchMode):
             check_indices(func, args, kwargs)
             return func(*args, **kwargs)
         with self:
-            return func._handle.redispatch_boxed(kernel_keys(args, kwargs), *args, **kwargs)
+            return call_kernel(func, args, kwargs)

@@ -41,7 +41,7 @@ from piecewise.ir.nodes import (
     value_of,
 )
 from piecewise.ir.tensors import storage_of
-from piecewise.trace.subclasses.state import open_subclasses, prepare_subclasses
+from piecewise.trace.subclasses.state import mark_subclasses, open_state
 from piecewise.trace.subclasses.subclasses import Wrapped, see_through
 from piecewise.trace.trace import Trace
 
@@ -68,9 +68,9 @@ def normalized(trace: Trace) -> Trace:
     Raises:
         SplitError, TraceError: as `normalize` says; or state is of a class that cannot be seen through.
     """
-    prepare_subclasses(trace)
+    mark_subclasses(trace)
     numbers = [leaf.index for leaf in trace.result_leaves if leaf.kind == "output" and leaf.value is float]
-    return open_subclasses(trace, normalize(trace.graph, shape_env=trace.shape_env, numbers=numbers))
+    return open_state(trace, normalize(trace.graph, shape_env=trace.shape_env, numbers=numbers))
 
 
 def normalize(

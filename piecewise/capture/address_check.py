@@ -8,10 +8,10 @@ place on record holds: what a function read that Dynamo was told to take for con
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, ClassVar
 
 from piecewise.analysis.same_program import Program
-from piecewise.report.report import Jsonable
+from piecewise.report.record import Record
 from runners.errors import PiecewiseError, StateError
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class AddressReport(Jsonable):
+class AddressReport(Record):
     """What differs between a model and the graphs captured of it.
 
     Attributes:
@@ -32,6 +32,8 @@ class AddressReport(Jsonable):
         seen_by_calls: changes that the next call finds: it runs eagerly, with a reason.
         unseen_by_calls: changes that no call finds: graphs replay the model as it was.
     """
+
+    derived: ClassVar[tuple[str, ...]] = ("ok",)
 
     num_places: int
     seen_by_calls: tuple[str, ...]
@@ -60,9 +62,6 @@ class AddressReport(Jsonable):
         lines += [f"  found by calls, which run eagerly: {change}" for change in self.seen_by_calls]
         lines += [f"  found by no call: {change}" for change in self.unseen_by_calls]
         return "\n".join(lines)
-
-    def asdict(self) -> dict[str, Any]:
-        return {**dataclasses.asdict(self), "ok": self.ok}
 
 
 def check_signatures(

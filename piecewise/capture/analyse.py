@@ -33,7 +33,8 @@ from piecewise.ir.plan import SegmentPlan
 from piecewise.report.startup_times import StartupTimes
 from piecewise.settings.config import PiecewiseConfig
 from piecewise.settings.fusions import passes_for
-from piecewise.trace.trace import ExampleCall, Trace, trace
+from piecewise.trace.dynamo.front_end import trace
+from piecewise.trace.trace import ExampleCall, Trace
 from runners.errors import CaptureError, TraceError
 
 

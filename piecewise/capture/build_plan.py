@@ -28,10 +28,11 @@ from piecewise.streams.streams import StreamSchedules
 from runners.bound_steps import CopyLaunch, DirectCall
 from runners.buffers import StaticBuffers
 from runners.engine import GraphEngine, GraphPool
+from runners.engines import native_engine
 from runners.errors import CaptureError
 from runners.piecewise_runner import PiecewiseRunner
 from runners.state.state_check import StateCheck, StateRef
-from runners.step_plan import CallStep, ReplayStep, ResultItem, Shadow, StaticArgument, StepPlan
+from runners.step_plan import CallStep, ReplayStep, ResultItem, StaticArgument, StaticInput, StepPlan
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -81,7 +82,7 @@ class PlanAssembler:
         self.streams = streams
         self.warm_up = WarmUp(
             plan, self.runners, leaves=self.leaves, num_steps=warmup_steps, streams=streams,
-            lanes=context.pool.lanes,
+            lanes=context.pool.streams,
         )  # fmt: skip
         read = [plan.values[index] for index in sorted(_read_by_graphs(plan))]
         self.shadowed = [value for value in read if value.origin in ("input", "eager")]
@@ -193,13 +194,15 @@ class PlanAssembler:
             bucket, self.num_leaves, len(values), copy_ins, tuple(steps),
             tuple(looked_up.items()), tuple((self._slot(v.index), v.leaf, v.dim) for v in symbols),
             tuple(self._result_item(leaf, static) for leaf in self.plan.result_leaves),
-            self.check, self._check_before(taken), self.outputs, self.pool.begin_call,
+            self.check, self._check_before(taken), self.pool.begin_call,
             may_run_ahead=_are_repeatable(taken), step_metadata=self.step_metadata,
             copier=_copier_for(copy_ins[0].buffer.device) if copy_ins else None,
         )  # fmt: skip
 
-    def _shadows(self, indices: Sequence[int], shadows: Mapping[int, torch.Tensor]) -> tuple[Shadow, ...]:
-        return tuple(Shadow(self._slot(i), shadows[i], self.plan.values[i]) for i in indices)
+    def _shadows(
+        self, indices: Sequence[int], shadows: Mapping[int, torch.Tensor]
+    ) -> tuple[StaticInput, ...]:
+        return tuple(StaticInput(self._slot(i), shadows[i], self.plan.values[i]) for i in indices)
 
     def _call_step(
         self,
@@ -291,7 +294,7 @@ class PlanAssembler:
 
 def _copier_for(device: torch.device) -> Callable[..., CopyLaunch | None] | None:
     """What copies inputs in one launch; None where they are copied by torch, one by one."""
-    if device.type != "cuda":
+    if not native_engine(device).has_triton:
         return None
     try:
         from piecewise.passes.kernels.copies import copier
@@ -332,7 +335,7 @@ def state_check_of(plan: SegmentPlan) -> StateCheck:
         tensors=tuple(tensors.values()),
         looked_up=tuple(looked_up.values()),
         facts=facts,
-        number_dicts=torch_api.number_dicts if torch_api.dict_numbers_tell() else None,
+        dict_versions=torch_api.dict_versions if torch_api.dict_versions_tell() else None,
     )
 
 

@@ -293,7 +293,7 @@ def capture_bucket(context: CaptureContext, signature: CapturedSignature, bucket
         else:
             plan = cut.plan
             steps = _captured(cut, assembler, bucket)
-            steps.check.settle()
+            steps.check.until_stable()
             signature.served[bucket] = ServedBucket(steps, plan)
             signature.refused.pop(bucket, None)
             graphs = [runner.graph_for(bucket) for runner in assembler.runners.values()]

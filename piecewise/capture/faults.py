@@ -24,8 +24,9 @@ from piecewise.cut.split import Splitter
 from piecewise.ir.nodes import makes_empty, source_line
 from piecewise.ir.plan import Segment, ValueSpec
 from piecewise.ir.tensors import tensors_in
-from runners.engine import GraphEngine, GraphPool, engine_for
-from runners.errors import CaptureError, told
+from runners.engine import GraphEngine, GraphPool
+from runners.engines import engine_for, native_engine
+from runners.errors import CaptureError, one_line
 from runners.rows import narrow_to
 
 MAX_CUTS = 3
@@ -123,7 +124,7 @@ class FaultFinder:
                 try:
                     values = [first(), None if is_mode else second()]
                 except Exception as error:
-                    return self._faulty(node, f"it fails on padded rows: {told(error)}")
+                    return self._faulty(node, f"it fails on padded rows: {one_line(error)}")
                 if node is not None and makes_empty(node):
                     for garbage in tensors_in(values):  # other garbage in each run
                         garbage.zero_()
@@ -154,7 +155,7 @@ class FaultFinder:
         """Each node is recorded alone. Fakes do not show what a kernel of somebody's does inside, and the
         tape does: reading values back, say. What only CUDA refuses, a capture shows."""
         device = next((tensor.device for tensor in self._fault.arguments), torch.device("cpu"))
-        names = dict.fromkeys(("tape", engine_for("auto", device).name))
+        names = dict.fromkeys(("tape", native_engine(device).name))
         engines = [engine_for(name, device) for name in names]
         pools = [(engine, engine.new_pool(device)) for engine in engines]
         try:
@@ -206,8 +207,10 @@ def _refusal(call: Callable[[], Any], name: str, engine: GraphEngine, pool: Grap
 
 
 def checked_indices(arguments: Sequence[Any]) -> Any:
-    """A block in which an index out of range is an error on a CUDA device, too."""
-    return CheckedIndices() if any(getattr(each, "is_cuda", False) for each in arguments) else nullcontext()
+    """A block in which an index out of range is an error on every device."""
+    devices = {each.device for each in arguments if isinstance(each, torch.Tensor)}
+    is_fatal = any(native_engine(device).dies_of_bad_index for device in devices)
+    return CheckedIndices() if is_fatal else nullcontext()
 
 
 def real_results(

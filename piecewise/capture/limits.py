@@ -9,6 +9,7 @@ import torch
 
 import boundary_ops
 from piecewise.settings.config import PiecewiseConfig
+from runners.engines import native_engine
 from runners.errors import ConfigError
 
 # A lazy capture leaves this share of the device's memory alone: a server's own allocations come first.
@@ -45,17 +46,8 @@ def check_boundary_ops(config: PiecewiseConfig) -> None:
 
 def lack_of_memory(device: torch.device) -> str | None:
     """Why a lazy capture is not begun on this device now, or None where there is room for it."""
-    memory = free_memory(device)
+    memory = native_engine(device).free_memory(device)
     if memory is None or memory[0] >= _RESERVED_SHARE * memory[1]:
         return None
     free, total = (f"{count / 2**30:.2f} GiB" for count in memory)
     return f"{free} of {total} are free on {device}; lazy captures leave {_RESERVED_SHARE:.0%} alone"
-
-
-def free_memory(device: torch.device) -> tuple[int, int] | None:
-    """(free, total) bytes: of the driver, and what torch's allocator holds unused; None without a device."""
-    if device.type != "cuda":
-        return None
-    free, total = torch.cuda.mem_get_info(device)
-    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return free + unused, total

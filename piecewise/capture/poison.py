@@ -16,9 +16,9 @@ from typing import Any, cast
 import torch
 
 from piecewise.ir.plan import ValueSpec
-from runners.bound_steps import Call, CopyInputs
+from runners.bound_steps import BoundCall, CopyInputs
 from runners.rows import padded_parts, poison_value, repeat_row_
-from runners.step_plan import CallStep, ReplayStep, Shadow, StaticArgument, StepPlan
+from runners.step_plan import CallStep, ReplayStep, StaticArgument, StaticInput, StepPlan
 
 _NO_INDEX = 1 << 30
 # The variant for which padded rows repeat a real one, whatever they may hold.
@@ -89,20 +89,20 @@ def anything(
     return (low, high)[variant % 2]
 
 
-def shadows_of(steps: StepPlan) -> dict[int, Shadow]:
+def static_inputs_of(steps: StepPlan) -> dict[int, StaticInput]:
     """Value index → the static buffer that graphs read in its place."""
     calls = (step for step in steps.steps if isinstance(step, CallStep))
     shadows = [*steps.copy_ins, *(shadow for step in calls for shadow in step.copies)]
     return {cast(ValueSpec, shadow.value).index: shadow for shadow in shadows}
 
 
-def spoil_static_memory(steps: StepPlan, pool: Any, poison: Poison) -> None:
+def overwrite_static_memory(steps: StepPlan, pool: Any, poison: Poison) -> None:
     """Overwrites the pool and the plan's static buffers; the next replay must write all that it reads."""
-    pool.spoil()
+    pool.overwrite_with_garbage()
     for metadata in steps.step_metadata:
         metadata.clear()
     variant = poison.variant if poison.variant is not None else 1
-    for shadow in shadows_of(steps).values():
+    for shadow in static_inputs_of(steps).values():
         dtype = shadow.buffer.dtype
         is_float = dtype.is_floating_point or dtype.is_complex
         shadow.buffer.fill_(poison_value(dtype, variant) if is_float else 0)
@@ -115,7 +115,7 @@ def _set_at(bound: Any, steps: StepPlan) -> Mapping[int, list[tuple[torch.Tensor
     for position, step in enumerate(bound.steps):
         if isinstance(step, CopyInputs):
             found[position] = [(shadow.buffer, shadow.value) for shadow in steps.copy_ins]
-        elif isinstance(step, (ReplayStep, Call)):
+        elif isinstance(step, (ReplayStep, BoundCall)):
             plan_step = next(planned)
             if isinstance(plan_step, CallStep):
                 found[position] = [(shadow.buffer, shadow.value) for shadow in plan_step.copies]
@@ -149,7 +149,7 @@ def replay_with(
     env = leaves + [None] * (steps.num_values + len(steps.results))
     names = iter(step.name for step in steps.steps)
     for position, step in enumerate(bound.steps):
-        name = next(names) if isinstance(step, (ReplayStep, Call)) else None
+        name = next(names) if isinstance(step, (ReplayStep, BoundCall)) else None
         around(env, name, partial(step.replay, env))
         for tensor, value in pads.get(position, ()):
             assert poison.variant is not None

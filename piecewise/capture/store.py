@@ -15,14 +15,16 @@ from boundary_ops.declare.captured_form import Misfit
 from piecewise.capture.limits import capturable, check_boundary_ops, lack_of_memory
 from piecewise.capture.signature_list import SignatureList
 from piecewise.capture.traffic_recorder import TrafficRecorder
-from piecewise.report.coverage import CoverageError, require_buckets, require_plan
+from piecewise.errors.report import CoverageError
+from piecewise.report.coverage import require_buckets, require_plan
 from piecewise.report.progress import progress_bar
 from piecewise.report.report import BucketReport, CaptureReport, PlanReport, Report
 from piecewise.settings.config import PiecewiseConfig
 from runners.buckets import TokenBuckets
 from runners.buffers import StaticBuffers
 from runners.collector import paused_collector
-from runners.engine import GraphEngine, GraphPool, engine_for
+from runners.engine import GraphEngine, GraphPool
+from runners.engines import engine_for
 from runners.errors import StateError
 from runners.mode import in_capture_window
 from runners.state.state_check import StateChange

@@ -19,10 +19,11 @@ from piecewise.capture.poison import anything, poison_padding_
 from piecewise.ir.placeholders import placeholder_for, resize_leaf
 from piecewise.ir.plan import Segment, SegmentPlan, ValueSpec
 from piecewise.streams.streams import StreamSchedules
-from runners.errors import CaptureError, told
+from runners.engine import Streams
+from runners.engines import native_engine
+from runners.errors import CaptureError, one_line
 from runners.piecewise_runner import PiecewiseRunner
 from runners.rows import has_strides, narrow_to, padded_parts, repeat_row_
-from runners.streams import Lanes
 
 _INPUTS = ("input", "symbol")
 
@@ -38,7 +39,7 @@ class WarmUp:
         leaves: Sequence[Any],
         num_steps: int,
         streams: StreamSchedules,
-        lanes: Lanes,
+        lanes: Streams,
     ) -> None:
         self.plan, self.runners, self.leaves, self.num_steps = plan, runners, tuple(leaves), num_steps
         self.streams, self.lanes = streams, lanes
@@ -201,14 +202,16 @@ class WarmUp:
 
     def _run_own(self, segment: Segment, bucket: int, arguments: Sequence[torch.Tensor]) -> None:
         """Runs a segment as the model has it; only on a device that an index out of range would end."""
-        if not any(tensor.is_cuda for tensor in arguments) or segment.own_function is None:
+        if segment.own_function is None or not any(
+            native_engine(tensor.device).dies_of_bad_index for tensor in arguments
+        ):
             return
         try:
             with checked_indices(arguments):
                 segment.own_function(bucket, *arguments)
         except Exception as error:
             raise CaptureError(
-                f"{segment.name}, bucket {bucket}", expected="a segment that runs", got=told(error),
+                f"{segment.name}, bucket {bucket}", expected="a segment that runs", got=one_line(error),
                 rule="no padded row is an index that is out of range [I3]",
                 fix="leave strict=False, with which the op at fault runs eagerly, and report it",
             ) from error  # fmt: skip

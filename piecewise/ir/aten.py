@@ -19,7 +19,7 @@ from torch import fx, nn
 
 from piecewise import torch_api
 from piecewise.ir.plan import Segment, ValueSpec
-from runners.errors import told
+from runners.errors import one_line
 
 
 class NotTraceable(Exception):
@@ -72,7 +72,7 @@ def trace_aten(segment: Segment, values: Sequence[ValueSpec], *, num_rows: int) 
     try:
         module = torch_api.trace_aten(segment.function, (rows, *fakes), fake_mode)
     except Exception as error:
-        raise NotTraceable(told(error)) from error
+        raise NotTraceable(one_line(error)) from error
     if any(torch.Tag.inplace_view in getattr(node.target, "tags", ()) for node in module.graph.nodes):
         raise NotTraceable("an op changes the shape of a tensor in place")
     return AtenGraph(module, fake_mode, rows, num_rows, torch_api.row_condition(fake_mode, rows))

@@ -7,6 +7,8 @@ from contextlib import AbstractContextManager
 
 import torch
 
+from runners.engines import native_engine
+
 
 def resize_leaf(value: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
     """The example's tensor at other sizes: leading rows, or its rows repeated in order."""
@@ -26,6 +28,4 @@ def placeholder_for(sizes: Sequence[int], like: torch.Tensor, *, seed: int) -> t
 
 
 def unchanged_random_state(device: torch.device) -> AbstractContextManager[None]:
-    """A block that leaves the random state of the CPU and of the device as it was."""
-    is_cpu = device.type in ("cpu", "meta")
-    return torch.random.fork_rng([] if is_cpu else [device], device_type="cpu" if is_cpu else device.type)
+    return native_engine(device).fork_random_state(device)

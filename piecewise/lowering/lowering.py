@@ -26,9 +26,9 @@ from piecewise.lowering.layout import SegmentLayout, Unlowerable
 from piecewise.report.progress import progress_bar
 from piecewise.report.segments import COMPILED, KeptEager, LoweringReport
 from piecewise.settings.config import PiecewiseConfig
-from runners.errors import CaptureError, told
+from runners.errors import CaptureError, one_line
 from runners.mode import capturing
-from runners.tape.opaque_call import OpaqueCall
+from runners.opaque_call import OpaqueCall
 
 # Settings on which the code of a segment depends, and which are not in its key in another way: the row count
 # that something was compiled for, and the program that fusions have made, are.
@@ -64,7 +64,7 @@ class LoweredSegment:
         except Exception as error:
             if self.strict or self.segment.writes or capturing() is not None:
                 raise
-            self.failed[num_rows] = told(error)
+            self.failed[num_rows] = one_line(error)
         return self.segment.function(num_rows, *inputs)
 
 
@@ -259,7 +259,7 @@ class _Job:
                 aten = AtenSegment.of(segment, layout, rows=rows, is_dynamic=is_dynamic)
             function = torch_api.compile_aten_graph(aten.module, aten.arguments, aten.fake_mode)
         except Exception as error:  # whatever it is, the segment's own kernels do without
-            return Unlowerable(told(error))
+            return Unlowerable(one_line(error))
         # Of what was assumed about the row count while tracing and compiling.
         return _Compiled(aten.with_rows(function), torch_api.row_condition(aten.fake_mode, aten.rows))
 

@@ -23,7 +23,7 @@ from piecewise.passes.pack_linears import LinearGroup, find_groups
 from piecewise.passes.packed_weights import pack_, why_not_packable
 from piecewise.passes.pipeline import GraphPass, passes_named, run_passes
 from piecewise.passes.results import keep_geometry
-from runners.errors import told
+from runners.errors import one_line
 from runners.state.state_check import StateRef
 
 # By function of a segment.
@@ -171,7 +171,7 @@ def _rewritten(traced: AtenGraph, passes: Sequence[GraphPass]) -> Counter[str]:
     try:
         return run_passes(traced.module, passes, traced.fake_mode)
     except Exception as error:
-        raise NotTraceable(f"a pass failed: {told(error)}") from error
+        raise NotTraceable(f"a pass failed: {one_line(error)}") from error
 
 
 def _where_valid(

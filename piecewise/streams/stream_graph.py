@@ -20,7 +20,7 @@ from piecewise.ir.plan import Segment, ValueSpec
 from piecewise.ir.tensors import tensors_in, written_arguments
 from piecewise.passes.fakes import memory_of, value_of
 from piecewise.streams.branches import Fork, Join, OpFacts, StreamSchedule, schedule
-from runners.streams import Lanes
+from runners.engine import Streams
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class ScheduledFunction:
             return cls(made, None, traced.is_valid)
         function = traced.function(_on_lanes(traced.module.graph, nodes, made))
 
-        def run(lanes: Lanes, num_rows: int, *inputs: torch.Tensor) -> tuple:
+        def run(lanes: Streams, num_rows: int, *inputs: torch.Tensor) -> tuple:
             # Casts of autocast are in the graph.
             with torch_api.without_autocast(), lanes.opened():
                 return function(lanes, num_rows, *inputs)

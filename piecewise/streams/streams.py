@@ -16,7 +16,7 @@ from piecewise.ir.graph_key import graph_key
 from piecewise.ir.plan import Segment, SegmentPlan
 from piecewise.report.segments import COMPILED, BucketStreams, LoweringReport, SegmentStreams, StreamReport
 from piecewise.streams.stream_graph import ScheduledFunction
-from runners.streams import Lanes
+from runners.engine import Streams
 
 MAX_ROWS = 512
 
@@ -95,7 +95,7 @@ class StreamSchedules:
         else:
             kind.scheduled = made
 
-    def form_for(self, segment: Segment, bucket: int, lanes: Lanes) -> Callable[..., Sequence[Any]] | None:
+    def form_for(self, segment: Segment, bucket: int, lanes: Streams) -> Callable[..., Sequence[Any]] | None:
         """The segment's function on lanes, where it is to run at this bucket; None for its own."""
         kind = self._kind_of.get(segment.index)
         if kind is None or kind.scheduled is None:

@@ -11,6 +11,8 @@ import torch
 from torch._guards import TracingContext, tracing
 from torch._subclasses import FakeTensorMode
 
+from runners.engines import native_engine
+
 # Graphs of Inductor's own would nest in ours; strides must be those that the plan has recorded.
 _INDUCTOR_PATCHES = {
     "triton.cudagraphs": False,
@@ -28,7 +30,7 @@ def start_compile_workers(values: Sequence[Any]) -> None:
     needs before they are ready in this process, one kernel after the other.
     """
     devices = [value.device for value in values if isinstance(value, torch.Tensor)]
-    on_gpu = [device for device in devices if device.type == "cuda"]
+    on_gpu = [device for device in devices if native_engine(device).has_triton]
     if on_gpu:
         from torch._inductor.async_compile import AsyncCompile
 

@@ -50,13 +50,14 @@ def num_storage_users(storage: torch.UntypedStorage) -> int:
     return int(torch._C._storage_Use_Count(storage._cdata)) - 1  # type: ignore[attr-defined]
 
 
-def number_dicts(
+def dict_versions(
     dicts: Sequence[dict], objects: Sequence[Any], classes: Sequence[type]
 ) -> Callable[[], bool]:
     """A function that is true while no dict is written, no object gets another `__dict__`, and each is of its
     class; one call in C for all of them.
 
-    What is written and put back counts as written, as far as `dict_numbers_tell`. Dicts and objects are held.
+    What is written and put back counts as written, as far as `dict_versions_tell`. Dicts and objects are
+    held.
     """
     from torch._dynamo.guards import GuardManagerType
 
@@ -86,7 +87,7 @@ class _Plain:
 
 
 @functools.cache
-def dict_numbers_tell() -> bool:
+def dict_versions_tell() -> bool:
     """Whether each write shows in a dict's number.
 
     On Python 3.13.0 one through an attribute does not (https://github.com/python/cpython/issues/125608).
@@ -94,11 +95,11 @@ def dict_numbers_tell() -> bool:
     item, owner = _Plain(), {"key": 0}
     # Beyond the point where the interpreter specialises the store. The same value again need not show.
     for value in range(1, 100):
-        is_same = number_dicts([owner, item.__dict__], [item], [_Plain])
+        is_same = dict_versions([owner, item.__dict__], [item], [_Plain])
         item.value = value
         if is_same():
             return False
-        is_same = number_dicts([owner, item.__dict__], [item], [_Plain])
+        is_same = dict_versions([owner, item.__dict__], [item], [_Plain])
         owner["key"] = value
         if is_same():
             return False

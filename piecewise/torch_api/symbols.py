@@ -84,11 +84,6 @@ def guard_expressions(shape_env: ShapeEnv | None) -> list[sympy.Basic]:
     return [expr for expr in exprs if expr != sympy.true]
 
 
-def raw_guards(shape_env: ShapeEnv | None) -> list[sympy.Basic]:
-    """The conditions as they were found, in the symbols of that time."""
-    return [guard.expr for guard in shape_env.guards] if shape_env is not None else []
-
-
 def holds_as_guard(shape_env: ShapeEnv | None, condition: sympy.Basic) -> bool:
     """Whether a condition holds for what its symbols stand for; from then on it is a guard."""
     if condition in (sympy.true, sympy.false) or shape_env is None:

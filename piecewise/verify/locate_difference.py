@@ -1,4 +1,4 @@
-"""Which segment of a plan is the first that differs: each beside its own function on the real rows alone.
+"""Finds the first segment of a plan that differs: from its own function on the real rows, or with padding.
 
 Both begin from equal inputs, so the rounding of earlier segments plays no part, and a fault shows in the
 segment that makes it.
@@ -17,47 +17,41 @@ import boundary_ops
 from piecewise import torch_api
 from piecewise.capture.build_plan import PlanAssembler
 from piecewise.capture.captured_call import ServedBucket
-from piecewise.capture.poison import AS_SERVED, Poison, replay_with, shadows_of
-from piecewise.capture.warm_up import state_tensor, static_arguments
+from piecewise.capture.poison import AS_SERVED, Poison, replay_with, static_inputs_of
 from piecewise.ir.placeholders import unchanged_random_state
 from piecewise.ir.plan import Segment, ValueSpec
+from piecewise.ir.run_plan import arguments_of, run_plan, state_tensor
 from piecewise.ir.tensors import bound_arguments, storage_of, tensors_in, written_arguments
-from piecewise.verify.differences import TensorDifference, Tolerance, compare_tensors
+from piecewise.verify.differences import TensorDifference, Tolerance, compare_values
 from runners.bound_steps import copied_together, copy_elements
 from runners.row_views import place_of
-from runners.rows import narrow_to
+from runners.rows import narrow_to, repeat_row_
+
+# In the place of each step that runs a segment: the segment, the call's values, and what runs the step.
+_OnSegment = Callable[[Segment, list[Any], Callable[[], None]], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Located:
-    """The first segment that differs.
-
-    Attributes:
-        op, tensor: as in `Difference`.
-        difference: how far, or None where the plan's step raised an error, told in `detail`.
-    """
+class LocatedDifference:
+    """Names the first segment that differs; `op` and `tensor` are as in `Difference`."""
 
     segment: Segment
     op: str
     tensor: str
-    difference: TensorDifference | None
-    detail: str = ""
+    difference: TensorDifference
 
 
 class _Found(Exception):
     """Ends a walk with what it looked for."""
 
 
-# For each step of a walk: the call's values, the name of its segment, if it has one, and what runs it.
-_Around = Callable[[list[Any], str | None, Callable[[], None]], None]
-
-
 class SegmentWalk:
     """Walks one call's plan, with the replay of its graphs or, where a run is without them, with a call of
-    their functions on the same padded memory.
+    their functions on the same padded memory. A walk leaves random numbers as they are.
 
-    Before each walk state and inputs must be those of before the call: for that the caller gives a `prepare`,
-    or sees to it. A walk leaves random numbers as they are.
+    Args:
+        prepare: makes state and inputs what they were before the call; called before each walk of
+            `first_difference`.
     """
 
     def __init__(
@@ -68,108 +62,89 @@ class SegmentWalk:
         leaves: Sequence[Any],
         num_tokens: int,
         tolerance: Tolerance,
+        prepare: Callable[[Poison], None],
     ) -> None:
         self.plan, self.steps, self.assembler = served.plan, served.steps, assembler
-        self.leaves, self.num_tokens = list(leaves), num_tokens
+        self.leaves, self.num_tokens, self.prepare = list(leaves), num_tokens, prepare
         self.bucket = served.steps.padded_num_tokens
         self.device = leaves[served.plan.token_dim.leaf].device
         self.tolerance = replace(tolerance, num_segments=1)  # each alone, on equal inputs
         self._by_name = {segment.name: segment for segment in self.plan.segments}
         # Value index → what graphs read or made, as at the capture.
-        self._static = {index: shadow.buffer for index, shadow in shadows_of(self.steps).items()}
-        for segment in self.plan.graph_segments():
-            if segment.views_only:
-                outputs: Sequence[Any] = segment.function(
-                    self.bucket, *static_arguments(segment, self.plan.values, self._static)
-                )
-            else:
-                graph = self.assembler.runners[segment.index].graph_for(self.bucket)
-                outputs = graph.outputs if graph is not None else ()
-            self._static.update(zip(segment.outputs, outputs, strict=False))
+        self._static = {index: static.buffer for index, static in static_inputs_of(self.steps).items()}
+        run_plan(self.plan, self._static, self.bucket, on_segment=self._graph_outputs)
 
-    def beside_functions(self, poison: Poison, prepare: Callable[[], None]) -> Located | None:
-        """The first segment whose step is not its function on the real rows."""
-        prepare()
+    def _graph_outputs(self, segment: Segment, arguments: Sequence[Any]) -> Sequence[Any] | None:
+        graph = self.assembler.runners[segment.index].graph_for(self.bucket)
+        return graph.outputs if graph is not None else None
+
+    def run(self, poison: Poison, on_segment: _OnSegment = lambda segment, env, run: run()) -> list[Any]:
+        """Serves the call by a walk; returns the result's leaves.
+
+        Raises:
+            StateChanged: as `StepPlan.replay`.
+        """
 
         def around(env: list[Any], name: str | None, run: Callable[[], None]) -> None:
             if name is None:
                 run()
                 return
             segment = self._by_name[name]
-            with unchanged_random_state(self.device):
-                expected = self._reference(segment, env)
+            if segment.kind == "graph" and not poison.uses_graphs:
+                run = partial(self._call_function, segment)
+            on_segment(segment, env, run)
+
+        with unchanged_random_state(self.device):
+            return replay_with(self.steps, self.leaves, self.num_tokens, poison, around=around)
+
+    def first_difference(self, poison: Poison, *, by_bits: bool = False) -> LocatedDifference | None:
+        """Finds the first segment whose step is not its function on the real rows.
+
+        Args:
+            by_bits: find instead the first one whose real rows change by any bit with what padded rows hold.
+        """
+        tolerance = None if by_bits else self.tolerance
+        as_served: list[list[tuple[ValueSpec, Any, None]]] = []
+
+        def note(segment: Segment, env: list[Any], run: Callable[[], None]) -> None:
+            run()
+            as_served.append([(v, _copied(self._now(v, env)), None) for v in self._changed(segment)])
+
+        def compare(segment: Segment, env: list[Any], run: Callable[[], None]) -> None:
+            expected = as_served.pop(0) if by_bits else self._reference(segment, env)
             try:
                 run()
             except Exception as error:
-                detail = f"{type(error).__name__}: {error}"
-                raise _Found(Located(segment, segment.op_names[0], "", None, detail)) from error
+                difference = TensorDifference(detail=f"{type(error).__name__}: {error}")
+                raise _Found(LocatedDifference(segment, segment.op_names[0], "", difference)) from error
             for value, wanted, before in expected:
-                self._compare(segment, value, wanted, env, self.tolerance, before=before)
+                dim = value.token_dims[0] if value.token_dims else 0
+                found = compare_values(wanted, self._now(value, env), tolerance, dim=dim, before=before)
+                if found is not None:
+                    name = value.state.path if value.state is not None else value.name
+                    raise _Found(LocatedDifference(segment, _maker(segment, value.name), name, found))
 
-        return self._with_op(self._walk(poison, around), poison, prepare, self.tolerance)
+        if by_bits:
+            self.prepare(poison)
+            self.run(AS_SERVED, note)
+        located: LocatedDifference | None = self._search(poison, compare)
+        if located is None or located.segment.kind != "graph":
+            return located
+        op = self._search(poison, partial(self._find_mixing_op, located.segment, tolerance))
+        return located if op is None else replace(located, op=op)
 
-    def beside_unpoisoned(self, poison: Poison, prepare: Callable[[], None]) -> Located | None:
-        """The first segment whose real rows change by any bit with what padded rows hold."""
-        before: list[list[tuple[ValueSpec, Any]]] = []
-
-        def note(env: list[Any], name: str | None, run: Callable[[], None]) -> None:
-            run()
-            if name is not None:
-                before.append([(v, _copied(self._now(v, env))) for v in self._changed(self._by_name[name])])
-
-        def compare(env: list[Any], name: str | None, run: Callable[[], None]) -> None:
-            run()
-            for value, wanted in before.pop(0) if name is not None else ():
-                self._compare(self._by_name[name or ""], value, wanted, env, None)
-
-        prepare()
-        self._walk(AS_SERVED, note)
-        prepare()
-        return self._with_op(self._walk(poison, compare), poison, prepare, None)
-
-    def _with_op(
-        self,
-        found: Located | None,
-        poison: Poison,
-        prepare: Callable[[], None],
-        tolerance: Tolerance | None,
-    ) -> Located | None:
-        """`found`, with the op of a graph segment that mixes rows, where one does."""
-        if found is None or found.segment.kind != "graph":
-            return found
-        prepare()
-        op = self._first_mixing_op(found.segment, poison, tolerance)
-        return found if op is None else replace(found, op=op, detail="")
-
-    def _walk(self, poison: Poison, around: _Around) -> Any:
+    def _search(self, poison: Poison, on_segment: _OnSegment) -> Any:
+        """Walks until something is found; None where nothing is."""
+        self.prepare(poison)
         try:
-            self._run(poison, around)
+            self.run(poison, on_segment)
         except _Found as found:
             return found.args[0]
         return None
 
-    def result(self, poison: Poison) -> list[Any]:
-        """The call served by this walk: the result's leaves.
-
-        Raises:
-            StateChanged: as `StepPlan.replay`.
-        """
-        return self._run(poison, lambda env, name, run: run())
-
-    def _run(self, poison: Poison, around: _Around) -> list[Any]:
-        def step(env: list[Any], name: str | None, run: Callable[[], None]) -> None:
-            segment = self._by_name[name] if name is not None else None
-            if segment is not None and segment.kind == "graph" and not poison.uses_graphs:
-                around(env, name, partial(self._call_function, segment))
-            else:
-                around(env, name, run)
-
-        with unchanged_random_state(self.device):
-            return replay_with(self.steps, self.leaves, self.num_tokens, poison, around=step)
-
     def _call_function(self, segment: Segment) -> None:
-        """What the segment's graph does, done by its function: reads and writes static memory."""
-        results = segment.function(self.bucket, *static_arguments(segment, self.plan.values, self._static))
+        """Does what the segment's graph does by its function: reads and writes static memory."""
+        results = segment.function(self.bucket, *arguments_of(segment, self.plan.values, self._static))
         for index, made in zip(segment.outputs, results, strict=True):
             static = self._static[index]
             if static.data_ptr() != made.data_ptr():
@@ -181,36 +156,10 @@ class SegmentWalk:
         made = {v.index for v in values[: len(segment.outputs)] if v.memory not in segment.unwritten}
         return [v for v in values if v.index in made or (v.is_tensor and v.memory in segment.writes)]
 
-    def _compare(
-        self,
-        segment: Segment,
-        value: ValueSpec,
-        wanted: Any,
-        env: list[Any],
-        tolerance: Tolerance | None,
-        *,
-        before: torch.Tensor | None = None,
-    ) -> None:
-        """Ends the walk where a value is not the one wanted; to the bit without a tolerance."""
-        found = self._now(value, env)
-        name = value.state.path if value.state is not None else value.name
-        op = _maker(segment, value.name)
-        if isinstance(wanted, torch.Tensor) and isinstance(found, torch.Tensor):
-            dim = value.token_dims[0] if value.token_dims else 0
-            difference = compare_tensors(wanted, found, tolerance, dim=dim, before=before)
-            if difference is not None:
-                raise _Found(Located(segment, op, name, difference))
-        elif not (wanted == found or (wanted != wanted and found != found)):
-            raise _Found(Located(segment, op, name, None, f"{found!r} where eager has {wanted!r}"))
-
     def _now(self, value: ValueSpec, env: list[Any]) -> Any:
         """The value's real rows as the plan holds them."""
-        return self._real(value) if value.origin == "graph" else self._outside(value, env)
-
-    def _real(self, value: ValueSpec) -> torch.Tensor:
-        return value.real_rows(self._static[value.index], self.num_tokens)
-
-    def _outside(self, value: ValueSpec, env: list[Any]) -> Any:
+        if value.origin == "graph":
+            return value.real_rows(self._static[value.index], self.num_tokens)
         if value.origin == "state":
             return state_tensor(value)
         if value.origin == "symbol":
@@ -229,18 +178,18 @@ class SegmentWalk:
         ]
         saved = {value.index: argument.clone() for value, argument in written if value.origin != "graph"}
         try:
-            results = segment.function(self.num_tokens, *arguments)
+            with unchanged_random_state(self.device):
+                results = segment.function(self.num_tokens, *arguments)
             expected = [
                 (self.plan.values[index], _copied(result), None)
                 for index, result in zip(segment.outputs, results, strict=True)
                 if self.plan.values[index].memory not in segment.unwritten
             ]
-            expected += [(v, argument.clone(), saved.get(v.index)) for v, argument in written]
+            return expected + [(v, argument.clone(), saved.get(v.index)) for v, argument in written]
         finally:
             for value, argument in written:
                 if value.index in saved:
                     argument.copy_(saved[value.index])
-        return expected
 
     def _arguments(self, segment: Segment, env: list[Any]) -> list[Any]:
         """The real rows of what graphs made, in memory laid out as eager's: those that share memory there
@@ -253,37 +202,46 @@ class SegmentWalk:
         copies: dict[int, torch.Tensor] = {}
         for group in groups.values():
             places = [place_of(value, self.num_tokens) for value in group]
-            together = copied_together(places, list(map(self._real, group)))
+            together = copied_together(places, [self._now(value, env) for value in group])
             copies.update(zip((value.index for value in group), together, strict=True))
-        found = []
         for value in inputs:
-            if value.index in copies:
-                found.append(copies[value.index])
-            elif value.origin == "graph":
-                found.append(self._real(value).clone())
-            else:
-                found.append(self._outside(value, env))
-        return found
+            if value.index not in copies:
+                now = self._now(value, env)
+                copies[value.index] = now.clone() if value.origin == "graph" else now
+        return [copies[value.index] for value in inputs]
 
-    def _first_mixing_op(self, segment: Segment, poison: Poison, tolerance: Tolerance | None) -> str | None:
-        """The first op of a graph segment whose real rows are others on padded rows than alone."""
-
-        def around(env: list[Any], name: str | None, run: Callable[[], None]) -> None:
-            if name != segment.name:
-                run()
-                return
-            values = [self.plan.values[index] for index in segment.inputs]
-            padded = [tensor.clone() for tensor in static_arguments(segment, self.plan.values, self._static)]
-            pairs = zip(values, padded, strict=True)
-            real = [value.real_rows(rows, self.num_tokens).clone() for value, rows in pairs]
-            alone, beside = _OpResults(), _OpResults()
-            with alone:
-                segment.function(self.num_tokens, *real)
-            with beside:
-                segment.function(self.bucket, *padded)
-            raise _Found(_first_different(alone, beside, tolerance))
-
-        return self._walk(poison, around)
+    def _find_mixing_op(
+        self,
+        wanted: Segment,
+        tolerance: Tolerance | None,
+        segment: Segment,
+        env: list[Any],
+        run: Callable[[], None],
+    ) -> None:
+        """Finds the first op of a graph segment whose real rows are others on padded rows than alone, or,
+        without a tolerance, than on padding of a repeated row: kernels may round by the number of rows."""
+        if segment is not wanted:
+            run()
+            return
+        values = [self.plan.values[index] for index in segment.inputs]
+        padded = [tensor.clone() for tensor in arguments_of(segment, self.plan.values, self._static)]
+        pairs = list(zip(values, padded, strict=True))
+        real = [value.real_rows(rows, self.num_tokens).clone() for value, rows in pairs]
+        repeated = [rows.clone() for rows in padded]
+        for value, rows in zip(values, repeated, strict=True):
+            if value.token_dims and value.sizes is not None and value.padded.is_prefix:
+                repeat_row_(rows, value.sizes(self.num_tokens), value.units)
+        alone = _op_results(segment, self.num_tokens, real)
+        expected = alone if tolerance is not None else _op_results(segment, self.bucket, repeated)
+        beside = _op_results(segment, self.bucket, padded)
+        for (op, rows), (_, left), (other, right) in zip(alone, expected, beside, strict=False):
+            fits = op == other and rows.dim() == right.dim()
+            if not fits or any(size > room for size, room in zip(rows.shape, right.shape, strict=True)):
+                break
+            left, right = narrow_to(left, rows.shape), narrow_to(right, rows.shape)
+            if compare_values(left, right, tolerance) is not None:
+                raise _Found(op)
+        raise _Found(None)
 
 
 class _OpResults(torch_api.TorchDispatchMode):
@@ -313,14 +271,10 @@ class _OpResults(torch_api.TorchDispatchMode):
         return result
 
 
-def _first_different(alone: _OpResults, beside: _OpResults, tolerance: Tolerance | None) -> str | None:
-    for (op, real), (other, padded) in zip(alone.results, beside.results, strict=False):
-        fits = op == other and real.dim() == padded.dim()
-        if not fits or any(size > room for size, room in zip(real.shape, padded.shape, strict=True)):
-            return None
-        if compare_tensors(real, narrow_to(padded, real.shape), tolerance) is not None:
-            return op
-    return None
+def _op_results(segment: Segment, num_rows: int, arguments: list[Any]) -> list[tuple[str, torch.Tensor]]:
+    with _OpResults() as noted:
+        segment.function(num_rows, *arguments)
+    return noted.results
 
 
 def _maker(segment: Segment, name: str) -> str:

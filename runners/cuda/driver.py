@@ -14,7 +14,7 @@ from enum import IntEnum
 from functools import cache
 from typing import Any
 
-from runners.errors import StateError
+from runners.errors import DriverCallFailed
 
 _THREAD_LOCAL = 1
 
@@ -42,13 +42,7 @@ def _call(name: str, *arguments: Any) -> int:
 def _checked(name: str, *arguments: Any) -> None:
     code = _call(name, *arguments)
     if code != 0:
-        raise StateError(
-            f"{name} of the CUDA driver",
-            expected="success",
-            got=f"error {code}",
-            rule="a capture is put back to a known state after it failed [I8]",
-            fix="if an earlier error broke the CUDA context, restart the process",
-        )
+        raise DriverCallFailed(name=name, code=code)
 
 
 def capture_status(stream: int) -> StreamCapture:

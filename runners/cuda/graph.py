@@ -20,22 +20,21 @@ import threading
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from functools import partial
+from contextlib import AbstractContextManager, suppress
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from runners._torch import TorchDispatchMode, launch_of, release_graph_pool
 from runners.collector import paused_collector
 from runners.cuda import driver as cuda_driver
 from runners.cuda.driver import StreamCapture
-from runners.cuda.faults import ELSEWHERE, translated
+from runners.cuda.faults import translated
 from runners.cuda.pool import CudaPool
-from runners.engine import CapturedGraph, check_can_capture, checked_outputs
-from runners.errors import CaptureError, ConfigError
-from runners.mode import capture_of, capturing
-from runners.tape.readbacks import refused, source_line
+from runners.engine import CapturedGraph, GraphEngine, checked_outputs
+from runners.errors import ForeignAllocator, WorkElsewhere
+from runners.mode import capture_of
+from runners.source_lines import source_line
 from runners.tensors import tensors_in
 
 # gc and torch's generator mode belong to the process, and so does this.
@@ -56,13 +55,11 @@ class CudaGraph(CapturedGraph):
     ) -> None:
         super().__init__(segment, outputs, num_ops)
         self._pool, self._graph = pool, graph
-        # Past the wrapper's Python.
-        self._launch: Callable[[], None] = partial(torch._C._CUDAGraph.replay, graph)
+        self._launch = launch_of(graph)
 
     def replay(self) -> None:
         """Launches the graph on the caller's current stream."""
-        if self.is_reset or capturing() is not None:
-            raise self._wrong_replay()
+        self.check_replay()
         self._launch()
 
     def reset(self) -> None:
@@ -75,33 +72,28 @@ class CudaGraph(CapturedGraph):
         del self._launch, self._graph
 
 
-class CudaEngine:
+class CudaEngine(GraphEngine):
     """Makes CUDA graphs; see the module's docstring."""
 
-    name = "cuda"
+    name = device_type = "cuda"
+    has_triton = dies_of_bad_index = True
 
     def new_pool(self, device: torch.device) -> CudaPool:
         """An empty pool on `device`, a CUDA device.
 
         Raises:
-            ConfigError: torch was told to use another allocator.
+            ForeignAllocator
         """
         torch.cuda.init()
         backend = torch.cuda.get_allocator_backend()
         if backend != "native":
-            raise ConfigError(
-                "torch's CUDA allocator",
-                expected="'native'",
-                got=repr(backend),
-                rule="graph memory is shared between buckets through torch's own allocator [I9]",
-                fix="leave 'backend' out of PYTORCH_CUDA_ALLOC_CONF",
-            )
+            raise ForeignAllocator(backend=backend)
         index = torch.device(device).index
         return CudaPool(torch.device("cuda", torch.cuda.current_device() if index is None else index))
 
     def capture(self, fn: Callable[[], Sequence[Any]], *, pool: CudaPool, segment: str) -> CudaGraph:
         """Runs `fn` once and captures its work; see `GraphEngine.capture`."""
-        check_can_capture(pool, segment)
+        pool.check_capture(segment)
         with _one_at_a_time, torch.cuda.device(pool.device), torch.inference_mode(False), torch.no_grad():
             handle = pool.handle_for_capture()
             pool.is_recording = True
@@ -118,6 +110,19 @@ class CudaEngine:
                 return made
             finally:
                 pool.is_recording = False
+
+    def free_memory(self, device: torch.device) -> tuple[int, int]:
+        free, total = torch.cuda.mem_get_info(device)
+        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device), total
+
+    def synchronize(self, device: torch.device) -> None:
+        torch.cuda.synchronize(device)
+
+    def fork_random_state(self, device: torch.device) -> AbstractContextManager[None]:
+        return torch.random.fork_rng(devices=[device])
+
+    def has_tf32(self) -> bool:
+        return torch.backends.cuda.matmul.allow_tf32
 
 
 def _captured(
@@ -199,7 +204,7 @@ def _end_unjoined(graph: torch.cuda.CUDAGraph, pool: CudaPool, handle: Any) -> N
     except RuntimeError:
         cuda_driver.end_capture(raw)
         with suppress(RuntimeError):
-            torch._C._cuda_releasePool(pool.index, handle)
+            release_graph_pool(pool.index, handle)
 
 
 def _check_does_no_work(fn: Callable[[], Sequence[Any]], graph: torch.cuda.CUDAGraph, segment: str) -> None:
@@ -219,7 +224,7 @@ class _WorkFinder(TorchDispatchMode):
 
     def __init__(self, segment: str) -> None:
         super().__init__()
-        self.error: CaptureError | None = None
+        self.error: WorkElsewhere | None = None
         self._segment = segment
 
     def __torch_dispatch__(
@@ -228,7 +233,7 @@ class _WorkFinder(TorchDispatchMode):
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         if self.error is None and _is_work(func, args, kwargs, result):
-            self.error = refused(f"{self._segment}, op {func}", ELSEWHERE, source_line())
+            self.error = WorkElsewhere(f"{self._segment}, op {func}", more=source_line())
         return result
 
 

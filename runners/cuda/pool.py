@@ -20,18 +20,12 @@ from weakref import WeakMethod
 import torch
 from torch import Tensor
 
+from runners import _torch
+from runners.cuda.side_streams import CudaStreams
 from runners.engine import GraphPool
-from runners.streams import CudaLanes
 
 # About 1e4 in float32 and bfloat16, and finite in the other float formats.
-_SPOILED_WORD = 0x461C
-
-
-def alias_of(storage: torch.UntypedStorage) -> torch.UntypedStorage:
-    """A storage of the same bytes that does not own them."""
-    make: Any = torch._C._construct_storage_from_data_pointer
-    alias: torch.UntypedStorage = make(storage.data_ptr(), storage.device, storage.nbytes())
-    return alias
+_GARBAGE_WORD = 0x461C
 
 
 def tensor_on(storage: torch.UntypedStorage, like: Tensor) -> Tensor:
@@ -77,7 +71,7 @@ class AliasBook:
             if address == 0 or not self._is_ours(address):
                 return value
             self._owners[address] = storage
-            self._aliases[address] = alias_of(storage)
+            self._aliases[address] = _torch.storage_at(address, storage.device, storage.nbytes())
         return tensor_on(self._aliases[address], value)
 
     def keep_only(self, tensors: Iterable[Tensor]) -> None:
@@ -111,7 +105,7 @@ class CudaPool(GraphPool):
             # Freed blocks are reused on the stream of their allocation only, so one stream for all captures.
             self.stream = torch.cuda.Stream(device)
             torch.cuda.current_blas_handle()  # cuBLAS cannot start inside a capture
-        self.lanes = CudaLanes(device, self.stream)
+        self.streams = CudaStreams(device, self.stream)
         # A capture puts its generator into a mode in which other threads' draws fail; see `engine.capture`.
         self.scratch_generator = torch.Generator(device)
         self._handle: Any = None
@@ -134,7 +128,7 @@ class CudaPool(GraphPool):
 
     def begin_call(self) -> None:
         """Makes the caller's stream wait for the last one, where it is another."""
-        raw = torch._C._cuda_getCurrentRawStream(self.index)
+        raw = _torch.current_raw_stream(self.index)
         if raw != self._last_raw_stream:
             current = torch.cuda.current_stream(self.device)
             current.wait_stream(self._last_stream)
@@ -156,7 +150,7 @@ class CudaPool(GraphPool):
         """
         if not self._is_open:
             torch.cuda.synchronize(self.device)
-            torch._C._cuda_clearCublasWorkspaces()
+            _torch.clear_cublas_workspaces()
             torch.cuda.empty_cache()
             self._is_open = True
         if self._handle is None or not self.num_live:
@@ -171,28 +165,27 @@ class CudaPool(GraphPool):
         self.check_usable("end a bucket of")
         self.begin_call()
         self.book.clear()
-        torch._C._cuda_clearCublasWorkspaces()
+        _torch.clear_cublas_workspaces()
         if not self.num_live:
             self._handle = None
             torch.cuda.empty_cache()
         self._is_open = False
         self._measure()
 
-    def spoil(self) -> None:
+    def overwrite_with_garbage(self) -> None:
         """Fills the pool with large finite floats, on the current stream."""
         self.begin_call()
         for start, end in self._segments():
-            make: Any = torch._C._construct_storage_from_data_pointer
-            storage = make(start, self.device, end - start)
+            storage = _torch.storage_at(start, self.device, end - start)
             words = torch.empty(0, dtype=torch.int16, device=self.device)
-            words.set_(storage, 0, ((end - start) // 2,), (1,)).fill_(_SPOILED_WORD)
+            words.set_(storage, 0, ((end - start) // 2,), (1,)).fill_(_GARBAGE_WORD)
 
     def _give_back(self) -> None:
         self.book.clear()
         self._handle = None
         self._ranges = []
         torch.cuda.synchronize(self.device)
-        torch._C._cuda_clearCublasWorkspaces()
+        _torch.clear_cublas_workspaces()
         torch.cuda.empty_cache()
         self._measure()
 

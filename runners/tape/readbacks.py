@@ -1,4 +1,4 @@
-"""What a recording refuses: host reads, shapes that depend on values, tensors made from host values.
+"""Refuses what a recording cannot hold: host reads, shapes that depend on values, tensors of host values.
 
 A CUDA capture fails on these, or worse, freezes the value. On the CPU torch does them silently, and no single
 hook sees them all: `.tolist()` and `.numpy()` never reach the dispatcher, and a function mode is off inside
@@ -11,71 +11,37 @@ reading memory through `data_ptr()`, and kernels that read values in C++ without
 
 from __future__ import annotations
 
-import linecache
-import os
-import sys
-import traceback
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import cache
-from types import FrameType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeAlias
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload, OpOverloadPacket
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from runners.errors import CaptureError
+from runners._torch import (
+    OpOverload,
+    OpOverloadPacket,
+    TorchDispatchMode,
+    call_boxed,
+    call_kernel,
+    decomposes,
+    overload_for,
+    without_torch_function,
+)
+from runners.errors import (
+    DeviceCrossing,
+    HostTensor,
+    ReadBack,
+    TensorResized,
+    Unrecordable,
+    ValueDependentShape,
+)
+from runners.source_lines import source_line
 from runners.tensors import tensors_in
 
+Refusal: TypeAlias = type[Unrecordable]
 
-@dataclass(frozen=True, slots=True)
-class Refusal:
-    """A kind of thing that a recording cannot hold.
-
-    Attributes:
-        got: what was done, as the error says it.
-        rule: why it cannot be recorded.
-        fix: what to do instead.
-    """
-
-    got: str
-    rule: str
-    fix: str
-
-
-READ_BACK = Refusal(
-    "a tensor's value read by the host",
-    "a replay runs no Python, so a value read while recording would be frozen",
-    "keep the value in a tensor (torch.where, masked_fill), or let this part of the model run eagerly",
-)
-VALUE_SHAPE = Refusal(
-    "an output whose shape depends on values",
-    "a graph has fixed shapes, and finding this one waits for the device",
-    "use a mask or a fixed size (torch.where, nonzero_static, output_size=), or let this part run eagerly",
-)
-HOST_TENSOR = Refusal(
-    "a tensor made from host values",
-    "a recording holds device work only: the values would be frozen, and on CUDA the copy cannot be captured",
-    "make the tensor once outside (a buffer or an input), or use torch.full, zeros or arange",
-)
-RESIZED = Refusal(
-    "a tensor that was resized or given other memory",
-    "recorded tensors keep their address and shape",
-    "allocate the tensor, or out=, at its final shape",
-)
-DEVICE_CROSSING = Refusal(
-    "a tensor on another device than the pool's",
-    "a graph holds work of one device; a copy between devices cannot be captured",
-    "move the tensor outside of the graph segment",
-)
-LAYOUT = Refusal(
-    "a sparse, quantized or otherwise not strided tensor",
-    "recorded memory is plain strided memory",
-    "let this part of the model run eagerly",
-)
 
 _READING_METHODS = (
     *("item", "tolist", "numpy", "equal", "is_nonzero", "allclose", "map_", "map2_", "apply_"),
@@ -94,12 +60,12 @@ _INDEX_PUT_OPS = frozenset(
 def _refused_functions() -> dict[Callable[..., Any], tuple[str, Refusal]]:
     functions: dict[Callable[..., Any], tuple[str, Refusal]] = {}
     for name in _READING_METHODS:
-        functions[getattr(torch.Tensor, name)] = (f"Tensor.{name}", READ_BACK)
+        functions[getattr(torch.Tensor, name)] = (f"Tensor.{name}", ReadBack)
     for name in ("equal", "is_nonzero", "allclose"):
-        functions[getattr(torch, name)] = (f"torch.{name}", READ_BACK)
+        functions[getattr(torch, name)] = (f"torch.{name}", ReadBack)
     for name in ("tensor", "as_tensor", "asarray"):
-        functions[getattr(torch, name)] = (f"torch.{name}", HOST_TENSOR)
-    functions[torch.Tensor.new_tensor] = ("Tensor.new_tensor", HOST_TENSOR)
+        functions[getattr(torch, name)] = (f"torch.{name}", HostTensor)
+    functions[torch.Tensor.new_tensor] = ("Tensor.new_tensor", HostTensor)
     return functions
 
 
@@ -111,9 +77,9 @@ def _refusal_for_function(
         given = args[1:] if func is not torch.tensordot else (*args[2:], kwargs.get("dims"))
         named = (kwargs.get("indices_or_sections"), kwargs.get("tensor_indices_or_sections"))
         if any(isinstance(value, Tensor) for value in (*given, *named)):
-            return f"torch.{func.__name__}", READ_BACK
+            return f"torch.{func.__name__}", ReadBack
     found = _refused_functions().get(func)
-    if found is not None and found[1] is HOST_TENSOR:
+    if found is not None and found[1] is HostTensor:
         sources = (*args[func is torch.Tensor.new_tensor :], kwargs.get("data"), kwargs.get("obj"))
         # A tensor as the source is a copy on the device, or nothing at all.
         if isinstance(sources[0], Tensor):
@@ -140,81 +106,30 @@ def refusal_for_op(
     """
     name, tags = func._schema.name, func.tags
     if torch.Tag.data_dependent_output in tags:
-        return READ_BACK
+        return ReadBack
     if name == "aten::index":
-        return VALUE_SHAPE if any(map(_is_mask, args[1])) else None
+        return ValueDependentShape if any(map(_is_mask, args[1])) else None
     if name in _INDEX_PUT_OPS and any(map(_is_mask, args[1])):
         # Torch turns `x[mask] = number` into a masked fill, which has no shape to find out.
         given = [index for index in args[1] if index is not None]
         is_fill = len(given) == 1 and args[2].untyped_storage()._cdata in host_scalars
-        return None if is_fill else VALUE_SHAPE
+        return None if is_fill else ValueDependentShape
     if name == "aten::repeat_interleave" and kwargs.get("output_size") is not None:
         return None
     if torch.Tag.dynamic_output_shape in tags or name in _VALUE_SHAPE_OPS:
-        return VALUE_SHAPE
+        return ValueDependentShape
     # A number becomes a 0-dim tensor and is no more than a fill; a list or an array becomes a copy from the
     # host.
     if name == "aten::lift_fresh" and args[0].dim() > 0:
-        return HOST_TENSOR
+        return HostTensor
     if name in _RESIZING_OPS:
-        return RESIZED
+        return TensorResized
     if name in _CROSSING_OPS:
         devices = {tensor.device for tensor in tensors_in(args)}
         target: torch.device | None = kwargs.get("device")
         if len(devices) > 1 or any(target is not None and not _is_on(device, target) for device in devices):
-            return DEVICE_CROSSING
+            return DeviceCrossing
     return None
-
-
-_OUR_DIRECTORY = os.path.dirname(__file__) + os.sep
-_TORCH_DIRECTORY = os.path.dirname(torch.__file__) + os.sep
-_STANDARD_LIBRARY = os.path.dirname(os.__file__) + os.sep
-
-
-def _is_users(filename: str) -> bool:
-    if filename.startswith((_OUR_DIRECTORY, _TORCH_DIRECTORY, "<frozen")):
-        return False
-    return not filename.startswith(_STANDARD_LIBRARY) or "site-packages" in filename
-
-
-def source_line() -> str | None:
-    """The innermost line of the recorded function outside torch and this package, if there is one."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        code = frame.f_code
-        if code.co_name == "capture" and code.co_filename.startswith(_OUR_DIRECTORY):
-            return None
-        if _is_users(code.co_filename):
-            return _shown_line(frame, frame.f_lineno)
-        frame = frame.f_back  # type: ignore[assignment]
-    return None
-
-
-def source_line_of(error: BaseException) -> str | None:
-    """The innermost line that `error` passed through outside torch and this package, if there is one."""
-    lines = [
-        (frame, line)
-        for frame, line in traceback.walk_tb(error.__traceback__)
-        if _is_users(frame.f_code.co_filename)
-    ]
-    return _shown_line(*lines[-1]) if lines else None
-
-
-def _shown_line(frame: FrameType, line: int) -> str:
-    name = frame.f_code.co_filename
-    text = linecache.getline(name, line, frame.f_globals).strip()
-    return f"{name}:{line}" + (f": `{text}`" if text else "")
-
-
-def refused(what: str, refusal: Refusal, line: str | None, *, more: str = "") -> CaptureError:
-    """The error that names what was refused (the segment, the op) and the user's source line."""
-    return CaptureError(
-        what,
-        expected="work that repeats without the host",
-        got=refusal.got + more + (f", at {line}" if line else ""),
-        rule=refusal.rule,
-        fix=refusal.fix,
-    )
 
 
 class Watch:
@@ -230,11 +145,11 @@ class Watch:
 
     def __init__(self, segment: str) -> None:
         self.segment = segment
-        self.error: CaptureError | None = None
+        self.error: Unrecordable | None = None
         self.host_scalars: dict[int, Tensor] = {}
 
     def refuse(self, op: Any, refusal: Refusal) -> NoReturn:
-        error = refused(f"{self.segment}, op {op}", refusal, source_line())
+        error = refusal(f"{self.segment}, op {op}", more=source_line())
         self.error = self.error or error
         raise error
 
@@ -264,12 +179,12 @@ class HostReads(TorchFunctionMode):
             if num_classes > 0:
                 return one_hot_on_device(args[0] if args else kwargs["input"], num_classes)
         if isinstance(func, OpOverloadPacket):
-            func = getattr(func, torch._C._jit_resolve_packet(func._qualified_op_name, *args, **kwargs))
+            func = overload_for(func, args, kwargs)
         if isinstance(func, OpOverload) and func.namespace != "aten":
             # The boxed call alone does not ask function modes again, so this one may stay up inside the
             # kernel.
             with self:
-                return torch._C._dispatch_call_boxed(func._handle, *args, **kwargs)
+                return call_boxed(func, args, kwargs)
         return func(*args, **kwargs)
 
 
@@ -301,29 +216,15 @@ class WatchedOps(TorchDispatchMode):
     def _call_op(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs an op, with both modes up again if its kernel may be Python."""
         if func.namespace in ("aten", "prims"):
-            with torch._C.DisableTorchFunction():
+            with without_torch_function():
                 return func(*args, **kwargs)
         with HostReads(self._watch), WatchedOps(self._watch):
-            return func._handle.redispatch_boxed(kernel_keys(args, kwargs), *args, **kwargs)
+            return call_kernel(func, args, kwargs)
 
     def _call_decomposed(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs an op that `decomposes`, so that this mode sees the ops it calls."""
         if func.namespace in ("aten", "prims"):
-            with self, torch._C.DisableTorchFunction():
+            with self, without_torch_function():
                 return func.decompose(*args, **kwargs)
         with self, HostReads(self._watch):
-            return func._handle.redispatch_boxed(kernel_keys(args, kwargs), *args, **kwargs)
-
-
-def decomposes(func: OpOverload) -> bool:
-    """Whether an op is no more than the ops it calls, which are then what to look at.
-
-    Above autograd torch takes such an op apart itself; inference tensors and kernels are below.
-    """
-    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
-
-
-def kernel_keys(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch._C.DispatchKeySet:
-    """Where an op's own kernel is, below autograd and modes."""
-    device = next((tensor.device.type for tensor in tensors_in((*args, *kwargs.values()))), "cpu")
-    return torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, torch._C._dispatch_key_for_device(device)))
+            return call_kernel(func, args, kwargs)

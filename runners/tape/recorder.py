@@ -13,19 +13,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
-from torch.utils._python_dispatch import _disable_current_modes
 
-from runners.cuda.arena import Arena, fill_with_garbage_
+from runners._torch import OpOverload, decomposes, without_modes, without_torch_function
+from runners.errors import DeviceCrossing, NotStrided, TensorResized
 from runners.rows import num_spanned
-from runners.tape.readbacks import (
-    DEVICE_CROSSING,
-    LAYOUT,
-    RESIZED,
-    Watch,
-    WatchedOps,
-    decomposes,
-)
+from runners.tape.arena import Arena, fill_with_garbage_
+from runners.tape.readbacks import Watch, WatchedOps
 from runners.tensors import map_tensors, tensors_in
 
 _EMPTY_OPS = frozenset(
@@ -60,7 +53,7 @@ class Recorder(WatchedOps):
         self._watch.host_scalars.clear()
 
     def steps(self) -> tuple[list[Callable[[], object]], list[Callable[[], object]]]:
-        """The fills that spoil all recorded memory, and the recorded ops, as argumentless calls.
+        """The fills that overwrite all recorded memory, and the recorded ops, as calls without arguments.
 
         Raises:
             CaptureError: something was refused, and the recorded function swallowed the error.
@@ -81,7 +74,7 @@ class Recorder(WatchedOps):
             return NotImplemented
         if decomposes(func):
             return self._call_decomposed(func, args, kwargs)
-        with torch._C.DisableTorchFunction():
+        with without_torch_function():
             self._check_op(func, args, kwargs)
             given = list(tensors_in((*args, *kwargs.values())))
             call = partial(func._op, *_aliased(args), **_aliased(kwargs))
@@ -91,13 +84,13 @@ class Recorder(WatchedOps):
             result = self._call_op(func, args, kwargs)
         except RuntimeError as error:
             if "not resizable" in str(error):
-                self._watch.refuse(func, RESIZED)
+                self._watch.refuse(func, TensorResized)
             raise
-        with torch._C.DisableTorchFunction():
+        with without_torch_function():
             if torch.Tag.inplace_view in func.tags:
                 return result
             if func._schema.is_mutable and before != [_place(tensor) for tensor in given]:
-                self._watch.refuse(func, RESIZED)
+                self._watch.refuse(func, TensorResized)
             if func is torch.ops.aten.lift_fresh.default:
                 storages = set()
             return self._record(func, call, result, storages)
@@ -106,7 +99,7 @@ class Recorder(WatchedOps):
         """Runs an opaque call unwatched and notes it as one step; its fresh results move into the arena."""
         call = partial(function, *_aliased(args))
         storages = {tensor.untyped_storage()._cdata for tensor in tensors_in(args)}
-        with _disable_current_modes(), torch._C.DisableTorchFunction():
+        with without_modes(), without_torch_function():
             results = tuple(function(*args))
             outputs = self._moved(list(tensors_in(results)), storages)
             for _, theirs, mine in outputs:
@@ -134,9 +127,9 @@ class Recorder(WatchedOps):
 
     def _check(self, func: OpOverload, leaf: Tensor) -> None:
         if leaf.layout is not torch.strided or leaf.is_quantized:
-            self._watch.refuse(func, LAYOUT)
+            self._watch.refuse(func, NotStrided)
         if leaf.device != self._arena.device and not (leaf.device.type == "cpu" and leaf.dim() == 0):
-            self._watch.refuse(func, DEVICE_CROSSING)
+            self._watch.refuse(func, DeviceCrossing)
 
     def _is_view_or_query(self, func: OpOverload, result: Any) -> bool:
         if func._schema.is_mutable:

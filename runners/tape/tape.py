@@ -21,32 +21,20 @@ an op (compiled code called directly) comes as an `OpaqueCall`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache
 from typing import Any
 from weakref import WeakSet
 
 import torch
 
-from runners.cuda.arena import Arena
-from runners.engine import CapturedGraph, GraphPool, check_can_capture, checked_outputs
-from runners.mode import capture_of, capturing
-from runners.streams import Lanes
-from runners.tape.opaque_call import recording_calls
+from runners._torch import below_modes, without_torch_function
+from runners.engine import CapturedGraph, GraphEngine, GraphPool, Streams, checked_outputs
+from runners.mode import capture_of
+from runners.opaque_call import recording_calls
+from runners.tape.arena import Arena
 from runners.tape.readbacks import HostReads, Watch
 from runners.tape.recorder import Recorder
 
 _Step = Callable[[], object]
-_AUTOGRAD = ("AutogradOther", "AutogradCPU", "AutogradCUDA")
-
-
-@cache
-def _keys_below_modes() -> torch._C.DispatchKeySet:
-    """Autograd, autocast, view tracking and modes: recorded ops are below them, so a replay must be too."""
-    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
-    for name in dir(torch._C.DispatchKey):
-        if name.startswith(("Autocast", "Python")) or name in _AUTOGRAD:
-            keys = keys | torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, name))
-    return keys
 
 
 class TapePool(GraphPool):
@@ -61,7 +49,7 @@ class TapePool(GraphPool):
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
         self.arena = Arena(device)
-        self.lanes = Lanes()
+        self.streams = Streams()
         self.begin_bucket()
 
     @property
@@ -86,8 +74,8 @@ class TapePool(GraphPool):
             self.arena.rewind(self._before_bucket)
         self.arena.restart()
 
-    def spoil(self) -> None:
-        self.arena.spoil()
+    def overwrite_with_garbage(self) -> None:
+        self.arena.overwrite_with_garbage()
 
     def _give_back(self) -> None:
         self.arena.clear()
@@ -108,9 +96,8 @@ class TapeGraph(CapturedGraph):
         The caller's grad, inference, autocast and mode settings have no effect, and random ops draw new
         numbers.
         """
-        if self.is_reset or capturing() is not None:
-            raise self._wrong_replay()
-        with torch._C._ExcludeDispatchKeyGuard(_keys_below_modes()), torch._C.DisableTorchFunction():
+        self.check_replay()
+        with below_modes(), without_torch_function():
             for step in self._steps:
                 step()
 
@@ -120,7 +107,7 @@ class TapeGraph(CapturedGraph):
         self._steps = []
 
 
-class TapeEngine:
+class TapeEngine(GraphEngine):
     """Makes tapes; see the module's docstring."""
 
     name = "tape"
@@ -131,7 +118,7 @@ class TapeEngine:
 
     def capture(self, fn: Callable[[], Sequence[Any]], *, pool: TapePool, segment: str) -> TapeGraph:
         """Runs `fn` once and records it; see `GraphEngine.capture`."""
-        check_can_capture(pool, segment)
+        pool.check_capture(segment)
         mark = pool.arena.begin()
         watch = Watch(segment)
         recorder = Recorder(pool.arena, watch)

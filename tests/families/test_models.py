@@ -10,7 +10,7 @@ import weakref
 
 import pytest
 import torch
-from toy_models import Toy, kinds, log, make_ids, poison_copies, reasons, spoil_static_memory
+from toy_models import Toy, kinds, log, make_ids, overwrite_static_memory, poison_copies, reasons
 
 import boundary_ops
 import piecewise
@@ -110,7 +110,7 @@ def both(served, prompts, names, *, keep):
     batch = PrefillBatch.build(served.cache, names, [len(prompt) for prompt in prompts])
     call = dict(input_ids=batch.pack(prompts), position_ids=batch.positions, logits_to_keep=keep)
     before = [pool.clone() for pool in pools]
-    spoil_static_memory(graphed)
+    overwrite_static_memory(graphed)
     with torch.no_grad(), batch:
         want = graphed.model(**call).logits
         eager_pools = [pool.clone() for pool in pools]

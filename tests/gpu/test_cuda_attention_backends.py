@@ -9,12 +9,12 @@ import importlib.util
 
 import pytest
 import torch
-from test_kernels_gpu import check_close, exact
+from attention_oracle import check_close, exact
 
 from boundary_ops import BoundaryOpError, PagedKVCache, PrefillBatch, attn_inplace
 from boundary_ops.attention import attention
 from boundary_ops.attention.on_cuda import warm_up
-from boundary_ops.step.step_buffers import StepBuffers
+from boundary_ops.attention.step_buffers import StepBuffers
 
 pytestmark = pytest.mark.gpu
 HISTORY = (("abcd", (130, 1, 300, 17)), ("abcd", (64, 200, 1, 63)), ("ac", (5, 500)), ("b", (1,)))

@@ -13,11 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from runners.cuda import driver as cuda_driver
-from runners.cuda.faults import translated
-from runners.cuda.pool import AliasBook
-from runners.engine import engine_for
-from runners.errors import CaptureError, StateError
+from runners.engines import engine_for
+from runners.errors import CaptureError, PoolHasGraphs, PoolReleased, ReplayAfterReset, WorkElsewhere
 from runners.piecewise_runner import BucketPhase, PiecewiseRunner
 
 gpu = pytest.mark.gpu
@@ -70,7 +67,7 @@ def test_a_replay_reads_its_inputs_anew(engine: Any, pool: Any, device: torch.de
         assert all(map(torch.equal, graph.outputs, expected))
     graph.reset()
     assert graph.outputs == () and graph.is_reset
-    with pytest.raises(StateError, match="reset"):
+    with pytest.raises(ReplayAfterReset, match="reset"):
         graph.replay()
     graph.reset()
 
@@ -366,7 +363,7 @@ def test_kernels_on_another_stream_are_an_error_and_views_are_not(
         torch.cuda.current_stream().wait_stream(side)
         return [y]
 
-    with pytest.raises(CaptureError, match=r"segment 2, op aten.mul.*kernels that ran on another stream"):
+    with pytest.raises(WorkElsewhere, match=r"segment 2, op aten.mul.*kernels that ran on another stream"):
         engine.capture(elsewhere, pool=pool, segment="segment 2")
     views = engine.capture(lambda: [x.view(-1), x.T, x.contiguous()], pool=pool, segment="segment 2")
     assert views.is_empty and views.num_ops == 0
@@ -387,13 +384,13 @@ def test_a_handle_is_new_once_no_graph_is_left(engine: Any, pool: Any, device: t
         pool.end_bucket()
         graph.replay()
         assert torch.equal(graph.outputs[0], x + 1)
-        with pytest.raises(StateError, match="1 still captured"):
+        with pytest.raises(PoolHasGraphs, match="1 still captured"):
             pool.release()
         graph.reset()
     assert len(set(handles)) == 3
     pool.release()
     pool.release()
-    with pytest.raises(StateError, match="released"):
+    with pytest.raises(PoolReleased, match="released"):
         engine.capture(lambda: [x + 1], pool=pool, segment="segment 0")
 
 
@@ -472,101 +469,3 @@ def test_a_runner_closes_the_bucket_that_fails_and_serves_the_rest(
     state = runner.state_for(32)
     assert state.phase is BucketPhase.EAGER_ONLY and "segment 1 (layers.0)" in state.reason
     assert "a wait for the device" in state.reason
-
-
-# What needs no device.
-
-
-def test_aliases_share_memory_own_none_of_it_and_keep_geometry() -> None:
-    base = torch.arange(24.0)
-    outside = torch.zeros(3)
-    owned = {base.untyped_storage().data_ptr()}
-    book = AliasBook(lambda address: address in owned)
-    strided, first = base.view(4, 6)[1:, ::2], book.aliased(base)
-    second = book.aliased(strided)
-    assert first is not base and first.data_ptr() == base.data_ptr() and torch.equal(first, base)
-    assert second.shape == strided.shape and second.stride() == strided.stride()
-    assert second.data_ptr() == strided.data_ptr()
-    assert first.untyped_storage()._cdata == second.untyped_storage()._cdata != base.untyped_storage()._cdata
-    assert book.aliased(second) is second and book.aliased(second[0]).data_ptr() == second.data_ptr()
-    for passed in (outside, None, 3, torch.nn.Parameter(outside)):
-        assert book.aliased(passed) is passed
-    assert len(book) == 1
-    first.add_(1)
-    assert base[0] == 1.0
-
-
-def test_only_the_book_keeps_the_memory() -> None:
-    released: list[int] = []
-
-    class Owner:
-        """Counts when a storage goes: the array behind it is collected with it."""
-
-        def __init__(self) -> None:
-            import weakref
-
-            import numpy
-
-            self.array = numpy.zeros(8)
-            weakref.finalize(self.array, released.append, 1)
-
-        def tensor(self) -> Tensor:
-            return torch.from_numpy(self.array)
-
-    book = AliasBook(lambda address: True)
-    owners = [Owner(), Owner(), Owner()]
-    aliases = [book.aliased(owner.tensor()) for owner in owners]
-    del owners
-    gc.collect()
-    assert released == [] and len(book) == 3
-    book.keep_only([aliases[1][2:]])
-    gc.collect()
-    assert len(released) == 2 and len(book) == 1
-    book.clear()
-    gc.collect()
-    assert len(released) == 3
-
-
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [
-        ("CUDA error: operation not permitted when stream is capturing", "a wait for the device"),
-        ("CUDA error: capturing stream has unjoined work", "not joined again"),
-        (
-            "CUDA error: operation would make the legacy stream depend on a capturing blocking stream",
-            "legacy",
-        ),
-        ("Attempt to increase offset for a CUDA generator not in capture mode.", "random numbers"),
-        (
-            "Cannot copy between CPU and CUDA tensors in a capture unless the CPU tensor is pinned.",
-            "another device",
-        ),
-    ],
-)
-def test_an_error_of_cuda_is_told_in_words_with_the_users_line(text: str, says: str) -> None:
-    def users_op() -> None:
-        raise RuntimeError(text)
-
-    with pytest.raises(RuntimeError) as caught:
-        users_op()
-    error = translated(caught.value, "segment 3 (model.layers.2)")
-    assert error is not None
-    message = str(error)
-    assert message.startswith("segment 3 (model.layers.2): expected") and says in message
-    assert "test_cuda_graph.py:" in message and "`raise RuntimeError(text)`" in message
-    assert "Rule:" in message and "Fix: " in message
-
-
-def test_an_error_that_is_not_recognised_passes_through() -> None:
-    assert translated(RuntimeError("shape '[3]' is invalid for input of size 4"), "s") is None
-    assert translated(KeyError("operation not permitted when stream is capturing"), "s") is None
-    memory = translated(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB."), "s")
-    assert memory is not None and "Tried to allocate 20.00 GiB" in str(memory)
-
-
-def test_the_driver_is_not_asked_for_before_it_is_needed() -> None:
-    """Importing the engine works where there is no driver."""
-    assert callable(cuda_driver.restart_capture)
-    if not torch.cuda.is_available():
-        with pytest.raises(OSError):
-            cuda_driver.capture_status(0)

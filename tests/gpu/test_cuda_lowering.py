@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from inspection import inspect
 from test_cuda_models import SIZES, check_equal, compiled, inputs, make
 from torch import Tensor, nn
 
@@ -13,7 +14,7 @@ import piecewise
 import piecewise.capture.captured_call
 from piecewise import torch_api
 from piecewise.prefill_case import PrefillCase
-from piecewise.verify.variants import VariantMaker
+from piecewise.tools.bench.variants import VariantMaker
 
 pytestmark = pytest.mark.gpu
 
@@ -83,7 +84,7 @@ def test_the_processes_that_compile_kernels_start_before_the_trace(monkeypatch: 
 def test_fewer_kernels_than_eager() -> None:
     def num_nodes(**options: Any) -> int:
         graphed, _ = compiled(make(num_layers=2), **options)
-        runners = graphed._graphs.signatures[0].assemblers[0].runners.values()
+        runners = inspect(graphed).runners
         return sum(runner.graph_for(16).num_ops for runner in runners)
 
     assert num_nodes(lowering="inductor") < num_nodes(lowering="eager")

@@ -9,6 +9,7 @@ import paged_models
 import pytest
 import torch
 from aten_segments import ROWS, segment_of
+from inspection import inspect
 from test_fusions import Plain
 from test_streams import Experts, Gated, Reads, Writes, with_head
 from torch import Tensor, nn
@@ -20,7 +21,7 @@ import piecewise
 from boundary_ops import PrefillBatch
 from piecewise.streams import stream_graph, streams
 from piecewise.streams.stream_graph import ScheduledFunction
-from runners.engine import engine_for
+from runners.engines import engine_for
 from runners.errors import CaptureError
 
 pytestmark = pytest.mark.gpu
@@ -90,7 +91,7 @@ class Trial:
         self.pool.begin_bucket()
         for _ in range(2):
             self.segment.function(ROWS, *tensors)
-            self.made.run(self.pool.lanes, ROWS, *tensors)
+            self.made.run(self.pool.streams, ROWS, *tensors)
         # First, while the pool has no free blocks: which ones it then takes is known.
         self.lanes = self.engine.capture(self.on_lanes, pool=self.pool, segment="lanes")
         self.serial = self.engine.capture(
@@ -99,10 +100,10 @@ class Trial:
 
     def on_lanes(self) -> Any:
         assert self.made.run is not None
-        return self.made.run(self.pool.lanes, ROWS, *self.tensors)
+        return self.made.run(self.pool.streams, ROWS, *self.tensors)
 
     def results(self, graph: Any) -> list[Tensor]:
-        self.pool.spoil()
+        self.pool.overwrite_with_garbage()
         graph.replay()
         torch.cuda.synchronize()
         return [output.clone() for output in graph.outputs]
@@ -201,7 +202,7 @@ def test_I8_an_error_between_fork_and_join_ends_the_capture_and_the_next_one_wor
         before = torch.cuda.current_stream()
 
         def broken() -> Any:
-            return run(made.pool.lanes, ROWS, *tensors)
+            return run(made.pool.streams, ROWS, *tensors)
 
         for _ in range(2):
             with pytest.raises((ValueError, CaptureError), match="not on this lane"):
@@ -214,10 +215,10 @@ def test_I8_an_error_between_fork_and_join_ends_the_capture_and_the_next_one_wor
 
 def test_each_capture_of_a_pool_takes_the_same_streams():
     with trial(late_read, rows(), *(weight() for _ in range(3))) as made:
-        sides = list(made.pool.lanes._sides)
+        sides = list(made.pool.streams._sides)
         assert len(sides) == 1 and sides[0] != made.pool.stream
         made.on_lanes()
-        assert made.pool.lanes._sides == sides
+        assert made.pool.streams._sides == sides
 
 
 # --- whole models
@@ -355,5 +356,5 @@ def test_branches_run_at_small_buckets_on_lanes_and_at_large_ones_on_one_stream(
 
 def test_I8_each_bucket_of_a_segment_has_one_graph():
     made, _ = graphed(on_cuda(Plain(3)))
-    assert made._graphs.pool.num_live == 4 * 2
+    assert inspect(made).pool.num_live == 4 * 2
     check_verified(made)

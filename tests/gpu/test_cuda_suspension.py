@@ -6,6 +6,7 @@ import gc
 
 import pytest
 import torch
+from inspection import inspect
 from state_models import BUCKETS, assert_equal, graph, new_model, tokens
 
 pytestmark = pytest.mark.gpu
@@ -35,7 +36,7 @@ def test_I9_suspend_gives_the_devices_memory_back_and_resume_takes_no_more_than_
         for _ in range(3):
             graphed.suspend()
             suspended = allocated()
-            assert graphed._graphs.pool is None and suspended < captured
+            assert inspect(graphed).pool is None and suspended < captured
             assert graphed.resume().captured == BUCKETS
             assert allocated() <= captured
         ids = tokens(5).cuda()
@@ -46,7 +47,7 @@ def test_I9_suspend_gives_the_devices_memory_back_and_resume_takes_no_more_than_
 def test_I4_weights_that_were_on_the_host_meanwhile_are_read_where_they_are_now():
     model = on_device()
     graphed = graph(model, tokens(7).cuda())
-    traced = graphed._graphs.signatures[0].traced
+    traced = inspect(graphed).traced
     graphed.suspend()
     away = [parameter.data.cpu() for parameter in model.parameters()]
     for parameter in model.parameters():
@@ -55,7 +56,7 @@ def test_I4_weights_that_were_on_the_host_meanwhile_are_read_where_they_are_now(
     for parameter, values in zip(model.parameters(), away, strict=True):
         parameter.data = values.mul_(2).cuda()
     assert graphed.resume().captured == BUCKETS
-    assert graphed._graphs.signatures[0].traced is traced, "no new trace"
+    assert inspect(graphed).traced is traced, "no new trace"
     with torch.no_grad():
         for size in (1, 5, 16):
             ids = tokens(size).cuda()

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from inspection import inspect
 from test_cuda_models import compiled, inputs, make
 from torch import Tensor
 
@@ -20,7 +21,7 @@ GARBAGE = {"nan": 0x7FFF, "huge": 0x7F00, "tiny": 0x0001, "negative": -0x0001}
 
 
 def num_nodes(graphed: Any, bucket: int = 16) -> int:
-    runners = graphed._graphs.signatures[0].assemblers[0].runners.values()
+    runners = inspect(graphed).runners
     return sum(runner.graph_for(bucket).num_ops for runner in runners)
 
 
@@ -55,7 +56,7 @@ def test_whatever_the_pool_held_real_rows_are_the_same(
         found: list[Tensor] = []
         with torch.no_grad():
             for _ in range(2):
-                graphed._graphs.pool.spoil()
+                inspect(graphed).pool.overwrite_with_garbage()
                 found.append(graphed(*args))
         assert torch.equal(*found) and bool(found[0].isfinite().all())
         verified = graphed.verify(*args)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from attention_oracle import check_close, exact
 
 from boundary_ops import PagedKVCache, PrefillBatch, attn_captured, attn_inplace
 from boundary_ops.attention.on_cuda import warm_up
-from boundary_ops.step.step_buffers import StepBuffers
+from boundary_ops.attention.step_buffers import StepBuffers
 
 pytestmark = pytest.mark.gpu
-TOLERANCE = {torch.bfloat16: 6e-3, torch.float16: 1e-3, torch.float32: 5e-6}
 
 
 @pytest.fixture
@@ -68,41 +68,6 @@ class Layer:
     def history(self):
         for lens in ((130, 1, 300, 17), (64, 200, 1, 63), (5, 1, 500, 2)):
             self.step("abcd", lens)
-
-
-def check_close(found, expected):
-    error = (found.double() - expected).norm() / expected.norm()
-    assert error < TOLERANCE[found.dtype], f"relative error {error:.2e}"
-
-
-def exact(batch, q, k, v, k_pool, v_pool, *, scale, window=0, softcap=0.0, sinks=None):
-    """Float64 attention of each sequence, context from the pages."""
-    results, start = [], 0
-    group = q.shape[1] // k.shape[1]
-    for at, (new, context) in enumerate(zip(batch.query_lens, batch.context_lens, strict=True)):
-        rows, pages = slice(start, start + new), batch.block_tables[at].long()
-        start += new
-        keys, values = (
-            torch.cat((pool[pages].flatten(0, 1)[:context], tensor[rows])).double().transpose(0, 1)
-            for pool, tensor in ((k_pool, k), (v_pool, v))
-        )
-        keys, values = (tensor.repeat_interleave(group, dim=0) for tensor in (keys, values))
-        scores = q[rows].double().transpose(0, 1) @ keys.transpose(1, 2) * scale
-        if softcap:
-            scores = torch.tanh(scores / softcap) * softcap
-        last = torch.arange(context, context + new, device="cuda").unsqueeze(1)
-        column = torch.arange(context + new, device="cuda").unsqueeze(0)
-        visible = column <= last
-        if window:
-            visible &= column > last - window
-        scores = scores.masked_fill(~visible, float("-inf"))
-        if sinks is not None:
-            extra = sinks.double().view(-1, 1, 1).expand(-1, new, 1)
-            scores = torch.cat((scores, extra), dim=-1).softmax(-1)[..., :-1]
-        else:
-            scores = scores.softmax(-1)
-        results.append((scores @ values).transpose(0, 1))
-    return torch.cat(results)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

@@ -9,6 +9,7 @@ import weakref
 
 import pytest
 import torch
+from inspection import inspect
 from state_models import (
     CACHE_ROWS,
     HIDDEN,
@@ -346,16 +347,16 @@ def test_I4_old_weights_are_not_held_after_a_move(model, then):
 
 def test_I4_two_pools_never_exist_at_once(model):
     graphed = graph(model)
-    pools = [graphed._graphs.pool]
+    pools = [inspect(graphed).pool]
     live = []
-    make = graphed._graphs.engine.new_pool
+    make = inspect(graphed).engine.new_pool
 
     def new_pool(device):
         live.append([pool.allocated_bytes for pool in pools])
         pools.append(make(device))
         return pools[-1]
 
-    graphed._graphs.engine.new_pool = new_pool
+    inspect(graphed).engine.new_pool = new_pool
     graphed.refresh()
     rebind(model)
     serve(graphed, tokens(5))
@@ -429,10 +430,10 @@ def test_I10_a_change_that_no_call_finds_is_found_by_check_addresses(what, monke
 
 def test_I8_check_addresses_changes_and_counts_nothing(model):
     graphed = graph(model)
-    pool, calls.count = graphed._graphs.pool, 0
+    pool, calls.count = inspect(graphed).pool, 0
     before = {name: value.clone() for name, value in model.state_dict().items()}
     assert graphed.check_addresses().ok
-    assert calls.count == 0 and graphed._graphs.pool is pool and graphed.stats.captured == (4, 8, 16)
+    assert calls.count == 0 and inspect(graphed).pool is pool and graphed.stats.captured == (4, 8, 16)
     assert graphed.stats.replays == graphed.stats.eager_calls == 0
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert serve(graphed, tokens(5)) == "replay"
@@ -536,18 +537,18 @@ def test_I4_a_buffer_reassigned_in_forward_is_refused_with_what_to_write_instead
 @pytest.mark.parametrize("move", MOVES, ids=lambda move: move.__name__)
 def test_I9_refresh_after_a_move_never_holds_two_pools(model, move):
     graphed = graph(model)
-    old = graphed._graphs.pool
+    old = inspect(graphed).pool
     with torch.no_grad():
         move(model)
-    make, held = graphed._graphs.engine.new_pool, []
+    make, held = inspect(graphed).engine.new_pool, []
 
     def new_pool(device):
         held.append(old.allocated_bytes)
         return make(device)
 
-    graphed._graphs.engine.new_pool = new_pool
+    inspect(graphed).engine.new_pool = new_pool
     graphed.refresh()
-    assert held == [0] and graphed._graphs.pool is not old
+    assert held == [0] and inspect(graphed).pool is not old
 
 
 @pytest.mark.parametrize("change", ["weight", "training"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from inspection import inspect
 from state_models import BUCKETS, graph, new_model, serve, tokens
 
 import piecewise
@@ -27,9 +28,7 @@ def test_I5_capture_captures_each_bucket_and_nothing_after_it_does():
 
 def test_I5_capture_again_captures_nothing_new():
     graphed = graph(new_model())
-    runners = [
-        runner for s in graphed._graphs.signatures for a in s.assemblers for runner in a.runners.values()
-    ]
+    runners = inspect(graphed).runners
     before = [runner.num_captures for runner in runners]
     assert graphed.capture(tokens(9)).captured == BUCKETS
     assert [runner.num_captures for runner in runners] == before

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from inspection import inspect
 from paged_models import captured_paged
 from state_models import (
     HIDDEN,
@@ -108,7 +109,7 @@ def suspended(graphed):
 
 
 def without_memory(graphed):
-    (signature,) = graphed._graphs.signatures
+    (signature,) = inspect(graphed).signatures
     signature.served.pop(8)
     signature.refuse(8, FallbackReason.OUT_OF_MEMORY, "there was none")
     return serve(graphed, tokens(5))
@@ -189,7 +190,7 @@ def below_the_branch(graphed):
 def failing():
     graphed = graph(new_model(), captured=False)
     graphed.capture(tokens(7))
-    (signature,) = graphed._graphs.signatures
+    (signature,) = inspect(graphed).signatures
     signature.served.pop(8)
     signature.refused[8] = (FallbackReason.CAPTURE_FAILED, "it failed")
     return graphed
@@ -285,7 +286,7 @@ def test_I6_a_call_from_inside_a_capture():
     outcomes = []
 
     def peek(x):
-        if graphed._router.is_capturing and not outcomes:
+        if inspect(graphed).is_capturing and not outcomes:
             outcomes.append(None)
             outcomes.append(graphed(tokens(3)))
         return x * 2

@@ -16,14 +16,15 @@ import pytest
 import torch
 from fuzz_models import COUNTING, OPS, PARAMETERS, case_with, cases
 from hypothesis import HealthCheck, given, settings
+from inspection import inspect
 from torch import nn
 from toy_models import (
     assert_same,
     leaves_of,
     op_poison,
+    overwrite_static_memory,
     padding_of_row,
     put_back,
-    spoil_static_memory,
     state_of,
 )
 
@@ -73,8 +74,8 @@ class Session:
             after, random_state = state_of(self.model), torch.get_rng_state()
             put_back(before)
             stats = self.graphed.stats.snapshot()
-            if not self.graphed._graphs.is_released:
-                spoil_static_memory(self.graphed)
+            if not inspect(self.graphed).is_released:
+                overwrite_static_memory(self.graphed)
             torch.manual_seed(11)
             got, own_error = _outcome(self.graphed, arguments[1], by_keyword)
         self.num_calls += 1

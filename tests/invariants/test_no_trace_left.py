@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import state_models
 import torch
+from inspection import inspect
 from state_models import BUCKETS, HIDDEN, Model, calls, graph, new_model, serve, tokens
 from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
@@ -179,14 +180,14 @@ def test_I8_a_failed_bucket_leaves_no_graph_and_no_memory(fragile, in_capture):
     trouble["in_capture"] = in_capture  # of the second segment: the first one is recorded already
     graphed = graph(fragile, captured=False, buckets=(16,))
     graphed.capture(tokens(7))
-    assert graphed._graphs.pool.allocated_bytes == 0
-    assert not [tape for tape in graphed._graphs.pool.graphs if not tape.is_reset]
+    assert inspect(graphed).pool.allocated_bytes == 0
+    assert not [tape for tape in inspect(graphed).pool.graphs if not tape.is_reset]
     graphed.release()
 
     graphed = graph(fragile, captured=False, buckets=(8, 16))
     graphed.capture(tokens(7))
     alone = graph(new_model(after=lambda model, x: x * 2), buckets=(8,))
-    assert graphed._graphs.pool.allocated_bytes == alone._graphs.pool.allocated_bytes
+    assert inspect(graphed).pool.allocated_bytes == inspect(alone).pool.allocated_bytes
 
 
 def test_I8_a_failed_bucket_can_be_captured_later(fragile):
@@ -216,7 +217,7 @@ def test_I8_an_interrupt_passes_through_and_leaves_nothing(fragile, error):
     with pytest.raises(type(error)):
         graphed.capture(tokens(7))
     assert_untouched(fragile, before)
-    assert graphed._graphs.pool.allocated_bytes == 0
+    assert inspect(graphed).pool.allocated_bytes == 0
     assert graphed.stats.captured == ()
     assert serve(graphed, tokens(3)) == "not_captured"
     trouble["rows"] = None

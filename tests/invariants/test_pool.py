@@ -7,9 +7,10 @@ import weakref
 
 import pytest
 import torch
+from inspection import inspect
 from state_models import BUCKETS, graph, new_model, serve, tokens
 
-from runners.cuda.arena import _MIN_CHUNK_BYTES
+from runners.tape.arena import _MIN_CHUNK_BYTES
 
 
 def weak(tensor):
@@ -31,24 +32,24 @@ def test_I9_several_buckets_take_what_the_largest_takes(wide):
     alone = graph(wide(), buckets=(128,))
     together = graph(wide(), buckets=(8, 16, 32, 64, 128))
     small = graph(wide(), buckets=(8,))
-    assert together._graphs.pool.allocated_bytes == alone._graphs.pool.allocated_bytes
-    assert small._graphs.pool.allocated_bytes < alone._graphs.pool.allocated_bytes / 4
-    assert alone._graphs.pool.allocated_bytes > 10 * _MIN_CHUNK_BYTES, "large enough to tell"
+    assert inspect(together).pool.allocated_bytes == inspect(alone).pool.allocated_bytes
+    assert inspect(small).pool.allocated_bytes < inspect(alone).pool.allocated_bytes / 4
+    assert inspect(alone).pool.allocated_bytes > 10 * _MIN_CHUNK_BYTES, "large enough to tell"
     grown = {bucket.bucket: bucket.grown_bytes for bucket in together.report().captures[0].buckets}
-    assert grown[128] == together._graphs.pool.allocated_bytes and sum(grown.values()) == grown[128]
+    assert grown[128] == inspect(together).pool.allocated_bytes and sum(grown.values()) == grown[128]
 
 
 def test_I9_signatures_share_the_pool(wide):
     graphed = graph(wide(), buckets=(64, 128))
-    before, pool = graphed._graphs.pool.allocated_bytes, graphed._graphs.pool
+    before, pool = inspect(graphed).pool.allocated_bytes, inspect(graphed).pool
     graphed.capture(tokens(7).int())
-    assert graphed._graphs.pool is pool and pool.allocated_bytes == before
+    assert inspect(graphed).pool is pool and pool.allocated_bytes == before
     assert [serve(graphed, ids) for ids in (tokens(50), tokens(50).int(), tokens(50))] == ["replay"] * 3
 
 
 def test_I9_buckets_share_static_buffers():
     alone, together = graph(new_model(), buckets=(16,)), graph(new_model())
-    assert together._graphs.buffers.allocated_bytes == alone._graphs.buffers.allocated_bytes > 0
+    assert inspect(together).buffers.allocated_bytes == inspect(alone).buffers.allocated_bytes > 0
 
 
 def test_I9_release_gives_everything_back(wide):
@@ -57,16 +58,16 @@ def test_I9_release_gives_everything_back(wide):
         result = graphed(tokens(50))
     kept = result.clone()
     chunks = [
-        *map(weak, graphed._graphs.pool.arena._chunks),
-        *map(weak, graphed._graphs.buffers._storages.values()),
+        *map(weak, inspect(graphed).pool.arena._chunks),
+        *map(weak, inspect(graphed).buffers._storages.values()),
     ]
-    tapes = [weakref.ref(tape) for tape in graphed._graphs.pool.graphs]
+    tapes = [weakref.ref(tape) for tape in inspect(graphed).pool.graphs]
     assert len(chunks) > 2 and tapes
     graphed.release()
     gc.collect()
     assert all(chunk.expired() for chunk in chunks)
     assert all(tape() is None for tape in tapes)
-    assert graphed._graphs.pool is None and graphed._graphs.buffers.allocated_bytes == 0
+    assert inspect(graphed).pool is None and inspect(graphed).buffers.allocated_bytes == 0
     assert torch.equal(result, kept), "the caller owns results"
     assert serve(graphed, tokens(50)) == "released"
 
@@ -83,7 +84,7 @@ def test_I9_dropping_the_graphed_module_gives_everything_back():
     graphed = graph(model)
     serve(graphed, tokens(5))
     gone = weakref.ref(graphed)
-    storage = weak(graphed._graphs.pool.arena._chunks[0])
+    storage = weak(inspect(graphed).pool.arena._chunks[0])
     del graphed
     gc.collect()
     assert gone() is None and storage.expired()
@@ -91,7 +92,7 @@ def test_I9_dropping_the_graphed_module_gives_everything_back():
 
 def test_I9_each_module_has_a_pool_of_its_own():
     one, other = graph(new_model()), graph(new_model())
-    assert one._graphs.pool is not other._graphs.pool
+    assert inspect(one).pool is not inspect(other).pool
     one.release()
     assert serve(other, tokens(5)) == "replay"
 
@@ -100,7 +101,7 @@ def test_I9_the_views_of_many_sizes_are_bounded():
     graphed = graph(new_model(), buckets=(256,))
     graphed.model.block.cache = torch.zeros(256, 8)
     graphed.refresh()
-    steps = graphed._graphs.signatures[0].served[256].steps
+    steps = inspect(graphed).steps(256)
     with torch.no_grad():
         for size in range(1, 201):
             graphed(tokens(size))
@@ -132,8 +133,8 @@ def test_I7_views_are_handed_out_where_asked_for():
 
 def test_I9_a_refresh_takes_as_much_as_the_capture():
     graphed = graph(new_model())
-    before = graphed._graphs.pool.allocated_bytes, graphed._graphs.buffers.allocated_bytes
+    before = inspect(graphed).pool.allocated_bytes, inspect(graphed).buffers.allocated_bytes
     for _ in range(3):
         graphed.refresh()
-    assert (graphed._graphs.pool.allocated_bytes, graphed._graphs.buffers.allocated_bytes) == before
+    assert (inspect(graphed).pool.allocated_bytes, inspect(graphed).buffers.allocated_bytes) == before
     assert graphed.stats.captured == BUCKETS

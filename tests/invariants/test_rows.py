@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from inspection import inspect
 from torch import nn
 from toy_models import (
     HIDDEN,
@@ -72,9 +73,7 @@ def check(how, **settings):
 
 
 def num_captures(graphed):
-    return sum(
-        r.num_captures for s in graphed._graphs.signatures for a in s.assemblers for r in a.runners.values()
-    )
+    return sum(runner.num_captures for runner in inspect(graphed).runners)
 
 
 @pytest.mark.parametrize("num_blocks", [1, 2, 4])
@@ -84,7 +83,7 @@ def test_I1_L_boundary_ops_inside_make_L_plus_1_graphs(num_blocks):
     assert kinds(graphed) == "gb" * num_blocks + "g"
     assert num_captures(graphed) == len(buckets) * (num_blocks + 1)
     assert graphed.stats.captured == buckets
-    layers = {segment.lowering_key for segment in graphed._graphs.signatures[0].plan.graph_segments()}
+    layers = {segment.lowering_key for segment in inspect(graphed).plan.graph_segments()}
     assert len(layers) == min(num_blocks + 1, 3)  # first, middle, last
 
 
@@ -251,8 +250,8 @@ def test_I1_segments_that_only_make_views_are_not_captured():
 
     graphed = check(how)
     assert kinds(graphed).count("b") == 2
-    made = [g for s in graphed._graphs.signatures for a in s.assemblers for g in a.runners]
-    views = [segment.index for segment in graphed._graphs.signatures[0].plan.segments if segment.views_only]
+    made = [g for s in inspect(graphed).signatures for a in s.assemblers for g in a.runners]
+    views = [segment.index for segment in inspect(graphed).plan.segments if segment.views_only]
     assert not set(made) & set(views) and num_captures(graphed) == 2 * len(made)
 
 
@@ -395,7 +394,7 @@ def test_I2_an_absent_optional_input_is_not_last_calls_value():
 def test_I2_padded_ids_are_valid_indices_whatever_the_bucket_held():
     toy = Toy(num_blocks=1).eval()
     graphed = check_sizes(toy, sizes=(5,))
-    for signature in graphed._graphs.signatures:
+    for signature in inspect(graphed).signatures:
         for served in signature.served.values():
             for shadow in served.steps.copy_ins:
                 shadow.buffer.fill_(10**9)

@@ -6,6 +6,7 @@ import threading
 
 import pytest
 import torch
+from inspection import inspect
 from state_models import Block, before_each_attend, graph, new_model, serve, tokens, what_was_counted
 
 
@@ -192,7 +193,7 @@ def test_I7_a_capture_in_one_thread_keeps_calls_of_another_waiting():
         with torch.no_grad():
             results.append(graphed(tokens(5)))
 
-    with graphed._router.exclusive("refresh"):
+    with inspect(graphed).exclusive("refresh"):
         thread = threading.Thread(target=work)
         thread.start()
         thread.join(0.1)

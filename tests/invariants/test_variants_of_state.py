@@ -10,6 +10,7 @@ import weakref
 import pytest
 import torch
 from adapted_models import STATES, adapted, come_to
+from inspection import inspect
 from state_models import HIDDEN, graph, new_model, serve, tokens
 from torch import nn
 
@@ -35,7 +36,7 @@ def test_I8_a_capture_that_fails_leaves_no_memory_to_what_gave_way():
     model.level = 2
     with pytest.raises(piecewise.TraceError):
         graphed.capture(tokens(7))
-    assert graphed.stats.captured == () and graphed._graphs.pool is None
+    assert graphed.stats.captured == () and inspect(graphed).pool is None
     model.level = 1
     assert serve(graphed, tokens(5)) == "not_captured"
     assert graphed.capture(tokens(7)).ok
@@ -63,7 +64,7 @@ def test_I10_each_state_that_was_captured_replays_when_it_is_back():
         assert graphed.capture(tokens(7)).ok
         assert serve(graphed, tokens(5)) == "replay"
         assert graphed.capture(tokens(7)).ok
-        assert len(graphed._graphs.signatures) == number + 1, "captured once"
+        assert len(inspect(graphed).signatures) == number + 1, "captured once"
     for _ in range(2):
         for state in STATES:
             come_to(state, each)
@@ -121,7 +122,7 @@ def test_I10_kinds_of_call_and_states_are_independent():
         come_to(state, each)
         for kind in (*kinds, *reversed(kinds)):
             assert serve(graphed, tokens(5), **kind) == "replay"
-    assert len(graphed._graphs.signatures) == 4
+    assert len(inspect(graphed).signatures) == 4
 
 
 def test_I5_a_capture_window_captures_the_state_of_now():
@@ -173,12 +174,12 @@ def test_I4_values_of_an_adapter_change_in_place_and_moved_weights_end_all_varia
     model.projection.base.weight.data = model.projection.base.weight.data.clone()
     assert serve(graphed, tokens(5)) == "moved_address"
     gc.collect()
-    assert graphed._graphs.pool is None and old() is None, "nothing holds the old weights"
+    assert inspect(graphed).pool is None and old() is None, "nothing holds the old weights"
     for state in ("adapter a", "adapter b"):
         come_to(state, each)
         graphed.capture(tokens(7))
         assert serve(graphed, tokens(5)) == "replay"
-    assert len(graphed._graphs.signatures) == 2, "in the place of those that were given up"
+    assert len(inspect(graphed).signatures) == 2, "in the place of those that were given up"
 
 
 def test_I4_a_variant_whose_adapter_was_deleted_gives_way_at_the_next_capture():
@@ -214,7 +215,7 @@ def test_suspended_variants_come_back_without_a_trace_each_in_its_state():
     for state in states:
         come_to(state, each)
         graphed.capture(tokens(7))
-    traces = {signature.adapters: signature.traced for signature in graphed._graphs.signatures}
+    traces = {signature.adapters: signature.traced for signature in inspect(graphed).signatures}
     for _ in range(2):
         come_to("adapter b", each)
         graphed.suspend()
@@ -223,7 +224,7 @@ def test_suspended_variants_come_back_without_a_trace_each_in_its_state():
         for state in ("adapter b", "no adapter", "adapter a", "adapter b"):
             come_to(state, each)
             assert serve(graphed, tokens(5)) == "replay", state
-    assert {each.adapters: each.traced for each in graphed._graphs.signatures} == traces, "no new trace"
+    assert {each.adapters: each.traced for each in inspect(graphed).signatures} == traces, "no new trace"
     graphed.suspend()
     come_to("adapters a, b", each)
     graphed.resume()
@@ -244,9 +245,9 @@ def test_a_variant_that_waits_since_a_resume_is_captured_by_capture_too():
     graphed.suspend()
     graphed.resume()
     come_to("adapter a", each)
-    traced = {id(signature.traced) for signature in graphed._graphs.signatures}
+    traced = {id(signature.traced) for signature in inspect(graphed).signatures}
     assert graphed.capture(tokens(7)).captured == (8,)
-    assert {id(signature.traced) for signature in graphed._graphs.signatures} == traced
+    assert {id(signature.traced) for signature in inspect(graphed).signatures} == traced
     assert serve(graphed, tokens(5)) == "replay"
 
 
@@ -256,8 +257,8 @@ def test_a_bucket_that_one_variant_lacks_is_served_by_another():
     for state in ("adapter a", "adapter b"):
         come_to(state, each)
         graphed.capture(tokens(7))
-    graphed._graphs.signatures[0].take_back(4)
-    assert graphed._graphs.signatures[0].adapters == "adapter b"
+    inspect(graphed).signature.take_back(4)
+    assert inspect(graphed).signature.adapters == "adapter b"
     assert serve(graphed, tokens(3)) == "not_captured"
     come_to("adapter a", each)
     assert serve(graphed, tokens(3)) == "replay"
@@ -311,5 +312,5 @@ def test_I6_states_come_and_go_at_random(how):
         else:
             graphed.refresh()
         replays += serve(graphed, tokens(draw.choice([3, 5, 8]))) == "replay"
-        assert len(graphed._graphs.signatures) <= 3
+        assert len(inspect(graphed).signatures) <= 3
     assert replays > 15

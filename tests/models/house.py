@@ -79,6 +79,20 @@ OPTIONAL = (
 # What resolves names on first use, and the command line, whose sub-commands are loaded when they run.
 LAZY_PLACES = ("/__init__.py", "piecewise/__main__.py", "piecewise/tools/cli.py")
 
+# The public roots: each refusal is a subclass of one of them.
+ERROR_ROOTS = frozenset(
+    (
+        "PiecewiseError",
+        "ConfigError",
+        "TraceError",
+        "TokenDimError",
+        "SplitError",
+        "CaptureError",
+        "StateError",
+    )
+    + ("BoundaryOpError", "CacheExhaustedError")
+)
+
 _PRIVATE = re.compile(r"torch\.(?!ops\.)(\w+\.)*?_(?!_)")
 
 
@@ -209,6 +223,18 @@ def classes_of_one_name() -> list[str]:
     ]
 
 
+def errors_in_place() -> list[str]:
+    """Refusals that are not a class of a catalogue: a root of the errors raised with a text of its own."""
+    found = []
+    for path, tree in sources().items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in ERROR_ROOTS:
+                found.append(
+                    f"{path}:{node.lineno} raises {ast.unparse(node.func)}, not a refusal of its own"
+                )
+    return found
+
+
 def num_lines(paths: list[str]) -> int:
     return sum(len((ROOT / path).read_text().splitlines()) for path in paths)
 
@@ -218,7 +244,7 @@ def lines() -> tuple[int, int]:
     return num_lines(list(sources())), num_lines([path for stop in HALL.values() for path in stop])
 
 
-RULES = (circles, late_imports, private_torch, devices_by_name, classes_of_one_name)
+RULES = (circles, late_imports, private_torch, devices_by_name, classes_of_one_name, errors_in_place)
 
 
 def main() -> int:

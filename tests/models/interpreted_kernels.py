@@ -14,11 +14,11 @@ from attention_oracle import naive_attn_inplace
 
 from boundary_ops import BoundaryOpError, PagedKVCache, PrefillBatch
 from boundary_ops.attention.checks import AttentionCall
+from boundary_ops.attention.step_buffers import StepBuffers
 from boundary_ops.attention.triton import prefill, warm_up
 from boundary_ops.attention.triton.configs import BlockConfig
 from boundary_ops.attention.triton.launcher import is_interpreted
 from boundary_ops.attention.triton.programs import prefill_program
-from boundary_ops.step.step_buffers import StepBuffers
 
 SMALL = BlockConfig(16, 16, 4, 2)
 LENGTHS = ((13, 1, 22), (5, 18, 1))

@@ -13,6 +13,7 @@ import copy
 import dataclasses
 
 import torch
+from inspection import inspect
 from torch import nn
 
 import boundary_ops
@@ -41,7 +42,7 @@ def _note(q, out):
     log.dense.append(out.is_contiguous())
 
 
-def _spoil_padding(out, real_out):
+def _overwrite_padding(out, real_out):
     """Writes `real_out` into `out`, and poison into all else that its memory holds."""
     whole = out.numel() and out.storage_offset() == 0 and out.is_contiguous()
     if log.poison is not None and whole:
@@ -53,7 +54,7 @@ def _spoil_padding(out, real_out):
 def _mix(q, k, v, out, cache):
     _note(q, out)
     cache[: k.shape[0]] = k
-    _spoil_padding(out, q + 0.1 * v.cumsum(0))
+    _overwrite_padding(out, q + 0.1 * v.cumsum(0))
 
 
 def _pack(q, k, v, out, cache, slots, cu_seqlens, scale):
@@ -63,7 +64,7 @@ def _pack(q, k, v, out, cache, slots, cu_seqlens, scale):
     bounds = cu_seqlens.tolist()
     assert bounds[-1] == q.shape[0], "metadata and rows disagree"
     parts = [v[begin:end].cumsum(0) for begin, end in zip(bounds, bounds[1:], strict=False)]
-    _spoil_padding(out, q + 0.1 * scale * torch.cat(parts))
+    _overwrite_padding(out, q + 0.1 * scale * torch.cat(parts))
 
 
 def _shift(x, out):
@@ -148,15 +149,15 @@ def put_back(state):
             tensor.copy_(before)
 
 
-def spoil_static_memory(graphed):
+def overwrite_static_memory(graphed):
     """Fills every static buffer with bytes that read as NaN or as numbers far out of range [I2]."""
-    for storage in graphed._graphs.buffers._storages.values():
+    for storage in inspect(graphed).buffers._storages.values():
         storage.fill_(0x7F)
 
 
 def poison_copies(graphed, value):
     """From now on, padded rows of float inputs and eager results hold `value` instead of a real row [I3]."""
-    for signature in graphed._graphs.signatures:
+    for signature in inspect(graphed).signatures:
         for served in signature.served.values():
             for bound in served.steps._bound.values():
                 for step in bound.steps:
@@ -244,7 +245,7 @@ def compare(graphed, model, arguments, *, exact, where, keywords=None, tolerance
     """
     before = state_of(model)
     keywords, how = keywords or {}, dict(exact=exact, tolerance=tolerance)
-    spoil_static_memory(graphed)
+    overwrite_static_memory(graphed)
     eager_arguments, graphed_arguments = copy.deepcopy(arguments), copy.deepcopy(arguments)
     torch.manual_seed(11)
     want = model(*eager_arguments, **keywords)

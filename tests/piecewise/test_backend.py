@@ -7,6 +7,7 @@ import weakref
 
 import pytest
 import torch
+from inspection import inspect
 from torch import nn
 
 import boundary_ops
@@ -191,7 +192,7 @@ def test_suspend_and_resume_capture_again_at_the_next_call():
             handle.resume()
         handle.suspend()
         handle.suspend()
-        assert handle.store.pool is None and handle.stats.captured == ()
+        assert inspect(handle).pool is None and handle.stats.captured == ()
         old = weakref.ref(model.head.weight)
         check_call(model, compiled, 6)
         with piecewise.capture_window():
@@ -203,12 +204,12 @@ def test_suspend_and_resume_capture_again_at_the_next_call():
         assert old() is None, "nothing holds the weights while suspended"
         handle.resume()
         assert handle.stats.captured == ()
-        plans = [signature.traced for signature in handle.store.signatures]
+        plans = [signature.traced for signature in inspect(handle).signatures]
         check_call(model, compiled, 6)
         assert handle.stats.captured == (8, 16) and handle.stats.replays == 2
         check_call(model, compiled, 12)
         assert handle.stats.replays == 3
-        assert [signature.traced for signature in handle.store.signatures] == plans, "no new trace"
+        assert [signature.traced for signature in inspect(handle).signatures] == plans, "no new trace"
 
 
 def test_release_ends_a_suspension():
@@ -232,7 +233,7 @@ def test_a_plan_with_too_few_ops_in_graphs_is_an_error_once():
         check_call(model, compiled, 6)
     handle = piecewise.handle(compiled)
     assert handle.stats.reasons == {FallbackReason.LOW_COVERAGE: 1}
-    assert handle.store.signatures == [] and handle.store.pool is None
+    assert inspect(handle).signatures == [] and inspect(handle).pool is None
 
 
 def test_an_unknown_boundary_op_is_refused():

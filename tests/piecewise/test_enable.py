@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import io
 import pickle
+from inspect import signature as signature_of
 
 import pytest
 import torch
+from inspection import inspect
 from state_models import BUCKETS, assert_equal, graph, new_model, serve, tokens
 from torch import nn
 
@@ -34,14 +35,14 @@ def test_enable_swaps_forward_and_disable_restores_it_exactly():
     assert {name: id(tensor) for name, tensor in model.state_dict(keep_vars=True).items()} == state
     with torch.no_grad():
         torch.testing.assert_close(model(tokens(5)), want)
-    assert graphed.stats.replays == 1 and graphed._graphs.pool is None
+    assert graphed.stats.replays == 1 and inspect(graphed).pool is None
 
 
 def test_enable_keeps_forwards_signature_and_state_dict():
     model = new_model()
-    signature, keys = inspect.signature(model.forward), list(model.state_dict())
+    signature, keys = signature_of(model.forward), list(model.state_dict())
     piecewise.enable(model, **SETTINGS)
-    assert inspect.signature(model.forward) == signature
+    assert signature_of(model.forward) == signature
     assert list(model.state_dict()) == keys
     assert [name for name, _ in model.named_modules()] == [name for name, _ in new_model().named_modules()]
 

@@ -13,7 +13,7 @@ import boundary_ops
 import boundary_ops.declare.whole_numbers
 import runners.whole_numbers
 from boundary_ops import BoundaryOpError, PagedKVCache, PrefillBatch
-from boundary_ops.step.step_buffers import StepBuffers
+from boundary_ops.attention.step_buffers import StepBuffers
 from piecewise.capture.traffic_recorder import TrafficRecorder
 from runners import TokenBuckets
 

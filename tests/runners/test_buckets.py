@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from runners.buckets import MAX_BUCKET, MAX_NUM_BUCKETS, TokenBuckets
-from runners.errors import ConfigError
+from runners.errors import InvalidBuckets, UnlistedBucket
 
 ascending = st.sets(st.integers(1, 5000), min_size=1, max_size=40).map(sorted)
 
@@ -38,7 +38,7 @@ ascending = st.sets(st.integers(1, 5000), min_size=1, max_size=40).map(sorted)
     ],
 )
 def test_bad_list_names_the_entry_and_its_position(sizes, where, says):
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(InvalidBuckets) as caught:
         TokenBuckets(sizes)
     message = str(caught.value)
     assert message.startswith(where + ":")
@@ -106,7 +106,7 @@ def test_negative_token_count_is_an_error(num_tokens):
 
 @pytest.mark.parametrize("bucket", [0, 7, 9, 64])
 def test_range_of_an_unlisted_bucket_is_an_error(bucket):
-    with pytest.raises(ConfigError, match=rf"bucket {bucket}\b"):
+    with pytest.raises(UnlistedBucket, match=rf"bucket {bucket}\b"):
         TokenBuckets([8, 16]).range_for(bucket)
 
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from runners.engine import engine_for
-from runners.errors import CaptureError, ConfigError, StateError
+from runners.engines import engine_for
+from runners.errors import NegativeWarmUps, ReadBack, ReplayAfterReset, SegmentFailed, WrongBucketState
 from runners.mode import eager_only
 from runners.piecewise_runner import COLD, BucketPhase, BucketState, PiecewiseRunner
 
@@ -109,7 +109,7 @@ def test_capture_needs_its_warm_ups(runner: PiecewiseRunner, num_warmups: int) -
     for _ in range(num_warmups):
         runner.warm_up(4, (x,))
     got = f"after {num_warmups} of 3 warm-ups" if num_warmups else "a cold one"
-    with pytest.raises(StateError, match=rf"segment 3 \(model.layers.2.mlp\), bucket 4.*{got}"):
+    with pytest.raises(WrongBucketState, match=rf"segment 3 \(model.layers.2.mlp\), bucket 4.*{got}"):
         runner.capture(4, (x,))
     assert runner.state_for(4).phase is (BucketPhase.WARMING if num_warmups else BucketPhase.COLD)
     assert runner.captured == ()
@@ -120,7 +120,7 @@ def test_no_warm_ups_are_needed_where_none_are_asked_for(segment: Segment) -> No
     runner = PiecewiseRunner(segment, name="s", engine=engine, pool=engine.new_pool(CPU), warmup_steps=0)
     runner.capture(4, (torch.randn(4, HIDDEN),))
     assert segment.runs == [4]
-    with pytest.raises(ConfigError, match="warmup_steps.*-1"):
+    with pytest.raises(NegativeWarmUps, match="warmup_steps.*-1"):
         PiecewiseRunner(segment, name="s", engine=engine, pool=engine.new_pool(CPU), warmup_steps=-1)
 
 
@@ -128,13 +128,13 @@ def test_a_captured_bucket_takes_neither_warm_up_nor_capture(runner: PiecewiseRu
     x = torch.randn(4, HIDDEN)
     capture(runner, 4, x)
     for attempt in (runner.warm_up, runner.capture):
-        with pytest.raises(StateError, match="bucket 4.*a captured one"):
+        with pytest.raises(WrongBucketState, match="bucket 4.*a captured one"):
             attempt(4, (x,))
     assert runner.num_captures == 1
 
 
 def test_replay_of_what_was_never_captured(runner: PiecewiseRunner) -> None:
-    with pytest.raises(StateError, match="replay of segment 3.*bucket 8.*a cold one"):
+    with pytest.raises(WrongBucketState, match="replay of segment 3.*bucket 8.*a cold one"):
         runner.replay(8)
 
 
@@ -227,7 +227,7 @@ def test_I8_a_failed_capture_leaves_nothing_and_the_others_go_on(
     for _ in range(3):
         runner.warm_up(4, (small,))
     segment.fault = fault
-    with pytest.raises(CaptureError) as caught:
+    with pytest.raises(ReadBack if fault == "item" else SegmentFailed) as caught:
         runner.capture(4, (small,))
     message = str(caught.value)
     assert "segment 3 (model.layers.2.mlp)" in message and "bucket 4" in message
@@ -240,7 +240,7 @@ def test_I8_a_failed_capture_leaves_nothing_and_the_others_go_on(
     check_equal(runner(64, large), segment, 64, large)
     assert runner.num_replays == 1
     for attempt in (runner.warm_up, runner.capture):
-        with pytest.raises(StateError, match="eagerly only"):
+        with pytest.raises(WrongBucketState, match="eagerly only"):
             attempt(4, (small,))
 
 
@@ -259,7 +259,7 @@ def test_an_interrupt_is_not_a_failed_capture(runner: PiecewiseRunner, segment: 
 
 def test_a_failed_warm_up_counts_for_nothing(runner: PiecewiseRunner, segment: Segment) -> None:
     segment.fault = ValueError("bad shape")
-    with pytest.raises(CaptureError, match=r"segment 3.*bucket 4.*ValueError: bad shape"):
+    with pytest.raises(SegmentFailed, match=r"segment 3.*bucket 4.*ValueError: bad shape"):
         runner.warm_up(4, (torch.randn(4, HIDDEN),))
     assert runner.state_for(4) == COLD
 
@@ -271,7 +271,7 @@ def test_reset_begins_anew_and_frees_the_pool(runner: PiecewiseRunner, segment: 
     runner.reset()
     runner.reset()
     assert runner.captured == () and runner.state_for(4) == COLD
-    with pytest.raises(StateError):
+    with pytest.raises(ReplayAfterReset):
         graph.replay()
     capture(runner, 4, x)
     check_equal(runner(4, x), segment, 4, x)
@@ -323,7 +323,7 @@ def test_a_discarded_bucket_is_served_eagerly_with_the_reason(
     for size, reason in ((4, "another segment failed"), (2, "never captured")):
         assert runner.state_for(size) == BucketState(BucketPhase.EAGER_ONLY, reason=reason)
         assert runner.graph_for(size) is None
-    with pytest.raises(StateError):
+    with pytest.raises(ReplayAfterReset):
         graph.replay()
     for size, x in buckets.items():
         check_equal(runner(size, x), segment, size, x)

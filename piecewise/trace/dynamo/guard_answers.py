@@ -68,8 +68,12 @@ def answer_of(guard: torch_api.SeenGuard, value: Any) -> Any:
 
 
 def metadata_of(tensor: Any) -> dict[str, Any]:
-    """The attributes of a tensor of a subclass that are no tensors."""
-    return {key: item for key, item in vars(tensor).items() if not isinstance(item, torch.Tensor)}
+    """The attributes of a tensor of a subclass that are no tensors, without Dynamo's own marks."""
+    return {
+        key: item
+        for key, item in vars(tensor).items()
+        if not isinstance(item, torch.Tensor) and not key.startswith("_dynamo")
+    }
 
 
 def _has_equal_metadata(seen: Any, found: Any) -> bool:
@@ -109,8 +113,8 @@ class Lookup:
         values = self._read()
         return values[0] is values[1] if self._guard.other else answer_of(self._guard, *values)
 
-    def holds(self) -> bool:
-        """Whether the answer is what it was."""
+    def holds(self, _: None) -> bool:
+        """Whether the answer is what it was; a question of `StateFacts`, which has an argument."""
         return is_same_value(self._answer(), self._seen)
 
     def __repr__(self) -> str:

@@ -12,8 +12,8 @@ import dataclasses
 import enum
 
 from piecewise import torch_api
+from piecewise.errors.trace import StateNotCompared
 from piecewise.trace.dynamo.sources import readable_path
-from runners.errors import TraceError
 
 
 class Rule(enum.Enum):
@@ -117,7 +117,7 @@ def rule_of(guard: torch_api.SeenGuard) -> Rule:
     """How a guard is compared.
 
     Raises:
-        TraceError: it is of a kind that this version does not know.
+        StateNotCompared: it is of a kind that this version does not know.
     """
     known = GUARD_KINDS.get(guard.kind)
     if known is None:
@@ -131,13 +131,11 @@ def is_asked_of(guard: torch_api.SeenGuard) -> bool:
     return known is None or known.rule not in (Rule.PROCESS, Rule.NO_EFFECT, Rule.SIZES)
 
 
-def refusal(guard: torch_api.SeenGuard, *, fix: str = "") -> TraceError:
+def refusal(guard: torch_api.SeenGuard, *, fix: str | None = None) -> StateNotCompared:
     """Why a trace that relied on this cannot be used."""
     known = GUARD_KINDS.get(guard.kind)
-    return TraceError(
-        f"forward reads {readable_path(guard.source) or 'a setting'}",
-        expected="Python state that a call can compare",
-        got=f"a guard of Dynamo's of kind {guard.kind}" + (f" ({known.asks})" if known else ""),
-        rule="a trace is used only for calls that it is valid for [I10]",
-        fix=fix or _FIXES.get(guard.kind, "keep what forward reads there as a plain attribute of the model"),
+    return StateNotCompared(
+        path=readable_path(guard.source) or "a setting",
+        kind=guard.kind + (f" ({known.asks})" if known else ""),
+        fix=fix or _FIXES.get(guard.kind),
     )

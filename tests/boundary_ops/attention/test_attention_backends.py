@@ -17,8 +17,8 @@ from attention_stubs import FakeWrapper
 from boundary_ops import BoundaryOpError, PagedKVCache, PrefillBatch, attn_inplace
 from boundary_ops.attention import attention
 from boundary_ops.attention import on_cuda as attention_on_cuda
+from boundary_ops.attention.step_buffers import StepBuffers
 from boundary_ops.backends import flashinfer
-from boundary_ops.step.step_buffers import StepBuffers
 
 HEADS, KV_HEADS, DIM = 4, 2, 64
 LIBRARIES = ("flashinfer",)

@@ -11,7 +11,7 @@ from attention_oracle import naive_attn_inplace
 
 from boundary_ops import BoundaryOpError, PagedKVCache, PrefillBatch, attn_captured
 from boundary_ops.attention.captured import _CHUNK_ELEMENTS
-from boundary_ops.step.step_buffers import StepBuffers
+from boundary_ops.attention.step_buffers import StepBuffers
 from runners.errors import CaptureError
 from runners.tape.tape import TapeEngine
 

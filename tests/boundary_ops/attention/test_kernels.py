@@ -21,10 +21,10 @@ import torch
 from boundary_ops import BoundaryOpError, PagedKVCache, PrefillBatch
 from boundary_ops.attention import attention
 from boundary_ops.attention import on_cuda as attention_on_cuda
+from boundary_ops.attention.step_buffers import StepBuffers
 from boundary_ops.attention.triton.configs import BlockConfig, default_config, fitted
 from boundary_ops.attention.triton.geometry import Geometry, power_of_two
 from boundary_ops.attention.triton.tiles import tile_records, tiles_of
-from boundary_ops.step.step_buffers import StepBuffers
 
 INTERPRETED = Path(__file__).resolve().parents[3] / "tests" / "models" / "interpreted_kernels.py"
 needs_triton = pytest.mark.skipif(

@@ -25,7 +25,7 @@ from typing import Any
 
 import pytest
 import torch
-from toy_models import assert_same, op_poison, padding_of_row, put_back, spoil_static_memory, state_of
+from toy_models import assert_same, op_poison, overwrite_static_memory, padding_of_row, put_back, state_of
 
 import boundary_ops
 import piecewise
@@ -186,7 +186,7 @@ class Session:
             arguments, want, is_clear = self.drawn(sum(lengths), batch)
             after = state_of(self.model)
             put_back(before)
-            spoil_static_memory(self.graphed)
+            overwrite_static_memory(self.graphed)
             got = self.graphed(**arguments).logits
         self.num_calls += 1
         where = f"{lengths} of {self.case}"

@@ -6,11 +6,12 @@ import copy
 
 import pytest
 import torch
+from inspection import inspect
 
 transformers = pytest.importorskip("transformers")
 
-import test_huggingface as shared  # noqa: E402
-from test_huggingface import LAYERS, MODELS, SMALL, call, make_cache, prompts_of  # noqa: E402
+import small_transformers  # noqa: E402
+from small_transformers import LAYERS, MODELS, SMALL, call, make_cache, prompts_of  # noqa: E402
 
 import piecewise  # noqa: E402
 from boundary_ops import BoundaryOpError, PagedKVCache, PrefillBatch  # noqa: E402
@@ -94,7 +95,7 @@ def test_graphed_scores_are_the_unpacked_models(boundary):
     ids = torch.arange(3, 10)[None]
     with torch.no_grad():
         assert graphed.capture(input_ids=ids, position_ids=torch.arange(7)[None]).ok
-    assert graphed._graphs.signatures[0].traced.trace.layers.num_traced == 1
+    assert inspect(graphed).layers.num_traced == 1
     for prompts, scores in zip(cases, wanted, strict=True):
         found = call(graphed, step(cache, prompts), prompts).logits
         torch.testing.assert_close(found, scores, rtol=1e-4, atol=1e-5)
@@ -238,7 +239,7 @@ def test_an_empty_step_has_no_scores():
 @pytest.mark.parametrize("pad", [PAD, None])
 def test_opcheck(pad):
     prompts = prompts_of([4, 2])
-    cache = make_cache(shared.build("Llama"))
+    cache = make_cache(small_transformers.build("Llama"))
     batch = step(cache, prompts)
     with batch, torch.no_grad():
         arguments = torch.randn(1, 6, LABELS), batch.pack(prompts), pad

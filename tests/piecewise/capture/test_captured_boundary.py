@@ -26,7 +26,7 @@ import boundary_ops
 import piecewise
 from boundary_ops import BoundaryOpError, Misfit, PagedKVCache, PrefillBatch
 from boundary_ops.attention import captured as captured_attention
-from boundary_ops.step.step_buffers import StepBuffers
+from boundary_ops.attention.step_buffers import StepBuffers
 from piecewise.torch_backend import handle as find_handle
 from piecewise.torch_backend import piecewise_backend
 from runners.errors import ConfigError

@@ -10,6 +10,7 @@ import dataclasses
 
 import pytest
 import torch
+from inspection import inspect
 from toy_models import HIDDEN, Toy, compare, kinds, make_ids, reasons
 
 import boundary_ops
@@ -109,7 +110,7 @@ def test_I6_strict_is_an_error_that_names_what_changed(monkeypatch):
     )
     with pytest.raises(piecewise.CaptureError, match="real rows that do not depend on what padded rows hold"):
         graphed.capture(make_ids(5), torch.arange(5))
-    assert graphed._graphs.pool.allocated_bytes == 0
+    assert inspect(graphed).pool.allocated_bytes == 0
 
 
 def test_I3_a_lowering_that_mixes_rows_leaves_its_segment_with_eager_kernels(monkeypatch):
@@ -129,7 +130,7 @@ def test_I3_a_lowering_that_mixes_rows_leaves_its_segment_with_eager_kernels(mon
     monkeypatch.setattr(Lowering, "lower", mixing)
     graphed = served(lambda m, x: x * 2)
     assert kinds(graphed) == "gbg" and reasons(graphed) == {}
-    plan = graphed._graphs.signatures[0].plan
+    plan = inspect(graphed).plan
     assert [bool(segment.keeps_own) for segment in plan.segments] == [False, False, True]
 
 
@@ -165,7 +166,7 @@ def test_I9_buckets_that_were_captured_before_a_fault_are_captured_again(monkeyp
         with faults_told(1):
             report = graphed.capture(make_ids(5), torch.arange(5))
         assert report.captured == BUCKETS and kinds(graphed) == "gbgeg"
-        assert len({id(each.plan) for each in graphed._graphs.signatures[0].served.values()}) == 1
+        assert len({id(each.plan) for each in inspect(graphed).signature.served.values()}) == 1
         with torch.no_grad():
             for n in (2, 4, 7, 8, 12):
                 compare(graphed, toy, (make_ids(n), torch.arange(n)), exact=n in BUCKETS, where=f"{n} tokens")

@@ -7,6 +7,7 @@ import weakref
 
 import pytest
 import torch
+from inspection import inspect
 from state_models import graph, new_model, serve, tokens
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
@@ -95,7 +96,7 @@ def test_old_weights_and_graphs_are_held_by_nothing(no_collector, way, look, mak
     gc.collect()  # what tracing left
     weight = model.projection.weight
     new = parameter(make(torch.ones_like(weight.a if make is wrapped else weight)))
-    held = [weakref.ref(each) for each in (weight, *graphed._graphs.pool.graphs)]
+    held = [weakref.ref(each) for each in (weight, *inspect(graphed).pool.graphs)]
     held += [weakref.ref(each) for each in ((weight.a, weight.b) if make is wrapped else ())]
     del weight
     way(graphed, new)

@@ -10,6 +10,7 @@ import weakref
 
 import pytest
 import torch
+from inspection import inspect
 from state_models import BUCKETS, HIDDEN, assert_equal, before_each_attend, graph, new_model, serve, tokens
 from torch import nn
 
@@ -47,7 +48,7 @@ def test_I9_suspend_gives_all_memory_back_and_calls_are_right(model):
     graphed = graph(model)
     graphed.capture(tokens(7).int())
     serve(graphed, tokens(5))
-    store = graphed._graphs
+    store = inspect(graphed)
     memory = [*store.pool.arena._chunks, *store.buffers._storages.values()]
     held = weak([each.untyped_storage() for each in memory])
     del memory
@@ -87,7 +88,7 @@ def test_I5_a_window_captures_nothing_while_suspended(model):
     with piecewise.capture_window():
         assert serve(graphed, tokens(5)) == "suspended"
         assert serve(graphed, tokens(5).int()) == "suspended"
-    assert graphed._graphs.pool is None
+    assert inspect(graphed).pool is None
 
 
 def move_away_and_back(model):
@@ -193,7 +194,7 @@ def test_I10_weights_that_were_untied_meanwhile_are_traced_again(traces):
 def test_a_bucket_with_a_trace_of_its_own_is_resumed_from_that(traces):
     model = new_model(before=lambda model, x: x * 2 if x.shape[0] % 8 == 0 else x + 1)
     graphed = graph(model, tokens(8), buckets=(8, 12))
-    assert len(graphed._graphs.signatures[0].cuts) == 2
+    assert len(inspect(graphed).signature.cuts) == 2
     count = len(traces)
     graphed.suspend()
     assert graphed.resume().captured == (8, 12) and len(traces) == count
@@ -225,7 +226,7 @@ def test_a_capture_while_suspended_is_an_error(model, method):
     graphed.suspend()
     with pytest.raises(piecewise.StateError, match=rf"(?s){method}\(\) while suspended.*Rule:.*Fix:.*resume"):
         getattr(graphed, method)(*([tokens(7)] if method == "capture" else []))
-    assert graphed._graphs.pool is None
+    assert inspect(graphed).pool is None
     assert graphed.resume().captured == BUCKETS
 
 
@@ -334,7 +335,7 @@ def test_resume_that_fails_stays_suspended_and_can_be_repeated(model):
     with pytest.raises(piecewise.TraceError):
         graphed.resume()
     hook.remove()
-    assert serve(graphed, tokens(5)) == "suspended" and graphed._graphs.pool is None
+    assert serve(graphed, tokens(5)) == "suspended" and inspect(graphed).pool is None
     assert graphed.resume().captured == BUCKETS
     assert [serve(graphed, ids) for ids in (tokens(5), tokens(5).int())] == ["replay"] * 2
 
@@ -363,7 +364,7 @@ def test_I8_a_capture_that_fails_in_resume_leaves_everything_suspended(model, mo
         failing_captures(patch, error, after=after)
         with pytest.raises((RuntimeError, KeyboardInterrupt)):
             graphed.resume()
-    assert graphed._graphs.pool is None and graphed.stats.captured == ()
+    assert inspect(graphed).pool is None and graphed.stats.captured == ()
     again = str(graphed.report())
     assert again.count("suspended") == before.count("suspended")
     assert serve(graphed, tokens(5)) == "suspended"
@@ -387,7 +388,7 @@ def test_I10_a_model_that_changed_while_a_failed_resume_waits_is_traced_again(mo
 def test_I6_a_resume_that_fails_at_a_call_is_told_once(model, monkeypatch):
     graphed = graph(model, strict=True)
     graphed.suspend()
-    graphed._graphs.resume(None)
+    inspect(graphed).store.resume(None)
     with monkeypatch.context() as patch, torch.no_grad():
         failing_captures(patch, RuntimeError("no room"))
         with pytest.raises(RuntimeError, match="no room"):
@@ -400,7 +401,7 @@ def test_I6_a_resume_that_fails_at_a_call_is_told_once(model, monkeypatch):
 def test_I4_a_weight_that_is_gone_when_a_resume_is_due_is_no_error(model):
     graphed = graph(model)
     graphed.suspend()
-    graphed._graphs.resume(None)
+    inspect(graphed).store.resume(None)
     model.projection.bias = None
     assert serve(graphed, tokens(5)) == "module_state_changed"
     assert graphed.refresh().ok and serve(graphed, tokens(5)) == "replay"

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from inspection import inspect
 from test_zero_fills import ops_in_graphs
 from torch import nn
 from toy_models import HIDDEN, VOCAB, compare, make_ids
@@ -102,7 +103,7 @@ def num_copies(made):
 
 
 def free_values(made):
-    return [value.name for value in made._graphs.signatures[0].plan.values if value.any_strides]
+    return [value.name for value in inspect(made).plan.values if value.any_strides]
 
 
 @pytest.mark.parametrize("lowering", ["eager", "inductor"])
@@ -125,11 +126,11 @@ def test_an_op_that_declares_nothing_gets_eagers_strides(lowering):
 
 
 def test_equal_layers_stay_equal_and_differ_from_those_that_are_read_otherwise():
-    plan = graphed(Model(num_layers=4))._graphs.signatures[0].plan
+    plan = inspect(graphed(Model(num_layers=4))).plan
     middle = plan.graph_segments()[1:-1]
     assert len({segment.lowering_key for segment in middle}) == 1
     assert len({graph_key(plan, segment) for segment in middle}) == 1
-    other = graphed(Model("dense_gather", num_layers=4))._graphs.signatures[0].plan
+    other = inspect(graphed(Model("dense_gather", num_layers=4))).plan
     theirs = other.graph_segments()[1]
     assert theirs.lowering_key != middle[0].lowering_key
     assert graph_key(other, theirs) != graph_key(plan, middle[0])
@@ -221,7 +222,7 @@ def test_a_row_count_that_the_rewritten_graph_excludes_needs_no_dense_copy(monke
     made = graphed(Model())
     assert all(strides["v"] == (HIDDEN, 1) for strides in replayed_strides(made, 5))
     assert all(strides["v"] == (3 * HIDDEN, 1) for strides in replayed_strides(made, 13))
-    for served in made._graphs.signatures[0].served.values():
+    for served in inspect(made).signature.served.values():
         for bound in served.steps._bound.values():
             assert not any(getattr(step, "dense", ()) for step in bound.steps)
     check(made)
@@ -256,7 +257,7 @@ def test_the_names_must_be_arguments_that_are_read_alone():
 
 def test_a_call_that_computes_something_beside_counts_on_all_strides():
     """A boundary segment that is more than its op's call has a function, whose ops may want eager's."""
-    plan = graphed(Model(num_layers=1), fusions=())._graphs.signatures[0].plan
+    plan = inspect(graphed(Model(num_layers=1), fusions=())).plan
     values = [
         replace(value, any_strides=False, strides=value.strides or (lambda n: (HIDDEN, 1)))
         for value in plan.values

@@ -13,6 +13,7 @@ from collections import Counter
 import pytest
 import torch
 import torch.nn.functional as F
+from inspection import inspect
 from paged_models import Paged, capture, kinds, new_cache, serve_step
 from test_rows import scatter_rows
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -37,7 +38,7 @@ class _Ops(TorchDispatchMode):
 
 def ops_in_graphs(graphed, rows=8):
     """The ops that the functions of the graph segments run."""
-    plan = graphed._graphs.signatures[0].plan
+    plan = inspect(graphed).plan
     ops = _Ops()
     for segment in plan.graph_segments():
         values = [plan.values[index] for index in segment.inputs]

@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 import torch
 from aten_segments import ROWS, segment_of
+from inspection import inspect
 from test_lowering import captured, check
 from toy_models import Toy, make_ids
 
@@ -83,7 +84,7 @@ def test_single_sizes_have_traces_of_their_own(traces):
 
 def test_a_graph_made_for_another_count_is_not_taken(traces):
     graphed, _ = captured(Toy(num_blocks=1).eval(), fusions=("auto",))
-    signature = graphed._graphs.signatures[0]
+    signature = inspect(graphed).signature
     made = lowering.Lowering(graphed.piecewise_config)
     made.lower(signature.plan, (4, 8), signature.traced.graphs)
     assert traces == [(8, True)] * 2
@@ -96,8 +97,8 @@ def test_what_is_compiled_does_not_depend_on_the_example():
             Toy(num_blocks=1).eval(), buckets=(4, 16), lowering="inductor", fusions=("auto",), progress=False
         )
         graphed.capture(make_ids(tokens), torch.arange(tokens))
-        keys.append(set(graphed._graphs.lowering._compiled))
-        graphs = graphed._graphs.signatures[0].traced.graphs.values()
+        keys.append(set(inspect(graphed).lowering._compiled))
+        graphs = inspect(graphed).traced.graphs.values()
         assert [graph.num_rows for graph in graphs] == [16] * 2
     assert keys[0] == keys[1]
 

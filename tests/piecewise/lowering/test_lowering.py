@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from inspection import inspect
 from torch import nn
 from toy_models import HIDDEN, Toy, compare, make_ids, mix, op_poison, poison_copies, shift
 
@@ -67,12 +68,12 @@ def check(model, *, sizes=(1, 3, 4, 7, 8, 11, 16), arguments=None, strides=True,
 
 
 def num_steps(graphed, bucket):
-    runners = graphed._graphs.signatures[0].assemblers[0].runners.values()
+    runners = inspect(graphed).runners
     return [runner.graph_for(bucket).num_ops for runner in runners]
 
 
 def plan_of(graphed):
-    return graphed._graphs.signatures[0].plan
+    return inspect(graphed).plan
 
 
 # With the compiler.
@@ -95,11 +96,13 @@ def test_a_model_is_eagers_to_rounding_at_every_size_and_each_segment_one_step()
 
 
 def test_a_transformers_llama_is_eagers_to_rounding():
-    huggingface = pytest.importorskip("test_huggingface")
+    pytest.importorskip("transformers")
+    from small_transformers import build
+
     from boundary_ops import PagedKVCache, PrefillBatch
     from boundary_ops.huggingface.adapter import attach
 
-    model = huggingface.build("Llama", num_hidden_layers=4)
+    model = build("Llama", num_hidden_layers=4)
     config = model.config
     cache = PagedKVCache(
         num_layers=4, num_blocks=32, block_size=4, num_kv_heads=config.num_key_value_heads,
@@ -152,20 +155,21 @@ def test_a_segment_that_writes_memory_of_two_inputs_keeps_eager_kernels_and_is_r
     graphed, report = check(Mutating().eval(), arguments=mutated_inputs, buckets=(4, 8), sizes=(2, 4, 5, 8))
     (kept,) = report.kept_eager
     assert "segment 0" in kept.segment and "share memory that it writes" in kept.reason
-    lowered = graphed._graphs.signatures[0].lowerings[0].lowered
+    lowered = inspect(graphed).signature.lowerings[0].lowered
     assert num_steps(graphed, 4)[0] > 1 and [each.segment.index for each in lowered] == [2, 4]
 
 
 def test_a_restart_finds_every_segment_on_disk_whatever_the_hash_seed(tmp_path):
     program = """
 import torch, piecewise, json
+from inspection import inspect
 from toy_models import Toy
 torch.manual_seed({seed})
 graphed = piecewise.compile(Toy(num_blocks=2).eval(), buckets=[4, 8], lowering="inductor", progress=False)
 report = graphed.capture(torch.arange({tokens}), torch.arange({tokens})).lowerings[0]
 from torch._dynamo.utils import counters
 found = counters["inductor"]["fxgraph_cache_hit"] + counters["aot_autograd"]["autograd_cache_hit"]
-keys = sorted(graphed._graphs.lowering._compiled)
+keys = sorted(inspect(graphed).lowering._compiled)
 print(json.dumps([report.num_compiled, report.num_from_disk, found > 0, keys]))
 """
     import json
@@ -245,7 +249,7 @@ def test_a_bucket_that_a_compile_excludes_is_compiled_alone(monkeypatch):
     arguments = dict(arguments=rows_of)
     graphed, report = check(Tanh().eval(), buckets=(4, 6, 8), sizes=(3, 5, 6, 8), **arguments)
     assert (report.num_distinct, report.num_compiled) == (2, 4) and report.kept_eager == ()
-    by_rows = graphed._graphs.signatures[0].lowerings[0].lowered[0].by_rows
+    by_rows = inspect(graphed).signature.lowerings[0].lowered[0].by_rows
     assert by_rows[4] is by_rows[8] is not by_rows[6]
 
 
@@ -306,7 +310,7 @@ def test_I6_a_segment_that_cannot_be_compiled_keeps_eager_kernels_alone(monkeypa
     assert (
         "eager kernels in segment 2" in str(graphed.report()) and "no tanh here" in graphed.report().to_json()
     )
-    plan, functions = plan_of(graphed), graphed._graphs.signatures[0].assemblers[0].functions
+    plan, functions = plan_of(graphed), inspect(graphed).assembler.functions
     eager = [s.index for s in plan.graph_segments() if functions[s.index] is s.function and not s.views_only]
     assert eager == [2]
 
@@ -355,7 +359,7 @@ class Pinned(nn.Module):
 def test_a_view_that_a_boundary_op_writes_stays_a_view_of_what_is_read_later(compiles):
     graphed, report = check(Pinned().eval(), arguments=rows_of)
     assert report.kept_eager == ()
-    first = graphed._graphs.signatures[0].lowerings[0].lowered[0].layout
+    first = inspect(graphed).signature.lowerings[0].lowered[0].layout
     assert [result.source for result in first.results].count("cover") == 1
 
 
@@ -419,7 +423,7 @@ def test_results_have_the_plans_strides_whatever_the_compiler_gives(monkeypatch)
 
     monkeypatch.setattr(torch_api, "compile_aten_graph", flips)
     graphed, _ = check(Tanh().eval(), arguments=rows_of)
-    plan, assembler = plan_of(graphed), graphed._graphs.signatures[0].assemblers[0]
+    plan, assembler = plan_of(graphed), inspect(graphed).assembler
     for segment in plan.graph_segments():
         for index, tensor in zip(
             segment.outputs, assembler.runners[segment.index].graph_for(8).outputs, strict=True

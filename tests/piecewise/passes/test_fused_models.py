@@ -9,7 +9,7 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
-from test_huggingface import LAYERS, build, make_cache  # noqa: E402
+from small_transformers import LAYERS, build, make_cache  # noqa: E402
 
 import piecewise  # noqa: E402
 from boundary_ops import PrefillBatch  # noqa: E402

@@ -6,11 +6,12 @@ import json
 
 import pytest
 import torch
+from inspection import inspect
 from state_models import BUCKETS, graph, new_model, serve, tokens
 
 import boundary_ops
 import piecewise
-from piecewise.report.coverage import CoverageError
+from piecewise.errors.report import CoverageError
 from runners.stats import FallbackReason
 
 _library = torch.library.Library("state_coverage", "DEF")
@@ -46,7 +47,7 @@ def mixing():
 
 
 def nothing_is_left(graphed):
-    store = graphed._graphs
+    store = inspect(graphed)
     return store.pool is None and not store.buffers.allocated_bytes and not store.signatures
 
 
@@ -231,10 +232,12 @@ def test_shares_of_ops_and_calls_per_bucket_and_per_reason():
 
 def test_lazy_captures_stop_where_the_device_has_too_little_memory(monkeypatch):
     free = [2**30]
-    monkeypatch.setattr("piecewise.capture.limits.free_memory", lambda device: (free[0], 100 * 2**30))
+    monkeypatch.setattr(
+        "runners.tape.tape.TapeEngine.free_memory", lambda engine, device: (free[0], 100 * 2**30)
+    )
     graphed = graph(new_model(), captured=False, capture="lazy")
     assert [serve(graphed, tokens(3)) for _ in range(4)] == ["not_captured"] * 2 + ["out_of_memory"] * 2
-    assert graphed._graphs.pool is None and statuses(graphed)[4] == ("eager", "out_of_memory")
+    assert inspect(graphed).pool is None and statuses(graphed)[4] == ("eager", "out_of_memory")
     assert everywhere(graphed, "1.00 GiB of 100.00 GiB are free on cpu")
     free[0] = 50 * 2**30
     assert [serve(graphed, tokens(7)) for _ in range(3)] == ["not_captured"] * 2 + ["replay"]

@@ -7,6 +7,7 @@ import json
 import paged_models
 import pytest
 import torch
+from inspection import inspect
 from test_fusions import Plain
 from torch import nn
 from torch.nn import functional as F
@@ -17,9 +18,9 @@ from boundary_ops import PrefillBatch
 from piecewise.report.segments import BucketStreams, SegmentStreams, StreamReport
 from piecewise.streams import branches, streams
 from piecewise.torch_backend import piecewise_backend
+from runners.engine import Streams
 from runners.errors import ConfigError
 from runners.mode import capturing
-from runners.streams import Lanes
 
 
 def ids_only(n):
@@ -44,14 +45,14 @@ def check(model, num_streams=2, **settings):
 def forks(monkeypatch):
     """The segments in whose captures a fork was recorded, one entry per fork."""
     found = []
-    fork = Lanes.fork
+    fork = Streams.fork
 
     def noted(self, num_lanes):
         if capturing() is not None:
             found.append(capturing())
         fork(self, num_lanes)
 
-    monkeypatch.setattr(Lanes, "fork", noted)
+    monkeypatch.setattr(Streams, "fork", noted)
     return found
 
 
@@ -70,8 +71,8 @@ def test_a_decoder_on_several_streams_is_what_it_is_on_one(num_streams):
 
 def test_warm_ups_and_captures_run_the_branches(forks, monkeypatch):
     warm_ups = []
-    opened = Lanes.opened
-    monkeypatch.setattr(Lanes, "opened", lambda self: (warm_ups.append(capturing()), opened(self))[1])
+    opened = Streams.opened
+    monkeypatch.setattr(Streams, "opened", lambda self: (warm_ups.append(capturing()), opened(self))[1])
     graphed(Plain(2))
     # One region in the first and in the last segment, two in the middle one.
     assert len(forks) == 2 * (1 + 2 + 1) and len(set(forks)) == 3
@@ -276,7 +277,7 @@ def test_I8_a_form_on_lanes_leaves_no_graph_and_no_change_of_state():
     before = {name: tensor.clone() for name, tensor in [*model.named_parameters()]}
     caches = [layer.cache.clone() for layer in model.layers]
     made, _ = graphed(model)
-    live = [tape for tape in made._graphs.pool.graphs if not tape.is_reset]
+    live = [tape for tape in inspect(made).pool.graphs if not tape.is_reset]
     assert len(live) == 4 * 2
     assert all(torch.equal(before[name], tensor) for name, tensor in model.named_parameters())
     assert all(torch.equal(cache, layer.cache) for cache, layer in zip(caches, model.layers, strict=True))

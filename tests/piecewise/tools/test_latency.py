@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from inspection import inspect
 from torch import Tensor, nn
 
 import boundary_ops
 import piecewise
 from piecewise.tools.bench.latency import LatencyBench
 from piecewise.tools.bench.result import SCHEMA, BenchResult, Spread
-from piecewise.verify.variants import PEERS, VariantMaker, run_plan
+from piecewise.tools.bench.variants import PEERS, VariantMaker, run_floor
 from runners.errors import ConfigError
 
 HIDDEN = 8
@@ -131,7 +132,7 @@ def test_what_cannot_be_measured_is_left_out_with_its_reason() -> None:
     assert {line["variant"] for line in found.results if line["num_tokens"] == 6} == {"eager", "graphed"}
     assert found.skipped["floor, 6 tokens"] == "6 is no captured bucket"
     assert "CUDA" in found.skipped["reduce-overhead"] and "breakable" in found.skipped
-    table = found.table()
+    table = str(found)
     assert "left out: 6 is no captured bucket" in table and "latency, graphed ÷ floor" in table
     assert PEERS == ("breakable",)
 
@@ -149,10 +150,10 @@ def test_the_floor_runs_the_plans_kernels() -> None:
         maker = VariantMaker(case, config, [4])
         graphed, _ = maker._captured("graphed")
         args, kwargs = case.inputs(4)
-        (signature,) = graphed._graphs.signatures
+        (signature,) = inspect(graphed).signatures
         _, leaves = signature.match(graphed._binder.bind(*args, **kwargs))
         functions = signature.assemblers[0].functions
-        (found,) = run_plan(signature.served[4].plan, functions, leaves, 4)
+        (found,) = run_floor(signature.served[4].plan, functions, leaves, 4)
         assert torch.equal(found, case.model(*args, **kwargs)["y"])
 
 

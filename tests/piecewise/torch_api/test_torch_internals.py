@@ -360,12 +360,12 @@ def thing(**attributes):
 
 
 needs_numbers = pytest.mark.skipif(
-    not torch_api.dict_numbers_tell(), reason="this Python's dict numbers do not tell of all writes"
+    not torch_api.dict_versions_tell(), reason="this Python's dict numbers do not tell of all writes"
 )
 
 
 def test_dict_numbers_tell_on_all_pythons_but_one():
-    assert torch_api.dict_numbers_tell() == (sys.version_info[:3] != (3, 13, 0))
+    assert torch_api.dict_versions_tell() == (sys.version_info[:3] != (3, 13, 0))
 
 
 DICT_WRITES = {
@@ -383,7 +383,7 @@ DICT_WRITES = {
 @pytest.mark.parametrize("which", [0, 1, 2])
 def test_numbers_tell_of_each_write_to_each_dict(write, which):
     dicts = [{"a": 1, "z": 2} for _ in range(3)]
-    is_same = torch_api.number_dicts(dicts, [], [])
+    is_same = torch_api.dict_versions(dicts, [], [])
     assert is_same() and dicts[which]["a"] == 1 and is_same()
     DICT_WRITES[write](dicts[which])
     assert not is_same()
@@ -404,14 +404,14 @@ OBJECT_CHANGES = {
 @pytest.mark.parametrize("which", [0, 1])
 def test_numbers_tell_of_each_change_of_each_object(change, which):
     items = [thing(a=1.0), thing(a=1.0)]
-    is_same = torch_api.number_dicts([items[0].__dict__, items[1].__dict__, {}], items, [Thing, Thing])
+    is_same = torch_api.dict_versions([items[0].__dict__, items[1].__dict__, {}], items, [Thing, Thing])
     assert is_same()
     OBJECT_CHANGES[change](items[which])
     assert not is_same()
 
 
 def test_a_class_that_is_not_the_expected_one_is_told_at_once():
-    assert not torch_api.number_dicts([], [thing()], [Other])()
+    assert not torch_api.dict_versions([], [thing()], [Other])()
 
 
 def test_the_users_of_a_storage_are_counted():
@@ -445,7 +445,7 @@ def test_an_aten_graph_keeps_what_writes_and_takes_a_symbolic_count():
 
 
 def test_no_pattern_matches_across_an_op_that_writes():
-    from piecewise.torch_api.pattern_matcher import CallFunction, KeywordArg, PatternSet
+    from piecewise.passes.matcher import CallFunction, KeywordArg, PatternSet
 
     aten = torch.ops.aten
     patterns = PatternSet("sums of sines")

@@ -12,6 +12,7 @@ import hypothesis
 import hypothesis.strategies as st
 import pytest
 import torch
+from inspection import inspect
 from torch import nn
 from toy_models import CACHE_ROWS, HIDDEN, VOCAB, make_ids, mix
 
@@ -21,9 +22,9 @@ from piecewise.analysis.same_program import Program
 from piecewise.analysis.token_dim import find_token_symbol
 from piecewise.calls.binder import CallBinder
 from piecewise.ir.effects import find_facts
-from piecewise.trace import trace
-from piecewise.trace.dynamo.run import ExampleCall
+from piecewise.trace.dynamo import front_end
 from piecewise.trace.layers import layer_reuse, layer_run
+from piecewise.trace.trace import ExampleCall
 from runners.errors import TraceError
 
 NUM_LAYERS = 4
@@ -98,7 +99,7 @@ def new_stack(*args, **kwargs):
 
 def traced(model, num_tokens=6, **options):
     example = ExampleCall.from_call(CallBinder(model.forward), (make_ids(num_tokens),), {})
-    return trace.trace(model, example, forward=model, **options)
+    return front_end.trace(model, example, forward=model, **options)
 
 
 @contextlib.contextmanager
@@ -461,7 +462,7 @@ def test_what_the_forward_of_a_layer_holds_is_compared(what):
     graphed = piecewise.compile(model, buckets=(8,), progress=False)
     with torch.no_grad():
         assert graphed.capture(make_ids(6)).ok
-        assert graphed._graphs.signatures[0].traced.trace.layers.num_traced == 1
+        assert inspect(graphed).layers.num_traced == 1
         graphed(make_ids(5))
         if what == "default":
             Default.forward.__defaults__ = (3.0,)
@@ -527,7 +528,7 @@ def test_another_thread_runs_the_model_while_it_is_traced(monkeypatch):
         with torch.no_grad():
             found["result"] = model(make_ids(5))
 
-    run_dynamo = trace.run_dynamo
+    run_dynamo = front_end.run_dynamo
 
     def meanwhile(*args, **kwargs):
         thread = threading.Thread(target=call)
@@ -535,7 +536,7 @@ def test_another_thread_runs_the_model_while_it_is_traced(monkeypatch):
         thread.join()
         return run_dynamo(*args, **kwargs)
 
-    monkeypatch.setattr(trace, "run_dynamo", meanwhile)
+    monkeypatch.setattr(front_end, "run_dynamo", meanwhile)
     assert traced(model).layers.num_traced == 1
     assert torch.equal(found["result"], expected)
 
@@ -589,7 +590,7 @@ def test_two_threads_trace_one_model_at_the_same_time():
         graphed = piecewise.compile(model, buckets=(4, 8), progress=False)
         with torch.no_grad():
             graphed.capture(make_ids(6))
-            found[name] = graphed(make_ids(5)), graphed._graphs.signatures[0].traced.trace.layers.num_traced
+            found[name] = graphed(make_ids(5)), inspect(graphed).layers.num_traced
 
     threads = [threading.Thread(target=capture, args=(name,)) for name in range(2)]
     for thread in threads:
@@ -625,7 +626,7 @@ def test_transformers_models(family, monkeypatch):
         report = graphed.capture(input_ids=ids, position_ids=positions, logits_to_keep=1)
         assert report.ok, str(report)
         assert "of 6 layers traced, whose graphs are those of the others" in str(report)
-        (signature,) = graphed._graphs.signatures
+        (signature,) = inspect(graphed).signatures
         layers = signature.traced.trace.layers
         # Gemma has layers with a window, and with rotations of their own, beside those without.
         assert (layers.num_calls, layers.reason) == (6, ""), layers
@@ -638,13 +639,13 @@ def test_transformers_models(family, monkeypatch):
 
 
 def test_only_a_run_over_all_layers_remembers_what_its_ops_gave(monkeypatch):
-    seen, run_dynamo = [], trace.run_dynamo
+    seen, run_dynamo = [], front_end.run_dynamo
 
     def noted(*args, repeats, **kwargs):
         seen.append(repeats)
         return run_dynamo(*args, repeats=repeats, **kwargs)
 
-    monkeypatch.setattr(trace, "run_dynamo", noted)
+    monkeypatch.setattr(front_end, "run_dynamo", noted)
     monkeypatch.setattr(layer_run, "run_dynamo", noted)
     assert traced(new_stack()).layers.num_traced == 1
     assert seen == [False, False]

@@ -10,7 +10,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from test_huggingface import LAYERS, attached
+from inspection import inspect
+from small_transformers import LAYERS, attached
 from torch import nn
 from toy_models import CACHE_ROWS, Toy, make_ids, mix, state_of
 
@@ -22,9 +23,9 @@ from piecewise.capture import poison
 from piecewise.capture.poison import poison_padding_
 from piecewise.ir.plan import PaddedRows, ValueSpec
 from piecewise.tools import cli
-from piecewise.verify.differences import Tolerance, compare_tensors
+from piecewise.verify.differences import Tolerance, compare_values
 from piecewise.verify.verify import edge_sizes
-from runners.bound_steps import Call, CopyInputs
+from runners.bound_steps import BoundCall, CopyInputs
 from runners.piecewise_runner import PiecewiseRunner
 
 BUCKETS = (8, 16)
@@ -42,7 +43,7 @@ def graph(model=None, *, example=None, buckets=BUCKETS, **config):
 
 
 def plan_steps(graphed, bucket):
-    return graphed._graphs.signatures[0].served[bucket].steps
+    return inspect(graphed).steps(bucket)
 
 
 # What is right -------------------------------------------------------------------------------------------
@@ -87,7 +88,7 @@ def test_I8_verify_leaves_no_trace(outputs):
     assert torch.equal(ids, inputs[0]) and torch.equal(positions, inputs[1])
     assert graphed.stats.asdict() == stats and graphed.traffic.num_calls == 0
     assert torch.equal(torch.get_rng_state(), random_state)
-    assert not graphed._router._lock.locked()
+    assert not inspect(graphed).is_locked
     with torch.no_grad():
         torch.testing.assert_close(graphed(ids, positions), graphed.model(ids, positions))
 
@@ -100,7 +101,7 @@ def test_I8_an_error_of_the_model_passes_and_leaves_no_trace():
     with pytest.raises(IndexError):
         graphed.verify(ids, torch.arange(5))
     assert all(torch.equal(tensor, kept) for tensor, kept in before.values())
-    assert not graphed._router._lock.locked()
+    assert not inspect(graphed).is_locked
 
 
 def test_nothing_replayed_is_not_ok():
@@ -223,7 +224,7 @@ def test_I8_a_cache_that_is_an_argument_is_compared_and_put_back():
     assert report.ok, report
     assert torch.equal(cache, before) and float(model.num_calls) == 0
     bound = plan_steps(graphed, 8)._bind(5)
-    call = next(step for step in bound.steps if isinstance(step, Call))
+    call = next(step for step in bound.steps if isinstance(step, BoundCall))
     kept = call.function
 
     def wrong(n, *rest):
@@ -251,10 +252,10 @@ def test_I3_eager_segments_of_a_mixture_of_experts_agree():
 
 def test_I2_static_memory_is_overwritten_before_a_replay():
     graphed = graph()
-    pool, steps = graphed._graphs.pool, plan_steps(graphed, 8)
+    pool, steps = inspect(graphed).pool, plan_steps(graphed, 8)
     with torch.no_grad():
         graphed(*arguments(5)[0])
-    poison.spoil_static_memory(steps, pool, poison.Poison("", 0))
+    poison.overwrite_static_memory(steps, pool, poison.Poison("", 0))
     static = steps.results[0].tensor
     assert bool(static.isnan().all())
     for shadow in steps.copy_ins:
@@ -266,7 +267,7 @@ def test_I2_static_memory_is_overwritten_before_a_replay():
 def test_verify_inside_a_call_is_refused():
     graphed = graph()
     bound = plan_steps(graphed, 8)._bind(5)
-    call = next(step for step in bound.steps if isinstance(step, Call))
+    call = next(step for step in bound.steps if isinstance(step, BoundCall))
     call.function = lambda *_: graphed.verify(*arguments(5)[0])
     with torch.no_grad(), pytest.raises(piecewise.StateError, match="verify"):
         graphed(*arguments(5)[0])
@@ -344,7 +345,7 @@ def capture_with(monkeypatch, segment, change):
 def test_a_difference_tells_a_wrong_plan_from_a_wrong_replay(monkeypatch):
     """The padded rows run without graphs, too: a step that calls the wrong thing is wrong there as well."""
     graphed = graph()
-    call = next(step for step in plan_steps(graphed, 8)._bind(5).steps if isinstance(step, Call))
+    call = next(step for step in plan_steps(graphed, 8)._bind(5).steps if isinstance(step, BoundCall))
     call.arguments[2], call.arguments[3] = call.arguments[3], call.arguments[2]
     found = graphed.verify(*arguments(5)[0]).first_difference
     assert found.cause == "plan" and found.run == "no graphs, padding as served"
@@ -402,7 +403,7 @@ def test_rows_in_use_and_rows_not_in_use_are_told_apart():
             return self.body(x)
 
     graphed = graph(Stray(), example=floats(5)[0])
-    call = next(step for step in plan_steps(graphed, 8)._bind(5).steps if isinstance(step, Call))
+    call = next(step for step in plan_steps(graphed, 8)._bind(5).steps if isinstance(step, BoundCall))
     right = call.function
 
     def wrong(n, *rest):
@@ -510,7 +511,7 @@ def test_I2_a_static_buffer_that_is_not_renewed_is_found():
 def test_a_boundary_step_with_swapped_arguments_is_found():
     graphed = graph()
     bound = plan_steps(graphed, 8)._bind(5)
-    call = [step for step in bound.steps if isinstance(step, Call)][1]
+    call = [step for step in bound.steps if isinstance(step, BoundCall)][1]
     call.arguments[2], call.arguments[3] = call.arguments[3], call.arguments[2]
     report = graphed.verify(*arguments(5)[0])
     found = report.first_difference
@@ -521,7 +522,7 @@ def test_a_boundary_step_with_swapped_arguments_is_found():
 def test_a_boundary_op_that_fails_on_replay_is_a_difference():
     graphed = graph()
     bound = plan_steps(graphed, 8)._bind(5)
-    call = next(step for step in bound.steps if isinstance(step, Call))
+    call = next(step for step in bound.steps if isinstance(step, BoundCall))
 
     def fail(*_):
         raise ValueError("no rows like these")
@@ -549,14 +550,14 @@ def test_differences_name_rows_position_and_size():
     right = left.clone()
     left[0, 0] = right[0, 0] = 2.0
     right[1, 2], right[3, 0] = 0.5, float("nan")
-    found = compare_tensors(left, right, Tolerance(16, 1))
+    found = compare_values(left, right, Tolerance(16, 1))
     assert found.rows == (1, 3) and found.num_rows == 2
     assert found.position == (3, 0) and found.size == float("inf")
-    assert compare_tensors(left, right, Tolerance(16, 1), dim=1).rows == (0, 2)
-    assert compare_tensors(right, right.clone(), None) is None
-    assert "[4, 3]" in compare_tensors(left, right[:2], None).detail
+    assert compare_values(left, right, Tolerance(16, 1), dim=1).rows == (0, 2)
+    assert compare_values(right, right.clone(), None) is None
+    assert "[4, 3]" in compare_values(left, right[:2], None).detail
     one = torch.tensor([3, 4])
-    assert compare_tensors(one, one + 1, Tolerance(10**9, 10**9)).size == 1, "integers must be equal"
+    assert compare_values(one, one + 1, Tolerance(10**9, 10**9)).size == 1, "integers must be equal"
 
 
 def test_the_tolerance_follows_from_dtype_reduction_length_and_depth():

@@ -15,11 +15,23 @@ import torch
 import torch._dynamo  # noqa: F401  (imported lazily by torch, and not while parts of it are replaced)
 from torch import Tensor
 
+from runners import _torch as torch_api
 from runners.cuda import driver as cuda_driver
 from runners.cuda.driver import StreamCapture
 from runners.cuda.graph import CudaEngine
 from runners.cuda.pool import CudaPool
-from runners.errors import CaptureError, StateError
+from runners.errors import (
+    ForeignAllocator,
+    NestedCapture,
+    OutOfDeviceMemory,
+    PoolHasGraphs,
+    PoolInUse,
+    ReplayAfterReset,
+    ReplayInsideCapture,
+    UnjoinedStream,
+    WaitForDevice,
+    WorkElsewhere,
+)
 
 DEVICE = torch.device("cuda", 0)
 
@@ -171,10 +183,10 @@ def machine(request: Any, monkeypatch: Any) -> Machine:
         monkeypatch.setattr(torch.cuda, name, value)
     inner = dict(
         _CUDAGraph=Graph, _cuda_clearCublasWorkspaces=lambda: None, _cuda_releasePool=made.release_pool,
-        _cuda_getCurrentRawStream=lambda index: 11,
     )  # fmt: skip
     for name, value in inner.items():
         monkeypatch.setattr(torch._C, name, value, raising=False)
+    monkeypatch.setattr(torch_api, "current_raw_stream", lambda index: 11)
     monkeypatch.setattr(torch, "Generator", Generator)
     monkeypatch.setattr(cuda_driver, "capture_status", lambda stream: made.status)
     monkeypatch.setattr(cuda_driver, "restart_capture", made.restart)
@@ -201,7 +213,7 @@ def test_a_capture_leaves_modes_as_they_were_and_hands_out_aliases(machine: Mach
     graph.replay()
     graph.reset()
     assert graph.outputs == () and pool.num_live == 0
-    with pytest.raises(StateError, match="reset"):
+    with pytest.raises(ReplayAfterReset, match="reset"):
         graph.replay()
     pool.release()
     assert_clean(machine)
@@ -235,13 +247,13 @@ def failing(kind: str, machine: Machine) -> list[Tensor]:
 @pytest.mark.parametrize(
     ("kind", "error", "says"),
     [
-        ("wait", CaptureError, r"a wait for the device.*test_cuda_captures.py:\d+: `"),
-        ("swallowed wait", CaptureError, "a wait for the device"),
-        ("unjoined", CaptureError, "not joined again"),
+        ("wait", WaitForDevice, r"a wait for the device.*test_cuda_captures.py:\d+: `"),
+        ("swallowed wait", WaitForDevice, "a wait for the device"),
+        ("unjoined", UnjoinedStream, "not joined again"),
         ("unjoined and an error", ModelError, "no"),
         ("error", ModelError, "no"),
         ("interrupt", KeyboardInterrupt, None),
-        ("memory", CaptureError, "no memory left.*9.00 GiB"),
+        ("memory", OutOfDeviceMemory, "no memory left.*9.00 GiB"),
     ],
 )
 def test_I8_each_kind_of_failure_is_cleaned_up(
@@ -285,7 +297,7 @@ def test_an_empty_graph_is_right_for_views_only(machine: Machine) -> None:
     views = engine.capture(lambda: [x.view(-1), x.T[:1], torch.empty(3)], pool=pool, segment="segment 0")
     assert views.is_empty
     for work in (lambda: [x * 3], lambda: [x.add_(1)], lambda: [torch.zeros(2)], lambda: [x.T.contiguous()]):
-        with pytest.raises(CaptureError, match=r"segment 1, op aten.*kernels that ran on another stream"):
+        with pytest.raises(WorkElsewhere, match=r"segment 1, op aten.*kernels that ran on another stream"):
             engine.capture(work, pool=pool, segment="segment 1")
     assert_clean(machine, num_live=1)
 
@@ -295,16 +307,16 @@ def test_captures_do_not_nest_and_a_pool_serves_one_at_a_time(machine: Machine) 
     graph = engine.capture(lambda: [x + 1], pool=pool, segment="segment 0")
 
     def nested() -> list[Tensor]:
-        with pytest.raises(StateError, match="captures do not nest"):
+        with pytest.raises(NestedCapture, match="captures do not nest"):
             engine.capture(lambda: [x], pool=CudaPool(DEVICE), segment="segment 2")
-        with pytest.raises(StateError, match="graphs do not nest"):
+        with pytest.raises(ReplayInsideCapture, match="graphs do not nest"):
             graph.replay()
-        with pytest.raises(StateError, match="in progress"):
+        with pytest.raises(PoolInUse, match="in progress"):
             pool.release()
         return [x + 2]
 
     engine.capture(nested, pool=pool, segment="segment 1")
-    with pytest.raises(StateError, match="1 still captured"):
+    with pytest.raises(PoolHasGraphs, match="1 still captured"):
         pool.release()
 
 
@@ -326,9 +338,16 @@ def test_calls_join_the_last_stream_only_where_it_changed(machine: Machine, monk
     first = pool._last_stream
     pool.begin_call()
     assert pool._last_stream is first
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 12)
+    monkeypatch.setattr(torch_api, "current_raw_stream", lambda index: 12)
     pool.begin_call()
     second = pool._last_stream
     assert second is not first and second.waits == [first]
     pool.begin_call()
     assert pool._last_stream is second and second.waits == [first]
+
+
+def test_another_allocator_than_torchs_is_refused(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "init", lambda: None)
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "cudaMallocAsync")
+    with pytest.raises(ForeignAllocator, match="expected 'native', got 'cudaMallocAsync'"):
+        CudaEngine().new_pool(DEVICE)

@@ -21,8 +21,8 @@ from runners.state.state_check import StateCheck, StateFacts, StateRef
 @pytest.fixture(autouse=True, params=["numbers", "values"])
 def each_way(request, monkeypatch):
     """Dicts compared by their numbers, and by their values as where the numbers tell nothing."""
-    if request.param == "numbers" and torch_api.dict_numbers_tell():
-        check = functools.partial(state_check.StateCheck, number_dicts=torch_api.number_dicts)
+    if request.param == "numbers" and torch_api.dict_versions_tell():
+        check = functools.partial(state_check.StateCheck, dict_versions=torch_api.dict_versions)
         monkeypatch.setitem(globals(), "StateCheck", check)
 
 
@@ -278,10 +278,10 @@ def test_I10_a_check_that_was_settled_is_fast_from_its_first_call():
     facts = StateFacts(values=((place(owner), int("1000")),))
     check = StateCheck(tensors=[place(owner, "t")], facts=facts)
     assert not check.is_unchanged()
-    check.settle()
+    check.until_stable()
     assert check.is_unchanged()
     owner["k"] = 3
-    check.settle()
+    check.until_stable()
     assert_changed(check, "module_state_changed", "was 1000, is 3")
 
 

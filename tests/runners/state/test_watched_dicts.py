@@ -28,7 +28,7 @@ def thing(**attributes):
 
 
 needs_numbers = pytest.mark.skipif(
-    not torch_api.dict_numbers_tell(), reason="this Python's dict numbers do not tell of all writes"
+    not torch_api.dict_versions_tell(), reason="this Python's dict numbers do not tell of all writes"
 )
 
 
@@ -40,7 +40,7 @@ def way(request):
 @pytest.fixture
 def watched(way):
     """Both ways to compare."""
-    return WatchedDicts(torch_api.number_dicts if way == "numbers" else None)
+    return WatchedDicts(torch_api.dict_versions if way == "numbers" else None)
 
 
 @dataclasses.dataclass
@@ -54,7 +54,7 @@ class Numbers:
         self.taken += 1
         if self.before is not None:
             self.before()
-        return torch_api.number_dicts(*args)
+        return torch_api.dict_versions(*args)
 
 
 CHANGES = {
@@ -177,7 +177,7 @@ def test_a_write_while_numbers_are_taken_is_noticed():
 
 def test_nothing_outlives_the_comparison(way):
     item = nn.Linear(2, 2)
-    watched = WatchedDicts(torch_api.number_dicts if way == "numbers" else None)
+    watched = WatchedDicts(torch_api.dict_versions if way == "numbers" else None)
     watched.add_object(item, nn.Linear)
     watched.add_value(item._parameters, "weight", item.weight)
     assert watched.are_unchanged()

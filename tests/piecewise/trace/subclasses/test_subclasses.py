@@ -6,6 +6,7 @@ import datetime
 
 import pytest
 import torch
+from inspection import inspect
 from subclass_models import (
     BUCKETS,
     Counted,
@@ -66,7 +67,7 @@ def test_activations_that_become_a_subclass(path):
 def test_verify_compares_all_that_is_inside_of_a_result():
     """A comparison of two TwoTensors is one of their first parts alone."""
     graphed = assert_served(toy_with("projection.weight", two), sizes=(5,))
-    signature = graphed._graphs.signatures[0]
+    signature = inspect(graphed).signature
     build = signature.rebuild
 
     def wrong(leaves):
@@ -94,7 +95,7 @@ def test_a_two_tensor_weight_in_a_llama():
 def test_a_wrapper_of_our_own(path):
     graphed = check_sizes(toy_with(path, Quantised.of), poison=True)
     assert graphed.report().plans[0].coverage == 1.0
-    names = [name for plan in graphed._graphs.signatures for s in plan.plan.segments for name in s.op_names]
+    names = [name for plan in inspect(graphed).signatures for s in plan.plan.segments for name in s.op_names]
     assert "aten::_to_copy" in names
 
 
@@ -195,7 +196,7 @@ class Overwritten(nn.Module):
 def test_memory_behind_a_subclass_is_known_to_be_shared():
     model = Overwritten().eval()
     graphed = assert_served(model)
-    plan = graphed._graphs.signatures[0].plan
+    plan = inspect(graphed).plan
     _, boundary, last = plan.segments
     assert [plan.values[index].memory in boundary.writes for index in last.inputs] == [True]
 
@@ -304,7 +305,7 @@ def test_layers_of_subclasses_serve_each_other():
     for path, module in linears(model):
         set_parameter(model, f"{path}.weight", Quantised.of(module.weight.detach()))
     cache = attach(model)
-    layers = captured(model, cache)._graphs.signatures[0].traced.trace.layers
+    layers = inspect(captured(model, cache)).layers
     assert layers is not None and "1" in str(layers)
     model.model.layers[1].mlp.up_proj.weight.options["factors"][0] = 2.0
     compare_steps(captured(model, cache), cache, tolerance=1e-5)

@@ -11,8 +11,8 @@ from typing import Any, NoReturn
 import torch
 
 from boundary_ops.attention.attention import attn_inplace
-from boundary_ops.declare.call_guard import ATTACHMENT, drop_mask
 from boundary_ops.errors import BoundaryOpError, refuse
+from boundary_ops.huggingface.call_guard import ATTACHMENT, drop_mask
 
 __all__ = ["NAME", "no_mask", "paged_attention"]
 

@@ -7,7 +7,8 @@ import contextlib
 import pytest
 import torch
 
-from runners.streams import CudaLanes, Lanes
+from runners.cuda.side_streams import CudaStreams
+from runners.engine import Streams
 
 DEVICE = torch.device("cuda", 0)
 
@@ -55,7 +56,7 @@ def machine(monkeypatch):
 
 
 def test_each_lane_waits_for_the_fork_and_the_join_for_each_lane(machine):
-    lanes = CudaLanes(DEVICE, Stream("capture", machine.log))
+    lanes = CudaStreams(DEVICE, Stream("capture", machine.log))
     with lanes.opened():
         lanes.fork(3)
         assert machine.current is machine.caller
@@ -79,7 +80,7 @@ def test_each_lane_waits_for_the_fork_and_the_join_for_each_lane(machine):
 
 
 def test_side_streams_are_neither_each_other_nor_the_captures(machine):
-    lanes = CudaLanes(DEVICE, Stream(2, machine.log))
+    lanes = CudaStreams(DEVICE, Stream(2, machine.log))
     with lanes.opened():
         lanes.fork(4)
         found = []
@@ -95,7 +96,7 @@ def test_an_error_between_fork_and_join_leaves_the_callers_stream_and_device(mac
     def refuse(other):
         raise RuntimeError("operation failed due to a previous error during capture")
 
-    lanes = CudaLanes(DEVICE, Stream("capture", machine.log))
+    lanes = CudaStreams(DEVICE, Stream("capture", machine.log))
     with pytest.raises(ZeroDivisionError), lanes.opened():
         lanes.fork(2)
         lanes.enter(1)
@@ -112,7 +113,7 @@ def test_an_error_between_fork_and_join_leaves_the_callers_stream_and_device(mac
 
 
 def test_one_lane_takes_every_command_and_does_nothing():
-    lanes = Lanes()
+    lanes = Streams()
     with lanes.opened():
         lanes.fork(3)
         lanes.enter(2)

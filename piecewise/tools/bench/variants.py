@@ -33,10 +33,11 @@ from torch.overrides import TorchFunctionMode
 import boundary_ops
 import piecewise
 from piecewise.ir.plan import SegmentPlan
+from piecewise.ir.run_plan import arguments_of, run_plan, state_tensor
 from piecewise.prefill_case import PrefillCase
 from piecewise.settings.config import PiecewiseConfig
-from runners.engine import engine_for
-from runners.errors import PiecewiseError, told
+from runners.engines import native_engine
+from runners.errors import PiecewiseError, one_line
 
 Call = Callable[[], Any]
 # The fused one first: it moves weights, and graphs read the addresses of their capture.
@@ -110,7 +111,7 @@ class VariantMaker:
                 args, kwargs = self.case.inputs(max(min(self.sizes), 2))
                 report = graphed.capture(*args, **kwargs)
             except PiecewiseError as error:
-                raise Unavailable(told(error)) from error
+                raise Unavailable(one_line(error)) from error
             segments = graphed.report().plans[0].segments
             if is_captured and not any(segment.captured_ops for segment in segments):
                 notes = next(segment.notes() for segment in segments if segment.kind == "boundary")
@@ -152,7 +153,7 @@ class VariantMaker:
     def _floor(self, name: str) -> Prepared:
         graphed, _ = self._captured(FLOORS[name])
         device = device_of(self.case)
-        engine = engine_for("auto", device)
+        engine = native_engine(device)
         pool = engine.new_pool(device)
         graphs: list[Any] = []
 
@@ -167,15 +168,15 @@ class VariantMaker:
                 metadata.load()
             functions = next(a.functions for a in signature.assemblers if a.plan is plan)
             for _ in range(_WARM_UPS):
-                run_plan(plan, functions, leaves, n)
+                run_floor(plan, functions, leaves, n)
             try:
                 graph = engine.capture(
-                    lambda: run_plan(plan, functions, leaves, n),
+                    lambda: run_floor(plan, functions, leaves, n),
                     pool=pool,
                     segment=f"whole model, {n} tokens",
                 )
             except Exception as error:
-                raise Unavailable(told(error)) from error
+                raise Unavailable(one_line(error)) from error
             pool.end_bucket()
             graphs.append(graph)
 
@@ -193,31 +194,25 @@ class VariantMaker:
         return Prepared(name, False, prepare, close=close, holds_inputs=True)
 
 
-def run_plan(
+def run_floor(
     plan: SegmentPlan, functions: Mapping[int, Callable[..., Any]], leaves: Sequence[Any], num_tokens: int
 ) -> list[Any]:
-    """All segments of a plan in order, without padding: a call's kernels and nothing around them.
+    """Runs all segments of a plan without padding: a call's kernels and nothing around them.
 
     Args:
         functions: what runs in each graph segment.
     Returns:
         The result's tensors.
     """
-    made: dict[int, Any] = {}
-
-    def value(index: int) -> Any:
-        spec = plan.values[index]
-        if index in made:
-            return made[index]
-        if spec.state is not None:
-            return spec.state.get()
-        return leaves[spec.leaf] if spec.dim < 0 else leaves[spec.leaf].shape[spec.dim]
-
-    for segment in plan.segments:
-        function = functions.get(segment.index, segment.function)
-        outputs = function(num_tokens, *map(value, segment.inputs))
-        made.update(zip(segment.outputs, outputs, strict=True) if segment.outputs else ())
-    return [value(source) for source in plan.result_values if isinstance(source, int)]
+    values = plan.values
+    env = {value.index: value.number_in(leaves) for value in values if value.origin in ("input", "symbol")}
+    run_plan(
+        plan, env, num_tokens,
+        on_segment=lambda segment, arguments: functions[segment.index](num_tokens, *arguments),
+        on_boundary=lambda segment: segment.function(num_tokens, *arguments_of(segment, values, env)),
+    )  # fmt: skip
+    results = [index for index in plan.result_values if isinstance(index, int)]
+    return [env[index] if index in env else state_tensor(values[index]) for index in results]
 
 
 def device_of(case: PrefillCase) -> torch.device:
@@ -228,8 +223,7 @@ def device_of(case: PrefillCase) -> torch.device:
 
 def wait_for(device: torch.device) -> None:
     """Returns when the device has nothing left to do."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    native_engine(device).synchronize(device)
 
 
 def _eager(case: PrefillCase) -> Prepared:
@@ -239,8 +233,8 @@ def _eager(case: PrefillCase) -> Prepared:
 
 def _compiled(case: PrefillCase, name: str, sizes: Sequence[int]) -> Prepared:
     source = case.baseline or case
-    if name == "reduce-overhead" and device_of(case).type != "cuda":
-        raise Unavailable("needs a CUDA device")
+    if name == "reduce-overhead" and native_engine(device_of(case)).device_type is None:
+        raise Unavailable("needs a device with graphs of its own")
     torch.compiler.reset()
     mode = "reduce-overhead" if name == "reduce-overhead" else None
     compiled = torch.compile(source.model, dynamic=True, mode=mode)
@@ -259,7 +253,7 @@ def _compiled(case: PrefillCase, name: str, sizes: Sequence[int]) -> Prepared:
                 prepare(n, args, kwargs)()
             wait_for(device_of(case))
     except Exception as error:
-        raise Unavailable(told(error)) from error
+        raise Unavailable(one_line(error)) from error
     return Prepared(name, True, prepare)
 
 
@@ -281,9 +275,9 @@ def _breakable(case: PrefillCase) -> Prepared:
     try:
         peer = importlib.import_module("breakable_cuda_graphs")
     except ImportError as error:
-        raise Unavailable(told(error)) from error
-    if device_of(case).type != "cuda":
-        raise Unavailable("needs a CUDA device")
+        raise Unavailable(one_line(error)) from error
+    if native_engine(device_of(case)).device_type is None:
+        raise Unavailable("needs a device with graphs of its own")
     graphs: list[Any] = []
 
     def prepare(n: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
@@ -294,7 +288,7 @@ def _breakable(case: PrefillCase) -> Prepared:
             with _BreakAtBoundaries(peer.no_graph), peer.breakable_graph(graph):
                 result = case.model(*args, **kwargs)
         except Exception as error:
-            raise Unavailable(told(error)) from error
+            raise Unavailable(one_line(error)) from error
         graphs.append(graph)
 
         def call() -> Any:

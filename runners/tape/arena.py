@@ -80,7 +80,7 @@ class Arena:
             self._spans.append((self._chunk, start, self._offset))
         return torch.from_dlpack(self._chunks[self._chunk][start : start + num_bytes])
 
-    def spoil(self) -> None:
+    def overwrite_with_garbage(self) -> None:
         """Fills everything with garbage."""
         for chunk in self._chunks:
             fill_with_garbage_(chunk[: chunk.numel() // 2 * 2].view(torch.int16))

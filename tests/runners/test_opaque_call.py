@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from runners.tape.opaque_call import OpaqueCall
+from runners.opaque_call import OpaqueCall
 from runners.tape.tape import TapeEngine, TapeGraph, TapePool
 
 CPU = torch.device("cpu")

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from piecewise.settings.limits import Limit, clip, decode_limit, prefill_limit
 from runners.buckets import TokenBuckets
-from runners.errors import ConfigError
-from runners.tape.clipping import Limit, clip, decode_limit, prefill_limit
+from runners.errors import InvalidBuckets
 
 size_lists = st.sets(st.integers(1, 400), min_size=1, max_size=20).map(sorted)
 maybe = st.none() | st.integers(1, 500)
@@ -82,5 +82,5 @@ def test_every_count_within_the_limits_has_the_smallest_kept_bucket_that_holds_i
 
 
 def test_a_list_that_is_none_is_refused():
-    with pytest.raises(ConfigError, match="out of order"):
+    with pytest.raises(InvalidBuckets, match="out of order"):
         clip([8, 4], Limit(None, ""))

@@ -1,0 +1,103 @@
+"""Holds all private names of torch that this package uses; tests/runners/test_torch.py tries them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch._ops import OpOverload, OpOverloadPacket
+from torch.autograd import forward_ad
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from runners.tensors import tensors_in
+
+__all__ = ["OpOverload", "OpOverloadPacket", "TorchDispatchMode"]
+
+copy_each = torch._foreach_copy_
+without_modes = _disable_current_modes
+without_torch_function = torch._C.DisableTorchFunction
+# The raw handle of a device's current stream; not in a torch without CUDA.
+current_raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # type: ignore[assignment]
+_TensorGuards = torch._C._dynamo.guards.TensorGuards  # type: ignore[attr-defined]
+_AUTOGRAD = ("AutogradOther", "AutogradCPU", "AutogradCUDA")
+
+
+def is_transforming() -> bool:
+    """Whether a tracer (`torch.jit.trace`), a function transform (`vmap`, `jvp`) or forward-mode
+    differentiation is at work here.
+
+    Its tensors stand for something else, and a replay would be lost to it.
+    """
+    is_tracing = torch._C._get_tracing_state() is not None or forward_ad._current_level >= 0
+    return is_tracing or torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def tensor_guard(tensors: Sequence[torch.Tensor]) -> Any:
+    """Makes Dynamo's own guard of tensors: its `check` compares type, dispatch keys, dtype, device, sizes and
+    strides of all in one call, and fails where two are one; None for no tensors."""
+    return _TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None) if tensors else None
+
+
+def storage_at(address: int, device: torch.device, num_bytes: int) -> torch.UntypedStorage:
+    """Makes a storage of bytes that it does not own."""
+    make: Any = torch._C._construct_storage_from_data_pointer
+    storage: torch.UntypedStorage = make(address, device, num_bytes)
+    return storage
+
+
+def clear_cublas_workspaces() -> None:
+    torch._C._cuda_clearCublasWorkspaces()
+
+
+def release_graph_pool(device_index: int, handle: Any) -> None:
+    """Drops one hold on a graph memory pool."""
+    torch._C._cuda_releasePool(device_index, handle)
+
+
+def launch_of(graph: torch.cuda.CUDAGraph) -> Callable[[], None]:
+    """Returns the graph's replay without the Python of torch's wrapper."""
+    return partial(torch._C._CUDAGraph.replay, graph)
+
+
+@cache
+def _keys_below_modes() -> torch._C.DispatchKeySet:
+    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
+    for name in dir(torch._C.DispatchKey):
+        if name.startswith(("Autocast", "Python")) or name in _AUTOGRAD:
+            keys = keys | torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, name))
+    return keys
+
+
+def below_modes() -> Any:
+    """Brackets calls of ops that skip autograd, autocast, view tracking and modes."""
+    return torch._C._ExcludeDispatchKeyGuard(_keys_below_modes())
+
+
+def overload_for(packet: OpOverloadPacket, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OpOverload:
+    """Finds the overload that a packet takes for these arguments."""
+    resolved: OpOverload = getattr(
+        packet, torch._C._jit_resolve_packet(packet._qualified_op_name, *args, **kwargs)
+    )
+    return resolved
+
+
+def call_boxed(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Calls an op by way of the dispatcher, past function modes."""
+    return torch._C._dispatch_call_boxed(op._handle, *args, **kwargs)
+
+
+def call_kernel(op: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Calls an op's own kernel, below autograd and modes."""
+    device = next((tensor.device.type for tensor in tensors_in((*args, *kwargs.values()))), "cpu")
+    key = getattr(torch._C.DispatchKey, torch._C._dispatch_key_for_device(device))
+    return op._handle.redispatch_boxed(torch._C.DispatchKeySet(key), *args, **kwargs)
+
+
+def decomposes(op: OpOverload) -> bool:
+    """Whether an op is no more than the ops it calls, which are then what to look at.
+
+    Above autograd torch takes such an op apart itself; inference tensors and kernels are below.
+    """
+    return torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd")

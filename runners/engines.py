@@ -1,0 +1,70 @@
+"""Lists the graph engines, and finds the one that serves a device.
+
+An engine for another kind of device is a folder beside `cuda/` and one entry here. An engine is imported when
+it is first used, so that settings can name engines without torch.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib import import_module
+from typing import TYPE_CHECKING, NamedTuple
+
+from runners.errors import EngineOfAnotherDevice, UnknownEngine
+
+if TYPE_CHECKING:
+    import torch
+
+    from runners.engine import GraphEngine
+
+
+class _Home(NamedTuple):
+    """Where an engine's class is, and the kind of device whose work it records; None for any."""
+
+    module: str
+    class_name: str
+    device_type: str | None = None
+
+
+_HOMES = {
+    "tape": _Home("runners.tape.tape", "TapeEngine"),
+    "cuda": _Home("runners.cuda.graph", "CudaEngine", "cuda"),
+}
+# What a configuration may say: "auto" is the engine of the model's device.
+ENGINE_NAMES = ("auto", *_HOMES)
+
+
+def native_engine(device: torch.device | str) -> GraphEngine:
+    """Finds the engine of a device's own kind, which knows the device; the tape where there is none."""
+    kind = _kind_of(device)
+    return _engine(next((name for name, home in _HOMES.items() if home.device_type == kind), "tape"))
+
+
+def engine_for(name: str, device: torch.device | str) -> GraphEngine:
+    """Finds the graph engine of that name, one of `ENGINE_NAMES`, for a model on the device.
+
+    Raises:
+        UnknownEngine
+        EngineOfAnotherDevice
+    """
+    if name == "auto":
+        return native_engine(device)
+    if name not in _HOMES:
+        *others, last = map(repr, ENGINE_NAMES)
+        raise UnknownEngine(name=name, names=f"{', '.join(others)} or {last}")
+    needed = _HOMES[name].device_type
+    if needed not in (None, _kind_of(device)):
+        raise EngineOfAnotherDevice(name=name, device=device, device_type=needed)
+    return _engine(name)
+
+
+def _kind_of(device: torch.device | str) -> str:
+    return str(device).partition(":")[0]
+
+
+@cache
+def _engine(name: str) -> GraphEngine:
+    home = _HOMES[name]
+    engine: GraphEngine = getattr(import_module(home.module), home.class_name)()
+    assert (engine.name, engine.device_type) == (name, home.device_type)
+    return engine
