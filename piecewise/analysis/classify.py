@@ -18,15 +18,7 @@ from piecewise.analysis.rows.judge import Judge
 from piecewise.analysis.rows.walk import RowsWalk
 from piecewise.analysis.token_dim import TokenSymbol
 from piecewise.ir.effects import NodeFacts, view_chain, written_storages
-from piecewise.ir.nodes import (
-    fakes_of,
-    has_fakes,
-    is_call,
-    is_tuple_item,
-    storages_of,
-    target_name,
-    value_of,
-)
+from piecewise.ir.nodes import fakes_of, has_fakes, is_call, is_tuple_item, storages_of, target_name, value_of
 from piecewise.ir.tensors import storage_of, tensors_in
 from piecewise.trace.trace import Trace
 

@@ -31,15 +31,7 @@ from torch import fx
 
 from piecewise import torch_api
 from piecewise.errors.analysis import NestedTuple, ReshapesInPlace
-from piecewise.ir.nodes import (
-    call_on_fakes,
-    is_call,
-    module_path,
-    source_line,
-    storages_of,
-    target_name,
-    value_of,
-)
+from piecewise.ir.nodes import call_on_fakes, is_call, source_line, storages_of, target_name, value_of
 from piecewise.ir.tensors import storage_of
 from piecewise.trace.subclasses.state import mark_subclasses, open_state
 from piecewise.trace.subclasses.subclasses import Wrapped, see_through
@@ -91,7 +83,7 @@ def normalize(
     _refuse_reshaping_in_place(graph.graph)
     _join_transforms(graph)
     _lift_regions(graph.graph)
-    wrapped = see_through(graph, lambda node: ", ".join(filter(None, (module_path(node), source_line(node)))))
+    wrapped = see_through(graph)
     _move_getitems(graph.graph)
     _unwrap_numbers(graph.graph, numbers)
     _fold_fixed_floats(graph.graph, shape_env)

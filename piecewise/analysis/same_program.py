@@ -15,15 +15,7 @@ from piecewise import torch_api
 from piecewise.calls.structure import Structure
 from piecewise.ir.effects import NodeFacts
 from piecewise.ir.graph_key import argument_key
-from piecewise.ir.nodes import (
-    fakes_of,
-    has_fakes,
-    is_call,
-    source_line,
-    storages_of,
-    target_name,
-    value_of,
-)
+from piecewise.ir.nodes import fakes_of, has_fakes, is_call, source_line, storages_of, target_name, value_of
 from piecewise.ir.plan import ResultLeaf
 from piecewise.ir.tensors import storage_of
 from piecewise.trace.trace import Trace

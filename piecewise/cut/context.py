@@ -39,6 +39,13 @@ class CutContext:
     def is_eager(self, node: fx.Node) -> bool:
         return node in self.verdicts and self.verdicts[node].kind == "eager"
 
+    def crosses(self, node: fx.Node) -> bool:
+        """Whether the node's value can leave its segment: not a size, nor a tuple."""
+        value = value_of(node)
+        return isinstance(value, torch.Tensor) or (
+            self.is_eager(node) and not isinstance(value, (tuple, list))
+        )
+
     def memory_of(self, storage: int) -> int:
         """The number of a memory; values in it have it."""
         return self._memory.setdefault(storage, len(self._memory))
@@ -113,8 +120,11 @@ class CutContext:
         """As `torch_api.expression`."""
         return torch_api.expression(value, self.trace.shape_env)
 
-    def number(self, value: Any) -> ComputedNumber:
-        """A number that the caller is given, as a function of sizes."""
+    def result_value(self, item: Any) -> int | ComputedNumber:
+        """What an output of the graph is: the number of a value, or a number computed from sizes."""
+        value = value_of(item) if isinstance(item, fx.Node) else item
+        if isinstance(item, fx.Node) and (isinstance(value, torch.Tensor) or self.is_eager(item)):
+            return self.value_of(item)
         expr: Any = self.expression(value)
         others = sorted(expr.free_symbols - {self.token.symbol}, key=str)
         compute = torch_api.compile_expressions([expr], [self.token.symbol, *others])

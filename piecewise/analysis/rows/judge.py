@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 
 from boundary_ops.declare.rows import declared_rows, is_shipped, token_dims
-from piecewise.analysis.rows import rules
+from piecewise.analysis.rows import rules, table
 from piecewise.analysis.rows.counts import KnownSizes, Size
 from piecewise.analysis.rows.layout import (
     Dim,
@@ -21,19 +21,7 @@ from piecewise.analysis.rows.layout import (
     prefixes_or_none,
     regrouped,
 )
-from piecewise.analysis.rows.table import (
-    BOUNDS,
-    RULES,
-    UNBOUNDED,
-    Bounds,
-    Claim,
-    OpOnRows,
-    Rows,
-    bounds_within,
-    check_static,
-    is_inexact,
-    lesser,
-)
+from piecewise.analysis.rows.table import UNBOUNDED, Bounds, Claim, OpOnRows, Rows, bounds_within, is_inexact
 from piecewise.ir.recording import AtenCall, Recording, Ref
 from piecewise.torch_api import SYMBOLIC
 
@@ -163,7 +151,9 @@ class _Judging:
         if base.endswith("_") and not base.endswith("__") and not outs:
             base = base[:-1]
         full = f"{base}.{schema.overload_name}"
-        return OpOnRows(full if full in RULES or full in BOUNDS else base, arguments, results, self.known)
+        return OpOnRows(
+            full if full in table.RULES or full in table.BOUNDS else base, arguments, results, self.known
+        )
 
     def _resolved(self, value: Any) -> Any:
         if isinstance(value, Ref):
@@ -189,7 +179,7 @@ class _Judging:
         except Mixes as mixes:
             code, detail = mixes.refusal
             raise Mixes(f"{noted.op._schema.name}: {detail}", code=code) from None
-        self.largest = lesser(self.largest, call.largest)
+        self.largest = table.lesser(self.largest, call.largest)
         return outcome
 
     def _ruled(self, noted: AtenCall, call: OpOnRows) -> Claim | Layout:
@@ -205,7 +195,7 @@ class _Judging:
         if is_torchs and call.name not in _REACHING and not values and are_fixed:
             if all(rows.is_settled for rows in call.tensors()):
                 return Claim([tuple(map(Dim, sizes)) for sizes, _ in call.results])
-        entry = _entry(RULES, call.name) if noted.op.namespace == "aten" else None
+        entry = _entry(table.RULES, call.name) if noted.op.namespace == "aten" else None
         if not values <= (entry.sizes if entry is not None else frozenset()):
             raise Mixes("it computes with the token count", code="token_count_as_value")
         if entry is None and is_torchs:
@@ -240,7 +230,7 @@ class _Judging:
         """Of each result; unknown where nobody bounds the op's integers."""
         if all(is_inexact(dtype) for _, dtype in call.results):
             return [UNBOUNDED] * len(call.results)
-        function = _entry(BOUNDS, call.name) if noted.op.namespace == "aten" else None
+        function = _entry(table.BOUNDS, call.name) if noted.op.namespace == "aten" else None
         is_out = any(argument.is_out for argument in noted.op._schema.arguments)
         if is_out or any(self._sizes[at] is None for at in (*noted.reads, *noted.made)):
             function = None
@@ -257,9 +247,9 @@ class _Judging:
         ]
 
 
-def _entry(table: Mapping[str, _Found], name: str) -> _Found | None:
-    found = table.get(name)
-    return found if found is not None else table.get(name.partition(".")[0])
+def _entry(entries: Mapping[str, _Found], name: str) -> _Found | None:
+    found = entries.get(name)
+    return found if found is not None else entries.get(name.partition(".")[0])
 
 
 def _is_real(layout: Layout | None, is_kept: bool) -> bool:
@@ -298,7 +288,7 @@ def _declared(op: Any, call: OpOnRows) -> Claim:
                 raise Mixes(f"padded rows of '{name}' may hold an index that is out of range")
             dims = token_dims(found.token_args.get(name), len(rows.layout))
             others = [dim for dim in range(len(rows.layout)) if dim not in dims]
-            check_static(rows.layout, others, f"'{name}' grows")
+            table.check_static(rows.layout, others, f"'{name}' grows")
             one = call.known.constant(1)
             size = functools.reduce(call.known.product, [rows.sizes[dim] for dim in dims], one)
             if size.constant != 1:
