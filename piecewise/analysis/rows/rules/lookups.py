@@ -32,9 +32,9 @@ def _check_index(call: OpOnRows, index: Rows, dim: Dim, *, wraps: bool = False) 
 
 @rule("embedding")
 def embedded(call: OpOnRows) -> Layout:
-    table, index = call.layout("weight"), call["indices"]
-    _check_index(call, index, table[0])
-    return (*(index.layout or ()), *table[1:])
+    table = call.layout("weight")
+    _check_index(call, call["indices"], table[0])
+    return (*call.layout("indices"), *table[1:])
 
 
 @rule("index")
