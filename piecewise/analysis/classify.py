@@ -67,11 +67,7 @@ def kind_outside(fact: NodeFacts) -> str:
 
 
 class Classifier:
-    """Classifies the nodes of one graph; `verdicts` has one entry per call node.
-
-    Attributes:
-        rows: what is known of the rows of each value.
-    """
+    """Classifies the nodes of one graph; `rows` is what is known of the rows of each value."""
 
     def __init__(
         self,

@@ -93,14 +93,7 @@ def checks_values(op: OpOverload) -> bool:
 
 def check_indices(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """Raises IndexError where an index operand of this call of an aten op is out of range, and RuntimeError
-    where a kernel's own check of values would fail.
-
-    Reads the operands' extremes back to the host. Ops that check no values pass.
-
-    Args:
-        op: as the dispatcher sees it, such as `torch.ops.aten.embedding.default`.
-        args, kwargs: its arguments.
-    """
+    where a kernel's own check of values would fail; reads the operands' extremes back to the host."""
     if op.namespace != "aten" or not checks_values(op):
         return
     name, bound = _name_of(op), bound_arguments(op, args, kwargs)
@@ -116,8 +109,7 @@ def check_indices(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
 
 
 class CheckedIndices(TorchDispatchMode):
-    """Calls `check_indices` before each aten op in its block, those that custom ops call in Python
-    included."""
+    """Checks the indices of each aten op in its block, those that custom ops call in Python included."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -18,12 +18,7 @@ from runners.state.state_check import StateRef
 
 
 class CutContext:
-    """What is known of one classified trace while it is cut.
-
-    Attributes:
-        verdicts: one per call node.
-        values: by their numbers.
-    """
+    """What is known of one classified trace while it is cut: verdicts, and values by their numbers."""
 
     def __init__(self, classifier: Classifier) -> None:
         self.classifier = classifier

@@ -42,8 +42,7 @@ class Splitter:
         self.writers: list[SegmentWriter] = []
 
     def groups(self) -> list[tuple[str, list[fx.Node]]]:
-        """Consecutive nodes of one kind; a boundary op is a group of its own; scalars and floating views
-        are in none."""
+        """Consecutive nodes of one kind, each boundary op apart; scalars and floating views are in none."""
         found: list[tuple[str, list[fx.Node]]] = []
         for node, verdict in self.verdicts.items():
             if verdict.kind == "scalar" or self.classifier.is_floating(node):
@@ -85,11 +84,7 @@ class Splitter:
         later: Collection[fx.Node],
         outside: Collection[fx.Node],
     ) -> Segment:
-        """One segment.
-
-        Args:
-            later: what later segments and the caller take, as `outside` is what all others do.
-        """
+        """One segment; later ones and the caller take `later`, as all others and the caller do `outside`."""
         nodes, facts = writer.nodes, [self.context.facts[node] for node in writer.nodes]
         outputs = [node for node in nodes if node in later and self.context.crosses(node)]
         is_graph = writer.kind == "graph"

@@ -67,11 +67,7 @@ def written_storages(facts: Iterable[NodeFacts]) -> set[int]:
 
 
 def find_facts(graph: fx.Graph, *, enabled: frozenset[str] | None = None) -> dict[fx.Node, NodeFacts]:
-    """Facts of every call node, in graph order.
-
-    Args:
-        enabled: names of the boundary ops to cut at, None for all that are registered.
-    """
+    """Facts of every call node, in graph order; `enabled` names the boundary ops to cut at, None for all."""
     fake_mode = torch_api.fake_mode_of(list(fakes_of(graph.nodes)))
     memo: dict[Any, tuple[tuple[int, ...], str, Recording | None]] = {}
     facts: dict[fx.Node, NodeFacts] = {}

@@ -82,8 +82,7 @@ def module_path(node: fx.Node) -> str:
 
 
 def source_line(node: fx.Node, *, outside: str | None = None) -> str:
-    """The user's line: ``modeling.py:42, in forward: x = x[-1:]``; frames in the folder `outside` are left
-    out."""
+    """The user's line, ``modeling.py:42, in forward: x = x[-1:]``, with no frame in the folder `outside`."""
     lines = [line.strip() for line in (node.meta.get("stack_trace") or "").strip().splitlines()]
     places = [
         index
@@ -124,8 +123,7 @@ def run_on_fakes(node: fx.Node, fake_mode: Any, mode: Any) -> tuple[Any, set[sym
 
 @contextmanager
 def autocast_of(node: fx.Node) -> Iterator[None]:
-    """The autocast regions that a normalized node lies in; casts of weights are made anew, so that they are
-    seen."""
+    """Re-opens the autocast regions of a normalized node; casts of weights are made anew, to be seen."""
     before = torch.is_autocast_cache_enabled()
     with ExitStack() as regions:
         for arguments in node.meta.get("autocast", ()):

@@ -187,8 +187,7 @@ class InputRule:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TokenDim:
-    """The token count: its symbol's name, the input dim that it is read from, and all inputs that carry
-    it."""
+    """The token count: its symbol's name, the input dim that it is read from, all inputs that carry it."""
 
     symbol: str
     leaf: int

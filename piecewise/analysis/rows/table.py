@@ -25,11 +25,8 @@ _LARGEST = 1 << 31
 
 
 class Bounds(NamedTuple):
-    """The least and the largest integer of a tensor; None where that is not known.
-
-    Attributes:
-        permutes: whether the real ones are 0, 1, 2 ... in some order.
-    """
+    """The least and the largest integer of a tensor, None where that is not known; `permutes` where the real
+    ones are 0, 1, 2 ... in some order."""
 
     low: Size | None = None
     high: Size | None = None

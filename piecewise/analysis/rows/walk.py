@@ -26,11 +26,7 @@ _Place = tuple[fx.Node, int]
 
 
 class RowsWalk:
-    """One walk over one graph.
-
-    Attributes:
-        largest: the largest row count for which all indices are in range; None for any.
-    """
+    """One walk over one graph; `largest` is the largest row count with all indices in range, None for any."""
 
     def __init__(self, judge: Judge, facts: Mapping[fx.Node, NodeFacts]) -> None:
         self._judge, self._facts = judge, facts

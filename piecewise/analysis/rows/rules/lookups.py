@@ -148,10 +148,8 @@ def put_along(call: OpOnRows) -> Claim:
 
 
 def _check_places(call: OpOnRows, indices: Sequence[Rows | None]) -> bool:
-    """That the same places are written in all buckets, and of rows real ones alone.
-
-    Returns: whether padded rows stay real.
-    """
+    """Checks that the same places are written in all buckets, and of rows real ones alone; tells whether
+    padded rows stay real."""
     named = [(index, dim) for index, dim in zip(indices, call.layout(), strict=False) if index is not None]
     for index, dim in named:
         if not index.is_settled:

@@ -160,8 +160,7 @@ def grouped_product(call: OpOnRows) -> Claim:
     "_scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention"
 )
 def attention(call: OpOnRows) -> Claim:
-    """Within rows: keys and heads are of fixed size. Over tokens, causal or not, kernels may multiply what is
-    masked by 0."""
+    """Within rows: keys and heads are of fixed size. Over tokens kernels may multiply what is masked by 0."""
     made = _summed(call, "qd,kd,kv->qv", "query", "key", "value")
     check_static(call.layout("value"), [-1], "it attends")
     if call["is_causal"]:
