@@ -101,15 +101,8 @@ class CutContext:
 
     def source_of(self, symbol: sympy.Symbol) -> tuple[int, int] | None:
         """(leaf, dim) of the input that gives the symbol its value; dim −1 for an int."""
-        for placeholder in self.trace.placeholders:
-            value = value_of(placeholder.node)
-            if placeholder.kind == "input" and isinstance(value, torch.Tensor):
-                sizes = self.trace.symbols_of_leaf(placeholder.leaf)
-                if symbol in sizes:
-                    return placeholder.leaf, sizes.index(symbol)
-            elif placeholder.kind == "input" and self.expression(value) == symbol:
-                return placeholder.leaf, -1
-        return torch_api.symbol_source(self.trace.shape_env, symbol)  # an input that the graph does not read
+        sizes = torch_api.symbolic_sizes(self.trace.shape_env)
+        return next((place for place, expr in sizes.items() if expr == symbol), None)
 
     def expression(self, value: Any) -> sympy.Expr | None:
         """As `torch_api.expression`."""

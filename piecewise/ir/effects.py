@@ -7,7 +7,7 @@ tells. Each is therefore run once more on its fake inputs under a dispatch mode,
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -139,21 +139,3 @@ def remove_dead_nodes(graph: fx.Graph, facts: dict[fx.Node, NodeFacts]) -> None:
                 continue
             del facts[node]
         graph.erase_node(node)
-
-
-def view_chain(
-    node: fx.Node, facts: Mapping[fx.Node, NodeFacts], *, is_link: Callable[[fx.Node], bool]
-) -> tuple[fx.Node, tuple[fx.Node, ...]]:
-    """The base of a view, and the view nodes from it to `node`, in order.
-
-    A getitem on a tuple of views (`split`, `chunk`) is part of the chain. A node that is no view, or for
-    which `is_link` is false (an eager view: made once, of real rows), is its own base.
-    """
-    chain: list[fx.Node] = []
-    current = node
-    memory = facts[node].storages if node in facts else frozenset()
-    while (fact := facts.get(current)) is not None and fact.is_view and is_link(current):
-        chain.append(current)
-        # Of several operands that share the memory any one leads to it: `broadcast_tensors(x, x[:, :1])`.
-        current = next(read for read in fact.reads if not memory.isdisjoint(storages_of([read])))
-    return current, tuple(reversed(chain))

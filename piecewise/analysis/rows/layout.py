@@ -23,7 +23,7 @@ class MixReason(NamedTuple):
 
 
 class Mixes(Exception):
-    """No layout can be given: padding may reach real rows. Only `refusal` is kept: tracebacks hold tensors."""
+    """No layout can be given: padding may reach real rows. `refusal` is kept; tracebacks hold tensors."""
 
     def __init__(self, detail: str, *, code: str = "mixes_tokens") -> None:
         super().__init__(detail)
