@@ -262,6 +262,10 @@ class SegmentPlan:
     def graph_segments(self) -> tuple[Segment, ...]:
         return tuple(segment for segment in self.segments if segment.kind == "graph")
 
+    def computing_segments(self) -> tuple[Segment, ...]:
+        """The graph segments that do more than make views."""
+        return tuple(segment for segment in self.graph_segments() if not segment.views_only)
+
     def holds_at(self, num_tokens: int, leaves: Sequence[Any]) -> bool:
         """Whether the trace holds for so many tokens, with the other sizes of a call's leaves."""
         is_within = self.max_rows is None or num_tokens <= self.max_rows

@@ -637,14 +637,14 @@ def test_explain_says_what_will_be_compiled_and_what_not():
         (dict(dtype=None), "has a size that is not a function of the token count"),
     ],
 )
-def test_what_cannot_be_lowered_is_foreseen(change, says):
+def test_what_cannot_be_lowered_is_previewed(change, says):
     graphed, _ = captured(Toy(num_blocks=1).eval(), lowering="eager")
     plan = plan_of(graphed)
     index = plan.segments[0].inputs[-1]
     values = [dataclasses.replace(v, **change) if v.index == index else v for v in plan.values]
     plan = dataclasses.replace(plan, values=tuple(values))
     config = PiecewiseConfig(buckets=(4,), lowering="inductor", progress=False)
-    (kept,) = Lowering(config).foresee(plan, (4,)).kept_eager
+    (kept,) = Lowering(config).preview(plan, (4,)).kept_eager
     assert "segment 0" in kept.segment and says in kept.reason
     (same,) = (
         Lowering(config)
