@@ -70,7 +70,7 @@ def _is_no_share(values: Any) -> Tensor:
     return ~((torch.as_tensor(values) >= 0) & (torch.as_tensor(values) <= 1)).all()
 
 
-# Other ops that look at values on the device: whether they would end its use.
+# Other ops that check values on the device: whether they would end its use.
 _FAILS: dict[str, Callable[[Arguments], Tensor]] = {
     "_assert_async": lambda a: ~a["self"].bool().all(),
     "bernoulli": lambda a: _is_no_share(a["self"] if a.get("p") is None else a["p"]),
@@ -86,7 +86,7 @@ def _name_of(op: OpOverload) -> str:
 
 
 def checks_values(op: OpOverload) -> bool:
-    """Whether an op's kernel looks at values on the device, as far as is known."""
+    """Whether an op's kernel checks values on the device, as far as is known."""
     name = _name_of(op)
     return op.namespace not in ("aten", "prim", "prims") or name in _OPERANDS or name in _FAILS
 

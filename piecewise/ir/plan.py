@@ -147,7 +147,7 @@ class Segment:
         op_call: the same as `function` where a boundary op is called with nothing but inputs and constants.
         own_function: `function` as the model has it, whatever was fused.
         keeps_own: why nothing may be fused, compiled or scheduled in it; empty where that may be.
-        checks_values: an op of it looks at values on the device, such as indices.
+        checks_values: an op of it checks values on the device, such as indices.
     """
 
     index: int

@@ -61,7 +61,7 @@ class Recording:
     asked: frozenset[sympy.Basic] = frozenset()
 
 
-# They look at metadata.
+# They read metadata alone.
 _IGNORED = frozenset(
     ["prim::device", "aten::size", "aten::sym_size", "aten::stride", "aten::_assert_tensor_metadata"]
 )
@@ -103,7 +103,7 @@ class OpRecorder(torch_api.TorchDispatchMode):
                 self._add(tensor)  # from here on it is another tensor
         results = tuple(map(self._position_of, tensors_in(result)))
         if is_view and all(position >= self._num_given for position in writes):
-            written, writes = [], ()  # it looks at its memory in another way
+            written, writes = [], ()  # it views its memory in another way
         self.written |= set(map(storage_of, written))
         self._calls.append(AtenCall(func, noted[0], noted[1], reads, results, writes))
         return result

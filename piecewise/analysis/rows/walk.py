@@ -1,6 +1,6 @@
 """Follows the rows of each value of a traced graph from the inputs on, as it is decided what runs where.
 
-Nodes are told one by one, in order, what they run as: `in_graph` (which may refuse), `eager` or `boundary`.
+Nodes come one by one, in order, as what they run as: `in_graph` (which may refuse), `eager` or `boundary`.
 What a write does to other views of the same memory is noted as it happens.
 """
 

@@ -62,7 +62,7 @@ def along(call: OpOnRows) -> Claim:
 
 @rule("native_layer_norm _fused_rms_norm")
 def normed_in_rows(call: OpOnRows) -> Claim:
-    """Over dims that it is told as numbers, and so of fixed size."""
+    """Over dims that numbers name, and so of fixed size."""
     layout = call.layout("input")
     stats = layout[: len(layout) - len(call["normalized_shape"])]
     one = Dim(call.known.constant(1))
