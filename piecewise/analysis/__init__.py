@@ -2,5 +2,5 @@
 
 In: a trace.
 Out: a verdict for each node with its reason, and what is known of the rows of each value.
-Read first: `classify.py`, then `rows/judge.py` and `rows/table.py`; `rows/rules/` is read op by op, when needed.
+Read first: `classify.py`, `rows/judge.py` and `rows/table.py`; `rows/rules/` op by op, when needed.
 """

@@ -168,23 +168,17 @@ def mirrored(call: OpOnRows) -> Bounds:
     return _made(call, 0.0 * low, np.maximum(-low, high))
 
 
-@bounds("floor_divide div __rshift__ bitwise_right_shift")
+@bounds("floor_divide div __rshift__ bitwise_right_shift remainder fmod")
 def divided(call: OpOnRows) -> Bounds:
     bound, by = _pair(call)
     divisor = _constant(by)
-    if divisor is None or divisor < 0 or call["rounding_mode"] == "trunc" and not _is_natural(bound):
+    truncates = call["rounding_mode"] == "trunc" or call.name == "fmod"
+    if divisor is None or divisor < 0 or truncates and not _is_natural(bound):
         return UNBOUNDED
     divisor = 1 << min(divisor, 62) if "shift" in call.name else divisor
+    if divisor and call.name in ("remainder", "fmod"):
+        return _below(call, call.known.constant(divisor))
     return _corners(call, lambda end: np.floor(end / divisor), bound) if divisor else UNBOUNDED
-
-
-@bounds("remainder fmod")
-def remainder(call: OpOnRows) -> Bounds:
-    bound, by = _pair(call)
-    divisor = _constant(by)
-    if not divisor or divisor < 0 or call.name == "fmod" and not _is_natural(bound):
-        return UNBOUNDED
-    return _below(call, call.known.constant(divisor))
 
 
 @bounds("bitwise_and")
