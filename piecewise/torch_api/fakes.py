@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -148,10 +148,14 @@ def functional_aten_graph(
 
 
 def trace_aten(
-    function: Callable[..., Any], arguments: Sequence[Any], fake_mode: Any
+    function: Callable[..., Any],
+    arguments: Sequence[Any],
+    fake_mode: Any,
+    *,
+    decompositions: Mapping[Any, Callable[..., Any]] | None = None,
 ) -> torch.fx.GraphModule:
     """The aten ops that `function` runs on fakes and symbolic ints, gradients and autocast resolved, as a
     graph with fakes in ``meta["val"]``; ops that write are left as they are."""
     # With Python's kernels for ops that consist of others: in torch 2.11 those in C++ fail on symbolic sizes.
     with fake_mode, enable_python_dispatcher(), torch.no_grad(), einsums_from_the_left():
-        return make_fx(function)(*arguments)
+        return make_fx(function, decomposition_table=decompositions)(*arguments)  # type: ignore[arg-type]
