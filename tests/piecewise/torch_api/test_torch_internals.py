@@ -445,7 +445,7 @@ def test_an_aten_graph_keeps_what_writes_and_takes_a_symbolic_count():
 
 
 def test_no_pattern_matches_across_an_op_that_writes():
-    from piecewise.passes.matcher import CallFunction, KeywordArg, PatternSet
+    from piecewise.torch_api.pattern_matcher import CallFunction, KeywordArg, PatternSet
 
     aten = torch.ops.aten
     patterns = PatternSet("sums of sines")
