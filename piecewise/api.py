@@ -366,17 +366,17 @@ class GraphedModule:
             from piecewise.capture.analyse import trace_model
             from piecewise.lowering.lowering import Lowering
             from piecewise.report.startup_times import StartupTimes
-            from piecewise.streams.streams import foresee
+            from piecewise.streams.streams import StreamSchedules
 
             example = self._example(args, kwargs)
             traced = trace_model(self.model, example, forward=self._forward, config=self.piecewise_config)
             plan = traced.planned(self.piecewise_config, StartupTimes(), move_weights=False)
-            lowering = Lowering(self.piecewise_config).foresee(plan, self.piecewise_config.buckets)
-            streams = foresee(
+            lowering = Lowering(self.piecewise_config).preview(plan, self.piecewise_config.buckets)
+            streams = StreamSchedules(
                 plan, lowering, num_rows=traced.token.example_num_tokens,
                 num_streams=self.piecewise_config.num_streams,
             )  # fmt: skip
-            return PlanReport.of(plan, example.names, lowering, streams)
+            return PlanReport.of(plan, example.names, lowering, streams.report())
 
     def verify(
         self, *args: Any, make_inputs: Callable[..., Any] | None = None, **kwargs: Any

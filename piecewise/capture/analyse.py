@@ -12,10 +12,10 @@ from torch import fx, nn
 
 from piecewise import torch_api
 from piecewise.analysis.classify import Classifier, Verdict, kind_outside
-from piecewise.analysis.normalize import module_path, normalized, source_line
-from piecewise.analysis.rows.counts import Sizes, valid_counts
+from piecewise.analysis.normalize import normalized
+from piecewise.analysis.rows.counts import KnownSizes, valid_counts
 from piecewise.analysis.rows.judge import Judge
-from piecewise.analysis.same_program import has_same_program
+from piecewise.analysis.same_program import Program
 from piecewise.analysis.token_dim import TokenSymbol, find_token_symbol
 from piecewise.capture.captured_ops import (
     MetadataMade,
@@ -26,7 +26,8 @@ from piecewise.capture.captured_ops import (
 from piecewise.capture.faults import LOWERING, MAX_CUTS, FaultFinder, SegmentFault
 from piecewise.cut.split import Splitter
 from piecewise.ir.aten import AtenGraph
-from piecewise.ir.effects import NodeFacts, fakes_of, find_facts, remove_dead_nodes
+from piecewise.ir.effects import NodeFacts, find_facts, remove_dead_nodes
+from piecewise.ir.nodes import fakes_of, module_path, source_line
 from piecewise.ir.placeholders import resize_leaf
 from piecewise.ir.plan import SegmentPlan
 from piecewise.report.startup_times import StartupTimes
@@ -185,7 +186,7 @@ def prepare(traced: Trace, config: PiecewiseConfig) -> TracedModel:
     counts = valid_counts(traced.shape_env, token.symbol, max(config.buckets))
     if not len(counts):  # no bucket can be served
         counts = np.array([token.example_num_tokens])
-    judge = Judge(Sizes(counts, token.symbol, traced.shape_env))
+    judge = Judge(KnownSizes(counts, token.symbol, traced.shape_env))
     return TracedModel(
         traced, facts, token, judge, captures_boundaries=is_captured, step_metadata=step_metadata
     )
@@ -229,9 +230,8 @@ def one_token_refusal(traced: TracedModel, model: nn.Module, *, forward: Any, co
     single = normalized(single)
     write_captured_forms(single, config)
     facts = _living_facts(single, config)
-    is_same = has_same_program(
-        traced.trace, single, traced.token.symbol, facts=traced.facts, single_facts=facts
-    )
+    several = Program(traced.trace, traced.facts, symbol=traced.token.symbol)
+    is_same = several.difference(Program(single, facts)) is None
     return "" if is_same else "the model runs another program with one token than with several"
 
 

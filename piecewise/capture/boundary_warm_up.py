@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 import boundary_ops
 from boundary_ops import BoundaryOp
-from piecewise.ir.placeholders import stand_in
+from piecewise.ir.placeholders import placeholder_for
 from piecewise.ir.tensors import bound_arguments, storage_of, tensors_in
 from runners.rows import poison_value
 
@@ -72,7 +72,7 @@ class CapturedWarmUp(BoundaryWarmUp):
         op(*args, **kwargs)
 
     def _stand_in(self, tensor: torch.Tensor, dim: int | None) -> None:
-        tensor.copy_(stand_in(tensor.shape, tensor, seed=0))
+        tensor.copy_(placeholder_for(tensor.shape, tensor, seed=0))
         if tensor.dtype.is_floating_point and dim is not None and tensor.shape[dim] == self._num_rows:
             padded = tensor.narrow(dim, self._real_rows, self._num_rows - self._real_rows)
             padded.fill_(poison_value(tensor.dtype, self._variant))

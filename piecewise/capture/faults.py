@@ -18,11 +18,10 @@ from torch import fx
 
 from piecewise.analysis.classify import Verdict
 from piecewise.analysis.index_bounds import CheckedIndices
-from piecewise.analysis.normalize import source_line
-from piecewise.analysis.rows.walk import makes_empty
 from piecewise.capture.poison import poison_padding_
 from piecewise.cut.segment_writer import SegmentWriter
 from piecewise.cut.split import Splitter
+from piecewise.ir.nodes import makes_empty, source_line
 from piecewise.ir.plan import Segment, ValueSpec
 from piecewise.ir.tensors import tensors_in
 from runners.engine import GraphEngine, GraphPool

@@ -16,7 +16,7 @@ import torch
 from piecewise.capture.boundary_warm_up import BoundaryWarmUp, CapturedWarmUp
 from piecewise.capture.faults import SegmentFault, are_same, checked_indices, real_results
 from piecewise.capture.poison import anything, poison_padding_
-from piecewise.ir.placeholders import resize_leaf, stand_in
+from piecewise.ir.placeholders import placeholder_for, resize_leaf
 from piecewise.ir.plan import Segment, SegmentPlan, ValueSpec
 from piecewise.streams.streams import StreamSchedules
 from runners.engine import Streams
@@ -107,7 +107,7 @@ class WarmUp:
                 buffer.zero_()
                 continue
             sizes = value.sizes(real_rows)
-            rows = inputs[index] if index in inputs else stand_in(sizes, buffer, seed=index)
+            rows = inputs[index] if index in inputs else placeholder_for(sizes, buffer, seed=index)
             narrow_to(buffer, sizes).copy_(rows)
             repeat_row_(buffer, sizes, value.units)
 
@@ -225,7 +225,7 @@ class WarmUp:
             tensor, sizes = made[index], value.sizes(real_rows)
             for part in padded_parts(tensor, sizes):
                 part.fill_(anything(tensor, 0))
-            narrow_to(tensor, sizes).copy_(stand_in(sizes, tensor, seed=index))
+            narrow_to(tensor, sizes).copy_(placeholder_for(sizes, tensor, seed=index))
 
     def _warm_up_boundary(self, segment: Segment, made: dict[int, torch.Tensor], bucket: int) -> None:
         """Once per kind of boundary segment: the layers of a model differ in their tensors only."""

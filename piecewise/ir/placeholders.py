@@ -1,4 +1,4 @@
-"""Example rows at other row counts, and stand-ins for what ops would have left: what warm-ups run on."""
+"""Makes the rows that warm-ups run on: an example at other row counts, and what ops would have left."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def resize_leaf(value: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
     return value
 
 
-def stand_in(sizes: Sequence[int], like: torch.Tensor, *, seed: int) -> torch.Tensor:
+def placeholder_for(sizes: Sequence[int], like: torch.Tensor, *, seed: int) -> torch.Tensor:
     """Values that an op outside the graphs might have left: random floats, the index 0."""
     if not like.dtype.is_floating_point:
         return torch.zeros(tuple(sizes), dtype=like.dtype, device=like.device)

@@ -1,4 +1,4 @@
-"""Shapes and strides as plain functions of the row count, and as ops of a graph."""
+"""Writes shapes and strides as plain functions of the row count, and as ops of a graph."""
 
 from __future__ import annotations
 
@@ -42,9 +42,8 @@ class SizeFunctions:
 
     def token_dims(self, tensor: torch.Tensor) -> tuple[int, ...]:
         """Dims whose size depends on the token count, ascending."""
-        return tuple(
-            dim for dim, expr in enumerate(self.exprs(tensor.shape)) if self._symbol in expr.free_symbols
-        )
+        exprs = enumerate(self.exprs(tensor.shape))
+        return tuple(dim for dim, expr in exprs if self._symbol in expr.free_symbols)
 
 
 def holds(conditions: Callable[..., tuple]) -> Callable[..., bool]:
@@ -59,6 +58,14 @@ def holds(conditions: Callable[..., tuple]) -> Callable[..., bool]:
     return check
 
 
+def size_node(graph: fx.Graph, expr: sympy.Expr, nodes: dict[sympy.Symbol, fx.Node]) -> Any:
+    """An expression as ops of a graph on the nodes that stand for its symbols; a number where it has none."""
+    tracer = fx.proxy.GraphAppendingTracer(graph)
+    proxies = {symbol: fx.Proxy(node, tracer) for symbol, node in nodes.items()}
+    found = torch_api.sympy_interp(_RowFormulas, proxies, expr)  # type: ignore[arg-type]
+    return found.node if isinstance(found, fx.Proxy) else found
+
+
 def _floor(value: float) -> float:
     return float(math.floor(value))
 
@@ -67,7 +74,7 @@ def _ceil(value: float) -> float:
     return float(math.ceil(value))
 
 
-def _recorded(function: Callable[..., Any], num_arguments: int) -> Any:
+def _recorded(function: Callable[..., Any], num_arguments: int = 1) -> Any:
     """`function` on its first arguments (the rest is a dtype), noted as one call where one is a proxy."""
 
     def apply(*arguments: Any) -> Any:
@@ -80,13 +87,12 @@ def _recorded(function: Callable[..., Any], num_arguments: int) -> Any:
     return staticmethod(apply)
 
 
-class RowFormulas(torch_api.PythonReferenceAnalysis):
+class _RowFormulas(torch_api.PythonReferenceAnalysis):
     """Interprets a sympy expression over numbers or FX proxies, which torch's own reference does not take for
     all ops."""
 
     truediv = int_truediv = _recorded(operator.truediv, 2)
-    floor_to_int, ceil_to_int = _recorded(math.floor, 1), _recorded(math.ceil, 1)
-    trunc_to_int, round_to_int = _recorded(math.trunc, 1), _recorded(round, 1)
-    floor, ceil = _recorded(_floor, 1), _recorded(_ceil, 1)
-    round_decimal = _recorded(round, 2)
-    exp, log, log2, sqrt = (_recorded(function, 1) for function in (math.exp, math.log, math.log2, math.sqrt))
+    floor_to_int, ceil_to_int = _recorded(math.floor), _recorded(math.ceil)
+    trunc_to_int, round_to_int = _recorded(math.trunc), _recorded(round)
+    floor, ceil, round_decimal = _recorded(_floor), _recorded(_ceil), _recorded(round, 2)
+    exp, log, log2, sqrt = map(_recorded, (math.exp, math.log, math.log2, math.sqrt))

@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import torch
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
+from torch.amp.autocast_mode import _enter_autocast as enter_autocast
+from torch.amp.autocast_mode import _exit_autocast as exit_autocast
 from torch.utils._python_dispatch import TorchDispatchMode
 
 # The product of two int8 matrices, in int32.

@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from piecewise import torch_api
-from piecewise.ir.effects import call_on_fakes
+from piecewise.ir.nodes import call_on_fakes
 from piecewise.ir.tensors import map_tensors, storage_of, tensors_in
 
 

@@ -15,7 +15,7 @@ from torch import fx, nn
 
 from piecewise import torch_api
 from piecewise.calls.structure import Namespace
-from piecewise.ir.effects import call_on_fakes
+from piecewise.ir.nodes import call_on_fakes
 from piecewise.ir.tensors import storage_of, tensors_in
 from piecewise.report.startup_times import LayerReuse
 from piecewise.trace.dynamo.run import DynamoRun

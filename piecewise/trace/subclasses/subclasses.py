@@ -23,7 +23,7 @@ from torch import fx
 
 from piecewise import torch_api
 from piecewise.errors.trace import ResultSubclass, SubclassOp
-from piecewise.ir.effects import autocast_of, call_on_fakes
+from piecewise.ir.nodes import autocast_of, call_on_fakes
 from piecewise.ir.tensors import storage_of, tensors_in
 from piecewise.passes.int8_matmul import int8_matmul
 from piecewise.trace.layers.graph_copy import copy_calls

@@ -17,8 +17,9 @@ from toy_models import HIDDEN, Toy, compare, make_ids, mix, op_poison, poison_co
 
 import piecewise
 from piecewise import torch_api
+from piecewise.ir.graph_key import graph_key
 from piecewise.lowering import lowering
-from piecewise.lowering.lowering import FIELDS_IN_KEY, Lowering, segment_text
+from piecewise.lowering.lowering import FIELDS_IN_KEY, Lowering
 from piecewise.report import progress
 from piecewise.settings.config import PiecewiseConfig
 from piecewise.torch_backend import piecewise_backend
@@ -587,10 +588,10 @@ def test_programs_of_torchs_functions_have_one_key_in_each_capture():
     assert keys[0] == keys[1]
 
 
-def test_segment_texts_have_no_addresses():
+def test_graph_keys_have_no_addresses():
     graphed, _ = captured(Toy(num_blocks=2).eval(), lowering="eager")
     for segment in plan_of(graphed).graph_segments():
-        text = segment_text(plan_of(graphed), segment)
+        text = repr(graph_key(plan_of(graphed), segment))
         assert "0x" not in text and "[n, 16]" in text and segment.lowering_key in text
 
 
@@ -636,14 +637,14 @@ def test_explain_says_what_will_be_compiled_and_what_not():
         (dict(dtype=None), "has a size that is not a function of the token count"),
     ],
 )
-def test_what_cannot_be_lowered_is_foreseen(change, says):
+def test_what_cannot_be_lowered_is_previewed(change, says):
     graphed, _ = captured(Toy(num_blocks=1).eval(), lowering="eager")
     plan = plan_of(graphed)
     index = plan.segments[0].inputs[-1]
     values = [dataclasses.replace(v, **change) if v.index == index else v for v in plan.values]
     plan = dataclasses.replace(plan, values=tuple(values))
     config = PiecewiseConfig(buckets=(4,), lowering="inductor", progress=False)
-    (kept,) = Lowering(config).foresee(plan, (4,)).kept_eager
+    (kept,) = Lowering(config).preview(plan, (4,)).kept_eager
     assert "segment 0" in kept.segment and says in kept.reason
     (same,) = (
         Lowering(config)

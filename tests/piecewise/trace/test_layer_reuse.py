@@ -18,7 +18,7 @@ from toy_models import CACHE_ROWS, HIDDEN, VOCAB, make_ids, mix
 
 import piecewise
 from piecewise.analysis.normalize import normalize
-from piecewise.analysis.same_program import first_difference
+from piecewise.analysis.same_program import Program
 from piecewise.analysis.token_dim import find_token_symbol
 from piecewise.calls.binder import CallBinder
 from piecewise.ir.effects import find_facts
@@ -120,10 +120,8 @@ def compared(model, monkeypatch, num_tokens=6):
         both.append((found, facts, find_token_symbol(found, facts)))
     (parts, facts, token), (whole, whole_facts, whole_token) = both
     assert whole.layers is None
-    symbols = [token.symbol, whole_token.symbol]
-    difference = first_difference(
-        whole, parts, symbols[::-1], facts=[whole_facts, facts], num_tokens=num_tokens
-    )
+    earlier = Program(whole, whole_facts, symbol=whole_token.symbol, num_tokens=num_tokens)
+    difference = earlier.difference(Program(parts, facts, symbol=token.symbol, num_tokens=num_tokens))
     assert difference is None, difference
     assert state_of(parts) == state_of(whole)
     assert guards_of(parts, token) == guards_of(whole, whole_token)

@@ -1,4 +1,4 @@
-"""The aten ops that a node comes to, noted once on fakes and judged as often as layouts ask for it."""
+"""Records the aten ops that a node comes to, once, on fakes; rules judge them as often as layouts ask."""
 
 from __future__ import annotations
 
@@ -84,14 +84,13 @@ class OpRecorder(torch_api.TorchDispatchMode):
         given: the tensors that the block begins with.
     Attributes:
         written: storages that some op writes.
-        tags: of all ops; `names`: theirs.
+        tags: of all ops.
     """
 
     def __init__(self, given: list[torch.Tensor]) -> None:
         super().__init__()
         self.written: set[int] = set()
         self.tags: set[torch.Tag] = set()
-        self.names: set[str] = set()
         self._tensors: list[TensorInfo] = []
         self._kept: list[torch.Tensor] = []  # alive, so that no other gets its id
         self._positions: dict[int, int] = {}
@@ -110,7 +109,6 @@ class OpRecorder(torch_api.TorchDispatchMode):
             with self:
                 return func.decompose(*args, **kwargs)
         self.tags |= _tags(func, args, kwargs)
-        self.names.add(schema.name)
         written = list(tensors_in(written_arguments(func, args, kwargs)))
         reads = tuple(map(self._position_of, tensors_in([*args, *kwargs.values()])))
         noted = map_tensors((tuple(args), dict(kwargs)), lambda tensor: Ref(self._position_of(tensor)))
