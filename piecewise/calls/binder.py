@@ -1,10 +1,9 @@
-"""Calls of the model: bound to forward's parameters, so that positional and keyword calls are one [I10].
+"""Binds calls to forward's parameters, so that positional and keyword calls are one, and matches them [I10].
 
 `CallBinder` maps `(args, kwargs)` to one value per parameter, through a generated function that has
-forward's own signature, so that Python's call machinery does the work. Where hooks of the model, a wrapper
-of its forward or a `__call__` of its own are given the call first, `FormBinder` keeps it as it was made.
-`write_matcher` generates the function that checks bound values against the structure a trace was made for
-and pulls out its leaves in the same pass.
+forward's own signature, so that Python's call machinery does the work. Where code is given the call before
+forward, `FormBinder` keeps it as it was made (`form.py`). `write_matcher` generates the function that checks
+bound values against the structure of a trace and pulls out its leaves in the same pass.
 """
 
 from __future__ import annotations
@@ -77,33 +76,28 @@ class CallBinder:
     def call_source(self, values: Structure, leaf_names: Sequence[str], namespace: Namespace) -> str:
         """The argument list, as source, that makes the bound call again: by keyword wherever forward
         allows it."""
-        has_star = any(
-            parameter.kind == parameter.VAR_POSITIONAL and child.children
-            for parameter, child in zip(self.parameters, values.children, strict=True)
-        )
+        pairs = list(zip(self.parameters, values.children, strict=True))
+        has_star = any(each.kind == each.VAR_POSITIONAL and child.children for each, child in pairs)
         parts = []
-        for parameter, child in zip(self.parameters, values.children, strict=True):
-            if child.kind == "const" and child.value is MISSING:
-                continue
-            source = build_source(child, leaf_names, namespace)
-            if parameter.kind == parameter.VAR_POSITIONAL:
-                parts.append(f"*{source}")
-            elif parameter.kind == parameter.VAR_KEYWORD:
-                parts.append(f"**{source}")
-            elif parameter.kind == parameter.POSITIONAL_ONLY or (
+        for parameter, child in pairs:
+            by_position = parameter.kind == parameter.POSITIONAL_ONLY or (
                 has_star and parameter.kind == parameter.POSITIONAL_OR_KEYWORD
-            ):
-                parts.append(source)
-            else:
-                parts.append(f"{parameter.name}={source}")
+            )
+            stars: dict[Any, str] = {parameter.VAR_POSITIONAL: "*", parameter.VAR_KEYWORD: "**"}
+            prefix = stars.get(parameter.kind, "" if by_position else f"{parameter.name}=")
+            if child.kind != "const" or child.value is not MISSING:
+                parts.append(prefix + build_source(child, leaf_names, namespace))
         return ", ".join(parts)
 
     def leaf_paths(self, values: Structure) -> dict[int, str]:
         """Leaf index → what a user would call it: ``positions`` or ``features[2]['x']``."""
         paths: dict[int, str] = {}
-        for parameter, child in zip(self.parameters, values.children, strict=True):
-            _collect_paths(child, parameter.name, paths)
+        for name, child in self._named_children(values):
+            _collect_paths(child, name, paths)
         return paths
+
+    def _named_children(self, values: Structure) -> list[tuple[str, Structure]]:
+        return list(zip(self.names, values.children, strict=True))
 
 
 class FormBinder(CallBinder):
@@ -117,15 +111,11 @@ class FormBinder(CallBinder):
         except (TypeError, ValueError):  # a callable without a signature
             self._named = ()
 
-    def leaf_paths(self, values: Structure) -> dict[int, str]:
+    def _named_children(self, values: Structure) -> list[tuple[str, Structure]]:
         positional, keywords = values.children
-        paths: dict[int, str] = {}
-        for position, child in enumerate(positional.children):
-            is_named = position < len(self._named)
-            _collect_paths(child, self._named[position] if is_named else f"args[{position}]", paths)
-        for key, child in zip(keywords.keys, keywords.children, strict=True):
-            _collect_paths(child, key, paths)
-        return paths
+        names = [*self._named, *(f"args[{at}]" for at in range(len(self._named), len(positional.children)))]
+        found = list(zip(names, positional.children, strict=False))
+        return found + list(zip(keywords.keys, keywords.children, strict=True))
 
 
 def bound_call(binder: CallBinder, args: Any, kwargs: Any) -> tuple | None:

@@ -115,18 +115,16 @@ def build_source(node: Structure, leaf_names: Sequence[str], namespace: Namespac
     if node.kind in ("tensor", "int"):
         return leaf_names[node.index]
     if node.kind == "const":
-        return (
-            repr(node.value) if node.value is None or type(node.value) is bool else namespace.name(node.value)
-        )
+        is_literal = node.value is None or type(node.value) is bool
+        return repr(node.value) if is_literal else namespace.name(node.value)
     parts = [build_source(child, leaf_names, namespace) for child in node.children]
     if node.kind == "list":
         return f"[{', '.join(parts)}]"
     if node.kind == "tuple":
-        return f"({', '.join(parts)}{',' if len(parts) == 1 else ''})"
+        return f"({''.join(f'{part}, ' for part in parts)})"
     if node.kind == "dict":
-        return (
-            "{" + ", ".join(f"{_key(k, namespace)}: {p}" for k, p in zip(node.keys, parts, strict=True)) + "}"
-        )
+        items = (f"{_key(key, namespace)}: {part}" for key, part in zip(node.keys, parts, strict=True))
+        return f"{{{', '.join(items)}}}"
     if node.kind == "namedtuple":
         return f"{namespace.name(node.type)}({', '.join(parts)})"
     if node.kind == "dataclass":

@@ -1,5 +1,5 @@
-"""What a guard asks of what it looks at, as something that compares: from layer to layer of a model, and on
-each call where no place can be compared instead."""
+"""Answers what a guard asks, for comparison: from layer to layer of a model, and on each call where no place
+can be compared instead."""
 
 from __future__ import annotations
 
@@ -38,7 +38,10 @@ def is_same_to(guard: torch_api.SeenGuard, seen: Sequence[Any], found: Sequence[
     if known is None or known.rule is Rule.REFUSED:
         return False
     if known.rule is Rule.METADATA:
-        return _has_equal_metadata(seen[0], found[0])
+        try:  # by equality: the weight of each layer has objects of its own
+            return bool(seen[0].__tensor_flatten__() == found[0].__tensor_flatten__())
+        except Exception:  # a tensor in there has no one answer
+            return False
     return is_same_value(answer_of(guard, found[0]), answer_of(guard, seen[0]))
 
 
@@ -46,7 +49,7 @@ def answer_of(guard: torch_api.SeenGuard, value: Any) -> Any:
     """What the guard asks of `value`, for `is_same_value` to compare."""
     rule = GUARD_KINDS[guard.kind].rule
     if rule is Rule.TENSOR:
-        return _kind_for_layers(value)
+        return _kind_for_layers(value) if isinstance(value, torch.Tensor) else None
     if guard.kind == "CONSTANT_SUBCLASS_MATCH":
         base = next((base for base in _BASES_OF_CONSTANTS if isinstance(value, base)), None)
         return (type(value), value if base is None else base(value))
@@ -64,7 +67,10 @@ def answer_of(guard: torch_api.SeenGuard, value: Any) -> Any:
         return type(value), tuple(metadata_of(value).items())
     if rule is Rule.OPAQUE:
         return value, torch_api.opaque_answer(value)
-    return _frozen(value)
+    # A container as what it holds now.
+    if isinstance(value, (list, set)):
+        return type(value), (tuple if isinstance(value, list) else frozenset)(value)
+    return (type(value), tuple(value.items())) if isinstance(value, dict) else value
 
 
 def metadata_of(tensor: Any) -> dict[str, Any]:
@@ -76,24 +82,7 @@ def metadata_of(tensor: Any) -> dict[str, Any]:
     }
 
 
-def _has_equal_metadata(seen: Any, found: Any) -> bool:
-    """Whether tensors of one subclass, which other guards compare, say the same of what is inside."""
-    try:  # by equality: the weight of each layer has objects of its own
-        return bool(seen.__tensor_flatten__() == found.__tensor_flatten__())
-    except Exception:  # a tensor in there has no one answer
-        return False
-
-
-def _frozen(value: Any) -> Any:
-    """A container as what it holds now."""
-    if isinstance(value, (list, set)):
-        return type(value), (tuple if isinstance(value, list) else frozenset)(value)
-    return (type(value), tuple(value.items())) if isinstance(value, dict) else value
-
-
-def _kind_for_layers(tensor: Any) -> Any:
-    if not isinstance(tensor, torch.Tensor):
-        return None
+def _kind_for_layers(tensor: torch.Tensor) -> Any:
     return (
         type(tensor), tensor.dtype, tensor.device, tensor.layout, tensor.shape, tensor.stride(),
         tensor.requires_grad, tensor.is_conj(), tensor.is_neg(), tensor.is_inference(),

@@ -1,4 +1,4 @@
-"""What Python state a trace touched: found by comparing, and put back.
+"""Finds the Python state that a trace touched, by comparing, and puts it back.
 
 Dynamo replays the writes of forward to attributes, lists, dicts and globals after the traced call, with
 whatever the backend returned. A replay would run none of them, so a forward that has any is refused.
@@ -13,7 +13,6 @@ from typing import Any
 from torch import nn
 
 _TABLES = ("_modules", "_parameters", "_buffers")
-_CONTAINERS = (list, dict, set, deque)
 
 
 class StateSnapshot:
@@ -39,7 +38,7 @@ class StateSnapshot:
         self._add(path, getattr(value, "__dict__", None))
 
     def _add(self, path: str, value: Any) -> None:
-        if type(value) in _CONTAINERS:
+        if type(value) in (list, dict, set, deque):
             self._entries.setdefault(id(value), (path, value, value.copy()))
 
     def restore(self, is_same: Callable[[Any, Any], bool]) -> list[str]:
@@ -50,33 +49,22 @@ class StateSnapshot:
         """
         changed: list[str] = []
         for path, container, before in self._entries.values():
+            old, now = _by_key(before), _by_key(container)
+            keys = [key for key in now if key not in old]
+            others = [key for key, value in old.items() if key not in now or now[key] is not value]
+            if not keys and not others and (isinstance(container, set) or list(old) == list(now)):
+                continue
+            keys += [key for key in others if key not in now or not is_same(old[key], now[key])]
             if isinstance(container, dict):
-                changed += _restore_dict(path, container, before, is_same)
-            elif _items(container) != _items(before):
-                is_set, same_length = isinstance(container, set), len(container) == len(before)
-                if is_set or not same_length or not all(map(_either(is_same), before, container)):
-                    changed.append(path)
-                container.clear()
-                (container.update if isinstance(container, set) else container.extend)(before)
+                changed += [f"{path}.{key}" if path else str(key) for key in keys]
+            elif keys:
+                changed.append(path)
+            container.clear()
+            (container.extend if isinstance(container, (list, deque)) else container.update)(before)
         return changed
 
 
-def _either(is_same: Callable[[Any, Any], bool]) -> Callable[[Any, Any], bool]:
-    return lambda old, new: old is new or is_same(old, new)
-
-
-def _restore_dict(
-    path: str, table: dict[Any, Any], before: dict[Any, Any], is_same: Callable[[Any, Any], bool]
-) -> list[str]:
-    keys = [key for key in table if key not in before]
-    others = [key for key, value in before.items() if key not in table or table[key] is not value]
-    if keys or others or list(table) != list(before):
-        keys += [key for key in others if key not in table or not is_same(before[key], table[key])]
-        table.clear()
-        table.update(before)
-    return [f"{path}.{key}" if path else str(key) for key in keys]
-
-
-def _items(container: Any) -> Any:
-    """What is compared of a container: which objects it holds, in order, or what a set holds."""
-    return container if isinstance(container, set) else [*map(id, container)]
+def _by_key(container: Any) -> dict[Any, Any]:
+    if isinstance(container, dict):
+        return container
+    return dict.fromkeys(container) if isinstance(container, set) else dict(enumerate(container))
