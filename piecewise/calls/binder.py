@@ -25,7 +25,7 @@ class _Missing:
 
 
 class _Source(str):
-    """A default in a signature that is written as source: the expression itself."""
+    """Writes a default of a signature as source: the expression itself."""
 
     def __repr__(self) -> str:
         return str(self)
@@ -66,7 +66,7 @@ class CallBinder:
         self.bind.__qualname__ = "forward"  # a call that does not fit is told in forward's name
 
     def absent(self, bound: tuple) -> list[str]:
-        """Names of the parameters that have no default and no value in this bound call."""
+        """Names the parameters that have no default and no value in this bound call."""
         return [
             parameter.name
             for parameter, value in zip(self.parameters, bound, strict=True)
@@ -74,8 +74,7 @@ class CallBinder:
         ]
 
     def call_source(self, values: Structure, leaf_names: Sequence[str], namespace: Namespace) -> str:
-        """The argument list, as source, that makes the bound call again: by keyword wherever forward
-        allows it."""
+        """Writes the argument list that makes the bound call again: by keyword wherever forward allows it."""
         pairs = list(zip(self.parameters, values.children, strict=True))
         has_star = any(each.kind == each.VAR_POSITIONAL and child.children for each, child in pairs)
         parts = []
@@ -90,7 +89,7 @@ class CallBinder:
         return ", ".join(parts)
 
     def leaf_paths(self, values: Structure) -> dict[int, str]:
-        """Leaf index → what a user would call it: ``positions`` or ``features[2]['x']``."""
+        """Names each leaf index as a user would: ``positions`` or ``features[2]['x']``."""
         paths: dict[int, str] = {}
         for name, child in self._named_children(values):
             _collect_paths(child, name, paths)
@@ -119,7 +118,7 @@ class FormBinder(CallBinder):
 
 
 def bound_call(binder: CallBinder, args: Any, kwargs: Any) -> tuple | None:
-    """The bound values of a call, or None where it does not fit."""
+    """Binds a call; None where it does not fit."""
     try:
         return binder.bind(*args, **kwargs)
     except TypeError:
@@ -140,7 +139,7 @@ def _collect_paths(node: Structure, path: str, paths: dict[int, str]) -> None:
 
 
 class LeafRule:
-    """What a call's leaf must be: a tensor of this dtype, device and these static dims, or an int.
+    """Says what a call's leaf must be: a tensor of this dtype, device and these static dims, or an int.
 
     Attributes:
         static: dim → size that the trace holds as a constant.
@@ -176,7 +175,7 @@ class LeafRule:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class WrittenMemory:
-    """Which inputs lie in memory that a call writes.
+    """Says which inputs lie in memory that a call writes.
 
     Attributes:
         groups: tensor leaves; those of one group lie in one memory, which the call writes.
@@ -248,7 +247,7 @@ def _write_memory_checks(
     apart_from_now: Sequence[tuple[Sequence[int], Callable[[], frozenset[int]]]],
     namespace: Namespace,
 ) -> None:
-    """Each group in a memory of its own, the others in none of these, and nothing where it may not be now."""
+    """Checks that each group has a memory of its own, others none of these, and none what is excluded."""
     places: dict[int, str] = {}
 
     def place(leaf: int) -> str:
@@ -287,7 +286,7 @@ def is_plain_leaf(value: Any) -> bool:
 
 
 def describe_call(args: Any, kwargs: Any) -> str:
-    """One line that tells kinds of calls apart: dtypes, shapes, plain values, which tensors are one."""
+    """Describes the kind of a call in one line: dtypes, shapes, plain values, which tensors are one."""
     numbers: dict[int, int] = {}
 
     def describe(value: Any) -> str:

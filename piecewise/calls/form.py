@@ -1,4 +1,4 @@
-"""Whether a call's form matters: which arguments are positional, and which were passed at all [I10].
+"""Tells whether a call's form matters: which arguments are positional, and which were passed at all [I10].
 
 forward itself cannot tell `model(ids)` from `model(ids=ids)`, so both are one kind of call. What is called
 before it can: a hook is given the positional arguments as they were passed, and so is a wrapper of forward or
@@ -25,7 +25,7 @@ _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backw
 
 
 class Binders:
-    """What binds the calls of `forward`, one for each answer of `sees_form`."""
+    """Binds the calls of `forward`, by one binder for each answer of `sees_form`."""
 
     def __init__(self, model: nn.Module, forward: Callable[..., Any]) -> None:
         self._model, self._forward = model, forward
@@ -33,7 +33,7 @@ class Binders:
         self._by_form = {False: CallBinder(own), True: FormBinder(own)}
 
     def for_now(self) -> CallBinder:
-        """The one for the hooks that the model has now; the same object each time."""
+        """Returns the binder for the hooks that the model has now; the same object each time."""
         return self._by_form[sees_form(self._model, self._forward)]
 
 

@@ -1,4 +1,4 @@
-"""Nested arguments and results: taken apart once, then matched and rebuilt by generated straight-line code.
+"""Takes nested arguments and results apart once; generated straight-line code matches and rebuilds them.
 
 `flatten_structure` gives a `Structure` (a tree of frozen nodes) and its leaves, and two generators turn that
 tree into Python source: an expression that builds the object again, and the lines that check another object
@@ -25,7 +25,7 @@ PLAIN = (
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Structure:
-    """One node of a nested object; `kind` says which fields hold.
+    """Describes one node of a nested object; `kind` says which fields hold.
 
     tensor, int: `index` is the position among the leaves. const: `value`. list, tuple: `children`. dict,
     dataclass, namedtuple: `children` beside their `keys`, and `type`. pytree: any other registered
@@ -111,7 +111,7 @@ class Namespace:
 
 
 def build_source(node: Structure, leaf_names: Sequence[str], namespace: Namespace) -> str:
-    """The Python expression that builds the object from leaves held in the variables `leaf_names`."""
+    """Writes the Python expression that builds the object from leaves held in the variables `leaf_names`."""
     if node.kind in ("tensor", "int"):
         return leaf_names[node.index]
     if node.kind == "const":

@@ -1,4 +1,4 @@
-"""Fake tensors, and the aten ops that a function runs on them."""
+"""Makes fake tensors, and records the aten ops that a function runs on them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def python_dispatcher() -> Iterator[None]:
 
 
 class _OneHotChecks(TorchFunctionMode):
-    """Before torch 2.13 `one_hot` of a fake leaves out the checks of values that its kernels make."""
+    """Makes the checks of values that `one_hot` leaves out for fakes before torch 2.13."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -64,12 +64,12 @@ def is_fake(value: Any) -> bool:
 
 
 def static_fake(fake_mode: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:
-    """The fake of a model's tensor in a trace, without symbols; what shares memory there does here."""
+    """Makes the fake of a model's tensor in a trace, without symbols; what shares memory there does here."""
     return fake_mode.from_tensor(tensor, static_shapes=True)
 
 
 def fake_twin(fake: torch.Tensor, memory: torch.Tensor | None) -> torch.Tensor:
-    """A fake like another one, in the memory of `memory` or, for None, in memory of its own, of size 0.
+    """Makes a fake like another one, in the memory of `memory` or, for None, in its own, of size 0.
 
     Sizes and strides are shared, not computed anew: 13 µs where an op on fakes with symbols takes 200 to 500.
     """
@@ -97,13 +97,13 @@ def has_dynamic_dims(tensor: torch.Tensor) -> bool:
 
 
 def new_fake_mode(*, repeats: bool = False) -> FakeTensorMode:
-    """A fake mode with symbols of its own; `repeats` as for `tracing_config`."""
+    """Makes a fake mode with symbols of its own; `repeats` as for `tracing_config`."""
     with fakes_remembered(repeats):
         return FakeTensorMode(shape_env=ShapeEnv())
 
 
 def fakes_remembered(repeats: bool) -> Any:
-    """A block in which new fake modes remember what ops gave for operands of one kind, where that pays.
+    """Lets new fake modes in this block remember what ops gave for operands of one kind, where that pays.
 
     To remember takes as long as to run the op once more. Of one layer's ops a quarter are like others, and a
     trace without a memory takes a tenth less time, of symbolic aten ops half.
@@ -115,7 +115,7 @@ def fakes_remembered(repeats: bool) -> Any:
 def functional_aten_graph(
     function: Callable[..., tuple], arguments: Sequence[Any], fake_mode: FakeTensorMode
 ) -> torch.fx.GraphModule:
-    """The aten ops of `function` on fakes; what it writes into arguments is copied into them at the end.
+    """Records the aten ops of `function` on fakes; what it writes into arguments is copied into them last.
 
     Autocast of here and of regions inside is resolved into casts; torch's decompositions are not applied.
     """

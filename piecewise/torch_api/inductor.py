@@ -1,4 +1,4 @@
-"""Inductor: its processes, its compile and its cache."""
+"""Starts Inductor, compiles with it and counts what its cache held."""
 
 from __future__ import annotations
 
@@ -66,12 +66,12 @@ def compile_aten_graph(
 
 
 def without_autocast() -> Any:
-    """A block in which autocast changes no op."""
+    """Makes a block in which autocast changes no op."""
     return torch._C._DisableAutocast()  # type: ignore[attr-defined]
 
 
 def inductor_cache_counts() -> tuple[int, int]:
-    """How often, in this process, a compile was found on disk, and how often it was not."""
+    """Counts how often, in this process, a compile was found on disk, and how often it was not."""
     from torch._dynamo.utils import counters
 
     # Of the two caches the outer one counts a hit of its own and of the inner one, where torch's own do.
@@ -80,7 +80,7 @@ def inductor_cache_counts() -> tuple[int, int]:
 
 
 def numeric_settings(device: torch.device) -> str:
-    """The settings of here that decide on dtypes and kernels when a function is traced or compiled."""
+    """Describes the settings that decide on dtypes and kernels when a function is traced or compiled."""
     kinds = sorted({"cpu", device.type})
     casts = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds]
     deterministic = torch.are_deterministic_algorithms_enabled()

@@ -1,4 +1,4 @@
-"""All that the passes use of `torch._inductor.pattern_matcher`, for torch 2.11 to 2.13.
+"""Offers what the passes use of `torch._inductor.pattern_matcher`, for torch 2.11 to 2.13.
 
 Its matcher never lets a match span an op that writes, so segments are rewritten without making them
 functional first: what they write, and who shares memory with whom, stays as the model has it.
@@ -66,7 +66,7 @@ class PatternSet:
         register_graph_pattern(pattern, extra_check=is_match, pass_dict=self._patterns)(apply)  # type: ignore[arg-type]
 
     def sweep(self, module: fx.GraphModule) -> int:
-        """One walk over the graph; returns the number of matches."""
+        """Walks over the graph once; returns the number of matches."""
         find_regions(module.graph)
         return self._patterns.apply(module)
 

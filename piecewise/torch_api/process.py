@@ -1,4 +1,4 @@
-"""Settings of the process and the thread, numbers of dicts, and what else lies in C."""
+"""Compares settings of the process and the thread, versions of dicts, and what else lies in C."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _guards = torch._C._dynamo.guards  # type: ignore[attr-defined]
 
 
 class GlobalState:
-    """Process-wide and thread-wide settings that a trace depends on, as they are under `no_grad` now.
+    """Remembers the process-wide and thread-wide settings that a trace depends on, under `no_grad`.
 
     Autocast, default dtype, tf32, determinism and the number of threads; and the modes that see ops before
     any kernel does, the default device among them.
@@ -41,12 +41,12 @@ def _active_modes() -> tuple[Any, ...]:
 
 
 def dispatch_keys(tensor: torch.Tensor) -> str:
-    """Which implementations of an op the tensor chooses."""
+    """Tells which implementations of an op the tensor chooses."""
     return str(torch._C._dispatch_keys(tensor))
 
 
 def num_storage_users(storage: torch.UntypedStorage) -> int:
-    """How many tensors look at a storage, beside the Python object that is passed."""
+    """Counts the tensors that look at a storage, beside the Python object that is passed."""
     return int(torch._C._storage_Use_Count(storage._cdata)) - 1  # type: ignore[attr-defined]
 
 

@@ -25,7 +25,7 @@ from runners.state.state_check import StateFacts, StateRef
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ExampleCall:
-    """An example's bound values, taken apart.
+    """Holds an example's bound values, taken apart.
 
     Attributes:
         values: structure of the bound parameter values.
@@ -62,7 +62,7 @@ class ExampleCall:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Placeholder:
-    """What a graph placeholder stands for: an input leaf, state of the model, or a symbol's value."""
+    """Says what a placeholder stands for: an input leaf, state of the model, or a symbol's value."""
 
     node: fx.Node
     kind: str
@@ -72,7 +72,7 @@ class Placeholder:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Trace:
-    """One traced forward.
+    """Holds one traced forward.
 
     Attributes:
         graph: calls of torch functions and methods; each node has its fake in ``meta["example_value"]``.
@@ -100,7 +100,7 @@ class Trace:
     wrapped: tuple[WrappedLeaf, ...] = ()
 
     def symbols_of_leaf(self, leaf: int) -> tuple[sympy.Expr, ...]:
-        """The simplified size expressions of an input tensor; empty for one that the graph does not read."""
+        """Simplifies the sizes of an input tensor; empty for one that the graph does not read."""
         for placeholder in self.placeholders:
             fake = placeholder.node.meta["example_value"]
             if placeholder.kind == "input" and placeholder.leaf == leaf and isinstance(fake, torch.Tensor):

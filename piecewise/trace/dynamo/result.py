@@ -31,7 +31,7 @@ from runners.state.state_check import StateRef
 
 
 def placeholders_of(run: DynamoRun, scope: Scope) -> tuple[Placeholder, ...]:
-    """What each placeholder stands for.
+    """Finds what each placeholder stands for.
 
     Raises:
         NumpyValue, TensorWithoutPath: a tensor that cannot be found again from the model.
@@ -64,7 +64,7 @@ def _brief_value(source: str, scope: Scope) -> str:
 
 
 def _state_at(source: str, argument: torch.Tensor, scope: Scope) -> StateRef | None:
-    """The place of a tensor that Dynamo found at a source; None where it is not found there again."""
+    """Finds the place of a tensor that Dynamo found at a source; None where it is not found there again."""
     array = array_source(source)
     if array is None:
         state = resolve(source, scope)
@@ -77,7 +77,7 @@ def _state_at(source: str, argument: torch.Tensor, scope: Scope) -> StateRef | N
 def result_of(
     run: DynamoRun, placeholders: Sequence[Placeholder]
 ) -> tuple[Structure, tuple[ResultLeaf, ...], tuple[WrappedLeaf, ...]]:
-    """How the result is put together, where each of its leaves comes from, and which ones get another class.
+    """Finds how the result is built, where its leaves come from, and which of them get another class.
 
     Raises:
         OpaqueResult, ResultWithoutSource: it cannot be put together again.
@@ -129,7 +129,7 @@ def _refuse_opaque(node: Structure, given: Sequence[Any]) -> None:
 
 
 def _dummy_of(leaf: Any, dummies: Sequence[Any]) -> int | None:
-    """Which dummy a tensor is that Dynamo has given a class with `as_subclass`."""
+    """Finds which dummy a tensor is that Dynamo has given a class with `as_subclass`."""
     if not isinstance(leaf, torch.Tensor) or type(leaf) in (torch.Tensor, torch.nn.Parameter):
         return None
     plain = leaf.as_subclass(torch.Tensor)
@@ -142,7 +142,7 @@ def _with_class(cls: type, given: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _state_of(run: DynamoRun, leaf: torch.Tensor, placeholders: Sequence[Placeholder]) -> StateRef | None:
-    """The place of a tensor of the model's that forward returns as it is."""
+    """Finds the place of a tensor of the model's that forward returns as it is."""
     for placeholder, argument in zip(placeholders, run.arguments, strict=True):
         if leaf is argument:
             return placeholder.state

@@ -38,7 +38,7 @@ _MAX_DETAIL = 400
 
 @dataclasses.dataclass(eq=False)
 class DynamoRun:
-    """What one run saw; it is the backend, too: it keeps the graph, and answers the one call with dummies.
+    """Keeps what one run saw; as its backend, it takes the graph and answers the one call with dummies.
 
     Attributes:
         forward: what is traced; reached from `model`.
@@ -107,7 +107,7 @@ class DynamoRun:
         return answer
 
     def as_read(self, source: str) -> str:
-        """A source with the model under its one name."""
+        """Writes a source with the model under its one name."""
         if not self.own_name:
             return source
         # The bound forward itself has defaults and a closure.
@@ -115,7 +115,7 @@ class DynamoRun:
         return source.replace(self.own_name, "L['model']").replace(forward, "L['model'].forward")
 
     def scope(self) -> Scope:
-        """Where sources are looked up."""
+        """Makes the scope in which sources are looked up."""
         names = self.function.__globals__
         known = {"L['model'].forward": self.forward} if self.own_name else {}
         return Scope({"model": self.model}, names, known)
@@ -135,7 +135,7 @@ class DynamoRun:
         return False
 
     def names_in_sources(self) -> dict[str, Any]:
-        """What sources name as G, of that which is there."""
+        """Finds what sources name as G, of that which is there."""
         sources = itertools.chain(*((guard.source, guard.other) for guard in self.guards))
         names = {found[1] for source in sources for found in re.finditer(r"\bG\['([^']+)'\]", source)}
         return {name: value for name, value in self.function.__globals__.items() if name in names}
@@ -217,7 +217,7 @@ def run_dynamo(
     scope = run.scope()
 
     def leads(guard: torch_api.SeenGuard) -> bool:
-        """Dynamo looks at some sources for a moment, and nothing is there now."""
+        """Drops what Dynamo looked at for a moment: nothing is there now."""
         return guard.kind != guard.UNGUARDED or bool(scope.steps_to(guard.source))
 
     run.guards = list(filter(leads, run.guards))
@@ -225,8 +225,7 @@ def run_dynamo(
 
 
 def _prepare_leaves(example: ExampleCall, static_dims: Mapping[int, Sequence[int]]) -> list[Any]:
-    """Detached twins of the tensors, one for a tensor passed twice, dims marked; the caller's objects are
-    never marked."""
+    """Detaches the tensors, one twin for one passed twice, and marks dims; the caller's are never marked."""
     prepared: list[Any] = []
     twins: dict[int, torch.Tensor] = {}
     for index, leaf in enumerate(example.leaves):
@@ -248,7 +247,7 @@ def _prepare_leaves(example: ExampleCall, static_dims: Mapping[int, Sequence[int
 
 
 def _normal_twin(leaf: torch.Tensor) -> torch.Tensor:
-    """A tensor that is none of inference mode, in the same memory, so that the trace sees who shares it."""
+    """Makes a tensor outside of inference mode in the same memory, so that the trace sees who shares it."""
     if leaf.is_conj() or leaf.is_neg():
         return leaf.clone()
     twin = torch.empty(0, dtype=leaf.dtype, device=leaf.device)
@@ -256,7 +255,7 @@ def _normal_twin(leaf: torch.Tensor) -> torch.Tensor:
 
 
 def _traced_function(example: ExampleCall, forward: Any, namespace: Namespace) -> Any:
-    """A function with its own code object that makes the example's call from flat leaves."""
+    """Generates a function with its own code object that makes the example's call from flat leaves."""
     names = [f"t{i}" if isinstance(leaf, torch.Tensor) else f"i{i}" for i, leaf in enumerate(example.leaves)]
     arguments = example.binder.call_source(example.values, names, namespace)
     callee = "model" if isinstance(forward, nn.Module) else namespace.name(forward, "forward")
@@ -270,7 +269,7 @@ def _traced_function(example: ExampleCall, forward: Any, namespace: Namespace) -
 
 
 def _name_of_self(function: Any, forward: Any, model: nn.Module) -> str | None:
-    """How sources name the model where its bound forward is traced, and not the model itself."""
+    """Finds how sources name the model where its bound forward is traced, and not the model itself."""
     if getattr(forward, "__self__", None) is not model:
         return None
     name = next(name for name, value in function.__globals__.items() if value is forward)
@@ -304,5 +303,5 @@ def _translated(error: Exception, held: Iterable[tuple[str, torch.Tensor]]) -> N
 
 
 def _after(word: str, lines: Iterable[str]) -> str:
-    """The text of the first line that begins with `word`."""
+    """Finds the text of the first line that begins with `word`."""
     return next((text for line in lines if line.startswith(word) and (text := line[len(word) :].strip())), "")

@@ -40,7 +40,7 @@ def readable_path(source: str) -> str:
 def source_reader(
     sources: Iterable[str], global_names: Mapping[str, Any]
 ) -> Callable[[Mapping[str, Any]], tuple[Any, ...]]:
-    """One function of L that gives the values at some sources, in one expression."""
+    """Compiles some sources into one function of L that gives their values."""
     text = f"lambda L: ({''.join(f'{source}, ' for source in sources)})"
     read: Callable[[Mapping[str, Any]], tuple[Any, ...]]
     read = eval(text, {**torch_api.names_in_sources(), "G": global_names})  # Dynamo's own source text
@@ -48,13 +48,13 @@ def source_reader(
 
 
 def owner_and_name(source: str) -> tuple[str, str]:
-    """The source of an attribute's owner, and the name: of ``owner.name`` or ``getattr(owner, 'name')``."""
+    """Splits ``owner.name`` or ``getattr(owner, 'name')`` into the source of the owner, and the name."""
     _, owner, name = _taken_apart(_parsed(source))
     return owner.text, name
 
 
 def _parsed(source: str) -> Any:
-    """The expression; each node has its own source as `text`, since `ast.unparse` takes seconds in all."""
+    """Parses a source; each node gets its own `text`, since `ast.unparse` takes seconds in all."""
     root: Any = ast.parse(source, mode="eval").body
     encoded = source.encode()
     for node in ast.walk(root):
@@ -65,7 +65,7 @@ def _parsed(source: str) -> Any:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Step:
-    """One step of the way to what a guard looks at, and what makes it lead there.
+    """Describes one step of the way to what a guard looks at, and what makes it lead there.
 
     Attributes:
         value: what was there.
@@ -100,7 +100,7 @@ class Scope:
         self._class_tables: dict[type, Any] = {}
 
     def find(self, source: str) -> Step:
-        """The last step of a source.
+        """Looks up the last step of a source.
 
         Raises:
             KeyError, AttributeError and the like: there is nothing there.
@@ -108,24 +108,24 @@ class Scope:
         return self._find(_parsed(source))
 
     def steps(self, source: str) -> list[Step]:
-        """What `find` gives for each step of the path, the whole one first; raises likewise."""
+        """Looks up each step of a source, the whole one first; raises as `find`."""
         return self._steps[source] if source in self._steps else self._steps_of(_parsed(source))
 
     def steps_to(self, source: str) -> list[Step]:
-        """What `steps` gives; nothing where there is nothing, or no Python, or a property raises."""
+        """Looks up likewise; nothing where there is nothing, or no Python, or a property raises."""
         try:
             return self.steps(source)
         except Exception:
             return []
 
     def reader(self, sources: Sequence[str]) -> Callable[[], tuple[Any, ...]]:
-        """What gives the values at some sources now."""
+        """Makes a function that gives the values at some sources now."""
         read = source_reader(sources, self._names["G"])
         local_names = self._names["L"]  # alone, as the steps hold the tensors of now
         return lambda: read(local_names)
 
     def class_table(self, cls: type) -> Mapping[str, Any]:
-        """A live view of what a class itself has, one for each class."""
+        """Makes a live view of what a class itself has, one for each class."""
         return self._class_tables.setdefault(cls, MappingProxyType(vars(cls)))
 
     def _steps_of(self, node: Any) -> list[Step]:
@@ -175,8 +175,7 @@ class Scope:
         return found
 
     def _hidden_by(self, table_node: Any, name: Any) -> Iterator[Any]:
-        """For an item of a class's own table, the classes that come before it, and for a module's parameters
-        and the like its attributes: theirs would hide it."""
+        """Finds what would hide an item: classes before the table's own, attributes before parameters."""
         _, base_node, table = _taken_apart(table_node)
         if base_node is None:
             return
@@ -225,7 +224,7 @@ def _attribute(owner: Any, name: str, path: str, owner_path: str) -> Step:
 
 
 def _taken_apart(node: Any) -> tuple[str, Any, Any]:
-    """What kind of step a node is, of what, and by which key (a node) or attribute."""
+    """Takes a node apart: the kind of step, of what, and by which key (a node) or attribute."""
     if isinstance(node, ast.Attribute):
         return "attribute", node.value, node.attr
     if isinstance(node, ast.Subscript):
@@ -252,7 +251,7 @@ def _taken_apart(node: Any) -> tuple[str, Any, Any]:
 
 
 def resolve(source: str, scope: Scope) -> StateRef | None:
-    """The (owner, key) behind a source; None where the path does not end in an attribute, key or index."""
+    """Finds the (owner, key) behind a source; None where it ends in no attribute, key or index."""
     try:
         return scope.find(source).place
     except Exception:  # of nothing there, or of the user's

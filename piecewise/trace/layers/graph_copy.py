@@ -47,7 +47,7 @@ def copy_calls(
 
 
 class _Fakes:
-    """The fakes of one copy, made one after the other."""
+    """Makes the fakes of one copy, one after the other."""
 
     def __init__(
         self, arguments: Mapping[fx.Node, Any], like: Mapping[fx.Node, Any] | None, fake_mode: Any

@@ -42,7 +42,7 @@ from runners.errors import one_line
 
 
 def run_in_layers(model: nn.Module, run: Callable[..., DynamoRun]) -> tuple[DynamoRun, LayerReuse | None]:
-    """A run over the model that goes through one layer of each kind, or through all where it has to.
+    """Runs Dynamo over one layer of each kind and the rest of the model, or over all where it has to.
 
     Args:
         run: runs Dynamo over the example call; takes `repeats` and a `namespace`.
@@ -246,7 +246,7 @@ class _Inliner:
         return self.held[id(tensor)]
 
     def _size(self, node: fx.Node, dim: int) -> Any:
-        """The size of a tensor for an op: a number, or the node that makes it."""
+        """Finds the size of a tensor for an op: a number, or the node that makes it."""
         size = node.meta["example_value"].shape[dim]
         expr = torch_api.expression(size, self.shape_env)
         if expr is None or expr.is_Integer:
@@ -265,7 +265,7 @@ class _Inliner:
         return self.sizes[expr]
 
     def _placed(self, name: str, source: str, argument: Any) -> fx.Node:
-        """A new placeholder behind the others, and what stands for it."""
+        """Adds a placeholder behind the others, and what stands for it."""
         with self.graph.inserting_after(self.whole.placeholders()[-1]):
             node = self.graph.placeholder(name)
         self.whole.sources[node.name] = source

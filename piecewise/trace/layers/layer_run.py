@@ -21,8 +21,7 @@ from piecewise.calls.binder import CallBinder, FormBinder
 from piecewise.calls.form import is_wrapped
 from piecewise.calls.structure import PLAIN, Namespace
 from piecewise.ir.tensors import tensors_in
-from piecewise.trace.dynamo.guard_answers import is_same_to, looked_at
-from piecewise.trace.dynamo.guard_kinds import is_asked_of
+from piecewise.trace.dynamo.guard_kinds import is_asked_of, is_same_to, looked_at
 from piecewise.trace.dynamo.result import placeholders_of, result_of
 from piecewise.trace.dynamo.run import DynamoRun, run_dynamo
 from piecewise.trace.dynamo.sources import readable_path, source_reader
@@ -37,7 +36,7 @@ _FORWARD = ("L['model'].forward", "L['model'].forward.__func__")
 
 
 class NotReused(Exception):
-    """All is to be traced at once; the text says why."""
+    """Says why all is to be traced at once."""
 
 
 def geometry(fake: torch.Tensor, shape_env: Any) -> tuple[Any, ...]:
@@ -47,7 +46,7 @@ def geometry(fake: torch.Tensor, shape_env: Any) -> tuple[Any, ...]:
 
 
 class LayerCall:
-    """A layer's arguments as the outer graph passes them.
+    """Describes a layer's arguments as the outer graph passes them, and builds examples of them.
 
     Attributes:
         nodes: the tensors among them, each once, by number.
@@ -77,16 +76,16 @@ class LayerCall:
         return number
 
     def key(self) -> Any:
-        """Equal for calls of which one trace may serve both, as far as is known of the sizes now."""
+        """Makes a key, equal for calls that one trace may serve, as far as is known of the sizes now."""
         tensors = [(fake.dtype, fake.device, *geometry(fake, self._shape_env)) for fake in self.fakes()]
         return self._constants, tensors
 
     def fakes(self) -> list[Any]:
-        """The tensors, by number."""
+        """Lists the tensors, by number."""
         return [node.meta["example_value"] for node in self.nodes]
 
     def example(self, binder: CallBinder) -> tuple[ExampleCall, dict[int, tuple[int, ...]], dict[int, int]]:
-        """The call on placeholder tensors, which dims get no symbol, and leaf → number of the tensor."""
+        """Makes the call on placeholder tensors, dims that get no symbol, and leaf → number of the tensor."""
         made = {id(fake): _empty_like(fake) for fake in self.fakes()}
         args, kwargs = fx.node.map_arg(
             (self._args, self._kwargs), lambda node: made[id(node.meta["example_value"])]
@@ -109,7 +108,7 @@ def _empty_like(fake: torch.Tensor) -> torch.Tensor:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LayerRun:
-    """A run over one layer, and what its graph takes and gives.
+    """Keeps a run over one layer, and what its graph takes and gives.
 
     Attributes:
         layer, call: what was run, with which arguments.
@@ -170,7 +169,7 @@ class LayerRun:
         return cls(layer, call, run, placeholders, leaves[0].index, numbers, own_guards, shared, read)
 
     def read_in(self, layer: RepeatedLayer) -> tuple[tuple[Any, ...], ...]:
-        """What the run read, in `layer`: the states, then for each own guard what it looks at."""
+        """Reads what the run read, in `layer`: the states, then for each own guard what it looks at."""
         return self.read({"model": layer.module})
 
     def check_reads(self, written: Sequence[Any]) -> None:
@@ -227,7 +226,7 @@ class LayerRun:
         return any(id(tensor) in read for tensor in tensors)
 
     def guards_of(self, layer: RepeatedLayer) -> list[torch_api.SeenGuard]:
-        """The layer's own guards, as a run over the whole model gives them for `layer`."""
+        """Writes the layer's own guards as a run over the whole model gives them for `layer`."""
         return [
             dataclasses.replace(
                 guard, source=moved(guard.source, layer.source), other=moved(guard.other, layer.source)
@@ -236,12 +235,12 @@ class LayerRun:
         ]
 
     def states_of(self, layer: RepeatedLayer) -> dict[fx.Node, Any]:
-        """Placeholder of a state → what it stands for in `layer`."""
+        """Maps the placeholder of each state to what it stands for in `layer`."""
         states = [each.node for each in self.placeholders if each.kind == "state"]
         return dict(zip(states, self.read_in(layer)[0], strict=True))
 
     def size_of(self, placeholder: Placeholder) -> tuple[int, int]:
-        """(number of the argument, dim) of the size that a placeholder stands for.
+        """Finds (number of the argument, dim) of the size that a placeholder stands for.
 
         Raises:
             NotReused: it is another number.
@@ -253,14 +252,14 @@ class LayerRun:
 
 
 def _which_are_one(values: Sequence[Sequence[Any]]) -> list[int]:
-    """For each value that is no plain one, where it is met first: forward may ask which are one object."""
+    """Numbers the values that are no plain ones by where each is met first: forward may ask for identity."""
     places: dict[int, int] = {}
     found = [value for value in itertools.chain(*values) if not isinstance(value, (int, *PLAIN))]
     return [places.setdefault(id(value), place) for place, value in enumerate(found)]
 
 
 def moved(source: str, layer_source: str) -> str:
-    """A source of a run over a layer, as the whole model's."""
+    """Writes a source of a run over a layer as the whole model's."""
     return source.replace("L['model']", layer_source)
 
 

@@ -16,7 +16,7 @@ _TABLES = ("_modules", "_parameters", "_buffers")
 
 
 class StateSnapshot:
-    """Shallow copies of containers, each with the path under which a change in it is reported.
+    """Copies containers, not what they hold, each with the path under which its change is reported.
 
     Attribute tables are dicts like others. Every module of `model` is in it from the start, with the
     containers among its attributes; what else Dynamo is about to write is added by `add`.

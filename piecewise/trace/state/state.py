@@ -19,8 +19,15 @@ from torch.nn.modules import module as module_hooks
 
 from piecewise import torch_api
 from piecewise.calls.structure import PLAIN
-from piecewise.trace.dynamo.guard_answers import Lookup, metadata_of, owner_and_attribute
-from piecewise.trace.dynamo.guard_kinds import Rule, is_asked_of, refusal, rule_of
+from piecewise.trace.dynamo.guard_kinds import (
+    Lookup,
+    Rule,
+    is_asked_of,
+    metadata_of,
+    owner_and_attribute,
+    refusal,
+    rule_of,
+)
 from piecewise.trace.dynamo.sources import Scope, Step, readable_path
 from piecewise.trace.state.adapters import has_adapters
 from runners.errors import PiecewiseError
@@ -63,15 +70,15 @@ class FactFinder:
         return StateFacts(*(tuple(each.values()) for each in found))
 
     def classes(self) -> list[type]:
-        """Those of all objects on the way to what was read, and of the model's modules."""
+        """Lists the classes of all objects on the way to what was read, and of the model's modules."""
         return list(self._classes)
 
     def functions(self) -> list[FunctionType]:
-        """Those among them."""
+        """Lists the functions among what was read."""
         return list(self._functions.values())
 
     def places(self) -> list[StateRef]:
-        """Where values are compared."""
+        """Lists the places whose values are compared."""
         return [place for place, _ in self._values.values()]
 
     def add_value(self, ref: StateRef, value: Any) -> None:
@@ -88,7 +95,7 @@ class FactFinder:
         self._tables.setdefault(id(table), (table, table_content(table), path))
 
     def add_type(self, item: Any, path: str) -> None:
-        """The class of an object, and which `__dict__` it has, where these may be set."""
+        """Adds the class of an object, and which `__dict__` it has, where these may be set."""
         if type(item).__flags__ & _HEAP_TYPE and not isinstance(item, (type, torch.Tensor)):
             self._types.setdefault(id(item), (item, type(item), path))
 
@@ -96,7 +103,7 @@ class FactFinder:
         self._answers.setdefault((ask, id(item), what), (ask, item, what, ask(item, what), path))
 
     def add_code(self, value: Any, path: str) -> None:
-        """What a function, or a method's function, consists of; nothing for anything else."""
+        """Adds what a function, or a method's function, consists of; nothing for anything else."""
         function = value.__func__ if isinstance(value, MethodType) else value
         if not isinstance(function, FunctionType) or id(function) in self._functions:
             return
@@ -110,15 +117,14 @@ class FactFinder:
         self._add_items(function.__kwdefaults__, function.__kwdefaults__ or {}, f"{path}.__kwdefaults__")
 
     def add_parameters(self, forward: Any) -> None:
-        """What `inspect.signature` reads of `forward`: defaults stand for arguments that are not passed."""
+        """Adds what `inspect.signature` reads: defaults stand for arguments that are not passed."""
         while forward is not None:
             function = getattr(forward, "__func__", forward)
             self.add_code(function, "forward")
             forward = getattr(function, "__wrapped__", None)
 
     def _add_module_tree(self, model: nn.Module, *, skip_root: bool) -> None:
-        """What changes the meaning of any module, read by the trace or not: its class, submodules, training
-        flag, hooks and a forward of its own."""
+        """Adds what each module is: its class, submodules, training flag, hooks, and a forward of its own."""
         for path, module in model.named_modules():
             name = f"model.{path}" if path else "model"
             names = module.__dict__
@@ -140,7 +146,7 @@ class FactFinder:
         self._add_hooks(vars(module_hooks), "_global", "every module")
 
     def _add_hooks(self, names: Mapping[str, Any], prefix: str, owner: str) -> None:
-        """Which forward hooks there are, and where there are some, what each one is and how it is called."""
+        """Adds which forward hooks there are, and what each one is and how it is called."""
         for kind, title in (("_forward_pre_hooks", "forward pre-hooks"), ("_forward_hooks", "forward hooks")):
             hooks = names[prefix + kind]
             self.add_table(hooks, f"the {title} of {owner}")
@@ -151,7 +157,7 @@ class FactFinder:
                     self.add_table(names[f"{prefix}{kind}{how}"], f"the {title} of {owner} ({how})")
 
     def _add_class(self, cls: type, path: str) -> None:
-        """Plain attributes of a class that forward names: torch 2.11 takes them for constants, unguarded."""
+        """Adds plain attributes of a class: torch 2.11 takes them for constants and guards none."""
         for base in cls.__mro__ if isinstance(cls, type) else ():
             if base.__module__.partition(".")[0] in _SETTLED:
                 continue
@@ -186,7 +192,7 @@ class FactFinder:
             raise refusal(guard) from error
 
     def _add_path(self, steps: Iterable[Step]) -> None:
-        """What makes each step lead to the next; a tensor at the end may be another one."""
+        """Adds what makes each step lead to the next; a tensor at the end may be another one."""
         for position, step in enumerate(steps):
             cls = step.value if isinstance(step.value, type) else type(step.value)
             self._classes[cls] = None
@@ -201,7 +207,7 @@ class FactFinder:
         self.add_answer(Lookup.holds, Lookup(guard, scope), None, readable_path(guard.source))
 
     def _add_leaf(self, guard: torch_api.SeenGuard, rule: Rule, leaf: Step, path: str, scope: Scope) -> None:
-        """What a guard asks beyond that its path leads to the same object."""
+        """Adds what a guard asks beyond that its path leads to the same object."""
         value, attribute = leaf.value, owner_and_attribute(guard)[1]
         is_tensor = isinstance(value, torch.Tensor)
         if is_tensor and leaf.place is not None and (guard.kind == "HASATTR" or rule is Rule.ATTRIBUTE):

@@ -32,7 +32,7 @@ _SETTLED_CLASSES = (object, nn.Module, torch.Tensor)
 
 
 def names_read(code: Iterable[CodeType]) -> frozenset[str]:
-    """Names of globals and attributes in code that is neither torch's nor Python's own."""
+    """Collects names of globals and attributes in code that is neither torch's nor Python's own."""
     torchs, pythons = os.path.dirname(torch.__file__), os.path.dirname(os.__file__)
 
     def is_settled(path: str) -> bool:
@@ -106,8 +106,7 @@ def _is_environment(seen: dict[str, str], _: Said) -> bool:
 def _ties(
     run: DynamoRun, places: Mapping[int, StateRef], scope: Scope
 ) -> Iterable[tuple[StateRef, StateRef]]:
-    """For tensors that forward reads at several places: where the graph reads each, or forward looked at it
-    first, and another place."""
+    """Pairs the places of a tensor that forward reads at several: where the graph reads it, and another."""
     found = {}
     for guard in run.guards:
         pair = (guard.source, guard.other) if guard.other else ()
@@ -169,7 +168,7 @@ def _add_builtins(finder: FactFinder, code: Sequence[CodeType]) -> None:
 
 
 class Said:
-    """What a change is told with: "the tensor of model.head.weight" (was in model.embedding.weight).
+    """Words a change: "the tensor of model.head.weight" (was in model.embedding.weight).
 
     `get` gives what is expected there.
     """

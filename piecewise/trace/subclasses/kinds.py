@@ -16,14 +16,17 @@ def holds_wrapper(value: Any) -> bool:
     return any(map(torch_api.is_wrapper, tensors_in(value)))
 
 
+def tensors_inside(tensor: Any, keys: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], torch.Tensor]]:
+    """Yields a tensor and, of a subclass, those inside of it, each with the way there, outer ones first."""
+    yield keys, tensor
+    for name in tensor.__tensor_flatten__()[0] if torch_api.is_wrapper(tensor) else ():
+        yield from tensors_inside(getattr(tensor, name), (*keys, name))
+
+
 def plain_tensors(value: Any) -> Iterator[torch.Tensor]:
-    """The plain tensors of a value, those inside of subclasses too."""
+    """Finds the plain tensors of a value, those inside of subclasses too."""
     for tensor in tensors_in(value):
-        if torch_api.is_wrapper(tensor):
-            for name in tensor.__tensor_flatten__()[0]:  # type: ignore[attr-defined]
-                yield from plain_tensors(getattr(tensor, name))
-        else:
-            yield tensor
+        yield from (each for _, each in tensors_inside(tensor) if not torch_api.is_wrapper(each))
 
 
 def refuse_class(what: str, tensor: torch.Tensor, *, cause: Exception | None = None) -> None:

@@ -27,7 +27,7 @@ from piecewise.ir.nodes import autocast_of, call_on_fakes
 from piecewise.ir.tensors import storage_of, tensors_in
 from piecewise.passes.int8_matmul import int8_matmul
 from piecewise.trace.layers.graph_copy import copy_calls
-from piecewise.trace.subclasses.kinds import holds_wrapper, plain_tensors, refuse_class
+from piecewise.trace.subclasses.kinds import holds_wrapper, plain_tensors, refuse_class, tensors_inside
 from runners.errors import one_line
 
 Make = Callable[[Sequence[Any]], Any]
@@ -35,7 +35,7 @@ Make = Callable[[Sequence[Any]], Any]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Wrapped:
-    """An output of the graph that is a subclass: the positions of its plain tensors, and `make(tensors)`."""
+    """Describes an output that is a subclass: the positions of its plain tensors, and `make(tensors)`."""
 
     parts: tuple[int, ...]
     make: Make
@@ -43,7 +43,7 @@ class Wrapped:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Inner:
-    """A placeholder's place: the way from the subclass that another placeholder stood for."""
+    """Leads to a tensor from the subclass that another placeholder stood for."""
 
     outer: fx.Node
     keys: tuple[str, ...]
@@ -66,7 +66,7 @@ def see_through(graph: fx.GraphModule, describe: Callable[[fx.Node], str]) -> di
 
 
 def _autocast_devices(node: fx.Node, values: Any) -> list[str]:
-    """Where autocast must be off for the ops below a node, since their casts are among them."""
+    """Finds where autocast must be off for the ops below a node, since their casts are among them."""
     kinds = {tensor.device.type for tensor in plain_tensors(values)}
     is_on = bool(node.meta.get("autocast")) or any(map(torch.is_autocast_enabled, kinds))
     return sorted(kinds) if is_on else []
@@ -114,22 +114,20 @@ class _Rewrite:
         if self.values:
             self.module.recompile()
 
-    def _open(self, node: fx.Node, keys: tuple[str, ...] = (), value: Any = None) -> None:
-        """A placeholder for each plain tensor of one that is a subclass."""
-        fake = value if keys else node.meta["example_value"]
-        if not torch_api.is_wrapper(fake):
+    def _open(self, node: fx.Node) -> None:
+        """Makes a placeholder for each plain tensor of one that is a subclass."""
+        self.values[node] = node.meta["example_value"]
+        for keys, fake in tensors_inside(self.values[node]):
+            if torch_api.is_wrapper(fake):
+                refuse_class(self.describe(node), fake)
+                continue
             with self.graph.inserting_before(node):
                 inner = self.graph.placeholder("_".join((node.name, *keys)))
             inner.meta = {"example_value": fake, "inner": Inner(node, keys)}
             self._note(fake, inner)
-            return
-        refuse_class(f"{self.describe(node)}", fake)
-        self.values[node] = node.meta["example_value"]
-        for name in fake.__tensor_flatten__()[0]:
-            self._open(node, (*keys, name), getattr(fake, name))
 
     def number_of(self, context: Any) -> int:
-        """Equal for contexts of subclasses that are the same."""
+        """Numbers the contexts of subclasses; equal ones have one number."""
         for number, known in enumerate(self.contexts):
             # A tensor in there has no one answer.
             with contextlib.suppress(Exception):
@@ -247,14 +245,14 @@ class _Rewrite:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Apart:
-    """A value taken apart: equal keys make equal values of equal leaves."""
+    """Holds a value taken apart: equal keys make equal values of equal leaves."""
 
     key: Any
     make: Make
 
 
 class _Taken:
-    """The plain tensors and symbolic numbers of values, each once, and for a node's arguments their nodes."""
+    """Collects the plain tensors and symbolic numbers of values, each once, and nodes of a taker's."""
 
     def __init__(self, rewrite: _Rewrite, taker: fx.Node | None = None) -> None:
         self.rewrite, self.taker = rewrite, taker
@@ -289,7 +287,7 @@ class _Taken:
         return _Apart(("leaf", at), lambda given: given[at])
 
     def _node(self, value: Any) -> fx.Node:
-        """The node that makes a leaf of the taker's arguments."""
+        """Finds the node that makes a leaf of the taker's arguments."""
         rewrite, taker = self.rewrite, self.taker
         assert taker is not None
         if id(value) in rewrite.nodes:
@@ -320,7 +318,7 @@ class _Taken:
         return _Apart(key, make)
 
     def pattern(self) -> Any:
-        """What the leaves are, and which of them share memory."""
+        """Describes the leaves, and which of them share memory."""
         memory: dict[int, int] = {}
         return tuple(
             (
