@@ -1,9 +1,9 @@
 """Binds calls to forward's parameters, so that positional and keyword calls are one, and matches them [I10].
 
-`CallBinder` maps `(args, kwargs)` to one value per parameter, through a generated function that has
-forward's own signature, so that Python's call machinery does the work. Where code is given the call before
-forward, `FormBinder` keeps it as it was made (`form.py`). `write_matcher` generates the function that checks
-bound values against the structure of a trace and pulls out its leaves in the same pass.
+`CallBinder` maps `(args, kwargs)` to one value per parameter, through a generated function with forward's own
+signature, so that Python's call machinery does the work; `FormBinder` keeps a call as it was made
+(`form.py`). `write_matcher` generates what checks bound values against the structure of a trace and pulls out
+its leaves.
 """
 
 from __future__ import annotations
@@ -38,11 +38,9 @@ _VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 class CallBinder:
     """Binds calls to the parameters of `forward`; further keywords keep their order, which forward may see.
 
-    An argument that was not passed is the plain default that it has, so that leaving it out and passing it
-    are one call, and else `MISSING`. An int default is not passed: as an argument it would be a symbol.
-
-    Args:
-        fills_defaults: False leaves out what was not passed, whatever default it has.
+    An argument that was not passed is its plain default, so that leaving it out and passing it are one call,
+    and else `MISSING`. An int default is not passed: as an argument it would be a symbol. Without
+    `fills_defaults` nothing is passed that was left out.
     """
 
     def __init__(self, forward: Callable[..., Any], *, fills_defaults: bool = True) -> None:

@@ -38,11 +38,7 @@ class Binders:
 
 
 def sees_form(model: nn.Module, forward: Callable[..., Any]) -> bool:
-    """Whether a call of `forward` goes through code that may look at the call's form.
-
-    Args:
-        forward: the model itself, or its own forward, around which the model's hooks run on every call.
-    """
+    """Whether a call goes through code that may look at its form; hooks run around the model's forward."""
     if forward is not model:
         return is_wrapped(forward)
     ways = type(model).__call__, type(model)._call_impl
@@ -62,11 +58,7 @@ def is_wrapped(forward: Callable[..., Any]) -> bool:
 
 
 def refuse_backward_hooks(model: nn.Module, *, skip_root: bool) -> None:
-    """Refuses full backward hooks, which Dynamo does not trace, by the module that has them.
-
-    Raises:
-        BackwardHook: there are some.
-    """
+    """Raises `BackwardHook`, which names the module, for hooks that Dynamo does not trace."""
     for path, module in model.named_modules():
         if skip_root and not path:  # they run around the forward that is traced
             continue

@@ -1,9 +1,9 @@
 """Takes nested arguments and results apart once; generated straight-line code matches and rebuilds them.
 
-`flatten_structure` gives a `Structure` (a tree of frozen nodes) and its leaves, and two generators turn that
-tree into Python source: an expression that builds the object again, and the lines that check another object
-against it while they pull its leaves out. Leaves are tensors and ints (an int may follow the token count or
-the metadata; bools are constants). Other plain values are compared by equality, other objects by identity.
+`flatten_structure` gives a `Structure` and its leaves. Two generators turn it into Python source: an
+expression that builds the object again, and lines that check another object against it and pull its leaves
+out. Leaves are tensors and ints, which may follow the token count; bools are constants. Other plain values
+are compared by equality, other objects by identity.
 """
 
 from __future__ import annotations

@@ -11,11 +11,7 @@ _MAX_LISTED = 16
 
 
 class UnseenCalls:
-    """Counts calls by the line of `describe_call`.
-
-    Args:
-        max_refused: how many kinds may be tried in vain; after that none is.
-    """
+    """Counts calls by the line of `describe_call`; after `max_refused` kinds in vain, none is tried."""
 
     def __init__(self, max_refused: int) -> None:
         self._counts: Counter[str] = Counter()

@@ -20,11 +20,9 @@ from piecewise.torch_api.symbols import name_of
 
 @contextmanager
 def tracing_config(int_names: Sequence[str], *, repeats: bool) -> Iterator[None]:
-    """Dynamo settings for one trace: scalars and data-dependent shapes stay in the graph, named ints are
-    symbols, and no garbage is collected at its end.
-
-    Args:
-        repeats: whether many ops are like others before; see `fakes_remembered`.
+    """Sets Dynamo up for one trace: scalars and data-dependent shapes stay in the graph, named ints are
+    symbols, and no garbage is collected at its end; `repeats` says that many ops are like others
+    (`fakes_remembered`).
     """
     kept: Any = dynamo.config.patch(  # type: ignore[attr-defined]
         capture_scalar_outputs=True, capture_dynamic_output_shape_ops=True, run_gc_after_compile=False
@@ -62,10 +60,8 @@ def forget_compilation(code: Any, backend: Any) -> None:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SeenGuard:
-    """Describes a guard of a trace: what it looks at, as Python source, its kind, and the kind's arguments.
-
-    Attributes:
-        other: another source of the same object, where the guard says that both give it.
+    """Describes a guard of a trace: what it looks at, as Python source, its kind, and the kind's arguments;
+    `other` is another source of the same object, where the guard says that both give it.
     """
 
     # The kind of what was read, and is guarded by nothing.

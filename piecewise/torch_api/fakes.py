@@ -19,8 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 @contextmanager
 def python_dispatcher() -> Iterator[None]:
-    """A block in which composite ops are run by their Python decompositions, as in a trace, and with the
-    checks of values that their kernels make.
+    """Makes a block in which composite ops run as their Python decompositions, with their checks of values.
 
     Some of torch 2.11's kernels in C++ fail on symbolic sizes: `matmul` does for a weight without a gradient.
     """

@@ -24,10 +24,9 @@ _INDUCTOR_PATCHES = {
 
 
 def start_compile_workers(values: Sequence[Any]) -> None:
-    """Starts the processes in which Inductor compiles kernels for a GPU, where one of the values lies on one.
+    """Starts the processes in which Inductor compiles kernels, where one of the values lies on a GPU.
 
-    They take seconds to be ready. The first `compile_aten_graph` would start them too, and compile what it
-    needs before they are ready in this process, one kernel after the other.
+    They take seconds to be ready, and until then the first compile would do all the work in this process.
     """
     devices = [value.device for value in values if isinstance(value, torch.Tensor)]
     on_gpu = [device for device in devices if native_engine(device).has_triton]
@@ -39,10 +38,7 @@ def start_compile_workers(values: Sequence[Any]) -> None:
 
 
 def _hash_installed_code(device: torch.device) -> None:
-    """Makes what all of Inductor's cache keys hold: hashes of torch's and Triton's files.
-
-    Inductor keeps both. They take most of a second, and reading and hashing need no interpreter.
-    """
+    """Hashes torch's and Triton's files for Inductor's cache keys; most of it needs no interpreter."""
     from torch._inductor.codecache import CacheBase, torch_key
 
     with suppress(Exception), torch.cuda.device(device):  # where it fails, it fails where it is needed
@@ -53,11 +49,7 @@ def _hash_installed_code(device: torch.device) -> None:
 def compile_aten_graph(
     graph: torch.fx.GraphModule, arguments: Sequence[Any], fake_mode: FakeTensorMode
 ) -> Callable[..., Sequence[Any]]:
-    """Inductor's function of the graph, which it takes over. Its settings change for the compile alone.
-
-    Raises:
-        Exception: of any kind, where Inductor cannot compile it.
-    """
+    """Compiles the graph, which Inductor takes over, under settings of its own; errors may be of any kind."""
     from torch._inductor.compile_fx import compile_fx
 
     with tracing(TracingContext(fake_mode)), torch.inference_mode(False), torch.no_grad(), without_autocast():

@@ -49,11 +49,8 @@ class PatternSet:
         self._patterns = PatternMatcherPass(pass_name=name)
 
     def add(self, pattern: Any, check: Callable[[Match], bool], rewrite: Rewrite) -> None:
-        """Registers a pattern.
-
-        Args:
-            check: whether a structural match is one; asked before anything is changed.
-            rewrite: changes the graph; nodes that lose their last user are removed afterwards.
+        """Registers a pattern: `check` says whether a structural match is one, before anything is changed;
+        `rewrite` changes the graph, and nodes that lose their last user are removed afterwards.
         """
 
         def apply(match: Match, **_: Any) -> None:

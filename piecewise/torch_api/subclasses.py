@@ -54,8 +54,8 @@ def trace_below(
     int_matmul: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
     torch_function: bool,
 ) -> torch.fx.GraphModule:
-    """The aten ops that `function` comes to below the classes of the tensors that it takes and makes; guards
-    on sizes are left in the fake mode.
+    """Records the aten ops that `function` comes to below the tensor classes that it takes and makes; guards
+    on sizes stay in the fake mode.
 
     Args:
         arguments: fakes and symbolic numbers.

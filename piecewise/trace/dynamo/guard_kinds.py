@@ -1,9 +1,8 @@
 """Lists every kind of guard that Dynamo has, and what compares it on a call.
 
 A replay runs none of Dynamo's guards: one pass over all of them costs as much as the launches that it saves.
-Each of them says what a trace relied on, though, so each kind has a rule here, under which `state.py` turns
-it into something that is compared in a few nanoseconds. A kind that has none, as of a torch that is newer
-than this table, is a refusal of the trace.
+Each says what a trace relied on, so each kind has a rule here, under which `state.py` makes it something that
+is compared in nanoseconds. A kind without a rule, as of a newer torch, is a refusal of the trace.
 """
 
 from __future__ import annotations
@@ -42,12 +41,8 @@ class Rule(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class GuardKind:
-    """Describes one kind of guard.
-
-    Attributes:
-        rule: how it is compared.
-        asks: what Dynamo asks.
-        since, until: the versions of torch that have it, of those that are supported.
+    """Describes a kind of guard: the rule, what Dynamo asks, and the supported versions of torch that have
+    it.
     """
 
     rule: Rule
@@ -120,11 +115,7 @@ GUARD_KINDS = {
 
 
 def rule_of(guard: torch_api.SeenGuard) -> Rule:
-    """Finds how a guard is compared.
-
-    Raises:
-        StateNotCompared: it is of a kind that this version does not know.
-    """
+    """Finds how a guard is compared; raises `StateNotCompared` for a kind that this version does not know."""
     known = GUARD_KINDS.get(guard.kind)
     if known is None:
         raise refusal(guard, fix="ask for a version that knows your torch, or use torch 2.11 to 2.14")

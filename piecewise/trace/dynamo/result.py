@@ -1,7 +1,6 @@
 """Finds what the placeholders of a Dynamo run stand for, and how its result is put together.
 
-A dummy that does not turn up in the result was stored somewhere by forward: a side effect that a replay would
-drop, so it is refused.
+A dummy that is not in the result was stored by forward: a side effect that a replay would drop.
 """
 
 from __future__ import annotations
@@ -31,11 +30,7 @@ from runners.state.state_check import StateRef
 
 
 def placeholders_of(run: DynamoRun, scope: Scope) -> tuple[Placeholder, ...]:
-    """Finds what each placeholder stands for.
-
-    Raises:
-        NumpyValue, TensorWithoutPath: a tensor that cannot be found again from the model.
-    """
+    """Finds what each placeholder stands for; raises where a tensor cannot be found again from the model."""
     pairs = zip(run.placeholders(), run.arguments, strict=True)
     return tuple(_placeholder(run, node, argument, scope) for node, argument in pairs)
 
@@ -77,11 +72,8 @@ def _state_at(source: str, argument: torch.Tensor, scope: Scope) -> StateRef | N
 def result_of(
     run: DynamoRun, placeholders: Sequence[Placeholder]
 ) -> tuple[Structure, tuple[ResultLeaf, ...], tuple[WrappedLeaf, ...]]:
-    """Finds how the result is built, where its leaves come from, and which of them get another class.
-
-    Raises:
-        OpaqueResult, ResultWithoutSource: it cannot be put together again.
-        StoresState: forward kept some of it elsewhere.
+    """Finds how the result is built, where its leaves come from, and which of them get another class; raises
+    where it cannot be rebuilt, or forward kept some of it elsewhere.
     """
     by_id = {id(dummy): index for index, dummy in enumerate(run.dummies)}
     numbers = {FIRST_DUMMY + index: index for index in range(len(run.dummies))}

@@ -41,19 +41,16 @@ class DynamoRun:
     """Keeps what one run saw; as its backend, it takes the graph and answers the one call with dummies.
 
     Attributes:
-        forward: what is traced; reached from `model`.
-        leaves: the inputs' twins.
         own_name: another name that sources may have for the model than L['model'].
-        graph: the Dynamo-level graph; placeholders carry fakes in ``meta["example_value"]``.
-        arguments: what Dynamo passed for each placeholder: the tensors of the model, twins of the inputs.
+        graph: the graph as Dynamo has it; each node has its fake in ``meta["example_value"]``.
+        arguments: what Dynamo passed for each placeholder: tensors of the model, and `leaves`, the inputs'
+            twins.
         sources: placeholder's name → Python source of what it stands for, in terms of L and G.
         guards: all that the run looked at; what it read without one is a guard of kind `UNGUARDED`.
-        code: of each function that it went through.
         marks_tensors: whether forward sets a Python attribute of a tensor.
-        written: objects, older than the run, that forward writes to, for a while or for good; None for one
-            that is not found.
+        written: objects, older than the run, that forward writes to; None for one that is not found.
         stores: sources of what forward sets, and of containers whose items it sets.
-        dummies: one per graph output; `result`: what forward returned of them.
+        dummies: one per graph output; `result` is what forward returned of them.
         changes: paths of Python state that forward left changed; it was put back.
         bound_again: outputs that are tensors of the model itself, which forward put where they were.
     """
@@ -173,13 +170,11 @@ def run_dynamo(
     repeats: bool,
     namespace: Namespace | None = None,
 ) -> DynamoRun:
-    """Runs Dynamo over `forward(model's call)`; arguments are those of `trace`.
+    """Runs Dynamo over `forward(model's call)`; arguments are those of `FrontEnd`.
 
     Args:
         repeats: whether forward goes through many layers that look alike.
         namespace: where the generated function looks up names; runs that share it share the names of G.
-    Raises:
-        NotOneGraph, NoOps, InputNotPlain, and those of `refuse_class`.
     """
     leaves = _prepare_leaves(example, static_dims)
     function = _traced_function(example, forward, namespace or Namespace())

@@ -1,8 +1,8 @@
 """Looks up Dynamo's sources: Python expressions, in the names L and G, for where a trace read something.
 
-``L['model']._modules['layers']._modules['0'].eps`` gives, step by step, an owner (a dict or an object) and a
-key, so the value of now is one look-up away and needs no `nn.Module.__getattr__`. The steps before the last
-one must lead where they led, too: a config object that is replaced as a whole leaves the old one as it was.
+``L['model']._modules['layers']._modules['0'].eps`` gives, step by step, an owner and a key, so the value of
+now is one look-up away and needs no `nn.Module.__getattr__`. The steps before the last one must lead where
+they led, too: a config object that is replaced as a whole leaves the old one as it was.
 """
 
 from __future__ import annotations
@@ -81,12 +81,7 @@ class Step:
 
 
 class Scope:
-    """Evaluates sources step by step, in the names that they are written in.
-
-    Args:
-        local_names, global_names: L and G.
-        known: source → what it stands for, whatever a look-up would give.
-    """
+    """Evaluates sources step by step, in the names L and G; `known` maps sources to what they stand for."""
 
     def __init__(
         self,
@@ -100,11 +95,7 @@ class Scope:
         self._class_tables: dict[type, Any] = {}
 
     def find(self, source: str) -> Step:
-        """Looks up the last step of a source.
-
-        Raises:
-            KeyError, AttributeError and the like: there is nothing there.
-        """
+        """Looks up the last step of a source; raises KeyError, AttributeError and the like."""
         return self._find(_parsed(source))
 
     def steps(self, source: str) -> list[Step]:

@@ -42,12 +42,8 @@ from runners.errors import one_line
 
 
 def run_in_layers(model: nn.Module, run: Callable[..., DynamoRun]) -> tuple[DynamoRun, LayerReuse | None]:
-    """Runs Dynamo over one layer of each kind and the rest of the model, or over all where it has to.
-
-    Args:
-        run: runs Dynamo over the example call; takes `repeats` and a `namespace`.
-    Raises:
-        TraceError: as `run`.
+    """Runs Dynamo over one layer of each kind and the rest of the model, or over all where it has to; `run`
+    takes `repeats` and a `namespace`.
     """
     with one_at_a_time:
         layers = repeated_layers(model)

@@ -48,10 +48,7 @@ def geometry(fake: torch.Tensor, shape_env: Any) -> tuple[Any, ...]:
 class LayerCall:
     """Describes a layer's arguments as the outer graph passes them, and builds examples of them.
 
-    Attributes:
-        nodes: the tensors among them, each once, by number.
-    Raises:
-        NotReused: one of them is neither a tensor, a plain value nor a tuple of such.
+    Each is a tensor, a plain value or a tuple of such; `nodes` are the tensors, each once, by number.
     """
 
     def __init__(self, args: Sequence[Any], kwargs: dict[str, Any], shape_env: Any) -> None:
@@ -111,7 +108,6 @@ class LayerRun:
     """Keeps a run over one layer, and what its graph takes and gives.
 
     Attributes:
-        layer, call: what was run, with which arguments.
         placeholders: those of the graph; a state is named as if the layer were the model.
         output: which of the graph's outputs the layer returns.
         numbers: leaf index → number of the argument that it is.
@@ -131,12 +127,7 @@ class LayerRun:
 
     @classmethod
     def over(cls, layer: RepeatedLayer, call: LayerCall, *, namespace: Namespace) -> LayerRun:
-        """Runs Dynamo over a layer.
-
-        Raises:
-            NotReused: its graph could not be copied, or says too little.
-            TraceError: it is not one graph.
-        """
+        """Runs Dynamo over a layer; raises `NotReused` where its graph is not copied, or says too little."""
         forward = layer.module.forward
         binder = FormBinder(forward) if is_wrapped(forward) else CallBinder(forward, fills_defaults=False)
         example, static, numbers = call.example(binder)
@@ -173,23 +164,14 @@ class LayerRun:
         return self.read({"model": layer.module})
 
     def check_reads(self, written: Sequence[Any]) -> None:
-        """Checks that the layer reads nothing which the rest writes before the call: alone it saw the old
-        state.
-
-        Raises:
-            NotReused: it does.
-        """
+        """Checks that the layer reads nothing which the rest writes before: alone it saw the old state."""
         ids, scope = set(map(id, written)), self.run.scope()
         for guard in (*self.own_guards, *self.shared_guards) if ids else ():
             if any(id(step.value) in ids for step in scope.steps_to(looked_at(guard)[0])):
                 raise NotReused(f"a layer reads {readable_path(guard.source)}, which forward writes")
 
     def evaluate_conditions(self, shape_env: Any) -> None:
-        """Makes what the run assumed of sizes conditions of the graph around it.
-
-        Raises:
-            NotReused: it is not about sizes, or does not hold there.
-        """
+        """Makes what the run assumed of sizes conditions of the graph around it."""
         # A symbol of the run is 2 or more, which is no condition of its own; what it stands for may be less.
         sizes = [torch_api.expression(n, shape_env) for fake in self.call.fakes() for n in fake.shape]
         conditions = [sympy.Ge(size, 2) for size in sizes if size is not None and not size.is_number]
@@ -240,11 +222,7 @@ class LayerRun:
         return dict(zip(states, self.read_in(layer)[0], strict=True))
 
     def size_of(self, placeholder: Placeholder) -> tuple[int, int]:
-        """Finds (number of the argument, dim) of the size that a placeholder stands for.
-
-        Raises:
-            NotReused: it is another number.
-        """
+        """Finds (number of the argument, dim) of the size that a placeholder stands for."""
         found = _SIZE.match(self.run.sources[placeholder.node.name] or "")
         if found is None:
             raise NotReused("a layer computes with a number that is no size")

@@ -1,9 +1,8 @@
 """Finds the layers of a model that look alike, and keeps Dynamo from going through each of them.
 
-While a run is under way each such layer's `forward` is one op of the graph, `call_layer`, which Dynamo does
-not look into. Hooks, the loop around the layers and all else is traced as ever. On fakes the op answers with
-what layers usually return, a tensor like the first that they were given; `layer_reuse.py` proves it or does
-without. Otherwise, as for another thread that runs the model meanwhile, it is the layer's own forward.
+While a run is under way each such layer's `forward` is one op, `call_layer`, which Dynamo does not look into;
+hooks and the loop around the layers are traced as ever. On fakes the op answers with a tensor like the first
+that it was given; `layer_reuse.py` proves that or does without. For another thread it is the layer's forward.
 """
 
 from __future__ import annotations
@@ -33,12 +32,7 @@ _numbers = itertools.count()
 
 @dataclass(frozen=True, slots=True)
 class RepeatedLayer:
-    """Describes one of several siblings of one class.
-
-    Attributes:
-        number: what `call_layer` knows it by.
-        source: where it is, in terms of ``L['model']``, as Dynamo writes it.
-    """
+    """Describes one of several siblings of one class; `source` leads to it from ``L['model']``."""
 
     number: int
     module: nn.Module

@@ -1,8 +1,7 @@
 """Names the adapters of a model that are active, in words for a report.
 
-What a trace read of an adapter is compared like all else, except that a switch may make a list of names
-anew. Layers with adapters are known by what PEFT's have: `active_adapters`, `disable_adapters` and
-`merged_adapters`.
+A trace compares them like all state, except that a switch may make a list of names anew. Layers with adapters
+have what PEFT's have: `active_adapters`, `disable_adapters` and `merged_adapters`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Finds the Python state that a trace touched, by comparing, and puts it back.
 
-Dynamo replays the writes of forward to attributes, lists, dicts and globals after the traced call, with
-whatever the backend returned. A replay would run none of them, so a forward that has any is refused.
+Dynamo replays forward's writes to attributes, containers and globals after the traced call, with whatever the
+backend returned. A replay would run none of them, so a forward that has any is refused.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ _TABLES = ("_modules", "_parameters", "_buffers")
 class StateSnapshot:
     """Copies containers, not what they hold, each with the path under which its change is reported.
 
-    Attribute tables are dicts like others. Every module of `model` is in it from the start, with the
-    containers among its attributes; what else Dynamo is about to write is added by `add`.
+    Every module of `model` is in it from the start, with the containers among its attributes.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -42,10 +41,8 @@ class StateSnapshot:
             self._entries.setdefault(id(value), (path, value, value.copy()))
 
     def restore(self, is_same: Callable[[Any, Any], bool]) -> list[str]:
-        """Puts every changed container back and returns the paths that had changed.
-
-        Args:
-            is_same: asked of what was somewhere and what is there, for two objects.
+        """Puts every changed container back and returns the paths that had changed, but where `is_same` says
+        of what was there and what is there that they are one.
         """
         changed: list[str] = []
         for path, container, before in self._entries.values():

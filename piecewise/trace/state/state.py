@@ -1,7 +1,7 @@
 """Turns Dynamo's guards into facts: what a trace read of the model, for each call to compare [I4, I10].
 
-Dynamo guards each thing that it read, under a source that leads there (`sources.py`). `guard_kinds.py` says
-for each kind of guard what is to be compared; here each place becomes a fact once.
+Dynamo guards what it read, under a source that leads there (`sources.py`); `guard_kinds.py` says for each
+kind of guard what is compared; here each place becomes a fact once.
 """
 
 from __future__ import annotations
@@ -46,10 +46,8 @@ _CLOSED = (int, *PLAIN, type, ModuleType, FunctionType, MethodType, torch.Tensor
 
 
 class FactFinder:
-    """Collects facts, each place once: those of the module tree at first.
-
-    Args:
-        skip_root: leave out what belongs to the call of the root and not to its forward.
+    """Collects facts, each place once: those of the module tree at first, without the call of the root where
+    `skip_root` is set.
     """
 
     def __init__(self, model: nn.Module, *, skip_root: bool) -> None:
@@ -167,10 +165,8 @@ class FactFinder:
                     self.add_value(ref, value)
 
     def add_guard(self, guard: torch_api.SeenGuard, scope: Scope) -> None:
-        """Adds what one guard of the trace says, and the path that leads to it.
-
-        Raises:
-            TraceError: no call could compare that.
+        """Adds what one guard of the trace says, and the path that leads to it; raises where no call could
+        compare it.
         """
         rule = rule_of(guard)
         if rule is Rule.REFUSED:

@@ -55,11 +55,8 @@ def reads_flags(names: frozenset[str]) -> bool:
 def add_unguarded(
     finder: FactFinder, run: DynamoRun, *, places: Mapping[int, StateRef], scope: Scope
 ) -> None:
-    """Adds the facts that forward read and no guard compares.
-
-    Args:
-        finder: has the facts of the guards.
-        places: id of a tensor of the model → the place at which the graph reads it.
+    """Adds the facts that forward read and no guard compares; `places` maps the id of a tensor of the model
+    to the place at which the graph reads it.
     """
     names = names_read(run.code)
     modules = [(f"model.{path}" if path else "model", module) for path, module in run.model.named_modules()]
@@ -168,10 +165,7 @@ def _add_builtins(finder: FactFinder, code: Sequence[CodeType]) -> None:
 
 
 class Said:
-    """Words a change: "the tensor of model.head.weight" (was in model.embedding.weight).
-
-    `get` gives what is expected there.
-    """
+    """Words a change, such as "the tensor of model.head.weight"; `get` gives what is expected there."""
 
     def __init__(self, text: str, expected: StateRef | weakref.ref[torch.Tensor] | None = None) -> None:
         self.text = text

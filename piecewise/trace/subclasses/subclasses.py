@@ -50,15 +50,12 @@ class Inner:
 
 
 def see_through(graph: fx.GraphModule, describe: Callable[[fx.Node], str]) -> dict[int, Wrapped]:
-    """Rewrites the graph, in place, to one of plain tensors; a placeholder of a subclass becomes one for each
-    tensor inside, with an `Inner` in ``meta["inner"]``.
+    """Rewrites the graph, in place, to one of plain tensors; returns the outputs that are subclasses, by
+    position.
 
-    Args:
-        describe: where a node is in the user's code.
-    Returns:
-        The outputs that are subclasses, by position; their tensors are outputs behind all others.
-    Raises:
-        TraceError: a class or what it does cannot be seen through.
+    A placeholder of a subclass becomes one for each tensor inside, with an `Inner` in ``meta["inner"]``;
+    tensors inside of outputs are outputs behind all others. `describe` says where a node is in the user's
+    code.
     """
     rewrite = _Rewrite(graph, describe)
     rewrite.run()
@@ -337,11 +334,7 @@ def _exprs(numbers: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def _maker(value: Any, places: Iterator[int]) -> Make:
-    """Makes a subclass like `value` of real tensors, in the order of its plain tensors.
-
-    Raises:
-        TraceError: no tensor inside tells its size and strides.
-    """
+    """Makes a subclass like `value` of real tensors, in the order of its plain tensors."""
     if not torch_api.is_wrapper(value):
         at = next(places)
         return lambda given: given[at]
