@@ -159,7 +159,7 @@ def test_I10_a_graph_break_names_the_line(part):
     with pytest.raises(NotOneGraph) as caught:
         graphed.capture(tokens(7))
     line = part.__code__.co_firstlineno + 1
-    words = BREAKS[part], "test_trace_errors.py", f"line {line}", f"in {part.__name__}"
+    words = BREAKS[part], "test_front_end.py", f"line {line}", f"in {part.__name__}"
     assert_four_lines(caught.value, *words)
     assert serve(graphed, tokens(5)) == "not_captured"
 
@@ -170,7 +170,7 @@ def test_I10_a_token_count_that_forward_fixes_names_the_input_and_the_line(part)
     with pytest.raises(piecewise.TokenDimError) as caught:
         graphed.capture(tokens(7))
     line = part.__code__.co_firstlineno + 1
-    assert_four_lines(caught.value, "ids [7]", "test_trace_errors.py", f"line {line}", f"in {part.__name__}")
+    assert_four_lines(caught.value, "ids [7]", "test_front_end.py", f"line {line}", f"in {part.__name__}")
 
 
 @pytest.mark.parametrize("num_tokens", [0, 1])
@@ -252,7 +252,7 @@ class NoTensors(nn.Module):
             OnInputs,
             (torch.zeros(7, HIDDEN),),
             piecewise.TokenDimError,
-            ("state_models::attend", "test_trace_errors.py", "x [", "token_args"),
+            ("state_models::attend", "test_front_end.py", "x [", "token_args"),
         ),
         (Flattens, (tokens(6).view(2, 3),), piecewise.TokenDimError, ("ids [", "packed to [1, n]")),
         (Collects, (tokens(7),), OpaqueResult, ("Collection", "pytree")),
