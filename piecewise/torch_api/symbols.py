@@ -18,7 +18,7 @@ from torch.utils._sympy.interp import sympy_interp as sympy_interp
 from torch.utils._sympy.printers import PythonPrinter
 from torch.utils._sympy.reference import PythonReferenceAnalysis as PythonReferenceAnalysis
 
-from piecewise.torch_api.fakes import fake_mode_of
+from piecewise.torch_api.fakes import einsums_from_the_left, fake_mode_of
 
 _TORCH = os.path.dirname(torch.__file__)
 SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
@@ -106,7 +106,8 @@ def asked_of_sizes(shape_env: ShapeEnv | None) -> Iterator[set[sympy.Basic]]:
 
     shape_env.evaluate_expr = noted  # type: ignore[assignment, method-assign]
     try:
-        with shape_env.suppress_guards(), shape_env.ignore_fresh_unbacked_symbols():
+        quiet, fresh = shape_env.suppress_guards(), shape_env.ignore_fresh_unbacked_symbols()
+        with quiet, fresh, einsums_from_the_left():
             yield asked
     finally:
         del shape_env.evaluate_expr

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from piecewise import torch_api
-from piecewise.errors.trace import DistributedTensor, NotStrided, OwnTorchFunction, SilentSubclass
+from piecewise.errors.trace import DistributedTensor, OwnTorchFunction, SilentSubclass, StateNotStrided
 from piecewise.ir.tensors import tensors_in
 
 
@@ -40,7 +40,7 @@ def refuse_class(what: str, tensor: torch.Tensor, *, cause: Exception | None = N
     if torch_api.has_own_torch_function(tensor):
         raise OwnTorchFunction(**names) from cause
     if tensor.layout is not torch.strided:
-        raise NotStrided(layout=tensor.layout, **names) from cause
+        raise StateNotStrided(layout=tensor.layout, **names) from cause
 
 
 def _distributed_tensor() -> Any:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import operator
 import weakref
 
 import pytest
 from torch import nn
 
 from piecewise import torch_api
-from runners.state.watched_dicts import WatchedDicts
+from runners.state.watched_dicts import NOTHING, WatchedDicts
 
 
 class Thing:
@@ -119,6 +120,27 @@ def test_I10_an_answer_that_depends_on_the_keys(watched, way):
     assert not watched.are_unchanged()
     del owner["b"]
     assert watched.are_unchanged()
+
+
+FILLS = {
+    "update": lambda owner: owner.update(a=1),
+    "union in place": lambda owner: operator.ior(owner, {"a": 1}),
+    "item": lambda owner: operator.setitem(owner, "a", 1),
+    "setdefault": lambda owner: owner.setdefault("a", 1),
+}
+
+
+@pytest.mark.parametrize("fill", FILLS)
+def test_I10_a_dict_without_items_that_is_filled(watched, fill):
+    owner, item = {}, Thing()
+    watched.add_answer(owner, lambda: "a" in owner, False)
+    watched.add_object(item, Thing)
+    watched.add_value(item.__dict__, "a", NOTHING)
+    for filled in (owner, item.__dict__):
+        assert watched.are_unchanged() and watched.are_unchanged()
+        FILLS[fill](filled)
+        assert not watched.are_unchanged()
+        filled.clear()
 
 
 def test_a_value_that_was_another_from_the_start(watched):

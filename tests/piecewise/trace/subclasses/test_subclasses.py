@@ -29,10 +29,10 @@ import piecewise
 from piecewise.errors.trace import (
     DistributedTensor,
     NotOneGraph,
-    NotStrided,
     OwnTorchFunction,
     ResultSubclass,
     SilentSubclass,
+    StateNotStrided,
     SubclassOp,
 )
 from piecewise.torch_backend import piecewise_backend
@@ -303,7 +303,7 @@ def test_a_result_without_a_tensor_of_its_shape_inside_is_refused():
 def test_nested_state_is_refused_by_its_layout():
     model = Toy(head=lambda model, x: x * model.nested.sum()).eval()
     model.nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
-    with torch.no_grad(), pytest.raises(NotStrided) as error:
+    with torch.no_grad(), pytest.raises(StateNotStrided) as error:
         piecewise.compile(model, buckets=[8], progress=False).capture(make_ids(4))
     assert "jagged" in str(error.value) and "Fix:" in str(error.value)
 
