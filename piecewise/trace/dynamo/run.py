@@ -221,24 +221,18 @@ def run_dynamo(
 
 def _prepare_leaves(example: ExampleCall, static_dims: Mapping[int, Sequence[int]]) -> list[Any]:
     """Detaches the tensors, one twin for one passed twice, and marks dims; the caller's are never marked."""
-    prepared: list[Any] = []
     twins: dict[int, torch.Tensor] = {}
     for index, leaf in enumerate(example.leaves):
-        if not isinstance(leaf, torch.Tensor):
-            prepared.append(leaf)
-            continue
         if not is_plain_leaf(leaf):
             kind = f"a {type(leaf).__name__} of layout {leaf.layout}"
             raise InputNotPlain(name=example.names[index], kind=kind)
-        if id(leaf) not in twins:
+        if isinstance(leaf, torch.Tensor) and id(leaf) not in twins:
             with torch.inference_mode(False), torch.no_grad():
                 twins[id(leaf)] = _normal_twin(leaf) if leaf.is_inference() else leaf.detach()
-        twin = twins[id(leaf)]
-        for dim, size in enumerate(twin.shape):
+        for dim, size in enumerate(twins[id(leaf)].shape) if isinstance(leaf, torch.Tensor) else ():
             if size > 1 and dim not in static_dims.get(index, ()):
-                torch_api.mark_dynamic(twin, dim)
-        prepared.append(twin)
-    return prepared
+                torch_api.mark_dynamic(twins[id(leaf)], dim)
+    return [twins.get(id(leaf), leaf) for leaf in example.leaves]
 
 
 def _normal_twin(leaf: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,7 @@ place; where anything is out of the ordinary, all is traced at once.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -192,11 +192,18 @@ class _Inliner:
     ) -> dict[fx.Node, Any]:
         """Copies the calls of a layer's graph in front of `place`; returns node → copy."""
         states = served.states_of(layer)
-        values = {
-            each.node: self._argument(served, each, layer, call, states)
-            for each in served.placeholders
-            if each.node.users
-        }
+
+        def argument(each: Placeholder) -> Any:
+            if each.kind == "input":
+                return call.nodes[served.numbers[each.leaf]]
+            if each.kind == "symbol":
+                number, dim = served.size_of(each)
+                return self._size(call.nodes[number], dim)
+            return self._state(
+                states[each.node], moved(str(served.run.sources[each.node.name]), layer.source)
+            )
+
+        values = {each.node: argument(each) for each in served.placeholders if each.node.users}
         outer = dict(place.meta.get("nn_module_stack") or {})
         stacks: dict[tuple[str, ...], dict[str, Any]] = {}
 
@@ -219,24 +226,11 @@ class _Inliner:
             self.fakes.append((served, key, fakes))
         return values
 
-    def _argument(
-        self,
-        served: LayerRun,
-        placeholder: Placeholder,
-        layer: RepeatedLayer,
-        call: LayerCall,
-        states: Mapping[fx.Node, Any],
-    ) -> Any:
-        if placeholder.kind == "input":
-            return call.nodes[served.numbers[placeholder.leaf]]
-        if placeholder.kind == "symbol":
-            number, dim = served.size_of(placeholder)
-            return self._size(call.nodes[number], dim)
-        tensor = states[placeholder.node]
+    def _state(self, tensor: Any, source: str) -> fx.Node:
+        """Finds the placeholder of a layer's tensor, or adds one."""
         if not isinstance(tensor, torch.Tensor) or torch_api.has_dynamic_dims(tensor):
             raise NotReused("the state of a layer is no tensor of a fixed size")
         if id(tensor) not in self.held:
-            source = moved(str(served.run.sources[placeholder.node.name]), layer.source)
             node = self.held[id(tensor)] = self._placed(re.sub(r"\W+", "_", source), source, tensor)
             node.meta["example_value"] = torch_api.static_fake(self.fake_mode, tensor)
         return self.held[id(tensor)]

@@ -221,7 +221,7 @@ class FactFinder:
             self.add_code(value, path)
         elif rule is Rule.TYPE:
             self.add_type(value, path)
-        elif rule is Rule.CONTENT and _is_table(value):
+        elif rule is Rule.CONTENT and hasattr(value, "__len__") and not is_tensor:
             self.add_table(value, path)
             if guard.kind == "DICT_VERSION":
                 self._add_items(value, value, path)
@@ -281,7 +281,3 @@ def _has_attribute(place: StateRef, name: str) -> bool:
 
 def _has_own_attribute(place: StateRef, name: str) -> bool:
     return name in vars(place.look())
-
-
-def _is_table(value: Any) -> bool:
-    return hasattr(value, "__len__") and not isinstance(value, torch.Tensor)

@@ -33,7 +33,9 @@ def refuse_class(what: str, tensor: torch.Tensor, *, cause: Exception | None = N
     """Raises TraceError for a tensor of a class that says nothing, or too little, of what is inside."""
     cls = type(tensor)
     names = {"where": what, "name": f"{cls.__module__}.{cls.__qualname__}", "cls": cls.__name__}
-    if isinstance(tensor, _distributed_tensor()):
+    if any(
+        kin.__name__ == "DTensor" and kin.__module__.startswith("torch.distributed") for kin in cls.__mro__
+    ):
         raise DistributedTensor(**names) from cause
     if torch_api.is_opaque(tensor):
         raise SilentSubclass(**names) from cause
@@ -41,11 +43,3 @@ def refuse_class(what: str, tensor: torch.Tensor, *, cause: Exception | None = N
         raise OwnTorchFunction(**names) from cause
     if tensor.layout is not torch.strided:
         raise StateNotStrided(layout=tensor.layout, **names) from cause
-
-
-def _distributed_tensor() -> Any:
-    if not torch.distributed.is_available():
-        return ()
-    from torch.distributed.tensor import DTensor
-
-    return DTensor
