@@ -48,36 +48,27 @@ _CLOSED = (int, *PLAIN, type, ModuleType, FunctionType, MethodType, torch.Tensor
 class FactFinder:
     """Collects facts, each place once: those of the module tree at first, without the call of the root where
     `skip_root` is set.
+
+    `classes` are those of all objects on the way to what was read, and of the model's modules; `functions`
+    are those among what was read.
     """
 
     def __init__(self, model: nn.Module, *, skip_root: bool) -> None:
-        self._values: dict[Any, tuple[StateRef, Any]] = {}
+        self.values: dict[Any, tuple[StateRef, Any]] = {}
         self._tensors: dict[Any, tuple[StateRef, Any]] = {}
         self._tables: dict[Any, tuple[Any, Any, str]] = {}
         self._types: dict[int, tuple[Any, type, str]] = {}
         self._answers: dict[Any, tuple[Callable[[Any, Any], bool], Any, Any, bool, str]] = {}
-        self._classes: dict[type, None] = {}
-        self._functions: dict[int, FunctionType] = {}
+        self.classes: dict[type, None] = {}
+        self.functions: dict[int, FunctionType] = {}
         self._contents: dict[int, Any] = {}
         self._tree = {id(module): path for path, module in model.named_modules()}
         self._adapted = {id(vars(module)) for module in model.modules() if has_adapters(module)}
         self._add_module_tree(model, skip_root=skip_root)
 
     def facts(self) -> StateFacts:
-        found: Any = (self._values, self._tensors, self._tables, self._types, self._answers)
+        found: Any = (self.values, self._tensors, self._tables, self._types, self._answers)
         return StateFacts(*(tuple(each.values()) for each in found))
-
-    def classes(self) -> list[type]:
-        """Lists the classes of all objects on the way to what was read, and of the model's modules."""
-        return list(self._classes)
-
-    def functions(self) -> list[FunctionType]:
-        """Lists the functions among what was read."""
-        return list(self._functions.values())
-
-    def places(self) -> list[StateRef]:
-        """Lists the places whose values are compared."""
-        return [place for place, _ in self._values.values()]
 
     def add_value(self, ref: StateRef, value: Any) -> None:
         place = id(ref.owner), ref.key, ref.is_attribute
@@ -86,7 +77,7 @@ class FactFinder:
             # An equal one may take its place, as the list of active adapters is made anew by each switch.
             self._answers.setdefault(place, (_holds_names, ref, tuple(value), True, ref.path))
         else:
-            self._values.setdefault(place, (ref, value))
+            self.values.setdefault(place, (ref, value))
         self.add_code(value, ref.path)
 
     def add_table(self, table: Any, path: str) -> None:
@@ -103,9 +94,9 @@ class FactFinder:
     def add_code(self, value: Any, path: str) -> None:
         """Adds what a function, or a method's function, consists of; nothing for anything else."""
         function = value.__func__ if isinstance(value, MethodType) else value
-        if not isinstance(function, FunctionType) or id(function) in self._functions:
+        if not isinstance(function, FunctionType) or id(function) in self.functions:
             return
-        self._functions[id(function)] = function
+        self.functions[id(function)] = function
         ref = StateRef(function, "__code__", f"the code of {path}", is_attribute=True)
         self.add_value(ref, function.__code__)
         for key in ("__defaults__", "__kwdefaults__"):  # torch 2.11 guards no default by itself
@@ -133,7 +124,7 @@ class FactFinder:
                 self.add_value(StateRef(names, key, f"{name}.{key}"), names[key])
             self.add_value(StateRef(names, "training", f"{name}.training"), module.training)
             self._types.setdefault(id(module), (module, type(module), name))
-            self._classes[type(module)] = None
+            self.classes[type(module)] = None
             if path or not skip_root:
                 self.add_value(StateRef(names, "forward", f"{name}.forward"), names.get("forward"))
                 self._add_hooks(names, "", name)
@@ -191,7 +182,7 @@ class FactFinder:
         """Adds what makes each step lead to the next; a tensor at the end may be another one."""
         for position, step in enumerate(steps):
             cls = step.value if isinstance(step.value, type) else type(step.value)
-            self._classes[cls] = None
+            self.classes[cls] = None
             if _answers_itself(cls):  # an attribute of the object's own would hide that
                 self.add_table(getattr(step.value, "__dict__", ()), readable_path(f"vars({cls.__name__})"))
             for kind, *fact in step.facts:

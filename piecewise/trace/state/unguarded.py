@@ -85,7 +85,7 @@ def add_unguarded(
         for path, module in modules:
             finder.add_table(vars(module), f"vars({path})")
         settled = (nn.Module, type, FunctionType, MethodType, ModuleType)
-        for place in finder.places():
+        for place, _ in list(finder.values.values()):
             value = place.get()
             attributes = getattr(value, "__dict__", None)
             if isinstance(attributes, dict) and not isinstance(value, settled):
@@ -137,7 +137,7 @@ def _stored(finder: FactFinder, sources: Iterable[str], scope: Scope) -> Iterabl
 def _add_methods(finder: FactFinder, code: Sequence[CodeType], scope: Scope) -> None:
     """Methods and properties that forward ran: Dynamo guards an object's class, and not what that has."""
     traced = set(map(id, code))
-    for cls in finder.classes():
+    for cls in list(finder.classes):
         before: list[type] = []
         for base in cls.__mro__:
             for name, item in vars(base).items() if base not in _SETTLED_CLASSES else ():
@@ -154,7 +154,7 @@ def _add_methods(finder: FactFinder, code: Sequence[CodeType], scope: Scope) -> 
 def _add_builtins(finder: FactFinder, code: Sequence[CodeType]) -> None:
     """Builtins that functions named, which a global of the same name would hide."""
     traced = set(map(id, code))
-    for function in finder.functions():
+    for function in list(finder.functions.values()):
         names, pending = function.__globals__, [function.__code__]
         while pending:
             each = pending.pop()
