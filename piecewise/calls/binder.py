@@ -215,7 +215,7 @@ def write_matcher(
         name = f"b{position}"
         writer.lines.append(f"{name} = bound[{position}]")
         writer.write(child, name)
-    _write_memory_checks(writer, written, apart_from_now, namespace)
+    _write_memory_checks(writer, written, apart_from_now)
     if apart_from:
         name = namespace.name(apart_from, "addresses")
         for leaf, value in sorted(writer.leaf_names.items()):
@@ -243,7 +243,6 @@ def _write_memory_checks(
     writer: MatchWriter,
     written: WrittenMemory,
     apart_from_now: Sequence[tuple[Sequence[int], Callable[[], frozenset[int]]]],
-    namespace: Namespace,
 ) -> None:
     """Checks that each group has a memory of its own, others none of these, and none what is excluded."""
     places: dict[int, str] = {}
@@ -268,7 +267,7 @@ def _write_memory_checks(
         writer.reject(f"not {{{', '.join(firsts)}}}.isdisjoint(({others},))")
     for leaves, memory in apart_from_now:
         taken = ", ".join(map(place, leaves))
-        writer.reject(f"not {namespace.name(memory, 'memory')}().isdisjoint(({taken},))")
+        writer.reject(f"not {writer.names.name(memory, 'memory')}().isdisjoint(({taken},))")
 
 
 def same_count(rows: int) -> int:
@@ -301,7 +300,5 @@ def describe_call(args: Any, kwargs: Any) -> str:
         # An address would make each object another kind of call.
         return text if len(text) <= 40 and " at 0x" not in text else type(value).__name__
 
-    parts = [describe(value) for value in args] + [
-        f"{key}={describe(value)}" for key, value in kwargs.items()
-    ]
-    return f"({', '.join(parts)})"
+    named = (f"{key}={describe(value)}" for key, value in kwargs.items())
+    return f"({', '.join([*map(describe, args), *named])})"

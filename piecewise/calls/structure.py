@@ -147,7 +147,7 @@ class MatchWriter:
     def __init__(self, namespace: Namespace, leaf_check: Callable[[Structure, str], list[str]]) -> None:
         self.lines: list[str] = []
         self.leaf_names: dict[int, str] = {}
-        self._namespace, self._leaf_check = namespace, leaf_check
+        self.names, self._leaf_check = namespace, leaf_check
         self._count = 0
 
     def reject(self, condition: str) -> None:
@@ -161,7 +161,7 @@ class MatchWriter:
 
     def write(self, node: Structure, name: str) -> None:
         """Appends the lines that match the object held in the variable `name`."""
-        names = self._namespace
+        names = self.names
         if node.kind in ("tensor", "int"):
             self.leaf_names[node.index] = name
             for condition in self._leaf_check(node, name):
@@ -192,11 +192,10 @@ class MatchWriter:
         if value is None or type(value) is bool:
             self.reject(f"{name} is not {value!r}")
             return
-        const = self._namespace.name(value)
+        const = self.names.name(value)
         if type(value) in (float, complex) and value == 0:  # 0.0 and -0.0 are equal, and divide differently
             self.reject(f"type({name}) is not type({const}) or repr({name}) != {repr(value)!r}")
-            return
-        if isinstance(value, PLAIN):
+        elif isinstance(value, PLAIN):
             self.reject(f"{name} is not {const} and (type({name}) is not type({const}) or {name} != {const})")
         else:
             self.reject(f"{name} is not {const}")

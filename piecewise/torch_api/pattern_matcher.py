@@ -4,6 +4,8 @@ Its matcher never lets a match span an op that writes, so segments are rewritten
 functional first: what they write, and who shares memory with whom, stays as the model has it.
 """
 
+# ruff: noqa: F401
+
 from __future__ import annotations
 
 import operator
@@ -24,19 +26,6 @@ from torch._inductor.pattern_matcher import (
     register_graph_pattern,
     same_mutation_regions,
 )
-
-__all__ = [
-    "MULTIPLE",
-    "CallFunction",
-    "KeywordArg",
-    "Match",
-    "PatternExpr",
-    "PatternSet",
-    "find_regions",
-    "is_mutation_op",
-    "replace_output",
-    "same_mutation_regions",
-]
 
 Rewrite = Callable[[Match], None]
 _NAMED: dict[Any, frozenset[str]] = {torch.ops.aten._to_copy.default: frozenset({"dtype"})}
