@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -111,10 +112,29 @@ def fakes_remembered(repeats: bool) -> Any:
     return dynamo.config.patch(fake_tensor_cache_enabled=enabled)  # type: ignore[attr-defined]
 
 
-def einsums_from_the_left() -> Any:
-    """A block in which `torch.einsum` multiplies in the order of its operands. With opt_einsum installed it
-    chooses the order by sizes, which would fix them."""
-    return torch.backends.opt_einsum.flags(enabled=False)
+_einsums = threading.Lock()
+_einsum_blocks: list[bool] = []
+
+
+@contextmanager
+def einsums_from_the_left() -> Iterator[None]:
+    """Makes a block in which `torch.einsum` multiplies in the order of its operands.
+
+    With opt_einsum it chooses the order by sizes, which would fix them. torch's setting is the process's, so
+    of several threads' blocks the first one turns it off and the last one back.
+    """
+    settings: Any = torch.backends.opt_einsum
+    with _einsums:
+        _einsum_blocks.append(settings.enabled)
+        settings.enabled = False
+    try:
+        yield
+    finally:
+        with _einsums:
+            first, *_ = _einsum_blocks
+            _einsum_blocks.pop()
+            if not _einsum_blocks:
+                settings.enabled = first
 
 
 def functional_aten_graph(
@@ -138,5 +158,6 @@ def trace_aten(
     """The aten ops that `function` runs on fakes and symbolic ints, gradients and autocast resolved, as a
     graph with fakes in ``meta["val"]``; ops that write are left as they are."""
     # With Python's kernels for ops that consist of others: in torch 2.11 those in C++ fail on symbolic sizes.
-    with fake_mode, enable_python_dispatcher(), torch.no_grad(), einsums_from_the_left():
+    # That dispatcher is on from where its guard is made, so that is made inside of the other modes.
+    with torch.no_grad(), fake_mode, enable_python_dispatcher(), einsums_from_the_left():
         return make_fx(function, decomposition_table=decompositions)(*arguments)  # type: ignore[arg-type]
