@@ -1,4 +1,4 @@
-"""The plan's graph segments rewritten by the passes, once per distinct segment, weights packed on the way.
+"""Rewrites a plan's graph segments by the passes, each distinct one once, and packs weights on the way.
 
 A segment that cannot be traced, or whose rewritten graph would hand out other memory than its own function,
 keeps that one. docs/DESIGN.md says why this runs between the cut and the first look at addresses.

@@ -1,4 +1,4 @@
-"""Linears that read the same input become one, over a weight that holds theirs one after the other.
+"""Packs linears that read the same input into one, over a weight that holds theirs one after the other.
 
     before   mm(x, t(wq)) · mm(x, t(wk)) · mm(x, t(wv))
     after    y = mm(x, t(as_strided(wq, [nq + nk + nv, hidden]))) · y[:, :nq] · y[:, nq:nq + nk] · ...
