@@ -56,7 +56,7 @@ class _Capture(NamedTuple):
 
 
 class PiecewiseRunner:
-    """Runs one segment, from a graph where there is one for the bucket and the arguments lie where it reads.
+    """Runs one segment, from a graph where there is one for the bucket that reads these arguments.
 
     Args:
         fn: ``fn(padded_num_tokens, *args)`` returns the sequence of the segment's outputs.
@@ -181,7 +181,7 @@ class PiecewiseRunner:
     def __call__(self, padded_num_tokens: int, *args: Any) -> tuple[Any, ...]:
         """Replays where the bucket is captured and `args` are those of the capture; else runs eagerly.
 
-        They are when tensors have the same address, shape, stride and dtype, and other values are equal.
+        Tensors are compared by address, shape, stride and dtype, other values by equality.
         """
         capture = self._captures.get(padded_num_tokens)
         if capture is None or is_eager_only() or capture.arguments != _geometry(args):

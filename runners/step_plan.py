@@ -20,7 +20,6 @@ from runners.bound_steps import (
     BoundCall,
     BoundOpCall,
     Check,
-    CheckLookedUp,
     CopiedResult,
     CopyIn,
     CopyInputs,
@@ -234,7 +233,7 @@ class _Binder:
             self._steps[plan.check_before : plan.check_before] = [Check(plan.check), *look]
         else:
             self._steps.insert(plan.check_before, Check(plan.check))
-            self._steps[first_call:first_call] = [CheckLookedUp(plan.check, plan.may_run_ahead), *look]
+            self._steps[first_call:first_call] = [Check(plan.check, plan.may_run_ahead), *look]
         self._loads = [LoadStep(metadata) for metadata in plan.step_metadata]
 
     def _with_views(self, inputs: Sequence[StaticInput]) -> list[tuple[StaticInput, int]]:
