@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from cuda_models import compiled, inputs, make
 from inspection import inspect
-from test_cuda_models import compiled, inputs, make
 from torch import Tensor
 
 from piecewise.cut.zero_fills import ZeroFills
