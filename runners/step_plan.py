@@ -93,7 +93,7 @@ class CallStep:
 
 @dataclass(frozen=True, slots=True)
 class ResultItem:
-    """Where one leaf of the result comes from.
+    """Says where one leaf of the result comes from.
 
     Attributes:
         kind: "static" (graph memory, narrowed), "slot" (a value of this call), "number" (computed),
@@ -166,7 +166,7 @@ class StepPlan:
         self._binder = _Binder(self)
 
     def replay(self, leaves: list[Any], num_tokens: int) -> list[Any]:
-        """Serves one call: the result's leaves, owned by the caller where `clone` says so.
+        """Serves one call; returns the result's leaves, owned by the caller where `clone` says so.
 
         Raises:
             StateChanged: the model changed; nothing persistent has been written, so the call can run eagerly.

@@ -89,8 +89,7 @@ class TapeGraph(CapturedGraph):
     def replay(self) -> None:
         """Fills the tape's memory with garbage and runs the recorded ops on the recorded tensors.
 
-        The caller's grad, inference, autocast and mode settings have no effect, and random ops draw new
-        numbers.
+        The caller's grad, inference, autocast and modes have no effect, and random ops draw anew.
         """
         if self.is_reset or capturing() is not None:
             self.refuse_replay()
@@ -114,7 +113,6 @@ class TapeEngine(GraphEngine):
         return TapePool(torch.empty(0, device=device).device)
 
     def capture(self, fn: Callable[[], Sequence[Any]], *, pool: TapePool, segment: str) -> TapeGraph:
-        """Runs `fn` once and records it; see `GraphEngine.capture`."""
         pool.check_capture(segment)
         mark = pool.arena.begin()
         watch = Watch(segment)
