@@ -75,7 +75,7 @@ class Streams:
         """Makes a stream current: what is called from now on runs on it."""
 
     def join(self, *held: Any) -> None:
-        """Makes stream 0 current, behind all work on the others; `held` values of the fork live up to here."""
+        """Makes stream 0 current, behind all work on the others; `held` values live up to here."""
 
 
 class GraphPool:
