@@ -267,7 +267,7 @@ class _Binder:
 
     def _call(self, template: _CallTemplate, num_tokens: int, rows: BoundRows) -> BoundCall:
         step, views = template.step, rows.views
-        arguments = [num_tokens, *(views[index] if index >= 0 else None for index in template.views)]
+        arguments = [num_tokens, *(views[index] for index in template.views)]
         dense: list[Dense] = []
         for index in dict.fromkeys(template.views) if rows.other_strides else ():
             if (strides := rows.other_strides.get(index)) is None:

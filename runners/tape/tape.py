@@ -26,7 +26,7 @@ from weakref import WeakSet
 
 import torch
 
-from runners._torch import below_modes, without_torch_function
+from runners._torch import keys_above_kernels, without_keys, without_torch_function
 from runners.engine import CapturedGraph, GraphEngine, GraphPool, Streams, checked_outputs
 from runners.mode import capture_of, capturing
 from runners.opaque_call import recording_calls
@@ -93,7 +93,7 @@ class TapeGraph(CapturedGraph):
         """
         if self.is_reset or capturing() is not None:
             self.refuse_replay()
-        with below_modes(), without_torch_function():
+        with without_keys(keys_above_kernels()), without_torch_function():
             for step in self._steps:
                 step()
 
