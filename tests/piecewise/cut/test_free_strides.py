@@ -10,8 +10,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from inspection import inspect
-from test_zero_fills import ops_in_graphs
+from inspection import inspect, ops_in_graphs
 from torch import nn
 from toy_models import HIDDEN, VOCAB, compare, make_ids
 
