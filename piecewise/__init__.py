@@ -1,7 +1,6 @@
 """Graphed prefill for any torch model: a piecewise CUDA-graph compiler plugin. See `docs/DESIGN.md`."""
 
-from piecewise.api import GraphedModule, compile, explain
-from piecewise.in_place import disable, enable
+from piecewise.api import GraphedModule, compile, disable, enable, explain
 from piecewise.prefill_case import PrefillCase
 from piecewise.settings.config import PiecewiseConfig
 from piecewise.torch_backend import handle

@@ -8,19 +8,15 @@ place on record holds: what a function read that Dynamo was told to take for con
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 from piecewise.analysis.same_program import first_difference
+from piecewise.capture.analyse import TracedModel
+from piecewise.capture.captured_call import CapturedSignature, SignatureList
 from piecewise.report.report import Jsonable
+from piecewise.trace.trace import ExampleCall
 from runners.errors import PiecewiseError, StateError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from piecewise.capture.analyse import TracedModel
-    from piecewise.capture.captured_call import CapturedSignature
-    from piecewise.capture.signature_list import SignatureList
-    from piecewise.trace.trace import ExampleCall
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

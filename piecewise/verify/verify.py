@@ -12,12 +12,14 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 from boundary_ops import PrefillBatch
+from piecewise.capture.call_router import preview
+from piecewise.capture.captured_call import CapturedSignature
 from piecewise.capture.poison import (
     AS_SERVED,
     WITHOUT_GRAPHS,
@@ -25,6 +27,7 @@ from piecewise.capture.poison import (
     overwrite_static_memory,
     poisons_for,
 )
+from piecewise.capture.store import GraphStore
 from piecewise.ir.placeholders import unchanged_random_state
 from piecewise.ir.plan import SegmentPlan
 from piecewise.prefill_case import PrefillCase
@@ -37,11 +40,7 @@ from piecewise.verify.run_result import RunResult, has_same_bits, stored
 from runners.bound_steps import StateChanged, copy_elements
 from runners.engines import native_engine
 from runners.stats import FallbackReason
-
-if TYPE_CHECKING:
-    from piecewise.capture.captured_call import CapturedSignature
-    from piecewise.capture.store import GraphStore
-    from runners.step_plan import StepPlan
+from runners.step_plan import StepPlan
 
 MakeInputs = Callable[[int], tuple[Sequence[Any], Mapping[str, Any]]]
 
@@ -98,25 +97,12 @@ def _verified(
     num_tokens: int = 0,
 ) -> SizeCheck:
     with torch.no_grad(), _uncounted_step():
-        count, found = _find_plan(store, args, kwargs)
+        count, found = preview(store, args, kwargs)
         if isinstance(found, FallbackReason):
             return SizeCheck(max(num_tokens, count), None, str(found))
         signature, steps, count, leaves = found
         verifier = _SizeVerifier(model, store, signature, steps, count, leaves)
         return verifier.run(lambda: forward(*args, **kwargs))
-
-
-def _find_plan(store: GraphStore, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[int, Any]:
-    """The call's token count, 0 where it is not known, and the decision that it takes, without counters and
-    captures."""
-    if not store.signatures:
-        return 0, FallbackReason.RELEASED if store.is_released else FallbackReason.NOT_CAPTURED
-    signature, matched = store.signatures.matching(args, kwargs, current=True)
-    if signature is None:
-        signature, matched = store.signatures.matching(args, kwargs)
-    if signature is None:
-        return 0, FallbackReason.UNSEEN_SIGNATURE
-    return matched[0], store.choose_plan(signature, *matched, may_capture=False)
 
 
 class _Rehearsal(Exception):
