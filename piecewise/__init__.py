@@ -1,9 +1,11 @@
-"""Graphed prefill for any torch model: a piecewise CUDA-graph compiler plugin. See `docs/DESIGN.md`."""
+"""Graphs prefill for any torch model: a piecewise CUDA-graph compiler plugin. See `docs/DESIGN.md`.
 
-from piecewise.api import GraphedModule, compile, disable, enable, explain
-from piecewise.prefill_case import PrefillCase
-from piecewise.settings.config import PiecewiseConfig
-from piecewise.torch_backend import handle
+Public names are imported when first used, so that neither `piecewise --help` nor a test plugin loads torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from runners.errors import (
     CaptureError,
     ConfigError,
@@ -13,7 +15,22 @@ from runners.errors import (
     TokenDimError,
     TraceError,
 )
-from runners.mode import capture_window, eager_only
+
+if TYPE_CHECKING:
+    from piecewise.api import GraphedModule, compile, disable, enable, explain
+    from piecewise.prefill_case import PrefillCase
+    from piecewise.settings.config import PiecewiseConfig
+    from piecewise.torch_backend import handle
+    from runners.mode import capture_window, eager_only
+
+# Where each name is defined.
+_HOMES = {
+    "piecewise.api": ("GraphedModule", "compile", "disable", "enable", "explain"),
+    "piecewise.prefill_case": ("PrefillCase",),
+    "piecewise.settings.config": ("PiecewiseConfig",),
+    "piecewise.torch_backend": ("handle",),
+    "runners.mode": ("capture_window", "eager_only"),
+}
 
 __all__ = [
     "CaptureError",
@@ -34,3 +51,15 @@ __all__ = [
     "explain",
     "handle",
 ]
+
+if not TYPE_CHECKING:  # a type checker knows the names listed above, and no others
+
+    def __getattr__(name: str) -> Any:
+        home = next((module for module, names in _HOMES.items() if name in names), None)
+        if home is None:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = globals()[name] = getattr(import_module(home), name)
+        return value
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__})

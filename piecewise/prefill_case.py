@@ -1,12 +1,11 @@
-"""A model with inputs of any token count: what the command line measures, explains and verifies."""
+"""Pairs a model with inputs of any token count: what the command line measures, explains and verifies."""
 
 from __future__ import annotations
 
 import importlib
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -17,13 +16,10 @@ import torch
 from torch import nn
 
 from boundary_ops.errors import BoundaryOpError
-from runners.errors import ConfigError, PiecewiseError
+from piecewise.errors.tools import WrongCase, WrongSpec, user_code
+from runners.errors import PiecewiseError, shown
 
 Made = TypeVar("Made")
-
-_RULE = (
-    "a spec is 'package.module:function'; the function takes no arguments and returns a piecewise.PrefillCase"
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,16 +44,19 @@ class PrefillCase:
     baseline: PrefillCase | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.model, nn.Module):
-            raise _wrong("PrefillCase.model", "a torch.nn.Module", _typed(self.model))
-        if not callable(self.make_inputs):
-            raise _wrong("PrefillCase.make_inputs", "a function of num_tokens", _typed(self.make_inputs))
-        if self.baseline is not None and not isinstance(self.baseline, PrefillCase):
-            raise _wrong("PrefillCase.baseline", "a PrefillCase or None", _typed(self.baseline))
+        is_case = self.baseline is None or isinstance(self.baseline, PrefillCase)
+        _require(isinstance(self.model, nn.Module), "PrefillCase.model", "a torch.nn.Module", self.model)
+        _require(
+            callable(self.make_inputs),
+            "PrefillCase.make_inputs",
+            "a function of num_tokens",
+            self.make_inputs,
+        )
+        _require(is_case, "PrefillCase.baseline", "a PrefillCase or None", self.baseline)
 
     @property
     def takes_seed(self) -> bool:
-        """Whether `make_inputs` makes other values for each seed."""
+        """Tells whether `make_inputs` makes other values for each seed."""
         try:
             parameter = inspect.signature(self.make_inputs).parameters.get("seed")
         except (TypeError, ValueError):
@@ -66,36 +65,33 @@ class PrefillCase:
         return parameter is not None and parameter.kind in kinds
 
     def inputs(self, num_tokens: int, *, seed: int = 0) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments of one call with `num_tokens` tokens.
+        """Makes the arguments of one call with `num_tokens` tokens.
 
         Args:
             seed: which values, where `make_inputs` takes one.
         Raises:
             ConfigError: `make_inputs` returned something else than `(args, kwargs)`.
         """
-        with _user_code():
-            made = (
-                self.make_inputs(num_tokens, seed=seed) if self.takes_seed else self.make_inputs(num_tokens)
-            )
+        seeded = {"seed": seed} if self.takes_seed else {}
+        with user_code():
+            made = self.make_inputs(num_tokens, **seeded)
         where = f"make_inputs({num_tokens})"
-        if not isinstance(made, tuple) or len(made) != 2:
-            raise _wrong(where, "a pair (args, kwargs)", _typed(made))
+        _require(isinstance(made, tuple) and len(made) == 2, where, "a pair (args, kwargs)", made)
         args, kwargs = made
-        if not isinstance(args, (tuple, list)):
-            raise _wrong(f"{where}[0]", "a tuple of positional arguments", _typed(args))
-        if not isinstance(kwargs, Mapping) or not all(isinstance(key, str) for key in kwargs):
-            raise _wrong(f"{where}[1]", "a dict of keyword arguments", _typed(kwargs))
+        _require(isinstance(args, (tuple, list)), f"{where}[0]", "a tuple of positional arguments", args)
+        is_named = isinstance(kwargs, Mapping) and all(isinstance(key, str) for key in kwargs)
+        _require(is_named, f"{where}[1]", "a dict of keyword arguments", kwargs)
         return tuple(args), dict(kwargs)
 
     def run(self, num_tokens: int) -> None:
-        """One call of the model itself, which shows whether it is the model that raises."""
+        """Calls the model itself once, which shows whether it is the model that raises."""
         args, kwargs = self.inputs(num_tokens)
-        with _user_code(), torch.no_grad():
+        with user_code(), torch.no_grad():
             self.model(*args, **kwargs)
 
 
 def load_case(spec: str) -> PrefillCase:
-    """The case that the function named by `spec` returns; modules in the working directory are found too.
+    """Returns the case that the function named by `spec` makes; the working directory is searched, too.
 
     Args:
         spec: ``package.module:function``.
@@ -107,25 +103,27 @@ def load_case(spec: str) -> PrefillCase:
     module_name, colon, function_name = spec.partition(":")
     names = [*module_name.split("."), function_name]
     if not colon or not all(name.isidentifier() for name in names):
-        raise _wrong(f"spec {spec!r}", "'package.module:function'", "no such form")
+        raise WrongSpec(spec=spec, wanted="'package.module:function'", found="no such form")
     module = _module(spec, module_name)
     function = getattr(module, function_name, None)
     if function is None:
         known = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
         nearest = get_close_matches(function_name, known, n=1, cutoff=0.5)
         hint = f"; the nearest is {nearest[0]}" if nearest else ""
-        raise _wrong(f"spec {spec!r}", f"a function in {module_name}", f"no {function_name!r}{hint}")
+        raise WrongSpec(spec=spec, wanted=f"a function in {module_name}", found=f"no {function_name!r}{hint}")
     if not callable(function):
-        raise _wrong(f"spec {spec!r}", "a function", _typed(function))
-    with _user_code():
+        raise WrongSpec(spec=spec, wanted="a function", found=shown(function))
+    with user_code():
         case = function()
     if not isinstance(case, PrefillCase):
-        raise _wrong(f"spec {spec!r}", "a function that returns a piecewise.PrefillCase", _typed(case))
+        raise WrongSpec(
+            spec=spec, wanted="a function that returns a piecewise.PrefillCase", found=shown(case)
+        )
     return case
 
 
 def unless_the_model_raises(case: PrefillCase, num_tokens: int, work: Callable[[], Made]) -> Made:
-    """What `work` returns; an error of this project gives way to what the model raises by itself, if it does.
+    """Returns what `work` does; an error of this project gives way to what the model itself raises, if any.
 
     A trace or a capture tells only that forward raised, not with which traceback.
     """
@@ -137,52 +135,22 @@ def unless_the_model_raises(case: PrefillCase, num_tokens: int, work: Callable[[
     raise ours
 
 
-def comes_from_user_code(error: BaseException) -> bool:
-    """Whether an error passed through a function of the user's, so that its traceback tells something."""
-    return getattr(error, _MARK, False)
-
-
-_MARK = "_passed_through_user_code"
-
-
-@contextmanager
-def _user_code() -> Iterator[None]:
-    """A block that runs what the user wrote; what it raises is marked, and unchanged otherwise."""
-    try:
-        yield
-    except BaseException as error:
-        with suppress(AttributeError, TypeError):  # a class may forbid attributes
-            setattr(error, _MARK, True)
-        raise
-
-
 def _module(spec: str, module_name: str) -> ModuleType:
     # A console script starts without the working directory on its path; `python -m` starts with it.
     here = str(Path.cwd())
     if here not in sys.path and "" not in sys.path:
         sys.path.insert(0, here)
     try:
-        with _user_code():
+        with user_code():
             return importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         # A module that exists but lacks one of its own imports is the user's to see as it is.
         if error.name is None or not (module_name + ".").startswith(error.name + "."):
             raise
-        raise _wrong(
-            f"spec {spec!r}", f"an importable module {module_name}", f"no module {error.name!r}"
-        ) from error
+        wanted = f"an importable module {module_name}"
+        raise WrongSpec(spec=spec, wanted=wanted, found=f"no module {error.name!r}") from error
 
 
-def _typed(value: object) -> str:
-    text = repr(value)
-    return f"{text if len(text) <= 60 else text[:60] + '...'} ({type(value).__name__})"
-
-
-def _wrong(where: str, expected: str, got: str) -> ConfigError:
-    return ConfigError(
-        where,
-        expected=expected,
-        got=got,
-        rule=_RULE,
-        fix="def case(): return piecewise.PrefillCase(model, lambda num_tokens: ((ids[:num_tokens],), {}))",
-    )
+def _require(is_right: bool, what: str, expected: str, value: object) -> None:
+    if not is_right:
+        raise WrongCase(what, expected=expected, got=shown(value))

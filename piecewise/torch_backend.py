@@ -27,9 +27,9 @@ from piecewise.capture.analyse import TracedModel, prepare
 from piecewise.capture.call_router import CallRouter
 from piecewise.capture.captured_call import CapturedSignature, Cut, Matched, SignatureList
 from piecewise.capture.store import GraphStore
+from piecewise.errors.report import CoverageError
 from piecewise.ir.array_places import array_source
 from piecewise.ir.plan import ResultLeaf
-from piecewise.report.coverage import CoverageError
 from piecewise.report.report import Report
 from piecewise.report.startup_times import StartupTimes
 from piecewise.settings.config import PiecewiseConfig

@@ -1,11 +1,21 @@
 """Run time: graph engines, static buffers, and the step plans that serve calls. Knows nothing of FX or
-Dynamo."""
+Dynamo.
+
+Names that need torch are imported when they are first used: settings know buckets and errors alone.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from runners.buckets import TokenBuckets
 from runners.errors import CaptureError, ConfigError, PiecewiseError, StateError
-from runners.piecewise_runner import PiecewiseRunner
 from runners.stats import CallStats, FallbackReason
-from runners.step_plan import StepPlan
+
+if TYPE_CHECKING:
+    from runners.piecewise_runner import PiecewiseRunner
+    from runners.step_plan import StepPlan
+
+_HOMES = {"PiecewiseRunner": "runners.piecewise_runner", "StepPlan": "runners.step_plan"}
 
 __all__ = [
     "CallStats",
@@ -18,3 +28,14 @@ __all__ = [
     "StepPlan",
     "TokenBuckets",
 ]
+
+if not TYPE_CHECKING:  # a type checker knows the names listed above, and no others
+
+    def __getattr__(name: str) -> Any:
+        if name not in _HOMES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = globals()[name] = getattr(import_module(_HOMES[name]), name)
+        return value
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__})

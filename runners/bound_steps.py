@@ -1,4 +1,4 @@
-"""What a step plan does at one row count: copy in, replay, check, look up, call; each a `replay(env)`."""
+"""Defines the steps of one row count: copy in, check, look up, call, copy out; each a `replay(env)`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from runners._torch import copy_each
-from runners.rows import Place, num_spanned
+from runners.rows import Place, RowCopy, fill, num_spanned
 from runners.state.state_check import StateChange, StateCheck, StateRef
 
 
@@ -28,20 +28,15 @@ class CopyIn:
     Attributes:
         slot: the value's place in `env`.
         rows: the real rows of the buffer.
-        pads: copies within the buffer that fill its padded rows, in this order; see `row_copies`.
+        pads: fill the padded rows; see `row_copies`.
         units: per dim, how many elements are one row.
     """
 
     slot: int
     buffer: torch.Tensor
     rows: torch.Tensor
-    pads: list[tuple[torch.Tensor, torch.Tensor | None]]
+    pads: list[RowCopy]
     units: tuple[int, ...]
-
-    def fill(self) -> None:
-        """Lets padded rows repeat a real one."""
-        for pad, source in self.pads:
-            pad.copy_(source) if source is not None else pad.zero_()
 
 
 # Copies tensors into the buffers of some `CopyIn`s and fills their padding; false where it cannot.
@@ -73,7 +68,7 @@ class CopyInputs:
         else:
             copy_each([copy.rows for copy in copies], given)
         for copy in copies:
-            copy.fill()
+            fill(copy.pads)
 
 
 @dataclass(slots=True)
@@ -89,8 +84,7 @@ class Check:
 
 @dataclass(slots=True)
 class CheckLookedUp:
-    """The same for what is looked up next; all else is compared by a `Check` that comes later, unless calls
-    may run ahead of that no longer."""
+    """Checks what is looked up next; a later `Check` compares the rest, unless calls may not run ahead."""
 
     check: StateCheck
     may_run_ahead: Callable[[], bool]
@@ -107,22 +101,17 @@ def raise_change(check: StateCheck) -> None:
         raise StateChanged(change)
 
 
-@dataclass(slots=True)
 class Load:
     """Looks up tensors that only eager steps read; they are never recorded [I4]."""
 
-    items: list[tuple[int, Any, Any]]
-    attributes: list[tuple[int, StateRef]]
-
-    @classmethod
-    def of(cls, slots: Sequence[tuple[int, StateRef]]) -> Load:
-        items = [(slot, ref.owner, ref.key) for slot, ref in slots if not ref.is_attribute]
-        return cls(items, [(slot, ref) for slot, ref in slots if ref.is_attribute])
+    def __init__(self, slots: Sequence[tuple[int, StateRef]]) -> None:
+        self._items = [(slot, ref.owner, ref.key) for slot, ref in slots if not ref.is_attribute]
+        self._attributes = [(slot, ref) for slot, ref in slots if ref.is_attribute]
 
     def replay(self, env: list[Any]) -> None:
-        for slot, owner, key in self.items:
+        for slot, owner, key in self._items:
             env[slot] = owner[key]
-        for slot, ref in self.attributes:
+        for slot, ref in self._attributes:
             env[slot] = ref.get()
 
 
@@ -130,7 +119,7 @@ class Loadable(Protocol):
     """A step's metadata at fixed addresses, which ops in graphs read."""
 
     def misfit(self, num_tokens: int) -> Any:
-        """Why the running step cannot be loaded for a call of so many tokens; None where it can."""
+        """Says why the running step cannot be loaded for a call of so many tokens; None where it can."""
         ...
 
     def load(self) -> None:
@@ -154,7 +143,7 @@ class LoadStep:
 
 @dataclass(slots=True)
 class Measure:
-    """Reads sizes of inputs that are not the token count."""
+    """Reads sizes of inputs that are not the token count: (slot, leaf, dim) each."""
 
     sources: tuple[tuple[int, int, int], ...]
 
@@ -249,17 +238,15 @@ class BoundOpCall(BoundCall):
                 from_env.append((position, slots[source]))
             else:
                 held[position] = self.arguments[source + 1]
-        arguments = held.copy()
-        for position, slot in from_env:
-            arguments[position] = env[slot]
-        op = self.direct.bind(*arguments)
+        given = dict(from_env)
+        op = self.direct.bind(*(env[given[at]] if at in given else held[at] for at in range(len(held))))
         self.held, self.op_from_env, self.op = held, from_env, op
 
 
 @dataclass(frozen=True, slots=True)
 class CopiedResult:
-    """One result in the memory of its group: `rows` of static memory, or where that is None, the value in
-    `source`; `place` is that of eager's own tensor."""
+    """One result that shares memory: `rows` of static memory, or the value in the slot `source` where that is
+    None; `place` is that of eager's own tensor."""
 
     target: int
     rows: torch.Tensor | None
@@ -281,7 +268,7 @@ class CopyOut:
 
 
 def copied_together(places: Sequence[Place], tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Copies of tensors of one dtype in one new memory, at these places from the first element taken."""
+    """Copies tensors of one dtype into one new memory, at these places from the first element taken."""
     begin = min(offset for _, _, offset in places)
     end = max(offset + num_spanned(sizes, strides) for sizes, strides, offset in places)
     memory = torch.empty(end - begin, dtype=tensors[0].dtype, device=tensors[0].device)
@@ -292,7 +279,7 @@ def copied_together(places: Sequence[Place], tensors: Sequence[torch.Tensor]) ->
 
 
 def copy_elements(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Like `copy_`, also where an expanded dim shows one element many times."""
+    """Copies like `copy_`, also where an expanded dim shows one element many times."""
     for dim, stride in enumerate(target.stride()):
         if stride == 0 and target.shape[dim] > 1:
             target, source = target.narrow(dim, 0, 1), source.narrow(dim, 0, 1)
@@ -300,7 +287,7 @@ def copy_elements(target: torch.Tensor, source: torch.Tensor) -> None:
 
 
 def own_copy(rows: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
-    """A copy that has the strides of eager's tensor."""
+    """Copies rows into a tensor with the strides of eager's."""
     copied = torch.empty_strided(rows.shape, strides, dtype=rows.dtype, device=rows.device)
     copy_elements(copied, rows)
     return copied

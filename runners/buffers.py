@@ -1,6 +1,6 @@
-"""Static buffers: memory at a fixed address that graphs read their inputs from.
+"""Holds static buffers: memory at fixed addresses that graphs read their inputs from.
 
-One storage per value for all buckets: the largest bucket, which is captured first, decides its size, and
+One storage per value serves all buckets: the largest bucket, which is captured first, decides its size, and
 the smaller ones look at its beginning.
 """
 
@@ -32,12 +32,11 @@ class StaticBuffers:
         dtype: torch.dtype,
         device: torch.device,
     ) -> torch.Tensor:
-        """A tensor of the given geometry at the beginning of the buffer `key`, zeroed.
+        """Makes a tensor of this geometry at the beginning of the buffer `key`.
 
-        Strides with holes or overlaps become contiguous ones. A buffer that is too small is replaced;
-        graphs that read the old one keep it alive and stay right.
+        Strides with holes or overlaps become contiguous ones. A buffer that is too small is replaced by a
+        zeroed one; graphs that read the old one keep it alive and stay right.
         """
-        sizes = tuple(sizes)
         numel = math.prod(sizes)
         num_bytes = max(numel, 1) * dtype.itemsize
         storage = self._storages.get(key)
@@ -46,8 +45,5 @@ class StaticBuffers:
             if storage is None or storage.numel() < num_bytes:
                 storage = self._storages[key] = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
             flat = storage[:num_bytes].view(dtype)
-            return (
-                flat.as_strided(sizes, tuple(strides))
-                if is_dense(sizes, strides)
-                else flat[:numel].view(sizes)
-            )
+            is_kept = is_dense(sizes, strides)
+            return flat.as_strided(sizes, strides) if is_kept else flat[:numel].view(tuple(sizes))

@@ -1,26 +1,43 @@
 """Lists the graph engines, and finds the one that serves a device.
 
-An engine for another kind of device is a folder beside `cuda/` and one entry here.
+An engine for another kind of device is a folder beside `cuda/` and one entry here. An engine is imported when
+it is first used, so that settings can name engines without torch.
 """
 
 from __future__ import annotations
 
-import torch
+from functools import cache
+from importlib import import_module
+from typing import TYPE_CHECKING, NamedTuple
 
-from runners.cuda.graph import CudaEngine
-from runners.engine import GraphEngine
 from runners.errors import EngineOfAnotherDevice, UnknownEngine
-from runners.tape.tape import TapeEngine
 
-ENGINES: dict[str, GraphEngine] = {engine.name: engine for engine in (TapeEngine(), CudaEngine())}
+if TYPE_CHECKING:
+    import torch
+
+    from runners.engine import GraphEngine
+
+
+class _Home(NamedTuple):
+    """Where an engine's class is, and the kind of device whose work it records; None for any."""
+
+    module: str
+    class_name: str
+    device_type: str | None = None
+
+
+_HOMES = {
+    "tape": _Home("runners.tape.tape", "TapeEngine"),
+    "cuda": _Home("runners.cuda.graph", "CudaEngine", "cuda"),
+}
 # What a configuration may say: "auto" is the engine of the model's device.
-ENGINE_NAMES = ("auto", *ENGINES)
+ENGINE_NAMES = ("auto", *_HOMES)
 
 
 def native_engine(device: torch.device | str) -> GraphEngine:
     """Finds the engine of a device's own kind, which knows the device; the tape where there is none."""
-    kind = torch.device(device).type
-    return next((each for each in ENGINES.values() if each.device_type == kind), ENGINES["tape"])
+    kind = _kind_of(device)
+    return _engine(next((name for name, home in _HOMES.items() if home.device_type == kind), "tape"))
 
 
 def engine_for(name: str, device: torch.device | str) -> GraphEngine:
@@ -32,11 +49,22 @@ def engine_for(name: str, device: torch.device | str) -> GraphEngine:
     """
     if name == "auto":
         return native_engine(device)
-    if name not in ENGINES:
-        raise UnknownEngine(
-            name=name, names=f"{', '.join(map(repr, ENGINE_NAMES[:-1]))} or {ENGINE_NAMES[-1]!r}"
-        )
-    engine = ENGINES[name]
-    if engine.device_type not in (None, torch.device(device).type):
-        raise EngineOfAnotherDevice(name=name, device=device, device_type=engine.device_type)
+    if name not in _HOMES:
+        *others, last = map(repr, ENGINE_NAMES)
+        raise UnknownEngine(name=name, names=f"{', '.join(others)} or {last}")
+    needed = _HOMES[name].device_type
+    if needed not in (None, _kind_of(device)):
+        raise EngineOfAnotherDevice(name=name, device=device, device_type=needed)
+    return _engine(name)
+
+
+def _kind_of(device: torch.device | str) -> str:
+    return str(device).partition(":")[0]
+
+
+@cache
+def _engine(name: str) -> GraphEngine:
+    home = _HOMES[name]
+    engine: GraphEngine = getattr(import_module(home.module), home.class_name)()
+    assert (engine.name, engine.device_type) == (name, home.device_type)
     return engine

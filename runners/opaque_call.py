@@ -1,7 +1,7 @@
-"""Calls that a graph engine takes as they are: compiled code, which is no sequence of dispatcher ops.
+"""Marks calls of compiled code, which is no sequence of dispatcher ops, for graph engines.
 
-A CUDA graph records whatever kernels such a call launches. The tape sees the dispatcher's ops only, so it is
-told: while it records, the call is handed to its recorder, which notes one step on the recorded memory.
+A CUDA graph records whatever kernels such a call launches. The tape sees the dispatcher's ops only: while it
+records, the call is handed to its recorder, which notes one step on the recorded memory.
 """
 
 from __future__ import annotations

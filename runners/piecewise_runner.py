@@ -1,4 +1,4 @@
-"""One graph segment: warm-ups, one capture per bucket, replay where captured, eager everywhere else.
+"""Runs one graph segment: warm-ups, one capture per bucket, replay where captured, eager everywhere else.
 
 Per bucket: ``COLD -> WARMING(n) -> CAPTURED | EAGER_ONLY(reason)``. A failed capture closes its own bucket
 and leaves nothing behind [I8]. The runner knows neither its place in the model nor what a token is.
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,13 +39,7 @@ class BucketPhase(Enum):
 
 @dataclass(frozen=True, slots=True)
 class BucketState:
-    """The state of one bucket.
-
-    Attributes:
-        phase: how far it has come.
-        num_warmups: warm-ups made so far, while WARMING.
-        reason: why it is EAGER_ONLY, else empty.
-    """
+    """How far one bucket has come: the warm-ups made while WARMING, why it is EAGER_ONLY."""
 
     phase: BucketPhase
     num_warmups: int = 0
@@ -53,12 +47,12 @@ class BucketState:
 
 
 COLD = BucketState(BucketPhase.COLD)
+_OPEN = (BucketPhase.COLD, BucketPhase.WARMING)
 
 
-@dataclass(frozen=True, slots=True)
-class _Capture:
+class _Capture(NamedTuple):
     graph: CapturedGraph
-    arguments: tuple[Any, ...]
+    arguments: list[Any]
 
 
 class PiecewiseRunner:
@@ -73,8 +67,8 @@ class PiecewiseRunner:
         module_path: where the segment begins in the model, for errors; may be empty.
 
     Attributes:
-        num_captures: graphs captured so far.
-        num_replays: replays so far.
+        function: `fn`.
+        num_captures, num_replays: so far.
     """
 
     def __init__(
@@ -89,21 +83,12 @@ class PiecewiseRunner:
     ) -> None:
         if warmup_steps < 0:
             raise NegativeWarmUps(steps=warmup_steps)
-        self.name = name
-        self.module_path = module_path
-        self.warmup_steps = warmup_steps
-        self.num_captures = 0
-        self.num_replays = 0
-        self._fn = fn
-        self._engine = engine
-        self._pool = pool
+        self.warmup_steps, self.function = warmup_steps, fn
+        self.num_captures = self.num_replays = 0
+        self._place = f"{name} ({module_path})" if module_path else name
+        self._engine, self._pool = engine, pool
         self._states: dict[int, BucketState] = {}
         self._captures: dict[int, _Capture] = {}
-
-    @property
-    def function(self) -> Callable[..., Sequence[Any]]:
-        """The segment, as `fn`."""
-        return self._fn
 
     @property
     def captured(self) -> tuple[int, ...]:
@@ -122,24 +107,22 @@ class PiecewiseRunner:
     def warm_up(
         self, padded_num_tokens: int, args: Sequence[Any], *, fn: Callable[..., Sequence[Any]] | None = None
     ) -> tuple[Any, ...]:
-        """Runs the segment eagerly, in the modes of a capture: COLD or WARMING(n) becomes WARMING(n + 1).
-
-        Args:
-            fn: another form of the segment's function, to be run in its place.
+        """Runs the segment, or another form `fn` of it, eagerly in the modes of a capture: COLD or WARMING(n)
+        becomes WARMING(n + 1).
 
         Returns:
             The outputs, owned by the caller.
 
         Raises:
-            StateError: the bucket is captured, or its capture failed.
+            WrongBucketState: the bucket is captured, or its capture failed.
             CaptureError: the segment fails at this size.
         """
         state = self.state_for(padded_num_tokens)
-        if state.phase not in (BucketPhase.COLD, BucketPhase.WARMING):
+        if state.phase not in _OPEN:
             raise self._wrong_state("warm-up", padded_num_tokens, "a bucket that is cold or warming")
         try:
             with torch.inference_mode(False), torch.no_grad():
-                outputs = tuple((fn or self._fn)(padded_num_tokens, *args))
+                outputs = tuple((fn or self.function)(padded_num_tokens, *args))
         except Exception as error:
             raise self._failure(padded_num_tokens, error) from error
         self._states[padded_num_tokens] = BucketState(BucketPhase.WARMING, state.num_warmups + 1)
@@ -148,29 +131,25 @@ class PiecewiseRunner:
     def capture(
         self, padded_num_tokens: int, args: Sequence[Any], *, fn: Callable[..., Sequence[Any]] | None = None
     ) -> tuple[Any, ...]:
-        """Captures the bucket's graph; later replays read `args` at the addresses they have now.
-
-        Args:
-            fn: another form of the segment's function, to be captured in its place.
+        """Captures the bucket's graph, of another form `fn` where one is given; later replays read `args` at
+        the addresses they have now.
 
         Returns:
             The graph's outputs: static memory, rewritten by each replay.
 
         Raises:
-            StateError: too few warm-ups were made, or the bucket was captured or given up before.
+            WrongBucketState: too few warm-ups were made, or the bucket was captured or given up before.
             CaptureError: the segment cannot be captured. The bucket is EAGER_ONLY from then on, and no graph
                 and no memory is left behind [I8].
         """
         state = self.state_for(padded_num_tokens)
-        is_open = state.phase in (BucketPhase.COLD, BucketPhase.WARMING)
-        if not is_open or state.num_warmups < self.warmup_steps:
-            raise self._wrong_state(
-                "capture", padded_num_tokens, f"a bucket after {self.warmup_steps} warm-ups"
-            )
-        arguments = _looks(args)
+        if state.phase not in _OPEN or state.num_warmups < self.warmup_steps:
+            expected = f"a bucket after {self.warmup_steps} warm-ups"
+            raise self._wrong_state("capture", padded_num_tokens, expected)
+        arguments = _geometry(args)
         try:
             graph = self._engine.capture(
-                lambda: (fn or self._fn)(padded_num_tokens, *args), pool=self._pool, segment=self._place()
+                lambda: (fn or self.function)(padded_num_tokens, *args), pool=self._pool, segment=self._place
             )
         except StateError:
             raise
@@ -190,7 +169,7 @@ class PiecewiseRunner:
             The graph's outputs: static memory, valid until the next replay in this pool.
 
         Raises:
-            StateError: the bucket has no graph.
+            WrongBucketState: the bucket has no graph.
         """
         capture = self._captures.get(padded_num_tokens)
         if capture is None:
@@ -205,8 +184,8 @@ class PiecewiseRunner:
         They are when tensors have the same address, shape, stride and dtype, and other values are equal.
         """
         capture = self._captures.get(padded_num_tokens)
-        if capture is None or is_eager_only() or capture.arguments != _looks(args):
-            return tuple(self._fn(padded_num_tokens, *args))
+        if capture is None or is_eager_only() or capture.arguments != _geometry(args):
+            return tuple(self.function(padded_num_tokens, *args))
         return self.replay(padded_num_tokens)
 
     def discard(self, padded_num_tokens: int, reason: str) -> None:
@@ -228,9 +207,6 @@ class PiecewiseRunner:
         self._captures.clear()
         self._states.clear()
 
-    def _place(self) -> str:
-        return f"{self.name} ({self.module_path})" if self.module_path else self.name
-
     def _wrong_state(self, verb: str, padded_num_tokens: int, expected: str) -> WrongBucketState:
         state = self.state_for(padded_num_tokens)
         got = {
@@ -240,7 +216,7 @@ class PiecewiseRunner:
             BucketPhase.EAGER_ONLY: "one that runs eagerly only, as its capture failed",
         }[state.phase]
         return WrongBucketState(
-            expected=expected, got=got, verb=verb, segment=self._place(), bucket=padded_num_tokens,
+            expected=expected, got=got, verb=verb, segment=self._place, bucket=padded_num_tokens,
             steps=self.warmup_steps,
         )  # fmt: skip
 
@@ -250,15 +226,15 @@ class PiecewiseRunner:
             where = f"bucket {padded_num_tokens}, {error.what}"
             return kind(where, expected=error.expected, got=error.got, rule=error.rule, fix=error.fix)
         found = f"{type(error).__name__}: {error}"
-        return SegmentFailed(segment=self._place(), bucket=padded_num_tokens, got=found)
+        return SegmentFailed(segment=self._place, bucket=padded_num_tokens, got=found)
 
 
-def _looks(args: Sequence[Any]) -> tuple[Any, ...]:
-    """Address, shape, stride and dtype of tensors, type and value of anything else: equal where a graph that
-    was captured with one of them serves the other."""
-    return tuple(
-        (value.data_ptr(), value.shape, value.stride(), value.dtype)
-        if isinstance(value, Tensor)
-        else (type(value), value)
-        for value in args
-    )
+def _geometry(args: Sequence[Any]) -> list[Any]:
+    """Describes arguments, tensors by address, shape, stride and dtype: a graph that was captured with some
+    serves all that are described alike."""
+    return [
+        (each.data_ptr(), each.shape, each.stride(), each.dtype)
+        if isinstance(each, Tensor)
+        else (type(each), each)
+        for each in args
+    ]

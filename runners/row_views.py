@@ -1,4 +1,4 @@
-"""Views of static memory on the real rows, for one row count after another.
+"""Makes views of static memory on the real rows, for one row count after another.
 
 A new row count needs a view of every tensor that an eager call takes, some hundreds in a deep model, while
 the call waits. So what tensors of one geometry have in common is worked out once.
@@ -7,12 +7,11 @@ the call waits. So what tensors of one geometry have in common is worked out onc
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from runners.rows import has_strides, narrow_to
+from runners.rows import has_strides
 
 Sizes = Callable[[int], Sequence[int]]
 
@@ -35,21 +34,19 @@ class SizedValue(Protocol):
 
 
 def place_of(value: SizedValue, rows: Any) -> Any:
-    """Sizes, strides and offset of a value whose place is known, at `rows`, an int or a symbol."""
+    """Computes sizes, strides and offset of a value whose place is known at `rows`, an int or a symbol."""
     assert value.sizes is not None and value.strides is not None and value.offset is not None
     return tuple(value.sizes(rows)), tuple(value.strides(rows)), value.offset(rows)[0]
 
 
-@dataclass(slots=True)
-class _SameGeometry:
+class _SameGeometry(NamedTuple):
     sizes: Sizes
     strides: Sizes | None
     shape: tuple[int, ...]
-    members: list[tuple[int, torch.Tensor]] = field(default_factory=list)
+    members: list[tuple[int, torch.Tensor]]
 
 
-@dataclass(frozen=True, slots=True)
-class BoundRows:
+class BoundRows(NamedTuple):
     """Views for one row count.
 
     Attributes:
@@ -62,7 +59,7 @@ class BoundRows:
 
 
 class RowViews:
-    """The static tensors of one plan that are looked at on the real rows."""
+    """Holds the static tensors of one plan that are looked at on the real rows."""
 
     def __init__(self) -> None:
         self._fixed: list[Any] = []
@@ -70,7 +67,7 @@ class RowViews:
         self._index: dict[Any, int] = {}
 
     def add(self, tensor: torch.Tensor, value: SizedValue | None) -> int:
-        """Index of the tensor's view in `BoundRows.views`; one without token dims is its own view."""
+        """Adds a tensor; returns its view's index in `BoundRows.views`. Without token dims it is the view."""
         sizes = value.sizes if value is not None and value.token_dims else None
         strides = value.strides if value is not None else None
         key = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, sizes, strides)
@@ -81,24 +78,21 @@ class RowViews:
         self._fixed.append(tensor)
         if sizes is not None:
             geometry = (sizes, strides, tensor.shape, tensor.stride())
-            group = self._groups.setdefault(geometry, _SameGeometry(sizes, strides, tuple(tensor.shape)))
+            group = self._groups.setdefault(geometry, _SameGeometry(sizes, strides, tuple(tensor.shape), []))
             group.members.append((index, tensor))
         return index
 
     def bind(self, num_rows: int) -> BoundRows:
-        """The views for `num_rows` real rows."""
+        """Makes the views for `num_rows` real rows."""
         views: list[Any] = [*self._fixed, None]
         others: dict[int, tuple[int, ...]] = {}
         for group in self._groups.values():
-            sizes = tuple(group.sizes(num_rows))
-            shorter = [dim for dim, size in enumerate(sizes) if size != group.shape[dim]]
-            if len(shorter) == 1:
-                dim, size = shorter[0], sizes[shorter[0]]
-                for index, tensor in group.members:
-                    views[index] = tensor.narrow(dim, 0, size)
-            elif shorter:
-                for index, tensor in group.members:
-                    views[index] = narrow_to(tensor, sizes)
+            sizes = enumerate(group.sizes(num_rows))
+            shorter = [(dim, size) for dim, size in sizes if size != group.shape[dim]]
+            for index, tensor in group.members if shorter else ():
+                for dim, size in shorter:
+                    tensor = tensor.narrow(dim, 0, size)
+                views[index] = tensor
             strides = tuple(group.strides(num_rows)) if group.strides is not None else None
             if strides is not None and not has_strides(views[group.members[0][0]], strides):
                 others.update({index: strides for index, _ in group.members})

@@ -1,4 +1,4 @@
-"""Real rows and padded rows of one tensor: narrowing, dense copies, and what padded rows are filled with.
+"""Narrows tensors to their real rows and fills their padded rows.
 
 A graph works on `padded_num_tokens` rows; everything outside works on `num_tokens` rows, which are the
 leading ones on each dim that carries tokens [I1].
@@ -12,10 +12,12 @@ import torch
 
 # Sizes, strides and offset of a tensor.
 Place = tuple[tuple[int, ...], tuple[int, ...], int]
+# A target and its source; None where there is no row to repeat: such a target is filled with zeros.
+RowCopy = tuple[torch.Tensor, torch.Tensor | None]
 
 
 def narrow_to(tensor: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
-    """The leading part of `tensor` of the given sizes, as a view of the same memory."""
+    """Views the leading part of `tensor` of the given sizes."""
     narrowed = tensor
     for dim, (size, wanted) in enumerate(zip(tensor.shape, sizes, strict=True)):
         if size != wanted:
@@ -51,30 +53,21 @@ def num_spanned(sizes: Sequence[int], strides: Sequence[int]) -> int:
 
 
 def padded_parts(tensor: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
-    """Views that together cover what lies outside the leading part of `sizes`: one per dim that is shorter
-    there."""
-    parts = []
-    inner = tensor
-    for dim, size in enumerate(sizes):
-        if size < tensor.shape[dim]:
-            parts.append(inner.narrow(dim, size, tensor.shape[dim] - size))
-            inner = inner.narrow(dim, 0, size)
-    return parts
+    """Returns views that together cover what lies outside the leading part of `sizes`."""
+    return [target for target, _ in row_copies(tensor, sizes, [1] * len(sizes))]
 
 
 def row_copies(
     tensor: torch.Tensor, sizes: Sequence[int], units: Sequence[int], *, row: int = 0
-) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
-    """Views (target, source) of `tensor`: copied in this order, each row behind the leading part of `sizes`
-    holds what one of the leading rows holds, the same one in all tensors [I2].
+) -> list[RowCopy]:
+    """Finds views of `tensor` that, copied in this order, let each row behind the leading part of `sizes`
+    repeat one of the leading rows, the same one in all tensors [I2].
 
     Args:
         units: per dim, how many elements are one row.
         row: which of the leading rows it is.
-    Returns:
-        `source` is None where there is no row to repeat: such a target is to be filled with zeros.
     """
-    found: list[tuple[torch.Tensor, torch.Tensor | None]] = []
+    found: list[RowCopy] = []
     inner = tensor
     for dim, (size, unit) in enumerate(zip(sizes, units, strict=True)):
         if size == tensor.shape[dim]:
@@ -93,12 +86,17 @@ def row_copies(
 
 def repeat_row_(tensor: torch.Tensor, sizes: Sequence[int], units: Sequence[int], *, row: int = 0) -> None:
     """Fills the rows behind the leading part of `sizes` as `row_copies` says."""
-    for target, source in row_copies(tensor, sizes, units, row=row):
+    fill(row_copies(tensor, sizes, units, row=row))
+
+
+def fill(pads: Sequence[RowCopy]) -> None:
+    """Copies what `row_copies` found."""
+    for target, source in pads:
         target.copy_(source) if source is not None else target.zero_()
 
 
 def poison_value(dtype: torch.dtype, variant: int) -> float | int | bool:
-    """What to put into padded rows to see whether they reach real ones: NaN, +1e4 and −1e4 for floats.
+    """Returns a value that shows whether padded rows reach real ones: NaN, +1e4 and −1e4 for floats.
 
     Two values would miss an ascending sort, where both go last. A dtype that ends below 1e4 (FP8) takes its
     largest and smallest numbers.

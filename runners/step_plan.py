@@ -1,4 +1,4 @@
-"""One bucket's flat list of steps: copy in · replay · boundary · replay · … · results (docs/DESIGN.md).
+"""Serves one bucket by a flat list of steps: copy in · replay · boundary · replay · … · results.
 
 A captured segment, a boundary call and an eager segment look alike here: a step with `replay(env)`, where
 `env` is a list of the call's leaves, then one slot per value that is made anew on each call. What graphs own
@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -44,13 +44,7 @@ from runners.state.state_check import StateCheck, StateRef
 
 @dataclass(frozen=True, slots=True)
 class StaticInput:
-    """A static buffer that graphs read in place of a value made outside of them.
-
-    Attributes:
-        slot: the value's place in `env`.
-        buffer: padded to the bucket.
-        value: sizes of what is copied.
-    """
+    """A static buffer, padded to the bucket, that graphs read in place of the value at `slot` of `env`."""
 
     slot: int
     buffer: torch.Tensor
@@ -59,8 +53,7 @@ class StaticInput:
 
 @dataclass(frozen=True, slots=True)
 class StaticArgument:
-    """An argument of an eager call that graphs own: narrowed to the real rows; `written` where the call
-    writes it."""
+    """An argument of an eager call that graphs own, narrowed to the real rows; whether the call writes it."""
 
     tensor: torch.Tensor
     value: SizedValue
@@ -84,10 +77,10 @@ class CallStep:
 
     Attributes:
         arguments: per position, what graphs own or a slot of `env`.
-        results: slots for what it returns.
+        results: slots of the results.
         copies: results and written values that graphs read later.
-        direct: how to call the op itself, where all that it takes looks the same at each call.
-        owned: positions in `results` of what lies in memory of its own by the plan.
+        direct: how to call the op itself, where all its arguments look the same at each call.
+        owned: positions in `results` of tensors that the plan has in memory of their own.
     """
 
     function: Callable[..., Any]
@@ -124,8 +117,7 @@ class ResultItem:
     memory: int = -1
 
 
-@dataclass(slots=True)
-class _Bound:
+class _Bound(NamedTuple):
     """The steps for one `num_tokens`, and how to read the results."""
 
     steps: list[Any]
@@ -139,16 +131,15 @@ class StepPlan:
     Attributes:
         padded_num_tokens: the bucket.
         num_leaves, num_values: `env` has room for both.
-        copy_ins: shadows of inputs, filled before the first step.
-        steps: in order.
+        copy_ins: static inputs that are filled before the first step.
         state_slots: (slot, place) of tensors that only eager steps read.
         size_slots: (slot, leaf, dim) of sizes that eager steps read.
         results: one per leaf of the result.
         check: what is compared on each call, before the step at `check_before`: the first that leaves
             something which a call that runs eagerly after all would not write anew. As late as that, so that
             the device has work meanwhile.
+        begin_call: `GraphPool.begin_call`.
         may_run_ahead: whether calls may still be made before the check, as they could when this was planned.
-        begin_call: called before each replay, where the engine needs it: `GraphPool.begin_call`.
         step_metadata: loaded before each replay, for ops in graphs that read it at fixed addresses.
         max_bound: how many row counts keep their views.
         copier: makes one launch of copies into static buffers, where it can.
@@ -164,7 +155,6 @@ class StepPlan:
     results: tuple[ResultItem, ...]
     check: StateCheck
     check_before: int
-    outputs: str = "copy"
     begin_call: Callable[[], None] | None = None
     may_run_ahead: Callable[[], bool] = lambda: True
     step_metadata: tuple[Loadable, ...] = ()
@@ -177,7 +167,7 @@ class StepPlan:
         self._binder = _Binder(self)
 
     def replay(self, leaves: list[Any], num_tokens: int) -> list[Any]:
-        """Serves one call: the result's leaves, owned by the caller unless `outputs` is "view".
+        """Serves one call: the result's leaves, owned by the caller where `clone` says so.
 
         Raises:
             StateChanged: the model changed; nothing persistent has been written, so the call can run eagerly.
@@ -209,14 +199,13 @@ class StepPlan:
         return bound
 
 
-@dataclass(frozen=True, slots=True)
-class _CallTemplate:
+class _CallTemplate(NamedTuple):
     """A call step and what does not depend on the row count; `views` are indices into the row views."""
 
     step: CallStep
-    views: tuple[int, ...]
+    views: list[int]
     from_env: list[tuple[int, int]]
-    copies: tuple[tuple[StaticInput, int], ...]
+    copies: list[tuple[StaticInput, int]]
 
 
 class _Binder:
@@ -225,8 +214,7 @@ class _Binder:
     def __init__(self, plan: StepPlan) -> None:
         self._copier = plan.copier
         self._views = RowViews()
-        self._loads = [LoadStep(metadata) for metadata in plan.step_metadata]
-        self._copy_ins = [(shadow, self._views.add(shadow.buffer, shadow.value)) for shadow in plan.copy_ins]
+        self._copy_ins = self._with_views(plan.copy_ins)
         self._steps: list[Any] = [
             step if isinstance(step, ReplayStep) else self._template(step) for step in plan.steps
         ]
@@ -236,37 +224,41 @@ class _Binder:
         ]
         self._groups = _shared_results(plan.results)
         self._first_copy = plan.num_leaves + plan.num_values
-        first_call = next(
-            (i for i, step in enumerate(plan.steps) if isinstance(step, CallStep)), len(plan.steps)
-        )
-        look: list[Any] = [Load.of(plan.state_slots)] if plan.state_slots else []
+        calls = [at for at, step in enumerate(plan.steps) if isinstance(step, CallStep)]
+        first_call = calls[0] if calls else len(plan.steps)
+        look: list[Any] = [Load(plan.state_slots)] if plan.state_slots else []
         if plan.size_slots:
             look.append(Measure(plan.size_slots))
         # A check goes before all look-ups: what it finds may be that a place is gone.
         if plan.check_before <= first_call:
-            look.insert(0, Check(plan.check))
-            self._steps[plan.check_before : plan.check_before] = look
+            self._steps[plan.check_before : plan.check_before] = [Check(plan.check), *look]
         else:
-            look.insert(0, CheckLookedUp(plan.check, plan.may_run_ahead))
             self._steps.insert(plan.check_before, Check(plan.check))
-            self._steps[first_call:first_call] = look
+            self._steps[first_call:first_call] = [CheckLookedUp(plan.check, plan.may_run_ahead), *look]
+        self._loads = [LoadStep(metadata) for metadata in plan.step_metadata]
+
+    def _with_views(self, inputs: Sequence[StaticInput]) -> list[tuple[StaticInput, int]]:
+        return [(each, self._views.add(each.buffer, each.value)) for each in inputs]
 
     def _template(self, step: CallStep) -> _CallTemplate:
-        views = tuple(
-            -1 if isinstance(argument, int) else self._views.add(argument.tensor, argument.value)
-            for argument in step.arguments
-        )
-        from_env = [(i, arg) for i, arg in enumerate(step.arguments, start=1) if isinstance(arg, int)]
-        copies = tuple((shadow, self._views.add(shadow.buffer, shadow.value)) for shadow in step.copies)
-        return _CallTemplate(step, views, from_env, copies)
+        views, from_env = [], []
+        for position, argument in enumerate(step.arguments, start=1):
+            if isinstance(argument, int):
+                from_env.append((position, argument))
+                views.append(-1)
+            else:
+                views.append(self._views.add(argument.tensor, argument.value))
+        return _CallTemplate(step, views, from_env, self._with_views(step.copies))
 
     def bind(self, num_tokens: int) -> _Bound:
         rows = self._views.bind(num_tokens)
         steps: list[Any] = list(self._loads)
-        copies = [_copy_in(shadow, rows.views[index]) for shadow, index in self._copy_ins]
-        steps += [self._copy_inputs(copies)] if copies else []
-        for step in self._steps:
-            steps.append(self._call(step, num_tokens, rows) if isinstance(step, _CallTemplate) else step)
+        copies = self._copy_inputs(self._copy_ins, rows)
+        steps += [copies] if copies is not None else []
+        steps += [
+            self._call(step, num_tokens, rows) if isinstance(step, _CallTemplate) else step
+            for step in self._steps
+        ]
         readers = [_reader(item, num_tokens, rows.views[index]) for item, index in self._results]
         for group in self._groups:
             steps.append(self._copy_out(group, num_tokens, rows))
@@ -279,47 +271,46 @@ class _Binder:
         arguments = [num_tokens, *(views[index] if index >= 0 else None for index in template.views)]
         dense: list[Dense] = []
         for index in dict.fromkeys(template.views) if rows.other_strides else ():
-            strides = rows.other_strides.get(index)
-            if strides is not None:
-                positions = tuple(at for at, taken in enumerate(template.views, start=1) if taken == index)
-                taken_as = (step.arguments[at - 1] for at in positions)
-                written = any(isinstance(taken, StaticArgument) and taken.written for taken in taken_as)
-                dense.append(Dense(positions, views[index], strides, written))
-                for at in positions:
-                    arguments[at] = None
-        copied = [_copy_in(shadow, views[index]) for shadow, index in template.copies]
-        copies = self._copy_inputs(copied) if copied else None
+            if (strides := rows.other_strides.get(index)) is None:
+                continue
+            positions = tuple(at for at, taken in enumerate(template.views, start=1) if taken == index)
+            taken_as = (step.arguments[at - 1] for at in positions)
+            written = any(isinstance(taken, StaticArgument) and taken.written for taken in taken_as)
+            dense.append(Dense(positions, views[index], strides, written))
+            for at in positions:
+                arguments[at] = None
+        copies = self._copy_inputs(template.copies, rows)
         # Of one row, `contiguous()` or `sum_to_size` return what they were given, where the plan has a copy.
         function = _with_own_memory(step) if num_tokens == 1 and step.owned else step.function
         parts = (function, arguments, template.from_env, step.results, dense, copies)
         return BoundCall(*parts) if step.direct is None or dense else BoundOpCall(*parts, step.direct)
 
-    def _copy_inputs(self, copies: list[CopyIn]) -> CopyInputs:
+    def _copy_inputs(self, inputs: list[tuple[StaticInput, int]], rows: BoundRows) -> CopyInputs | None:
+        copies = [
+            CopyIn(each.slot, each.buffer, real, row_copies(each.buffer, real.shape, units), units)
+            for each, index in inputs
+            for real, units in [(rows.views[index], each.value.units)]
+        ]
+        if not copies:
+            return None
         return CopyInputs(copies, self._copier(copies) if self._copier is not None else None)
 
     def _copy_out(self, group: list[int], num_tokens: int, rows: BoundRows) -> CopyOut:
-        """The results at these positions, laid out as in eager's memory."""
+        """Copies the results at these positions, laid out as in eager's memory."""
         found = []
         for position in group:
             item, index = self._results[position]
             assert item.value is not None
-            target = self._first_copy + position
             place = place_of(item.value, num_tokens)
-            found.append(CopiedResult(target, rows.views[index], item.slot, place))
+            found.append(CopiedResult(self._first_copy + position, rows.views[index], item.slot, place))
         return CopyOut(found)
 
 
-def _copy_in(shadow: StaticInput, rows: torch.Tensor) -> CopyIn:
-    units = shadow.value.units
-    return CopyIn(shadow.slot, shadow.buffer, rows, row_copies(shadow.buffer, rows.shape, units), units)
-
-
 def _with_own_memory(step: CallStep) -> Callable[..., Any]:
-    """The step's function, with results that the plan has in memory of their own copied where they lie in
-    what graphs own: those may reuse it before a later step, or the caller, reads the result."""
-    static = [
-        at for at, argument in enumerate(step.arguments, start=1) if isinstance(argument, StaticArgument)
-    ]
+    """Wraps the step's function: results that the plan has in memory of their own are copied where they lie
+    in what graphs own, which may reuse it before a later step, or the caller, reads the result."""
+    taken = enumerate(step.arguments, start=1)
+    static = [at for at, argument in taken if isinstance(argument, StaticArgument)]
 
     def call(*arguments: Any) -> list[Any]:
         results = list(step.function(*arguments))
@@ -335,14 +326,11 @@ def _with_own_memory(step: CallStep) -> Callable[..., Any]:
 
 def _reader(item: ResultItem, num_tokens: int, rows: torch.Tensor | None) -> Callable[[list[Any]], Any]:
     if rows is not None:
-        strides = item.value.strides if item.value is not None else None
         if not item.clone:
             return lambda env: rows
-        if (
-            strides is None
-            or has_strides(rows, wanted := tuple(strides(num_tokens)))
-            and is_dense(rows.shape, wanted)
-        ):
+        strides = item.value.strides if item.value is not None else None
+        wanted = tuple(strides(num_tokens)) if strides is not None else rows.stride()
+        if strides is None or has_strides(rows, wanted) and is_dense(rows.shape, wanted):
             return lambda env: rows.clone()
         return lambda env: own_copy(rows, wanted)
     if item.kind == "slot":
@@ -362,7 +350,7 @@ def _reader(item: ResultItem, num_tokens: int, rows: torch.Tensor | None) -> Cal
 
 
 def _shared_results(results: tuple[ResultItem, ...]) -> list[list[int]]:
-    """Positions of results to clone that share memory with another one, group by group."""
+    """Groups the positions of results to clone that share memory."""
     found: dict[Any, list[int]] = {}
     for position, item in enumerate(results):
         value = item.value

@@ -164,7 +164,7 @@ def main() -> int:
             result.plot(arguments.out / f"{name}.png")
         except piecewise.ConfigError as error:
             print(error, file=sys.stderr)
-        print(f"## {name}\n\n{result.table()}\n\nmemory: {dict(result.memory)}\n", flush=True)
+        print(f"## {name}\n\n{result}\n\nmemory: {dict(result.memory)}\n", flush=True)
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
     return 0

@@ -9,18 +9,18 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import ClassVar
 
 from piecewise.analysis.same_program import first_difference
 from piecewise.capture.analyse import TracedModel
 from piecewise.capture.captured_call import CapturedSignature, SignatureList
-from piecewise.report.report import Jsonable
+from piecewise.report.record import Record
 from piecewise.trace.trace import ExampleCall
 from runners.errors import PiecewiseError, StateError
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class AddressReport(Jsonable):
+class AddressReport(Record):
     """What differs between a model and the graphs captured of it.
 
     Attributes:
@@ -28,6 +28,8 @@ class AddressReport(Jsonable):
         seen_by_calls: changes that the next call finds: it runs eagerly, with a reason.
         unseen_by_calls: changes that no call finds: graphs replay the model as it was.
     """
+
+    derived: ClassVar[tuple[str, ...]] = ("ok",)
 
     num_places: int
     seen_by_calls: tuple[str, ...]
@@ -56,9 +58,6 @@ class AddressReport(Jsonable):
         lines += [f"  found by calls, which run eagerly: {change}" for change in self.seen_by_calls]
         lines += [f"  found by no call: {change}" for change in self.unseen_by_calls]
         return "\n".join(lines)
-
-    def asdict(self) -> dict[str, Any]:
-        return {**dataclasses.asdict(self), "ok": self.ok}
 
 
 def check_signatures(

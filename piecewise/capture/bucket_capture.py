@@ -84,7 +84,7 @@ def _capture_cut(context: CaptureContext, signature: CapturedSignature, cut: Cut
         signature.refuse(bucket, FallbackReason.DISABLED, detail)
         return
     steps = _step_plan(cut, assembler, bucket)
-    steps.check.settle()
+    steps.check.until_stable()
     signature.served[bucket] = ServedBucket(steps, cut.plan)
     signature.refused.pop(bucket, None)
     graphs = [runner.graph_for(bucket) for runner in assembler.runners.values()]

@@ -194,7 +194,7 @@ class PlanAssembler:
             bucket, self.num_leaves, len(values), copy_ins, tuple(steps),
             tuple(looked_up.items()), tuple((self._slot(v.index), v.leaf, v.dim) for v in symbols),
             tuple(self._result_item(leaf, static) for leaf in self.plan.result_leaves),
-            self.check, self._check_before(taken), self.outputs, self.pool.begin_call,
+            self.check, self._check_before(taken), self.pool.begin_call,
             may_run_ahead=_are_repeatable(taken), step_metadata=self.step_metadata,
             copier=_copier_for(copy_ins[0].buffer.device) if copy_ins else None,
         )  # fmt: skip

@@ -16,7 +16,7 @@ from piecewise.calls.unseen import UnseenCalls
 from piecewise.capture.analyse import TracedModel, example_of_size, one_token_refusal, trace_model
 from piecewise.capture.captured_call import CapturedSignature, Cut, Matched
 from piecewise.capture.store import GraphStore
-from piecewise.report.coverage import CoverageError
+from piecewise.errors.report import CoverageError
 from piecewise.report.progress import steps_bar
 from piecewise.report.report import CaptureReport
 from piecewise.report.startup_times import StartupTimes

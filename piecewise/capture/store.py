@@ -23,8 +23,9 @@ from piecewise.capture.build_plan import CaptureContext
 from piecewise.capture.captured_call import CapturedSignature, SignatureList
 from piecewise.capture.limits import capturable, check_boundary_ops, lack_of_memory
 from piecewise.capture.traffic_recorder import TrafficRecorder
+from piecewise.errors.report import CoverageError
 from piecewise.lowering.lowering import Lowering
-from piecewise.report.coverage import CoverageError, require_buckets, require_plan
+from piecewise.report.coverage import require_buckets, require_plan
 from piecewise.report.progress import progress_bar
 from piecewise.report.report import BucketReport, CaptureReport, PlanReport, Report
 from piecewise.settings.config import PiecewiseConfig

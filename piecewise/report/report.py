@@ -1,30 +1,17 @@
-"""What was planned, captured and served, as text, JSON and Markdown."""
+"""Reports what was planned, captured and served, as text, JSON and Markdown."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 from piecewise.ir.plan import EagerReason, FusionReport, SegmentPlan
+from piecewise.report.record import Record, shown_bytes, table
 from piecewise.report.segments import LoweringReport, StreamReport
 from piecewise.report.startup_times import LayerReuse, StartupTimes
 from runners.stats import CallStats
-
-
-class Jsonable:
-    """A report that is a dataclass of plain values and reports."""
-
-    __slots__ = ()
-
-    def asdict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)  # type: ignore[call-overload]
-
-    def to_json(self) -> str:
-        """`asdict()` as JSON."""
-        return json.dumps(self.asdict(), indent=2)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -66,9 +53,6 @@ class SegmentReport:
     reasons: tuple[EagerReason, ...]
     captured_ops: int = 0
 
-    def cells(self) -> tuple[str, str, str, str]:
-        return str(self.index), self.kind, str(self.num_ops), self.module_path
-
     def notes(self, quote: str = "") -> list[str]:
         """Why each op is not in a graph, or what is special about the graph; ops between `quote` marks."""
         if self.kind == "boundary":
@@ -80,9 +64,11 @@ class SegmentReport:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class PlanReport(Jsonable):
+class PlanReport(Record):
     """A cut plan: its segments, the share of ops in graphs, which empty memory they fill, what was fused in
     them, and how they will be lowered and put on streams, where that was asked for."""
+
+    derived: ClassVar[tuple[str, ...]] = ("eager_shares",)
 
     token_dim: str
     segments: tuple[SegmentReport, ...]
@@ -117,54 +103,64 @@ class PlanReport(Jsonable):
         return Counter(reason.code for segment in self.segments for reason in segment.reasons)
 
     def shares(self) -> dict[str, float]:
-        """Reason code → share of the model's ops that are eager for it; with `coverage` they add up to 1."""
+        """Returns by reason code the share of the model's ops that are eager for it; with `coverage` they add
+        up to 1."""
         total = sum(segment.num_ops for segment in self.segments if segment.kind != "boundary")
-        eager = [segment for segment in self.segments if segment.kind == "eager"]
         found: dict[str, float] = {}
-        for segment in eager:
-            for code, count in Counter(reason.code for reason in segment.reasons).items():
-                part = segment.num_ops * count / len(segment.reasons) / total
-                found[code] = found.get(code, 0.0) + part
+        for segment in self.segments:
+            for reason in segment.reasons if segment.kind == "eager" else ():
+                part = segment.num_ops / len(segment.reasons) / total
+                found[reason.code] = found.get(reason.code, 0.0) + part
         return found
 
+    @property
+    def eager_shares(self) -> dict[str, float]:
+        return self.shares()
+
     def __str__(self) -> str:
-        rows = [("segment", "kind", "ops", "module path", "reason")]
-        for segment in self.segments:
-            notes = segment.notes()
-            more = f" (+{len(notes) - 1})" if len(notes) > 1 else ""
-            source = segment.reasons[0].source if segment.reasons and segment.kind == "eager" else ""
-            where = f" at {source}" if source else ""
-            rows.append((*segment.cells(), (notes[0] if notes else "") + more + where))
         summary = (
             f"{self.count('graph')} graph, {self.count('boundary')} boundary and {self.count('eager')} eager "
             f"segments; {self.coverage:.1%} of ops in graphs; tokens in {self.token_dim}"
         )
         eager = "".join(f"; {share:.1%} eager: {code}" for code, share in sorted(self.shares().items()))
-        return "\n".join([text_table(rows), summary + eager, *self._parts()])
+        return "\n".join([self._table(), summary + eager, *self._parts()])
+
+    def _table(self, *, markdown: bool = False) -> str:
+        rows = [("segment", "kind", "ops", "module path", "reason")]
+        for segment in self.segments:
+            notes = segment.notes("`" if markdown else "")
+            if not markdown and notes:
+                more = f" (+{len(notes) - 1})" if len(notes) > 1 else ""
+                source = segment.reasons[0].source if segment.kind == "eager" and segment.reasons else ""
+                notes = [notes[0] + more + (f" at {source}" if source else "")]
+            rows.append(
+                (
+                    str(segment.index),
+                    segment.kind,
+                    str(segment.num_ops),
+                    segment.module_path,
+                    "; ".join(notes),
+                )
+            )
+        return table(rows, markdown=markdown)
 
     def _parts(self) -> list[str]:
         counts = ", ".join(
             f"{count} {'' if why == 'needless' else 'kept: '}{why}" for why, count in self.fills.items()
         )
         fills = f"zero-fills of empty memory: {counts}" if counts else None
-        parts = fills, self.fusions, self.lowering, self.streams
-        return [str(part) for part in parts if part is not None]
+        return [str(part) for part in (fills, self.fusions, self.lowering, self.streams) if part is not None]
 
     def to_markdown(self) -> str:
-        rows = [("segment", "kind", "ops", "module path", "reason")]
-        for segment in self.segments:
-            rows.append((*segment.cells(), "; ".join(segment.notes("`"))))
         eager = "".join(f" {share:.1%} eager: `{code}`." for code, share in sorted(self.shares().items()))
-        lines = [markdown_table(rows), "", f"{self.coverage:.1%} of ops in graphs.{eager}"]
-        parts = (f"* {line.strip()}" for part in self._parts() for line in part.splitlines())
-        return "\n".join([*lines, *parts])
-
-    def asdict(self) -> dict[str, Any]:
-        return {**dataclasses.asdict(self), "eager_shares": self.shares()}
+        lines = [self._table(markdown=True), "", f"{self.coverage:.1%} of ops in graphs.{eager}"]
+        return "\n".join(
+            [*lines, *(f"* {line.strip()}" for part in self._parts() for line in part.splitlines())]
+        )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class CaptureReport(Jsonable):
+class CaptureReport(Record):
     """How each bucket that the settings list stands for one signature, largest first.
 
     Attributes:
@@ -177,6 +173,8 @@ class CaptureReport(Jsonable):
         other_state: for graphs of another state of the model than that of now, which wait for its return,
             what tells the two apart.
     """
+
+    derived: ClassVar[tuple[str, ...]] = ("captured", "ok")
 
     buckets: tuple[BucketReport, ...]
     serves_one_token: bool
@@ -210,41 +208,31 @@ class CaptureReport(Jsonable):
 
     def __str__(self) -> str:
         rows = [("bucket", "status", "graphs", "ops", "in graphs", "ms", "pool grew", "device", "reason")]
-        for report in self.buckets:
-            rows.append(
-                (
-                    str(report.bucket),
-                    report.status,
-                    str(report.num_graphs),
-                    str(report.num_ops),
-                    f"{report.coverage:.1%}",
-                    f"{report.capture_ms:.0f}",
-                    shown_bytes(report.grown_bytes),
-                    shown_bytes(report.device_bytes),
-                    report.reason.splitlines()[0] if report.reason else "",
-                )  # fmt: skip
-            )
+        for each in self.buckets:
+            sizes = shown_bytes(each.grown_bytes), shown_bytes(each.device_bytes)
+            reason = each.reason.splitlines()[0] if each.reason else ""
+            shares = f"{each.coverage:.1%}", f"{each.capture_ms:.0f}"
+            counts = str(each.num_graphs), str(each.num_ops)
+            rows.append((str(each.bucket), each.status, *counts, *shares, *sizes, reason))
         one = "replay" if self.serves_one_token else f"run eagerly: {self.one_token}"
-        sizes = f"pool {shown_bytes(self.pool_bytes)}, buffers {shown_bytes(self.buffer_bytes)}"
-        sizes += f", {shown_bytes(self.device_bytes)} of the device in all"
-        fused = [str(self.fusions)] if self.fusions is not None else []
-        parts = map(str, (*fused, *self.lowerings, *self.streams))
-        lines = [text_table(rows), f"{sizes}; calls of one token {one}", *parts]
+        memory = f"pool {shown_bytes(self.pool_bytes)}, buffers {shown_bytes(self.buffer_bytes)}"
+        memory += f", {shown_bytes(self.device_bytes)} of the device in all"
         layers = f"; {self.layers}" if self.layers is not None else ""
-        return "\n".join([*lines, f"start-up took {self.times}{layers}"])
-
-    def asdict(self) -> dict[str, Any]:
-        return {**dataclasses.asdict(self), "captured": list(self.captured), "ok": self.ok}
+        parts = (self.fusions, *self.lowerings, *self.streams, f"start-up took {self.times}{layers}")
+        lines = [table(rows), f"{memory}; calls of one token {one}"]
+        return "\n".join([*lines, *(str(part) for part in parts if part is not None)])
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Report(Jsonable):
+class Report(Record):
     """Plans, captures and calls of one graphed model.
 
     Attributes:
         left_out: listed sizes that are not captured for any signature, each with its reason.
         state: "captured", "not captured", "suspended" or "released".
     """
+
+    derived: ClassVar[tuple[str, ...]] = ("coverage",)
 
     plans: tuple[PlanReport, ...]
     captures: tuple[CaptureReport, ...]
@@ -286,17 +274,13 @@ class Report(Jsonable):
             replayed = self.stats.calls_by_bucket.get(bucket, 0)
             reasons = self.stats.eager_by_bucket.get(bucket, Counter())
             eager = sum(reasons.values())
-            found.append(
-                {
-                    "bucket": bucket,
-                    "replayed": replayed,
-                    "eager": eager,
-                    "share_of_calls": (replayed + eager) / total,
-                    "share_replayed": replayed / max(replayed + eager, 1),
-                    "op_coverage": max((r.coverage for r in reports if r.bucket == bucket), default=0.0),
-                    "reasons": {str(code): count for code, count in sorted(reasons.items())},
-                }
-            )
+            found.append({
+                "bucket": bucket, "replayed": replayed, "eager": eager,
+                "share_of_calls": (replayed + eager) / total,
+                "share_replayed": replayed / max(replayed + eager, 1),
+                "op_coverage": max((r.coverage for r in reports if r.bucket == bucket), default=0.0),
+                "reasons": {str(code): count for code, count in sorted(reasons.items())},
+            })  # fmt: skip
         return found
 
     def shares_of_calls(self) -> dict[str, float]:
@@ -330,58 +314,20 @@ class Report(Jsonable):
         return "\n".join(lines)
 
     def asdict(self) -> dict[str, Any]:
-        return {
-            "engine": self.engine,
-            "state": self.state,
-            "left_out": list(self.left_out),
-            "coverage": self.coverage,
-            "plans": [plan.asdict() for plan in self.plans],
-            "captures": [capture.asdict() for capture in self.captures],
-            "calls": {
-                **self.stats.asdict(),
-                "share_replayed": self.replayed,
-                "shares_by_reason": self.shares_of_calls(),
-                "buckets": self.calls_by_bucket(),
-            },
-            "unseen_signatures": dict(self.unseen),
-            "changes": list(self.changes),
+        found = Record.asdict(self)  # super() is not for dataclasses with slots
+        found["unseen_signatures"] = found.pop("unseen")
+        found["calls"] = {
+            **self.stats.asdict(),
+            "share_replayed": self.replayed,
+            "shares_by_reason": self.shares_of_calls(),
+            "buckets": self.calls_by_bucket(),
         }
+        del found["stats"]
+        return found
 
     def to_markdown(self) -> str:
         parts = ["# Graphed prefill report", "", *(f"* {text}" for text in self._state())]
         for index, (plan, capture) in enumerate(zip(self.plans, self.captures, strict=True)):
-            parts += [
-                f"## Signature {index}{capture.state()}",
-                "",
-                plan.to_markdown(),
-                "",
-                "```",
-                str(capture),
-                "```",
-                "",
-            ]
+            parts += [f"## Signature {index}{capture.state()}", "", plan.to_markdown(), ""]
+            parts += ["```", str(capture), "```", ""]
         return "\n".join([*parts, "## Calls", "", "```", self._calls(), "```", ""])
-
-
-def text_table(rows: Sequence[Sequence[str]]) -> str:
-    """Rows in aligned columns; the first row is the heading."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    )
-
-
-def markdown_table(rows: Sequence[Sequence[str]]) -> str:
-    """Rows as a table; the first row is the heading."""
-    lines = [f"| {' | '.join(row)} |" for row in rows]
-    return "\n".join([lines[0], "|" + "---|" * len(rows[0]), *lines[1:]])
-
-
-def shown_bytes(count: int) -> str:
-    """A size for readers, in binary units."""
-    if count < 1024:
-        return f"{count} B"
-    for power, unit in ((1, "KiB"), (2, "MiB")):
-        if count < 1024 ** (power + 1):
-            return f"{count / 1024**power:.1f} {unit}"
-    return f"{count / 1024**3:.2f} GiB"

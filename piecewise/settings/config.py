@@ -1,29 +1,25 @@
 """How a model is to be graphed: one frozen value, checked as a whole, from arguments, environment or TOML.
 
-Every field carries its TOML table and its check in its metadata, so a name, its default, where it is written
-and what it accepts stand in one place. A value that this version cannot honour is refused with what it can do
-instead: nothing here is accepted and then ignored. This module is the only reader of the environment.
+Every field carries its row of the field table: its TOML table and keys, and what it accepts. A value that
+this version cannot honour is refused with what it can do instead: nothing is accepted and then ignored.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from piecewise.settings import checks as checks
-from piecewise.settings import toml_file
-from piecewise.settings.checks import Place, Problem, Refused, raise_problems
+from piecewise.settings import kinds, toml_file
 from piecewise.settings.grids import Grid
-from runners.buckets import MAX_NUM_BUCKETS
-from runners.clipping import Clamped, Clipping, Limit, clip, decode_limit, prefill_limit
+from piecewise.settings.kinds import Check, Kind, Problem, Refused, optional, whole
+from piecewise.settings.limits import Clamped, Clipping, Limit, clip, decode_limit, prefill_limit
+from piecewise.settings.sources import Given, Place, Setting, read_environment, read_file
+from runners.buckets import MAX_BUCKET, MAX_NUM_BUCKETS
 from runners.engines import ENGINE_NAMES
 from runners.errors import shown
-
-ENVIRONMENT_PREFIX = "PIECEWISE_"
 
 # Of one kind of problem in one setting.
 _MAX_LISTED = 16
@@ -32,9 +28,9 @@ _MAX_LISTED = 16
 DEFAULT_BUCKETS = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
 
 
-def _setting(default: Any, table: str, check: Callable[[Any], Any], *keys: str) -> Any:
-    """A field: its default, its TOML table, its check, and its keys there where they are not its name."""
-    return field(default=default, metadata={"table": table, "check": check, "keys": keys})
+def _setting(default: Any, table: str, kind: Kind, **keys: Check | None) -> Any:
+    """Makes a field: its default, its TOML table, its kind, and its keys there where its name is none."""
+    return field(default=default, metadata={"row": (table, kind, keys)})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,36 +79,42 @@ class PiecewiseConfig:
         ConfigError: any setting is wrong; the message lists every problem.
     """
 
-    buckets: tuple[int, ...] = _setting(DEFAULT_BUCKETS, "buckets", checks.buckets, "num_tokens", "grid")
-    max_padding_ratio: float | None = _setting(None, "buckets", checks.optional(checks.at_least(1.0)))
-    max_num_tokens: int | None = _setting(None, "limits", checks.optional(checks.whole(1, 2**31 - 1)))
+    buckets: tuple[int, ...] = _setting(
+        DEFAULT_BUCKETS, "buckets", kinds.buckets, num_tokens=kinds.check_sizes, grid=kinds.check_grid
+    )
+    max_padding_ratio: float | None = _setting(
+        None, "buckets", optional(kinds.number("a finite number of at least 1", lambda value: value >= 1))
+    )
+    max_num_tokens: int | None = _setting(None, "limits", optional(whole(1, MAX_BUCKET)))
     max_num_seqs: int | None = _setting(
-        None, "limits", checks.optional(checks.whole(1, 2**31 - 1)), "max_num_seqs", "max_batch_size"
+        None, "limits", optional(whole(1, MAX_BUCKET)), max_num_seqs=None, max_batch_size=None
     )
-    max_seq_len: int | None = _setting(None, "limits", checks.optional(checks.whole(2, 2**31 - 1)))
+    max_seq_len: int | None = _setting(None, "limits", optional(whole(2, MAX_BUCKET)))
     decode_batch_sizes: tuple[int, ...] | None = _setting(
-        None, "decode", checks.optional(checks.sizes), "batch_sizes"
+        None, "decode", optional(kinds.sizes), batch_sizes=None
     )
-    max_signatures: int = _setting(8, "limits", checks.whole(1, 1024))
-    warmup_steps: int = _setting(3, "capture", checks.whole(1, 100))
-    capture: str = _setting("startup", "capture", checks.choice("startup", "lazy"))
-    engine: str = _setting("auto", "capture", checks.choice(*ENGINE_NAMES))
-    num_streams: int = _setting(1, "capture", checks.whole(1, 8))
-    progress: bool = _setting(True, "capture", checks.flag)
-    frontend: str = _setting("trace", "compile", checks.choice("trace", later=("record",)))
-    lowering: str = _setting("eager", "compile", checks.choice("eager", "inductor"))
-    compile_sizes: tuple[int, ...] = _setting((), "compile", checks.some_sizes)
-    fusions: tuple[str, ...] = _setting((), "compile", checks.fusions)
-    boundary_ops: tuple[str, ...] | None = _setting(None, "compile", checks.optional(checks.op_names))
-    boundary: str = _setting("eager", "compile", checks.choice("eager", "captured"))
-    min_coverage: float | None = _setting(None, "compile", checks.optional(checks.share))
-    outputs: str = _setting("copy", "compile", checks.choice("copy", "view"))
-    strict: bool = _setting(False, "compile", checks.flag)
+    max_signatures: int = _setting(8, "limits", whole(1, 1024))
+    warmup_steps: int = _setting(3, "capture", whole(1, 100))
+    capture: str = _setting("startup", "capture", kinds.choice("startup", "lazy"))
+    engine: str = _setting("auto", "capture", kinds.choice(*ENGINE_NAMES))
+    num_streams: int = _setting(1, "capture", whole(1, 8))
+    progress: bool = _setting(True, "capture", kinds.flag)
+    frontend: str = _setting("trace", "compile", kinds.choice("trace", later=("record",)))
+    lowering: str = _setting("eager", "compile", kinds.choice("eager", "inductor"))
+    compile_sizes: tuple[int, ...] = _setting((), "compile", kinds.some_sizes)
+    fusions: tuple[str, ...] = _setting((), "compile", kinds.fusions)
+    boundary_ops: tuple[str, ...] | None = _setting(None, "compile", optional(kinds.op_names))
+    boundary: str = _setting("eager", "compile", kinds.choice("eager", "captured"))
+    min_coverage: float | None = _setting(
+        None, "compile",
+        optional(kinds.number("a number above 0 and at most 1", lambda value: 0 < value <= 1)),
+    )  # fmt: skip
+    outputs: str = _setting("copy", "compile", kinds.choice("copy", "view"))
+    strict: bool = _setting(False, "compile", kinds.flag)
 
     def __post_init__(self) -> None:
-        values, problems = _checked({item.name: getattr(self, item.name) for item in fields(self)}, {})
-        raise_problems(problems)
-        for name, value in values.items():
+        given = Given({name: getattr(self, name) for name in FIELDS})
+        for name, value in _checked(given).items():
             object.__setattr__(self, name, value)
 
     @classmethod
@@ -123,7 +125,44 @@ class PiecewiseConfig:
             ConfigError: the file cannot be read or parsed, is over 256 KiB, or any table, key or value in it
                 is wrong; the message lists every problem.
         """
-        return _built(*_file_values(Path(path)))
+        return cls(**_checked(read_file(Path(path), FIELDS)))
+
+    @classmethod
+    def from_any(
+        cls, source: PiecewiseConfig | str | os.PathLike[str] | None = None, /, **overrides: Any
+    ) -> PiecewiseConfig:
+        """The settings of a call: an argument wins over the environment, then the file, then the default.
+
+        Args:
+            source: a finished config, whose settings all count as arguments, so the environment is not read;
+                or the path of a TOML file; or None.
+            overrides: fields by name.
+
+        Raises:
+            ConfigError: any name or value is wrong; the message lists every problem of all sources.
+        """
+        given = Given()
+        if isinstance(source, PiecewiseConfig):
+            if not overrides:
+                return source
+            given.values = {name: getattr(source, name) for name in FIELDS}
+        elif source is None or isinstance(source, (str, os.PathLike)):
+            if source is not None:
+                given = read_file(Path(source), FIELDS)
+            found = read_environment(os.environ, FIELDS)
+            given.values |= found.values
+            given.where |= found.where
+            given.problems += found.problems
+        else:
+            fix = "pass settings by name, such as buckets=[64, 128]"
+            expected = "a PiecewiseConfig, the path of a TOML file, or None"
+            given.refuse(Place("config"), Problem(expected, shown(source), fix))
+        for name, value in overrides.items():
+            if name in FIELDS:
+                given.add(name, value, Place(name))
+            else:
+                given.refuse_unknown(Place(f"option {name!r}"), name, dict(zip(FIELDS, FIELDS, strict=True)))
+        return cls(**_checked(given))
 
     def to_toml(self, path: str | os.PathLike[str], *, only: Sequence[str] | None = None) -> None:
         """Write every setting that is not None; comments and order of a file that is there already are kept.
@@ -136,25 +175,21 @@ class PiecewiseConfig:
             ConfigError: the file that is there is not a valid settings file; it is left as it was.
         """
         target = Path(path)
-        there: dict[str, object] = {}
-        spelled: dict[str, Place] = {}
-        if target.exists():
-            # A table or key that is unknown would make the result unreadable.
-            there, spelled, problems = _file_values(target)
-            raise_problems(problems)
+        # A table or key that is unknown would make the result unreadable.
+        there = read_file(target, FIELDS) if target.exists() else Given()
+        there.raise_problems()
         tables: dict[str, dict[str, object]] = {}
-        for item in fields(self):
-            if only is not None and item.name not in only:
+        for name, row in FIELDS.items():
+            if only is not None and name not in only:
                 continue
-            value = getattr(self, item.name)
-            rule = there.get(item.name)
+            value, rule = getattr(self, name), there.values.get(name)
             if isinstance(rule, Grid) and rule.sizes(self.max_num_tokens) == value:
                 continue
-            keys = _keys(item)
-            kept = spelled[item.name].path[-1] if item.name in spelled and item.name != "buckets" else keys[0]
-            for key in keys:
-                tables.setdefault(item.metadata["table"], {})[key] = None
-            tables[item.metadata["table"]][kept] = list(value) if isinstance(value, tuple) else value
+            keys = list(row.keys)
+            kept = there.where[name].path[-1] if name in there.where and name != "buckets" else keys[0]
+            table = tables.setdefault(row.table, {})
+            table.update(dict.fromkeys(keys))
+            table[kept] = list(value) if isinstance(value, tuple) else value
         toml_file.write_tables(target, tables)
 
     def prefill_sizes(self) -> Clipping:
@@ -193,88 +228,43 @@ class PiecewiseConfig:
         left = replace(self, buckets=prefill.sizes, decode_batch_sizes=sizes, compile_sizes=compiled)
         return left, clamped
 
-    @classmethod
-    def from_any(
-        cls, source: PiecewiseConfig | str | os.PathLike[str] | None = None, /, **overrides: Any
-    ) -> PiecewiseConfig:
-        """The settings of a call: an argument wins over the environment, then the file, then the default.
 
-        Args:
-            source: a finished config, whose settings all count as arguments, so the environment is not read;
-                or the path of a TOML file; or None.
-            overrides: fields by name.
-
-        Raises:
-            ConfigError: any name or value is wrong; the message lists every problem of all sources.
-        """
-        values: dict[str, object] = {}
-        where: dict[str, Place] = {}
-        problems: list[Problem] = []
-        if isinstance(source, PiecewiseConfig):
-            if not overrides:
-                return source
-            values = {item.name: getattr(source, item.name) for item in fields(source)}
-        elif source is None or isinstance(source, (str, os.PathLike)):
-            if source is not None:
-                values, where, problems = _file_values(Path(source))
-            found, variables, unknown = _environment_values(os.environ)
-            values, where, problems = {**values, **found}, {**where, **variables}, [*problems, *unknown]
-        else:
-            problems.append(
-                Problem(
-                    "config",
-                    expected="a PiecewiseConfig, the path of a TOML file, or None",
-                    got=shown(source),
-                    fix="pass settings by name, such as buckets=[64, 128]",
-                )
-            )
-        names = [item.name for item in fields(cls)]
-        for name, value in overrides.items():
-            where.pop(name, None)
-            if name in names:
-                values[name] = value
-            else:
-                problems.append(_unknown(f"option {name!r}", name, names))
-        return _built(values, where, problems)
-
-
-def environment() -> dict[str, str]:
-    """The process's environment as it is now; for a model whose forward reads it."""
-    return dict(os.environ)
-
-
-def _built(
-    values: Mapping[str, object], where: Mapping[str, Place], problems: list[Problem]
-) -> PiecewiseConfig:
-    checked, more = _checked(values, where)
-    raise_problems([*problems, *more])
-    return PiecewiseConfig(**checked)
-
-
-def _checked(
-    values: Mapping[str, object], where: Mapping[str, Place]
-) -> tuple[dict[str, Any], list[Problem]]:
-    """The normalised values and every problem; `where` says how the user spelled a field."""
-    checked: dict[str, Any] = {}
-    problems: list[Problem] = []
+def _rows() -> dict[str, Setting]:
+    found = {}
     for item in fields(PiecewiseConfig):
-        if item.name not in values:
-            continue
-        try:
-            checked[item.name] = item.metadata["check"](values[item.name])
-        except Refused as refused:
-            problems += refused.problems_at(where.get(item.name, Place(item.name)))
-    place = where.get("buckets", Place("buckets"))
-    if "buckets" in checked or "buckets" not in values:
-        problems += _settle_buckets(checked, place)
-    if not problems:
-        problems += _out_of_reach(checked, where)
-        place = where.get("compile_sizes", Place("compile_sizes"))
-        problems += checks.compiled_in_vain(checked, checked.get("buckets", DEFAULT_BUCKETS), place)
-    return checked, problems
+        table, kind, keys = item.metadata["row"]
+        found[item.name] = Setting(table, kind, keys or {item.name: None})
+    return found
 
 
-def _settle_buckets(checked: dict[str, Any], place: Place) -> list[Problem]:
+# Field → its row of the table.
+FIELDS: Mapping[str, Setting] = _rows()
+
+
+def _checked(given: Given) -> dict[str, Any]:
+    """Returns the normalised values.
+
+    Raises:
+        WrongSettings: any is wrong; the message lists every problem, also those that `given` has already.
+    """
+    checked: dict[str, Any] = {}
+    num_problems = len(given.problems)
+    for name, row in FIELDS.items():
+        if name in given.values:
+            try:
+                checked[name] = row.kind.check(given.values[name])
+            except Refused as refused:
+                given.refuse(given.place(name), *refused.problems)
+    if "buckets" in checked or "buckets" not in given.values:
+        given.refuse(given.place("buckets"), *_settle_buckets(checked))
+    if len(given.problems) == num_problems:
+        for name, problems in (*_out_of_reach(checked), ("compile_sizes", _compiled_in_vain(checked))):
+            given.refuse(given.place(name), *problems)
+    given.raise_problems()
+    return checked
+
+
+def _settle_buckets(checked: dict[str, Any]) -> list[Problem]:
     """Puts the list in place of a rule or of the default, and compares it with `max_num_tokens`."""
     sizes, limit = checked.get("buckets", DEFAULT_BUCKETS), checked.get("max_num_tokens")
     if sizes is DEFAULT_BUCKETS:
@@ -283,26 +273,23 @@ def _settle_buckets(checked: dict[str, Any], place: Place) -> list[Problem]:
             checked["buckets"] = tuple(size for size in sizes if size <= limit) or (limit,)
         return []
     if isinstance(sizes, Grid):
-        checked["buckets"] = listed = sizes.sizes(limit)
-        if not 0 < len(listed) <= MAX_NUM_BUCKETS:
-            got = "none: max_num_tokens is below its smallest size" if not listed else "more"
-            expected = f"a grid of 1 to {MAX_NUM_BUCKETS} sizes"
-            return [Problem(place.shown(), expected, got, "change max_num_tokens or the grid")]
-        sizes = listed
+        checked["buckets"] = sizes = sizes.sizes(limit)
+        if not 0 < len(sizes) <= MAX_NUM_BUCKETS:
+            got = "none: max_num_tokens is below its smallest size" if not sizes else "more"
+            fix = "change max_num_tokens or the grid"
+            return [Problem(f"a grid of 1 to {MAX_NUM_BUCKETS} sizes", got, fix)]
     above = [index for index, size in enumerate(sizes) if limit is not None and size > limit]
+    fix = "remove the bucket or raise max_num_tokens"
     return [
         Problem(
-            place.shown(f"[{index}]"),
-            expected=f"at most max_num_tokens = {limit}",
-            got=f"{sizes[index]} (no call could reach it)",
-            fix="remove the bucket or raise max_num_tokens",
+            f"at most max_num_tokens = {limit}", f"{sizes[index]} (no call could reach it)", fix, f"[{index}]"
         )
         for index in above[:_MAX_LISTED]
     ]
 
 
-def _out_of_reach(checked: Mapping[str, Any], where: Mapping[str, Place]) -> list[Problem]:
-    """Size lists of which the limits leave nothing."""
+def _out_of_reach(checked: Mapping[str, Any]) -> list[tuple[str, list[Problem]]]:
+    """Finds size lists of which the limits leave nothing."""
     limits: dict[str, Any] = {name: checked.get(name) for name in ("max_num_tokens", "max_num_seqs")}
     found = []
     for name, limit in (
@@ -311,92 +298,20 @@ def _out_of_reach(checked: Mapping[str, Any], where: Mapping[str, Place]) -> lis
     ):
         sizes = checked.get(name)
         if sizes and limit.size is not None and sizes[0] > limit.size:
-            place = where.get(name, Place(name))
             expected = f"a size of at most {limit.size} = {limit.reason}"
             got = f"{sizes[0]} as the smallest, so no call could reach any"
-            found.append(Problem(place.shown(), expected, got, "add a smaller size or raise the limit"))
+            found.append((name, [Problem(expected, got, "add a smaller size or raise the limit")]))
     return found
 
 
-def _keys(item: Any) -> tuple[str, ...]:
-    """The TOML keys of a field; the first is the one that is written."""
-    return item.metadata["keys"] or (item.name,)
-
-
-def _file_values(path: Path) -> tuple[dict[str, object], dict[str, Place], list[Problem]]:
-    """Field values of a TOML file, where it has each, and what it says that no field knows."""
-    tables: dict[str, dict[str, str]] = {}
-    for item in fields(PiecewiseConfig):
-        for key in _keys(item):
-            tables.setdefault(item.metadata["table"], {})[key] = item.name
-    values: dict[str, object] = {}
-    where: dict[str, Place] = {}
-    problems: list[Problem] = []
-    content, lines = toml_file.read_tables(path)
-    for table, keys in content.items():
-        place = Place(f"[{table}]", file=str(path), path=(table,), lines=lines)
-        if table not in tables:
-            problems.append(_unknown(place.shown(), table, _places(tables), count=len(problems)))
-            continue
-        if not isinstance(keys, dict):
-            label = Place(table, file=str(path), path=(table,), lines=lines).shown()
-            problems.append(Problem(label, f"a table, [{table}]", shown(keys)))
-            continue
-        for key, value in keys.items():
-            place = Place(f"[{table}] {key}", file=str(path), path=(table, key), lines=lines)
-            name = tables[table].get(key)
-            if name is None:
-                problems.append(_unknown(place.shown(), key, _places(tables), count=len(problems)))
-            elif name in values:
-                problems.append(
-                    Problem(place.shown(), f"one setting of {name}", "a second one under another key")
-                )
-            else:
-                try:
-                    values[name] = _KEY_CHECKS[key](value) if key in _KEY_CHECKS else value
-                    where[name] = place
-                except Refused as refused:
-                    problems += refused.problems_at(place)
-    return values, where, problems
-
-
-# Two keys of one field, each with its own form.
-_KEY_CHECKS: dict[str, Callable[[Any], Any]] = {"num_tokens": checks.sizes, "grid": checks.grid}
-
-
-def _places(tables: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
-    """Each valid key or table, and how to write it."""
-    keys = {key: f"{key} in [{table}]" for table, known in tables.items() for key in known}
-    return {**keys, **{table: f"[{table}]" for table in tables}}
-
-
-def _environment_values(
-    environ: Mapping[str, str],
-) -> tuple[dict[str, object], dict[str, Place], list[Problem]]:
-    """Field values of the `PIECEWISE_*` variables, their names, and those that no field knows."""
-    by_variable = {ENVIRONMENT_PREFIX + item.name.upper(): item for item in fields(PiecewiseConfig)}
-    values: dict[str, object] = {}
-    where: dict[str, Place] = {}
-    problems: list[Problem] = []
-    for variable in sorted(name for name in environ if name.startswith(ENVIRONMENT_PREFIX)):
-        item = by_variable.get(variable)
-        if item is None:
-            problems.append(_unknown(f"environment variable {variable}", variable, list(by_variable)))
-            continue
-        values[item.name] = checks.from_text(environ[variable], like=str(item.type))
-        where[item.name] = Place(variable)
-    return values, where, problems
-
-
-def _unknown(where: str, name: str, valid: list[str] | dict[str, str], *, count: int = 0) -> Problem:
-    """A name that no field has, with the nearest one that exists; `count` problems were found before it."""
-    places = valid if isinstance(valid, dict) else {each: each for each in valid}
-    # The search is slow, and a hostile file may have thousands of names, of which most are not listed.
-    nearest = get_close_matches(name[:100], places, n=1, cutoff=0.5) if count < checks.MAX_LISTED else []
-    listed = ", ".join(dict.fromkeys(places.values()))
-    return Problem(
-        where if len(where) < 200 else where[:200] + "...",
-        expected="a known name",
-        got="an unknown one" + (f"; the nearest is {places[nearest[0]]}" if nearest else ""),
-        fix=f"the names are {listed}",
-    )
+def _compiled_in_vain(checked: Mapping[str, Any]) -> list[Problem]:
+    """Finds sizes to compile for that are no buckets, or that nothing compiles."""
+    sizes, buckets = checked.get("compile_sizes", ()), checked.get("buckets", DEFAULT_BUCKETS)
+    if sizes and checked.get("lowering", "eager") == "eager":
+        fix = "set lowering to 'inductor', or leave compile_sizes out"
+        return [Problem("() where lowering is 'eager'", str(list(sizes)), fix)]
+    return [
+        Problem("one of the buckets", str(size), "add the bucket, or leave it out", f"[{index}]")
+        for index, size in enumerate(sizes)
+        if size not in buckets
+    ]

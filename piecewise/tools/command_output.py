@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout, suppress
 from typing import Any, TextIO
 
-from runners.errors import ConfigError
+from piecewise.errors.tools import UnwritableOutput
 
 
 @contextmanager
@@ -17,7 +17,7 @@ def lasting_streams() -> Iterator[None]:
     """A block in which the standard streams outlive their readers; what their encoding lacks is written "?".
 
     `piecewise verify SPEC | head` ends with the code of the comparison, so what is written after the reader
-    has gone is dropped. Output that cannot be written otherwise (a full disk) is a ConfigError.
+    has gone is dropped. Output that cannot be written otherwise (a full disk) is an UnwritableOutput.
     """
     with ExitStack() as stack:
         if sys.stdout is not None:
@@ -29,7 +29,7 @@ def lasting_streams() -> Iterator[None]:
 
 
 def _finish(stream: TextIO) -> None:
-    with suppress(ConfigError):  # it was told where a command wrote
+    with suppress(UnwritableOutput):  # it was told where a command wrote
         stream.flush()
 
 
@@ -45,10 +45,7 @@ class _Stream:
 
     def write(self, text: str) -> int:
         encoding = getattr(self._stream, "encoding", None) or "utf-8"
-        try:
-            text.encode(encoding)
-        except UnicodeEncodeError:
-            text = text.encode(encoding, errors="replace").decode(encoding)
+        text = text.encode(encoding, errors="replace").decode(encoding)
         self._try(self._stream.write, text)
         return len(text)
 
@@ -73,7 +70,7 @@ def check_writable(option: str, path: str | os.PathLike[str] | None) -> None:
     """Refuses a path that no file can be written to, before the work whose result it is to hold.
 
     Raises:
-        ConfigError: it names a folder, or lies where nothing can be made.
+        UnwritableOutput: it names a folder, or lies where nothing can be made.
     """
     if path is None:
         return
@@ -96,7 +93,7 @@ def writing(option: str, path: str | os.PathLike[str]) -> Iterator[None]:
     """A block that writes the file which an option names.
 
     Raises:
-        ConfigError: it cannot be written.
+        UnwritableOutput: it cannot be written.
     """
     try:
         yield
@@ -104,11 +101,5 @@ def writing(option: str, path: str | os.PathLike[str]) -> Iterator[None]:
         raise _unwritable(f"{option} {os.fspath(path)}", error) from error
 
 
-def _unwritable(what: str, error: Exception) -> ConfigError:
-    return ConfigError(
-        what,
-        expected="a file that can be written",
-        got=getattr(error, "strerror", None) or str(error),
-        rule="a result that was asked for is written whole, or the command says so",
-        fix="name a file in a folder that exists and may be written to",
-    )
+def _unwritable(what: str, error: Exception) -> UnwritableOutput:
+    return UnwritableOutput(what, got=getattr(error, "strerror", None) or str(error))

@@ -1,4 +1,4 @@
-"""What the exit code of the `piecewise` command says, and the one place that decides it.
+"""Says what the exit code of the `piecewise` command means, and decides it in one place.
 
 A command returns a code, or raises. An error of this project is its message, for its rule and its fix are
 what helps; whatever else is raised comes from the code that the command was pointed at, or from what lies
@@ -12,9 +12,7 @@ import sys
 import traceback
 from collections.abc import Callable
 
-from boundary_ops.errors import BoundaryOpError
-from piecewise.prefill_case import comes_from_user_code
-from runners.errors import PiecewiseError
+from piecewise.errors.tools import comes_from_user_code
 
 
 class ExitCode(enum.IntEnum):
@@ -56,7 +54,8 @@ def exit_code_of(find_command: Callable[[], Callable[[], int]]) -> ExitCode:
     except BaseException as error:  # user code may end in SystemExit, or in a class of its own
         if command is None and isinstance(error, SystemExit):
             raise
-        if isinstance(error, (PiecewiseError, BoundaryOpError)) and not comes_from_user_code(error):
+        # Errors of this project, of each package, have a rule and a fix; to import their roots takes torch.
+        if hasattr(error, "rule") and hasattr(error, "fix") and not comes_from_user_code(error):
             print(f"piecewise: {error}", file=sys.stderr)
             return ExitCode.UNUSABLE
         traceback.print_exception(error, file=sys.stderr)

@@ -6,7 +6,7 @@ import dataclasses
 import math
 from typing import Any
 
-from piecewise.report.report import Jsonable, text_table
+from piecewise.report.record import Record, plain, table
 from piecewise.verify.differences import TensorDifference
 
 
@@ -97,7 +97,7 @@ class SizeCheck:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class VerifyReport(Jsonable):
+class VerifyReport(Record):
     """Every size that was looked at."""
 
     checks: tuple[SizeCheck, ...]
@@ -128,8 +128,8 @@ class VerifyReport(Jsonable):
             "version": 1,
             "ok": self.ok,
             "num_compared": self.num_compared,
-            "first_difference": None if first is None else _plain(dataclasses.asdict(first)),
-            "checks": _plain(checks),
+            "first_difference": None if first is None else plain(first),
+            "checks": plain(checks),
         }
 
     def __str__(self) -> str:
@@ -151,12 +151,4 @@ class VerifyReport(Jsonable):
             verdict = "NOTHING COMPARED: no call was replayed; the path names the reason"
         else:
             verdict = f"Graphed equals eager at {self.num_compared} sizes."
-        return f"{text_table(rows)}\n\n{verdict}"
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value
+        return f"{table(rows)}\n\n{verdict}"

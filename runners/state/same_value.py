@@ -1,5 +1,8 @@
-"""Whether a value of now may stand for the one that was seen. No comparison here raises, and none asks an
-object of the user's: a tuple of tensors has no truth, and an `__eq__` may do anything."""
+"""Compares a value of now with the one that was seen.
+
+No comparison here raises, and none asks an object of the user's: a tuple of tensors has no truth, and an
+`__eq__` may do anything.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +43,7 @@ def _is_equal(now: Any, seen: Any) -> bool:
 
 
 def _told_apart(item: Any) -> Any:
-    """A hashable stand-in for an item of a set."""
+    """Makes a hashable key that tells items of a set apart."""
     is_plain = isinstance(item, (*_BY_REPR, *_BY_EQUALITY)) and getattr(item, "__dict__", None) is None
     return (type(item), repr(item)) if is_plain else id(item)
 
@@ -51,14 +54,14 @@ def _is_numpy_scalar(value: Any) -> bool:
 
 
 def table_content(table: Any) -> Any:
-    """What is compared of a container: a set's items, a mapping's keys in order, a sequence's length."""
+    """Takes what is compared of a container: a set's items, a mapping's keys in order, a sequence's length."""
     if isinstance(table, Set):
         return frozenset(table)
     return tuple(table) if isinstance(table, Mapping) else len(table)
 
 
 def content_like(content: Any, table: Any) -> Any:
-    """What is compared of a table of which `content` was recorded, its length or more."""
+    """Takes the same of a table as was recorded in `content`, its length or more."""
     return len(table) if isinstance(content, int) else table_content(table)
 
 

@@ -1,12 +1,11 @@
-"""Has anything moved or changed that the recorded graphs were made with? One pass of C-speed comparisons
-[I4, I10].
+"""Compares the model with what its graphs were recorded with, in one pass of C-speed comparisons [I4, I10].
 
 A graph reads fixed addresses and holds values that Python read while tracing. Both can change behind its
 back: `module.weight = other`, `.data =`, `.to()`, `swap_tensors`, a flag flipped, a submodule replaced, a
-hook added. What lies in plain dicts, nearly all of it, is compared by the dicts' version numbers
+hook added. What lies in plain dicts, nearly all of it, is compared by the dicts' versions
 (`watched_dicts.py`). The rest is kept in flat lists, so that checking it is a handful of `map` calls with no
 Python frame per entry; what cannot change, such as an item of a tuple, is not compared. Each tensor is asked
-for its address and its geometry: no number tells of `.data =`.
+for its address and its geometry: no version tells of `.data =`.
 """
 
 from __future__ import annotations
@@ -28,7 +27,8 @@ from runners.state.watched_dicts import NOTHING, DictVersions, WatchedDicts
 _IMMUTABLE = (tuple, str, bytes, frozenset, range)
 # Their truth is that they hold anything.
 _CONTAINERS = (dict, OrderedDict, list, set, deque)
-_Columns: TypeAlias = dict[Callable[[Any, Any], Any], tuple[list[Any], list[Any], list[Any]]]
+# How to look → columns: its arguments, and the very object expected.
+_Columns: TypeAlias = dict[Callable[..., Any], tuple[list[Any], ...]]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -44,12 +44,12 @@ class StateRef:
     is_attribute: bool = False
 
     def get(self) -> Any:
-        """The value there now, or None where it is gone."""
+        """Reads the value there now; None where it is gone."""
         value = self.look()
         return None if value is NOTHING else value
 
     def look(self) -> Any:
-        """The value there now, or `NOTHING`, which is not even None; properties of the user's may raise."""
+        """Reads the value there now; `NOTHING`, which is not even None, where a look-up raises."""
         try:
             return getattr(self.owner, self.key) if self.is_attribute else self.owner[self.key]
         except Exception:
@@ -58,8 +58,7 @@ class StateRef:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class InnerRef(StateRef):
-    """An attribute of a tensor subclass that is found at the place `owner`, which may be another one at each
-    look."""
+    """An attribute of the tensor subclass that is found at the place `owner` at each look."""
 
     def look(self) -> Any:
         try:
@@ -80,14 +79,14 @@ class _TensorOf:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StateFacts:
-    """What a trace saw of the model's Python state, beside tensors.
+    """What a trace saw of the model's Python state.
 
     Attributes:
         values: places of plain values, functions and containers, each with what was there; of tensors its
             kind, and a `StateCheck` takes the tensor that it finds.
-        tensors: places of tensors of which forward read no element, each with what `kind_of` gave for it.
+        tensors: places of tensors of which forward read no element, each with its `kind_of`.
         tables: containers whose keys (a mapping or a set) or length (a sequence) decided something, each
-            with that content, as `table_content` reads it, or just its length, and its path.
+            with its `table_content`, or just its length, and its path.
         types: objects whose class decides what they do, each with its class and path.
         answers: (question, object, argument, answer, path), such as `(hasattr, module, "bias", False, ...)`.
     """
@@ -119,7 +118,7 @@ class StateCheck:
         looked_up: places whose tensor is read anew on each call; only its kind must stay: dtype, device and
             shape, as the trace may hold them as constants.
         facts: what the trace saw.
-        dict_versions: how to compare dicts by number, where that is to be had.
+        dict_versions: how to compare dicts by version, where that is to be had.
     """
 
     def __init__(
@@ -146,7 +145,6 @@ class StateCheck:
         self._facts = facts
         self._values = [_recorded(ref, value) for ref, value in facts.values]
         self._dicts = WatchedDicts(dict_versions)
-        # How to look → columns of where, at what, and the very object expected there.
         self._columns: _Columns = {}
         self._answers: _Columns = {}  # of answers, which may be compared by value: that is quicker
         self._holders: dict[int, Any] = {}
@@ -155,29 +153,28 @@ class StateCheck:
         places = [ref for ref, _ in facts.values]
         self._value_columns = list(map(self._add_value, places, self._values))
         self._attributes = [getattr(item, "__dict__", None) for item, _, _ in facts.types]
-        self._classes: tuple[list[Any], list[type]] = [], []  # of objects without attributes
         for (item, cls, _), attributes in zip(facts.types, self._attributes, strict=True):
             if type(attributes) is dict:
                 self._dicts.add_object(item, cls)
             else:
-                self._classes[0].append(item)
-                self._classes[1].append(cls)
+                _add(self._columns, type, item, cls)
         self._empty: list[Any] = []
         self._tables: list[tuple[Any, Any]] = []
         for table, content, _ in facts.tables:
             self._add_table(table, content)
         for ask, item, what, answer, _ in facts.answers:
             self._add_answer(ask, item, what, answer)
+        self._looks = [(look, columns[:-1], columns[-1]) for look, columns in self._columns.items()]
+        self._questions = [(ask, columns[:-1], columns[-1]) for ask, columns in self._answers.items()]
 
     @property
     def num_entries(self) -> int:
         """How many places are compared."""
         facts = self._facts
-        lists: tuple[Sequence[Any], ...] = (facts.values, facts.tables, facts.types, facts.answers)
-        return len(self._kinds) + sum(map(len, lists))
+        return len([*self._kinds, *facts.values, *facts.tables, *facts.types, *facts.answers])
 
     def is_unchanged(self) -> bool:
-        """True where every entry is as recorded; values are compared by identity, so a miss calls for
+        """Whether every entry is as recorded; values are compared by identity, so a miss calls for
         `find_change`."""
         try:
             return (
@@ -186,23 +183,16 @@ class StateCheck:
                 and self._recorded_fit()
                 and self.looked_up_fit()
                 and not any(self._empty)
-                and all(map(operator.is_, map(type, self._classes[0]), self._classes[1]))
-                and all(
-                    all(map(operator.is_, map(look, owners, keys), values))
-                    for look, (owners, keys, values) in self._columns.items()
-                )
-                and all(
-                    list(map(ask, items, whats)) == answers
-                    for ask, (items, whats, answers) in self._answers.items()
-                )
+                and all(all(map(operator.is_, map(look, *where), seen)) for look, where, seen in self._looks)
+                and all(list(map(ask, *what)) == answers for ask, what, answers in self._questions)
                 and all(has_content(table, content) for table, content in self._tables)
             )
         except Exception:  # a look-up of something that is gone, or of the user's
             return False
 
     def looked_up_fit(self) -> bool:
-        """True where each tensor that is read anew on each call is there and of its kind: all that a call
-        relies on whose results are thrown away if `is_unchanged` turns out false."""
+        """Whether each tensor that is read anew on each call is there and of its kind: all that a call relies
+        on whose results are thrown away if `is_unchanged` turns out false."""
         if not self._looked_up_refs:
             return True
         guards = self._guards.get(torch.is_inference_mode_enabled())
@@ -211,13 +201,13 @@ class StateCheck:
         except Exception:
             return False
 
-    def settle(self) -> None:
-        """Does what the first comparison would do once for all that follow, in the mode of now."""
+    def until_stable(self) -> None:
+        """Compares until comparisons take their quick way, in the mode of now."""
         if not self.is_unchanged() and self.find_change() is None:
             self.is_unchanged()
 
     def find_change(self) -> StateChange | None:
-        """The first entry that differs, or None.
+        """Finds the first entry that differs, or None.
 
         An equal plain value under another identity is not a difference; it is recorded anew, so that the next
         `is_unchanged` is fast again.
@@ -225,7 +215,7 @@ class StateCheck:
         return self.find_moved() or self._find_changed_value() or self._find_changed_structure()
 
     def _add_value(self, ref: StateRef, value: Any) -> tuple[list[Any], int]:
-        """Where the expected object is kept: a list and an index into it."""
+        """Adds a place; returns where the expected object is kept: a list and an index into it."""
         if isinstance(ref, InnerRef):
             return self._add_inner(ref, value)
         if not ref.is_attribute and type(ref.owner) is dict:
@@ -238,7 +228,7 @@ class StateCheck:
         return _add(self._columns, look, ref.owner, ref.key, value)
 
     def _add_inner(self, ref: InnerRef, value: Any) -> tuple[list[Any], int]:
-        """Likewise; that the subclass stays the one that it is now, and of its class, is compared, too."""
+        """Adds an attribute of a subclass, which must stay the one that it is now, and of its class."""
         holder = ref.owner.get()
         attributes: Any = getattr(holder, "__dict__", None)
         is_plain = type(attributes) is dict
@@ -280,7 +270,7 @@ class StateCheck:
         return all(id(each) in owned for each in (*self._tensors, *modules))
 
     def find_moved(self) -> StateChange | None:
-        """The first recorded tensor that is another one, or elsewhere, or of another kind."""
+        """Finds the first recorded tensor that is another one, or elsewhere, or of another kind."""
         for ref, tensor, address in zip(self._tensor_refs, self._tensors, self._addresses, strict=True):
             if ref.get() is not tensor:
                 return StateChange("moved_address", f"{ref.path} was bound to another tensor")
@@ -291,9 +281,8 @@ class StateCheck:
         for position, (ref, tensor, kind) in enumerate(zip(refs, now, self._kinds, strict=True)):
             if not isinstance(tensor, torch.Tensor) or kind_of(tensor) != kind:
                 code = "moved_address" if position < len(self._tensors) else "module_state_changed"
-                return StateChange(
-                    code, f"{ref.path} was {_described(kind)}, is {_described(kind_of(tensor))}"
-                )
+                found = f"{ref.path} was {_described(kind)}, is {_described(kind_of(tensor))}"
+                return StateChange(code, found)
         count = len(self._tensors)
         if len(set(map(id, now[count:]))) < self._num_looked_up:
             return StateChange("module_state_changed", _first_met_twice(refs[count:], now[count:]))
@@ -335,16 +324,16 @@ class StateCheck:
         return None
 
 
-def _add(columns: _Columns, look: Callable[[Any, Any], Any], *entry: Any) -> tuple[list[Any], int]:
-    """Where the last of the entry is kept: a list and an index into it."""
-    found = columns.setdefault(look, ([], [], []))
+def _add(columns: _Columns, look: Callable[..., Any], *entry: Any) -> tuple[list[Any], int]:
+    """Adds an entry; returns where its last item is kept: a list and an index into it."""
+    found = columns.setdefault(look, tuple([] for _ in entry))
     for column, item in zip(found, entry, strict=True):
         column.append(item)
     return found[-1], len(found[-1]) - 1
 
 
 def _recorded(ref: StateRef, value: Any) -> Any:
-    """What is to be at a place from now on."""
+    """Finds what is to be at a place from now on."""
     if isinstance(value, _TensorOf):
         now = ref.look()
         return now if isinstance(now, torch.Tensor) and kind_of(now) == value.kind else value
@@ -357,7 +346,7 @@ def _look(ref: StateRef, _: None) -> Any:
 
 
 def _answer(ask: Callable[[Any, Any], Any], item: Any, what: Any) -> Any:
-    """What is answered, or `NOTHING` where a property or container of the user's raises."""
+    """Asks; `NOTHING` where a property or container of the user's raises."""
     try:
         return ask(item, what)
     except Exception:
@@ -365,14 +354,14 @@ def _answer(ask: Callable[[Any, Any], Any], item: Any, what: Any) -> Any:
 
 
 def _look_up(refs: Sequence[StateRef]) -> Callable[[], Iterable[Any]]:
-    """Gives what is in some places now, without a Python frame for those in dicts."""
+    """Makes a reader of some places, without a Python frame for those in dicts."""
     if all(not ref.is_attribute and type(ref.owner) is dict for ref in refs):
         return functools.partial(map, dict.get, [ref.owner for ref in refs], [ref.key for ref in refs])
     return functools.partial(map, StateRef.get, refs)
 
 
 def _first_met_twice(refs: Sequence[StateRef], tensors: Sequence[Any]) -> str:
-    """What is told where tensors that were several are one now."""
+    """Says which tensors were several and are one now."""
     met: dict[int, str] = {}
     for ref, tensor in zip(refs, tensors, strict=True):
         if met.setdefault(id(tensor), ref.path) != ref.path:
@@ -381,7 +370,7 @@ def _first_met_twice(refs: Sequence[StateRef], tensors: Sequence[Any]) -> str:
 
 
 def kind_of(tensor: Any) -> Any:
-    """What is compared of a tensor that is read anew on each call; None for what is no tensor."""
+    """Describes a tensor by what must stay where it is read anew on each call; None for what is no tensor."""
     if not isinstance(tensor, torch.Tensor):
         return None
     try:
@@ -399,16 +388,17 @@ def _described(kind: Any) -> str:
 
 
 def _brief(value: Any) -> str:
+    """Shows a value in 60 characters."""
     if isinstance(value, (torch.nn.Module, torch.Tensor)):  # whose repr takes long, or waits for a device
-        return f"a {type(value).__name__}"
-    if isinstance(value, tuple):
+        text = f"a {type(value).__name__}"
+    elif isinstance(value, tuple):
         text = f"({', '.join(map(_brief, value[:4]))}{', ...' if value[4:] else ''})"
-        return text if len(text) <= 60 else f"{text[:57]}..."
-    if isinstance(value, (list, dict, set, frozenset)) and not _is_plain_inside(value):
-        return f"a {type(value).__name__} of {len(value)}"
-    text = _answer(lambda each, _: repr(each), value, None)
-    if text is NOTHING or " at 0x" in text:  # an address tells nobody anything
-        text = f"a {type(value).__name__} {getattr(value, '__qualname__', '')}".rstrip()
+    elif isinstance(value, (list, dict, set, frozenset)) and not _is_plain_inside(value):
+        text = f"a {type(value).__name__} of {len(value)}"
+    else:
+        text = _answer(lambda each, _: repr(each), value, None)
+        if text is NOTHING or " at 0x" in text:  # an address tells nobody anything
+            text = f"a {type(value).__name__} {getattr(value, '__qualname__', '')}".rstrip()
     return text if len(text) <= 60 else text[:57] + "..."
 
 

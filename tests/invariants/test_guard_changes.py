@@ -116,7 +116,7 @@ def test_I10_each_kind_is_compared_by_its_rule(kind):
         return
     value, other, arguments, change = ASKED[rule]()
     model, check = of_kind(kind, value, **arguments)
-    check.settle()
+    check.until_stable()
     assert check.is_unchanged()
     model.held = other
     assert not check.is_unchanged() and "model.held" in check.find_change().detail
@@ -137,7 +137,7 @@ def test_I10_what_each_look_up_makes_anew_is_asked_anew():
     finder, scope = FactFinder(model, skip_root=False), Scope({"model": model}, {})
     finder.add_guard(internals.SeenGuard("L['model'].held.made.amount", "CONSTANT_MATCH", {}), scope)
     check = StateCheck(facts=finder.facts())
-    check.settle()
+    check.until_stable()
     assert check.is_unchanged()
     model.held.amount = 3.0
     assert not check.is_unchanged() and "model.held.made.amount" in check.find_change().detail

@@ -302,7 +302,7 @@ def test_the_codes_of_the_bucket_commands(capsys, monkeypatch, tmp_path):
     def broken(*args, **options):
         raise MemoryError
 
-    monkeypatch.setattr(piecewise.tools.buckets.plan, "read_traffic", broken)
+    monkeypatch.setattr(piecewise.tools.buckets.plan, "read_requests", broken)
     assert run("buckets", "plan", "--traffic", traffic) == 3
     assert "MemoryError" in capsys.readouterr().err
 

@@ -8,19 +8,23 @@ size and in the same run in which they are timed.
 
 from __future__ import annotations
 
+import argparse
 import copy
 import statistics
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TextIO
 
 import torch
 from torch.utils import _pytree
 
+from piecewise.errors.tools import NothingToMeasure, UnknownVariant
 from piecewise.prefill_case import PrefillCase, load_case, unless_the_model_raises
 from piecewise.settings.config import PiecewiseConfig
+from piecewise.tools.bench.host_overhead import print_host_overhead
 from piecewise.tools.bench.result import SCHEMA, BenchResult, Spread, environment
 from piecewise.tools.bench.variants import (
     DEFAULT_VARIANTS,
@@ -33,12 +37,41 @@ from piecewise.tools.bench.variants import (
     device_of,
     wait_for,
 )
-from runners.errors import ConfigError
+from piecewise.tools.command_output import check_writable, writing
+from piecewise.tools.exit_codes import ExitCode
 
 DEFAULT_SIZES = (16, 128, 512, 1024, 2048)
 _CALLS_PER_ROUND = 3
 # The largest of many rounding errors varies by a tenth from input to input.
 DEFAULT_DRAWS = 32
+
+
+def run(arguments: argparse.Namespace) -> ExitCode:
+    """Runs `piecewise bench`: measures, prints, and writes what was asked for."""
+    if arguments.host_overhead:
+        return print_host_overhead(num_calls=arguments.calls)
+    if arguments.out is not None:
+        with writing("--out", arguments.out):
+            Path(arguments.out).parent.mkdir(parents=True, exist_ok=True)
+    check_writable("--out", arguments.out)
+    check_writable("--plot", arguments.plot)
+    result = run_spec(
+        arguments.spec, sizes=arguments.tokens, config=arguments.config, buckets=arguments.buckets,
+        variants=None if arguments.variants is None else arguments.variants.split(","),
+        peer=arguments.peer, rounds=arguments.rounds,
+    )  # fmt: skip
+    print(result)
+    for option, path, write in (
+        ("--out", arguments.out, result.write),
+        ("--plot", arguments.plot, result.plot),
+    ):
+        if path is not None:
+            with writing(option, path):
+                write(path)
+    if not result.has_measured_nothing:
+        return ExitCode.RIGHT
+    print("piecewise: nothing was measured of what was asked for", file=sys.stderr)
+    return ExitCode.NOTHING
 
 
 def run_spec(
@@ -62,14 +95,11 @@ def run_spec(
     wanted = [*(variants or DEFAULT_VARIANTS), *([peer] if peer else [])]
     unknown = [name for name in wanted if name not in (*DEFAULT_VARIANTS, *PEERS)]
     if unknown:
-        raise ConfigError(
-            "--variants", expected=f"some of {', '.join((*DEFAULT_VARIANTS, *PEERS))}", got=repr(unknown[0]),
-            rule="a variant is chosen by its name", fix="leave --variants out for all",
-        )  # fmt: skip
+        raise UnknownVariant(name=unknown[0], known=", ".join((*DEFAULT_VARIANTS, *PEERS)))
     chosen = sorted(set(sizes or DEFAULT_SIZES))
     overrides: dict[str, Any] = {"progress": False}
     if buckets is not None or config is None:
-        overrides["buckets"] = list(buckets or chosen)
+        overrides["buckets"] = buckets or chosen
     settings = PiecewiseConfig.from_any(config, **overrides)
     case = load_case(spec)
     bench = LatencyBench(
@@ -109,11 +139,7 @@ class LatencyBench:
         most = self.config.max_num_tokens
         missing = [n for n in self.sizes if most is not None and n > most]
         if not self.sizes or missing or self.rounds < 1 or self.draws < 1:
-            raise ConfigError(
-                "bench", expected="sizes that the configuration serves, and a round and a draw or more",
-                got=f"sizes {list(self.sizes)}, {self.rounds} rounds, {self.draws} draws",
-                rule="each size is measured in each round", fix="leave --tokens and --rounds out",
-            )  # fmt: skip
+            raise NothingToMeasure(sizes=list(self.sizes), rounds=self.rounds, draws=self.draws)
         self.sizes, self.device = sorted(set(self.sizes)), device_of(self.case)
         self._began = time.perf_counter()
         self._skipped: dict[str, str] = {}

@@ -26,7 +26,6 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-import json
 import os
 import platform
 import statistics
@@ -38,7 +37,7 @@ from typing import Any
 
 import torch
 
-from piecewise.report.report import markdown_table
+from piecewise.report.record import Record, table
 from piecewise.settings.toml_file import replace_text
 from piecewise.tools.buckets.plot import new_figure
 
@@ -65,7 +64,7 @@ class Spread:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class BenchResult:
+class BenchResult(Record):
     """One run; the fields are those of the schema above."""
 
     schema: str
@@ -87,9 +86,6 @@ class BenchResult:
         graphed = {name for name in asked if name.startswith("graphed")}
         return not (graphed or asked) & {line["variant"] for line in self.results}
 
-    def to_json(self) -> str:
-        return json.dumps(dataclasses.asdict(self), indent=1)
-
     def write(self, path: str | os.PathLike[str]) -> None:
         """Writes the JSON, whole or not at all."""
         target = Path(path)
@@ -106,7 +102,7 @@ class BenchResult:
         )
         return next(found, None)
 
-    def table(self) -> str:
+    def __str__(self) -> str:
         """Median latency and host time in ms per size and variant, and the ratios, as Markdown."""
         names = [name for name in self.variants if any(line["variant"] == name for line in self.results)]
         cells = {(line["num_tokens"], line["variant"]): line for line in self.results}
@@ -123,7 +119,7 @@ class BenchResult:
             shown = ["–" if value is None else f"{value:.3f}" for value in values]
             ratios.append([f"{quantity}, {of} ÷ {over}", *shown])
         left_out = [f"\n{name} left out: {reason}" for name, reason in self.skipped.items()]
-        return "\n".join([markdown_table(rows), "", markdown_table(ratios), *left_out])
+        return "\n".join([table(rows, markdown=True), "", table(ratios, markdown=True), *left_out])
 
     def plot(self, path: str | os.PathLike[str]) -> None:
         """Latency over tokens, one line per variant, as an image.

@@ -1,28 +1,42 @@
-"""`piecewise buckets plan`: from traffic files to a bucket file, and what it is worth."""
+"""Runs `piecewise buckets plan`: from traffic files to a bucket file, and what it is worth."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
 import json
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from piecewise.report.progress import DelayedBars
-from piecewise.report.report import shown_bytes, text_table
+import numpy as np
+
+from piecewise.errors.tools import (
+    BudgetWithoutMemory,
+    ChunkAboveLimit,
+    IneffectiveOption,
+    LimitsLeaveNothing,
+    NoCacheRate,
+    NoStepLimit,
+    RecordedSteps,
+    SmallMemoryBudget,
+    SmallTraffic,
+)
+from piecewise.report.progress import delayed_bar
+from piecewise.report.record import shown_bytes, table
 from piecewise.settings.config import DEFAULT_BUCKETS, PiecewiseConfig
 from piecewise.settings.grids import DECODE_GRIDS, ENGINE_GRIDS, Grid
-from piecewise.tools.buckets.planner import BucketPlans, Outcome, evaluate
+from piecewise.tools.buckets.planner import BucketPlans, PlanOutcome, evaluate
+from piecewise.tools.buckets.plot import draw
 from piecewise.tools.buckets.slots import SlotRate, slot_table
 from piecewise.tools.buckets.step_cost import GraphMemory, MeasuredCost, PaddedTokens, StepCost, read_bench
-from piecewise.tools.buckets.steps import check_options, read_traffic, split_traffic, step_limit, steps_of
-from piecewise.tools.buckets.traffic import Histogram, Requests
+from piecewise.tools.buckets.steps import Histogram, chunked, decode_batches, packed
+from piecewise.tools.buckets.traffic import Requests, read_requests
 from piecewise.tools.command_output import check_writable, writing
 from piecewise.tools.exit_codes import ExitCode
-from runners.errors import ConfigError
 
+_DEFAULT_STEP_MS = 25.0
 _HOLDOUT_SMOOTHING = 0.3
 # Entries of the planner's table that are made in about two seconds; a plan of as many graphs as a peer's grid
 # has is only made within them.
@@ -30,153 +44,216 @@ _QUICK = 25_000_000
 # Settings that the command line may set, and that are then written.
 _LIMITS = ("max_num_tokens", "max_num_seqs")
 
-
-@dataclass(frozen=True, slots=True)
-class Comparison:
-    """One line of the result: a list by name, and how the steps fare under it."""
-
-    name: str
-    buckets: tuple[int, ...]
-    outcome: Outcome
+# A bucket list by name, and how the steps fare under it.
+_Comparison = tuple[str, tuple[int, ...], PlanOutcome]
 
 
-def run_plan(arguments: argparse.Namespace) -> ExitCode:
-    """Plan, print, and write what was asked for."""
-    bars = DelayedBars(enabled=not arguments.no_progress)
-    check_options(arguments)
+def run(arguments: argparse.Namespace) -> ExitCode:
+    """Plans, prints, and writes what was asked for."""
+    _check_options(arguments)
     check_writable("--output", arguments.output)
     check_writable("--plot", arguments.plot)
-    settings = _settings(arguments)
-    cost, memory = _cost(arguments)
-    traffic = [read_traffic(arguments, path, bars) for path in arguments.traffic]
-    known, unseen = split_traffic(arguments, traffic)
-
-    def steps_in(part: list[Requests]) -> Histogram:
-        return Histogram.merged([steps_of(arguments, settings, each, cost, bars) for each in part])
-
-    steps = steps_in(known)
-    judged = steps_in(unseen) if unseen else steps
-    planner = _Planner(arguments, steps, cost, memory, _cover(arguments, settings, steps), bars)
-    rates = _slot_rate(arguments, known)
-    chosen = planner.chosen(rates)
-    lines = list(_compared(planner, settings, judged, chosen))
-    notes = list(_notes(arguments, settings, traffic, cost, planner, judged, is_unseen=bool(unseen)))
+    planner = _Planner(arguments)
+    chosen = planner.chosen()
+    lines, notes = list(planner.compared(chosen)), list(planner.notes())
     if arguments.format == "json":
-        print(json.dumps(_as_json(lines, notes, planner.cover, cost), indent=1))
+        compared = [
+            {"name": name.strip(), "buckets": list(buckets), **dataclasses.asdict(outcome)}
+            for name, buckets, outcome in lines
+        ]
+        found = {"cover": planner.cover, "cost_unit": planner.cost.unit, "notes": notes, "compared": compared}
+        print(json.dumps(found, indent=1))
     else:
-        for note in notes:
-            print(note)
-        print("\n" + _shown(lines, cost, _unit(arguments)))
-        if arguments.phase == "decode":
-            print("\n" + slot_table(planner.steps, planner.of, planner.most_graphs, len(chosen), rates))
-        print(f"\n{'num_tokens' if arguments.phase == 'prefill' else 'batch_sizes'} = {list(chosen)}")
+        print(*notes, "", _shown(lines, planner.cost, planner.unit), sep="\n")
+        if planner.is_decode:
+            shown = slot_table(planner.steps, planner.of, planner.most_graphs, len(chosen), planner.rate)
+            print(f"\n{shown}")
+        print(f"\n{'batch_sizes' if planner.is_decode else 'num_tokens'} = {list(chosen)}")
     if arguments.output:
         _write(arguments, chosen)
     if arguments.plot:
-        from piecewise.tools.buckets.plot import draw
-
-        draw(arguments.plot, judged, {line.name: line.buckets for line in lines if line.name[:1] != " "})
+        draw(
+            arguments.plot,
+            planner.judged,
+            {name: buckets for name, buckets, _ in lines if not name.startswith(" ")},
+        )
     return ExitCode.RIGHT
 
 
+def _check_options(arguments: argparse.Namespace) -> None:
+    """Refuses options that another one leaves without effect."""
+    is_decode = arguments.phase == "decode"
+    weighs_cache = arguments.cache_bytes_per_token is not None
+    for option, is_set, works, needed in (
+        ("--chunk", arguments.chunk, not is_decode, "--phase prefill"),
+        ("--batching", arguments.batching, not is_decode, "--phase prefill"),
+        ("--step-ms", arguments.step_ms is not None, is_decode or arguments.batching, "--batching"),
+        ("--cost", arguments.cost, not is_decode, "--phase prefill"),
+        ("--tokens-per-request", arguments.tokens_per_request != 1, is_decode, "--phase decode"),
+        ("--cache-bytes-per-token", weighs_cache, is_decode, "--phase decode"),
+        ("--cached-tokens", arguments.cached_tokens, weighs_cache, "--cache-bytes-per-token"),
+    ):
+        if is_set and not works:
+            raise IneffectiveOption(option=option, needed=needed)
+
+
 def _settings(arguments: argparse.Namespace) -> PiecewiseConfig:
-    """The settings of the file that is to be written, under the limits of the command line."""
+    """Returns the settings of the file that is to be written, under the limits of the command line."""
     base = PiecewiseConfig()
     if arguments.output and Path(arguments.output).exists():
         base = PiecewiseConfig.from_toml(arguments.output)
     # The lists are about to be replaced; they need not fit the limits of the command line.
     limits = {name: getattr(arguments, name) or getattr(base, name) for name in _LIMITS}
     if arguments.chunk and limits["max_num_tokens"] and arguments.chunk > limits["max_num_tokens"]:
-        raise ConfigError(
-            f"--chunk {arguments.chunk}",
-            expected=f"at most max_num_tokens = {limits['max_num_tokens']}",
-            got=str(arguments.chunk),
-            rule="a chunk is one step, or part of one",
-            fix="lower --chunk, or raise --max-num-tokens",
-        )
+        raise ChunkAboveLimit(chunk=arguments.chunk, limit=limits["max_num_tokens"])
     return dataclasses.replace(base, buckets=DEFAULT_BUCKETS, decode_batch_sizes=None, **limits)
 
 
 def _cost(arguments: argparse.Namespace) -> tuple[StepCost, GraphMemory | None]:
-    cost: StepCost = PaddedTokens()
-    memory: GraphMemory | None = None
-    if arguments.cost:
-        cost, memory = read_bench(arguments.cost)
-    if arguments.bytes_per_graph is not None or arguments.bytes_per_token is not None:
-        per_token = memory.bytes_per_token if memory else 0
-        per_graph = memory.bytes_per_graph if memory else 0
-        memory = GraphMemory(
-            arguments.bytes_per_token if arguments.bytes_per_token is not None else per_token,
-            arguments.bytes_per_graph if arguments.bytes_per_graph is not None else per_graph,
-        )
+    cost, memory = read_bench(arguments.cost) if arguments.cost else (PaddedTokens(), None)
+    by_hand = {
+        name: getattr(arguments, name)
+        for name in ("bytes_per_token", "bytes_per_graph")
+        if getattr(arguments, name) is not None
+    }
+    if by_hand:
+        memory = dataclasses.replace(memory or GraphMemory(0, 0), **by_hand)
     if arguments.memory_budget is not None and memory is None:
-        raise ConfigError(
-            "--memory-budget",
-            expected="the memory of graphs",
-            got="none measured",
-            rule="a budget is compared with the pool of the largest bucket and each graph's own share",
-            fix="give --cost with a bench file that has memory, or --bytes-per-token and --bytes-per-graph",
-        )
+        raise BudgetWithoutMemory()
     return cost, memory
 
 
-def _cover(arguments: argparse.Namespace, settings: PiecewiseConfig, steps: Histogram) -> int:
-    """The largest bucket: what is asked for, or the limit, or the largest step; never above the limit."""
-    limit = step_limit(arguments, settings).size
-    if limit is not None and limit < 1:
-        raise ConfigError(
-            "the limits", expected="room for one token", got=step_limit(arguments, settings).reason,
-            rule="a bucket above the limits is never reached", fix="raise them",
-        )  # fmt: skip
-    asked = arguments.cover or limit
-    if asked is None:
-        asked = arguments.chunk if arguments.chunk and arguments.phase == "prefill" else int(steps.sizes[-1])
-    return min(asked, limit) if limit is not None else asked
-
-
 class _Planner:
-    """Plans over the known steps, under the budgets of the command line."""
+    """Plans over the known steps, under the budgets of the command line.
 
-    def __init__(
-        self,
-        arguments: argparse.Namespace,
-        steps: Histogram,
-        cost: StepCost,
-        memory: GraphMemory | None,
-        cover: int,
-        bars: DelayedBars,
-    ) -> None:
-        share = arguments.smooth
-        if share is None:
-            share = _HOLDOUT_SMOOTHING if arguments.holdout is not None else 0.0
-        self.steps, self.cost, self.memory, self.cover, self.smoothing = steps, cost, memory, cover, share
-        self._bars = bars
-        self._by_cover: dict[int, BucketPlans] = {}
+    Attributes:
+        steps, judged: what the plan may see, and what it is judged on.
+        cover: the largest bucket.
+        most_graphs: how many may be chosen.
+    """
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self.arguments = arguments
         self.is_decode = arguments.phase == "decode"
-        self.most_graphs = arguments.max_graphs
-        if arguments.memory_budget is not None:
-            assert memory is not None
-            fitting = memory.most_graphs(largest=cover, budget_bytes=arguments.memory_budget)
-            if fitting == 0:
-                raise ConfigError(
-                    f"--memory-budget {shown_bytes(arguments.memory_budget)}",
-                    expected=f"at least {shown_bytes(memory.of((cover,)))}, for one graph of {cover} tokens",
-                    got=shown_bytes(arguments.memory_budget),
-                    rule="every step up to the largest bucket is served",
-                    fix="raise the budget, or lower --cover",
-                )
-            self.most_graphs = min(self.most_graphs, fitting)
+        self.unit = "requests" if self.is_decode else "tokens"
+        self._bar = partial(delayed_bar, enabled=not arguments.no_progress)
+        self.settings = _settings(arguments)
+        self.limit = (
+            self.settings.decode_limit(tokens_per_request=arguments.tokens_per_request)
+            if self.is_decode
+            else self.settings.prefill_limit()
+        )
+        self.cost, self.memory = _cost(arguments)
+        self.traffic = [self._read(path) for path in arguments.traffic]
+        known, unseen = self._split()
+        self.is_unseen = bool(unseen)
+        self.steps = self._steps_of(known)
+        self.judged = self._steps_of(unseen) if unseen else self.steps
+        self.cover = self._find_cover()
+        self.rate = self._slot_rate(known)
+        self.smoothing = arguments.smooth
+        if self.smoothing is None:
+            self.smoothing = _HOLDOUT_SMOOTHING if arguments.holdout is not None else 0.0
+        self.most_graphs = min(arguments.max_graphs, self._most_within_budget())
+        self._by_cover: dict[int, BucketPlans] = {}
+
+    def _read(self, path: str) -> Requests:
+        """Reads one file of --traffic; a recorder's is refused where requests are needed."""
+        arguments = self.arguments
+        requests = read_requests(
+            path,
+            format=arguments.traffic_format,
+            column=arguments.column,
+            watch=lambda rows: self._bar(rows, f"reading {Path(path).name}", "requests"),
+        )
+        for option, is_set in (
+            ("--batching", arguments.batching),
+            ("--chunk", arguments.chunk is not None),
+            ("--step-ms", arguments.step_ms is not None),
+            ("--holdout", arguments.holdout is not None),
+        ):
+            if is_set and requests.counts is not None:
+                raise RecordedSteps(option=option, path=path)
+        return requests
+
+    def _split(self) -> tuple[list[Requests], list[Requests]]:
+        """Splits the traffic into what the plan may see, and what it is judged on, if apart."""
+        share, traffic = self.arguments.holdout, self.traffic
+        if share is None:
+            return traffic, []
+        cuts = [len(requests) - round(len(requests) * share) for requests in traffic]
+        if not all(0 < cut < len(requests) for cut, requests in zip(cuts, traffic, strict=True)):
+            raise SmallTraffic(share=share, counts=", ".join(str(len(requests)) for requests in traffic))
+        pairs = list(zip(traffic, cuts, strict=True))
+        return [each.part(0, cut) for each, cut in pairs], [each.part(cut, len(each)) for each, cut in pairs]
+
+    def _steps_of(self, traffic: list[Requests]) -> Histogram:
+        return Histogram.merged([Histogram.of(self._steps(each), each.counts) for each in traffic])
+
+    def _steps(self, requests: Requests) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """Makes the steps that a server makes of one file's requests, under the options and limits."""
+        arguments, step_ms = self.arguments, self.arguments.step_ms
+        if self.is_decode:
+            if requests.counts is not None or (requests.arrival_s is None and step_ms is None):
+                return requests.num_tokens  # batch sizes, one per step
+            step_s = (step_ms or _DEFAULT_STEP_MS) / 1000
+            return decode_batches(requests, step_s=step_s, max_num_seqs=self.limit.size)
+        if not arguments.batching:
+            return chunked(requests.num_tokens, arguments.chunk) if arguments.chunk else requests.num_tokens
+        most = self.settings.max_num_tokens or arguments.chunk
+        if most is None:
+            raise NoStepLimit()
+        with self._bar(None, "batching", "requests", total=len(requests)) as bar:
+            return packed(
+                requests,
+                most,
+                max_num_seqs=self.settings.max_num_seqs,
+                step_s=self._step_seconds(),
+                watch=bar.update,
+            )
+
+    def _step_seconds(self) -> Callable[[int], float] | None:
+        """Returns seconds of a step by its tokens; None where all requests wait from the start."""
+        step_ms, cost = self.arguments.step_ms, self.cost
+        if step_ms == 0:
+            return None
+        if step_ms is None and cost.unit == "ms":
+            return lambda num_tokens: float(cost.graphed(np.array([num_tokens]))[0]) / 1000
+        seconds = (step_ms if step_ms is not None else _DEFAULT_STEP_MS) / 1000
+        return lambda num_tokens: seconds
+
+    def _find_cover(self) -> int:
+        """Finds the largest bucket: what is asked for, or the limit, or the largest step."""
+        arguments, limit = self.arguments, self.limit.size
+        if limit is not None and limit < 1:
+            raise LimitsLeaveNothing(reason=self.limit.reason)
+        chunk = 0 if self.is_decode else arguments.chunk
+        asked = arguments.cover or limit or chunk or int(self.steps.sizes[-1])
+        return min(asked, limit) if limit is not None else asked
+
+    def _slot_rate(self, traffic: list[Requests]) -> SlotRate | None:
+        arguments = self.arguments
+        if not self.is_decode or arguments.cache_bytes_per_token is None:
+            return None
+        tokens = arguments.cached_tokens or SlotRate.cached_tokens(traffic)
+        if tokens is None or not arguments.bytes_per_graph or not arguments.cache_bytes_per_token:
+            raise NoCacheRate()
+        return SlotRate(arguments.bytes_per_graph, arguments.cache_bytes_per_token, tokens)
+
+    def _most_within_budget(self) -> int:
+        budget, memory = self.arguments.memory_budget, self.memory
+        if budget is None or memory is None:
+            return self.arguments.max_graphs
+        fitting = memory.most_graphs(largest=self.cover, budget_bytes=budget)
+        if fitting == 0:
+            needed = shown_bytes(memory.of((self.cover,)))
+            raise SmallMemoryBudget(budget=shown_bytes(budget), needed=needed, cover=self.cover)
+        return fitting
 
     def of(self, num_graphs: int, cover: int | None = None) -> tuple[int, ...]:
-        """The best list of at most so many sizes."""
-        return self._plans(cover).of(
-            num_graphs,
-            watch=lambda layers: self._bars.over(layers, f"planning {num_graphs} graphs", "graphs"),
-        )
-
-    def is_quick(self, num_graphs: int, cover: int) -> bool:
-        """Whether a list of so many sizes takes no more than a few seconds."""
-        return num_graphs * self._plans(cover).num_candidates <= _QUICK
+        """Returns the best list of at most so many sizes."""
+        what = f"planning {num_graphs} graphs"
+        return self._plans(cover).of(num_graphs, watch=lambda layers: self._bar(layers, what, "graphs"))
 
     def _plans(self, cover: int | None) -> BucketPlans:
         cover = cover if cover is not None else self.cover
@@ -185,134 +262,84 @@ class _Planner:
             self._by_cover[cover] = BucketPlans(steps, cover=cover, cost=self.cost)
         return self._by_cover[cover]
 
-    def chosen(self, rate: SlotRate | None) -> tuple[int, ...]:
-        """The list for the file: as many graphs as are allowed, or as their memory is worth."""
-        if rate is None:
+    def chosen(self) -> tuple[int, ...]:
+        """Returns the list for the file: as many graphs as are allowed, or as their memory is worth."""
+        if self.rate is None:
             return self.of(self.most_graphs)
-        return rate.best(self.steps, self.of, self.most_graphs)
+        return self.rate.best(self.steps, self.of, self.most_graphs)
 
-
-def _slot_rate(arguments: argparse.Namespace, traffic: list[Requests]) -> SlotRate | None:
-    if arguments.phase != "decode" or arguments.cache_bytes_per_token is None:
-        return None
-    tokens = arguments.cached_tokens or SlotRate.cached_tokens(traffic)
-    if tokens is None or not arguments.bytes_per_graph or not arguments.cache_bytes_per_token:
-        raise ConfigError(
-            "--cache-bytes-per-token",
-            expected="also --bytes-per-graph, and --cached-tokens where the traffic does not tell",
-            got="not all of them above 0",
-            rule="a graph's memory is weighed as the requests whose cache it displaces",
-            fix="give them, or leave --cache-bytes-per-token out to plan by --max-graphs alone",
+    def compared(self, chosen: tuple[int, ...]) -> Iterator[_Comparison]:
+        """Gives the peers' grids, each with the plan of as many graphs over its range, and the plan."""
+        judge = partial(
+            evaluate,
+            histogram=self.judged,
+            cost=self.cost,
+            max_padding_ratio=self.settings.max_padding_ratio,
+            memory=self.memory,
         )
-    return SlotRate(arguments.bytes_per_graph, arguments.cache_bytes_per_token, tokens)
-
-
-def _compared(
-    planner: _Planner, settings: PiecewiseConfig, judged: Histogram, chosen: tuple[int, ...]
-) -> Iterator[Comparison]:
-    """The peers' grids, each with the plan of as many graphs over its range, and the plan itself."""
-
-    def line(name: str, buckets: tuple[int, ...]) -> Comparison:
-        outcome = evaluate(
-            buckets,
-            judged,
-            cost=planner.cost,
-            max_padding_ratio=settings.max_padding_ratio,
-            memory=planner.memory,
+        grids = (
+            {name: sizes(self.cover) for name, sizes in DECODE_GRIDS.items()}
+            if self.is_decode
+            else {name: Grid(name).sizes(self.cover) for name in ENGINE_GRIDS}
         )
-        return Comparison(name, buckets, outcome)
+        for name, sizes in grids.items():
+            if sizes:
+                yield name, sizes, judge(sizes)
+            if sizes and len(sizes) * self._plans(sizes[-1]).num_candidates <= _QUICK:
+                same = self.of(len(sizes), sizes[-1])
+                yield "  plan, as many", same, judge(same)
+        yield "plan", chosen, judge(chosen)
 
-    grids = (
-        {name: sizes(planner.cover) for name, sizes in DECODE_GRIDS.items()}
-        if planner.is_decode
-        else {name: Grid(name).sizes(planner.cover) for name in ENGINE_GRIDS}
-    )
-    for name, sizes in grids.items():
-        if sizes:
-            yield line(name, sizes)
-            if planner.is_quick(len(sizes), sizes[-1]):
-                yield line("  plan, as many", planner.of(len(sizes), sizes[-1]))
-    yield line("plan", chosen)
-
-
-def _notes(
-    arguments: argparse.Namespace,
-    settings: PiecewiseConfig,
-    traffic: list[Requests],
-    cost: StepCost,
-    planner: _Planner,
-    judged: Histogram,
-    *,
-    is_unseen: bool,
-) -> Iterator[str]:
-    for path, requests in zip(arguments.traffic, traffic, strict=True):
-        what = "recorded sizes" if requests.counts is not None else "requests"
-        extra = f", {requests.num_empty} empty ones left out" if requests.num_empty else ""
-        if requests.num_cached_tokens:
-            whole = int(requests.num_tokens.sum()) + requests.num_cached_tokens
-            extra += f", {requests.num_cached_tokens / whole:.1%} of tokens in the prefix cache"
-        yield f"{path}: {len(requests)} {what}{extra}"
-    unit = _unit(arguments)
-    role = "judged on unseen" if is_unseen else "planned on"
-    yield f"{role} {judged.num_steps} steps, {judged.num_tokens} {unit}; buckets up to {planner.cover}"
-    limit = step_limit(arguments, settings)
-    if arguments.cover and limit.size is not None and arguments.cover > limit.size:
-        yield f"--cover {arguments.cover} clamped to {limit.size} = {limit.reason}"
-    largest = int(judged.sizes[-1])
-    if largest > planner.cover:
-        yield f"steps of more than {planner.cover} {unit} (up to {largest}) run eagerly under every list"
-    if planner.most_graphs < arguments.max_graphs:
-        yield f"the memory budget allows {planner.most_graphs} graphs"
-    if planner.smoothing:
-        yield f"smoothed: {planner.smoothing:.0%} of each step spread over sizes within 5 %"
-    if isinstance(cost, MeasuredCost):
-        size = cost.break_even()
-        if size is None:
-            yield f"graphs pay at the largest measured size, {int(cost.knots[-1])} tokens"
-        elif size == int(cost.knots[0]):
-            yield f"graphs pay at no measured size, from {size} tokens up"
-        else:
-            yield f"graphs no longer pay from {size} tokens on; --cover {max(size - 1, 1)} leaves those eager"
+    def notes(self) -> Iterator[str]:
+        """Gives what a reader has to know of the traffic, the limits and the cost."""
+        arguments, limit = self.arguments, self.limit
+        for path, requests in zip(arguments.traffic, self.traffic, strict=True):
+            what = "recorded sizes" if requests.counts is not None else "requests"
+            extra = f", {requests.num_empty} empty ones left out" if requests.num_empty else ""
+            if requests.num_cached_tokens:
+                whole = int(requests.num_tokens.sum()) + requests.num_cached_tokens
+                extra += f", {requests.num_cached_tokens / whole:.1%} of tokens in the prefix cache"
+            yield f"{path}: {len(requests)} {what}{extra}"
+        role = "judged on unseen" if self.is_unseen else "planned on"
+        counts = f"{self.judged.num_steps} steps, {self.judged.num_tokens} {self.unit}"
+        yield f"{role} {counts}; buckets up to {self.cover}"
+        if arguments.cover and limit.size is not None and arguments.cover > limit.size:
+            yield f"--cover {arguments.cover} clamped to {limit.size} = {limit.reason}"
+        largest = int(self.judged.sizes[-1])
+        if largest > self.cover:
+            larger = f"steps of more than {self.cover} {self.unit} (up to {largest})"
+            yield f"{larger} run eagerly under every list"
+        if self.most_graphs < arguments.max_graphs:
+            yield f"the memory budget allows {self.most_graphs} graphs"
+        if self.smoothing:
+            yield f"smoothed: {self.smoothing:.0%} of each step spread over sizes within 5 %"
+        if isinstance(self.cost, MeasuredCost):
+            size = self.cost.break_even()
+            if size is None:
+                yield f"graphs pay at the largest measured size, {int(self.cost.knots[-1])} tokens"
+            elif size == int(self.cost.knots[0]):
+                yield f"graphs pay at no measured size, from {size} tokens up"
+            else:
+                more = f"--cover {max(size - 1, 1)} leaves those eager"
+                yield f"graphs no longer pay from {size} tokens on; {more}"
 
 
-def _unit(arguments: argparse.Namespace) -> str:
-    return "tokens" if arguments.phase == "prefill" else "requests"
-
-
-def _shown(lines: list[Comparison], cost: StepCost, unit: str) -> str:
+def _shown(lines: list[_Comparison], cost: StepCost, unit: str) -> str:
     mean = "ms/step" if cost.unit == "ms" else f"{unit}/step"
     rows = [("", "graphs", "up to", "padding", "worst", "steps graphed", f"{unit} graphed", mean, "memory")]
-    for line in lines:
-        found = line.outcome
-        rows.append(
-            (
-                line.name,
-                str(found.num_graphs),
-                str(line.buckets[-1]),
-                f"{found.padding:.3%}",
-                f"{found.worst_padding:.2f}x",
-                f"{found.graphed_steps:.1%}",
-                f"{found.graphed_tokens:.1%}",
-                f"{found.cost:.3f}" if cost.unit == "ms" else f"{found.cost:.1f}",
-                shown_bytes(found.memory_bytes) if found.memory_bytes is not None else "-",
-            )
-        )
-    return text_table(rows)
-
-
-def _as_json(lines: list[Comparison], notes: list[str], cover: int, cost: StepCost) -> dict[str, Any]:
-    compared = [
-        {"name": line.name.strip(), "buckets": list(line.buckets), **dataclasses.asdict(line.outcome)}
-        for line in lines
-    ]
-    return {"cover": cover, "cost_unit": cost.unit, "notes": notes, "compared": compared}
+    for name, buckets, found in lines:
+        padding = f"{found.padding:.3%}", f"{found.worst_padding:.2f}x"
+        graphed = f"{found.graphed_steps:.1%}", f"{found.graphed_tokens:.1%}"
+        price = f"{found.cost:.3f}" if cost.unit == "ms" else f"{found.cost:.1f}"
+        memory = shown_bytes(found.memory_bytes) if found.memory_bytes is not None else "-"
+        rows.append((name, str(found.num_graphs), str(buckets[-1]), *padding, *graphed, price, memory))
+    return table(rows)
 
 
 def _write(arguments: argparse.Namespace, chosen: tuple[int, ...]) -> None:
-    name = "buckets" if arguments.phase == "prefill" else "decode_batch_sizes"
     path = Path(arguments.output)
     base = PiecewiseConfig.from_toml(path) if path.exists() else PiecewiseConfig()
-    values: dict[str, Any] = {name: chosen}
+    values: dict[str, Any] = {"buckets" if arguments.phase == "prefill" else "decode_batch_sizes": chosen}
     values |= {each: getattr(arguments, each) for each in _LIMITS if getattr(arguments, each) is not None}
     # Made as a whole first, so that a file which the new limits contradict is refused and stays.
     changed = dataclasses.replace(base, **values)

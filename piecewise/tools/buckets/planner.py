@@ -1,4 +1,4 @@
-"""The bucket list that costs real traffic the least, found exactly.
+"""Finds, exactly, the bucket list that costs real traffic the least.
 
 Let the candidate sizes be ascending, `P[j]` the steps of at most candidate j, and `g[j]` the cost of a replay
 of candidate j, strictly ascending. The least cost of serving the steps up to j with at most k buckets, of
@@ -19,16 +19,19 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from piecewise.errors.tools import PlanTooLarge
 from piecewise.tools.buckets.step_cost import Floats, GraphMemory, PaddedTokens, StepCost
-from piecewise.tools.buckets.traffic import Histogram, Ints
+from piecewise.tools.buckets.steps import Histogram
+from piecewise.tools.buckets.traffic import Ints
 from runners.buckets import MAX_NUM_BUCKETS
-from runners.errors import ConfigError
 
 # Columns by row; half the memory of int64.
 Choices = NDArray[np.int32]
 
 # Backtracking keeps one number per layer and candidate.
 _MAX_TABLE = 200_000_000
+
+_PADDED_TOKENS = PaddedTokens()
 
 
 class BucketPlans:
@@ -40,13 +43,11 @@ class BucketPlans:
     Args:
         histogram: the steps.
         cover: the largest bucket of every list.
-        cost: padded tokens where None.
+        cost: of a step.
     """
 
-    def __init__(self, histogram: Histogram, *, cover: int, cost: StepCost | None = None) -> None:
-        self._sizes, costs, steps = _candidates(
-            histogram, cover, cost if cost is not None else PaddedTokens()
-        )
+    def __init__(self, histogram: Histogram, *, cover: int, cost: StepCost = _PADDED_TOKENS) -> None:
+        self._sizes, costs, steps = _candidates(histogram, cover, cost)
         # Row and column 0 stand for "no bucket yet".
         self._prefix, self._price, self._best = (
             np.concatenate([[0.0], each]) for each in (steps, costs, steps * costs)
@@ -60,23 +61,27 @@ class BucketPlans:
         return len(self._sizes)
 
     def of(
-        self, max_graphs: int, *, watch: Callable[[Iterable[int]], Iterable[int]] | None = None
+        self, max_graphs: int, *, watch: Callable[[Iterable[int]], Iterable[int]] = iter
     ) -> tuple[int, ...]:
-        """The list of at most so many sizes under which the steps cost the least; no smaller one costs as
-        little.
+        """Returns the list of at most so many sizes under which the steps cost the least.
+
+        No smaller list costs as little.
 
         Args:
             max_graphs: from 1 up.
             watch: wraps the iteration over the layers that are new, such as a progress bar does.
 
         Raises:
-            ConfigError: the problem is too large for memory.
+            PlanTooLarge: the problem is too large for memory.
         """
         num_layers = min(max_graphs, len(self._sizes), MAX_NUM_BUCKETS)
         if not self._is_done and num_layers > len(self._choices):
-            self._check_memory(num_layers)
-            layers: Iterable[int] = range(len(self._choices), num_layers)
-            for _ in layers if watch is None else watch(layers):
+            entries = num_layers * len(self._sizes)
+            if entries > _MAX_TABLE:
+                raise PlanTooLarge(
+                    graphs=num_layers, sizes=len(self._sizes), limit=_MAX_TABLE, entries=entries
+                )
+            for _ in watch(range(len(self._choices), num_layers)):
                 self._add_layer()
                 if self._is_done:
                     break
@@ -95,17 +100,6 @@ class BucketPlans:
             return
         self._best = better
         self._choices.append(choice)
-
-    def _check_memory(self, num_layers: int) -> None:
-        entries = num_layers * len(self._sizes)
-        if entries > _MAX_TABLE:
-            raise ConfigError(
-                f"a plan of {num_layers} graphs over {len(self._sizes)} different sizes",
-                expected=f"at most {_MAX_TABLE} entries in its table",
-                got=str(entries),
-                rule="the exact plan keeps one entry per graph and size",
-                fix="cut requests with --chunk, or ask for fewer graphs",
-            )
 
 
 def _candidates(histogram: Histogram, cover: int, cost: StepCost) -> tuple[Ints, Floats, Floats]:
@@ -162,8 +156,8 @@ def _least(best: Floats, prefix: Floats, low: Ints, high: Ints, prices: Floats) 
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
-    """What a bucket list makes of some steps.
+class PlanOutcome:
+    """Tells how some steps fare under a bucket list.
 
     Attributes:
         num_graphs: how many sizes it has.
@@ -187,12 +181,11 @@ def evaluate(
     buckets: tuple[int, ...],
     histogram: Histogram,
     *,
-    cost: StepCost | None = None,
+    cost: StepCost = _PADDED_TOKENS,
     max_padding_ratio: float | None = None,
     memory: GraphMemory | None = None,
-) -> Outcome:
+) -> PlanOutcome:
     """How the steps fare: those above the largest bucket, or padded beyond the ratio, run eagerly."""
-    cost = cost if cost is not None else PaddedTokens()
     sizes, counts = histogram.sizes, histogram.counts
     listed = np.array(buckets, np.int64)
     places = np.searchsorted(listed, sizes)
@@ -203,7 +196,7 @@ def evaluate(
     real = int(sizes[is_graphed] @ counts[is_graphed])
     padded = int(served[is_graphed] @ counts[is_graphed])
     each = np.where(is_graphed, cost.graphed(served), cost.eager(sizes))
-    return Outcome(
+    return PlanOutcome(
         num_graphs=len(buckets),
         padding=padded / real - 1 if real else 0.0,
         worst_padding=float((served[is_graphed] / sizes[is_graphed]).max()) if real else 1.0,

@@ -1,4 +1,4 @@
-"""The picture of a plan: the steps, the buckets, and what padding wastes where."""
+"""Draws a plan: the steps, the buckets, and what padding wastes where."""
 
 from __future__ import annotations
 
@@ -8,37 +8,31 @@ from typing import Any
 
 import numpy as np
 
-from piecewise.tools.buckets.traffic import Histogram
-from runners.errors import ConfigError
+from piecewise.errors.tools import NoMatplotlib, WrongPlot
+from piecewise.tools.buckets.steps import Histogram
 
 
 def new_figure(**options: Any) -> Any:
-    """An empty figure of matplotlib's; raises ConfigError where that is not installed."""
+    """Makes an empty figure of matplotlib's; raises NoMatplotlib where that is not installed."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ConfigError(
-            "--plot",
-            expected="matplotlib",
-            got="not installed",
-            rule="the plot is drawn by matplotlib",
-            fix="pip install 'piecewise-prefill[plot]', or leave --plot out",
-        ) from error
+        raise NoMatplotlib() from error
     figure = Figure(**options)
     FigureCanvasAgg(figure)
     return figure
 
 
 def draw(path: str | os.PathLike[str], steps: Histogram, lists: Mapping[str, tuple[int, ...]]) -> None:
-    """An image of the histogram with the last list's buckets, and below it each list's padded tokens.
+    """Writes an image of the histogram with the last list's buckets, and below it each list's padded tokens.
 
     Args:
         path: its ending says the format, such as .png or .svg.
         lists: bucket lists by name; the last is the plan.
 
     Raises:
-        ConfigError: matplotlib is not installed, or cannot write there.
+        NoMatplotlib, WrongPlot: matplotlib is not installed, or cannot write there.
     """
     figure = new_figure(figsize=(9, 6), layout="constrained")
     above, below = figure.subplots(2, 1, sharex=True)
@@ -64,10 +58,4 @@ def draw(path: str | os.PathLike[str], steps: Histogram, lists: Mapping[str, tup
     try:
         figure.savefig(path, dpi=130)
     except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"--plot {path}",
-            expected="a writable image file of a known format",
-            got=str(error)[:200],
-            rule="the file's ending says the format",
-            fix="name it, for example, plan.png",
-        ) from error
+        raise WrongPlot(path=path, problem=str(error)[:200]) from error

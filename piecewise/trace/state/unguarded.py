@@ -21,7 +21,7 @@ from types import CodeType, FunctionType, MethodType, ModuleType
 import torch
 from torch import nn
 
-from piecewise.settings.config import environment
+from piecewise.settings.sources import environment
 from piecewise.trace.dynamo.sources import Scope, resolve
 from piecewise.trace.state.state import FactFinder
 from runners.state.state_check import StateRef

@@ -11,7 +11,7 @@ from state_models import BUCKETS, graph, new_model, serve, tokens
 
 import boundary_ops
 import piecewise
-from piecewise.report.coverage import CoverageError
+from piecewise.errors.report import CoverageError
 from runners.stats import FallbackReason
 
 _library = torch.library.Library("state_coverage", "DEF")

@@ -21,7 +21,7 @@ from piecewise.capture.traffic_recorder import TrafficRecorder
 from piecewise.settings.config import PiecewiseConfig
 from piecewise.tools import cli
 from piecewise.tools.buckets.planner import BucketPlans, evaluate
-from piecewise.tools.buckets.traffic import Histogram
+from piecewise.tools.buckets.steps import Histogram
 from piecewise.torch_backend import piecewise_backend
 from runners.errors import ConfigError
 

@@ -16,7 +16,7 @@ import torch
 
 import piecewise
 from piecewise.tools import cli
-from piecewise.tools.bench import bench
+from piecewise.tools.bench import host_overhead
 from piecewise.tools.demo import demo
 from piecewise.tools.demo import models as demo_models
 
@@ -230,7 +230,7 @@ def test_bench_prints_the_parts_at_two_depths(capsys):
     # What is compared grows with depth, by the same for each layer where layers serve each other.
     compared = {depth: num_compared(line) for depth, line in rows.items()}
     for depth in (3, 4):
-        compared[depth] = num_compared(bench._host_overhead(depth, num_calls=1)[2])
+        compared[depth] = num_compared(host_overhead._host_overhead(depth, num_calls=1)[2])
     per_layer = compared[4] - compared[3]
     assert compared[32] == compared[4] + 28 * per_layer and compared[2] + per_layer <= compared[3]
 

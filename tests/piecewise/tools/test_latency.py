@@ -132,7 +132,7 @@ def test_what_cannot_be_measured_is_left_out_with_its_reason() -> None:
     assert {line["variant"] for line in found.results if line["num_tokens"] == 6} == {"eager", "graphed"}
     assert found.skipped["floor, 6 tokens"] == "6 is no captured bucket"
     assert "CUDA" in found.skipped["reduce-overhead"] and "breakable" in found.skipped
-    table = found.table()
+    table = str(found)
     assert "left out: 6 is no captured bucket" in table and "latency, graphed ÷ floor" in table
     assert PEERS == ("breakable",)
 

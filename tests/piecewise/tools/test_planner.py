@@ -12,18 +12,18 @@ from hypothesis import strategies as st
 from traces import TRACES, needs_traces
 
 from piecewise.settings.grids import ENGINE_GRIDS, Grid
-from piecewise.tools.buckets.batching import chunked, packed
 from piecewise.tools.buckets.planner import BucketPlans, _layer, evaluate
 from piecewise.tools.buckets.slots import SlotRate, padded_slots
 from piecewise.tools.buckets.step_cost import GraphMemory, MeasuredCost, PaddedTokens, read_bench
-from piecewise.tools.buckets.traffic import Histogram, read_requests
+from piecewise.tools.buckets.steps import Histogram, chunked, packed
+from piecewise.tools.buckets.traffic import read_requests
 from runners.errors import ConfigError
 
 CHUNK = 2048
 
 
 def plan_buckets(steps: Histogram, *, max_graphs: int, cover: int, cost=None) -> tuple[int, ...]:
-    return BucketPlans(steps, cover=cover, cost=cost).of(max_graphs)
+    return BucketPlans(steps, cover=cover, cost=cost or PaddedTokens()).of(max_graphs)
 
 
 def histogram(counts: dict[int, int]) -> Histogram:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import pickle
 import re
@@ -16,9 +15,9 @@ from hypothesis import strategies as st
 from traces import TRACES, needs_traces
 
 from piecewise.capture.traffic_recorder import EXACT_UP_TO, TrafficRecorder
-from piecewise.tools.buckets.batching import chunked, decode_batches, packed
-from piecewise.tools.buckets.parser import TRAFFIC_FORMATS, add_buckets
-from piecewise.tools.buckets.traffic import FORMATS, Histogram, PrefixCache, Requests, read_requests
+from piecewise.tools.buckets.steps import Histogram, chunked, decode_batches, packed
+from piecewise.tools.buckets.traffic import FORMATS, PrefixCache, Requests, read_requests
+from piecewise.tools.cli import TRAFFIC_FORMATS, _parser
 from runners.errors import ConfigError
 
 AZURE = (
@@ -114,11 +113,11 @@ def test_a_prefix_hit_is_a_run_of_whole_known_blocks_and_leaves_a_token(requests
         ("3\n1_000\n", 2, "'1_000'"),
         ("3\n\u0663\n", 2, "whole number"),
         ("3 4\n", 1, "'3 4'"),
-        ("a,b\n1,2\n", 1, "a column one of num_tokens"),
+        ("a,b\n1,2\n", 1, "a column, one of num_tokens"),
         ("a,num_tokens\n1,2\n1\n", 3, "2 columns, got 1"),
         ("a,num_tokens\n1,2\n1,2,3\n", 3, "2 columns, got 3"),
         ("a,num_tokens\n1,\n", 2, "got ''"),
-        ('{"x": 1}\n', 1, "a field num_tokens or"),
+        ('{"x": 1}\n', 1, "a field, one of num_tokens"),
         ('{"num_tokens": 1}\n{"num_tokens": 1\n', 2, "a JSON object"),
         ('{"num_tokens": 1}\n[1]\n', 2, "a JSON object, got [1]"),
         ('{"num_tokens": true}\n', 1, "got True"),
@@ -139,10 +138,11 @@ def test_a_wrong_line_is_named(tmp_path, text, line, says):
 
 
 def test_the_fix_of_a_wrong_line_names_the_option_of_the_command(tmp_path):
-    commands = argparse.ArgumentParser().add_subparsers()
-    add_buckets(commands)
-    (parts,) = [a for a in commands.choices["buckets"]._actions if isinstance(a.choices, dict)]
-    options = set(parts.choices["plan"]._option_string_actions)
+    parser = _parser()
+    for name in ("buckets", "plan"):
+        (commands,) = [a for a in parser._actions if isinstance(a.choices, dict)]
+        parser = commands.choices[name]
+    options = set(parser._option_string_actions)
     with pytest.raises(ConfigError) as caught:
         read_requests(written(tmp_path, "x\ny\n"))
     assert set(re.findall(r"--[\w-]+", str(caught.value))) == {"--traffic-format", "--column"} <= options

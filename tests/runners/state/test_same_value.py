@@ -155,7 +155,7 @@ def test_I6_what_was_replaced_is_told_whatever_it_is(check_of, what, kind):
     put = setattr if kind == "attribute" else operator.setitem
     put(owner, key, seen)
     check = check_of(facts=StateFacts(values=((place(owner, key, is_attribute=kind == "attribute"), seen),)))
-    check.settle()
+    check.until_stable()
     assert check.is_unchanged()
     put(owner, key, now)
     assert not check.is_unchanged()
@@ -168,7 +168,7 @@ def test_I6_what_was_replaced_is_told_whatever_it_is(check_of, what, kind):
 def test_I6_an_equal_tuple_of_the_same_tensors_is_no_change(check_of):
     owner = {"k": (TENSOR, [1])}
     check = check_of(facts=StateFacts(values=((place(owner), owner["k"]),)))
-    check.settle()
+    check.until_stable()
     owner["k"] = (TENSOR, owner["k"][1])
     assert check.find_change() is None and check.is_unchanged()
 
@@ -183,7 +183,7 @@ def test_I6_a_property_that_raises_is_a_change(check_of):
         answers=((hasattr, owner, "other", False, "the object"),),
     )
     check = check_of(facts=facts)
-    check.settle()
+    check.until_stable()
     assert check.is_unchanged()
     Kind.other = Hostile.amount
     assert not check.is_unchanged() and "the object" in check.find_change().detail
@@ -194,7 +194,7 @@ def test_I6_a_property_that_raises_is_a_change(check_of):
 def test_I10_none_that_is_deleted_is_a_change(check_of):
     owner = {"k": None, "other": 1}
     check = check_of(facts=StateFacts(values=((place(owner), None),)))
-    check.settle()
+    check.until_stable()
     assert check.is_unchanged()
     del owner["k"]
     assert not check.is_unchanged() and "was None, is nothing" in check.find_change().detail
@@ -203,7 +203,7 @@ def test_I10_none_that_is_deleted_is_a_change(check_of):
 def test_I10_a_tensor_of_which_no_element_was_read(check_of):
     owner = {"k": torch.ones(3)}
     check = check_of(facts=StateFacts(tensors=((place(owner), kind_of(owner["k"])),)))
-    check.settle()
+    check.until_stable()
     assert check.is_unchanged() and check.num_entries == 1
     owner["k"] = torch.zeros(3)
     assert check.is_unchanged()
@@ -215,7 +215,7 @@ def test_I10_a_tensor_of_which_no_element_was_read(check_of):
 def test_I10_tensors_that_were_several_become_one(check_of):
     owner = {"a": torch.ones(3), "b": torch.ones(3)}
     check = check_of(looked_up=[place(owner, "a"), StateRef(owner, "b", "the other")])
-    check.settle()
+    check.until_stable()
     assert check.is_unchanged()
     owner["b"] = owner["a"]
     assert not check.is_unchanged() and "the other is the tensor of the path" in check.find_change().detail

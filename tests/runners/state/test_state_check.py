@@ -278,10 +278,10 @@ def test_I10_a_check_that_was_settled_is_fast_from_its_first_call():
     facts = StateFacts(values=((place(owner), int("1000")),))
     check = StateCheck(tensors=[place(owner, "t")], facts=facts)
     assert not check.is_unchanged()
-    check.settle()
+    check.until_stable()
     assert check.is_unchanged()
     owner["k"] = 3
-    check.settle()
+    check.until_stable()
     assert_changed(check, "module_state_changed", "was 1000, is 3")
 
 

@@ -21,7 +21,7 @@ from torch import nn
 
 import boundary_ops
 import piecewise
-from piecewise.report.report import text_table
+from piecewise.report.record import table
 from piecewise.tools.exit_codes import ExitCode
 from runners.engine import CapturedGraph
 from runners.state.state_check import StateCheck
@@ -84,7 +84,7 @@ def print_host_overhead(*, num_calls: int) -> ExitCode:
             print(f"NOTHING MEASURED: a call of {_NUM_TOKENS} tokens is not replayed under these settings")
             return ExitCode.NOTHING
         rows.append(row)
-    print(text_table(rows))
+    print(table(rows))
     return ExitCode.RIGHT
 
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from piecewise.settings.limits import Limit, clip, decode_limit, prefill_limit
 from runners.buckets import TokenBuckets
-from runners.clipping import Limit, clip, decode_limit, prefill_limit
 from runners.errors import InvalidBuckets
 
 size_lists = st.sets(st.integers(1, 400), min_size=1, max_size=20).map(sorted)

@@ -1,0 +1,30 @@
+"""Refusals of plans and captures that hold too few of the model's ops."""
+
+from runners.errors import CaptureError
+
+
+class CoverageError(CaptureError):
+    """Fewer of the model's ops are in graphs than `min_coverage` asks for."""
+
+    rule = "a model that silently runs outside of graphs is slow for no visible reason"
+
+
+class LowPlanCoverage(CoverageError):
+    """The plan has too few ops in graphs."""
+
+    what = "coverage of the plan{ops}"
+    expected = "at least {minimum:.1%} of ops in graphs (min_coverage)"
+    got = "{coverage:.1%}; {num_eager} ops run eagerly"
+    fix = (
+        "rewrite the ops listed here so that each row depends on its own row alone, make one of them a"
+        " boundary op, or lower min_coverage"
+    )
+
+
+class LowBucketCoverage(CoverageError):
+    """A captured bucket has too few ops in graphs."""
+
+    what = "coverage of the captured buckets{buckets}"
+    expected = "at least {minimum:.1%} of ops in graphs (min_coverage) in each of {num_buckets} buckets"
+    got = "less in {num_low}; nothing of this capture was kept"
+    fix = "remove the cause named for the bucket, leave the bucket out, or lower min_coverage"

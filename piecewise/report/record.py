@@ -1,0 +1,58 @@
+"""Turns reports into text: one way to JSON, and one table, for all of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+
+class Record:
+    """A report, which is a dataclass; `derived` names the properties that its JSON has beside the fields."""
+
+    __slots__ = ()
+    derived: ClassVar[tuple[str, ...]] = ()
+
+    def asdict(self) -> dict[str, Any]:
+        """Returns plain values; a number that JSON does not have (an infinite one, NaN) is its name."""
+        names = [item.name for item in dataclasses.fields(self)]  # type: ignore[arg-type]
+        return {name: plain(getattr(self, name)) for name in (*names, *self.derived)}
+
+    def to_json(self) -> str:
+        """Returns `asdict()` as JSON."""
+        return json.dumps(self.asdict(), indent=2)
+
+
+def plain(value: Any) -> Any:
+    """Returns a value of records, dataclasses, mappings, lists and numbers as JSON has them."""
+    if isinstance(value, Record):
+        return value.asdict()
+    if dataclasses.is_dataclass(value):
+        return {item.name: plain(getattr(value, item.name)) for item in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def table(rows: Sequence[Sequence[str]], *, markdown: bool = False) -> str:
+    """Returns rows in aligned columns, or as Markdown; the first row is the heading."""
+    if markdown:
+        head, *lines = [f"| {' | '.join(row)} |" for row in rows]
+        return "\n".join([head, "|" + "---|" * len(rows[0]), *lines])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+    return "\n".join(lines)
+
+
+def shown_bytes(count: int) -> str:
+    """Returns a size for readers, in binary units."""
+    if count < 1024:
+        return f"{count} B"
+    for power, unit in ((1, "KiB"), (2, "MiB")):
+        if count < 1024 ** (power + 1):
+            return f"{count / 1024**power:.1f} {unit}"
+    return f"{count / 1024**3:.2f} GiB"

@@ -1,0 +1,227 @@
+"""Kinds of settings: what each accepts from Python or a file, and how it reads a text.
+
+A check turns any value into the normalised one, or refuses it and says why. A text that a kind cannot read
+stays a text, which its check then refuses.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any
+
+from piecewise.settings.fusions import PASS_NAMES
+from piecewise.settings.grids import ENGINE_GRIDS, Grid
+from runners.buckets import MAX_BUCKET, MAX_NUM_BUCKETS, SIZES_FIX, find_problems, plain_sizes
+from runners.errors import shown
+from runners.whole_numbers import listed, whole_number
+
+Check = Callable[[Any], Any]
+
+_OP_NAME = re.compile(r"[A-Za-z_]\w*::[A-Za-z_]\w*(\.\w+)?")
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One wrong setting; `part` is the position inside it, such as ``[2]``; `where` is for readers."""
+
+    expected: str
+    got: str
+    fix: str | None = None
+    part: str = ""
+    where: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.where}: expected {self.expected}, got {self.got}"
+
+
+class Refused(Exception):
+    """A check's answer to a wrong value."""
+
+    def __init__(self, *problems: Problem) -> None:
+        super().__init__(*problems)
+        self.problems = problems
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """One kind of setting.
+
+    Attributes:
+        check: any value → the normalised one; raises Refused.
+        read: a text, as of a variable or the command line → a value for `check`.
+    """
+
+    check: Check
+    read: Callable[[str], object] = str
+
+
+def optional(kind: Kind) -> Kind:
+    """Accepts None too; the text is "none"."""
+    return Kind(
+        lambda value: None if value is None else kind.check(value),
+        lambda text: None if text.lower() == "none" else kind.read(text),
+    )
+
+
+def whole(low: int, high: int) -> Kind:
+    """An int in [low, high]."""
+
+    def check(value: Any) -> int:
+        number = whole_number(value)
+        if number is None or not low <= number <= high:
+            raise Refused(Problem(f"an int from {low} to {high}", shown(value)))
+        return number
+
+    return Kind(check, _read_whole)
+
+
+def _read_whole(text: str) -> int | str:
+    # int() also takes "1_000", and refuses digits beyond its own limit with another error.
+    return int(text) if re.fullmatch(r"[+-]?[0-9]{1,20}", text) else text
+
+
+def number(expected: str, is_valid: Callable[[float], bool]) -> Kind:
+    """A valid number as a float; True is none, nor is an int too large for a float."""
+
+    def check(value: Any) -> float:
+        is_float = isinstance(value, float) or _is_scalar_of(value, "float")
+        found = float(value) if is_float else whole_number(value)
+        if found is None or not is_valid(found) or abs(found) >= 1e300:
+            raise Refused(Problem(expected, shown(value)))
+        return float(found)
+
+    def read(text: str) -> float | str:
+        try:
+            return float(text)
+        except ValueError:
+            return text
+
+    return Kind(check, read)
+
+
+def _is_scalar_of(value: Any, dtype: str) -> bool:
+    """Whether it is a NumPy scalar, or a tensor or array without dims, of such a dtype."""
+    return dtype in str(getattr(value, "dtype", "")) and getattr(value, "ndim", -1) == 0
+
+
+def _check_flag(value: Any) -> bool:
+    if not isinstance(value, bool) and not _is_scalar_of(value, "bool"):
+        raise Refused(Problem("true or false", shown(value)))
+    return bool(value)
+
+
+flag = Kind(
+    _check_flag, lambda text: {"true": True, "1": True, "false": False, "0": False}.get(text.lower(), text)
+)
+
+
+def choice(*available: str, later: tuple[str, ...] = ()) -> Kind:
+    """One of `available`; those in `later` are known names that this version lacks."""
+
+    def check(value: Any) -> str:
+        if isinstance(value, str) and value in available:
+            return value
+        missing = isinstance(value, str) and value in later
+        got = f"{value!r}, which this version does not have yet" if missing else shown(value)
+        raise Refused(Problem(" or ".join(map(repr, available)), got))
+
+    return Kind(check)
+
+
+def _split(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",")] if text else []
+
+
+def check_sizes(value: Any) -> tuple[int, ...]:
+    """A list of token counts or batch sizes; every wrong entry is told."""
+    problems = [Problem(each.expected, each.got, SIZES_FIX, each.part) for each in find_problems(value)]
+    if problems:
+        raise Refused(*problems)
+    return plain_sizes(value)
+
+
+def check_grid(value: Any) -> Grid:
+    """A rule for token counts: an engine's name, or a table of step and max."""
+    if isinstance(value, Grid):
+        return value
+    if isinstance(value, str) and value in ENGINE_GRIDS:
+        return Grid(value)
+    known = " or ".join([*(f'"{name}"' for name in ENGINE_GRIDS), "{ step = ..., max = ... }"])
+    if not isinstance(value, dict):
+        raise Refused(Problem(known, shown(value)))
+    wrong = sorted(set(map(str, value)) ^ {"step", "max"})
+    if wrong:
+        missing = wrong[0] in ("step", "max")
+        raise Refused(Problem(known, f"a table {'without' if missing else 'with'} {wrong[0][:60]!r}"))
+    step, top = (whole(1, MAX_BUCKET).check(value[key]) for key in ("step", "max"))
+    if step > top:
+        raise Refused(
+            Problem("a step of at most max", f"step {step} and max {top}", fix="make the step smaller")
+        )
+    if top // step > MAX_NUM_BUCKETS:
+        fix = "make the step larger"
+        raise Refused(Problem(f"at most {MAX_NUM_BUCKETS} sizes", f"{top // step} of them", fix=fix))
+    return Grid("step", step, top)
+
+
+def _check_buckets(value: Any) -> tuple[int, ...] | Grid:
+    is_rule = isinstance(value, (Grid, dict)) or (isinstance(value, str) and value in ENGINE_GRIDS)
+    return check_grid(value) if is_rule else check_sizes(value)
+
+
+def _read_sizes(text: str) -> object:
+    return [_read_whole(part) for part in _split(text)]
+
+
+sizes = Kind(check_sizes, _read_sizes)
+# As `sizes`, or an empty list.
+some_sizes = Kind(lambda value: () if listed(value) == [] else check_sizes(value), _read_sizes)
+# A list of token counts, or a rule for them.
+buckets = Kind(_check_buckets, lambda text: text if text in ENGINE_GRIDS else _read_sizes(text))
+
+
+def _check_names(value: Any, refusal: Callable[[Any], tuple[str, str] | None]) -> tuple[str, ...]:
+    """Returns a list of names as a tuple, each once and none refused; a refusal is (expected, got)."""
+    for index, name in enumerate(value):
+        wrong = refusal(name) or (("each name once", f"{name!r} again") if name in value[:index] else None)
+        if wrong is not None:
+            raise Refused(Problem(*wrong, part=f"[{index}]"))
+    return tuple(value)
+
+
+def _check_fusions(value: Any) -> tuple[str, ...]:
+    """Names of passes, each once, or "auto" alone; one name need not be in a list."""
+    allowed = ("auto", *PASS_NAMES)
+    value = [value] if isinstance(value, str) else value
+    if not isinstance(value, (list, tuple)):
+        raise Refused(Problem("a list of names of fusions", shown(value)))
+
+    def refusal(name: Any) -> tuple[str, str] | None:
+        near = get_close_matches(name, allowed, n=1) if isinstance(name, str) else []
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        return None if name in allowed else (" or ".join(map(repr, allowed)), shown(name) + hint)
+
+    found = _check_names(value, refusal)
+    if "auto" in found and len(found) > 1:
+        raise Refused(Problem("'auto' alone, or names", shown(value)))
+    return found
+
+
+def _check_op_names(value: Any) -> tuple[str, ...]:
+    """Names of ops, or what `define` returned for them; one need not be in a list."""
+    value = [value] if isinstance(value, str) or hasattr(value, "overload") else value
+    if not isinstance(value, (list, tuple)) or not value:
+        raise Refused(Problem("a non-empty list of op names, or None for all registered ops", shown(value)))
+
+    def refusal(name: Any) -> tuple[str, str] | None:
+        is_name = isinstance(name, str) and _OP_NAME.fullmatch(name)
+        return None if is_name else ("a name such as 'namespace::op'", shown(name))
+
+    return _check_names([getattr(item, "name", item) for item in value], refusal)
+
+
+fusions = Kind(_check_fusions, _split)
+op_names = Kind(_check_op_names, _split)

@@ -1,0 +1,155 @@
+"""Reads settings from where users write them: a TOML file, and environment variables.
+
+One table, by field, says where each is written and what it accepts. What is wrong is collected, not raised,
+so that one error lists all of it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from piecewise.errors.settings import WrongSettings
+from piecewise.settings.kinds import Check, Kind, Problem, Refused
+from piecewise.settings.toml_file import TomlLines, read_tables
+from runners.errors import shown
+
+ENVIRONMENT_PREFIX = "PIECEWISE_"
+
+# A hostile file may have thousands of problems.
+_MAX_LISTED = 100
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One row of the field table.
+
+    Attributes:
+        table: its table in a file.
+        kind: what it accepts.
+        keys: its keys there, the one that is written first; each may have a narrower check of its own.
+    """
+
+    table: str
+    kind: Kind
+    keys: Mapping[str, Check | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """How and where the user wrote a setting; `path` is its keys in `lines`, where it came from a file."""
+
+    label: str
+    file: str = ""
+    path: tuple[str, ...] = ()
+    lines: TomlLines | None = None
+
+    def shown(self, part: str = "") -> str:
+        """Returns it for a message; `part` is the position inside the setting, such as ``[2]``."""
+        line = self.lines.line_of(*self.path, part) if self.lines is not None else None
+        file = f"{self.file}{f':{line}' if line is not None else ''}: " if self.file else ""
+        label = self.label if len(self.label) <= 120 else f"{self.label[:120]}..."
+        return f"{file}{label}{part}"
+
+
+@dataclass(slots=True)
+class Given:
+    """Settings by field as the user gave them, where each was written, and what was wrong so far."""
+
+    values: dict[str, object] = field(default_factory=dict)
+    where: dict[str, Place] = field(default_factory=dict)
+    problems: list[Problem] = field(default_factory=list)
+
+    def add(self, name: str, value: object, place: Place) -> None:
+        self.values[name], self.where[name] = value, place
+
+    def place(self, name: str) -> Place:
+        return self.where.get(name, Place(name))
+
+    def refuse(self, place: Place, *problems: Problem) -> None:
+        self.problems += [replace(each, where=place.shown(each.part)) for each in problems]
+
+    def refuse_unknown(self, place: Place, name: str, valid: Mapping[str, str]) -> None:
+        """Notes a name that no field has; `valid` tells how to write each name that one has."""
+        # The search is slow, and most of a hostile file's names are not listed.
+        few = len(self.problems) < _MAX_LISTED
+        nearest = get_close_matches(name[:100], valid, n=1, cutoff=0.5) if few else []
+        got = "an unknown one" + (f"; the nearest is {valid[nearest[0]]}" if nearest else "")
+        fix = f"the names are {', '.join(dict.fromkeys(valid.values()))}"
+        self.refuse(place, Problem("a known name", got, fix))
+
+    def raise_problems(self) -> None:
+        """Raises one `WrongSettings` that lists all problems; returns where there are none."""
+        if not self.problems:
+            return
+        first = self.problems[:_MAX_LISTED]
+        fix = "; ".join(dict.fromkeys(each.fix for each in first if each.fix)) or None
+        if len(self.problems) == 1:
+            only = first[0]
+            raise WrongSettings(only.where, expected=only.expected, got=only.got, fix=fix)
+        lines = [f"{len(self.problems)} settings are wrong:", *map(str, first)]
+        if len(self.problems) > len(first):
+            lines.append(f"and {len(self.problems) - len(first)} more")
+        raise WrongSettings("\n  ".join(lines), fix=fix)
+
+
+def read_file(path: Path, table_of_fields: Mapping[str, Setting]) -> Given:
+    """Reads a TOML file.
+
+    Raises:
+        UnreadableSettingsFile: as `read_tables`.
+    """
+    names = {(row.table, key): name for name, row in table_of_fields.items() for key in row.keys}
+    tables = {table for table, _ in names}
+    # How to write each valid key or table.
+    valid = {key: f"{key} in [{table}]" for table, key in names} | {name: f"[{name}]" for name in tables}
+    given = Given()
+    content, lines = read_tables(path)
+    for table, keys in content.items():
+        place = Place(f"[{table}]", str(path), (table,), lines)
+        if table not in tables:
+            given.refuse_unknown(place, table, valid)
+        elif not isinstance(keys, dict):
+            given.refuse(replace(place, label=table), Problem(f"a table, [{table}]", shown(keys)))
+        else:
+            for key, value in keys.items():
+                at = Place(f"[{table}] {key}", str(path), (table, key), lines)
+                name = names.get((table, key))
+                if name is None:
+                    given.refuse_unknown(at, key, valid)
+                elif name in given.values:
+                    given.refuse(at, Problem(f"one setting of {name}", "a second one under another key"))
+                else:
+                    _add_checked(given, name, value, at, table_of_fields[name].keys[key])
+    return given
+
+
+def _add_checked(given: Given, name: str, value: Any, place: Place, check: Check | None) -> None:
+    try:
+        given.add(name, check(value) if check is not None else value, place)
+    except Refused as refused:
+        given.refuse(place, *refused.problems)
+
+
+def read_environment(environ: Mapping[str, str], table_of_fields: Mapping[str, Setting]) -> Given:
+    """Reads the `PIECEWISE_*` variables: a field's name in capitals."""
+    given = Given()
+    fields = {ENVIRONMENT_PREFIX + name.upper(): name for name in table_of_fields}
+    for variable in sorted(name for name in environ if name.startswith(ENVIRONMENT_PREFIX)):
+        name = fields.get(variable)
+        if name is None:
+            same = dict(zip(fields, fields, strict=True))
+            given.refuse_unknown(Place(f"environment variable {variable}"), variable, same)
+        else:
+            text = environ[variable].strip()
+            given.add(name, table_of_fields[name].kind.read(text), Place(variable))
+    return given
+
+
+def environment() -> dict[str, str]:
+    """Returns the process's environment as it is now; for a model whose forward reads it."""
+    return dict(os.environ)
