@@ -13,6 +13,7 @@ from piecewise.capture.address_check import AddressReport, check_signatures
 from piecewise.capture.call_router import CallRouter
 from piecewise.capture.model_calls import ModelCalls
 from piecewise.capture.store import GraphStore
+from piecewise.errors.api import AlreadyEnabled, NoModule, NotEnabled
 from piecewise.lowering.lowering import Lowering
 from piecewise.report.report import CaptureReport, PlanReport, Report
 from piecewise.report.startup_times import StartupTimes
@@ -21,7 +22,6 @@ from piecewise.streams.streams import foresee
 from piecewise.verify.report import VerifyReport
 from piecewise.verify.verify import verify
 from runners.collector import paused_collector
-from runners.errors import ConfigError, StateError
 
 
 class GraphedModule:
@@ -38,10 +38,7 @@ class GraphedModule:
         self, model: nn.Module, config: PiecewiseConfig, *, forward: Callable[..., Any] | None = None
     ) -> None:
         if not isinstance(model, nn.Module):
-            raise ConfigError(
-                "argument 'model'", expected="a torch.nn.Module", got=type(model).__name__,
-                rule="graphs read weights through their modules", fix="wrap the function in an nn.Module",
-            )  # fmt: skip
+            raise NoModule(kind=type(model).__name__)
         graphs = GraphStore(config)
         self.model = model
         self.piecewise_config = graphs.config
@@ -93,7 +90,9 @@ class GraphedModule:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own call: `model(*args, **kwargs)`, replayed where a captured bucket serves it."""
-        if torch.compiler.is_compiling():
+        compiler = torch.compiler
+        # A trace in another thread, which is waited for, looks like one of this call.
+        if compiler.is_dynamo_compiling() or (compiler.is_compiling() and self._router.owner is None):
             return self._forward(*args, **kwargs)
         return self._router.serve(self._calls, self._forward, args, kwargs)
 
@@ -255,11 +254,7 @@ def enable(
         StateError: the model is enabled already.
     """
     if isinstance(model.__dict__.get("forward"), _SwappedForward):
-        raise StateError(
-            f"{type(model).__name__} is enabled already",
-            rule="one GraphedModule per model in place",
-            fix="call piecewise.disable(model) first",
-        )
+        raise AlreadyEnabled(model=type(model).__name__)
     original = model.__dict__.get("forward")
     graphed = GraphedModule(model, PiecewiseConfig.from_any(config, **overrides), forward=model.forward)
     model.forward = _SwappedForward(graphed, original)
@@ -270,11 +265,7 @@ def disable(model: nn.Module) -> nn.Module:
     """Undoes `enable` and gives the graph memory back; returns the model."""
     swapped = model.__dict__.get("forward")
     if not isinstance(swapped, _SwappedForward):
-        raise StateError(
-            f"{type(model).__name__} is not enabled",
-            rule="disable undoes enable",
-            fix="call it with the model that was passed to piecewise.enable",
-        )
+        raise NotEnabled(model=type(model).__name__)
     swapped.graphed.release()
     if swapped.original is None:
         del model.forward

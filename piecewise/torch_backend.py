@@ -27,6 +27,7 @@ from piecewise.capture.analyse import TracedModel, prepare
 from piecewise.capture.call_router import CallRouter
 from piecewise.capture.captured_call import CapturedSignature, Cut, Matched, SignatureList
 from piecewise.capture.store import GraphStore
+from piecewise.errors.api import BackendArguments, ExcludedByDynamo, NoHandle
 from piecewise.errors.report import CoverageError
 from piecewise.ir.array_places import array_source
 from piecewise.ir.plan import ResultLeaf
@@ -36,7 +37,7 @@ from piecewise.settings.config import PiecewiseConfig
 from piecewise.trace.dynamo.sources import readable_path
 from piecewise.trace.trace import ExampleCall, Placeholder, Trace
 from runners.collector import paused_collector
-from runners.errors import ConfigError, PiecewiseError, StateError
+from runners.errors import PiecewiseError
 from runners.state.state_check import StateFacts, StateRef
 from runners.stats import FallbackReason
 
@@ -100,21 +101,12 @@ def piecewise_backend(
         ConfigError: an option is unknown or wrong; the message lists the valid ones.
     """
     if unknown:
-        raise ConfigError(
-            f"torch.compile argument {', '.join(map(repr, unknown))}",
-            expected="none beside 'options'",
-            rule="the backend is configured by options alone",
-            fix='torch.compile(model, backend="piecewise", options={"buckets": [64, 128]})',
-        )
+        arguments = ", ".join(map(repr, unknown))
+        raise BackendArguments(f"torch.compile argument {arguments}", expected="none beside 'options'")
     odd = [key for key in options or {} if not isinstance(key, str)]
     if odd:
-        raise ConfigError(
-            f"option {odd[0]!r}",
-            expected="the name of a setting",
-            got=type(odd[0]).__name__,
-            rule="options are fields of PiecewiseConfig by name",
-            fix='options={"buckets": [64, 128]}',
-        )
+        kind = type(odd[0]).__name__
+        raise BackendArguments(f"option {odd[0]!r}", expected="the name of a setting", got=kind)
     config = PiecewiseConfig.from_any(None, **dict(options or {}))
     owner = internals.compiled_object()
     found = _handles.get(owner) if owner is not None else None
@@ -145,12 +137,7 @@ def handle(compiled: Any) -> BackendHandle:
                 return _handles[candidate]
         except TypeError:
             continue  # neither hashable nor weakly referable, so never an owner
-    raise StateError(
-        f"no handle for {type(compiled).__name__}",
-        expected='the result of torch.compile(model, backend="piecewise"), after its first call',
-        rule="Dynamo calls the backend at the first call",
-        fix="call it once, then ask again",
-    )
+    raise NoHandle(kind=type(compiled).__name__)
 
 
 class CompiledGraph:
@@ -213,11 +200,7 @@ class CompiledGraph:
                 traced = prepare(self._trace(args), config)
 
             def retrace(bucket: int) -> TracedModel:
-                raise StateError(
-                    f"bucket {bucket}: Dynamo's guards exclude it",
-                    rule="Dynamo alone decides when to trace again",
-                    fix="use piecewise.compile, which traces such buckets at their own size",
-                )
+                raise ExcludedByDynamo(bucket=bucket)
 
             # One token is another graph: Dynamo specialises sizes of 0 and 1.
             one_token = "Dynamo makes a graph of its own for one token"

@@ -32,18 +32,19 @@ def capture_bucket(context: CaptureContext, signature: CapturedSignature, bucket
         cut = _cut_for(context, signature, bucket)
         _capture_cut(context, signature, cut, bucket)
     except Exception as error:
+        shown = error.error if isinstance(error, SegmentFault) else error
         if context.config.strict:
-            raise
+            raise shown from shown.__cause__
         lost = None
         try:
             lost = _cut_again(context, signature, cut, error)
         except Exception as second:
-            error = second
+            shown = second
         if lost is not None:
             for size in sorted({*lost, bucket}, reverse=True):
                 capture_bucket(context, signature, size)
             return signature.bucket_reports[bucket]
-        signature.refuse_after(error, bucket)
+        signature.refuse_after(shown, bucket)
     taken_ms = (time.perf_counter() - began) * 1e3
     report = dataclasses.replace(signature.bucket_reports[bucket], capture_ms=taken_ms)
     signature.bucket_reports[bucket] = report
@@ -84,7 +85,6 @@ def _capture_cut(context: CaptureContext, signature: CapturedSignature, cut: Cut
         signature.refuse(bucket, FallbackReason.DISABLED, detail)
         return
     steps = _step_plan(cut, assembler, bucket)
-    steps.check.until_stable()
     signature.served[bucket] = ServedBucket(steps, cut.plan)
     signature.refused.pop(bucket, None)
     graphs = [runner.graph_for(bucket) for runner in assembler.runners.values()]

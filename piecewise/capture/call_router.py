@@ -18,11 +18,13 @@ from typing import Any, Protocol
 
 import torch
 
+from piecewise import torch_api
 from piecewise.capture.captured_call import CapturedSignature, Matched, SignatureList
 from piecewise.capture.store import GraphStore
+from piecewise.capture.traffic_recorder import EXACT_UP_TO
+from piecewise.errors.capture import ChangeInsideCall
 from runners.bound_steps import StateChanged
-from runners.errors import StateError
-from runners.mode import in_capture_window, is_eager_only, is_transforming
+from runners.mode import in_capture_window, is_eager_only
 from runners.state.state_check import StateChange
 from runners.stats import FallbackReason
 
@@ -46,24 +48,25 @@ class CallRouter:
     Args:
         captures_calls: whether any call may be the one that captures its bucket, until a release.
     Attributes:
-        is_capturing: whether the graphs are being changed now.
+        owner: the thread whose call, or change of the graphs, is in progress; None without one.
+        is_capturing: whether it is a change.
     """
 
     def __init__(self, store: GraphStore, *, captures_calls: bool) -> None:
         self._store, self._stats, self._traffic = store, store.stats, store.traffic
         self._captures_calls = captures_calls
         self._lock = threading.Lock()
-        self._owner: int | None = None
+        self.owner: int | None = None
         self.is_capturing = False
 
     def serve(self, caller: Caller, eager: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """The result of `eager(*args, **kwargs)`."""
-        if self._owner == threading.get_ident():
+        if self.owner == threading.get_ident():
             codes = FallbackReason.REENTRANT_CALL, FallbackReason.CAPTURE_IN_PROGRESS
             self._stats.count_eager(codes[self.is_capturing])
             return eager(*args, **kwargs)
         with self._lock:
-            self._owner = threading.get_ident()
+            self.owner = threading.get_ident()
             try:
                 found = self._find_plan(caller, args, kwargs)
                 may_vary = True
@@ -83,7 +86,7 @@ class CallRouter:
                         return result
                 self._stats.count_eager(found)
             finally:
-                self._owner = None
+                self.owner = None
         return eager(*args, **kwargs)
 
     def _find_plan(self, caller: Caller, args: Any, kwargs: Any) -> Any:
@@ -94,7 +97,7 @@ class CallRouter:
             return FallbackReason.EAGER_ONLY
         if torch.is_grad_enabled():
             return FallbackReason.GRAD_ENABLED
-        if is_transforming():
+        if torch_api.is_transforming():
             return FallbackReason.NESTED_TRACING
         if store.is_suspended:
             return FallbackReason.SUSPENDED
@@ -112,7 +115,10 @@ class CallRouter:
             if not signature.is_current():  # no replay would tell
                 signature, matched = self._current(signatures, args, kwargs) or (signature, matched)
         num_tokens = matched[0]
-        self._traffic.record(num_tokens)
+        if 0 < num_tokens <= EXACT_UP_TO:
+            self._traffic.by_count[num_tokens] += 1
+        else:
+            self._traffic.record(num_tokens)
         plan = self._plan_for(signature, *matched, may_capture=may_capture)
         if isinstance(plan, FallbackReason) and (bucket := _bucket_for(self._store, num_tokens)) is not None:
             self._stats.place_eager(bucket, plan)
@@ -165,18 +171,14 @@ class CallRouter:
         Raises:
             StateError: a call of the same thread is in progress.
         """
-        if self._owner == threading.get_ident():
-            raise StateError(
-                f"{what}() inside a call of the same module",
-                rule="capture replaces the memory that the running call uses",
-                fix="call it between calls",
-            )
+        if self.owner == threading.get_ident():
+            raise ChangeInsideCall(name=what)
         with self._lock:
-            self._owner, self.is_capturing = threading.get_ident(), True
+            self.owner, self.is_capturing = threading.get_ident(), True
             try:
                 yield
             finally:
-                self._owner, self.is_capturing = None, False
+                self.owner, self.is_capturing = None, False
 
 
 def choose_plan(

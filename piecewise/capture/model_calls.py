@@ -16,6 +16,7 @@ from piecewise.calls.unseen import UnseenCalls
 from piecewise.capture.analyse import TracedModel, example_of_size, one_token_refusal, trace_model
 from piecewise.capture.captured_call import CapturedSignature, Cut, Matched
 from piecewise.capture.store import GraphStore
+from piecewise.errors.capture import TooManySignatures
 from piecewise.errors.report import CoverageError
 from piecewise.report.progress import steps_bar
 from piecewise.report.report import CaptureReport
@@ -23,7 +24,7 @@ from piecewise.report.startup_times import StartupTimes
 from piecewise.trace.state.adapters import adapters_in_use
 from piecewise.trace.trace import ExampleCall
 from runners.collector import paused_collector
-from runners.errors import PiecewiseError, StateError
+from runners.errors import PiecewiseError
 from runners.mode import in_capture_window
 from runners.stats import FallbackReason
 
@@ -99,13 +100,7 @@ class ModelCalls:
         if signature is None:
             limit = self._config.max_signatures
             if not outdated and len(self.signatures) >= limit:
-                raise StateError(
-                    f"capture() of signature {len(self.signatures) + 1}",
-                    expected=f"at most {limit} signatures",
-                    got="one more kind of call",
-                    rule="graphs are bounded in number [I10]",
-                    fix="raise max_signatures, or make the calls alike",
-                )
+                raise TooManySignatures(number=len(self.signatures) + 1, limit=limit)
             signature = self._added(args, kwargs, instead_of=outdated)
         elif signature.suspended is not None:  # it waited for this state of the model
             signature.end_suspension()

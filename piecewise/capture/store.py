@@ -23,6 +23,7 @@ from piecewise.capture.build_plan import CaptureContext
 from piecewise.capture.captured_call import CapturedSignature, SignatureList
 from piecewise.capture.limits import capturable, check_boundary_ops, lack_of_memory
 from piecewise.capture.traffic_recorder import TrafficRecorder
+from piecewise.errors.capture import NotSuspended, StillSuspended
 from piecewise.errors.report import CoverageError
 from piecewise.lowering.lowering import Lowering
 from piecewise.report.coverage import require_buckets, require_plan
@@ -33,7 +34,6 @@ from runners.buffers import StaticBuffers
 from runners.collector import paused_collector
 from runners.engine import GraphEngine, GraphPool
 from runners.engines import engine_for
-from runners.errors import StateError
 from runners.mode import in_capture_window
 from runners.state.state_check import StateChange
 from runners.stats import CallStats, FallbackReason
@@ -136,6 +136,8 @@ class GraphStore:
                 capture_bucket(context, signature, bucket)
                 bar.set_postfix_str(f"{context.pool.allocated_bytes / 2**20:.0f} MiB")
                 bar.update(1)
+            for assembler in signature.assemblers:
+                assembler.check.until_stable()
             reports = [signature.bucket_reports[bucket] for bucket in buckets]
             require_buckets(reports, self.config.min_coverage)
         except CoverageError:
@@ -198,13 +200,7 @@ class GraphStore:
             called again.
         """
         if not self.is_suspended:
-            raise StateError(
-                "resume()",
-                expected="a model that suspend() was called on",
-                got="one that is not suspended",
-                rule="resume() undoes suspend()",
-                fix="call capture() to capture, or refresh() to capture again",
-            )
+            raise NotSuspended()
         if retrace is None:
             self.is_suspended = False
             return None
@@ -314,13 +310,7 @@ class GraphStore:
     def refuse_suspended(self, what: str) -> None:
         """Raises StateError while suspended."""
         if self.is_suspended:
-            raise StateError(
-                f"{what}() while suspended",
-                expected="graphs, or none asked for",
-                got="a model whose graphs wait for resume()",
-                rule="suspend() promised the memory to somebody else until resume()",
-                fix="call resume() first, or release() to give the graphs up for good",
-            )
+            raise StillSuspended(name=what)
 
     def note_change(self, change: StateChange) -> FallbackReason:
         """Lists the change; graphs that read moved memory are given up, so that the old weights can go."""

@@ -53,9 +53,9 @@ class TracedState:
     def of(cls, plans: Sequence[SegmentPlan], fixed: Iterable[StateRef]) -> TracedState:
         """The state that these plans read, as it is now."""
         states = [value.state for plan in plans for value in plan.values if value.state is not None]
-        states += [state for plan in plans for state, *_ in plan.state_facts.tensors]
         places = tuple({(id(state.owner), state.key): state for state in states}.values())
-        items = [item for plan in plans for item, *_ in plan.state_facts.types]
+        found = (item for plan in plans for item, *_ in plan.state_facts.types)
+        items = [item for item in found if not isinstance(item, torch.Tensor)]  # held by nothing
         fixed = tuple(fixed)
         return cls(places, fixed, kinds_of(places, fixed), tuple((each, _attributes(each)) for each in items))
 

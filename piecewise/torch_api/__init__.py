@@ -50,6 +50,7 @@ from piecewise.torch_api.process import (
     dict_versions,
     dict_versions_tell,
     dispatch_keys,
+    is_transforming,
     num_storage_users,
 )
 from piecewise.torch_api.subclasses import (

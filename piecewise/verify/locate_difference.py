@@ -17,13 +17,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import boundary_ops
 from piecewise.capture.build_plan import PlanAssembler
 from piecewise.capture.captured_call import ServedBucket
-from piecewise.capture.poison import AS_SERVED, Poison, replay_with, static_inputs_of
-from piecewise.ir.placeholders import unchanged_random_state
 from piecewise.ir.plan import Segment, ValueSpec
 from piecewise.ir.run_plan import arguments_of, run_plan, state_tensor
 from piecewise.ir.tensors import bound_arguments, storage_of, tensors_in, written_arguments
 from piecewise.verify.differences import TensorDifference, Tolerance, compare_values
+from piecewise.verify.poison import AS_SERVED, Poison, replay_with, static_inputs_of
 from runners.bound_steps import copied_together, copy_elements
+from runners.engines import native_engine
 from runners.row_views import place_of
 from runners.rows import narrow_to, repeat_row_
 
@@ -94,7 +94,7 @@ class SegmentWalk:
                 run = partial(self._call_function, segment)
             on_segment(segment, env, run)
 
-        with unchanged_random_state(self.device):
+        with native_engine(self.device).fork_random_state(self.device):
             return replay_with(self.steps, self.leaves, self.num_tokens, poison, around=around)
 
     def first_difference(self, poison: Poison, *, by_bits: bool = False) -> LocatedDifference | None:
@@ -178,7 +178,7 @@ class SegmentWalk:
         ]
         saved = {value.index: argument.clone() for value, argument in written if value.origin != "graph"}
         try:
-            with unchanged_random_state(self.device):
+            with native_engine(self.device).fork_random_state(self.device):
                 results = segment.function(self.num_tokens, *arguments)
             expected = [
                 (self.plan.values[index], _copied(result), None)

@@ -1,9 +1,8 @@
-"""What padded rows and static memory are filled with, to see whether anything depends on them [I2, I3].
+"""Replays a call with static memory and padding overwritten, to see whether anything depends on them.
 
-Before a replay all static memory is overwritten: a replay that reads what an earlier one left there shows.
-During it, as in a warm-up, each padded row is overwritten as soon as it is set, by what was proven of it.
-Weights, state and inputs are never touched. An integer that is no index would end all use of a CUDA device,
-should a rule be wrong.
+Before a replay all static memory is overwritten: a replay that reads what an earlier one left there shows
+[I2]. During it each padded row is overwritten as soon as it is set, by what was proven of it [I3]. Weights,
+state and inputs are never touched.
 """
 
 from __future__ import annotations
@@ -15,14 +14,11 @@ from typing import Any, cast
 
 import torch
 
+from piecewise.capture.placeholders import OTHER_ROWS, poison_padding_
 from piecewise.ir.plan import ValueSpec
 from runners.bound_steps import BoundCall, CopyInputs
-from runners.rows import padded_parts, poison_value, repeat_row_
+from runners.rows import poison_value
 from runners.step_plan import CallStep, ReplayStep, StaticArgument, StaticInput, StepPlan
-
-_NO_INDEX = 1 << 30
-# The variant for which padded rows repeat a real one, whatever they may hold.
-OTHER_ROWS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,38 +51,6 @@ def poisons_for(engine: str, *, is_padded: bool) -> tuple[Poison, ...]:
         return (AS_SERVED,)
     nan = (Poison("padding of nan", 0),) if engine == "tape" else ()
     return (AS_SERVED, *nan, *_FINITE)
-
-
-def poison_padding_(
-    tensor: torch.Tensor, value: ValueSpec, num_rows: int, bucket: int, *, variant: int
-) -> None:
-    """Fills the padded rows of a value at a bucket, of whose rows `num_rows` are real, with what it was
-    proven for."""
-    if not value.token_dims or value.sizes is None or not value.padded.is_prefix:
-        return
-    sizes = value.sizes(num_rows)
-    if value.padded.is_real or variant == OTHER_ROWS:
-        repeat_row_(tensor, sizes, value.units, row=variant)
-        return
-    filling = anything(tensor, variant, value.padded.bounds(bucket))
-    for part in padded_parts(tensor, sizes):
-        part.fill_(filling)
-
-
-def anything(
-    tensor: torch.Tensor, variant: int, bounds: tuple[int | None, int | None] = (None, None)
-) -> float | int | bool:
-    """A value of which no more is known than these bounds."""
-    dtype = tensor.dtype
-    if dtype.is_floating_point or dtype.is_complex or dtype is torch.bool:
-        return poison_value(dtype, variant)
-    low, high = bounds
-    limits = torch.iinfo(dtype)
-    if low is None:
-        low = max(-_NO_INDEX, limits.min) if tensor.device.type == "cpu" else min(high or 0, 0)
-    if high is None:
-        high = min(_NO_INDEX, limits.max) if tensor.device.type == "cpu" else max(low, 0)
-    return (low, high)[variant % 2]
 
 
 def static_inputs_of(steps: StepPlan) -> dict[int, StaticInput]:

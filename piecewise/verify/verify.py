@@ -20,21 +20,20 @@ from torch import nn
 from boundary_ops import PrefillBatch
 from piecewise.capture.call_router import preview
 from piecewise.capture.captured_call import CapturedSignature
-from piecewise.capture.poison import (
-    AS_SERVED,
-    WITHOUT_GRAPHS,
-    Poison,
-    overwrite_static_memory,
-    poisons_for,
-)
 from piecewise.capture.store import GraphStore
-from piecewise.ir.placeholders import unchanged_random_state
 from piecewise.ir.plan import SegmentPlan
 from piecewise.prefill_case import PrefillCase
 from piecewise.torch_api import is_wrapper
 from piecewise.trace.subclasses.kinds import plain_tensors
 from piecewise.verify.differences import TensorDifference, Tolerance
 from piecewise.verify.locate_difference import SegmentWalk
+from piecewise.verify.poison import (
+    AS_SERVED,
+    WITHOUT_GRAPHS,
+    Poison,
+    overwrite_static_memory,
+    poisons_for,
+)
 from piecewise.verify.report import Difference, SizeCheck, VerifyReport
 from piecewise.verify.run_result import RunResult, has_same_bits, stored
 from runners.bound_steps import StateChanged, copy_elements
@@ -236,7 +235,7 @@ class _SizeVerifier:
         return self._result_of(lambda: self.signature.rebuild(self.walk.run(run)))
 
     def _result_of(self, call: Callable[[], Any]) -> RunResult:
-        with unchanged_random_state(self.device):
+        with native_engine(self.device).fork_random_state(self.device):
             return RunResult.of(call, self.watched)
 
     def _located(

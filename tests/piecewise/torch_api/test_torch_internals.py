@@ -695,3 +695,21 @@ def test_which_classes_say_what_is_inside():
     assert [internals.has_torch_function(each) for each in (plain, parameter, two)] == [False] * 3
     assert internals.has_torch_function(plain.as_subclass(Kin))
     assert not internals.has_own_torch_function(plain.as_subclass(Kin))
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.trace. is deprecated")
+def test_transforms_and_tracers_are_seen() -> None:
+    seen: list[bool] = []
+
+    def look(x: torch.Tensor) -> torch.Tensor:
+        seen.append(internals.is_transforming())
+        return x
+
+    x = torch.ones(2)
+    look(x)
+    torch.func.vmap(look)(x)
+    torch.jit.trace(look, x, check_trace=False)
+    with torch.autograd.forward_ad.dual_level():
+        look(x)
+    look(x)
+    assert seen == [False, True, True, True, False]
