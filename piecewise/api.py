@@ -18,7 +18,7 @@ from piecewise.lowering.lowering import Lowering
 from piecewise.report.report import CaptureReport, PlanReport, Report
 from piecewise.report.startup_times import StartupTimes
 from piecewise.settings.config import PiecewiseConfig
-from piecewise.streams.streams import foresee
+from piecewise.streams.streams import StreamSchedules
 from piecewise.verify.report import VerifyReport
 from piecewise.verify.verify import verify
 from runners.collector import paused_collector
@@ -200,10 +200,10 @@ class GraphedModule:
             config, example = self.piecewise_config, self._calls.example(args, kwargs)
             traced = self._calls.trace(example)
             plan = traced.planned(config, StartupTimes(), move_weights=False)
-            lowering = Lowering(config).foresee(plan, config.buckets)
+            lowering = Lowering(config).preview(plan, config.buckets)
             num_rows = traced.token.example_num_tokens
-            streams = foresee(plan, lowering, num_rows=num_rows, num_streams=config.num_streams)
-            return PlanReport.of(plan, example.names, lowering, streams)
+            streams = StreamSchedules(plan, lowering, num_rows=num_rows, num_streams=config.num_streams)
+            return PlanReport.of(plan, example.names, lowering, streams.report())
 
     def verify(
         self, *args: Any, make_inputs: Callable[..., Any] | None = None, **kwargs: Any

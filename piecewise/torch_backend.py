@@ -20,7 +20,7 @@ import torch
 from torch import fx
 
 from boundary_ops.declare.registry import lookup
-from piecewise import torch_api as internals
+from piecewise import torch_api
 from piecewise.calls.binder import CallBinder, bound_call
 from piecewise.calls.structure import Structure, flatten_structure
 from piecewise.capture.analyse import TracedModel, prepare
@@ -108,7 +108,7 @@ def piecewise_backend(
         kind = type(odd[0]).__name__
         raise BackendArguments(f"option {odd[0]!r}", expected="the name of a setting", got=kind)
     config = PiecewiseConfig.from_any(None, **dict(options or {}))
-    owner = internals.compiled_object()
+    owner = torch_api.compiled_object()
     found = _handles.get(owner) if owner is not None else None
     if found is None or found.asked_for != config:
         found = BackendHandle(config)
@@ -153,13 +153,13 @@ class CompiledGraph:
         self.signatures = SignatureList()
         self._refused: FallbackReason | None = None
         nodes = graph.graph.find_nodes(op="placeholder")
-        self._sources = [internals.source_name(node) or node.name for node in nodes]
+        self._sources = [torch_api.source_name(node) or node.name for node in nodes]
         self._fakes = [node.meta.get("example_value") for node in nodes]
         # Dynamo passes float attributes as tensors and does not guard their values: position → value seen.
         numbers = {
             index: math.nan
             for index, (node, source) in enumerate(zip(nodes, self._sources, strict=True))
-            if internals.wraps_number(node) and array_source(source) is None
+            if torch_api.wraps_number(node) and array_source(source) is None
         }
         self._binder = _ArgumentBinder(len(nodes), numbers)
 
@@ -249,7 +249,7 @@ class CompiledGraph:
         leaves = tuple(ResultLeaf("output", index) for index in range(len(outputs)))
         structure, flat = flatten_structure((tuple(args[position] for position in binder.inputs),))
         example = ExampleCall(binder, structure, tuple(flat), names)
-        shape_env = internals.shape_env_of(self._fakes)
+        shape_env = torch_api.shape_env_of(self._fakes)
         result = Structure("tuple", children=children)
         # No facts: Dynamo's guards compare the module's state before each call.
         return Trace(graph, tuple(placeholders), result, leaves, shape_env, StateFacts(), example)

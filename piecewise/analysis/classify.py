@@ -1,4 +1,4 @@
-"""Where each node of a normalized graph runs: in a graph, as the boundary, or eagerly with a reason.
+"""Decides where each node of a normalized graph runs: in a graph, as the boundary, or eagerly with a reason.
 
 What an op does to token rows decides, whatever the op is called.
 """
@@ -13,14 +13,21 @@ import sympy
 import torch
 from torch import fx
 
-from piecewise import torch_api as internals
-from piecewise.analysis.normalize import target_name
+from piecewise import torch_api
 from piecewise.analysis.rows.judge import Judge
 from piecewise.analysis.rows.walk import RowsWalk
 from piecewise.analysis.token_dim import TokenSymbol
-from piecewise.ir.effects import NodeFacts, fakes_of, is_tuple_item, view_chain, written_storages
+from piecewise.ir.effects import NodeFacts, view_chain, written_storages
+from piecewise.ir.nodes import (
+    fakes_of,
+    has_fakes,
+    is_call,
+    is_tuple_item,
+    storages_of,
+    target_name,
+    value_of,
+)
 from piecewise.ir.tensors import storage_of, tensors_in
-from piecewise.torch_api import SYMBOLIC
 from piecewise.trace.trace import Trace
 
 REASONS: Mapping[str, str] = {
@@ -29,14 +36,14 @@ REASONS: Mapping[str, str] = {
     "reads_back": "reads a value back to the host",
     "data_dependent": "its result's size or meaning depends on data",
     "control_flow": "is control flow over nested graphs",
-    "collective": "exchanges values with other ranks, which may run this call at another size [I11]",
+    "collective": "exchanges values with other ranks, which may run this call at another size",
     "cpu": "lives on the CPU while the tokens do not",
     "other_dynamic_dim": "has a dynamic dim that is not the token count",
-    "consumes_token_dim": "its result is made of all token rows, padded ones included [I3]",
-    "token_count_as_value": "uses the token count as a value, which the padded count would change [I3]",
+    "consumes_token_dim": "its result is made of all token rows, padded ones included",
+    "token_count_as_value": "uses the token count as a value, which the padded count would change",
     "shared_with_eager": "writes memory that an eager op or the caller also holds",
-    "mixes_tokens": "padded rows would reach real rows [I3]",
-    "unknown_op": "nobody has said how token rows go through it [I3]",
+    "mixes_tokens": "padded rows would reach real rows",
+    "unknown_op": "nobody has said how token rows go through it",
     "not_recordable": "does something inside that a graph cannot repeat",
     "not_capture_safe": "is not declared capture_safe",
     "not_capturable": "this call of it cannot be captured",
@@ -57,8 +64,9 @@ class Verdict:
     detail: str = ""
 
     @classmethod
-    def of(cls, code: str, kind: str = "eager") -> Verdict:
-        return cls(kind, code, REASONS[code])
+    def of(cls, code: str, kind: str = "eager", detail: str = "") -> Verdict:
+        """One for a reason, with what is more to say of it."""
+        return cls(kind, code, ": ".join(filter(None, (REASONS[code], detail))))
 
 
 def kind_outside(fact: NodeFacts) -> str:
@@ -83,15 +91,13 @@ class Classifier:
         forced: Mapping[fx.Node, Verdict],
         captures_boundaries: bool = False,
     ) -> None:
-        self.trace, self.facts, self.token = trace, facts, token
-        self.graph, self.shape_env, self.symbol = trace.graph.graph, trace.shape_env, token.symbol
-        self.captures_boundaries = captures_boundaries
-        self.device: torch.device = trace.example.leaves[token.anchor[0]].device
+        self.trace, self.facts, self.token, self.judge = trace, facts, token, judge
+        self.graph, self.captures_boundaries = trace.graph.graph, captures_boundaries
         self.verdicts: dict[fx.Node, Verdict] = {}
-        self.judge = judge
+        self.rows = RowsWalk(judge, facts)
+        self._device: torch.device = trace.example.leaves[token.anchor[0]].device
         self._forced = dict(forced)
         self._exprs: dict[int, frozenset[sympy.Symbol]] = {}
-        self.rows = RowsWalk(judge, facts)
 
     def run(self) -> dict[fx.Node, Verdict]:
         """One verdict per call node; marks the views that are pinned."""
@@ -99,7 +105,7 @@ class Classifier:
             self.rows = RowsWalk(self.judge, self.facts)
             for node in self.graph.nodes:
                 node.meta.pop("pinned", None)
-                if node.op.startswith("call"):
+                if is_call(node):
                     self.verdicts[node] = self._verdict(node, self.facts[node])
             found = self._shared_writes() or self._shared_copies() or self._pinned_views() or self._borders()
             if not found:
@@ -110,24 +116,24 @@ class Classifier:
                 for node, verdict in found.items()
             }
 
-    def symbols(self, value: Any) -> frozenset[sympy.Symbol]:
+    def _symbols(self, value: Any) -> frozenset[sympy.Symbol]:
         """Free symbols of the sizes of a tensor (or of all in a tuple), or of a scalar."""
         sizes = [value, *(size for tensor in tensors_in(value) for size in tensor.shape)]
-        return frozenset().union(*(self._free(size) for size in sizes if isinstance(size, SYMBOLIC)))
+        return frozenset().union(*map(self._free, sizes))
 
-    def _free(self, scalar: Any) -> frozenset[sympy.Symbol]:
-        known = self._exprs.get(id(scalar.node))
-        if known is None:
-            known = frozenset(internals.free_symbols([scalar], self.shape_env))
-            self._exprs[id(scalar.node)] = known
-        return known
+    def _free(self, size: Any) -> frozenset[sympy.Symbol]:
+        if not isinstance(size, torch_api.SYMBOLIC):
+            return frozenset()
+        if id(size.node) not in self._exprs:
+            found = torch_api.free_symbols([size], self.trace.shape_env)
+            self._exprs[id(size.node)] = frozenset(found)
+        return self._exprs[id(size.node)]
 
-    def carries_tokens(self, value: Any) -> bool:
-        return any(self.symbol in self.symbols(tensor) for tensor in tensors_in(value))
+    def _carries_tokens(self, value: Any) -> bool:
+        return any(self.token.symbol in self._symbols(tensor) for tensor in tensors_in(value))
 
     def _verdict(self, node: fx.Node, fact: NodeFacts) -> Verdict:
         """What the node runs as; its rows are noted."""
-        value = node.meta.get("example_value")
         if fact.boundary is not None:
             found = self._forced.get(node) or self._boundary_verdict(node, fact)
             self.rows.boundary(node, in_graph=found.kind == "graph")
@@ -137,26 +143,28 @@ class Classifier:
             return self.verdicts[node.args[0]]  # type: ignore[index]
         verdict = self._forced.get(node)
         if verdict is None:
-            code = self._unrecordable(node, fact, value)
-            if code is None and _is_number(node, fact):
-                return Verdict("scalar")
-            code = code or self._by_symbols(fact, value)
-            verdict = Verdict.of(code) if code else self._by_rows(node, fact, value)
+            code = self._unrecordable(node, fact, value_of(node))
+            is_checked = fact.recording is not None and bool(fact.recording.calls)
+            if not (code or fact.writes or is_checked or has_fakes(node)):
+                return Verdict("scalar")  # it makes no tensor and does nothing to one
+            code = code or self._by_symbols(fact, value_of(node))
+            verdict = Verdict.of(code) if code else self._by_rows(node, fact)
         if verdict.kind != "graph":
             self.rows.eager(node)
         return verdict
 
-    def _by_rows(self, node: fx.Node, fact: NodeFacts, value: Any) -> Verdict:
+    def _by_rows(self, node: fx.Node, fact: NodeFacts) -> Verdict:
         mixes = self.rows.in_graph(node)
         if mixes is None:
             return Verdict("graph")
+        if mixes.code == "unknown_op":
+            return Verdict("eager", *mixes)
         code = mixes.code
-        results = list(fakes_of(fact.writes)) if fact.writes else [value]
-        reads = any(map(self.carries_tokens, fakes_of(fact.reads)))
-        if code == "mixes_tokens" and reads and not any(map(self.carries_tokens, results)):
+        results = list(fakes_of(fact.writes)) if fact.writes else [value_of(node)]
+        reads = any(map(self._carries_tokens, fakes_of(fact.reads)))
+        if code == "mixes_tokens" and reads and not any(map(self._carries_tokens, results)):
             code = "consumes_token_dim"
-        detail = mixes.detail if code == "unknown_op" else f"{REASONS[code]}: {mixes.detail}"
-        return Verdict("eager", code, detail)
+        return Verdict.of(code, detail=mixes.detail)
 
     def _boundary_verdict(self, node: fx.Node, fact: NodeFacts) -> Verdict:
         """In a graph where it is asked for and can be; what it writes beside tokens is its own affair."""
@@ -164,54 +172,42 @@ class Classifier:
             return Verdict("boundary")
         if "kept_out" in node.meta:
             return Verdict("boundary", "not_capturable", node.meta["kept_out"])
-        if not fact.boundary.capture_safe:
-            return Verdict.of("not_capture_safe", "boundary")
-        code = self._unrecordable(node, fact, None) or self._by_symbols(fact, None)
-        if code is None and self._uses_count(node):
+        code = "" if fact.boundary.capture_safe else "not_capture_safe"
+        code = code or self._unrecordable(node, fact, None) or self._by_symbols(fact, None)
+        if not code and self._uses_count(node):
             code = "token_count_as_value"
-        if code is None and not all(map(self.rows.is_prefix, fact.reads)):
+        if not code and not all(map(self.rows.is_prefix, fact.reads)):
             code = "mixes_tokens"
         return Verdict.of(code, "boundary") if code else Verdict("graph")
 
-    def _unrecordable(self, node: fx.Node, fact: NodeFacts, value: Any) -> str | None:
-        if isinstance(node.target, torch._ops.HigherOrderOperator):
-            return "control_flow"
+    def _unrecordable(self, node: fx.Node, fact: NodeFacts, value: Any) -> str:
         if target_name(node).partition("::")[0] in _COLLECTIVES:
             return "collective"
-        if fact.random:
-            return "random"
-        if fact.from_host:
-            return "host_tensor"
-        if fact.reads_back:
-            return "reads_back"
-        values = [value, *(argument.meta.get("example_value") for argument in node.all_input_nodes)]
-        seen = set().union(*map(self.symbols, values))
-        if fact.data_dependent or any(internals.is_unbacked(symbol) for symbol in seen):
-            return "data_dependent"
-        return None
+        values = [value, *map(value_of, node.all_input_nodes)]
+        seen = set().union(*map(self._symbols, values))
+        is_unbacked = any(map(torch_api.is_unbacked, seen))
+        return fact.unrecordable or ("data_dependent" if is_unbacked else "")
 
-    def _by_symbols(self, fact: NodeFacts, value: Any) -> str | None:
+    def _by_symbols(self, fact: NodeFacts, value: Any) -> str:
         tensors = [*tensors_in(value), *fakes_of(fact.reads)]
         # Scalars too: a kernel takes a 0-dim CPU tensor's value when it is launched, and a graph would
         # keep it.
-        if self.device.type != "cpu" and any(tensor.device.type == "cpu" for tensor in tensors):
+        if self._device.type != "cpu" and any(tensor.device.type == "cpu" for tensor in tensors):
             return "cpu"
-        if any(self.symbols(tensor) - {self.symbol} for tensor in tensors):
-            return "other_dynamic_dim"
-        return None
+        is_other = any(self._symbols(tensor) - {self.token.symbol} for tensor in tensors)
+        return "other_dynamic_dim" if is_other else ""
 
     def _uses_count(self, node: fx.Node) -> bool:
         """Whether a size is among the node's arguments."""
         leaves: list[Any] = []
         fx.node.map_aggregate((node.args, dict(node.kwargs)), leaves.append)
-        values = [leaf.meta.get("example_value") if isinstance(leaf, fx.Node) else leaf for leaf in leaves]
+        values = [value_of(leaf) if isinstance(leaf, fx.Node) else leaf for leaf in leaves]
         sizes = [size for value in values for size in (value if isinstance(value, torch.Size) else (value,))]
-        return any(isinstance(size, SYMBOLIC) and self.symbols(size) for size in sizes)
+        return any(map(self._free, sizes))
 
     def _shared_writes(self) -> dict[fx.Node, Verdict]:
         """Graph ops that write memory which an eager op also holds: they become eager."""
-        inputs = (placeholder.node for placeholder in self.trace.placeholders if placeholder.kind == "input")
-        held = set(map(storage_of, fakes_of(inputs)))
+        held = storages_of(each.node for each in self.trace.placeholders if each.kind == "input")
         for node, verdict in self.verdicts.items():
             if verdict.kind == "eager" and not self.facts[node].writes:
                 held |= self.facts[node].storages
@@ -223,33 +219,30 @@ class Classifier:
 
     def _shared_copies(self) -> dict[fx.Node, Verdict]:
         """Memory whose rows lie apart when padded reaches eager ops as dense copies. Where one of them writes
-        it and another one, or another view, looks at it, it is made eagerly."""
+        it and another one, or another view, reads it, it is made eagerly."""
         written: set[int] = set()
-        looked_at: dict[int, set[fx.Node]] = {}
+        viewed: dict[int, set[fx.Node]] = {}
         for node, verdict in self.verdicts.items():
-            if verdict.kind not in ("eager", "boundary"):
-                continue
-            written |= written_storages([self.facts[node]])
-            for taken in [*self.facts[node].reads, *([node] if self.facts[node].is_view else [])]:
-                for tensor in fakes_of([taken]):
-                    looked_at.setdefault(storage_of(tensor), set()).add(taken)
-        found = {}
-        for node, verdict in self.verdicts.items():
-            if verdict.kind != "graph" or self.facts[node].is_view or self.facts[node].writes:
-                continue
-            for tensor in fakes_of([node]):
-                memory = storage_of(tensor)
-                shared = memory in written and len(looked_at.get(memory, ())) > 1
-                strides = (stride for stride in tensor.stride() if not isinstance(stride, int))
-                if shared and any(self.symbol in self._free(stride) for stride in strides):
-                    found[node] = Verdict.of("shared_with_eager")
-        return found
+            fact = self.facts[node]
+            if verdict.kind in ("eager", "boundary"):
+                written |= written_storages([fact])
+                for taken in (*fact.reads, *([node] if fact.is_view else [])):
+                    for memory in storages_of([taken]):
+                        viewed.setdefault(memory, set()).add(taken)
+        shared = {memory for memory in written if len(viewed.get(memory, ())) > 1}
+        return {
+            node: Verdict.of("shared_with_eager")
+            for node, verdict in self.verdicts.items()
+            if verdict.kind == "graph" and not (self.facts[node].is_view or self.facts[node].writes)
+            for tensor in fakes_of([node])
+            if storage_of(tensor) in shared
+            and any(self.token.symbol in self._free(stride) for stride in tensor.stride())
+        }
 
     def is_floating(self, node: fx.Node) -> bool:
         """A view that each consumer makes for itself from its base, so that it never crosses a border."""
-        fact = self.facts.get(node)
-        is_view = fact is not None and fact.is_view
-        return is_view and self._is_in_graph(node) and not node.meta.get("pinned")
+        is_pinned = bool(node.meta.get("pinned"))
+        return self._is_in_graph(node) and self.facts[node].is_view and not is_pinned
 
     def view_chain(self, node: fx.Node) -> tuple[fx.Node, tuple[fx.Node, ...]]:
         """The tensor that a view is made of in each segment, and the views in between, in order."""
@@ -277,16 +270,10 @@ class Classifier:
 
     def _borders(self) -> dict[fx.Node, Verdict]:
         """Values that leave a graph and whose real rows do not lead: what made them so becomes eager [I1]."""
-        detail = f"{REASONS['mixes_tokens']}: its real rows do not lead where it leaves the graph"
+        verdict = Verdict.of("mixes_tokens", detail="its real rows do not lead where it leaves the graph")
         found = {}
         for taken in self._taken_by("eager", "boundary"):
             base = self.view_chain(taken)[0] if self.is_floating(taken) else taken
             if self._is_in_graph(base) and self.facts[base].storages and not self.rows.is_prefix(base):
-                found[self.rows.origin(base)] = Verdict("eager", "mixes_tokens", detail)
+                found[self.rows.origin(base)] = verdict
         return found
-
-
-def _is_number(node: fx.Node, fact: NodeFacts) -> bool:
-    """Whether the node makes no tensor and does nothing to one: it computes with sizes."""
-    is_checked = fact.recording is not None and bool(fact.recording.calls)
-    return not (any(True for _ in fakes_of([node])) or fact.writes or is_checked)

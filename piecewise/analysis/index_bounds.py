@@ -1,70 +1,68 @@
 """Checks index operands before the kernels that trust them.
 
 On a CPU an index out of range is an `IndexError`. On a CUDA device it is an assertion that ends the whole
-process' use of the device. Warm-ups run ops on made-up values, so on CUDA they look at the indices first, and
-raise what a CPU would.
+process' use of the device. Warm-ups run ops on placeholder values, so on CUDA they check the indices first,
+and raise what a CPU would.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from piecewise.ir.tensors import bound_arguments
+from piecewise.torch_api import OpOverload, TorchDispatchMode
 from runners._torch import call_kernel
 
 # (indices, how many there are to choose from, whether negative ones count from the end)
 Operand = tuple[Tensor, int, bool]
+Arguments = Mapping[str, Any]
 
 
-def _along_dim(arguments: Mapping[str, Any], may_be_negative: bool = False) -> list[Operand]:
+def _along_dim(arguments: Arguments, may_be_negative: bool = False) -> list[Operand]:
     source, index, dim = arguments["self"], arguments["index"], arguments["dim"]
     # An index without elements may have other dims than the source.
     return [(index, source.shape[dim] if source.dim() and index.numel() else 1, may_be_negative)]
 
 
-def _embedding(arguments: Mapping[str, Any]) -> list[Operand]:
+def _embedding(arguments: Arguments) -> list[Operand]:
     found = [(arguments["indices"], arguments["weight"].shape[0], False)]
     if "offsets" in arguments:
         found.append((arguments["offsets"], arguments["indices"].numel() + 1, False))
     return found
 
 
-def _index(arguments: Mapping[str, Any]) -> Iterator[Operand]:
+def _index(arguments: Arguments) -> Iterator[Operand]:
     dim = 0
     for index in arguments["indices"]:
-        if index is None:
-            dim += 1
-        elif index.dtype in (torch.bool, torch.uint8):
-            dim += index.dim()
-        else:
+        is_mask = index is not None and index.dtype in (torch.bool, torch.uint8)
+        if index is not None and not is_mask:
             yield index, arguments["self"].shape[dim], True
-            dim += 1
+        dim += index.dim() if is_mask else 1
 
 
-def _loss_target(arguments: Mapping[str, Any]) -> list[Operand]:
+def _loss_target(arguments: Arguments) -> list[Operand]:
     scores, target = arguments["self"], arguments["target"]
     counted = target[target != arguments["ignore_index"]]
     return [(counted, scores.shape[1 if scores.dim() > 1 else 0], False)]
 
 
-_OPERANDS: dict[str, Callable[[Mapping[str, Any]], Iterable[Operand]]] = {
-    **dict.fromkeys(("embedding", "embedding_renorm_"), _embedding),
-    **dict.fromkeys(("_embedding_bag", "_embedding_bag_forward_only"), _embedding),
-    **dict.fromkeys(("index", "_unsafe_index", "index_put", "index_put_"), _index),
-    **dict.fromkeys(("_index_put_impl_", "_unsafe_index_put", "_unsafe_masked_index"), _index),
-    **dict.fromkeys(("index_select", "index_add", "index_add_", "index_copy", "index_copy_"), _along_dim),
-    **dict.fromkeys(("index_reduce", "index_reduce_"), _along_dim),
-    **dict.fromkeys(("index_fill", "index_fill_"), partial(_along_dim, may_be_negative=True)),
-    **dict.fromkeys(("gather", "scatter", "scatter_", "scatter_add", "scatter_add_"), _along_dim),
-    **dict.fromkeys(("scatter_reduce", "scatter_reduce_"), _along_dim),
-    **dict.fromkeys(("take", "put", "put_"), lambda a: [(a["index"], a["self"].numel(), True)]),
-    **dict.fromkeys(("nll_loss_forward", "nll_loss2d_forward"), _loss_target),
+# By the names without an underscore at the end, which says that an op writes.
+_OPERANDS: dict[str, Callable[[Arguments], Iterable[Operand]]] = {
+    name: operands
+    for names, operands in {
+        "embedding embedding_renorm _embedding_bag _embedding_bag_forward_only": _embedding,
+        "index _unsafe_index index_put _index_put_impl _unsafe_index_put _unsafe_masked_index": _index,
+        "index_select index_add index_copy index_reduce": _along_dim,
+        "gather scatter scatter_add scatter_reduce": _along_dim,
+        "index_fill": lambda arguments: _along_dim(arguments, may_be_negative=True),
+        "take put": lambda arguments: [(arguments["index"], arguments["self"].numel(), True)],
+        "nll_loss_forward nll_loss2d_forward": _loss_target,
+    }.items()
+    for name in names.split()
 }
 
 
@@ -73,10 +71,9 @@ def _is_no_share(values: Any) -> Tensor:
 
 
 # Other ops that look at values on the device: whether they would end its use.
-_FAILS: dict[str, Callable[[Mapping[str, Any]], Tensor]] = {
+_FAILS: dict[str, Callable[[Arguments], Tensor]] = {
     "_assert_async": lambda a: ~a["self"].bool().all(),
-    "bernoulli": lambda a: _is_no_share(a["self"]) if a.get("p") is None else torch.tensor(False),
-    "bernoulli_": lambda a: _is_no_share(a["p"]),
+    "bernoulli": lambda a: _is_no_share(a["self"] if a.get("p") is None else a["p"]),
     "binary_cross_entropy": lambda a: _is_no_share(a["self"]) | _is_no_share(a["target"]),
     "repeat_interleave": lambda a: (a["repeats"] < 0).any(),
     "poisson": lambda a: ~(a["self"] >= 0).all(),
@@ -84,13 +81,17 @@ _FAILS: dict[str, Callable[[Mapping[str, Any]], Tensor]] = {
 }
 
 
-def checks_values(op: torch._ops.OpOverload) -> bool:
+def _name_of(op: OpOverload) -> str:
+    return op._schema.name.partition("::")[2].removesuffix("_")
+
+
+def checks_values(op: OpOverload) -> bool:
     """Whether an op's kernel looks at values on the device, as far as is known."""
-    namespace, _, name = op._schema.name.partition("::")
-    return namespace not in ("aten", "prim", "prims") or name in _OPERANDS or name in _FAILS
+    name = _name_of(op)
+    return op.namespace not in ("aten", "prim", "prims") or name in _OPERANDS or name in _FAILS
 
 
-def check_indices(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+def check_indices(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """Raises IndexError where an index operand of this call of an aten op is out of range, and RuntimeError
     where a kernel's own check of values would fail.
 
@@ -100,10 +101,9 @@ def check_indices(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mappin
         op: as the dispatcher sees it, such as `torch.ops.aten.embedding.default`.
         args, kwargs: its arguments.
     """
-    namespace, _, name = op._schema.name.partition("::")
-    if namespace != "aten" or not (name in _FAILS or name in _OPERANDS):
+    if op.namespace != "aten" or not checks_values(op):
         return
-    bound = bound_arguments(op, args, kwargs)
+    name, bound = _name_of(op), bound_arguments(op, args, kwargs)
     if name in _FAILS and bool(_FAILS[name](bound)):
         raise RuntimeError(f"{name}: its check of values fails")
     for index, size, may_be_negative in _OPERANDS[name](bound) if name in _OPERANDS else ():

@@ -7,7 +7,7 @@
    each segment re-opens it for itself. Grad-mode switches are dropped, since captures serve calls without
    grad.
 4. Tensor subclasses are seen through: the ops below them, on the plain tensors inside, take the place of
-   theirs (`subclasses.py`).
+   theirs (`trace/subclasses`).
 5. A `getitem` on a tuple moves next to its producer, so that tuples never cross a segment border.
 6. A number computed from sizes that the result holds is a number, not the 0-dim tensor that Dynamo carries
    it in.
@@ -21,7 +21,6 @@
 from __future__ import annotations
 
 import operator
-import re
 from collections.abc import Collection
 from typing import Any
 
@@ -29,14 +28,22 @@ import sympy
 import torch
 import torch.nn.functional as F
 from torch import fx
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from piecewise import torch_api as internals
-from piecewise.ir.effects import call_on_fakes
-from piecewise.ir.tensors import storage_of, tensors_in
-from piecewise.torch_api import SYMBOLIC
+from piecewise import torch_api
+from piecewise.errors.analysis import NestedTuple, ReshapesInPlace
+from piecewise.ir.nodes import (
+    call_on_fakes,
+    is_call,
+    module_path,
+    source_line,
+    storages_of,
+    target_name,
+    value_of,
+)
+from piecewise.ir.tensors import storage_of
+from piecewise.trace.subclasses.state import mark_subclasses, open_state
 from piecewise.trace.subclasses.subclasses import Wrapped, see_through
-from runners.errors import SplitError
+from piecewise.trace.trace import Trace
 
 _GRAD_SWITCHES = ("_set_grad_enabled", "_enter_inference_mode", "_exit_inference_mode")
 _REGIONS = ("_enter_autocast", "_exit_autocast", *_GRAD_SWITCHES)
@@ -48,56 +55,27 @@ _WRAPPERS = (
     "inline_asm",
     "wrap_with_set_grad_enabled",
 )
-
-
-def target_name(node: fx.Node) -> str:
-    """What the op is called: ``linear``, ``view``, ``toy::attn_inplace``."""
-    target: Any = node.target
-    if isinstance(target, str):
-        return target
-    if isinstance(target, torch._ops.OpOverload):
-        return target._schema.name
-    if isinstance(target, torch._ops.OpOverloadPacket):
-        return target._qualified_op_name
-    return getattr(target, "__name__", str(target))
-
-
-def module_path(node: fx.Node) -> str:
-    """The innermost module that called this op, as a user writes it: ``layers.0.self_attn``."""
-    stack = node.meta.get("nn_module_stack")
-    if not stack:
-        return ""
-    path = list(stack.values())[-1][0]
-    path = path.replace("L['model']", "").replace("['", ".").replace("']", "")
-    path = path.replace("._modules", "")
-    # A forward wrapped by a bound method is reached through a private attribute of the same module.
-    return re.sub(r"\._\w+(\.\w+)*?\.__self__", "", path).strip(".")
-
-
-def source_line(node: fx.Node, *, outside: str | None = None) -> str:
-    """The user's line: ``modeling.py:42, in forward: x = x[-1:]``; frames in the folder `outside` are left
-    out."""
-    lines = (node.meta.get("stack_trace") or "").strip().splitlines()
-    places = [index for index, line in enumerate(lines) if line.strip().startswith("File ")]
-    places = [index for index in places if outside is None or outside not in lines[index]]
-    if not places:
-        return ""
-    index = places[-1]
-    where = lines[index].strip().removeprefix("File ")
-    code = lines[index + 1].strip() if index + 1 < len(lines) else ""
-    return f"{where}: {code}" if code else where
-
-
 _DROPOUTS = (F.dropout, torch.dropout, torch.dropout_, torch.ops.aten.dropout, torch.ops.aten.dropout.default)
-
 # They change what an earlier name of the tensor looks like, so one name would stand for two shapes.
 _RESHAPE_IN_PLACE = frozenset(
     "unsqueeze_ squeeze_ t_ transpose_ swapaxes_ swapdims_ as_strided_ resize_ resize_as_ set_".split()
 )
 
 
+def normalized(trace: Trace) -> Trace:
+    """The trace in the form that is classified, its graph rewritten in place; state that is a tensor subclass
+    is the plain tensors inside.
+
+    Raises:
+        SplitError, TraceError: as `normalize` says; or state is of a class that cannot be seen through.
+    """
+    mark_subclasses(trace)
+    numbers = [leaf.index for leaf in trace.result_leaves if leaf.kind == "output" and leaf.value is float]
+    return open_state(trace, normalize(trace.graph, shape_env=trace.shape_env, numbers=numbers))
+
+
 def normalize(
-    graph: fx.GraphModule, *, shape_env: ShapeEnv | None = None, numbers: Collection[int] = ()
+    graph: fx.GraphModule, *, shape_env: torch_api.ShapeEnv | None = None, numbers: Collection[int] = ()
 ) -> dict[int, Wrapped]:
     """Applies the rewrites above in place; the module stays runnable but for its autocast regions.
 
@@ -123,6 +101,10 @@ def normalize(
     return wrapped
 
 
+def _function_name(node: fx.Node) -> str:
+    return target_name(node) if node.op == "call_function" else ""
+
+
 def _inline_wrappers(graph: fx.GraphModule) -> None:
     for node in list(graph.graph.nodes):
         inner, arguments = _wrapped_module(graph, node)
@@ -137,9 +119,7 @@ def _inline_wrappers(graph: fx.GraphModule) -> None:
                 graph.graph.erase_node(user)
         if node.users:
             if not isinstance(result, fx.Node):
-                raise SplitError(
-                    f"nested graph '{node.name}' is used as a whole tuple", fix="unpack its result in forward"
-                )
+                raise NestedTuple(name=node.name)
             node.replace_all_uses_with(result)
         graph.graph.erase_node(node)
     graph.recompile()
@@ -162,7 +142,7 @@ def _wrapped_module(graph: fx.GraphModule, node: fx.Node) -> tuple[fx.GraphModul
         inner = graph.get_submodule(str(node.target))
         if isinstance(inner, fx.GraphModule) and not node.kwargs:
             return inner, list(node.args)
-    elif isinstance(node.target, torch._ops.HigherOrderOperator) and node.target.name() in _WRAPPERS:
+    elif isinstance(node.target, torch_api.HigherOrderOperator) and node.target.name() in _WRAPPERS:
         for position, argument in enumerate(node.args):
             if isinstance(argument, fx.Node) and argument.op == "get_attr":
                 held = getattr(graph, str(argument.target), None)
@@ -172,14 +152,10 @@ def _wrapped_module(graph: fx.GraphModule, node: fx.Node) -> tuple[fx.GraphModul
 
 
 def _refuse_reshaping_in_place(graph: fx.Graph) -> None:
-    for node in graph.nodes:
-        if node.op.startswith("call") and target_name(node).rsplit("::", 1)[-1] in _RESHAPE_IN_PLACE:
-            line = source_line(node)
-            raise SplitError(
-                f"forward calls '{target_name(node)}'" + (f" ({line})" if line else ""),
-                rule="a tensor keeps its shape and strides while graphs are cut out of forward",
-                fix=f"use the form without the trailing underscore, '{target_name(node).rstrip('_')}'",
-            )
+    for node in filter(is_call, graph.nodes):
+        name, line = target_name(node), source_line(node)
+        if name.rpartition("::")[2] in _RESHAPE_IN_PLACE:
+            raise ReshapesInPlace(name=name, where=f" ({line})" if line else "", twin=name.rstrip("_"))
 
 
 class _Joined:
@@ -201,15 +177,13 @@ def _join_transforms(graph: fx.GraphModule) -> None:
     inside: list[fx.Node] = []
     depth = 0
     for node in list(graph.graph.nodes):
-        name = target_name(node) if node.op == "call_function" else ""
-        depth += name.endswith("_increment_nesting")
-        if depth:
+        name = _function_name(node)
+        depth += name.endswith("_increment_nesting") - name.endswith("_decrement_nesting")
+        if depth or inside:
             inside.append(node)
-        if name.endswith("_decrement_nesting"):
-            depth -= 1
-            if not depth:
-                _join(graph, inside)
-                inside = []
+        if inside and not depth:
+            _join(graph, inside)
+            inside = []
 
 
 def _join(graph: fx.GraphModule, nodes: list[fx.Node]) -> None:
@@ -226,37 +200,37 @@ def _join(graph: fx.GraphModule, nodes: list[fx.Node]) -> None:
         joined = graph.graph.call_function(_Joined(fx.GraphModule(graph, inner)), tuple(given))
     kept = ("stack_trace", "nn_module_stack")
     joined.meta = {key: value for key, value in nodes[0].meta.items() if key in kept}
-    joined.meta["example_value"] = tuple(node.meta.get("example_value") for node in made)
+    joined.meta["example_value"] = tuple(map(value_of, made))
     for at, node in enumerate(made):
         with graph.graph.inserting_after(joined):
             item = graph.graph.call_function(operator.getitem, (joined, at))
-        item.meta = joined.meta | {"example_value": node.meta.get("example_value")}
+        item.meta = joined.meta | {"example_value": value_of(node)}
         node.replace_all_uses_with(item, delete_user_cb=lambda user: user not in held)
     for node in reversed(nodes):
         graph.graph.erase_node(node)
 
 
 def _lift_regions(graph: fx.Graph) -> None:
-    open_regions: list[tuple[fx.Node, tuple]] = []
+    open_regions: dict[fx.Node, tuple] = {}
     for node in list(graph.nodes):
-        name = target_name(node) if node.op == "call_function" else ""
+        name = _function_name(node)
         if name == "_enter_autocast":
-            open_regions.append((node, tuple(node.args)))
+            open_regions[node] = tuple(node.args)
         elif name == "_exit_autocast":
-            open_regions = [region for region in open_regions if region[0] is not node.args[0]]
-        elif name not in _GRAD_SWITCHES and node.op.startswith("call"):
-            node.meta["autocast"] = tuple(arguments for _, arguments in open_regions)
+            open_regions.pop(node.args[0], None)  # type: ignore[call-overload]
+        elif name not in _GRAD_SWITCHES and is_call(node):
+            node.meta["autocast"] = tuple(open_regions.values())
     for node in reversed(list(graph.nodes)):  # an exit takes what its entry has made
-        if node.op == "call_function" and target_name(node) in _REGIONS:
+        if _function_name(node) in _REGIONS:
             graph.erase_node(node)
 
 
 def _move_getitems(graph: fx.Graph) -> None:
     for node in list(graph.nodes):
-        value = node.meta.get("example_value")
+        value = value_of(node)
         is_tuple = isinstance(value, (tuple, list)) and not isinstance(value, torch.Size)
         anchor = node
-        for user in list(node.users) if is_tuple and node.op.startswith("call") else ():
+        for user in list(node.users) if is_tuple and is_call(node) else ():
             if user.op == "call_function" and user.target is operator.getitem:
                 anchor.append(user)
                 anchor = user
@@ -269,20 +243,20 @@ def _unwrap_numbers(graph: fx.Graph, numbers: Collection[int]) -> None:
         carrier = items[position]
         if isinstance(carrier, fx.Node) and carrier.target is torch.scalar_tensor:
             number = carrier.args[0]
-            if isinstance(number, fx.Node) and isinstance(number.meta.get("example_value"), SYMBOLIC):
+            if isinstance(number, fx.Node) and isinstance(value_of(number), torch_api.SYMBOLIC):
                 items[position] = number
     output.args = (tuple(items),)
 
 
-def _fold_fixed_floats(graph: fx.Graph, shape_env: ShapeEnv | None) -> None:
+def _fold_fixed_floats(graph: fx.Graph, shape_env: torch_api.ShapeEnv | None) -> None:
     for node in list(graph.nodes):
-        value = node.meta.get("example_value")
+        value = value_of(node)
         if node.op != "call_method" or node.target != "item" or not isinstance(value, torch.SymFloat):
             continue
         # What data decides stays: eager would check it on each call.
-        if isinstance(value.node._expr, sympy.Expr) and internals.is_unbacked(value.node._expr):
+        if isinstance(value.node._expr, sympy.Expr) and torch_api.is_unbacked(value.node._expr):
             continue
-        fixed = internals.expression(value, shape_env)
+        fixed = torch_api.expression(value, shape_env)
         if fixed is not None and fixed.is_number:
             node.replace_all_uses_with(float(fixed))  # type: ignore[arg-type]
             graph.erase_node(node)
@@ -295,36 +269,26 @@ def _unwrap_idle_dropout(graph: fx.Graph) -> None:
         given = dict(zip(("input", "p", "training", "inplace"), node.args, strict=False)) | node.kwargs
         training = given.get("training", given.get("train", True))
         if training is False or (training is True and given.get("p") == 0):
-            copied = {storage_of(tensor) for tensor in tensors_in(node.meta.get("example_value"))}
+            copied = storages_of([node])
             node.replace_all_uses_with(given["input"])  # type: ignore[arg-type]
             graph.erase_node(node)
-            _renew_views(graph, copied)
-
-
-def _renew_views(graph: fx.Graph, memory: set[int]) -> None:
-    """Makes the fakes that lie in `memory` again, from those of their arguments as they are now."""
-    fake_mode = internals.fake_mode_of([node.meta.get("example_value") for node in graph.nodes])
-    for node in graph.nodes:
-        fakes = tensors_in(node.meta.get("example_value"))
-        if node.op.startswith("call") and any(storage_of(tensor) in memory for tensor in fakes):
-            node.meta["example_value"] = call_on_fakes(node, fake_mode)
+            # What lies in the copy is made again, from the fakes of its arguments as they are now.
+            fake_mode = torch_api.fake_mode_of(list(map(value_of, graph.nodes)))
+            for view in graph.nodes:
+                if is_call(view) and not copied.isdisjoint(storages_of([view])):
+                    view.meta["example_value"] = call_on_fakes(view, fake_mode)
 
 
 def _rename_in_place_results(graph: fx.Graph) -> None:
     for node in list(graph.nodes):
-        written = node.args[0] if node.op.startswith("call") and node.args else None
+        written = node.args[0] if is_call(node) and node.args else None
         if isinstance(written, fx.Node) and _writes_first_argument(node):
-            source, value = written.meta.get("example_value"), node.meta.get("example_value")
-            if (
-                isinstance(source, torch.Tensor)
-                and isinstance(value, torch.Tensor)
-                and _same_view(source, value)
-            ):
+            if _same_view(value_of(written), value_of(node)):
                 node.replace_all_uses_with(written)
 
 
 def _writes_first_argument(node: fx.Node) -> bool:
-    name = target_name(node).rsplit("::", 1)[-1]
+    name = target_name(node).rpartition("::")[2]
     if name.startswith("__") and name.endswith("__"):
         return name.startswith("__i") and name not in ("__invert__", "__index__", "__int__")
     if getattr(node.target, "__module__", "") == "_operator" and name.startswith("i"):
@@ -332,10 +296,12 @@ def _writes_first_argument(node: fx.Node) -> bool:
     return name.endswith("_") or node.kwargs.get("inplace") is True
 
 
-def _same_view(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """Whether two fakes look at the same elements; no guard on their sizes is made."""
+def _same_view(left: Any, right: Any) -> bool:
+    """Whether two values are fakes that view the same elements; no guard on their sizes is made."""
 
-    def look(fake: torch.Tensor) -> str:
+    def view(fake: torch.Tensor) -> str:
         return f"{storage_of(fake)} {[*fake.shape]} {[*fake.stride()]} {fake.storage_offset()}"
 
-    return left is right or look(left) == look(right)
+    if not isinstance(left, torch.Tensor) or not isinstance(right, torch.Tensor):
+        return False
+    return left is right or view(left) == view(right)

@@ -1,130 +1,126 @@
-"""Are two traces the same program? Compared op by op: a static one at one token with a symbolic one, or a
-trace of now with an earlier one."""
+"""Tells whether two traces are the same program, op by op: a static one at one token and a symbolic one, or a
+trace of now and an earlier one."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import sympy
 import torch
 from torch import fx
 
-from piecewise import torch_api as internals
-from piecewise.analysis.normalize import target_name
+from piecewise import torch_api
 from piecewise.calls.structure import Structure
-from piecewise.cut.split import source_line
-from piecewise.ir.effects import NodeFacts, fakes_of
+from piecewise.ir.effects import NodeFacts
+from piecewise.ir.graph_key import argument_key
+from piecewise.ir.nodes import (
+    fakes_of,
+    has_fakes,
+    is_call,
+    source_line,
+    storages_of,
+    target_name,
+    value_of,
+)
 from piecewise.ir.plan import ResultLeaf
 from piecewise.ir.tensors import storage_of
-from piecewise.torch_api import SYMBOLIC
 from piecewise.trace.trace import Trace
-
-Facts = Mapping[fx.Node, NodeFacts]
-
-
-def has_same_program(
-    dynamic: Trace, single: Trace, symbol: sympy.Symbol, *, facts: Facts, single_facts: Facts
-) -> bool:
-    """True where both have the same ops on the same operands, with every size of `dynamic` taken at one
-    token, and where each write reaches the same tensors."""
-    left = _Program(dynamic, symbol, facts)
-    right = _Program(single, None, single_facts)
-    return left.lines == right.lines and left.result == right.result
-
-
-def first_difference(
-    earlier: Trace, now: Trace, symbols: Sequence[sympy.Symbol], *, facts: Sequence[Facts], num_tokens: int
-) -> str | None:
-    """The first op in which two traces of one call differ, in words; None where they are the same program.
-
-    Args:
-        symbols, facts: of the earlier trace and of the one of now.
-        num_tokens: the count at which sizes are compared, two or more.
-    """
-    left = _Program(earlier, symbols[0], facts[0], num_tokens=num_tokens)
-    right = _Program(now, symbols[1], facts[1], num_tokens=num_tokens)
-    for position, (seen, found) in enumerate(itertools.zip_longest(left.lines, right.lines)):
-        if seen != found:
-            node = (right if found is not None else left).nodes[position]
-            was = target_name(left.nodes[position]) if seen is not None else "nothing"
-            got = target_name(node) if found is not None else "nothing"
-            where = f" at {source}" if (source := source_line(node)) else ""
-            return f"op {position} was {was}, is {got}{' of other operands' if was == got else ''}{where}"
-    return None if left.result == right.result else "the result is put together in another way"
-
 
 _VIEW = "view of"
 
 
-class _Program:
-    """A graph as lines that compare: op, operands by position, numbers by value, result shapes."""
+class Program:
+    """A graph as lines that compare: op, operands by position, numbers by value, result shapes.
+
+    Args:
+        facts: of the graph's nodes.
+        symbol: of the token count; None for a static trace.
+        num_tokens: the count at which sizes are compared.
+    Attributes:
+        lines, nodes: one per op that makes or writes tensors, but for views, which are named by their base.
+        result: how the result is put together, and which of its tensors share memory, as numbers in order of
+            appearance.
+    """
 
     def __init__(
-        self, trace: Trace, symbol: sympy.Symbol | None, facts: Facts, *, num_tokens: int = 1
+        self,
+        trace: Trace,
+        facts: Mapping[fx.Node, NodeFacts],
+        *,
+        symbol: sympy.Symbol | None = None,
+        num_tokens: int = 1,
     ) -> None:
         self._trace, self._symbol, self._facts, self._num_tokens = trace, symbol, facts, num_tokens
         self._names: dict[fx.Node, Any] = {}
         self._holders: dict[int, list[fx.Node]] = {}
         self._known: dict[Any, Any] = {}
+        graph = trace.graph.graph
+        self._order = {node: position for position, node in enumerate(graph.nodes)}
+        self._outputs: Any = graph.output_node().args[0]
         self.nodes: list[fx.Node] = []
-        self._order = {node: position for position, node in enumerate(trace.graph.graph.nodes)}
+        self.lines: list[Any] = []
         for placeholder in trace.placeholders:
             where = placeholder.state.path if placeholder.state is not None else placeholder.leaf
             self._name(placeholder.node, (placeholder.kind, where))
-        self.lines: list[Any] = []
-        for node in trace.graph.graph.nodes:
+        for node in graph.nodes:
+            # Sizes are compared where they are used, by value.
+            is_size = node.target == "size" or target_name(node).startswith("aten::sym_")
             if (view := self._view(node)) is not None:
                 self._name(node, view)
-            elif node.op.startswith("call") and self._holds_tensors_or_writes(node):
+            elif is_call(node) and not is_size and has_fakes(node, *node.all_input_nodes):
                 self._name(node, len(self.lines))
                 self.nodes.append(node)
                 shapes = [self._sizes(tensor.shape) for tensor in fakes_of([node])]
-                arguments = self._argument(node.args), self._argument(dict(node.kwargs))
+                arguments = self._argument((node.args, dict(node.kwargs)))
                 what = node.op, str(node.target), node.meta.get("autocast", ())
-                self.lines.append((*what, *arguments, shapes, self._written(node)))
-        self._outputs: Any = trace.graph.graph.output_node().args[0]
-        # And which of its tensors share memory, as numbers in order of appearance.
-        results, seen = trace.graph.graph.output_node().all_input_nodes, dict[int, int]()
-        aliases = [seen.setdefault(storage_of(tensor), len(seen)) for tensor in fakes_of(results)]
+                self.lines.append((*what, arguments, shapes, self._written(node)))
+        seen = dict[int, int]()
+        results = fakes_of(graph.output_node().all_input_nodes)
+        aliases = [seen.setdefault(storage_of(tensor), len(seen)) for tensor in results]
         wrapped = [trace.result_leaves[part] for _, parts, _ in trace.wrapped for part in parts]
         self.result = self._result(trace.result), list(map(self._result_leaf, wrapped)), aliases
 
+    def difference(self, now: Program) -> str | None:
+        """The first op in which this program and a later one differ, in words; None where both have the same
+        ops on the same operands, and each write reaches the same tensors."""
+        for position, (seen, found) in enumerate(itertools.zip_longest(self.lines, now.lines)):
+            if seen != found:
+                node = (now if found is not None else self).nodes[position]
+                was = target_name(self.nodes[position]) if seen is not None else "nothing"
+                got = target_name(node) if found is not None else "nothing"
+                where = f" at {source}" if (source := source_line(node)) else ""
+                return f"op {position} was {was}, is {got}{' of other operands' if was == got else ''}{where}"
+        return None if self.result == now.result else "the result is put together in another way"
+
     def _view(self, node: fx.Node) -> Any:
-        """A name of what an aten view looks at: of one row, `slice` is `alias`, `unsqueeze` may be `view`."""
-        fake, given = node.meta.get("example_value"), node.args[0] if node.args else None
-        is_view = isinstance(node.target, torch._ops.OpOverload) and node.target.is_view
+        """A name of what an aten view shows: of one row, `slice` is `alias`, `unsqueeze` may be `view`."""
+        fake, given = value_of(node), node.args[0] if node.args else None
+        is_view = isinstance(node.target, torch_api.OpOverload) and node.target.is_view
         base = self._names.get(given) if isinstance(given, fx.Node) else None
         if not is_view or not isinstance(fake, torch.Tensor) or base is None:
             return None
         sizes, strides = self._sizes(fake.shape), self._sizes(fake.stride())
         steps = tuple(stride for size, stride in zip(sizes, strides, strict=True) if size != 1)
-        place = (
-            sizes,
-            steps,
-            self._number(fake.storage_offset()),
-            str(fake.dtype),
-            fake.is_conj(),
-            fake.is_neg(),
-        )
+        offset = self._number(fake.storage_offset())
+        place = sizes, steps, offset, str(fake.dtype), fake.is_conj(), fake.is_neg()
         is_chain = isinstance(base, tuple) and base[0] == _VIEW
         return _VIEW, base[1] if is_chain else base, place
 
     def _name(self, node: fx.Node, name: Any) -> None:
         self._names[node] = name
-        for memory in set(map(storage_of, fakes_of([node]))):
+        for memory in storages_of([node]):
             self._holders.setdefault(memory, []).append(node)
 
     def _written(self, node: fx.Node) -> Any:
         """The tensors that a write reaches and that are read later, by the caller if inputs or state:
         `contiguous()` of one row is no copy."""
-        fact = self._facts.get(node)
+        fact, order = self._facts.get(node), self._order
         if fact is None or not fact.writes:
             return ()
-        memory = set(map(storage_of, fakes_of(fact.writes)))
-        order = self._order
-        holders = dict.fromkeys(other for each in memory for other in self._holders.get(each, ()))
+        written = storages_of(fact.writes)
+        holders = dict.fromkeys(other for each in written for other in self._holders.get(each, ()))
         return sorted(
             str(self._names[other])
             for other in holders
@@ -148,45 +144,31 @@ class _Program:
         if leaf.kind == "const":
             return ("number", self._number(leaf.value))
         item = self._outputs[leaf.index]
-        value = item.meta.get("example_value") if isinstance(item, fx.Node) else item
+        value = value_of(item) if isinstance(item, fx.Node) else item
         if isinstance(value, torch.Tensor):
             return ("tensor", leaf.value, self._argument(item))
         return ("number", self._number(value))
 
-    def _holds_tensors_or_writes(self, node: fx.Node) -> bool:
-        # Sizes are compared where they are used, by value.
-        if node.op == "call_method" and node.target == "size" or target_name(node).startswith("aten::sym_"):
-            return False
-        return any(True for _ in fakes_of([node, *node.all_input_nodes]))
-
     def _sizes(self, sizes: Any) -> tuple[Any, ...]:
-        return tuple(self._number(size) for size in sizes)
+        return tuple(map(self._number, sizes))
 
     def _number(self, value: Any) -> Any:
-        expr = internals.expression(value, self._trace.shape_env)
+        expr = torch_api.expression(value, self._trace.shape_env)
         if expr is None:
             return repr(value)
         if expr not in self._known:
             taken = expr.subs(self._symbol, self._num_tokens) if self._symbol is not None else expr
-            self._known[expr] = (
-                int(taken) if taken.is_Integer else float(taken) if taken.is_number else str(taken)
-            )
+            number = int(taken) if taken.is_Integer else float(taken) if taken.is_number else str(taken)
+            self._known[expr] = number
         return self._known[expr]
 
     def _argument(self, value: Any) -> Any:
-        if isinstance(value, fx.Node):
-            known = self._names.get(value)
-            is_number = known is None or not any(True for _ in fakes_of([value]))
-            if not is_number or value.op == "get_attr":
-                return ("node", known)
-            scalar = value.meta.get("example_value")
-            return self._sizes(scalar) if isinstance(scalar, torch.Size) else self._number(scalar)
-        if isinstance(value, (tuple, list)):
-            return tuple(map(self._argument, value))
-        if isinstance(value, dict):
-            return tuple((key, self._argument(item)) for key, item in sorted(value.items()))
-        if isinstance(value, slice):
-            return ("slice", *map(self._argument, (value.start, value.stop, value.step)))
-        if isinstance(value, (int, float, *SYMBOLIC)) and not isinstance(value, bool):
-            return self._number(value)
-        return repr(value)
+        return argument_key(value, node=self._operand, number=self._number)
+
+    def _operand(self, node: fx.Node) -> Any:
+        known = self._names.get(node)
+        if node.op == "get_attr" or (known is not None and has_fakes(node)):
+            return ("node", known)
+        scalar = value_of(node)
+        # A size of one trace is a number in the other.
+        return ("tuple", *self._sizes(scalar)) if isinstance(scalar, torch.Size) else self._number(scalar)

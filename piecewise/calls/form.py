@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.modules import module as module_hooks
 
 from piecewise.calls.binder import CallBinder, FormBinder
-from runners.errors import TraceError
+from piecewise.errors.trace import BackwardHook
 
 # Wrappers from here treat an argument alike in both forms; the tests call attached models in both.
 _FORM_BLIND = frozenset({"torch", "transformers", "boundary_ops"}) | sys.stdlib_module_names
@@ -65,29 +65,20 @@ def refuse_backward_hooks(model: nn.Module, *, skip_root: bool) -> None:
     """Refuses full backward hooks, which Dynamo does not trace, by the module that has them.
 
     Raises:
-        TraceError: there are some.
+        BackwardHook: there are some.
     """
     for path, module in model.named_modules():
         if skip_root and not path:  # they run around the forward that is traced
             continue
         if module._backward_pre_hooks or (module._backward_hooks and module._is_full_backward_hook):
-            _refuse(f"'{path}' ({type(module).__name__})" if path else f"the model ({type(module).__name__})")
+            owner = f"'{path}'" if path else "the model"
+            raise BackwardHook(owner=f"{owner} ({type(module).__name__})")
     is_full = module_hooks._global_is_full_backward_hook
     if module_hooks._global_backward_pre_hooks or (module_hooks._global_backward_hooks and is_full):
-        _refuse("every module (torch.nn.modules.module.register_module_full_backward_hook and its like)")
+        like = "torch.nn.modules.module.register_module_full_backward_hook and its like"
+        raise BackwardHook(owner=f"every module ({like})")
 
 
 def _is_form_blind(function: Any) -> bool:
     where = getattr(function, "__globals__", {}).get("__name__")
     return str(where).partition(".")[0] in _FORM_BLIND
-
-
-def _refuse(owner: str) -> None:
-    raise TraceError(
-        f"a full backward hook of {owner}",
-        expected="none while the model is traced",
-        got="one or more",
-        rule="the graph comes from one torch.compile trace, and Dynamo traces no backward hooks [I10]",
-        fix="register it after capture(): calls without gradients run no backward hooks, so the graphs stay "
-        "right, and calls with gradients run the model itself",
-    )

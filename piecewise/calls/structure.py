@@ -14,7 +14,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
+
+from piecewise import torch_api
 
 PLAIN = (
     *(type(None), bool, float, complex, str, bytes, enum.Enum),
@@ -77,8 +78,8 @@ def flatten_structure(
             keys = tuple(field.name for field in dataclasses.fields(value))
             children = tuple(walk(getattr(value, key)) for key in keys)
             return Structure("dataclass", type=cls, keys=keys, children=children)
-        if cls in pytree.SUPPORTED_NODES:
-            flat, spec = pytree.tree_flatten(value)
+        if cls in torch_api.SUPPORTED_NODES:
+            flat, spec = torch_api.tree_flatten(value)
             return Structure("pytree", type=cls, children=tuple(map(walk, flat)), spec=spec)
         return Structure("const", value=value)
 
@@ -131,7 +132,7 @@ def build_source(node: Structure, leaf_names: Sequence[str], namespace: Namespac
     if node.kind == "dataclass":
         rebuild = namespace.name(rebuild_dataclass)
         return f"{rebuild}({namespace.name(node.type)}, {namespace.name(node.keys)}, [{', '.join(parts)}])"
-    return f"{namespace.name(pytree.tree_unflatten)}([{', '.join(parts)}], {namespace.name(node.spec)})"
+    return f"{namespace.name(torch_api.tree_unflatten)}([{', '.join(parts)}], {namespace.name(node.spec)})"
 
 
 def _key(key: Any, namespace: Namespace) -> str:
@@ -172,7 +173,7 @@ class MatchWriter:
         else:
             if node.kind == "pytree":
                 self.reject(f"type({name}) is not {names.name(node.type)}")
-                name = self._fresh(f"{names.name(pytree.tree_flatten)}({name})")
+                name = self._fresh(f"{names.name(torch_api.tree_flatten)}({name})")
                 condition = f"{name}[1] != {names.name(node.spec)}"
                 places = [f"[0][{position}]" for position in range(len(node.children))]
             elif node.kind == "dict":

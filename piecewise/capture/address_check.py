@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import ClassVar
 
-from piecewise.analysis.same_program import first_difference
+from piecewise.analysis.same_program import Program
 from piecewise.capture.analyse import TracedModel
 from piecewise.capture.captured_call import CapturedSignature, SignatureList
 from piecewise.errors.capture import ModelDiffers
@@ -81,10 +81,8 @@ def _difference(signature: CapturedSignature, retrace: Callable[[ExampleCall], T
         now = retrace(earlier.trace.example)
     except PiecewiseError as error:
         return f"it cannot be traced any more: {error.what}"
-    return first_difference(
-        earlier.trace,
-        now.trace,
-        (earlier.token.symbol, now.token.symbol),
-        facts=(earlier.facts, now.facts),
-        num_tokens=max(earlier.token.example_num_tokens, 2),
+    count = max(earlier.token.example_num_tokens, 2)
+    old, new = (
+        Program(each.trace, each.facts, symbol=each.token.symbol, num_tokens=count) for each in (earlier, now)
     )
+    return old.difference(new)

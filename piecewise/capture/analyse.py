@@ -10,12 +10,12 @@ import numpy as np
 import torch
 from torch import fx, nn
 
-from piecewise import torch_api as internals
+from piecewise import torch_api
 from piecewise.analysis.classify import Classifier, Verdict, kind_outside
-from piecewise.analysis.normalize import module_path, source_line
-from piecewise.analysis.rows.counts import Sizes, valid_counts
+from piecewise.analysis.normalize import normalized
+from piecewise.analysis.rows.counts import KnownSizes, valid_counts
 from piecewise.analysis.rows.judge import Judge
-from piecewise.analysis.same_program import has_same_program
+from piecewise.analysis.same_program import Program
 from piecewise.analysis.token_dim import TokenSymbol, find_token_symbol
 from piecewise.capture.captured_ops import (
     MetadataMade,
@@ -28,13 +28,14 @@ from piecewise.capture.placeholders import resize_leaf
 from piecewise.cut.split import Splitter
 from piecewise.errors.capture import SeveralDevices, StrictRefusal
 from piecewise.ir.aten import AtenGraph
-from piecewise.ir.effects import NodeFacts, fakes_of, find_facts, remove_dead_nodes
+from piecewise.ir.effects import NodeFacts, find_facts, remove_dead_nodes
+from piecewise.ir.nodes import fakes_of, module_path, source_line
 from piecewise.ir.plan import SegmentPlan
 from piecewise.report.startup_times import StartupTimes
 from piecewise.settings.config import PiecewiseConfig
 from piecewise.settings.fusions import passes_for
-from piecewise.trace.subclasses.state import normalized
-from piecewise.trace.trace import ExampleCall, Trace, trace
+from piecewise.trace.dynamo.front_end import trace
+from piecewise.trace.trace import ExampleCall, Trace
 from runners.errors import TraceError
 
 
@@ -161,12 +162,12 @@ def trace_model(
 
 def _ints_that_decide(traced: Trace) -> list[int]:
     """Int arguments whose symbol is in a guard or in the shape of some tensor."""
-    sizes = internals.symbolic_sizes(traced.shape_env)
+    sizes = torch_api.symbolic_sizes(traced.shape_env)
     ints = [(expr, leaf) for (leaf, dim), expr in sizes.items() if dim < 0 and expr.is_Symbol]
-    guards = internals.guard_expressions(traced.shape_env)
+    guards = torch_api.guard_expressions(traced.shape_env)
     seen: set[Any] = {symbol for guard in guards for symbol in guard.free_symbols}
     for tensor in fakes_of(traced.graph.graph.nodes) if ints else ():
-        seen |= internals.free_symbols(tensor.shape, traced.shape_env)
+        seen |= torch_api.free_symbols(tensor.shape, traced.shape_env)
     return sorted(leaf for symbol, leaf in ints if symbol in seen)
 
 
@@ -182,7 +183,7 @@ def prepare(traced: Trace, config: PiecewiseConfig) -> TracedModel:
     counts = valid_counts(traced.shape_env, token.symbol, max(config.buckets))
     if not len(counts):  # no bucket can be served
         counts = np.array([token.example_num_tokens])
-    judge = Judge(Sizes(counts, token.symbol, traced.shape_env))
+    judge = Judge(KnownSizes(counts, token.symbol, traced.shape_env))
     return TracedModel(
         traced, facts, token, judge, captures_boundaries=is_captured, step_metadata=step_metadata
     )
@@ -226,9 +227,8 @@ def one_token_refusal(traced: TracedModel, model: nn.Module, *, forward: Any, co
     single = normalized(single)
     write_captured_forms(single, config)
     facts = _living_facts(single, config)
-    is_same = has_same_program(
-        traced.trace, single, traced.token.symbol, facts=traced.facts, single_facts=facts
-    )
+    several = Program(traced.trace, traced.facts, symbol=traced.token.symbol)
+    is_same = several.difference(Program(single, facts)) is None
     return "" if is_same else "the model runs another program with one token than with several"
 
 

@@ -109,7 +109,7 @@ def _assembler_of(context: CaptureContext, signature: CapturedSignature, cut: Cu
     with signature.times.timed("lowering"):
         lowered = cut.lowered = context.lowering.lower(plan, served, traced.graphs)
         streams = StreamSchedules(
-            plan, one_callable=lowered.one_callable, num_rows=max(served, default=0),
+            plan, lowered.report(), num_rows=max(served, default=0),
             num_streams=context.config.num_streams,
         )  # fmt: skip
     metadata = [made.metadata for made in traced.step_metadata]

@@ -15,7 +15,7 @@ import torch
 
 from boundary_ops.declare.captured_form import StepMetadata
 from boundary_ops.declare.registry import declarations
-from piecewise import torch_api as internals
+from piecewise import torch_api
 from piecewise.capture.faults import SegmentFault
 from piecewise.capture.warm_up import WarmUp
 from piecewise.cut.free_strides import op_of, takers_of_any_strides
@@ -333,7 +333,7 @@ def state_check_of(plan: SegmentPlan) -> StateCheck:
         tensors=tuple(tensors.values()),
         looked_up=tuple(looked_up.values()),
         facts=facts,
-        dict_versions=internals.dict_versions if internals.dict_versions_tell() else None,
+        dict_versions=torch_api.dict_versions if torch_api.dict_versions_tell() else None,
     )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from piecewise import torch_api as internals
+from piecewise import torch_api
 from piecewise.calls.binder import LeafRule, WrittenMemory, same_count, write_matcher
 from piecewise.capture.analyse import TracedModel
 from piecewise.errors.capture import InputsShareMemory
@@ -34,9 +34,9 @@ def is_alike(first: TracedModel, other: TracedModel) -> bool:
 def _leaf_rules(traced: TracedModel) -> dict[int, LeafRule]:
     """Leaf index → what it must be in a call that the trace is valid for."""
     trace, example = traced.trace, traced.trace.example
-    symbolic = internals.symbolic_sizes(trace.shape_env)
+    symbolic = torch_api.symbolic_sizes(trace.shape_env)
     for placeholder in trace.placeholders:
-        expr = internals.expression(placeholder.node.meta.get("example_value"), trace.shape_env)
+        expr = torch_api.expression(placeholder.node.meta.get("example_value"), trace.shape_env)
         if placeholder.kind == "input" and expr is not None:
             symbolic[placeholder.leaf, -1] = expr
     read = {placeholder.leaf for placeholder in trace.placeholders if placeholder.kind == "input"}

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from piecewise import torch_api as internals
+from piecewise import torch_api
 from piecewise.calls.binder import CallBinder, bound_call
 from piecewise.calls.structure import Namespace, build_source
 from piecewise.capture.analyse import TracedModel
@@ -109,7 +109,7 @@ class CapturedSignature:
     times: StartupTimes
     adapters: str = ""
     one_token: str | None = None
-    global_state: internals.GlobalState = dataclasses.field(default_factory=internals.GlobalState)
+    global_state: torch_api.GlobalState = dataclasses.field(default_factory=torch_api.GlobalState)
     binder: CallBinder = dataclasses.field(init=False)
     match: Callable[[tuple], Matched | None] = dataclasses.field(init=False)
     rebuild: Callable[[list[Any]], Any] = dataclasses.field(init=False)

@@ -16,7 +16,7 @@ from torch import fx
 
 from boundary_ops.declare.captured_form import CapturedForm, CaptureLimits, StepMetadata
 from boundary_ops.declare.registry import BoundaryOp, lookup
-from piecewise import torch_api as internals
+from piecewise import torch_api
 from piecewise.errors.capture import MissingCaptureLimit
 from piecewise.ir.effects import NodeFacts
 from piecewise.ir.tensors import bound_arguments, tensors_in
@@ -90,7 +90,7 @@ def fix_metadata_inputs(trace: Trace, facts: Mapping[fx.Node, NodeFacts], symbol
     while waiting:
         node = waiting.pop()
         sizes = [size for tensor in tensors_in(node.meta.get("example_value")) for size in tensor.shape]
-        symbols = [internals.expression(size, trace.shape_env) for size in sizes]
+        symbols = [torch_api.expression(size, trace.shape_env) for size in sizes]
         if node in seen or any(expr is not None and symbol in expr.free_symbols for expr in symbols):
             continue
         seen.add(node)

@@ -17,11 +17,10 @@ import torch
 from torch import fx
 
 from piecewise.analysis.classify import Verdict
-from piecewise.analysis.normalize import source_line
-from piecewise.analysis.rows.walk import makes_empty
 from piecewise.capture.placeholders import are_same, checked_indices, poison_padding_, real_results
 from piecewise.cut.segment_writer import SegmentWriter
 from piecewise.cut.split import Splitter
+from piecewise.ir.nodes import makes_empty, source_line
 from piecewise.ir.plan import Segment, ValueSpec
 from piecewise.ir.tensors import tensors_in
 from runners.engine import GraphEngine, GraphPool

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from piecewise import torch_api as internals
+from piecewise import torch_api
 from piecewise.calls.binder import CallBinder, bound_call, describe_call, is_plain_leaf
 from piecewise.calls.form import Binders
 from piecewise.calls.structure import flatten_structure
@@ -158,7 +158,7 @@ class ModelCalls:
         config, times = self._config, StartupTimes()
         if config.lowering == "inductor":
             with times.timed("lowering"):
-                internals.start_compile_workers(example.leaves)
+                torch_api.start_compile_workers(example.leaves)
         ratio = config.max_padding_ratio
         is_asked = config.buckets[0] == 1 or (ratio is not None and config.buckets[0] > ratio)
         steps = ("tracing", "tracing one token") if is_asked else ("tracing",)

@@ -1,4 +1,4 @@
-"""Finds values whose strides may differ from eager's, because only boundary ops read them that take any."""
+"""Finds values whose strides may differ from eager's, because only stride-agnostic boundary ops read them."""
 
 from __future__ import annotations
 
@@ -22,19 +22,16 @@ def with_free_strides(
     in_memory = Counter(value.memory for value in values)
     taken = {index for segment in segments for index in segment.inputs}
     bound = {index for segment in segments for index in _counted_on(segment)} | set(results)
-
-    def is_free(value: ValueSpec) -> bool:
+    made = []
+    for value in values:
         is_read = value.index in taken and value.index not in bound
         # Eager's elements of one row lie side by side, as they go on to do.
         is_dense = value.strides is not None and value.strides(2)[-1:] == (1,)
-        return value.origin == "graph" and in_memory[value.memory] == 1 and is_read and is_dense
-
-    return tuple(
-        dataclasses.replace(value, strides=None, any_strides=True, geometry=f"{value.geometry}, any strides")
-        if is_free(value)
-        else value
-        for value in values
-    )
+        if value.origin == "graph" and in_memory[value.memory] == 1 and is_read and is_dense:
+            geometry = f"{value.geometry}, any strides"
+            value = dataclasses.replace(value, strides=None, any_strides=True, geometry=geometry)
+        made.append(value)
+    return tuple(made)
 
 
 def takers_of_any_strides(segments: Sequence[Segment], values: Sequence[ValueSpec]) -> set[str]:

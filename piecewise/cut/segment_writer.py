@@ -7,62 +7,54 @@ names: equal segments have equal source.
 
 from __future__ import annotations
 
-import hashlib
 import itertools
-import re
-from collections.abc import Callable, Mapping, Sequence
-from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import sympy
 import torch
 from torch import fx
-from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
-from torch.utils._sympy.interp import sympy_interp
 
 import boundary_ops
-from piecewise import torch_api as internals
+from piecewise import torch_api
+from piecewise.cut.context import CutContext
 from piecewise.ir.aten import function_of
-from piecewise.ir.plan import InputAt, OpCall
-from piecewise.ir.sizes import RowFormulas
+from piecewise.ir.graph_key import code_key
+from piecewise.ir.nodes import value_of
+from piecewise.ir.plan import BoundaryCall, InputAt
+from piecewise.ir.sizes import size_node
 from piecewise.ir.tensors import bound_arguments
-from piecewise.torch_api import SYMBOLIC
-
-if TYPE_CHECKING:
-    from piecewise.cut.split import Splitter
-
-# Tells programs apart that go by no name of their own.
-_serial = itertools.count()
 
 
 class SegmentWriter:
-    """Copies `nodes` of the splitter's graph into a new graph, with what they need from outside as
-    placeholders.
+    """Copies `nodes` of a graph into a new graph, with what they need from outside as placeholders.
 
     Attributes:
-        inputs: placeholder → index of the value that it stands for.
+        inputs: placeholder → number of the value that it stands for.
+        input_nodes: the nodes that the inputs stand for, without symbols.
+        copies: node → what stands for it in the new graph.
+        modules: what the new graph's get_attr nodes name.
     """
 
-    def __init__(self, splitter: Splitter, kind: str, nodes: Sequence[fx.Node]) -> None:
-        self.splitter, self.kind, self.nodes = splitter, kind, tuple(nodes)
+    def __init__(self, context: CutContext, kind: str, nodes: Sequence[fx.Node]) -> None:
+        self.context, self.kind, self.nodes = context, kind, tuple(nodes)
         self.graph = fx.Graph()
-        self.rows = self.graph.placeholder("num_rows")
+        self.rows = self._last_placeholder = self.graph.placeholder("num_rows")
         self.input_nodes: list[fx.Node] = []
         self.copies: dict[fx.Node, Any] = {}
-        self._scalars: dict[Any, Any] = {}
-        self._symbols: dict[sympy.Symbol, fx.Node] = {splitter.token.symbol: self.rows}
         self.inputs: dict[fx.Node, int] = {}
         self.modules: dict[str, Any] = {}
-        self._last_placeholder = self.rows
+        self._scalars: dict[Any, Any] = {}
+        self._symbols: dict[sympy.Symbol, fx.Node] = {context.token.symbol: self.rows}
 
     def write(self) -> SegmentWriter:
         """Copies the nodes; outputs are added by `finish`."""
         for region, nodes in itertools.groupby(self.nodes, lambda node: node.meta.get("autocast", ())):
-            entered = [self.graph.call_function(_enter_autocast, arguments) for arguments in region]
+            entered = [self.graph.call_function(torch_api.enter_autocast, arguments) for arguments in region]
             for node in nodes:
                 self._copy(node)
             for opened in reversed(entered):
-                self.graph.call_function(_exit_autocast, (opened,))
+                self.graph.call_function(torch_api.exit_autocast, (opened,))
         return self
 
     def _copy(self, node: fx.Node) -> None:
@@ -72,53 +64,50 @@ class SegmentWriter:
     def _argument(self, node: Any) -> Any:
         """What a leaf of the arguments is inside: a copied node, a placeholder, a number, or itself."""
         if not isinstance(node, fx.Node):
-            return self._scalar(node) if isinstance(node, SYMBOLIC) else node
+            return self._scalar(node) if isinstance(node, torch_api.SYMBOLIC) else node
         if node in self.copies:
             return self.copies[node]
-        value = node.meta.get("example_value")
+        value = value_of(node)
         if node.op == "get_attr":
-            value = getattr(self.splitter.trace.graph, str(node.target))
+            value = getattr(self.context.trace.graph, str(node.target))
             if not isinstance(value, torch.Tensor):
                 self.modules[str(node.target)] = value
                 self.copies[node] = self.graph.create_node("get_attr", str(node.target))
                 return self.copies[node]
-        if self.splitter.classifier.is_floating(node):
-            base, chain = self.splitter.classifier.view_chain(node)
+        if self.context.classifier.is_floating(node):
+            base, chain = self.context.classifier.view_chain(node)
             self._argument(base)
             for view in chain:
                 if view not in self.copies:
                     self._copy(view)
             return self.copies[node]
-        if not isinstance(value, torch.Tensor) and not self.splitter.is_eager(node):
+        if not isinstance(value, torch.Tensor) and not self.context.is_eager(node):
             return self._scalar(value)
-        self.copies[node] = self._placeholder(self.splitter._value(node))
+        self.copies[node] = self._placeholder(self.context.value_of(node))
         self.input_nodes.append(node)
         return self.copies[node]
 
     def _placeholder(self, value: int) -> fx.Node:
         with self.graph.inserting_after(self._last_placeholder):
-            placeholder = self.graph.placeholder(f"v{len(self.inputs)}")
-        self._last_placeholder = placeholder
-        self.inputs[placeholder] = value
-        return placeholder
+            self._last_placeholder = self.graph.placeholder(f"v{len(self.inputs)}")
+        self.inputs[self._last_placeholder] = value
+        return self._last_placeholder
 
     def _scalar(self, value: Any) -> Any:
         """The number as ops on `num_rows`; a tuple of sizes as a tuple of such numbers."""
         if isinstance(value, (tuple, list)):
             return tuple(map(self._scalar, value))
-        expr = internals.expression(value, self.splitter.trace.shape_env)
+        expr: Any = self.context.expression(value)
         if expr is None or not expr.free_symbols:
-            if isinstance(value, SYMBOLIC):
+            if isinstance(value, torch_api.SYMBOLIC):
                 return int(value) if isinstance(value, torch.SymInt) else value.node.pytype(value)
             return value
         if expr not in self._scalars:
-            proxies = {}
-            for symbol in sorted(expr.free_symbols, key=str):
+            symbols = sorted(expr.free_symbols, key=str)
+            for symbol in symbols:
                 if symbol not in self._symbols:
-                    self._symbols[symbol] = self._placeholder(self.splitter.symbol_value(symbol))  # type: ignore[arg-type, index]
-                proxies[symbol] = fx.Proxy(self._symbols[symbol], fx.proxy.GraphAppendingTracer(self.graph))  # type: ignore[index]
-            proxy = sympy_interp(RowFormulas, proxies, expr)
-            self._scalars[expr] = proxy.node if isinstance(proxy, fx.Proxy) else proxy
+                    self._symbols[symbol] = self._placeholder(self.context.value_of_symbol(symbol))
+            self._scalars[expr] = size_node(self.graph, expr, {each: self._symbols[each] for each in symbols})
         return self._scalars[expr]
 
     def zero_fill(self, node: fx.Node) -> None:
@@ -135,7 +124,7 @@ class SegmentWriter:
         with self.graph.inserting_after(copy):
             self.graph.call_method("zero_", (copy,))
 
-    def op_call(self) -> OpCall | None:
+    def op_call(self) -> BoundaryCall | None:
         """The one call of a boundary op that the segment is; None where it computes anything beside."""
         op = boundary_ops.lookup(self.nodes[0].target)
         inside = [node for node in self.graph.nodes if node.op not in ("placeholder", "output")]
@@ -154,7 +143,7 @@ class SegmentWriter:
         # As the dispatcher does, so that an implementation is called in one way.
         while arguments and _is_default(schema[len(arguments) - 1], arguments[-1]):
             arguments.pop()
-        return OpCall(op.name, tuple(arguments))
+        return BoundaryCall(op.name, tuple(arguments))
 
     def finish(self, outputs: Sequence[fx.Node], functions: dict[Any, Any]) -> tuple[Any, str]:
         """Closes the graph and compiles it; equal sources share one function object through `functions`."""
@@ -166,49 +155,20 @@ class SegmentWriter:
             function = function_of(self.graph, self.modules)
             if any("below_torch_function" in node.meta for node in self.nodes):
                 function = _below_torch_function(function)
-            functions[key] = function, self._stable_key(code, functions)
+            taken = {known for _, known in functions.values()}
+            name = code_key(self.kind, code.src, code.globals, self.modules, taken)
+            functions[key] = function, name
         return functions[key]
-
-    def _stable_key(self, code: Any, functions: Mapping[Any, Any]) -> str:
-        """A name of the program that no other function of this cut has, and the same in each process where
-        the program is made of torch's functions alone. What others do is known by no name: theirs is new."""
-        foreign = [f"{name} = {_named(value)}" for name, value in sorted(code.globals.items())]
-        foreign += [
-            f"self.{name} = {getattr(module, 'code', type(module).__qualname__)}"
-            for name, module in sorted(self.modules.items())
-        ]
-        digest = hashlib.sha256("\n".join([code.src, *foreign]).encode()).hexdigest()[:24]
-        key = f"{self.kind}-{digest}"
-        # Two objects may go by one name; what they do is then not known to be the same.
-        is_taken = any(known == key for _, known in functions.values())
-        is_known = not self.modules and all(map(_is_torchs, code.globals.values()))
-        return key if is_known and not is_taken else f"{key}-{next(_serial)}"
 
 
 def _below_torch_function(function: Callable[..., tuple]) -> Callable[..., tuple]:
     """The function of ops that a trace has found below the `__torch_function__` of the model's tensors."""
 
     def run(*arguments: Any) -> tuple:
-        with internals.below_torch_function():
+        with torch_api.below_torch_function():
             return function(*arguments)
 
     return run
-
-
-def _named(value: Any) -> str:
-    """A global of generated code, without its address."""
-    name = getattr(value, "__qualname__", None)
-    if name is not None:
-        return f"{getattr(value, '__module__', '')}.{name}"
-    return re.sub(r" at 0x\w+", "", repr(value))
-
-
-def _is_torchs(value: Any) -> bool:
-    """Whether a global of generated code is torch's, or Python's own, and so the same by its name."""
-    if isinstance(value, (int, float, complex, str, torch.dtype, torch.device, type(None))):
-        return True
-    name = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None)
-    return str(name).partition(".")[0] in ("torch", "builtins", "_operator", "math")
 
 
 def _is_default(argument: Any, value: Any) -> bool:

@@ -1,4 +1,7 @@
-"""Which memory of `empty*` a graph fills with zeros [I2]: docs/DESIGN.md says for whose sake."""
+"""Finds the memory of `empty*` that a graph must fill with zeros [I2], for readers that mind padded rows.
+
+docs/DESIGN.md says for whose sake.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,8 @@ from collections.abc import Collection, Mapping, Sequence
 
 from torch import fx
 
-from piecewise.analysis.normalize import target_name
-from piecewise.ir.effects import NodeFacts, fakes_of
-from piecewise.ir.tensors import storage_of
+from piecewise.ir.effects import NodeFacts
+from piecewise.ir.nodes import fakes_of, storages_of, target_name
 
 
 class ZeroFills:
@@ -26,14 +28,14 @@ class ZeroFills:
     ) -> None:
         self._facts = facts
         self._readers: dict[int, str] = {}
+        self.found: Counter[str] = Counter()
         for node in graph.nodes:
             fact = facts.get(node)
             if fact is not None and kinds[node] == "graph" and (fact.boundary or fact.calls_op_of_others):
                 # What an op writes is its own affair.
-                read = [argument for argument in fact.reads if argument not in fact.writes]
-                told = f"{target_name(node)} reads it, which is no op of torch"
-                self._readers.update(dict.fromkeys(map(storage_of, fakes_of(read)), told))
-        self.found: Counter[str] = Counter()
+                read = storages_of(argument for argument in fact.reads if argument not in fact.writes)
+                why = f"{target_name(node)} reads it, which is no op of torch"
+                self._readers.update(dict.fromkeys(read, why))
 
     def needs(self, node: fx.Node, *, segment: Sequence[fx.Node], leaving: Collection[int]) -> bool:
         """Whether the `empty*` node of a graph segment is to start as zeros; counted for the report.
@@ -44,8 +46,8 @@ class ZeroFills:
         """
         memory = self._facts[node].storages
         facts = map(self._facts.__getitem__, segment)
-        writers = [fact for fact in facts if not memory.isdisjoint(map(storage_of, fakes_of(fact.writes)))]
-        if not memory & set(leaving) and all(fact.boundary is None for fact in writers):
+        writers = [fact for fact in facts if not memory.isdisjoint(storages_of(fact.writes))]
+        if memory.isdisjoint(leaving) and all(fact.boundary is None for fact in writers):
             return False  # what graphs alone write is eager's, row by row
         reason = next((self._readers[storage] for storage in memory if storage in self._readers), None)
         if not all(fake.dtype.is_floating_point for fake in fakes_of([node])):

@@ -1,4 +1,4 @@
-"""NumPy arrays and scalars that forward reads: Dynamo takes each for a tensor, and so does a plan.
+"""Finds the tensor over a NumPy array or scalar that forward reads, which Dynamo takes for a tensor.
 
 torch makes a tensor over an array's own memory, so that a graph reads what the array holds at that time, as
 of any tensor. The tensor is one object as long as the array is the same one, of the same memory and geometry;
@@ -25,11 +25,7 @@ def array_source(source: str) -> str | None:
 
 
 class ArrayPlace:
-    """What a `StateRef` looks into for the tensor of an array or scalar.
-
-    Args:
-        place: where the array is.
-    """
+    """What a `StateRef` looks into for the tensor of the array or scalar at `place`."""
 
     __slots__ = ("_place", "_seen", "_tensor", "_value")
 
@@ -46,7 +42,10 @@ class ArrayPlace:
 
     def __getitem__(self, _: int) -> torch.Tensor | None:
         value = self._place.get()
-        seen = _geometry(value) if isinstance(value, np.ndarray) else None
+        seen = None
+        if isinstance(value, np.ndarray):  # it may get another shape, dtype or memory in place
+            about = value.__array_interface__
+            seen = about["data"], about["strides"], about["shape"], about["typestr"]
         if value is not self._value or seen != self._seen:
             is_numpys = isinstance(value, (np.ndarray, np.generic))
             self._tensor = torch.as_tensor(value) if is_numpys else None
@@ -57,9 +56,3 @@ class ArrayPlace:
 def is_of_array(place: StateRef) -> bool:
     """Whether a place gives the tensor over an array's memory, which must stay there."""
     return isinstance(place.owner, ArrayPlace)
-
-
-def _geometry(array: np.ndarray) -> Any:
-    """An array may get another shape, dtype or memory in place."""
-    interface = array.__array_interface__
-    return interface["data"], interface["strides"], interface["shape"], interface["typestr"]

@@ -1,4 +1,4 @@
-"""A segment's function as a graph of aten ops with fakes, for any row count; and a graph as a function again.
+"""Traces a segment's function into a graph of aten ops for any row count, and makes a function of a graph.
 
 The segment is run once on fakes of its inputs in a fake mode of its own, whose only symbol is the row count.
 Ops that write stay what they are, so that what a segment writes, and which of its tensors share memory, is
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from piecewise import torch_api as internals
+from piecewise import torch_api
 from piecewise.ir.plan import Segment, ValueSpec
 from runners.errors import one_line
 
@@ -60,26 +60,22 @@ def trace_aten(segment: Segment, values: Sequence[ValueSpec], *, num_rows: int) 
         NotTraceable: a value has sizes that are not functions of the row count, or the ops cannot be traced.
     """
     # Captured boundary ops lie between the layers that they join.
-    fake_mode = internals.new_fake_mode(repeats=segment.captured_ops > 0)
-    rows = internals.symbolic_count(fake_mode, "num_rows", num_rows)
-    fakes = [fake_input(values[index], rows, fake_mode) for index in segment.inputs]
+    fake_mode = torch_api.new_fake_mode(repeats=segment.captured_ops > 0)
+    rows = torch_api.symbolic_count(fake_mode, "num_rows", num_rows)
+    fakes = []
+    for value in (values[index] for index in segment.inputs):
+        if not value.is_tensor or value.sizes is None or value.strides is None:
+            raise NotTraceable(f"{value.name} is not a tensor whose sizes follow the row count alone")
+        sizes, strides = value.sizes(rows), value.strides(rows)
+        with fake_mode:
+            fakes.append(torch.empty_strided(sizes, strides, dtype=value.dtype, device=value.device))
     try:
-        module = internals.trace_aten(segment.function, (rows, *fakes), fake_mode)
+        module = torch_api.trace_aten(segment.function, (rows, *fakes), fake_mode)
     except Exception as error:
         raise NotTraceable(one_line(error)) from error
     if any(torch.Tag.inplace_view in getattr(node.target, "tags", ()) for node in module.graph.nodes):
         raise NotTraceable("an op changes the shape of a tensor in place")
-    return AtenGraph(module, fake_mode, rows, num_rows, internals.row_condition(fake_mode, rows))
-
-
-def fake_input(value: ValueSpec, rows: Any, fake_mode: Any) -> torch.Tensor:
-    """A fake of the value for a symbolic row count."""
-    if not value.is_tensor or value.sizes is None or value.strides is None:
-        raise NotTraceable(f"{value.name} is not a tensor whose sizes follow the row count alone")
-    with fake_mode:
-        return torch.empty_strided(
-            value.sizes(rows), value.strides(rows), dtype=value.dtype, device=value.device
-        )
+    return AtenGraph(module, fake_mode, rows, num_rows, torch_api.row_condition(fake_mode, rows))
 
 
 def function_of(graph: fx.Graph, modules: dict[str, Any]) -> Callable[..., tuple]:

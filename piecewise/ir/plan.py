@@ -61,6 +61,7 @@ class ValueSpec:
         strides, offset: likewise, for eager's own tensor; `offset` is where it begins in its memory.
         token_dims: dims that carry tokens, ascending.
         memory: values with one number share memory; -1 for scalars.
+        leaf, dim: the input, and for a "symbol" its dim, −1 for an int.
         geometry: sizes, strides and offset in words, with `n` for the row count; equal where they are.
         any_strides: it may have any strides, of which the last one is 1; `strides` is then None.
         units: per dim, how many elements are one row.
@@ -117,7 +118,7 @@ class InputAt:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class OpCall:
+class BoundaryCall:
     """A boundary segment that is one call of the op, with inputs and constants as its arguments.
 
     Attributes:
@@ -138,7 +139,7 @@ class Segment:
         function: `function(num_rows, *inputs) -> tuple` with one result per entry of `outputs`.
         lowering_key: equal for segments that are the same program on other tensors, in every process.
         inputs, outputs: value indices.
-        writes: indices of the inputs that it writes.
+        writes: memories of the values that it writes.
         num_ops: ops without views of views; 0 for a segment that only makes views.
         reasons: why it is eager, or why a boundary op is not in a graph where such ops may be.
         captured_ops: boundary ops in a graph segment.
@@ -161,7 +162,7 @@ class Segment:
     module_path: str
     reasons: tuple[EagerReason, ...] = ()
     views_only: bool = False
-    op_call: OpCall | None = None
+    op_call: BoundaryCall | None = None
     captured_ops: int = 0
     unwritten: tuple[int, ...] = ()
     own_function: Callable[..., tuple] | None = None
@@ -261,6 +262,10 @@ class SegmentPlan:
 
     def graph_segments(self) -> tuple[Segment, ...]:
         return tuple(segment for segment in self.segments if segment.kind == "graph")
+
+    def computing_segments(self) -> tuple[Segment, ...]:
+        """The graph segments that do more than make views."""
+        return tuple(segment for segment in self.graph_segments() if not segment.views_only)
 
     def holds_at(self, num_tokens: int, leaves: Sequence[Any]) -> bool:
         """Whether the trace holds for so many tokens, with the other sizes of a call's leaves."""

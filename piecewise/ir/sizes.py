@@ -1,4 +1,4 @@
-"""Shapes and strides as plain functions of the row count, and as ops of a graph."""
+"""Writes shapes and strides as plain functions of the row count, and as ops of a graph."""
 
 from __future__ import annotations
 
@@ -10,10 +10,8 @@ from typing import Any
 import sympy
 import torch
 from torch import fx
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
-from torch.utils._sympy.reference import PythonReferenceAnalysis
 
-from piecewise import torch_api as internals
+from piecewise import torch_api
 
 _ROWS = sympy.Symbol("n")
 
@@ -21,19 +19,19 @@ _ROWS = sympy.Symbol("n")
 class SizeFunctions:
     """Compiles size expressions of one trace once; equal ones share a function."""
 
-    def __init__(self, shape_env: ShapeEnv | None, symbol: sympy.Symbol) -> None:
+    def __init__(self, shape_env: torch_api.ShapeEnv | None, symbol: sympy.Symbol) -> None:
         self._shape_env, self._symbol = shape_env, symbol
         self._known: dict[Any, Callable[[int], tuple[int, ...]] | None] = {}
 
     def exprs(self, sizes: Sequence[Any]) -> tuple[sympy.Expr, ...]:
-        return tuple(internals.expression(size, self._shape_env) for size in sizes)  # type: ignore[misc]
+        return tuple(torch_api.expression(size, self._shape_env) for size in sizes)  # type: ignore[misc]
 
     def of(self, sizes: Sequence[Any]) -> Callable[[int], tuple[int, ...]] | None:
         """rows → sizes; None where a symbol other than the token count occurs."""
         exprs = self.exprs(sizes)
         if exprs not in self._known:
             others = {symbol for expr in exprs for symbol in expr.free_symbols} - {self._symbol}
-            self._known[exprs] = None if others else internals.compile_expressions(exprs, [self._symbol])
+            self._known[exprs] = None if others else torch_api.compile_expressions(exprs, [self._symbol])
         return self._known[exprs]
 
     def text(self, tensor: torch.Tensor) -> str:
@@ -44,9 +42,8 @@ class SizeFunctions:
 
     def token_dims(self, tensor: torch.Tensor) -> tuple[int, ...]:
         """Dims whose size depends on the token count, ascending."""
-        return tuple(
-            dim for dim, expr in enumerate(self.exprs(tensor.shape)) if self._symbol in expr.free_symbols
-        )
+        exprs = enumerate(self.exprs(tensor.shape))
+        return tuple(dim for dim, expr in exprs if self._symbol in expr.free_symbols)
 
 
 def holds(conditions: Callable[..., tuple]) -> Callable[..., bool]:
@@ -61,6 +58,14 @@ def holds(conditions: Callable[..., tuple]) -> Callable[..., bool]:
     return check
 
 
+def size_node(graph: fx.Graph, expr: sympy.Expr, nodes: dict[sympy.Symbol, fx.Node]) -> Any:
+    """An expression as ops of a graph on the nodes that stand for its symbols; a number where it has none."""
+    tracer = fx.proxy.GraphAppendingTracer(graph)
+    proxies = {symbol: fx.Proxy(node, tracer) for symbol, node in nodes.items()}
+    found = torch_api.sympy_interp(_RowFormulas, proxies, expr)  # type: ignore[arg-type]
+    return found.node if isinstance(found, fx.Proxy) else found
+
+
 def _floor(value: float) -> float:
     return float(math.floor(value))
 
@@ -69,7 +74,7 @@ def _ceil(value: float) -> float:
     return float(math.ceil(value))
 
 
-def _recorded(function: Callable[..., Any], num_arguments: int) -> Any:
+def _recorded(function: Callable[..., Any], num_arguments: int = 1) -> Any:
     """`function` on its first arguments (the rest is a dtype), noted as one call where one is a proxy."""
 
     def apply(*arguments: Any) -> Any:
@@ -82,13 +87,12 @@ def _recorded(function: Callable[..., Any], num_arguments: int) -> Any:
     return staticmethod(apply)
 
 
-class RowFormulas(PythonReferenceAnalysis):
+class _RowFormulas(torch_api.PythonReferenceAnalysis):
     """Interprets a sympy expression over numbers or FX proxies, which torch's own reference does not take for
     all ops."""
 
     truediv = int_truediv = _recorded(operator.truediv, 2)
-    floor_to_int, ceil_to_int = _recorded(math.floor, 1), _recorded(math.ceil, 1)
-    trunc_to_int, round_to_int = _recorded(math.trunc, 1), _recorded(round, 1)
-    floor, ceil = _recorded(_floor, 1), _recorded(_ceil, 1)
-    round_decimal = _recorded(round, 2)
-    exp, log, log2, sqrt = (_recorded(function, 1) for function in (math.exp, math.log, math.log2, math.sqrt))
+    floor_to_int, ceil_to_int = _recorded(math.floor), _recorded(math.ceil)
+    trunc_to_int, round_to_int = _recorded(math.trunc), _recorded(round)
+    floor, ceil, round_decimal = _recorded(_floor), _recorded(_ceil), _recorded(round, 2)
+    exp, log, log2, sqrt = map(_recorded, (math.exp, math.log, math.log2, math.sqrt))

@@ -1,4 +1,4 @@
-"""Tensors inside of values, and the memory behind them."""
+"""Finds the tensors inside of values and the memory behind them, and binds an op's arguments by name."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 
+from piecewise.torch_api import OpOverload
 from runners.tensors import map_tensors, tensors_in
 
 __all__ = ["bound_arguments", "map_tensors", "storage_of", "tensors_in", "written_arguments"]
@@ -20,11 +20,8 @@ def storage_of(tensor: torch.Tensor) -> int:
 
 def bound_arguments(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Argument name → what a call of the op passes, or the default, which is None where there is none."""
-    schema = op._schema.arguments
-    bound = {argument.name: argument.default_value for argument in schema}
-    return (
-        bound | {argument.name: value for argument, value in zip(schema, args, strict=False)} | dict(kwargs)
-    )
+    bound = {argument.name: argument.default_value for argument in op._schema.arguments}
+    return bound | dict(zip(bound, args, strict=False)) | dict(kwargs)
 
 
 def written_arguments(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:

@@ -1,4 +1,4 @@
-"""A graph segment as a functional graph of aten ops: what a compiler is given.
+"""Makes of a graph segment the functional graph of aten ops that a compiler is given.
 
 The graph takes the row count first (where it is a symbol) and then tensors that share no memory, whether they
 are weights or activations; it returns what it makes, as a tuple. `node.meta["val"]` has each node's fake.
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from piecewise import torch_api as internals
+from piecewise import torch_api
 from piecewise.ir.aten import AtenGraph
 from piecewise.ir.plan import Segment
 from piecewise.lowering.layout import SegmentLayout
@@ -25,10 +25,9 @@ from runners.row_views import place_of
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AtenSegment:
-    """One segment's graph, for any row count or for one.
+    """Holds one segment's graph, for any row count or for one.
 
     Attributes:
-        module: the graph.
         rows: the row count: a symbol, which is then the first placeholder, or a number.
         arguments: the fakes of all placeholders.
     """
@@ -45,8 +44,8 @@ class AtenSegment:
         Raises:
             Exception: of any kind, where the segment cannot be traced.
         """
-        fake_mode = internals.new_fake_mode()
-        count = internals.symbolic_count(fake_mode, "num_rows", rows) if is_dynamic else rows
+        fake_mode = torch_api.new_fake_mode()
+        count = torch_api.symbolic_count(fake_mode, "num_rows", rows) if is_dynamic else rows
         tensors = []
         with fake_mode:
             for value in layout.inputs:
@@ -59,13 +58,13 @@ class AtenSegment:
             return tuple(outputs[position] for position in layout.made)
 
         placeholders = (count, *tensors) if is_dynamic else tuple(tensors)
-        module = internals.functional_aten_graph(program, placeholders, fake_mode)
+        module = torch_api.functional_aten_graph(program, placeholders, fake_mode)
         return cls(module, count, placeholders, fake_mode)
 
     @classmethod
     def of_graph(cls, graph: AtenGraph, layout: SegmentLayout) -> AtenSegment | None:
-        """The segment whose function `graph` is, without another trace; None where it writes something, which
-        a trace resolves."""
+        """Takes the graph that a segment's function was made of, without another trace; None where it writes
+        something, which a trace resolves."""
         if not all(map(_is_functional, graph.module.graph.nodes)):
             return None
         copied = fx.Graph()
@@ -75,8 +74,13 @@ class AtenSegment:
         placeholders = tuple(node.meta["val"] for node in copied.find_nodes(op="placeholder"))
         return cls(fx.GraphModule(nn.Module(), copied), graph.rows, placeholders, graph.fake_mode)
 
-    def with_rows(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """`function(rows, *tensors)` of a function that takes the graph's placeholders."""
+    def compiled(self) -> Callable[..., Any]:
+        """Compiles the graph, which the compiler takes over: `function(rows, *tensors)`.
+
+        Raises:
+            Exception: of any kind, where it cannot be compiled.
+        """
+        function = torch_api.compile_aten_graph(self.module, self.arguments, self.fake_mode)
         if isinstance(self.rows, int):
             return lambda rows, *tensors: function(*tensors)
         return function
@@ -84,11 +88,9 @@ class AtenSegment:
 
 def _is_functional(node: fx.Node) -> bool:
     """Whether the node is an input, the output, or an op that writes nothing."""
-    if node.op in ("placeholder", "output"):
-        return True
     if node.op != "call_function":
-        return False
-    if isinstance(node.target, torch._ops.OpOverload):
+        return node.op in ("placeholder", "output")
+    if isinstance(node.target, torch_api.OpOverload):
         return not node.target._schema.is_mutable
     # Arithmetic on sizes and items of tuples.
     return node.target is operator.getitem or getattr(node.target, "__module__", "") in ("_operator", "math")

@@ -1,4 +1,4 @@
-"""How the results of a graph segment are made of those of a function that knows no aliases.
+"""Makes the results of a graph segment from those of a function that knows no aliases.
 
 A compiler sees each tensor as memory of its own. Where a segment's tensors share memory, that is settled
 here, outside of what is compiled, from the sizes, strides and offsets of the plan. A segment that writes
@@ -19,14 +19,15 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
 from piecewise.ir.plan import Segment, SegmentPlan, ValueSpec
 from runners.bound_steps import copied_together, own_copy
 from runners.row_views import place_of
-from runners.rows import has_strides, is_dense
+from runners.rows import has_strides, is_dense, num_spanned
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 
 class Unlowerable(Exception):
@@ -34,24 +35,23 @@ class Unlowerable(Exception):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Result:
-    """One result of a segment.
+class SegmentResult:
+    """Where one result of a segment comes from.
 
     Attributes:
         source: "made" (the function's result `index`), "input" (a view of input `index`), "cover" (a view of
-            the function's result `index`) or "copy" (result `index`, copied into memory `group`).
+            the function's result `index`) or "copy" (result `index`, copied into one memory with others).
         of: for views, the tensor that is viewed.
     """
 
     source: str
     index: int
     of: ValueSpec | None = None
-    group: int = -1
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SegmentLayout:
-    """Arguments and results of one segment's function; see the module's docstring.
+    """Says how arguments and results of a segment lie in memory, and makes the results.
 
     Attributes:
         inputs, outputs: the segment's values; each input is an argument.
@@ -62,11 +62,11 @@ class SegmentLayout:
     inputs: tuple[ValueSpec, ...]
     outputs: tuple[ValueSpec, ...]
     made: tuple[int, ...]
-    results: tuple[_Result, ...]
+    results: tuple[SegmentResult, ...]
 
     @classmethod
     def of(cls, plan: SegmentPlan, segment: Segment, row_counts: Sequence[int]) -> SegmentLayout:
-        """The layout that holds for each of `row_counts`.
+        """Finds the layout that holds for each of `row_counts`.
 
         Raises:
             Unlowerable: the segment has tensors that cannot be told apart in this way.
@@ -83,31 +83,27 @@ class SegmentLayout:
         shared = [f"'{v.name}'" for v in inputs if v.memory in segment.writes and memories[v.memory] > 1]
         if shared:
             raise Unlowerable(f"{', '.join(shared)} share memory that it writes")
-        written = {m for other in plan.segments if other is not segment for m in other.writes}
-        leaving = [index for index in plan.result_values if isinstance(index, int)]
-        given = [plan.values[index].memory for index in leaving]
-        kept = written | {memory for memory in given if given.count(memory) > 1}
-        made, results = _results(inputs, outputs, kept, row_counts)
-        return cls(inputs, outputs, made, results)
+        # Views into these must stay views of one memory.
+        given = Counter(plan.values[index].memory for index in plan.result_values if isinstance(index, int))
+        kept = {memory for other in plan.segments if other is not segment for memory in other.writes}
+        kept |= {memory for memory, count in given.items() if count > 1}
+        return cls(inputs, outputs, *_results(inputs, outputs, kept, row_counts))
 
     def results_of(
         self, rows: int, inputs: Sequence[torch.Tensor], made: Sequence[torch.Tensor]
     ) -> tuple[torch.Tensor, ...]:
-        """The segment's results, made of its inputs and of what the function made."""
+        """Makes the segment's results of its inputs and of what the function made."""
         own = self._own(rows, inputs, made)
-        groups = self._copies(rows, own)
+        copies = self._copies(rows, own)
         found = []
         for value, result in zip(self.outputs, self.results, strict=True):
-            if result.source == "made":
-                found.append(own[result.index])
-            elif result.source == "copy":
-                found.append(groups[result.index])
-            else:
-                assert result.of is not None
+            if result.of is not None:
                 viewed = inputs[result.index] if result.source == "input" else own[result.index]
                 sizes, strides, offset = place_of(value, rows)
-                offset += viewed.storage_offset() - _offset(result.of, rows)
+                offset += viewed.storage_offset() - place_of(result.of, rows)[2]
                 found.append(viewed.as_strided(sizes, strides, offset))
+            else:
+                found.append(copies.get(result.index, own[result.index]))
         return tuple(found)
 
     def _own(
@@ -120,8 +116,12 @@ class SegmentLayout:
         for position, tensor in zip(self.made, made, strict=True):
             value = self.outputs[position]
             owner = owners.setdefault(tensor.untyped_storage().data_ptr(), value.memory)
-            if tensor.numel() and (owner != value.memory or not _fits(tensor, value, rows)):
-                tensor = _laid_out(value, rows, tensor)
+            strides = None if value.any_strides else place_of(value, rows)[1]
+            is_dense_row = tensor.shape[-1] <= 1 or tensor.stride(-1) == 1
+            fits = is_dense_row if strides is None else has_strides(tensor, strides)
+            if tensor.numel() and (owner != value.memory or not fits):
+                dense = torch.contiguous_format
+                tensor = tensor.clone(memory_format=dense) if strides is None else own_copy(tensor, strides)
             found.append(tensor)
         return found
 
@@ -130,39 +130,23 @@ class SegmentLayout:
         groups: dict[int, list[tuple[ValueSpec, int]]] = {}
         for value, result in zip(self.outputs, self.results, strict=True):
             if result.source == "copy":
-                groups.setdefault(result.group, []).append((value, result.index))
+                groups.setdefault(value.memory, []).append((value, result.index))
         found: dict[int, torch.Tensor] = {}
         for members in groups.values():
-            indices = [index for _, index in members]
             places = [place_of(value, rows) for value, _ in members]
-            copies = copied_together(places, [own[index] for index in indices])
-            found.update(zip(indices, copies, strict=True))
+            copies = copied_together(places, [own[index] for _, index in members])
+            found.update(zip((index for _, index in members), copies, strict=True))
         return found
 
 
-def _fits(tensor: torch.Tensor, value: ValueSpec, rows: int) -> bool:
-    if value.any_strides:
-        return tensor.shape[-1] <= 1 or tensor.stride(-1) == 1
-    return has_strides(tensor, _strides(value, rows))
-
-
-def _laid_out(value: ValueSpec, rows: int, tensor: torch.Tensor) -> torch.Tensor:
-    """A copy with the plan's strides; a dense one where the plan has none."""
-    if value.any_strides:
-        return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
-    return own_copy(tensor, _strides(value, rows))
-
-
-_PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
-
-
 def _results(
-    inputs: Sequence[ValueSpec],
-    outputs: Sequence[ValueSpec],
-    kept: set[int],
-    row_counts: Sequence[int],
-) -> tuple[tuple[int, ...], tuple[_Result, ...]]:
-    """`made` and `results` of a layout; views into the memories in `kept` must stay views of one memory."""
+    inputs: Sequence[ValueSpec], outputs: Sequence[ValueSpec], kept: set[int], row_counts: Sequence[int]
+) -> tuple[tuple[int, ...], tuple[SegmentResult, ...]]:
+    """`made` and `results` of a layout.
+
+    Args:
+        kept: memories into which views must stay views of one memory.
+    """
     given: dict[int, int] = {}
     for position, value in enumerate(inputs):
         given.setdefault(value.memory, position)
@@ -171,24 +155,22 @@ def _results(
         if value.memory in kept and value.memory not in given:
             shared.setdefault(value.memory, []).append(position)
     covers = {memory: _cover_of(members, outputs, row_counts) for memory, members in shared.items()}
-    made: list[int] = []
-    for position, value in enumerate(outputs):
-        if value.memory not in given and covers.get(value.memory) in (None, position):
-            made.append(position)
+    own = [position for position, value in enumerate(outputs) if value.memory not in given]
+    made = [position for position in own if covers.get(outputs[position].memory) in (None, position)]
     results = []
     for position, value in enumerate(outputs):
-        cover = covers.get(value.memory)
         if value.memory in given:
             viewed = inputs[given[value.memory]]
             if viewed.dtype is not value.dtype:
                 raise Unlowerable(f"'{value.name}' is a view of '{viewed.name}' under another dtype")
-            results.append(_Result("input", given[value.memory], viewed))
-        elif cover is not None and cover != position:
-            results.append(_Result("cover", made.index(cover), outputs[cover]))
-        elif cover is None and len(shared.get(value.memory, ())) > 1:
-            results.append(_Result("copy", made.index(position), group=value.memory))
+            results.append(SegmentResult("input", given[value.memory], viewed))
+        elif position not in made:
+            cover = covers[value.memory]
+            assert cover is not None
+            results.append(SegmentResult("cover", made.index(cover), outputs[cover]))
         else:
-            results.append(_Result("made", made.index(position)))
+            is_alone = covers.get(value.memory) is not None or len(shared.get(value.memory, ())) < 2
+            results.append(SegmentResult("made" if is_alone else "copy", made.index(position)))
     return tuple(made), tuple(results)
 
 
@@ -198,25 +180,13 @@ def _cover_of(members: Sequence[int], outputs: Sequence[ValueSpec], row_counts: 
         raise Unlowerable(f"'{outputs[members[0]].name}' shares its memory with a result of another dtype")
 
     def covers(whole: ValueSpec, part: ValueSpec, rows: int) -> bool:
-        is_inside = _offset(whole, rows) <= _offset(part, rows) and _end(part, rows) <= _end(whole, rows)
-        return is_inside and is_dense(*place_of(whole, rows)[:2])
+        sizes, strides, begin = place_of(whole, rows)
+        part_sizes, part_strides, part_begin = place_of(part, rows)
+        part_end = part_begin + num_spanned(part_sizes, part_strides)
+        is_inside = begin <= part_begin and part_end <= begin + num_spanned(sizes, strides)
+        return is_inside and is_dense(sizes, strides)
 
     for member in members:
-        whole = outputs[member]
-        if all(covers(whole, outputs[part], rows) for part in members for rows in row_counts):
+        if all(covers(outputs[member], outputs[part], rows) for part in members for rows in row_counts):
             return member
     return None
-
-
-def _strides(value: ValueSpec, rows: Any) -> tuple[Any, ...]:
-    return place_of(value, rows)[1]
-
-
-def _offset(value: ValueSpec, rows: Any) -> Any:
-    return place_of(value, rows)[2]
-
-
-def _end(value: ValueSpec, rows: Any) -> Any:
-    """Offset behind the last element; of a tensor that has some."""
-    sizes, strides, offset = place_of(value, rows)
-    return offset + 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))

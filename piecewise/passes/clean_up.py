@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from piecewise import torch_api
 from piecewise.passes.fakes import aten, frozen, geometry, memory_of, run_node, value_of
-from piecewise.passes.matcher import find_regions, is_mutation_op
+from piecewise.torch_api.pattern_matcher import find_regions, is_mutation_op
 
 _COPIES = (aten.clone.default, aten._to_copy.default)
 _SAME = (aten.alias.default, aten.detach.default, aten.view.default, aten._unsafe_view.default,
@@ -36,7 +37,7 @@ def is_pure(node: fx.Node) -> bool:
     if node.op != "call_function" or is_mutation_op(node):
         return False
     target: Any = node.target
-    if isinstance(target, torch._ops.OpOverload):
+    if isinstance(target, torch_api.OpOverload):
         if torch.Tag.nondeterministic_seeded in target.tags:
             return False
         return bool(target._schema.returns) and "assert" not in target._schema.name
@@ -81,7 +82,7 @@ def _make_temporaries_plain(graph: fx.Graph) -> int:
 
 def _plain_twin_for(node: fx.Node) -> Any:
     target: Any = node.target
-    if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload):
+    if node.op != "call_function" or not isinstance(target, torch_api.OpOverload):
         return None
     name = target._schema.name
     if target.namespace != "aten" or not name.endswith("_") or name.endswith("__") or not node.args:
@@ -103,7 +104,7 @@ def _plain_twin_for(node: fx.Node) -> Any:
 def _makes_memory(node: fx.Node) -> bool:
     """Whether a node's result lives in memory that it made itself."""
     target: Any = node.target
-    if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload) or is_mutation_op(node):
+    if node.op != "call_function" or not isinstance(target, torch_api.OpOverload) or is_mutation_op(node):
         return False
     mine = memory_of(value_of(node))
     return mine is not None and mine not in {memory_of(value_of(each)) for each in node.all_input_nodes}
@@ -172,7 +173,7 @@ def _share_views(graph: fx.Graph) -> int:
 
     def memory_viewed(node: fx.Node) -> Any:
         target: Any = node.target
-        if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload):
+        if node.op != "call_function" or not isinstance(target, torch_api.OpOverload):
             return None
         if not (target.is_view or target is aten._unsafe_view.default) or is_mutation_op(node):
             return None
@@ -201,6 +202,6 @@ def _share_results(graph: fx.Graph) -> int:
 def _is_repeatable(node: fx.Node) -> bool:
     """Whether it makes one tensor, the same one for the same arguments, of torch's own op."""
     target: Any = node.target
-    is_torchs = isinstance(target, torch._ops.OpOverload) and target.namespace == "aten"
+    is_torchs = isinstance(target, torch_api.OpOverload) and target.namespace == "aten"
     makes_garbage = is_torchs and "empty" in target._schema.name
     return is_torchs and not makes_garbage and is_pure(node) and isinstance(value_of(node), torch.Tensor)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from piecewise import torch_api as internals
+from piecewise import torch_api
 
 aten = torch.ops.aten
 
@@ -23,7 +23,7 @@ def value_of(node: Any) -> Any:
 def run_node(node: fx.Node, fake_mode: Any, *, target: Any = None) -> Any:
     """The result of a node for its inputs' fakes, or the one that another op would have."""
     args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), value_of)
-    with fake_mode, internals.python_dispatcher(), torch.no_grad():
+    with fake_mode, torch_api.python_dispatcher(), torch.no_grad():
         call: Any = target or node.target
         return call(*args, **kwargs)
 

@@ -14,10 +14,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from piecewise import torch_api as internals
-from piecewise.ir.aten import AtenGraph, NotTraceable, fake_input, trace_aten
-from piecewise.ir.plan import FusionReport, Segment, SegmentPlan, ValueSpec
-from piecewise.passes.fakes import geometry, memory_of
+from piecewise import torch_api
+from piecewise.ir.aten import AtenGraph, NotTraceable, trace_aten
+from piecewise.ir.graph_key import graph_key
+from piecewise.ir.plan import FusionReport, Segment, SegmentPlan
+from piecewise.passes.fakes import memory_of
 from piecewise.passes.pack_linears import LinearGroup, find_groups
 from piecewise.passes.packed_weights import pack_, why_not_packable
 from piecewise.passes.pipeline import GraphPass, passes_named, run_passes
@@ -55,9 +56,6 @@ class _Fused:
 class _Fusing:
     def __init__(self, plan: SegmentPlan, names: Sequence[str], *, num_rows: int, move_weights: bool) -> None:
         self.plan, self.names, self.num_rows, self.move_weights = plan, tuple(names), num_rows, move_weights
-        self._key_mode = internals.new_fake_mode()
-        self._key_rows = internals.symbolic_count(self._key_mode, "num_rows", num_rows)
-        self._geometries: dict[Any, Any] = {}
         self._groups: dict[Any, tuple[LinearGroup, ...] | NotTraceable] = {}
         self._ready: dict[Any, tuple[AtenGraph, Counter[str]]] = {}
         self._fused: dict[Any, _Fused | NotTraceable] = {}
@@ -86,7 +84,7 @@ class _Fusing:
         try:
             if segment.keeps_own:
                 raise NotTraceable(segment.keeps_own)
-            kind = self._kind(segment)
+            kind = graph_key(self.plan, segment, what="inputs")
             if kind not in self._groups:
                 self._groups[kind] = self._find_groups(segment, kind)
             groups = self._groups[kind]
@@ -102,30 +100,6 @@ class _Fusing:
             self._notes[f"{segment.name} keeps its own ops: {reason}"] = None
             return None
         return fused
-
-    def _kind(self, segment: Segment) -> Any:
-        """Equal for segments that are the same program on inputs of the same geometry."""
-        values = [self.plan.values[index] for index in segment.inputs]
-        memories: dict[int, int] = {}
-        return (
-            segment.lowering_key,
-            self._free_results(segment),
-            tuple(
-                (
-                    self._geometry(value),
-                    value.origin,
-                    memories.setdefault(value.memory, len(memories)),
-                )
-                for value in values
-            ),
-        )
-
-    def _geometry(self, value: ValueSpec) -> Any:
-        """As the fake of the value has it; layers repeat the few that there are."""
-        key = value.is_tensor, value.dtype, value.device, value.geometry
-        if key not in self._geometries:
-            self._geometries[key] = geometry(fake_input(value, self._key_rows, self._key_mode))
-        return self._geometries[key]
 
     def _free_results(self, segment: Segment) -> tuple[int, ...]:
         """Positions of the results that may have any strides."""
@@ -209,7 +183,7 @@ def _where_valid(
         if not is_valid(num_rows):
             return own(num_rows, *inputs)
         # Its casts are in the graph.
-        with internals.without_autocast():
+        with torch_api.without_autocast():
             return fused(num_rows, *inputs)
 
     return run

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 import boundary_ops
+from piecewise import torch_api
 
 _LEAST_ROWS = 17
 
@@ -18,13 +19,13 @@ _library.define("int8_matmul(Tensor a, Tensor b) -> Tensor")
 
 def _on_cuda(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     if a.shape[0] >= _LEAST_ROWS:
-        return torch._int_mm(a, b)
+        return torch_api.int_mm(a, b)
     padded = a.new_zeros((_LEAST_ROWS, a.shape[1]))
     padded[: a.shape[0]] = a
-    return torch._int_mm(padded, b)[: a.shape[0]].clone()
+    return torch_api.int_mm(padded, b)[: a.shape[0]].clone()
 
 
-_library.impl("int8_matmul", torch._int_mm, "CPU")
+_library.impl("int8_matmul", torch_api.int_mm, "CPU")
 _library.impl("int8_matmul", _on_cuda, "CUDA")
 torch.library.register_fake(
     "piecewise::int8_matmul",

@@ -24,7 +24,7 @@ from torch import fx
 
 from piecewise.passes.fakes import aten, frozen, value_of
 from piecewise.passes.int8_matmul import int8_matmul
-from piecewise.passes.matcher import find_regions, same_mutation_regions
+from piecewise.torch_api.pattern_matcher import find_regions, same_mutation_regions
 
 # Positions of the arguments that have a column, or an entry, per column of the result.
 _LINEARS: dict[Any, tuple[int, ...]] = {

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
+from piecewise import torch_api
 from piecewise.ir.array_places import is_of_array
 from piecewise.ir.tensors import storage_of
-from piecewise.torch_api import is_wrapper, num_storage_users
 from runners.state.state_check import InnerRef, StateRef
 
 # Kernels read weights in pieces of this size.
@@ -53,7 +53,7 @@ def why_not_packable(places: Sequence[StateRef]) -> str | None:
     members = Counter(map(storage_of, tensors))
     for key, storage in storages.items():
         # Somebody else would keep looking at the old memory: a view, or graphs that were captured before.
-        if num_storage_users(storage) > members[key]:
+        if torch_api.num_storage_users(storage) > members[key]:
             held = (place for place, each in zip(places, tensors, strict=True) if storage_of(each) == key)
             return f"{next(held).path} shares its memory with another tensor, or is in use by other graphs"
     return None
@@ -72,7 +72,7 @@ def _may_move(place: StateRef, moved: Mapping[int, int]) -> bool:
 
 
 def _made_on_meta(tensor: Any, moved: Mapping[int, int]) -> torch.Tensor:
-    if not is_wrapper(tensor):
+    if not torch_api.is_wrapper(tensor):
         size, stride = tensor.size(), tensor.stride()
         begin = moved.get(id(tensor), tensor.storage_offset())
         end = begin + 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True))

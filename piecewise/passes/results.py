@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils._sympy.interp import sympy_interp
 
-from piecewise.ir.sizes import RowFormulas
+from piecewise.ir.sizes import size_node
 from piecewise.passes.fakes import aten, geometry, memory_of, propagate, value_of
 
 
@@ -51,7 +50,4 @@ def _as_argument(graph: fx.Graph, size: Any) -> Any:
     if not isinstance(size, torch.SymInt):
         return size
     rows = next(iter(graph.nodes))
-    symbol = value_of(rows).node.expr
-    proxy = fx.Proxy(rows, fx.proxy.GraphAppendingTracer(graph))
-    found = sympy_interp(RowFormulas, {symbol: proxy}, size.node.expr)
-    return found.node if isinstance(found, fx.Proxy) else found
+    return size_node(graph, size.node.expr, {value_of(rows).node.expr: rows})

@@ -23,8 +23,15 @@ from torch import fx
 
 from piecewise.passes import ops
 from piecewise.passes.fakes import aten, geometry, value_of
-from piecewise.passes.matcher import MULTIPLE, CallFunction, KeywordArg, Match, PatternSet, replace_output
 from piecewise.passes.reference import DTYPES, MAX_WIDTH
+from piecewise.torch_api.pattern_matcher import (
+    MULTIPLE,
+    CallFunction,
+    KeywordArg,
+    Match,
+    PatternSet,
+    replace_output,
+)
 
 
 @functools.cache

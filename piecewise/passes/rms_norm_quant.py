@@ -20,8 +20,8 @@ from torch import fx
 
 from piecewise.passes import ops
 from piecewise.passes.fakes import aten, value_of
-from piecewise.passes.matcher import MULTIPLE, CallFunction, KeywordArg, Match, PatternSet
 from piecewise.passes.reference import MAX_FLOAT8
+from piecewise.torch_api.pattern_matcher import MULTIPLE, CallFunction, KeywordArg, Match, PatternSet
 
 _OPTIONS = ("weight", "eps", "offset", "round_first")
 

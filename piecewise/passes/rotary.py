@@ -18,7 +18,8 @@ from torch import fx
 
 from piecewise.passes import ops
 from piecewise.passes.fakes import aten, geometry, value_of
-from piecewise.passes.matcher import (
+from piecewise.passes.reference import DTYPES
+from piecewise.torch_api.pattern_matcher import (
     CallFunction,
     KeywordArg,
     Match,
@@ -26,8 +27,7 @@ from piecewise.passes.matcher import (
     find_regions,
     replace_output,
 )
-from piecewise.passes.matcher import same_mutation_regions as same_regions
-from piecewise.passes.reference import DTYPES
+from piecewise.torch_api.pattern_matcher import same_mutation_regions as same_regions
 
 
 @functools.cache

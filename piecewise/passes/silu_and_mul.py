@@ -9,8 +9,8 @@ from torch import fx
 
 from piecewise.passes import ops
 from piecewise.passes.fakes import aten, geometry, value_of
-from piecewise.passes.matcher import CallFunction, KeywordArg, Match, PatternSet, replace_output
 from piecewise.passes.reference import DTYPES
+from piecewise.torch_api.pattern_matcher import CallFunction, KeywordArg, Match, PatternSet, replace_output
 
 
 @functools.cache

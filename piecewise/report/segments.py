@@ -5,6 +5,9 @@ from __future__ import annotations
 import dataclasses
 from itertools import groupby
 
+# Why a function is not made of ops that others can look at.
+COMPILED = "compiled by Inductor: one callable"
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class KeptEager:
@@ -26,7 +29,7 @@ class LoweringReport:
         num_reused: functions that an earlier lowering of the same model left.
         seconds: in all.
         kept_eager: segments that keep eager kernels although they were to be compiled.
-        is_done: false where nothing was compiled yet, and this is what can be foreseen.
+        is_done: false where nothing was compiled yet, and this is a preview.
     """
 
     lowering: str
@@ -38,6 +41,10 @@ class LoweringReport:
     seconds: float = 0.0
     kept_eager: tuple[KeptEager, ...] = ()
     is_done: bool = True
+
+    def compiles(self, segment: str) -> bool:
+        """Whether the graph segment of this name is, or will be, compiled."""
+        return self.lowering != "eager" and all(kept.segment != segment for kept in self.kept_eager)
 
     def __str__(self) -> str:
         segments = f"{self.num_segments} graph segments, {self.num_distinct} distinct"

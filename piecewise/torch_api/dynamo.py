@@ -14,7 +14,7 @@ import torch
 import torch._dynamo as dynamo
 from torch._guards import Source, TracingContext
 
-from piecewise.torch_api.fakes import fakes_remembered
+from piecewise.torch_api.fakes import einsums_from_the_left, fakes_remembered
 from piecewise.torch_api.symbols import name_of
 
 
@@ -32,7 +32,7 @@ def tracing_config(int_names: Sequence[str], *, repeats: bool) -> Iterator[None]
     # Without ints it stays the user's own setting, which names sources of the user's frames.
     patterns = ",".join(re.escape(f"L['{name}']") for name in int_names)
     ints: Any = torch.compiler.config.patch(dynamic_sources=patterns) if patterns else nullcontext()  # type: ignore[attr-defined]
-    with fakes_remembered(repeats), kept, ints:
+    with fakes_remembered(repeats), kept, ints, einsums_from_the_left():
         yield
 
 

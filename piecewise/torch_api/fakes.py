@@ -112,6 +112,12 @@ def fakes_remembered(repeats: bool) -> Any:
     return dynamo.config.patch(fake_tensor_cache_enabled=enabled)  # type: ignore[attr-defined]
 
 
+def einsums_from_the_left() -> Any:
+    """A block in which `torch.einsum` multiplies in the order of its operands. With opt_einsum installed it
+    chooses the order by sizes, which would fix them."""
+    return torch.backends.opt_einsum.flags(enabled=False)
+
+
 def functional_aten_graph(
     function: Callable[..., tuple], arguments: Sequence[Any], fake_mode: FakeTensorMode
 ) -> torch.fx.GraphModule:
@@ -129,5 +135,5 @@ def trace_aten(
     """The aten ops that `function` runs on fakes and symbolic ints, gradients and autocast resolved, as a
     graph with fakes in ``meta["val"]``; ops that write are left as they are."""
     # With Python's kernels for ops that consist of others: in torch 2.11 those in C++ fail on symbolic sizes.
-    with fake_mode, enable_python_dispatcher(), torch.no_grad():
+    with fake_mode, enable_python_dispatcher(), torch.no_grad(), einsums_from_the_left():
         return make_fx(function)(*arguments)

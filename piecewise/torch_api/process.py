@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -88,7 +89,10 @@ def dict_versions(
         node.add_type_match_guard(id(cls), [], None)
         inner = node.get_generic_dict_manager(source="", example_value=None, guard_manager_enum=kind)
         inner.add_dict_version_guard(item.__dict__, [], None)
-    return functools.partial(root.check, items)
+    check = functools.partial(root.check, items)
+    # From Python 3.12 on torch's watcher is not told of a dict without items that is filled by `update`.
+    empty = [owner for owner in dicts if not owner] if sys.version_info >= (3, 12) else []
+    return (lambda: check() and not any(empty)) if empty else check
 
 
 class _Plain:

@@ -12,6 +12,8 @@ from torch._higher_order_ops.out_dtype import is_int_mm, out_dtype, out_dtype_fa
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from piecewise.torch_api.fakes import einsums_from_the_left
+
 
 def is_wrapper(value: Any) -> bool:
     """Whether it is a tensor around other tensors, which its class names and can be made of again."""
@@ -69,5 +71,13 @@ def trace_below(
         return out_dtype_fallback(op, dtype, *args)
 
     below = nullcontext() if torch_function else below_torch_function()
-    with torch.inference_mode(False), torch.no_grad(), fake_mode, enable_python_dispatcher(), below:
+    # Python's dispatcher is on from where its guard is made, so that is made inside of the others.
+    with (
+        torch.inference_mode(False),
+        torch.no_grad(),
+        fake_mode,
+        enable_python_dispatcher(),
+        einsums_from_the_left(),
+        below,
+    ):
         return make_fx(function, decomposition_table={out_dtype: typed})(*arguments)  # type: ignore[dict-item]

@@ -14,9 +14,11 @@ import torch
 from torch._dynamo.source import LocalSource
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+from torch.utils._sympy.interp import sympy_interp as sympy_interp
 from torch.utils._sympy.printers import PythonPrinter
+from torch.utils._sympy.reference import PythonReferenceAnalysis as PythonReferenceAnalysis
 
-from piecewise.torch_api.fakes import fake_mode_of
+from piecewise.torch_api.fakes import einsums_from_the_left, fake_mode_of
 
 _TORCH = os.path.dirname(torch.__file__)
 SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
@@ -82,11 +84,6 @@ def guard_expressions(shape_env: ShapeEnv | None) -> list[sympy.Basic]:
     return [expr for expr in exprs if expr != sympy.true]
 
 
-def raw_guards(shape_env: ShapeEnv | None) -> list[sympy.Basic]:
-    """The conditions as they were found, in the symbols of that time."""
-    return [guard.expr for guard in shape_env.guards] if shape_env is not None else []
-
-
 def holds_as_guard(shape_env: ShapeEnv | None, condition: sympy.Basic) -> bool:
     """Whether a condition holds for what its symbols stand for; from then on it is a guard."""
     if condition in (sympy.true, sympy.false) or shape_env is None:
@@ -110,7 +107,8 @@ def asked_of_sizes(shape_env: ShapeEnv | None) -> Iterator[set[sympy.Basic]]:
 
     shape_env.evaluate_expr = noted  # type: ignore[assignment, method-assign]
     try:
-        with shape_env.suppress_guards(), shape_env.ignore_fresh_unbacked_symbols():
+        quiet, fresh = shape_env.suppress_guards(), shape_env.ignore_fresh_unbacked_symbols()
+        with quiet, fresh, einsums_from_the_left():
             yield asked
     finally:
         del shape_env.evaluate_expr

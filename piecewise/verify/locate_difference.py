@@ -12,9 +12,9 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import boundary_ops
+from piecewise import torch_api
 from piecewise.capture.build_plan import PlanAssembler
 from piecewise.capture.captured_call import ServedBucket
 from piecewise.ir.plan import Segment, ValueSpec
@@ -244,7 +244,7 @@ class SegmentWalk:
         raise _Found(None)
 
 
-class _OpResults(TorchDispatchMode):
+class _OpResults(torch_api.TorchDispatchMode):
     """Notes what each op returns, and what a boundary op writes of the tokens."""
 
     def __init__(self) -> None:

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from piecewise import torch_api
 from piecewise.calls.structure import Structure, flatten_structure
-from piecewise.torch_api import is_wrapper
 from piecewise.trace.subclasses.kinds import plain_tensors
 from piecewise.verify.differences import TensorDifference, Tolerance, compare_values
 from runners.engines import native_engine
@@ -32,9 +32,11 @@ class RunResult:
         """Runs `call()`; copies, since the next run may overwrite what a result is a view of."""
         structure, leaves = flatten_structure(call())
         # Comparisons of a subclass are its own class's: of what is inside, all of it.
-        opened = [list(plain_tensors(leaf)) if is_wrapper(leaf) else [leaf] for leaf in leaves]
+        opened = [list(plain_tensors(leaf)) if torch_api.is_wrapper(leaf) else [leaf] for leaf in leaves]
         kinds = tuple(
-            (type(leaf), len(parts)) for leaf, parts in zip(leaves, opened, strict=True) if is_wrapper(leaf)
+            (type(leaf), len(parts))
+            for leaf, parts in zip(leaves, opened, strict=True)
+            if torch_api.is_wrapper(leaf)
         )
         parts = itertools.chain.from_iterable(opened)
         leaves = [stored(part.detach()) if isinstance(part, torch.Tensor) else part for part in parts]

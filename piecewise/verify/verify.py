@@ -18,12 +18,12 @@ import torch
 from torch import nn
 
 from boundary_ops import PrefillBatch
+from piecewise import torch_api
 from piecewise.capture.call_router import preview
 from piecewise.capture.captured_call import CapturedSignature
 from piecewise.capture.store import GraphStore
 from piecewise.ir.plan import SegmentPlan
 from piecewise.prefill_case import PrefillCase
-from piecewise.torch_api import is_wrapper
 from piecewise.trace.subclasses.kinds import plain_tensors
 from piecewise.verify.differences import TensorDifference, Tolerance
 from piecewise.verify.locate_difference import SegmentWalk
@@ -162,7 +162,7 @@ class _SizeVerifier:
             for number, part in enumerate(plain_tensors(tensor)):
                 if part.layout is torch.strided:
                     key = part.data_ptr(), part.shape, part.stride(), part.dtype
-                    full_name = f"{name}, part {number}" if is_wrapper(tensor) else name
+                    full_name = f"{name}, part {number}" if torch_api.is_wrapper(tensor) else name
                     unique.setdefault(key, (full_name, part.detach()))
         return dict(unique.values())
 

@@ -54,7 +54,7 @@ def _is_numpy_scalar(value: Any) -> bool:
 
 
 def table_content(table: Any) -> Any:
-    """Takes what is compared of a container: a set's items, a mapping's keys in order, a sequence's length."""
+    """Takes what is compared of a container: a set's items, a mapping's keys in order, or a length."""
     if isinstance(table, Set):
         return frozenset(table)
     return tuple(table) if isinstance(table, Mapping) else len(table)

@@ -40,7 +40,9 @@ def test_I3_a_family_is_in_graphs_as_far_as_the_table_says(family):
     assert report.captured == family.buckets, report
     plan = graphed.report().plans[0]
     assert _eager_ops(plan) == family.eager, plan
-    assert round(100 * plan.coverage, 1) >= family.least, plan
+    # The op more that old releases have in each layer is less than a hundredth of all.
+    least = family.least - ("clamp_" in family.eager)
+    assert round(100 * plan.coverage, 1) >= least, plan
     assert family.below or family.least >= family.sampled
     names = map(str, itertools.count())
     for count in family.counts:

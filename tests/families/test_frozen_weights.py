@@ -15,8 +15,7 @@ from toy_models import HIDDEN, VOCAB, Block, check_sizes, kinds, make_ids
 import boundary_ops
 import piecewise
 from boundary_ops import PagedKVCache, PrefillBatch
-from piecewise import TraceError
-from piecewise import torch_api as internals
+from piecewise import TraceError, torch_api
 from piecewise.passes.fakes import run_node
 
 HEADS = {
@@ -93,11 +92,11 @@ def test_weights_made_in_inference_mode_are_graphed():
 @pytest.mark.parametrize("needs_grad", [True, False])
 def test_a_rewritten_graph_runs_composite_ops_on_fakes(needs_grad):
     """A pass may leave a node for an op that consists of others."""
-    fake_mode = internals.new_fake_mode()
-    count = internals.symbolic_count(fake_mode, "num_rows", 5)
+    fake_mode = torch_api.new_fake_mode()
+    count = torch_api.symbolic_count(fake_mode, "num_rows", 5)
     with fake_mode:
         rows = torch.empty(count, 2, HIDDEN)
-    weight = internals.static_fake(fake_mode, nn.Parameter(torch.randn(HIDDEN, 3), requires_grad=needs_grad))
+    weight = torch_api.static_fake(fake_mode, nn.Parameter(torch.randn(HIDDEN, 3), requires_grad=needs_grad))
     graph = torch.fx.Graph()
     given = [graph.placeholder("rows"), graph.placeholder("weight")]
     for node, value in zip(given, (rows, weight), strict=True):

@@ -18,6 +18,8 @@ from boundary_ops import PagedKVCache, PrefillBatch
 
 transformers = pytest.importorskip("transformers")
 
+from families import RELEASE  # noqa: E402
+
 LAYERS, BUCKETS, EXAMPLE = 2, (8, 16), 5
 SMALL = dict(
     vocab_size=61,
@@ -176,8 +178,10 @@ def test_I3_only_what_mixes_rows_is_eager(served):
     plan = served.graphed.report().plans[0]
     if name.startswith("Mixtral"):
         # Rows are sorted by expert: the sort and the histogram see all rows; what stands in for the grouped
-        # matmul of float32 is an op of the library.
-        assert set(reasons(served.graphed)) == {"mixes_tokens", "consumes_token_dim", "unknown_op"}
+        # matmul of float32 is an op of the library. Old releases limit the sorted numbers in place.
+        in_place = {"shared_with_eager"} if RELEASE < (5, 18) else set()
+        expected = {"mixes_tokens", "consumes_token_dim", "unknown_op"} | in_place
+        assert set(reasons(served.graphed)) == expected
         assert plan.count("boundary") == LAYERS and plan.coverage > 0.8
         return
     assert kinds(served.graphed) == "gb" * LAYERS + "g" and plan.coverage == 1.0

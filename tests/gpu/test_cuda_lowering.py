@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import piecewise
 import piecewise.capture.captured_call
-from piecewise import torch_api as internals
+from piecewise import torch_api
 from piecewise.prefill_case import PrefillCase
 from piecewise.tools.bench.variants import VariantMaker
 
@@ -98,14 +98,14 @@ def test_compiled_for_one_size_and_one_token() -> None:
 
 
 def test_I6_a_segment_that_cannot_be_compiled_keeps_eager_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = internals.compile_aten_graph
+    original = torch_api.compile_aten_graph
 
     def refuses(graph: Any, arguments: Any, fake_mode: Any) -> Any:
         if graph.graph.find_nodes(op="call_function", target=torch.ops.aten.embedding.default):
             raise NotImplementedError("no embedding")
         return original(graph, arguments, fake_mode)
 
-    monkeypatch.setattr(internals, "compile_aten_graph", refuses)
+    monkeypatch.setattr(torch_api, "compile_aten_graph", refuses)
     graphed, report = compiled(make(), lowering="inductor")
     (kept,) = report.lowerings[0].kept_eager
     assert report.ok and "no embedding" in kept.reason

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import threading
 from typing import Any
 
@@ -231,11 +232,21 @@ def test_I9_many_buckets_take_the_memory_of_the_largest() -> None:
     with torch.no_grad():
         for n in sizes:  # loads each size's kernels, which are no graph memory
             model(*inputs(n))
-    pool_one, device_one, _ = taken((2048,))
-    pool_all, device_all, last = taken(sizes)
-    # torch keeps requests of at most 1 MiB in segments of 2 MiB: only small buckets make such.
-    assert pool_one > 0 and pool_all <= pool_one + (8 << 20) and last <= 4 << 20
-    assert device_all <= 1.15 * device_one, (device_all, device_one)
+
+    def check() -> None:
+        pool_one, device_one, _ = taken((2048,))
+        pool_all, device_all, last = taken(sizes)
+        # torch keeps requests of at most 1 MiB in segments of 2 MiB: only small buckets make such.
+        assert pool_one > 0 and pool_all <= pool_one + (8 << 20) and last <= 4 << 20
+        assert device_all <= 1.15 * device_one, (device_all, device_one)
+
+    # The device's free memory is that of all processes: of a parallel run, others take some meanwhile.
+    for _ in range(9 if "PYTEST_XDIST_WORKER" in os.environ else 0):
+        try:
+            return check()
+        except AssertionError:
+            torch.cuda.synchronize()
+    check()
 
 
 def test_captures_after_release_and_lazily() -> None:

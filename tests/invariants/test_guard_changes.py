@@ -12,7 +12,7 @@ from state_models import Model, graph, new_model, serve, tokens
 from torch import nn
 
 import piecewise
-from piecewise import torch_api as internals
+from piecewise import torch_api
 from piecewise.trace.dynamo.guard_kinds import GUARD_KINDS, Rule, rule_of
 from piecewise.trace.dynamo.sources import Scope
 from piecewise.trace.state.state import FactFinder
@@ -58,13 +58,13 @@ def test_the_table_has_each_kind_of_this_torch_and_no_other():
     known = {
         kind
         for kind, entry in GUARD_KINDS.items()
-        if entry.since <= TORCH <= entry.until and kind != internals.SeenGuard.UNGUARDED
+        if entry.since <= TORCH <= entry.until and kind != torch_api.SeenGuard.UNGUARDED
     }
-    assert internals.guard_kinds() == known
+    assert torch_api.guard_kinds() == known
 
 
 def test_a_kind_that_the_table_lacks_is_a_refusal_that_names_it():
-    guard = internals.SeenGuard("L['model'].held", "OF_ANOTHER_TORCH", {})
+    guard = torch_api.SeenGuard("L['model'].held", "OF_ANOTHER_TORCH", {})
     with pytest.raises(TraceError, match=r"(?s)model\.held.*OF_ANOTHER_TORCH.*Rule:.*Fix:"):
         rule_of(guard)
 
@@ -82,7 +82,7 @@ def of_kind(kind, value, **arguments):
     model = nn.Module()
     model.held = value
     finder = FactFinder(model, skip_root=False)
-    finder.add_guard(internals.SeenGuard("L['model'].held", kind, arguments), Scope({"model": model}, {}))
+    finder.add_guard(torch_api.SeenGuard("L['model'].held", kind, arguments), Scope({"model": model}, {}))
     return model, StateCheck(facts=finder.facts())
 
 
@@ -135,7 +135,7 @@ def test_I10_what_each_look_up_makes_anew_is_asked_anew():
     model = nn.Module()
     model.held = Held()
     finder, scope = FactFinder(model, skip_root=False), Scope({"model": model}, {})
-    finder.add_guard(internals.SeenGuard("L['model'].held.made.amount", "CONSTANT_MATCH", {}), scope)
+    finder.add_guard(torch_api.SeenGuard("L['model'].held.made.amount", "CONSTANT_MATCH", {}), scope)
     check = StateCheck(facts=finder.facts())
     check.until_stable()
     assert check.is_unchanged()

@@ -15,7 +15,7 @@ import call_changes
 import guard_changes
 import subclass_changes
 
-from piecewise.torch_api import SeenGuard
+from piecewise import torch_api
 from piecewise.trace.dynamo.guard_kinds import GUARD_KINDS, Rule
 
 DOCUMENT = pathlib.Path(__file__).parents[2] / "docs" / "CHANGES-BETWEEN-CALLS.md"
@@ -63,8 +63,8 @@ class Chapter:
 
 def guard_kinds() -> Iterable[tuple[str, ...]]:
     for kind, entry in GUARD_KINDS.items():
-        name = "read without a guard" if kind == SeenGuard.UNGUARDED else f"`{kind}`"
-        if kind == SeenGuard.UNGUARDED:
+        name = "read without a guard" if kind == torch_api.SeenGuard.UNGUARDED else f"`{kind}`"
+        if kind == torch_api.SeenGuard.UNGUARDED:
             versions = "all"
         else:
             versions = f"{entry.since} to {entry.until}" if entry.since < entry.until else entry.since
@@ -76,7 +76,7 @@ def changes_of_state() -> Iterable[tuple[str, ...]]:
     for what, case in guard_changes.CHANGES.items():
         yield (
             what,
-            f"`{case.kind}`" if case.kind not in ("", SeenGuard.UNGUARDED) else "none",
+            f"`{case.kind}`" if case.kind not in ("", torch_api.SeenGuard.UNGUARDED) else "none",
             f"`{case.outcome}`",
         )
 

@@ -75,6 +75,7 @@ LATENT = dict(
     n_shared_experts=1, first_k_dense_replace=1,
 )  # fmt: skip
 
+RELEASE = tuple(map(int, transformers.__version__.split(".")[:2]))
 # Why ops are outside of graphs: the code that the plan gives for each.
 SORTED_EXPERTS = {
     # The rows of all tokens are sorted by expert: with padded rows among them, their order is another.
@@ -84,10 +85,12 @@ SORTED_EXPERTS = {
     "transformers::grouped_mm_fallback": "unknown_op",
     "setitem": "mixes_tokens",  # The inverse of the permutation is written at places that tokens give.
 }
+if RELEASE < (5, 18):  # it limits the experts' numbers, which the sort gave, in place
+    SORTED_EXPERTS["clamp_"] = "shared_with_eager"
 # The rows are padded to whole chunks: how many are added follows from the count.
 CHUNKS = {"pad": "token_count_as_value"}
 # The states of all chunks are summed, and there are as many as tokens give.
-CHUNK_STATES = {**CHUNKS, "einsum": "mixes_tokens"}
+CHUNK_STATES = {**CHUNKS, "einsum" if RELEASE >= (5, 18) else "sum": "mixes_tokens"}
 
 # Which row is the last one, or the one at an index of the call, is known by the real rows alone.
 KEPT_ROW = {"getitem": "consumes_token_dim"}
@@ -311,7 +314,9 @@ FAMILIES = [
                 original_max_position_embeddings=16, factor=8.0,
             ),
         ),
-        error="Phi3ForCausalLM.forward changes model.rotary_emb.long_inv_freq",
+        error="Phi3ForCausalLM.forward changes model.rotary_emb.long_inv_freq"
+        if RELEASE >= (5, 21)
+        else "forward cannot be traced: Data-dependent branching",
     ),
     _plain(
         "Llama dynamic NTK", "Llama",

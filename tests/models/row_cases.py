@@ -17,13 +17,13 @@ import numpy as np
 import pytest
 import torch
 
-from piecewise import torch_api as internals
+from piecewise import torch_api
 from piecewise.analysis.rows import table
-from piecewise.analysis.rows.counts import Sizes, valid_counts
+from piecewise.analysis.rows.counts import KnownSizes, valid_counts
 from piecewise.analysis.rows.judge import Judge, Judged
 from piecewise.analysis.rows.layout import Layout, Mixes, prefixes
-from piecewise.analysis.rows.recording import OpRecorder, Recording
 from piecewise.analysis.rows.table import UNBOUNDED, Bounds, Rows, bounds_within
+from piecewise.ir.recording import OpRecorder, Recording
 from piecewise.ir.tensors import tensors_in
 
 LARGEST = 24
@@ -108,7 +108,7 @@ def integers(*sizes: int | str, dtype: torch.dtype = torch.int64, **settings: An
 class Judgement:
     """What the table says of a function, and what it was asked of."""
 
-    known: Sizes
+    known: KnownSizes
     judged: Judged
     recording: Recording
     given: tuple[Rows, ...]
@@ -157,13 +157,13 @@ def record(
     function: Callable[..., Any], inputs: tuple[Input, ...], *, count: Any, device: str = "cpu"
 ) -> Any:
     """(count, recording, environment of symbols) for an example; one of one token has no symbol."""
-    fake_mode = internals.new_fake_mode()
-    rows = internals.symbolic_count(fake_mode, "n", count) if count > 1 else count
+    fake_mode = torch_api.new_fake_mode()
+    rows = torch_api.symbolic_count(fake_mode, "n", count) if count > 1 else count
     with fake_mode:
         fakes = [torch.empty(each.shape(rows), dtype=each.dtype, device=device) for each in inputs]
     recorder = OpRecorder(fakes)
     with fake_mode.shape_env.ignore_fresh_unbacked_symbols(), torch.no_grad(), fake_mode, recorder:
-        with internals.python_dispatcher(), _on(device):
+        with torch_api.python_dispatcher(), _on(device):
             try:
                 value = function(*fakes)
             except Exception as error:
@@ -177,7 +177,7 @@ def judge(
 ) -> Judgement:  # fmt: skip
     rows, recording, shape_env = record(function, inputs, count=example, device=device)
     symbol = rows.node.expr
-    known = Sizes(valid_counts(shape_env, symbol, largest), symbol, shape_env)
+    known = KnownSizes(valid_counts(shape_env, symbol, largest), symbol, shape_env)
     given = []
     for each in inputs:
         sizes = tuple(known.of(size) for size in each.shape(rows))
@@ -364,7 +364,7 @@ def _is_same_program(function: Callable[..., Any], inputs: tuple[Input, ...], fo
     return _program(alone, found.known) == _program(found.recording, found.known)
 
 
-def _program(recording: Recording, known: Sizes) -> list[Any]:
+def _program(recording: Recording, known: KnownSizes) -> list[Any]:
     tensors = [
         (tensor.memory, [int(known.of(size).values[0]) for size in tensor.sizes])
         for tensor in recording.tensors

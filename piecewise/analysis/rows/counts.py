@@ -1,4 +1,4 @@
-"""Sizes as functions on the token counts for which a trace is valid: vectors of their values.
+"""Evaluates sizes at the token counts for which a trace is valid, as vectors.
 
 Comparisons of these are exact there, whatever sympy makes of `m // (m // 8)` or `Min(4, n)`.
 """
@@ -12,15 +12,14 @@ import numpy as np
 import sympy
 import torch
 from numpy.typing import NDArray
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from piecewise import torch_api as internals
+from piecewise import torch_api
 
 Counts = NDArray[np.int64]
 
 
 class Size:
-    """A size at each count. Equal sizes of one `Sizes` are one object.
+    """A size at each count. Equal sizes of one `KnownSizes` are one object.
 
     Attributes:
         values: int64, one per count.
@@ -42,13 +41,13 @@ class Size:
     @property
     def falls(self) -> bool:
         """Whether it is smaller at some larger count."""
-        return bool((np.diff(self.values) < 0).any())
+        return self.constant is None and bool((np.diff(self.values) < 0).any())
 
     def __repr__(self) -> str:
         return str(self.constant) if self.constant is not None else f"{self.values[:4].tolist()}.."
 
 
-class Sizes:
+class KnownSizes:
     """The sizes of one trace.
 
     Args:
@@ -56,7 +55,7 @@ class Sizes:
         symbol: of the token count.
     """
 
-    def __init__(self, counts: Counts, symbol: sympy.Symbol, shape_env: ShapeEnv | None) -> None:
+    def __init__(self, counts: Counts, symbol: sympy.Symbol, shape_env: torch_api.ShapeEnv | None) -> None:
         self.counts, self._symbol, self._shape_env = counts, symbol, shape_env
         self._by_expression: dict[Any, Size | None] = {}
         self._by_values: dict[bytes, Size] = {}
@@ -67,21 +66,20 @@ class Sizes:
         """The size of an int, a symbolic int or its expression; None where another symbol decides on it."""
         key = size if isinstance(size, (int, sympy.Basic)) else size.node.expr
         if key not in self._by_expression:
-            self._by_expression[key] = self._evaluated(key)
+            expr = sympy.Integer(key) if isinstance(key, int) else self._simplified(key)
+            is_known = expr.free_symbols <= {self._symbol}
+            self._by_expression[key] = self.interned(self._values(expr, self.counts)) if is_known else None
         return self._by_expression[key]
 
-    def _evaluated(self, size: int | sympy.Basic) -> Size | None:
-        if isinstance(size, int):
-            return self.interned(np.full_like(self.counts, size))
-        expr = self._shape_env.simplify(size) if self._shape_env is not None else size
-        if expr.free_symbols - {self._symbol}:
-            return None
-        return self.interned(values_at(expr, self._symbol, self.counts).astype(np.int64))
+    def _simplified(self, expr: sympy.Basic) -> Any:
+        return self._shape_env.simplify(expr) if self._shape_env is not None else expr  # type: ignore[arg-type]
+
+    def _values(self, expr: sympy.Basic, counts: Counts) -> Counts:
+        return values_at(expr, self._symbol, counts).astype(np.int64)
 
     def number(self, value: Any) -> float | bool | None:
         """What a symbolic float or bool is at all counts; None where that differs."""
-        expr = value.node.expr
-        found = self._shape_env.simplify(expr) if self._shape_env is not None else expr
+        found = self._simplified(value.node.expr)
         if found.free_symbols:
             return None
         return bool(found) if isinstance(value, torch.SymBool) else float(found)
@@ -89,12 +87,11 @@ class Sizes:
     def is_settled(self, asked: sympy.Basic) -> bool:
         """Whether a condition on sizes has one answer at all counts of two or more, as torch takes them."""
         if asked not in self._settled:
-            expr = self._shape_env.simplify(asked) if self._shape_env is not None else asked
-            is_known = not expr.free_symbols
-            if not is_known and not isinstance(expr, sympy.Expr) and expr.free_symbols == {self._symbol}:
-                values = values_at(expr, self._symbol, self.counts[self.counts > 1])
-                is_known = not len(values) or bool((values == values[0]).all())
-            self._settled[asked] = is_known
+            expr = self._simplified(asked)
+            self._settled[asked] = not expr.free_symbols
+            if not isinstance(expr, sympy.Expr) and expr.free_symbols == {self._symbol}:
+                values = self._values(expr, self.counts[self.counts > 1])
+                self._settled[asked] = bool((values == values[:1]).all())
         return self._settled[asked]
 
     def constant(self, number: int) -> Size:
@@ -129,19 +126,20 @@ class Sizes:
         return self.interned(size.values // divisor.values)
 
 
-def valid_counts(shape_env: ShapeEnv | None, symbol: sympy.Symbol, largest: int) -> Counts:
+def valid_counts(shape_env: torch_api.ShapeEnv | None, symbol: sympy.Symbol, largest: int) -> Counts:
     """The token counts up to `largest` for which the guards on the count alone hold."""
     counts = np.arange(1, largest + 1, dtype=np.int64)
     valid = np.ones(len(counts), dtype=bool)
     fixed = shape_env.simplify(symbol) if shape_env is not None else symbol
     if fixed.is_Integer:  # with it guards are true
         valid = counts == int(fixed)
-    for guard in internals.guard_expressions(shape_env):
+    for guard in torch_api.guard_expressions(shape_env):
         if guard.free_symbols == {symbol}:
             valid &= values_at(guard, symbol, counts).astype(bool)
     return counts[valid]
 
 
+# Most of what is asked; the general way takes long to compile.
 _DIRECT: dict[Any, Any] = {
     sympy.Add: lambda *parts: sum(parts), sympy.Mul: lambda *parts: math.prod(parts),
     sympy.Eq: np.equal, sympy.Ne: np.not_equal, sympy.Lt: np.less, sympy.Le: np.less_equal,
@@ -154,31 +152,32 @@ def values_at(expr: sympy.Basic, symbol: sympy.Symbol, counts: Counts) -> NDArra
     found = _direct(expr, symbol, counts)
     if found is not None:
         return np.broadcast_to(found, counts.shape)
-    function = internals.compile_expressions([expr], [symbol])
+    function = torch_api.compile_expressions([expr], [symbol])
     try:
         with np.errstate(all="raise"):
             found = np.asarray(function(counts)[0])
         if found.dtype.kind in "bi":
-            return np.broadcast_to(found, counts.shape) if found.ndim == 0 else found
+            return np.broadcast_to(found, counts.shape)
     except (ArithmeticError, TypeError, ValueError):
         pass  # what Python has for conditions, minima and roots takes one number at a time
-    return np.array([_value_at(function, int(count)) for count in counts])
+
+    def value_at(count: int) -> int:
+        try:
+            return int(function(count)[0])
+        except (ArithmeticError, ValueError):
+            return 0
+
+    return np.array([value_at(int(count)) for count in counts])
 
 
 def _direct(expr: Any, symbol: sympy.Symbol, counts: Counts) -> Any:
-    """Sums, products and comparisons, which are most of what is asked and take long to compile; None for
-    others."""
+    """The values of a number, the symbol, or sums, products and comparisons of these; None for others."""
     if expr == symbol:
         return counts
     if isinstance(expr, sympy.Integer):
         return np.int64(int(expr))
     operator = _DIRECT.get(type(expr))
-    parts = [_direct(part, symbol, counts) for part in expr.args] if operator is not None else [None]
-    return None if operator is None or any(part is None for part in parts) else operator(*parts)
-
-
-def _value_at(function: Any, count: int) -> int:
-    try:
-        return int(function(count)[0])
-    except (ArithmeticError, ValueError):
-        return 0
+    if operator is None:
+        return None
+    parts = [_direct(part, symbol, counts) for part in expr.args]
+    return None if any(part is None for part in parts) else operator(*parts)

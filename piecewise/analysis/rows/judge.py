@@ -1,4 +1,4 @@
-"""What the ops of a recording do with the rows of its operands, by the table."""
+"""Judges by the table what the ops of a recording do with the rows of its operands."""
 
 from __future__ import annotations
 
@@ -11,28 +11,30 @@ import torch
 
 from boundary_ops.declare.rows import declared_rows, is_shipped, token_dims
 from piecewise.analysis.rows import rules
-from piecewise.analysis.rows.counts import Size, Sizes
+from piecewise.analysis.rows.counts import KnownSizes, Size
 from piecewise.analysis.rows.layout import (
     Dim,
     Layout,
     Mixes,
-    Refusal,
+    MixReason,
     is_static,
     prefixes_or_none,
     regrouped,
 )
-from piecewise.analysis.rows.recording import AtenCall, Recording, Ref
 from piecewise.analysis.rows.table import (
     BOUNDS,
     RULES,
     UNBOUNDED,
     Bounds,
-    Call,
-    Outcome,
+    Claim,
+    OpOnRows,
     Rows,
     bounds_within,
     check_static,
+    is_inexact,
+    lesser,
 )
+from piecewise.ir.recording import AtenCall, Recording, Ref
 from piecewise.torch_api import SYMBOLIC
 
 __all__ = ["Judge", "Judged", "rules"]
@@ -59,13 +61,13 @@ class Judged:
     results: tuple[Rows, ...]
     written: Mapping[int, Rows]
     largest: int | None = None
-    mixes: Refusal | None = None
+    mixes: MixReason | None = None
 
 
 class Judge:
     """Judges recordings of one trace; those that are alike, on operands that are alike, once."""
 
-    def __init__(self, known: Sizes) -> None:
+    def __init__(self, known: KnownSizes) -> None:
         self.known = known
         self._judged: dict[tuple[Recording, tuple[Rows, ...], bool], Judged] = {}
 
@@ -74,9 +76,8 @@ class Judge:
         sees real rows, and copies of its results reach graphs."""
         key = recording, given, in_graph
         if key not in self._judged:
-            sizes = [self.sizes(tensor.sizes) for tensor in recording.tensors]
             try:
-                found = _Run(self.known, recording, sizes, given, in_graph=in_graph).judged()
+                found = _Judging(self, recording, given, in_graph=in_graph).judged()
             except Mixes as mixes:
                 if not in_graph:
                     raise
@@ -91,21 +92,16 @@ class Judge:
         return found if None not in found else None  # type: ignore[return-value]
 
 
-class _Run:
+class _Judging:
     """One recording on given operands. Outside of graphs layouts play no part; integers keep their bounds."""
 
     def __init__(
-        self,
-        known: Sizes,
-        recording: Recording,
-        sizes: Sequence[tuple[Size, ...] | None],
-        given: tuple[Rows, ...],
-        *,
-        in_graph: bool,
+        self, judge: Judge, recording: Recording, given: tuple[Rows, ...], *, in_graph: bool
     ) -> None:
-        self.known, self.in_graph = known, in_graph
+        self.known, self.in_graph = judge.known, in_graph
         self.largest: int | None = None
-        self._recording, self._sizes = recording, sizes
+        self._recording, self._tensors = recording, recording.tensors
+        self._sizes = [judge.sizes(tensor.sizes) for tensor in recording.tensors]
         self._rows = {
             at: rows._replace(is_real=_is_real(rows.layout, rows.is_real)) for at, rows in enumerate(given)
         }
@@ -115,21 +111,17 @@ class _Run:
         for asked in self._recording.asked if self.in_graph else ():
             if not self.known.is_settled(asked):
                 raise Mixes(f"it goes by the token count: {asked}", code="token_count_as_value")
-        for call in self._recording.calls:
-            self._judge(call)
-        tensors = self._recording.tensors
-        written = {
-            at: self._rows[at]
-            for at in range(self._recording.num_given)
-            if tensors[at].memory in self._written
-        }
+        for noted in self._recording.calls:
+            self._judge(noted)
+        given = range(self._recording.num_given)
+        written = {at: self._rows[at] for at in given if self._tensors[at].memory in self._written}
         return Judged(tuple(map(self._at, self._recording.results)), written, self.largest)
 
     def _at(self, position: int) -> Rows:
         if position in self._rows:
             return self._rows[position]
         # A constant that the code holds: it asked nothing of the token count.
-        sizes, dtype = self._sizes_of(position), self._recording.tensors[position].dtype
+        sizes, dtype = self._sizes_of(position), self._tensors[position].dtype
         is_fixed = all(size.constant is not None for size in sizes)
         if self.in_graph and not is_fixed:
             raise Mixes("it reads a tensor that no op has made", code="unknown_op")
@@ -143,76 +135,9 @@ class _Run:
         return sizes or ()
 
     def _judge(self, noted: AtenCall) -> None:
-        schema = noted.op._schema
-        namespace, _, name = schema.name.partition("::")
-        call = self._call(noted, name)
-        if not self.in_graph:
-            outcome = Outcome([prefixes_or_none(sizes) for sizes, _ in call.results])
-        else:
-            try:
-                outcome = self._outcome(noted, namespace, call)
-            except Mixes as mixes:
-                if mixes.args[0] == mixes.detail:
-                    mixes.detail = f"{schema.name}: {mixes.detail}"
-                raise
-        self._note(noted, call, outcome)
-
-    def _call(self, noted: AtenCall, name: str) -> Call:
-        """The op as if it wrote nothing."""
-        schema = noted.op._schema
-        arguments = {argument.name: argument.default_value for argument in schema.arguments}
-        given = dict(zip(arguments, noted.args, strict=False)) | noted.kwargs
-        outs = {argument.name for argument in schema.arguments if argument.is_out}
-        arguments |= {key: self._resolved(value) for key, value in given.items() if key not in outs}
-        results = tuple((self._sizes_of(at), self._recording.tensors[at].dtype) for at in noted.made)
-        base = name[:-1] if name.endswith("_") and not name.endswith("__") and not outs else name
-        full = f"{base}.{schema.overload_name}"
-        return Call(full if full in RULES or full in BOUNDS else base, arguments, results, self.known)
-
-    def _resolved(self, value: Any) -> Any:
-        if isinstance(value, Ref):
-            return self._at(value.position)
-        if isinstance(value, (tuple, list)):
-            return [self._resolved(item) for item in value]
-        if not isinstance(value, SYMBOLIC):
-            return value
-        size = self.known.of(value) if isinstance(value, torch.SymInt) else self.known.number(value)
-        if size is not None:
-            return size if not isinstance(size, Size) or size.constant is None else size.constant
-        if self.in_graph:
-            raise Mixes("it computes with a number that follows a size", code="token_count_as_value")
-        return None
-
-    def _outcome(self, noted: AtenCall, namespace: str, call: Call) -> Outcome:
-        for rows in call.tensors():
-            if rows.layout is None and not call.name.startswith("_assert"):
-                raise Mixes(rows.why)
-        if noted.writes and not set(noted.results) <= set(noted.writes):
-            raise Mixes("it returns something beside what it writes", code="unknown_op")
-        values = {name: value for name, value in call.args.items() if _holds_count(value)}
-        is_torchs = namespace in _TORCHS and call.name not in _REACHING
-        if is_torchs and not values and all(rows.is_settled for rows in call.tensors()) and _are_fixed(call):
-            return Outcome([tuple(map(Dim, sizes)) for sizes, _ in call.results])
-        entry = _entry(RULES, call.name) if namespace == "aten" else None
-        if not values.keys() <= (entry.sizes if entry is not None else frozenset()):
-            raise Mixes("it computes with the token count", code="token_count_as_value")
-        if entry is None and namespace in _TORCHS:
-            raise Mixes("no rule says how rows go through it", code="unknown_op")
-        try:
-            found = entry.rule(call) if entry is not None else _declared(noted.op, call)
-        except Mixes:
-            raise
-        except Exception as error:  # a form of the op that the rule was not written for
-            raise Mixes(f"its rule fails: {type(error).__name__}: {error}", code="unknown_op") from error
-        if call.largest is not None:
-            self.largest = call.largest if self.largest is None else min(call.largest, self.largest)
-        outcome = found if isinstance(found, Outcome) else Outcome([found])
-        made = zip(outcome.layouts, (sizes for sizes, _ in call.results), strict=True)
-        if not all(layout is None or _is_of(layout, sizes) for layout, sizes in made):
-            raise Mixes("its sizes are others at some token counts", code="unknown_op")
-        return outcome
-
-    def _note(self, noted: AtenCall, call: Call, outcome: Outcome) -> None:
+        """Notes what an op makes, and what it leaves of what it writes."""
+        call = self._call(noted)
+        outcome = self._outcome(noted, call)
         is_kept = outcome.keeps_real and all(rows.is_real for rows in call.tensors())
         why = "its sizes do not follow the token count alone"
         if self.in_graph:
@@ -226,14 +151,79 @@ class _Run:
             is_real = _is_real(layout, is_kept or not self.in_graph)
             self._rows[position] = Rows(sizes, layout, dtype, is_real, covers, bounds, why)
 
-    def _covers(self, noted: AtenCall, position: int, outcome: Outcome) -> bool:
-        tensors = self._recording.tensors
-        memory = tensors[position].memory
-        looked_at = [self._at(other).covers for other in noted.reads if tensors[other].memory == memory]
-        return not looked_at or (all(looked_at) and outcome.keeps_cover)
+    def _call(self, noted: AtenCall) -> OpOnRows:
+        """The op as if it wrote nothing."""
+        schema = noted.op._schema
+        arguments = {argument.name: argument.default_value for argument in schema.arguments}
+        given = dict(zip(arguments, noted.args, strict=False)) | noted.kwargs
+        outs = {argument.name for argument in schema.arguments if argument.is_out}
+        arguments |= {key: self._resolved(value) for key, value in given.items() if key not in outs}
+        results = tuple((self._sizes_of(at), self._tensors[at].dtype) for at in noted.made)
+        base = schema.name.partition("::")[2]
+        if base.endswith("_") and not base.endswith("__") and not outs:
+            base = base[:-1]
+        full = f"{base}.{schema.overload_name}"
+        return OpOnRows(full if full in RULES or full in BOUNDS else base, arguments, results, self.known)
+
+    def _resolved(self, value: Any) -> Any:
+        if isinstance(value, Ref):
+            return self._at(value.position)
+        if isinstance(value, (tuple, list)):
+            return [self._resolved(item) for item in value]
+        if not isinstance(value, SYMBOLIC):
+            return value
+        size = self.known.of(value) if isinstance(value, torch.SymInt) else self.known.number(value)
+        if size is None and self.in_graph:
+            raise Mixes("it computes with a number that follows a size", code="token_count_as_value")
+        return size.constant if isinstance(size, Size) and size.constant is not None else size
+
+    def _outcome(self, noted: AtenCall, call: OpOnRows) -> Claim:
+        if not self.in_graph:
+            return Claim([prefixes_or_none(sizes) for sizes, _ in call.results])
+        try:
+            found = self._ruled(noted, call)
+            outcome = found if isinstance(found, Claim) else Claim([found])
+            made = zip(outcome.layouts, (sizes for sizes, _ in call.results), strict=True)
+            if not all(layout is None or _is_of(layout, sizes) for layout, sizes in made):
+                raise Mixes("its sizes are others at some token counts", code="unknown_op")
+        except Mixes as mixes:
+            code, detail = mixes.refusal
+            raise Mixes(f"{noted.op._schema.name}: {detail}", code=code) from None
+        self.largest = lesser(self.largest, call.largest)
+        return outcome
+
+    def _ruled(self, noted: AtenCall, call: OpOnRows) -> Claim | Layout:
+        """What the op's rule says, or its declaration."""
+        for rows in call.tensors():
+            if rows.layout is None and not call.name.startswith("_assert"):
+                raise Mixes(rows.why)
+        if noted.writes and not set(noted.results) <= set(noted.writes):
+            raise Mixes("it returns something beside what it writes", code="unknown_op")
+        values = {name for name, value in call.args.items() if _holds_count(value)}
+        is_torchs = noted.op.namespace in _TORCHS
+        are_fixed = all(size.constant is not None for sizes, _ in call.results for size in sizes)
+        if is_torchs and call.name not in _REACHING and not values and are_fixed:
+            if all(rows.is_settled for rows in call.tensors()):
+                return Claim([tuple(map(Dim, sizes)) for sizes, _ in call.results])
+        entry = _entry(RULES, call.name) if noted.op.namespace == "aten" else None
+        if not values <= (entry.sizes if entry is not None else frozenset()):
+            raise Mixes("it computes with the token count", code="token_count_as_value")
+        if entry is None and is_torchs:
+            raise Mixes("no rule says how rows go through it", code="unknown_op")
+        try:
+            return entry.rule(call) if entry is not None else _declared(noted.op, call)
+        except Mixes:
+            raise
+        except Exception as error:  # a form of the op that the rule was not written for
+            raise Mixes(f"its rule fails: {type(error).__name__}: {error}", code="unknown_op") from error
+
+    def _covers(self, noted: AtenCall, position: int, outcome: Claim) -> bool:
+        memory = self._tensors[position].memory
+        viewed = [self._at(other).covers for other in noted.reads if self._tensors[other].memory == memory]
+        return not viewed or (all(viewed) and outcome.keeps_cover)
 
     def _write(self, position: int, layout: Layout | None, bounds: Bounds, *, is_kept: bool) -> None:
-        before, memory = self._at(position), self._recording.tensors[position].memory
+        before, memory = self._at(position), self._tensors[position].memory
         if self.in_graph:
             if layout is None or layout != before.layout:
                 raise Mixes("it writes rows to other places than those that they come from")
@@ -242,13 +232,13 @@ class _Run:
         self._written.add(memory)
         self._rows[position] = before
         for other, rows in list(self._rows.items()):
-            if self._recording.tensors[other].memory == memory:
+            if self._tensors[other].memory == memory:
                 self._rows[other] = rows.after_write(before.layout, self.known, is_real=is_kept)
         self._rows[position] = self._rows[position]._replace(bounds=bounds)
 
-    def _bounds(self, noted: AtenCall, call: Call) -> list[Bounds]:
+    def _bounds(self, noted: AtenCall, call: OpOnRows) -> list[Bounds]:
         """Of each result; unknown where nobody bounds the op's integers."""
-        if all(dtype.is_floating_point or dtype.is_complex for _, dtype in call.results):
+        if all(is_inexact(dtype) for _, dtype in call.results):
             return [UNBOUNDED] * len(call.results)
         function = _entry(BOUNDS, call.name) if noted.op.namespace == "aten" else None
         is_out = any(argument.is_out for argument in noted.op._schema.arguments)
@@ -272,10 +262,6 @@ def _entry(table: Mapping[str, _Found], name: str) -> _Found | None:
     return found if found is not None else table.get(name.partition(".")[0])
 
 
-def _are_fixed(call: Call) -> bool:
-    return all(size.constant is not None for sizes, _ in call.results for size in sizes)
-
-
 def _is_real(layout: Layout | None, is_kept: bool) -> bool:
     """Whether padded rows can repeat a real one: at each count there is one."""
     if layout is None:
@@ -289,12 +275,10 @@ def _is_of(layout: Layout, sizes: Sequence[Size]) -> bool:
 
 
 def _holds_count(value: Any) -> bool:
-    if isinstance(value, Rows):
-        return False
-    return isinstance(value, Size) or isinstance(value, list) and any(map(_holds_count, value))
+    return isinstance(value, Size) or (type(value) is list and any(map(_holds_count, value)))
 
 
-def _declared(op: Any, call: Call) -> Outcome:
+def _declared(op: Any, call: OpOnRows) -> Claim:
     """The rows of an op that somebody declared."""
     found = declared_rows(op)
     if found is None:
@@ -305,7 +289,6 @@ def _declared(op: Any, call: Call) -> Outcome:
     for name, wanted in found.only.items():
         if call[name] is not wanted and call[name] != wanted:
             raise Mixes(f"its rows are known for {name}={wanted!r} alone", code="unknown_op")
-    one = call.known.constant(1)
     carried = list[Dim]()
     for name, value in call.args.items():
         for rows in value if isinstance(value, list) else [value]:
@@ -314,9 +297,9 @@ def _declared(op: Any, call: Call) -> Outcome:
             if rows.dtype in _INDICES and not (rows.is_settled or rows.is_real or is_shipped(op)):
                 raise Mixes(f"padded rows of '{name}' may hold an index that is out of range")
             dims = token_dims(found.token_args.get(name), len(rows.layout))
-            check_static(
-                rows.layout, [dim for dim in range(len(rows.layout)) if dim not in dims], f"'{name}' grows"
-            )
+            others = [dim for dim in range(len(rows.layout)) if dim not in dims]
+            check_static(rows.layout, others, f"'{name}' grows")
+            one = call.known.constant(1)
             size = functools.reduce(call.known.product, [rows.sizes[dim] for dim in dims], one)
             if size.constant != 1:
                 carried += regrouped(tuple(rows.layout[dim] for dim in dims), [size], call.known)
@@ -336,4 +319,4 @@ def _declared(op: Any, call: Call) -> Outcome:
             for dim, place in zip(dims, placed, strict=True):
                 layout[dim] = place
         made.append(tuple(layout))
-    return Outcome(made, keeps_real=found.padded == "real")
+    return Claim(made, keeps_real=found.padded == "real")

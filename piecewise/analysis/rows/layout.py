@@ -12,10 +12,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from piecewise.analysis.rows.counts import Size, Sizes
+from piecewise.analysis.rows.counts import KnownSizes, Size
 
 
-class Refusal(NamedTuple):
+class MixReason(NamedTuple):
     """Why no layout can be given: a code as in `classify.REASONS`, and words."""
 
     code: str
@@ -23,16 +23,12 @@ class Refusal(NamedTuple):
 
 
 class Mixes(Exception):
-    """No layout can be given: padding may reach real rows."""
+    """No layout can be given: padding may reach real rows. A traceback holds the tensors of all frames, so
+    `refusal` is what is kept."""
 
     def __init__(self, detail: str, *, code: str = "mixes_tokens") -> None:
         super().__init__(detail)
-        self.code, self.detail = code, detail
-
-    @property
-    def refusal(self) -> Refusal:
-        """What is kept of it: a traceback would hold the tensors of all frames."""
-        return Refusal(self.code, self.detail)
+        self.refusal = MixReason(code, detail)
 
 
 class Dim(NamedTuple):
@@ -48,14 +44,14 @@ class Dim(NamedTuple):
         return not self.factors
 
     @property
-    def is_prefix(self) -> bool:
-        """Whether the real elements are the leading ones."""
-        return not self.factors or (self.blocks == 1 and len(self.factors) == 1 and not self.tail)
-
-    @property
     def is_single(self) -> bool:
         """Whether element i of the real ones is element i of the padded ones."""
         return self.blocks == 1 and len(self.factors) <= 1
+
+    @property
+    def is_prefix(self) -> bool:
+        """Whether the real elements are the leading ones."""
+        return self.is_static or (self.is_single and not self.tail)
 
 
 Layout = tuple[Dim, ...]
@@ -79,12 +75,9 @@ def prefixes(sizes: Iterable[Size]) -> Layout:
     return tuple(map(prefix, sizes))
 
 
-def prefixes_or_none(sizes: Iterable[Size]) -> Layout | None:
+def prefixes_or_none(sizes: Sequence[Size]) -> Layout | None:
     """That layout, or None where a size falls."""
-    try:
-        return prefixes(sizes)
-    except Mixes:
-        return None
+    return None if any(size.falls for size in sizes) else prefixes(sizes)
 
 
 def is_prefix(layout: Layout) -> bool:
@@ -92,7 +85,7 @@ def is_prefix(layout: Layout) -> bool:
 
 
 def is_static(layout: Layout) -> bool:
-    return all(not dim.factors for dim in layout)
+    return all(dim.is_static for dim in layout)
 
 
 def are_whole_rows(written: Layout | None, other: Layout | None) -> bool:
@@ -115,11 +108,9 @@ def met(dims: Sequence[Dim], size: Size) -> Dim:
         if dim.size is not size:
             if dim.size.constant != 1:
                 raise Mixes("sizes meet that differ at some token counts")
-        elif found is None:
-            found = dim
-        elif dim[:3] != found[:3]:
+        elif found is not None and dim[:3] != found[:3]:
             raise Mixes("rows meet that lie at different places of the padded tensors")
-        elif dim.tail > found.tail:
+        elif found is None or dim.tail > found.tail:
             found = dim
     return found if found is not None else prefix(size)
 
@@ -133,7 +124,7 @@ def broadcast(layouts: Iterable[Layout], sizes: Sequence[Size]) -> Layout:
     )
 
 
-def regrouped(layout: Layout, sizes: Sequence[Size], known: Sizes) -> Layout:
+def regrouped(layout: Layout, sizes: Sequence[Size], known: KnownSizes) -> Layout:
     """The layout of the same elements in the shape `sizes`, as `view` and `reshape` give it.
 
     Raises:
@@ -156,7 +147,7 @@ def regrouped(layout: Layout, sizes: Sequence[Size], known: Sizes) -> Layout:
     return tuple(made)
 
 
-def _cut(dims: Layout, sizes: Sequence[Size], known: Sizes) -> list[Dim]:
+def _cut(dims: Layout, sizes: Sequence[Size], known: KnownSizes) -> list[Dim]:
     """Dims of these sizes that hold the elements of `dims`, of which there are as many.
 
     The elements are counted through what is static in front, then through factors, each with what is static
@@ -184,22 +175,21 @@ def _cut(dims: Layout, sizes: Sequence[Size], known: Sizes) -> list[Dim]:
             made.append(Dim(size))
             lead //= size.constant or 1
             continue
-        rest, taken = known.quotient(size, known.constant(lead)), list[Size]()
-        left = 1
-        while rest is not None and rest.constant != 1:
-            factor = factors.pop(0) if factors else None
-            inside = known.quotient(rest, factor) if factor is not None else None
-            if inside is not None and factor is not None:
+        rest, taken, left = known.quotient(size, known.constant(lead)), list[Size](), 1
+        if rest is None:
+            raise Mixes("a view cuts blocks of rows into parts")
+        while rest.constant != 1:
+            factor = factors.pop(0) if factors else known.constant(1)
+            inside = known.quotient(rest, factor)
+            if inside is not None and factor.constant != 1:
                 taken.append(factor)
                 rest = inside
                 continue
-            behind = known.quotient(factor, rest) if factor is not None else None
+            behind = known.quotient(factor, rest)
             if behind is None or behind.constant is None:
                 raise Mixes("a view cuts rows into parts")
             taken.append(rest)
             rest, left = known.constant(1), behind.constant
-        if rest is None:
-            raise Mixes("a view cuts blocks of rows into parts")
         made.append(Dim(size, lead, tuple(taken)))
         lead = left
     return made

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from piecewise.analysis.rows.counts import Size, Sizes
+from piecewise.analysis.rows.counts import KnownSizes, Size
 from piecewise.analysis.rows.layout import Layout, Mixes, are_whole_rows, is_static
 
 # Larger integers have no bounds here, so that no sum or product of two overflows.
@@ -44,7 +44,7 @@ class Rows(NamedTuple):
 
     Attributes:
         layout: None where nothing is known to agree, for the reason `why`.
-        covers: whether its padded elements are padded ones in all looks at its memory.
+        covers: whether its padded elements are padded ones in all views of its memory.
     """
 
     sizes: tuple[Size, ...]
@@ -60,20 +60,20 @@ class Rows(NamedTuple):
         """Whether all its elements agree: it has no padded rows."""
         return self.layout is not None and is_static(self.layout)
 
-    def after_write(self, layout: Layout | None, known: Sizes, *, is_real: bool) -> Rows:
+    def after_write(self, layout: Layout | None, known: KnownSizes, *, is_real: bool) -> Rows:
         """What is known still when rows of a layout were written to its memory, real ones or not."""
         stays = is_real and self.is_real and are_whole_rows(layout, self.layout)
         bounds = bounds_within(self.dtype, UNBOUNDED, known)
         return self._replace(bounds=bounds, is_real=self.is_settled or stays)
 
 
-class Outcome(NamedTuple):
-    """What a rule says of an op's results.
+class Claim(NamedTuple):
+    """What a rule claims of an op's results.
 
     Attributes:
         layouts: one per result, None for one of which nothing is known.
         keeps_real: whether padded rows of the results are real ones where those of all operands are.
-        keeps_cover: whether a view's padded elements are padded ones of what it looks at.
+        keeps_cover: whether a view's padded elements are padded ones of what it views.
     """
 
     layouts: Sequence[Layout | None]
@@ -82,7 +82,7 @@ class Outcome(NamedTuple):
 
 
 @dataclasses.dataclass(slots=True, eq=False)
-class Call:
+class OpOnRows:
     """An op as rules see it.
 
     Attributes:
@@ -95,47 +95,38 @@ class Call:
     name: str
     args: Mapping[str, Any]
     results: tuple[tuple[tuple[Size, ...], torch.dtype], ...]
-    known: Sizes
+    known: KnownSizes
     largest: int | None = None
 
     def __getitem__(self, name: str) -> Any:
         return self.args.get(name)
 
-    def tensor(self, name: str = "self") -> Rows:
-        """An argument that is a tensor."""
-        found = self.args[name]
-        assert isinstance(found, Rows)
-        return found
+    @property
+    def sizes(self) -> tuple[Size, ...]:
+        """Those of the first result."""
+        return self.results[0][0]
 
     def layout(self, name: str = "self") -> Layout:
-        """An argument's layout."""
-        found = self.tensor(name).layout
-        assert found is not None
+        """The layout of a tensor argument."""
+        found: Layout = self[name].layout
         return found
 
     def tensors(self) -> Iterator[Rows]:
         """All tensor arguments, those in lists included."""
         for value in self.args.values():
-            if isinstance(value, Rows):
-                yield value
-            elif isinstance(value, (tuple, list)):
-                yield from (item for item in value if isinstance(item, Rows))
+            yield from (x for x in (value if type(value) is list else [value]) if isinstance(x, Rows))
 
-    def dim(self, name: str = "dim", of: str = "self") -> int:
-        """An argument that names a dim of a tensor, from the front."""
-        return self._from_front(self[name], of)
+    def dims(self, name: str = "dim") -> tuple[int, ...]:
+        """An argument that names dims of `self`, from the front; None and [] name all of them."""
+        rank, value = len(self["self"].sizes), self[name]
+        if value in (None, []):
+            return tuple(range(rank))
+        named = value if isinstance(value, list) else [value]
+        return tuple(dim % rank if rank else 0 for dim in named)
 
-    def dims(self, name: str = "dim", of: str = "self") -> tuple[int, ...]:
-        """An argument that names some dims, or by None or [] all of them."""
-        value = self[name]
-        if value is None or (isinstance(value, (list, tuple)) and not value):
-            return tuple(range(len(self.layout(of))))
-        named = value if isinstance(value, (list, tuple)) else [value]
-        return tuple(self._from_front(item, of) for item in named)
-
-    def _from_front(self, dim: int, of: str) -> int:
-        rank = len(self.tensor(of).sizes)
-        return dim % rank if rank else 0
+    def dim(self, name: str = "dim") -> int:
+        """An argument that names one dim of `self`, from the front."""
+        return self.dims(name)[0]
 
     def size(self, value: Any) -> Size:
         """A size argument, constant or not."""
@@ -143,17 +134,19 @@ class Call:
 
     def limit_to(self, holds: Any) -> bool:
         """Lets the call hold up to the first row count at which `holds` is false; false if none is left."""
-        good = holds.cumprod().astype(bool)
-        if not good.any():
-            return False
-        if not good.all():
-            largest = int(self.known.counts[good][-1])
-            self.largest = largest if self.largest is None else min(self.largest, largest)
-        return True
+        good = self.known.counts[holds.cumprod().astype(bool)]
+        if len(good) and len(good) < len(holds):
+            self.largest = lesser(self.largest, int(good[-1]))
+        return bool(len(good))
 
 
-Rule = Callable[[Call], "Outcome | Layout"]
-BoundsRule = Callable[[Call], "Bounds | Sequence[Bounds]"]
+def lesser(limit: int | None, other: int | None) -> int | None:
+    """The smaller of two limits, None for none."""
+    return min((each for each in (limit, other) if each is not None), default=None)
+
+
+Rule = Callable[[OpOnRows], "Claim | Layout"]
+BoundsRule = Callable[[OpOnRows], "Bounds | Sequence[Bounds]"]
 _AnyRule = TypeVar("_AnyRule", bound=Callable[..., Any])
 
 
@@ -162,7 +155,7 @@ class Entry:
     """A rule, and which arguments of its op are sizes: they may follow the count. Others would be values."""
 
     rule: Rule
-    sizes: frozenset[str]
+    sizes: frozenset[str] = frozenset()
 
 
 RULES: dict[str, Entry] = {}
@@ -195,15 +188,19 @@ def check_static(layout: Layout, dims: Sequence[int], what: str) -> None:
         raise Mixes(f"{what} over a dim that carries tokens")
 
 
-def bounds_within(dtype: torch.dtype, found: Bounds, known: Sizes) -> Bounds:
+def is_inexact(dtype: torch.dtype) -> bool:
+    """Whether it is no type of integers."""
+    return dtype.is_floating_point or dtype.is_complex
+
+
+def bounds_within(dtype: torch.dtype, found: Bounds, known: KnownSizes) -> Bounds:
     """The bounds as far as they hold in a type, and those of the type itself."""
-    if dtype.is_floating_point or dtype.is_complex:
+    if is_inexact(dtype):
         return UNBOUNDED
     least, largest = limits(dtype)
     low, high, permutes = found
-    for side in (low, high):
-        if side is not None and not fits(side, dtype):
-            low, high, permutes = None, None, False  # the type wraps
+    if any(side is not None and not fits(side, dtype) for side in (low, high)):
+        low, high, permutes = UNBOUNDED  # the type wraps
     # A padded row is bound by what holds at the bucket, a real one by what holds at its own count.
     if low is not None and low.constant is None and bool((low.values[1:] > low.values[:-1]).any()):
         low = known.constant(int(low.values.min()))
@@ -218,9 +215,8 @@ def bounds_within(dtype: torch.dtype, found: Bounds, known: Sizes) -> Bounds:
 def fits(size: Size, dtype: torch.dtype) -> bool:
     """Whether an integer type holds it at all counts, with room for sums and products."""
     least, largest = limits(dtype)
-    return max(least, -_LARGEST) <= int(size.values.min()) and int(size.values.max()) <= min(
-        largest, _LARGEST
-    )
+    low, high = int(size.values.min()), int(size.values.max())
+    return max(least, -_LARGEST) <= low and high <= min(largest, _LARGEST)
 
 
 def limits(dtype: torch.dtype) -> tuple[int, int]:

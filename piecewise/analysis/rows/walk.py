@@ -1,7 +1,7 @@
-"""The rows of each value of a traced graph, followed from the inputs on, as it is decided what runs where.
+"""Follows the rows of each value of a traced graph from the inputs on, as it is decided what runs where.
 
 Nodes are told one by one, in order, what they run as: `in_graph` (which may refuse), `eager` or `boundary`.
-What a write does to other looks at the same memory is noted as it happens.
+What a write does to other views of the same memory is noted as it happens.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ import numpy as np
 from torch import fx
 
 from piecewise.analysis.rows.judge import Judge
-from piecewise.analysis.rows.layout import Refusal, is_prefix, prefixes_or_none
-from piecewise.analysis.rows.recording import Ref
-from piecewise.analysis.rows.table import UNBOUNDED, Bounds, Rows, bounds_within
-from piecewise.ir.effects import NodeFacts, fakes_of
-from piecewise.ir.tensors import map_tensors, storage_of, tensors_in
+from piecewise.analysis.rows.layout import MixReason, is_prefix, prefixes_or_none
+from piecewise.analysis.rows.table import UNBOUNDED, Bounds, Rows, bounds_within, lesser
+from piecewise.ir.effects import NodeFacts
+from piecewise.ir.nodes import fakes_of, makes_empty, storages_of, value_of
+from piecewise.ir.recording import Ref
+from piecewise.ir.tensors import map_tensors, storage_of
 
 # A tensor of a node's value, by its position there.
 _Place = tuple[fx.Node, int]
@@ -35,7 +36,7 @@ class RowsWalk:
         self._judge, self._facts = judge, facts
         self._rows: dict[fx.Node, tuple[Rows, ...]] = {}
         self._origins: dict[fx.Node, fx.Node] = {}
-        # Memory → who looks at it, its maker first; and whether graphs own it.
+        # Memory → who views it, its maker first; and whether graphs own it.
         self._holders: dict[int, list[_Place]] = {}
         self._in_graphs: set[int] = set()
         # Memory of integers that nobody has written yet: its padded rows start as zeros.
@@ -56,21 +57,20 @@ class RowsWalk:
         """The node that gave a value which is no prefix its layout."""
         return self._origins.get(node, node)
 
-    def in_graph(self, node: fx.Node) -> Refusal | None:
+    def in_graph(self, node: fx.Node) -> MixReason | None:
         """Runs a node in a graph; why it must not be there, where nothing is noted."""
         fact = self._facts[node]
         if fact.recording is None:
-            return Refusal("unknown_op", "nobody has looked into it")
+            return MixReason("unknown_op", "nobody has looked into it")
         judged = self._judge.judge(fact.recording, self._given(fact), in_graph=True)
         if judged.mixes is not None:
             return judged.mixes
-        fakes = tensors_in(node.meta.get("example_value"))
-        if [rows.sizes for rows in judged.results] != [self._judge.sizes(fake.shape) for fake in fakes]:
-            return Refusal("unknown_op", "its sizes are the example's")
-        if judged.largest is not None:
-            self.largest = judged.largest if self.largest is None else min(judged.largest, self.largest)
+        sizes = [self._judge.sizes(fake.shape) for fake in fakes_of([node])]
+        if [rows.sizes for rows in judged.results] != sizes:
+            return MixReason("unknown_op", "its sizes are the example's")
+        self.largest = lesser(self.largest, judged.largest)
         source = next((self.origin(read) for read in fact.reads if not self.is_prefix(read)), node)
-        self._fresh -= {storage_of(fake) for fake in fakes_of(fact.writes)}
+        self._fresh -= storages_of(fact.writes)
         self._write(fact, judged.written, in_graph=True)
         self._note(node, judged.results, in_graph=True)
         self._origins[node] = source
@@ -93,7 +93,7 @@ class RowsWalk:
     def boundary(self, node: fx.Node, *, in_graph: bool) -> None:
         """Notes that nothing is known any more of what an op writes; its own value is nothing."""
         fact = self._facts[node]
-        self._fresh -= {storage_of(fake) for fake in fakes_of(fact.writes)}  # padding may hold anything now
+        self._fresh -= storages_of(fact.writes)  # padding may hold anything now
         for target in fact.writes:
             for at, rows in enumerate(self.rows_of(target)):
                 left = rows._replace(bounds=self._unbound(rows), is_real=rows.is_settled)
@@ -103,7 +103,7 @@ class RowsWalk:
         """Notes an item of a tuple."""
         source: Any = node.args[0]
         numbers = itertools.count()
-        picked = map_tensors(source.meta["example_value"], lambda tensor: Ref(next(numbers)))[node.args[1]]
+        picked = map_tensors(value_of(source), lambda tensor: Ref(next(numbers)))[node.args[1]]
         places = picked if type(picked) in (tuple, list) else [picked]
         self._note(node, [self.rows_of(source)[place.position] for place in places if isinstance(place, Ref)])
         self._origins[node] = self.origin(source)
@@ -114,17 +114,17 @@ class RowsWalk:
     def _outside(self, node: fx.Node) -> list[Rows]:
         """Of a value that graphs do not make: they are given copies, whose padded rows repeat a real one."""
         found = []
-        for fake in tensors_in(node.meta.get("example_value")):
+        for fake in fakes_of([node]):
             sizes = self._judge.sizes(fake.shape)
             layout = prefixes_or_none(sizes) if sizes is not None else None
-            bounds = bounds_within(fake.dtype, UNBOUNDED, self._judge.known)
             why = "its sizes do not grow with the token count alone"
-            found.append(Rows(sizes or (), layout, fake.dtype, bounds=bounds, why=why))
+            rows = Rows(sizes or (), layout, fake.dtype, why=why)
+            found.append(rows._replace(bounds=self._unbound(rows)))
         return found
 
     def _note(self, node: fx.Node, rows: Sequence[Rows], *, in_graph: bool = False) -> None:
         self._rows[node] = tuple(rows)
-        for at, fake in enumerate(tensors_in(node.meta.get("example_value"))):
+        for at, fake in enumerate(fakes_of([node])):
             memory = storage_of(fake)
             holders = self._holders.setdefault(memory, [])
             if not holders and in_graph:
@@ -159,18 +159,12 @@ class RowsWalk:
         return before._replace(bounds=Bounds(least, largest, permutes), is_real=False)
 
     def _memory_of(self, place: _Place) -> int:
-        return storage_of(list(tensors_in(place[0].meta["example_value"]))[place[1]])
+        return storage_of(list(fakes_of([place[0]]))[place[1]])
 
     def _change(self, place: _Place, rows: Rows) -> None:
-        """Notes what a write leaves of a tensor, and of other looks at its memory."""
+        """Notes what a write leaves of a tensor, and of other views of its memory."""
         for node, at in self._holders[self._memory_of(place)]:
             found = list(self._rows[node])
             left = found[at].after_write(rows.layout, self._judge.known, is_real=rows.is_real)
             found[at] = rows if (node, at) == place else left
             self._rows[node] = tuple(found)
-
-
-def makes_empty(node: fx.Node) -> bool:
-    """Whether the node allocates memory without writing it."""
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    return str(name).startswith(("empty", "new_empty"))

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import torch
-from torch.utils import _pytree
 
+from piecewise import torch_api
 from piecewise.errors.tools import NothingToMeasure, UnknownVariant
 from piecewise.prefill_case import PrefillCase, load_case, unless_the_model_raises
 from piecewise.settings.config import PiecewiseConfig
@@ -179,7 +179,7 @@ class LatencyBench:
         found: dict[int, list[list[torch.Tensor]]] = {}
         for n in self.sizes:
             for seed in range(self._num_draws):
-                args, kwargs = _pytree.tree_map(_to_float32, source.inputs(n, seed=seed))
+                args, kwargs = torch_api.tree_map(_to_float32, source.inputs(n, seed=seed))
                 found.setdefault(n, []).append([x.cpu() for x in _float_leaves(model(*args, **kwargs))])
         del model
         if self.device.type == "cuda":
@@ -306,7 +306,7 @@ def _memory(prepared: Sequence[Prepared]) -> dict[str, Any]:
 
 
 def _float_leaves(result: Any) -> list[torch.Tensor]:
-    leaves = _pytree.tree_leaves(dict(result) if isinstance(result, Mapping) else result)
+    leaves = torch_api.tree_leaves(dict(result) if isinstance(result, Mapping) else result)
     return [x for x in leaves if isinstance(x, torch.Tensor) and x.dtype.is_floating_point]
 
 

@@ -1,4 +1,4 @@
-"""The ways to run one model that a benchmark compares, each as a call without arguments per token count.
+"""Prepares the ways to run one model that a benchmark compares, each as a call without arguments.
 
 =================  ====================================================================================
 eager              the case's baseline: the unmodified model, where the case has one
@@ -24,7 +24,8 @@ import dataclasses
 import functools
 import importlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -54,9 +55,18 @@ class Unavailable(Exception):
     """A variant cannot be run here; the text says why."""
 
 
+@contextmanager
+def _unavailable_after(kind: type[Exception]) -> Iterator[None]:
+    """Raises Unavailable in the place of an error of this kind."""
+    try:
+        yield
+    except kind as error:
+        raise Unavailable(one_line(error)) from error
+
+
 @dataclasses.dataclass(slots=True)
 class Prepared:
-    """A variant, ready to be called.
+    """Holds a variant that is ready to be called.
 
     Attributes:
         uses_baseline: whether it runs the case's baseline, so that inputs are made for that one.
@@ -84,36 +94,32 @@ class VariantMaker:
         self._made: dict[str, tuple[piecewise.GraphedModule, Any]] = {}
 
     def prepare(self, name: str) -> Prepared:
-        """The variant, compiled and captured.
+        """Compiles or captures the variant.
 
         Raises:
             Unavailable: this version, the machine or the model lacks what it needs.
         """
-        makers: dict[str, Callable[[], Prepared]] = {
-            "eager": lambda: _eager(self.case),
-            "compile": lambda: _compiled(self.case, "compile", self.sizes),
-            "reduce-overhead": lambda: _compiled(self.case, "reduce-overhead", self.sizes),
-            **{name: functools.partial(self._graphed, name) for name in GRAPHED},
-            **{name: functools.partial(self._floor, name) for name in FLOORS},
-            "breakable": lambda: _breakable(self.case),
-        }
         began = time.perf_counter()
-        made = makers[name]()
+        if name in GRAPHED:
+            made = self._graphed(name)
+        elif name in FLOORS:
+            made = self._floor(name)
+        elif name == "eager":
+            model = (self.case.baseline or self.case).model
+            made = Prepared(name, True, lambda n, args, kwargs: lambda: model(*args, **kwargs))
+        else:
+            made = _breakable(self.case) if name in PEERS else _compiled(self.case, name, self.sizes)
         made.setup_s = time.perf_counter() - began
         return made
 
     def _captured(self, name: str) -> tuple[piecewise.GraphedModule, Any]:
         if name not in self._made:
-            is_captured = name == "graphed-captured"
-            try:
-                config = self._config_of(name)
-                graphed = piecewise.compile(self.case.model, config)
+            with _unavailable_after(PiecewiseError):
+                graphed = piecewise.compile(self.case.model, self._config_of(name))
                 args, kwargs = self.case.inputs(max(min(self.sizes), 2))
                 report = graphed.capture(*args, **kwargs)
-            except PiecewiseError as error:
-                raise Unavailable(one_line(error)) from error
             segments = graphed.report().plans[0].segments
-            if is_captured and not any(segment.captured_ops for segment in segments):
+            if name == "graphed-captured" and not any(segment.captured_ops for segment in segments):
                 notes = next(segment.notes() for segment in segments if segment.kind == "boundary")
                 raise Unavailable(notes[0])
             self._made[name] = graphed, report
@@ -167,16 +173,11 @@ class VariantMaker:
             for metadata in signature.served[n].steps.step_metadata:
                 metadata.load()
             functions = next(a.functions for a in signature.assemblers if a.plan is plan)
+            floor = functools.partial(run_floor, plan, functions, leaves, n)
             for _ in range(_WARM_UPS):
-                run_floor(plan, functions, leaves, n)
-            try:
-                graph = engine.capture(
-                    lambda: run_floor(plan, functions, leaves, n),
-                    pool=pool,
-                    segment=f"whole model, {n} tokens",
-                )
-            except Exception as error:
-                raise Unavailable(one_line(error)) from error
+                floor()
+            with _unavailable_after(Exception):
+                graph = engine.capture(floor, pool=pool, segment=f"whole model, {n} tokens")
             pool.end_bucket()
             graphs.append(graph)
 
@@ -187,8 +188,7 @@ class VariantMaker:
             return call
 
         def close() -> None:
-            for graph in graphs:
-                graph.reset()
+            _reset(graphs)
             pool.release()
 
         return Prepared(name, False, prepare, close=close, holds_inputs=True)
@@ -226,16 +226,16 @@ def wait_for(device: torch.device) -> None:
     native_engine(device).synchronize(device)
 
 
-def _eager(case: PrefillCase) -> Prepared:
-    model = (case.baseline or case).model
-    return Prepared("eager", True, lambda n, args, kwargs: lambda: model(*args, **kwargs))
+def _reset(graphs: Sequence[Any]) -> None:
+    for graph in graphs:
+        graph.reset()
 
 
 def _compiled(case: PrefillCase, name: str, sizes: Sequence[int]) -> Prepared:
     source = case.baseline or case
     if name == "reduce-overhead" and native_engine(device_of(case)).device_type is None:
         raise Unavailable("needs a device with graphs of its own")
-    torch._dynamo.reset()
+    torch.compiler.reset()
     mode = "reduce-overhead" if name == "reduce-overhead" else None
     compiled = torch.compile(source.model, dynamic=True, mode=mode)
 
@@ -246,14 +246,12 @@ def _compiled(case: PrefillCase, name: str, sizes: Sequence[int]) -> Prepared:
 
         return call
 
-    try:
+    with _unavailable_after(Exception):
         for n in sizes:
             args, kwargs = source.inputs(n)
             for _ in range(_WARM_UPS):
                 prepare(n, args, kwargs)()
             wait_for(device_of(case))
-    except Exception as error:
-        raise Unavailable(one_line(error)) from error
     return Prepared(name, True, prepare)
 
 
@@ -272,10 +270,8 @@ class _BreakAtBoundaries(TorchFunctionMode):
 
 
 def _breakable(case: PrefillCase) -> Prepared:
-    try:
+    with _unavailable_after(ImportError):
         peer = importlib.import_module("breakable_cuda_graphs")
-    except ImportError as error:
-        raise Unavailable(one_line(error)) from error
     if native_engine(device_of(case)).device_type is None:
         raise Unavailable("needs a device with graphs of its own")
     graphs: list[Any] = []
@@ -284,11 +280,9 @@ def _breakable(case: PrefillCase) -> Prepared:
         for _ in range(_WARM_UPS):
             case.model(*args, **kwargs)
         graph = peer.BreakableCUDAGraph(pool=graphs[0].pool() if graphs else None)
-        try:
-            with _BreakAtBoundaries(peer.no_graph), peer.breakable_graph(graph):
-                result = case.model(*args, **kwargs)
-        except Exception as error:
-            raise Unavailable(one_line(error)) from error
+        breaks = _BreakAtBoundaries(peer.no_graph)
+        with _unavailable_after(Exception), breaks, peer.breakable_graph(graph):
+            result = case.model(*args, **kwargs)
         graphs.append(graph)
 
         def call() -> Any:
@@ -297,8 +291,4 @@ def _breakable(case: PrefillCase) -> Prepared:
 
         return call
 
-    def close() -> None:
-        for graph in graphs:
-            graph.reset()
-
-    return Prepared("breakable", False, prepare, close=close)
+    return Prepared("breakable", False, prepare, close=functools.partial(_reset, graphs))

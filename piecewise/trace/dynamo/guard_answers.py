@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from piecewise.torch_api import SeenGuard, dispatch_keys, opaque_answer
+from piecewise import torch_api
 from piecewise.trace.dynamo.guard_kinds import GUARD_KINDS, Rule
 from piecewise.trace.dynamo.sources import Scope, owner_and_name
 from runners.state.same_value import is_same_value, table_content
@@ -16,13 +16,13 @@ from runners.state.same_value import is_same_value, table_content
 _BASES_OF_CONSTANTS = (int, float, str, bytes, complex)
 
 
-def looked_at(guard: SeenGuard) -> tuple[str, ...]:
+def looked_at(guard: torch_api.SeenGuard) -> tuple[str, ...]:
     """Python source of what a guard compares: one expression, or two that are to be one object."""
     source = owner_and_attribute(guard)[0]
     return (source, guard.other) if guard.other else (source,)
 
 
-def owner_and_attribute(guard: SeenGuard) -> tuple[str, Any]:
+def owner_and_attribute(guard: torch_api.SeenGuard) -> tuple[str, Any]:
     """Where a guard looks, and at which attribute, where it asks for one."""
     source, attribute = guard.source, guard.arguments.get("attr")
     if guard.kind == "HASATTR" and attribute is None:  # torch 2.11 names the attribute in the source
@@ -30,7 +30,7 @@ def owner_and_attribute(guard: SeenGuard) -> tuple[str, Any]:
     return source, attribute
 
 
-def is_same_to(guard: SeenGuard, seen: Sequence[Any], found: Sequence[Any]) -> bool:
+def is_same_to(guard: torch_api.SeenGuard, seen: Sequence[Any], found: Sequence[Any]) -> bool:
     """Whether a guard that held for `seen` holds for `found`: values of what it looks at."""
     if guard.other:
         return found[0] is found[1]
@@ -42,7 +42,7 @@ def is_same_to(guard: SeenGuard, seen: Sequence[Any], found: Sequence[Any]) -> b
     return is_same_value(answer_of(guard, found[0]), answer_of(guard, seen[0]))
 
 
-def answer_of(guard: SeenGuard, value: Any) -> Any:
+def answer_of(guard: torch_api.SeenGuard, value: Any) -> Any:
     """What the guard asks of `value`, for `is_same_value` to compare."""
     rule = GUARD_KINDS[guard.kind].rule
     if rule is Rule.TENSOR:
@@ -63,13 +63,17 @@ def answer_of(guard: SeenGuard, value: Any) -> Any:
     if rule is Rule.METADATA:
         return type(value), tuple(metadata_of(value).items())
     if rule is Rule.OPAQUE:
-        return value, opaque_answer(value)
+        return value, torch_api.opaque_answer(value)
     return _frozen(value)
 
 
 def metadata_of(tensor: Any) -> dict[str, Any]:
-    """The attributes of a tensor of a subclass that are no tensors."""
-    return {key: item for key, item in vars(tensor).items() if not isinstance(item, torch.Tensor)}
+    """The attributes of a tensor of a subclass that are no tensors, without Dynamo's own marks."""
+    return {
+        key: item
+        for key, item in vars(tensor).items()
+        if not isinstance(item, torch.Tensor) and not key.startswith("_dynamo")
+    }
 
 
 def _has_equal_metadata(seen: Any, found: Any) -> bool:
@@ -92,14 +96,15 @@ def _kind_for_layers(tensor: Any) -> Any:
         return None
     return (
         type(tensor), tensor.dtype, tensor.device, tensor.layout, tensor.shape, tensor.stride(),
-        tensor.requires_grad, tensor.is_conj(), tensor.is_neg(), tensor.is_inference(), dispatch_keys(tensor),
+        tensor.requires_grad, tensor.is_conj(), tensor.is_neg(), tensor.is_inference(),
+        torch_api.dispatch_keys(tensor),
     )  # fmt: skip
 
 
 class Lookup:
     """A guard that is asked anew on each call, at its source: what is found there is made by each look-up."""
 
-    def __init__(self, guard: SeenGuard, scope: Scope) -> None:
+    def __init__(self, guard: torch_api.SeenGuard, scope: Scope) -> None:
         self._guard = guard
         self._read = scope.reader(looked_at(guard))
         self._seen = self._answer()
@@ -108,8 +113,8 @@ class Lookup:
         values = self._read()
         return values[0] is values[1] if self._guard.other else answer_of(self._guard, *values)
 
-    def holds(self) -> bool:
-        """Whether the answer is what it was."""
+    def holds(self, _: None) -> bool:
+        """Whether the answer is what it was; a question of `StateFacts`, which has an argument."""
         return is_same_value(self._answer(), self._seen)
 
     def __repr__(self) -> str:

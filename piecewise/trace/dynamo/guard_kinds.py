@@ -11,9 +11,9 @@ from __future__ import annotations
 import dataclasses
 import enum
 
-from piecewise.torch_api import SeenGuard
+from piecewise import torch_api
+from piecewise.errors.trace import StateNotCompared
 from piecewise.trace.dynamo.sources import readable_path
-from runners.errors import TraceError
 
 
 class Rule(enum.Enum):
@@ -109,15 +109,15 @@ GUARD_KINDS = {
     "DEFAULT_DEVICE": GuardKind(Rule.PROCESS, "is the default device the same?"),
     "SHAPE_ENV": GuardKind(Rule.SIZES, "do the sizes fulfil the trace's conditions?"),
     "TENSOR_MATCH": GuardKind(Rule.TENSOR, "is it a tensor of this kind?"),
-    SeenGuard.UNGUARDED: GuardKind(Rule.VALUE, "nothing: it was read, and has no guard"),
+    torch_api.SeenGuard.UNGUARDED: GuardKind(Rule.VALUE, "nothing: it was read, and has no guard"),
 }
 
 
-def rule_of(guard: SeenGuard) -> Rule:
+def rule_of(guard: torch_api.SeenGuard) -> Rule:
     """How a guard is compared.
 
     Raises:
-        TraceError: it is of a kind that this version does not know.
+        StateNotCompared: it is of a kind that this version does not know.
     """
     known = GUARD_KINDS.get(guard.kind)
     if known is None:
@@ -125,19 +125,17 @@ def rule_of(guard: SeenGuard) -> Rule:
     return known.rule
 
 
-def is_asked_of(guard: SeenGuard) -> bool:
+def is_asked_of(guard: torch_api.SeenGuard) -> bool:
     """Whether a guard asks about what its source leads to, and not about the process or its sizes."""
     known = GUARD_KINDS.get(guard.kind)
     return known is None or known.rule not in (Rule.PROCESS, Rule.NO_EFFECT, Rule.SIZES)
 
 
-def refusal(guard: SeenGuard, *, fix: str = "") -> TraceError:
+def refusal(guard: torch_api.SeenGuard, *, fix: str | None = None) -> StateNotCompared:
     """Why a trace that relied on this cannot be used."""
     known = GUARD_KINDS.get(guard.kind)
-    return TraceError(
-        f"forward reads {readable_path(guard.source) or 'a setting'}",
-        expected="Python state that a call can compare",
-        got=f"a guard of Dynamo's of kind {guard.kind}" + (f" ({known.asks})" if known else ""),
-        rule="a trace is used only for calls that it is valid for [I10]",
-        fix=fix or _FIXES.get(guard.kind, "keep what forward reads there as a plain attribute of the model"),
+    return StateNotCompared(
+        path=readable_path(guard.source) or "a setting",
+        kind=guard.kind + (f" ({known.asks})" if known else ""),
+        fix=fix or _FIXES.get(guard.kind),
     )

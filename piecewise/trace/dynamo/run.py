@@ -1,4 +1,4 @@
-"""One run of Dynamo over one call, as a graph and what it read; nothing of the model runs.
+"""Runs Dynamo once over one call: gives a graph and what it read; nothing of the model runs.
 
 The tool is `torch.compile(fullgraph=True)` with a backend of our own; docs/DESIGN.md says how it is kept
 from running what the backend returns, and from giving equal sizes one symbol. It caches by code object, so
@@ -12,68 +12,28 @@ import itertools
 import linecache
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import CodeType
 from typing import Any
 
 import torch
 from torch import fx, nn
 
-from piecewise import torch_api as internals
-from piecewise.calls.binder import CallBinder, is_plain_leaf
-from piecewise.calls.structure import Namespace, Structure, flatten_structure
+from piecewise import torch_api
+from piecewise.calls.binder import is_plain_leaf
+from piecewise.calls.structure import Namespace
+from piecewise.errors.trace import InputNotPlain, NoOps, NotOneGraph
 from piecewise.trace.dynamo.sources import Scope, readable_path
-from piecewise.trace.errors import translated
 from piecewise.trace.state.side_effects import StateSnapshot
 from piecewise.trace.subclasses.kinds import refuse_class
-from runners.errors import PiecewiseError, TraceError
+from piecewise.trace.trace import ExampleCall
+from runners.errors import PiecewiseError
 
 _serial = itertools.count()
 # Above any real size, below what float64 holds exactly: an int of the result that is one of these stands
 # for a symbol.
 FIRST_DUMMY = 1 << 50
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class ExampleCall:
-    """An example's bound values, taken apart.
-
-    Attributes:
-        values: structure of the bound parameter values.
-        leaves: tensors (as passed by the user) and ints, one per leaf index.
-        names: leaf index → what the user calls it.
-        args, kwargs: the call as it was made, to be bound anew where the model's hooks have changed.
-    """
-
-    binder: CallBinder
-    values: Structure
-    leaves: tuple[Any, ...]
-    names: Mapping[int, str]
-    args: tuple[Any, ...] = ()
-    kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-
-    @classmethod
-    def from_call(cls, binder: CallBinder, args: Sequence[Any], kwargs: Mapping[str, Any]) -> ExampleCall:
-        """Binds and flattens a call.
-
-        Raises:
-            TypeError: an argument that forward does not have, as calling it would raise.
-            TraceError: an argument that forward needs is not there.
-        """
-        bound = binder.bind(*args, **kwargs)
-        absent = binder.absent(bound)
-        if absent:
-            raise TraceError(
-                f"an example call without {', '.join(map(repr, absent))}",
-                expected=f"forward's arguments ({', '.join(binder.names)})",
-                rule="the model is traced with the example, so each argument without a default is needed",
-                fix="pass to capture() what you pass to the model",
-            )
-        values, leaves = flatten_structure(bound)
-        return cls(binder, values, tuple(leaves), binder.leaf_paths(values), tuple(args), kwargs)
-
-    def with_leaves(self, leaves: Sequence[Any]) -> ExampleCall:
-        return dataclasses.replace(self, leaves=tuple(leaves))
+_MAX_DETAIL = 400
 
 
 @dataclasses.dataclass(eq=False)
@@ -82,18 +42,18 @@ class DynamoRun:
 
     Attributes:
         forward: what is traced; reached from `model`.
+        leaves: the inputs' twins.
         own_name: another name that sources may have for the model than L['model'].
         graph: the Dynamo-level graph; placeholders carry fakes in ``meta["example_value"]``.
         arguments: what Dynamo passed for each placeholder: the tensors of the model, twins of the inputs.
         sources: placeholder's name → Python source of what it stands for, in terms of L and G.
-        guards: all that the run looked at.
-        reads: Python source of all that Dynamo looked at; a guard says how, or that there is none.
+        guards: all that the run looked at; what it read without one is a guard of kind `UNGUARDED`.
         code: of each function that it went through.
         marks_tensors: whether forward sets a Python attribute of a tensor.
         written: objects, older than the run, that forward writes to, for a while or for good; None for one
             that is not found.
         stores: sources of what forward sets, and of containers whose items it sets.
-        leaves: the inputs' twins; `dummies`: one per graph output; `result`: what forward returned of them.
+        dummies: one per graph output; `result`: what forward returned of them.
         changes: paths of Python state that forward left changed; it was put back.
         bound_again: outputs that are tensors of the model itself, which forward put where they were.
     """
@@ -107,7 +67,7 @@ class DynamoRun:
     graph: fx.GraphModule = dataclasses.field(default_factory=lambda: fx.GraphModule({}, fx.Graph()))
     has_graph: bool = False
     sources: dict[str, str | None] = dataclasses.field(default_factory=dict)
-    guards: list[internals.SeenGuard] = dataclasses.field(default_factory=list)
+    guards: list[torch_api.SeenGuard] = dataclasses.field(default_factory=list)
     reads: list[str] = dataclasses.field(default_factory=list)
     code: list[CodeType] = dataclasses.field(default_factory=list)
     marks_tensors: bool = False
@@ -121,24 +81,24 @@ class DynamoRun:
 
     def __call__(self, graph: fx.GraphModule, _: Sequence[Any]) -> Any:
         self.graph, self.has_graph = graph, True
-        for node in graph.graph.find_nodes(op="placeholder"):
-            source = internals.source_name(node)
+        for node in self.placeholders():
+            source = torch_api.source_name(node)
             self.sources[node.name] = self.as_read(source) if source else None
         self.guards = [
             dataclasses.replace(guard, source=self.as_read(guard.source), other=self.as_read(guard.other))
-            for guard in internals.current_guards()
+            for guard in torch_api.current_guards()
         ]
         guarded = {source for guard in self.guards for source in (guard.source, guard.other)}
         self.guards += [
-            internals.SeenGuard(source, internals.SeenGuard.UNGUARDED, {})
+            torch_api.SeenGuard(source, torch_api.SeenGuard.UNGUARDED, {})
             for source in dict.fromkeys(map(self.as_read, self.reads))
             if source not in guarded
         ]
-        self.code = internals.traced_code()
+        self.code = torch_api.traced_code()
         self._note_writes()
-        outputs = graph.graph.output_node().args[0]
-        fakes = [node.meta.get("example_value") if isinstance(node, fx.Node) else node for node in outputs]  # type: ignore[union-attr]
-        self.dummies = [_dummy_for(fake, index) for index, fake in enumerate(fakes)]
+        outputs: Any = graph.graph.output_node().args[0]
+        fakes = [node.meta.get("example_value") if isinstance(node, fx.Node) else node for node in outputs]
+        self.dummies = [_dummy_for(fake, FIRST_DUMMY + index) for index, fake in enumerate(fakes)]
 
         def answer(*arguments: Any) -> list[Any]:
             self.arguments = arguments
@@ -163,15 +123,15 @@ class DynamoRun:
     def is_bound_again(self, old: Any, new: Any) -> bool:
         """Whether the dummy `new` stands for the tensor `old`: ``self.load += x`` writes it, and binds it
         again."""
-        index = next((index for index, dummy in enumerate(self.dummies) if dummy is new), None)
-        if index is None or not isinstance(old, torch.Tensor):
-            return False
-        node: Any = self.graph.graph.output_node().args[0][index]  # type: ignore[index]
-        for placeholder, argument in zip(self.placeholders(), self.arguments, strict=True):
-            # A fake that an op wrote in place is what that op returns.
-            if argument is old and placeholder.meta["example_value"] is node.meta["example_value"]:
-                self.bound_again.add(index)
-                return True
+        outputs: Any = self.graph.graph.output_node().args[0]
+        found = [index for index, dummy in enumerate(self.dummies) if dummy is new]
+        for index in found if isinstance(old, torch.Tensor) else ():
+            made = outputs[index].meta["example_value"]
+            for placeholder, argument in zip(self.placeholders(), self.arguments, strict=True):
+                # A fake that an op wrote in place is what that op returns.
+                if argument is old and placeholder.meta["example_value"] is made:
+                    self.bound_again.add(index)
+                    return True
         return False
 
     def names_in_sources(self) -> dict[str, Any]:
@@ -181,7 +141,7 @@ class DynamoRun:
         return {name: value for name, value in self.function.__globals__.items() if name in names}
 
     def fake_mode(self) -> Any:
-        return internals.fake_mode_of([node.meta["example_value"] for node in self.placeholders()])
+        return torch_api.fake_mode_of([node.meta["example_value"] for node in self.placeholders()])
 
     def placeholders(self) -> list[fx.Node]:
         return list(self.graph.graph.find_nodes(op="placeholder"))
@@ -189,7 +149,7 @@ class DynamoRun:
     def _note_writes(self) -> None:
         """Adds to the snapshot what Dynamo will write to after the graph, before it does."""
         scope = self.scope()
-        for source, names in internals.sources_to_be_written():
+        for source, names in torch_api.sources_to_be_written():
             source = self.as_read(source)
             self.stores += [f"{source}.{name}" for name in names] or [source]
             try:
@@ -219,28 +179,23 @@ def run_dynamo(
         repeats: whether forward goes through many layers that look alike.
         namespace: where the generated function looks up names; runs that share it share the names of G.
     Raises:
-        TraceError: forward cannot be one graph.
+        NotOneGraph, NoOps, InputNotPlain, and those of `refuse_class`.
     """
     leaves = _prepare_leaves(example, static_dims)
     function = _traced_function(example, forward, namespace or Namespace())
-    snapshot = StateSnapshot(model)
-    run = DynamoRun(
-        model, forward, function, leaves, snapshot, own_name=_name_of_self(function, forward, model)
-    )
+    own_name = _name_of_self(function, forward, model)
+    run = DynamoRun(model, forward, function, leaves, StateSnapshot(model), own_name)
     logger = logging.getLogger("torch._guards")
     level = logger.level
+    ints = [f"i{i}" for i, leaf in enumerate(leaves) if type(leaf) is int and i not in static_dims]
     try:
-        ints = [
-            i for i, leaf in enumerate(leaves) if not isinstance(leaf, torch.Tensor) and i not in static_dims
-        ]
-        int_names = [f"i{index}" for index in ints]
-        settings = internals.tracing_config(int_names, repeats=repeats)
+        settings = torch_api.tracing_config(ints, repeats=repeats)
         with settings, torch.inference_mode(False), torch.no_grad():
             logger.setLevel(logging.CRITICAL)  # it prints a page before the exception that is re-raised below
             # Called once, at once: Dynamo need not keep the guards that it found.
             options: Any = {"guard_filter_fn": lambda entries: [False] * len(entries)}
             compiled = torch.compile(function, backend=run, fullgraph=True, options=options)
-            with internals.tensor_attributes_set() as marked, internals.sources_read() as run.reads:
+            with torch_api.tensor_attributes_set() as marked, torch_api.sources_read() as run.reads:
                 run.result = compiled(model, *leaves)
             run.marks_tensors = bool(marked)
     except PiecewiseError:
@@ -249,31 +204,24 @@ def run_dynamo(
         held = list(itertools.chain(model.named_parameters(), model.named_buffers()))
         for path, tensor in held:
             refuse_class(f"model.{path}", tensor, cause=error)
-        raise translated(error, held) from error
+        raise _translated(error, held) from error
     finally:
         logger.setLevel(level)
-        run.changes = snapshot.restore(run.is_bound_again)
+        run.changes = run.snapshot.restore(run.is_bound_again)
         names = run.names_in_sources()
-        internals.forget_compilation(function.__code__, run)
+        torch_api.forget_compilation(function.__code__, run)
         function.__globals__.update(names)  # some go with Dynamo's code
         linecache.cache.pop(function.__code__.co_filename, None)
     if not run.has_graph:
-        raise TraceError(
-            f"{type(model).__name__}.forward has no tensor operation to graph",
-            rule="a graph needs at least one op",
-            fix="pass the example that your model is called with",
-        )
+        raise NoOps(model=type(model).__name__)
     scope = run.scope()
-    run.guards = [guard for guard in run.guards if guard.kind != guard.UNGUARDED or _leads(guard, scope)]
+
+    def leads(guard: torch_api.SeenGuard) -> bool:
+        """Dynamo looks at some sources for a moment, and nothing is there now."""
+        return guard.kind != guard.UNGUARDED or bool(scope.steps_to(guard.source))
+
+    run.guards = list(filter(leads, run.guards))
     return run
-
-
-def _leads(guard: internals.SeenGuard, scope: Scope) -> bool:
-    """Whether there is anything at a source that Dynamo looked at for a moment."""
-    try:
-        return bool(scope.steps(guard.source))
-    except Exception:  # it may be no Python at all
-        return False
 
 
 def _prepare_leaves(example: ExampleCall, static_dims: Mapping[int, Sequence[int]]) -> list[Any]:
@@ -286,20 +234,15 @@ def _prepare_leaves(example: ExampleCall, static_dims: Mapping[int, Sequence[int
             prepared.append(leaf)
             continue
         if not is_plain_leaf(leaf):
-            raise TraceError(
-                f"input '{example.names[index]}'",
-                expected="a plain strided tensor",
-                got=f"a {type(leaf).__name__} of layout {leaf.layout}",
-                rule="graphs read static buffers, which are plain memory [I4]",
-                fix="convert it before the call, or keep it inside the model",
-            )
+            kind = f"a {type(leaf).__name__} of layout {leaf.layout}"
+            raise InputNotPlain(name=example.names[index], kind=kind)
         if id(leaf) not in twins:
             with torch.inference_mode(False), torch.no_grad():
                 twins[id(leaf)] = _normal_twin(leaf) if leaf.is_inference() else leaf.detach()
         twin = twins[id(leaf)]
         for dim, size in enumerate(twin.shape):
             if size > 1 and dim not in static_dims.get(index, ()):
-                internals.mark_dynamic(twin, dim)
+                torch_api.mark_dynamic(twin, dim)
         prepared.append(twin)
     return prepared
 
@@ -334,13 +277,32 @@ def _name_of_self(function: Any, forward: Any, model: nn.Module) -> str | None:
     return f"G['{name}'].__self__"
 
 
-def _dummy_for(fake: Any, index: int) -> Any:
+def _dummy_for(fake: Any, number: int) -> Any:
     if isinstance(fake, torch.Tensor):
         # A float computed from sizes leaves the graph as a 0-dim float64 tensor and comes back through
         # .item().
-        return (
-            torch.tensor(float(FIRST_DUMMY + index), dtype=torch.float64)
-            if fake.dim() == 0
-            else torch.empty(0)
-        )
-    return FIRST_DUMMY + index if isinstance(fake, (int, torch.SymInt)) else float(FIRST_DUMMY + index)
+        return torch.empty(0) if fake.dim() else torch.tensor(float(number), dtype=torch.float64)
+    return number if isinstance(fake, (int, torch.SymInt)) else float(number)
+
+
+def _translated(error: Exception, held: Iterable[tuple[str, torch.Tensor]]) -> NotOneGraph:
+    """Dynamo's error as one of ours; `held` are the model's tensors by their paths."""
+    cause: BaseException = error
+    while cause.__cause__ is not None and not str(cause):
+        cause = cause.__cause__
+    lines = [line.strip() for line in str(cause).strip().splitlines() if line.strip()]
+    rule, fix = (_after(word, lines) for word in ("Rule:", "Fix:"))
+    if rule and fix:  # an error of ours, raised by code that Dynamo was tracing through
+        return NotOneGraph(lines[0].partition(": ")[2] or lines[0], rule=rule, fix=fix)
+    # Its headline, the sentence that names the construct, and the place in the user's code.
+    detail = _after("Explanation:", lines) or _after("Developer debug context:", lines)
+    words = [": ".join(filter(None, (lines[0], detail[:_MAX_DETAIL]))) if lines else type(cause).__name__]
+    words += [f"({line})" for line in reversed(lines) if line.startswith("File ")][:1]
+    wrapped = next(((path, type(each).__name__) for path, each in held if torch_api.is_wrapper(each)), None)
+    hint = "; it may be one of the code of tensor subclasses, for model.{} is a {}"
+    return NotOneGraph(cause=" ".join(words), hint=hint.format(*wrapped) if wrapped else "")
+
+
+def _after(word: str, lines: Iterable[str]) -> str:
+    """The text of the first line that begins with `word`."""
+    return next((text for line in lines if line.startswith(word) and (text := line[len(word) :].strip())), "")

@@ -1,4 +1,4 @@
-"""Dynamo's sources: Python expressions, in the names L and G, for where a trace read something.
+"""Looks up Dynamo's sources: Python expressions, in the names L and G, for where a trace read something.
 
 ``L['model']._modules['layers']._modules['0'].eps`` gives, step by step, an owner (a dict or an object) and a
 key, so the value of now is one look-up away and needs no `nn.Module.__getattr__`. The steps before the last
@@ -11,14 +11,14 @@ import ast
 import dataclasses
 import operator
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType, MethodType, ModuleType
 from typing import Any
 
 import torch
 from torch import nn
 
-from piecewise.torch_api import names_in_sources
+from piecewise import torch_api
 from runners.state.state_check import InnerRef, StateRef
 
 _MODULE_TABLES = ("_modules", "_parameters", "_buffers")
@@ -37,6 +37,16 @@ def readable_path(source: str) -> str:
     return re.sub(r"\['?([^'\]]*)'?\]", r".\1", text)
 
 
+def source_reader(
+    sources: Iterable[str], global_names: Mapping[str, Any]
+) -> Callable[[Mapping[str, Any]], tuple[Any, ...]]:
+    """One function of L that gives the values at some sources, in one expression."""
+    text = f"lambda L: ({''.join(f'{source}, ' for source in sources)})"
+    read: Callable[[Mapping[str, Any]], tuple[Any, ...]]
+    read = eval(text, {**torch_api.names_in_sources(), "G": global_names})  # Dynamo's own source text
+    return read
+
+
 def owner_and_name(source: str) -> tuple[str, str]:
     """The source of an attribute's owner, and the name: of ``owner.name`` or ``getattr(owner, 'name')``."""
     _, owner, name = _taken_apart(ast.parse(source, mode="eval").body)
@@ -50,19 +60,13 @@ class Step:
     Attributes:
         value: what was there.
         place: where one look-up finds it again, as long as nobody changes it; None for a step without one.
-        values: (place, what is there) that decide a step without a place of its own.
-        classes: (object, its path) of which the class, and which `__dict__` it has, decide what is found.
-        tables: (container, its path) of which the keys decide it.
-        absent: (question, object, name, its path): what would hide it, and is not there.
+        facts: what else decides what is found, as arguments of `FactFinder`'s methods ``add_<first item>``.
         is_fresh: whether the look-up makes an object anew each time, so that nothing tells what it gives.
     """
 
     value: Any
     place: StateRef | None = None
-    values: tuple[tuple[StateRef, Any], ...] = ()
-    classes: tuple[tuple[Any, str], ...] = ()
-    tables: tuple[tuple[Any, str], ...] = ()
-    absent: tuple[tuple[Callable[[Any, Any], bool], Any, str, str], ...] = ()
+    facts: tuple[tuple[Any, ...], ...] = ()
     is_fresh: bool = False
 
 
@@ -103,12 +107,18 @@ class Scope:
             self._steps[source] = self._steps_of(ast.parse(source, mode="eval").body)
         return self._steps[source]
 
+    def steps_to(self, source: str) -> list[Step]:
+        """What `steps` gives; nothing where there is nothing, or no Python, or a property raises."""
+        try:
+            return self.steps(source)
+        except Exception:
+            return []
+
     def reader(self, sources: Sequence[str]) -> Callable[[], tuple[Any, ...]]:
         """What gives the values at some sources now."""
-        text = f"lambda L, G: ({''.join(f'{source}, ' for source in sources)})"
-        read = eval(text, dict(names_in_sources()))  # Dynamo's own source text
-        names = self._names  # alone, as the steps hold the tensors of now
-        return lambda: read(**names)
+        read = source_reader(sources, self._names["G"])
+        local_names = self._names["L"]  # alone, as the steps hold the tensors of now
+        return lambda: read(local_names)
 
     def class_table(self, cls: type) -> Mapping[str, Any]:
         """A live view of what a class itself has, one for each class."""
@@ -139,23 +149,21 @@ class Scope:
             return Step(self._names[text])
         kind, owner_node, key = _taken_apart(node)
         if kind == "other":  # Dynamo's own source text
-            return Step(eval(text, {**names_in_sources(), **self._names}), is_fresh=True)
+            return Step(eval(text, {**torch_api.names_in_sources(), **self._names}), is_fresh=True)
         owner_text = _text_of(owner_node)
         holder = self._find(owner_node)
         owner, path = holder.value, readable_path(owner_text)
         if kind == "item":
             # What L, G and a list of members hold is told by the step before.
-            is_made = owner_text in self._names or _taken_apart(owner_node)[0] == "members"
-            if is_made:
+            if owner_text in self._names or _taken_apart(owner_node)[0] == "members":
                 return Step(owner[self._key(key)])
-            return dataclasses.replace(
-                _item(owner, self._key(key), text), absent=tuple(self._hidden_by(owner_node, self._key(key)))
-            )
+            hiding = tuple(self._hidden_by(owner_node, self._key(key)))
+            return dataclasses.replace(_item(owner, self._key(key), text), facts=hiding)
         if kind == "members":
             members = list(dict.keys(owner)) if isinstance(owner, dict) else list(owner)
-            return Step(members, tables=((owner, path),))
+            return Step(members, facts=(("table", owner, path),))
         if kind == "type":
-            return Step(type(owner), classes=((owner, path),))
+            return Step(type(owner), facts=(("type", owner, path),))
         if isinstance(owner, type) and key == "__dict__":
             return Step(self.class_table(owner))
         found = _attribute(owner, key, readable_path(text), path)
@@ -172,11 +180,11 @@ class Scope:
             return
         base = self._find(base_node).value
         if table in _MODULE_TABLES and isinstance(base, nn.Module):
-            yield operator.contains, vars(base), name, readable_path(_text_of(base_node))
+            yield "answer", operator.contains, vars(base), name, readable_path(_text_of(base_node))
         found = re.fullmatch(r"(.*)\.__mro__\[(\d+)\]", _text_of(base_node))
-        if found is not None and isinstance(self._find(base_node).value, type):
+        if found is not None and isinstance(base, type):
             for cls in self.find(found[1]).value.__mro__[: int(found[2])]:
-                yield operator.contains, self.class_table(cls), name, cls.__name__
+                yield "answer", operator.contains, self.class_table(cls), name, cls.__name__
 
 
 def _item(owner: Any, key: Any, text: str) -> Step:
@@ -187,18 +195,19 @@ def _item(owner: Any, key: Any, text: str) -> Step:
 
 
 def _attribute(owner: Any, name: str, path: str, owner_path: str) -> Step:
+    of_class = ("type", owner, owner_path)
     if name == "__class__" and owner.__class__ is type(owner):
-        return Step(type(owner), classes=((owner, owner_path),))
+        return Step(type(owner), facts=(of_class,))
     names = getattr(owner, "__dict__", None)
     if type(names) is dict and not isinstance(owner, type):
         if name == "__dict__":
-            return Step(names, classes=((owner, owner_path),))
+            return Step(names, facts=(of_class,))
         if name in names:
-            classes = ((owner, owner_path),)
             # A property of the class would come first; of modules Dynamo reads the attributes alone.
             is_hidable = not isinstance(owner, (nn.Module, ModuleType)) and not hasattr(type(owner), name)
-            absent = ((hasattr, type(owner), name, type(owner).__name__),) if is_hidable else ()
-            return Step(names[name], StateRef(names, name, path), classes=classes, absent=absent)
+            hiding: Any = ("answer", hasattr, type(owner), name, type(owner).__name__)
+            facts = (of_class, hiding) if is_hidable else (of_class,)
+            return Step(names[name], StateRef(names, name, path), facts=facts)
     value = getattr(owner, name)
     if isinstance(owner, MethodType) and name in ("__self__", "__func__"):
         return Step(value)  # a method keeps both for good
@@ -206,9 +215,9 @@ def _attribute(owner: Any, name: str, path: str, owner_path: str) -> Step:
         # Made anew by each look-up, of what its class has.
         place = StateRef(type(owner), name, path, is_attribute=True)
         if place.look() is value.__func__:
-            hiding: Any = ((operator.contains, names, name, owner_path),) if isinstance(names, dict) else ()
-            classes = ((owner, owner_path),)
-            return Step(value, values=((place, value.__func__),), classes=classes, absent=hiding)
+            hiding = ("answer", operator.contains, names, name, owner_path)
+            facts = (("value", place, value.__func__), of_class)
+            return Step(value, facts=(*facts, hiding) if isinstance(names, dict) else facts)
     place = StateRef(owner, name, path, is_attribute=True)
     return Step(value, place) if place.look() is value else Step(value, is_fresh=True)
 

@@ -1,5 +1,7 @@
-"""A run of Dynamo over one layer, and whether its graph serves another layer, too: by its guards, which are
-asked about the other layer what they were asked about this one, under the sources that lead there.
+"""Runs Dynamo over one layer, and says whether its graph serves another layer, too.
+
+It does where the arguments are alike, as the outer graph passes them, and where the run's guards give the
+same answers under the sources that lead to the other layer.
 """
 
 from __future__ import annotations
@@ -11,43 +13,98 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import sympy
-from torch import fx, nn
+import torch
+from torch import fx
 
-from piecewise import torch_api as internals
+from piecewise import torch_api
 from piecewise.calls.binder import CallBinder, FormBinder
 from piecewise.calls.form import is_wrapped
 from piecewise.calls.structure import PLAIN, Namespace
 from piecewise.ir.tensors import tensors_in
 from piecewise.trace.dynamo.guard_answers import is_same_to, looked_at
 from piecewise.trace.dynamo.guard_kinds import is_asked_of
-from piecewise.trace.dynamo.result import Placeholder, placeholders_of, result_of
+from piecewise.trace.dynamo.result import placeholders_of, result_of
 from piecewise.trace.dynamo.run import DynamoRun, run_dynamo
-from piecewise.trace.dynamo.sources import Scope, readable_path
-from piecewise.trace.layers.layer_call import LayerCall, NotReused
+from piecewise.trace.dynamo.sources import readable_path, source_reader
 from piecewise.trace.layers.repeated_layers import RepeatedLayer
 from piecewise.trace.state.unguarded import names_read, reads_attribute_tables
+from piecewise.trace.trace import ExampleCall, Placeholder
 
 _INPUT = re.compile(r"\bL\['[ti]\d+'\]")
 _SIZE = re.compile(r"^L\['t(\d+)'\]\.size\(\)\[(\d+)\]$")
 # What is called, which is compared for each module of the model; what it holds is not.
 _FORWARD = ("L['model'].forward", "L['model'].forward.__func__")
-# Ops that change the modes of those after them.
-_MODE_SWITCHES = ("_enter_", "_exit_", "_set_")
 
 
-def _reader(
-    states: Sequence[str], guarded: Sequence[Sequence[str]], names: dict[str, Any]
-) -> Callable[[nn.Module], tuple[list[Any], list[tuple[Any, ...]]]]:
-    """What a run over a layer read, as one function of the layer: a deep model has many layers.
+class NotReused(Exception):
+    """All is to be traced at once; the text says why."""
 
-    Args:
-        states: sources of tensors. `guarded`: for each guard those of what it looks at.
-        names: those that sources use as G.
+
+def geometry(fake: torch.Tensor, shape_env: Any) -> tuple[Any, ...]:
+    """Sizes, strides and offset, as far as is known of their symbols now."""
+    numbers = (*fake.shape, *fake.stride(), fake.storage_offset())
+    return tuple(torch_api.expression(number, shape_env) for number in numbers)
+
+
+class LayerCall:
+    """A layer's arguments as the outer graph passes them.
+
+    Attributes:
+        nodes: the tensors among them, each once, by number.
+    Raises:
+        NotReused: one of them is neither a tensor, a plain value nor a tuple of such.
     """
-    parts = [f"({''.join(f'{source}, ' for source in sources)})" for sources in guarded]
-    text = f"lambda L: ([{', '.join(states)}], [{', '.join(parts)}])"
-    read = eval(text, {**internals.names_in_sources(), "G": names})  # Dynamo's own source text
-    return lambda layer: read({"model": layer})
+
+    def __init__(self, args: Sequence[Any], kwargs: dict[str, Any], shape_env: Any) -> None:
+        self._args, self._kwargs, self._shape_env = tuple(args), kwargs, shape_env
+        self.nodes: list[fx.Node] = []
+        self._constants = self._described((self._args, *kwargs.items()))
+
+    def _described(self, value: Any) -> Any:
+        if type(value) is tuple:
+            return tuple(map(self._described, value))
+        if not isinstance(value, fx.Node):
+            if not isinstance(value, (int, *PLAIN)):  # a list or a dict could be written
+                raise NotReused(f"a layer is given a {type(value).__name__}")
+            return type(value), repr(value) if isinstance(value, (float, complex)) else value  # -0.0 == 0.0
+        fake: Any = value.meta.get("example_value")
+        is_plain = torch_api.is_fake(fake) and not isinstance(fake, torch.nn.Parameter)
+        if not is_plain or fake.requires_grad or fake.layout != torch.strided:
+            raise NotReused("a layer is given something that is no plain tensor")
+        # By its fake, as Dynamo tells whether two values are one object: an op in place returns its input.
+        number = next((i for i, known in enumerate(self.fakes()) if known is fake), len(self.nodes))
+        self.nodes += [value] if number == len(self.nodes) else []
+        return number
+
+    def key(self) -> Any:
+        """Equal for calls of which one trace may serve both, as far as is known of the sizes now."""
+        tensors = [(fake.dtype, fake.device, *geometry(fake, self._shape_env)) for fake in self.fakes()]
+        return self._constants, tensors
+
+    def fakes(self) -> list[Any]:
+        """The tensors, by number."""
+        return [node.meta["example_value"] for node in self.nodes]
+
+    def example(self, binder: CallBinder) -> tuple[ExampleCall, dict[int, tuple[int, ...]], dict[int, int]]:
+        """The call on placeholder tensors, which dims get no symbol, and leaf → number of the tensor."""
+        made = {id(fake): _empty_like(fake) for fake in self.fakes()}
+        args, kwargs = fx.node.map_arg(
+            (self._args, self._kwargs), lambda node: made[id(node.meta["example_value"])]
+        )
+        example = ExampleCall.from_call(binder, args, kwargs)
+        by_tensor = {id(tensor): number for number, tensor in enumerate(made.values())}
+        leaves = enumerate(example.leaves)
+        numbers = {at: by_tensor[id(leaf)] for at, leaf in leaves if isinstance(leaf, torch.Tensor)}
+        static: dict[int, tuple[int, ...]] = dict.fromkeys(range(len(example.leaves)), ())
+        for at, number in numbers.items():
+            sizes = [torch_api.expression(n, self._shape_env) for n in self.fakes()[number].shape]
+            static[at] = tuple(dim for dim, size in enumerate(sizes) if size is None or size.is_number)
+        return example, static, numbers
+
+
+def _empty_like(fake: torch.Tensor) -> torch.Tensor:
+    sizes, strides = (list(map(torch_api.size_hint, numbers)) for numbers in (fake.shape, fake.stride()))
+    return torch.empty_strided(sizes, strides, dtype=fake.dtype, device=fake.device)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -60,7 +117,7 @@ class LayerRun:
         output: which of the graph's outputs the layer returns.
         numbers: leaf index → number of the argument that it is.
         own_guards: those that look at the layer, each once; `shared_guards` hold for each layer.
-        read: the states in a layer, and per own guard what it looks at there.
+        read: of L, the states of a layer, and for each own guard what it looks at there.
     """
 
     layer: RepeatedLayer
@@ -69,9 +126,9 @@ class LayerRun:
     placeholders: tuple[Placeholder, ...]
     output: int
     numbers: Mapping[int, int]
-    own_guards: tuple[internals.SeenGuard, ...]
-    shared_guards: tuple[internals.SeenGuard, ...]
-    read: Callable[[nn.Module], tuple[list[Any], list[tuple[Any, ...]]]]
+    own_guards: tuple[torch_api.SeenGuard, ...]
+    shared_guards: tuple[torch_api.SeenGuard, ...]
+    read: Callable[[Mapping[str, Any]], tuple[tuple[Any, ...], ...]]
 
     @classmethod
     def over(cls, layer: RepeatedLayer, call: LayerCall, *, namespace: Namespace) -> LayerRun:
@@ -105,19 +162,27 @@ class LayerRun:
         own = {repr(guard): guard for guard in guards if "L['model']" in guard.source + guard.other}
         shared = tuple(guard for guard in guards if repr(guard) not in own)
         own_guards = tuple(filter(is_asked_of, own.values()))
-        states = [_source_of(run, each) for each in placeholders if each.kind == "state"]
-        read = _reader(states, list(map(looked_at, own_guards)), run.function.__globals__)
+        states = [str(run.sources[each.node.name]) for each in placeholders if each.kind == "state"]
+        groups = [states, *map(looked_at, own_guards)]
+        # As one function of the layer: a deep model has many layers.
+        tuples = (f"({''.join(f'{source}, ' for source in group)})" for group in groups)
+        read = source_reader(tuples, run.function.__globals__)
         return cls(layer, call, run, placeholders, leaves[0].index, numbers, own_guards, shared, read)
 
+    def read_in(self, layer: RepeatedLayer) -> tuple[tuple[Any, ...], ...]:
+        """What the run read, in `layer`: the states, then for each own guard what it looks at."""
+        return self.read({"model": layer.module})
+
     def check_reads(self, written: Sequence[Any]) -> None:
-        """That the layer reads nothing which the rest writes before the call: alone it saw the old state.
+        """Checks that the layer reads nothing which the rest writes before the call: alone it saw the old
+        state.
 
         Raises:
             NotReused: it does.
         """
         ids, scope = set(map(id, written)), self.run.scope()
         for guard in (*self.own_guards, *self.shared_guards) if ids else ():
-            if any(id(value) in ids for value in _values_along(guard, scope)):
+            if any(id(step.value) in ids for step in scope.steps_to(looked_at(guard)[0])):
                 raise NotReused(f"a layer reads {readable_path(guard.source)}, which forward writes")
 
     def evaluate_conditions(self, shape_env: Any) -> None:
@@ -127,20 +192,20 @@ class LayerRun:
             NotReused: it is not about sizes, or does not hold there.
         """
         # A symbol of the run is 2 or more, which is no condition of its own; what it stands for may be less.
-        sizes = [internals.expression(n, shape_env) for fake in self.call.fakes() for n in fake.shape]
+        sizes = [torch_api.expression(n, shape_env) for fake in self.call.fakes() for n in fake.shape]
         conditions = [sympy.Ge(size, 2) for size in sizes if size is not None and not size.is_number]
-        if not all(internals.holds_as_guard(shape_env, condition) for condition in conditions):
+        if not all(torch_api.holds_as_guard(shape_env, condition) for condition in conditions):
             raise NotReused("a layer is given a size that is 1 in the example, and may be another")
-        inner = internals.shape_env_of([node.meta["example_value"] for node in self.run.placeholders()])
-        for condition in internals.raw_guards(inner):
+        inner = torch_api.shape_env_of([node.meta["example_value"] for node in self.run.placeholders()])
+        for condition in [guard.expr for guard in inner.guards] if inner is not None else ():
             taken = {}
             for symbol in condition.free_symbols:
-                leaf, dim = internals.symbol_source(inner, symbol) or (-1, -1)
+                leaf, dim = torch_api.symbol_source(inner, symbol) or (-1, -1)
                 if dim < 0:
                     raise NotReused("a condition on a number that is no size")
                 size = self.call.fakes()[self.numbers[leaf]].shape[dim]
-                taken[symbol] = internals.expression(size, shape_env)
-            if not internals.holds_as_guard(shape_env, condition.xreplace(taken)):
+                taken[symbol] = torch_api.expression(size, shape_env)
+            if not torch_api.holds_as_guard(shape_env, condition.xreplace(taken)):
                 raise NotReused("a layer's condition does not hold in the whole")
 
     def serves(self, layer: RepeatedLayer) -> bool:
@@ -148,21 +213,20 @@ class LayerRun:
         if type(layer.module) is not type(self.layer.module):
             return False
         try:
-            states, guarded = self.read(layer.module)
+            found = self.read_in(layer)
         except Exception:  # it lacks what was read; properties of the user's may raise anything
             return False
-        old_states, seen = self.read(self.layer.module)
-        if _which_are_one(old_states, *seen) != _which_are_one(states, *guarded):
+        seen = self.read_in(self.layer)
+        if _which_are_one(seen) != _which_are_one(found):
             return False
-        return all(map(is_same_to, self.own_guards, seen, guarded))
+        return all(map(is_same_to, self.own_guards, seen[1:], found[1:]))
 
     def reads_one_of(self, tensors: Sequence[Any], layer: RepeatedLayer) -> bool:
         """Whether `layer` itself leads to one of these tensors: a run over it takes them for others."""
-        states, guarded = self.read(layer.module)
-        read = set(map(id, itertools.chain(states, *guarded)))
+        read = set(map(id, itertools.chain(*self.read_in(layer))))
         return any(id(tensor) in read for tensor in tensors)
 
-    def guards_of(self, layer: RepeatedLayer) -> list[internals.SeenGuard]:
+    def guards_of(self, layer: RepeatedLayer) -> list[torch_api.SeenGuard]:
         """The layer's own guards, as a run over the whole model gives them for `layer`."""
         return [
             dataclasses.replace(
@@ -171,14 +235,10 @@ class LayerRun:
             for guard in self.own_guards
         ]
 
-    def source(self, placeholder: Placeholder, layer: RepeatedLayer) -> str:
-        """The source of a state, for `layer`."""
-        return moved(_source_of(self.run, placeholder), layer.source)
-
     def states_of(self, layer: RepeatedLayer) -> dict[fx.Node, Any]:
         """Placeholder of a state → what it stands for in `layer`."""
         states = [each.node for each in self.placeholders if each.kind == "state"]
-        return dict(zip(states, self.read(layer.module)[0], strict=True))
+        return dict(zip(states, self.read_in(layer)[0], strict=True))
 
     def size_of(self, placeholder: Placeholder) -> tuple[int, int]:
         """(number of the argument, dim) of the size that a placeholder stands for.
@@ -192,19 +252,11 @@ class LayerRun:
         return self.numbers[int(found[1])], int(found[2])
 
 
-def _which_are_one(*values: Sequence[Any]) -> list[int]:
+def _which_are_one(values: Sequence[Sequence[Any]]) -> list[int]:
     """For each value that is no plain one, where it is met first: forward may ask which are one object."""
     places: dict[int, int] = {}
     found = [value for value in itertools.chain(*values) if not isinstance(value, (int, *PLAIN))]
     return [places.setdefault(id(value), place) for place, value in enumerate(found)]
-
-
-def _values_along(guard: internals.SeenGuard, scope: Scope) -> list[Any]:
-    """The values at each step of the way to what a guard looks at."""
-    try:
-        return [step.value for step in scope.steps(looked_at(guard)[0])]
-    except Exception:  # there is nothing, or a property of the user's
-        return []
 
 
 def moved(source: str, layer_source: str) -> str:
@@ -212,21 +264,15 @@ def moved(source: str, layer_source: str) -> str:
     return source.replace("L['model']", layer_source)
 
 
-def _source_of(run: DynamoRun, placeholder: Placeholder) -> str:
-    text = run.sources[placeholder.node.name]
-    assert text is not None, "state has a path"
-    return text
-
-
 def switches_mode(node: fx.Node) -> bool:
     """Whether ops after the node run in another mode than those before it."""
     name = getattr(node.target, "__name__", str(node.target))
-    return node.op == "call_function" and name.startswith(_MODE_SWITCHES)
+    return node.op == "call_function" and name.startswith(("_enter_", "_exit_", "_set_"))
 
 
 def has_unbacked(value: Any) -> bool:
     """Whether data tell a size in it, or a number."""
-    if isinstance(value, internals.SYMBOLIC):
-        expr = internals.expression(value, None)
-        return expr is not None and internals.is_unbacked(expr)
+    if isinstance(value, torch_api.SYMBOLIC):
+        expr = torch_api.expression(value, None)
+        return expr is not None and torch_api.is_unbacked(expr)
     return any(has_unbacked(size) for tensor in tensors_in(value) for size in tensor.shape)

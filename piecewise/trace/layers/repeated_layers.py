@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from piecewise import torch_api as internals
+from piecewise import torch_api
 from piecewise.ir.tensors import map_tensors
 
 # Fewer are traced as fast, one by one.
@@ -83,7 +83,7 @@ def call_layer(number: int, *args: Any, **kwargs: Any) -> Any:
     """The forward of a layer, as one op."""
     given: list[torch.Tensor] = []
     map_tensors((args, kwargs), given.append)
-    if number in _active and any(map(internals.is_fake, given)):
+    if number in _active and any(map(torch_api.is_fake, given)):
         like = given[0]
         return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
     module = _modules[number]

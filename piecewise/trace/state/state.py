@@ -1,8 +1,7 @@
-"""What a trace read from the model: tensors by recorded path, and Python state that it holds as constants.
+"""Turns Dynamo's guards into facts: what a trace read of the model, for each call to compare [I4, I10].
 
 Dynamo guards each thing that it read, under a source that leads there (`sources.py`). `guard_kinds.py` says
-for each kind of guard what is to be compared; here it becomes facts, each place once, that run time compares
-with what the trace saw [I4, I10].
+for each kind of guard what is to be compared; here each place becomes a fact once.
 """
 
 from __future__ import annotations
@@ -18,8 +17,8 @@ import torch
 from torch import nn
 from torch.nn.modules import module as module_hooks
 
+from piecewise import torch_api
 from piecewise.calls.structure import PLAIN
-from piecewise.torch_api import SeenGuard, opaque_answer
 from piecewise.trace.dynamo.guard_answers import Lookup, metadata_of, owner_and_attribute
 from piecewise.trace.dynamo.guard_kinds import Rule, is_asked_of, refusal, rule_of
 from piecewise.trace.dynamo.sources import Scope, Step, readable_path
@@ -34,6 +33,9 @@ _NOISE = re.compile(r"\bL\['(?!model'\])|\._backward(_pre)?_hooks$|_hooks_with_k
 # Code whose classes hold nothing that a model sets.
 _SETTLED = frozenset({"torch", "builtins"}) | frozenset(sys.stdlib_module_names) - {"__main__"}
 _HEAP_TYPE = 1 << 9  # of `type.__flags__`: the class of its objects may be set
+# What lies in attributes of tensor subclasses decides, too, as deep as this, but for what is in these.
+_MAX_DEPTH = 4
+_CLOSED = (int, *PLAIN, type, ModuleType, FunctionType, MethodType, torch.Tensor)
 
 
 class FactFinder:
@@ -51,6 +53,7 @@ class FactFinder:
         self._answers: dict[Any, tuple[Callable[[Any, Any], bool], Any, Any, bool, str]] = {}
         self._classes: dict[type, None] = {}
         self._functions: dict[int, FunctionType] = {}
+        self._contents: dict[int, Any] = {}
         self._tree = {id(module): path for path, module in model.named_modules()}
         self._adapted = {id(vars(module)) for module in model.modules() if has_adapters(module)}
         self._add_module_tree(model, skip_root=skip_root)
@@ -66,6 +69,10 @@ class FactFinder:
     def functions(self) -> list[FunctionType]:
         """Those among them."""
         return list(self._functions.values())
+
+    def places(self) -> list[StateRef]:
+        """Where values are compared."""
+        return [place for place, _ in self._values.values()]
 
     def add_value(self, ref: StateRef, value: Any) -> None:
         place = id(ref.owner), ref.key, ref.is_attribute
@@ -153,7 +160,7 @@ class FactFinder:
                     ref = StateRef(base, name, f"{path}.{name}", is_attribute=True)
                     self.add_value(ref, value)
 
-    def add_guard(self, guard: SeenGuard, scope: Scope) -> None:
+    def add_guard(self, guard: torch_api.SeenGuard, scope: Scope) -> None:
         """Adds what one guard of the trace says, and the path that leads to it.
 
         Raises:
@@ -185,21 +192,15 @@ class FactFinder:
             self._classes[cls] = None
             if _answers_itself(cls):  # an attribute of the object's own would hide that
                 self.add_table(getattr(step.value, "__dict__", ()), readable_path(f"vars({cls.__name__})"))
-            for ref, value in step.values:
-                self.add_value(ref, value)
-            for item, path in step.classes:
-                self.add_type(item, path)
-            for table, path in step.tables:
-                self.add_table(table, path)
-            for ask, names, key, path in step.absent:
-                self.add_answer(ask, names, key, path)
+            for kind, *fact in step.facts:
+                getattr(self, f"add_{kind}")(*fact)
             if step.place is not None and (position or not isinstance(step.value, torch.Tensor)):
                 self.add_value(step.place, step.value)
 
-    def _add_lookup(self, guard: SeenGuard, scope: Scope) -> None:
-        self.add_answer(_holds, Lookup(guard, scope), None, readable_path(guard.source))
+    def _add_lookup(self, guard: torch_api.SeenGuard, scope: Scope) -> None:
+        self.add_answer(Lookup.holds, Lookup(guard, scope), None, readable_path(guard.source))
 
-    def _add_leaf(self, guard: SeenGuard, rule: Rule, leaf: Step, path: str, scope: Scope) -> None:
+    def _add_leaf(self, guard: torch_api.SeenGuard, rule: Rule, leaf: Step, path: str, scope: Scope) -> None:
         """What a guard asks beyond that its path leads to the same object."""
         value, attribute = leaf.value, owner_and_attribute(guard)[1]
         is_tensor = isinstance(value, torch.Tensor)
@@ -210,10 +211,10 @@ class FactFinder:
         elif is_tensor and rule in (Rule.TENSOR, Rule.TYPE, Rule.VALUE, Rule.METADATA):
             if leaf.place is not None:
                 self._tensors.setdefault((id(leaf.place.owner), leaf.place.key), (leaf.place, kind_of(value)))
-            if rule is Rule.METADATA:
-                for key, item in metadata_of(value).items():
-                    ref = None if leaf.place is None else InnerRef(leaf.place, key, f"{path}.{key}")
-                    self.add_value(ref or StateRef(vars(value), key, f"{path}.{key}"), item)
+            for key, item in metadata_of(value).items() if rule is Rule.METADATA else ():
+                ref = None if leaf.place is None else InnerRef(leaf.place, key, f"{path}.{key}")
+                self.add_value(ref or StateRef(vars(value), key, f"{path}.{key}"), item)
+                self._add_content(item, f"{path}.{key}", _MAX_DEPTH)
         elif rule is Rule.CODE:
             self.add_code(value, path)
         elif rule is Rule.TYPE:
@@ -229,7 +230,7 @@ class FactFinder:
         elif rule is Rule.ATTRIBUTE:
             if attribute != "forward" or id(value) not in self._tree:  # the module tree has those
                 self.add_answer(operator.contains, value.__dict__, attribute, path)
-        elif rule is Rule.OPAQUE and opaque_answer(value) is not None:
+        elif rule is Rule.OPAQUE and torch_api.opaque_answer(value) is not None:
             self._add_lookup(guard, scope)
         elif rule is Rule.VALUE and isinstance(value, (set, list, dict)):
             self.add_table(value, path)
@@ -242,6 +243,23 @@ class FactFinder:
         for key, item in items.items():
             self.add_value(StateRef(owner, key, f"{path}[{key!r}]"), item)
 
+    def _add_content(self, value: Any, path: str, depth: int) -> None:
+        """Adds what lies in an attribute of a tensor subclass, such as a block size or a layout."""
+        if not depth or id(value) in self._contents or isinstance(value, _CLOSED):
+            return
+        self._contents[id(value)] = value
+        attributes = value if isinstance(value, dict) else getattr(value, "__dict__", None)
+        if isinstance(value, (list, dict, set)):
+            self.add_table(value, path)
+        else:
+            self.add_type(value, path)
+        owners: list[Any] = [(value, dict(enumerate(value)))] if isinstance(value, (list, tuple)) else []
+        owners += [(attributes, dict(attributes))] if isinstance(attributes, dict) else []
+        for owner, items in owners:
+            for key, item in items.items():
+                self.add_value(StateRef(owner, key, f"{path}.{key}"), item)
+                self._add_content(item, f"{path}.{key}", depth - 1)
+
 
 def _answers_itself(cls: type) -> bool:
     """Whether objects of a class answer for attributes that they lack; namespaces such as `torch.ops` fill up
@@ -253,10 +271,6 @@ def _answers_itself(cls: type) -> bool:
 def _holds_names(place: StateRef, names: tuple[str, ...]) -> bool:
     now = place.get()
     return type(now) is list and all(type(item) is str for item in now) and tuple(now) == names
-
-
-def _holds(lookup: Lookup, _: None) -> bool:
-    return lookup.holds()
 
 
 def _has_attribute(place: StateRef, name: str) -> bool:

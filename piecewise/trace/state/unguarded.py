@@ -1,4 +1,4 @@
-"""What forward relied on and no single guard of Dynamo's compares: found in its guards and the code traced.
+"""Finds state that forward depends on but that no Dynamo guard compares.
 
 * One tensor at several places (tied weights) is one input of the graph, read at the first place.
 * What forward sets to what it is already, no replay sets: it must be that at each call.
@@ -22,89 +22,73 @@ import torch
 from torch import nn
 
 from piecewise.settings.sources import environment
+from piecewise.trace.dynamo.run import DynamoRun
 from piecewise.trace.dynamo.sources import Scope, resolve
 from piecewise.trace.state.state import FactFinder
 from runners.state.state_check import StateRef
 
 # Their methods are torch's and Python's own.
 _SETTLED_CLASSES = (object, nn.Module, torch.Tensor)
-_FLAGS = frozenset({"requires_grad", "is_leaf", "grad_fn", "Parameter"})
-_ENVIRONMENT = frozenset({"environ", "getenv"})
-_ATTRIBUTE_TABLES = frozenset({"__dict__", "vars"})
 
 
 def names_read(code: Iterable[CodeType]) -> frozenset[str]:
     """Names of globals and attributes in code that is neither torch's nor Python's own."""
-    settled = os.path.dirname(torch.__file__), os.path.dirname(os.__file__)
-    theirs = [
-        each for each in code if not each.co_filename.startswith(settled) or _is_installed(each.co_filename)
-    ]
-    return frozenset(name for each in theirs for name in each.co_names)
+    torchs, pythons = os.path.dirname(torch.__file__), os.path.dirname(os.__file__)
+
+    def is_settled(path: str) -> bool:
+        # Below Python's library are installed packages, too.
+        return path.startswith(torchs) or (path.startswith(pythons) and "site-packages" not in path)
+
+    return frozenset(name for each in code if not is_settled(each.co_filename) for name in each.co_names)
 
 
 def reads_attribute_tables(names: frozenset[str]) -> bool:
     """Whether forward may read names of attributes."""
-    return bool(names & _ATTRIBUTE_TABLES)
-
-
-def _is_installed(path: str) -> bool:
-    """Whether a file below Python's library is a package of its own, and not torch."""
-    return "site-packages" in path and not path.startswith(os.path.dirname(torch.__file__))
+    return bool(names & {"__dict__", "vars"})
 
 
 def reads_flags(names: frozenset[str]) -> bool:
     """Whether forward may ask what kind of tensor it was given: a Parameter, or one that requires grad."""
-    return bool(names & _FLAGS)
+    return bool(names & {"requires_grad", "is_leaf", "grad_fn", "Parameter"})
 
 
 def add_unguarded(
-    finder: FactFinder,
-    model: nn.Module,
-    *,
-    code: Sequence[CodeType],
-    ties: Iterable[Sequence[str]],
-    stores: Iterable[str],
-    places: Mapping[int, StateRef],
-    scope: Scope,
+    finder: FactFinder, run: DynamoRun, *, places: Mapping[int, StateRef], scope: Scope
 ) -> None:
     """Adds the facts that forward read and no guard compares.
 
     Args:
         finder: has the facts of the guards.
-        code: of all functions that the trace went through.
-        ties: sources that gave one tensor.
-        stores: sources of what forward sets, and of containers whose items it sets.
         places: id of a tensor of the model → the place at which the graph reads it.
     """
-    names = names_read(code)
-    _add_methods(finder, code, scope)
-    _add_builtins(finder, code)
+    names = names_read(run.code)
+    modules = [(f"model.{path}" if path else "model", module) for path, module in run.model.named_modules()]
+    _add_methods(finder, run.code, scope)
+    _add_builtins(finder, run.code)
     # Dynamo takes `__call__` for the way to forward, unguarded.
-    for cls in dict.fromkeys(type(module) for module in model.modules()):
+    for cls in dict.fromkeys(type(module) for _, module in modules):
         place = StateRef(cls, "__call__", f"{cls.__name__}.__call__", is_attribute=True)
         finder.add_value(place, place.get())
-    for place, other in _ties(ties, places, scope):
+    for place, other in _ties(run, places, scope):
         finder.add_answer(_is_there, place, Said(f"the tensor of {other.path}", other), place.path)
-    for place in _stored(finder, stores, scope):
+    for place in _stored(finder, run.stores, scope):
         value = place.get()
         if not isinstance(value, torch.Tensor):
             finder.add_value(place, value)
         elif id(value) not in places or not _is_one(places[id(value)], place):
             # Weakly, since a suspended trace holds no tensor.
             finder.add_answer(_is_there, place, Said("what forward sets", weakref.ref(value)), place.path)
-    if reads_flags(names):
-        for path, module in model.named_modules():
-            where = f"the tensors of {f'model.{path}' if path else 'model'} that require grad"
-            for owner in (module._parameters, module._buffers):
-                for key in [key for key, tensor in owner.items() if tensor is not None]:
-                    finder.add_answer(_requires_grad, owner, key, where)
-    if names & _ENVIRONMENT:
+    for path, module in modules if reads_flags(names) else ():
+        for owner in (module._parameters, module._buffers):
+            for key in [key for key, tensor in owner.items() if tensor is not None]:
+                finder.add_answer(_requires_grad, owner, key, f"the tensors of {path} that require grad")
+    if names & {"environ", "getenv"}:
         finder.add_answer(_is_environment, environment(), Said("the value read"), "the environment")
-    if names & _ATTRIBUTE_TABLES:
-        for path, module in model.named_modules():
-            finder.add_table(vars(module), f"vars(model{'.' + path if path else ''})")
+    if reads_attribute_tables(names):
+        for path, module in modules:
+            finder.add_table(vars(module), f"vars({path})")
         settled = (nn.Module, type, FunctionType, MethodType, ModuleType)
-        for place, _ in finder.facts().values:
+        for place in finder.places():
             value = place.get()
             attributes = getattr(value, "__dict__", None)
             if isinstance(attributes, dict) and not isinstance(value, settled):
@@ -120,12 +104,13 @@ def _is_environment(seen: dict[str, str], _: Said) -> bool:
 
 
 def _ties(
-    sources: Iterable[Sequence[str]], places: Mapping[int, StateRef], scope: Scope
+    run: DynamoRun, places: Mapping[int, StateRef], scope: Scope
 ) -> Iterable[tuple[StateRef, StateRef]]:
     """For tensors that forward reads at several places: where the graph reads each, or forward looked at it
     first, and another place."""
     found = {}
-    for pair in sources:
+    for guard in run.guards:
+        pair = (guard.source, guard.other) if guard.other else ()
         refs = [ref for source in pair if (ref := resolve(source, scope)) is not None]
         for other in refs:
             tensor = other.get()
@@ -143,16 +128,14 @@ def _stored(finder: FactFinder, sources: Iterable[str], scope: Scope) -> Iterabl
     """Places that forward sets; of a container, those of its items, for its keys are compared."""
     for source in dict.fromkeys(sources):
         place = resolve(source, scope)
-        if place is None:  # it was there for a while alone
-            continue
-        value = place.get()
-        if not isinstance(value, (list, dict, set, deque)):
+        value = place.get() if place is not None else None
+        if place is not None and isinstance(value, (list, dict, set, deque)):
+            finder.add_table(value, place.path)
+            keys: Iterable[object] = value if isinstance(value, dict) else range(len(value))
+            for key in () if isinstance(value, set) else keys:
+                yield StateRef(value, key, f"{place.path}[{key!r}]")
+        elif place is not None:  # else it was there for a while alone
             yield place
-            continue
-        finder.add_table(value, place.path)
-        keys: Iterable[object] = value if isinstance(value, dict) else range(len(value))
-        for key in () if isinstance(value, set) else keys:
-            yield StateRef(value, key, f"{place.path}[{key!r}]")
 
 
 def _add_methods(finder: FactFinder, code: Sequence[CodeType], scope: Scope) -> None:

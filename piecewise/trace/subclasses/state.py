@@ -1,42 +1,31 @@
-"""A trace in the form that is classified, with state that is a tensor subclass as its plain tensors.
+"""Opens state that is a tensor subclass: the trace reads the plain tensors inside, each at its own place.
 
-Each has a place of its own, found through the subclass, and calls compare it like a weight [I4]. What else
-decided, such as a block size or how activations are quantised, are attributes of the subclass; they are facts
-of the trace, with what lies inside of them [I10].
+A place is found through the subclass, and calls compare it like a weight [I4]. What else decided, such as a
+block size or how activations are quantised, are attributes of the subclass, which are facts of the trace.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import enum
-from collections.abc import Iterator
-from types import FunctionType, MethodType, ModuleType
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from piecewise import torch_api as internals
-from piecewise.analysis.normalize import normalize
-from piecewise.calls.structure import PLAIN
+from piecewise import torch_api
+from piecewise.errors.trace import InputNotPlain
 from piecewise.ir.plan import ResultLeaf
-from piecewise.trace.dynamo.result import Placeholder
 from piecewise.trace.subclasses.kinds import refuse_class
 from piecewise.trace.subclasses.subclasses import Wrapped
-from piecewise.trace.trace import Trace
-from runners.errors import TraceError
-from runners.state.same_value import table_content
-from runners.state.state_check import InnerRef, StateFacts, StateRef
-
-# Attributes of attributes hold what decides; deeper ones are found by nobody.
-_DEPTH = 4
-_SETTLED = (type, ModuleType, FunctionType, MethodType, enum.Enum, torch.Tensor)
+from piecewise.trace.trace import Placeholder, Trace
+from runners.state.state_check import InnerRef, StateRef
 
 
-def normalized(trace: Trace) -> Trace:
-    """The trace with its graph rewritten by `normalize`, in place.
+def mark_subclasses(trace: Trace) -> None:
+    """Prepares the graph, in place, for `see_through`: nodes say which classes' code Dynamo has followed.
 
     Raises:
-        SplitError, TraceError: as `normalize` says; or state is of a class that cannot be seen through.
+        TraceError: state is of a class that cannot be seen through.
     """
     for placeholder in trace.placeholders:
         place = placeholder.state
@@ -44,14 +33,10 @@ def normalized(trace: Trace) -> Trace:
         if isinstance(tensor, torch.Tensor) and type(tensor) not in (torch.Tensor, torch.nn.Parameter):
             assert place is not None
             refuse_class(place.path, tensor)
-            if internals.has_torch_function(tensor):
+            if torch_api.has_torch_function(tensor):
                 for node in trace.graph.graph.nodes:
                     node.meta["below_torch_function"] = True
     _drop_idle_sets(trace)
-    numbers = [leaf.index for leaf in trace.result_leaves if leaf.kind == "output" and leaf.value is float]
-    wrapped = normalize(trace.graph, shape_env=trace.shape_env, numbers=numbers)
-    placeholders, facts = _opened(trace)
-    return _with_wrapped(dataclasses.replace(trace, placeholders=placeholders, state_facts=facts), wrapped)
 
 
 def _drop_idle_sets(trace: Trace) -> None:
@@ -76,12 +61,31 @@ def _place_of(tensor: torch.Tensor) -> Any:
     return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.untyped_storage().data_ptr()
 
 
-def _opened(trace: Trace) -> tuple[tuple[Placeholder, ...], StateFacts]:
-    """The placeholders that the graph has now, and what the trace counts on."""
+def open_state(trace: Trace, wrapped: Mapping[int, Wrapped]) -> Trace:
+    """The trace with the placeholders that its graph has after `see_through`, and the tensors inside of
+    results that are subclasses as leaves, behind all others.
+
+    Args:
+        wrapped: what `see_through` returned.
+    Raises:
+        InputNotPlain: an input is a tensor subclass.
+    """
+    leaves, made_of = list(trace.result_leaves), list(trace.wrapped)
+    for place, leaf in enumerate(trace.result_leaves):
+        if leaf.kind == "output" and leaf.index in wrapped:
+            made = wrapped[leaf.index]
+            made_of.append((place, tuple(range(len(leaves), len(leaves) + len(made.parts))), made.make))
+            leaves[place] = ResultLeaf("const")
+            leaves += [ResultLeaf("output", part) for part in made.parts]
+    return dataclasses.replace(
+        trace, placeholders=_opened(trace), result_leaves=tuple(leaves), wrapped=tuple(made_of)
+    )
+
+
+def _opened(trace: Trace) -> tuple[Placeholder, ...]:
     known = {placeholder.node: placeholder for placeholder in trace.placeholders}
     found: list[Placeholder] = []
     places: dict[tuple[int, str], StateRef] = {}
-    facts = _Facts()
     for node in trace.graph.graph.find_nodes(op="placeholder"):
         inner = node.meta.get("inner")
         if inner is None:
@@ -90,78 +94,9 @@ def _opened(trace: Trace) -> tuple[tuple[Placeholder, ...], StateFacts]:
         given = known[inner.outer]
         place = given.state
         if place is None:
-            raise TraceError(
-                f"input '{trace.example.names.get(given.leaf, given.leaf)}' is a tensor subclass",
-                expected="a plain tensor",
-                rule="graphs read static buffers, which are plain memory [I4]",
-                fix="convert it before the call, or keep it inside the model",
-            )
+            name = trace.example.names.get(given.leaf, given.leaf)
+            raise InputNotPlain(name=name, kind="a tensor subclass")
         for key in inner.keys:
-            facts.add(place)
             place = places.setdefault((id(place), key), InnerRef(place, key, f"{place.path}.{key}"))
         found.append(Placeholder(node, "state", state=place))
-    return tuple(found), facts.added_to(trace.state_facts)
-
-
-class _Facts:
-    """What is in the attributes of tensor subclasses, each place once."""
-
-    def __init__(self) -> None:
-        self._values: list[tuple[StateRef, Any]] = []
-        self._tables: list[tuple[Any, Any, str]] = []
-        self._types: list[tuple[Any, type, str]] = []
-        self._seen: dict[int, Any] = {}
-
-    def add(self, place: StateRef) -> None:
-        """Adds the attributes of the subclass that is at a place, but for its tensors."""
-        holder = place.get()
-        if id(holder) in self._seen or not internals.is_wrapper(holder):
-            return
-        self._seen[id(holder)] = holder
-        for name, value in vars(holder).items():
-            # Dynamo's own marks come and go.
-            if not isinstance(value, torch.Tensor) and not name.startswith("_dynamo"):
-                ref = InnerRef(place, name, f"{place.path}.{name}")
-                self._values.append((ref, value))
-                self._add_content(value, ref.path, _DEPTH)
-
-    def added_to(self, facts: StateFacts) -> StateFacts:
-        return dataclasses.replace(
-            facts,
-            values=(*facts.values, *self._values),
-            tables=(*facts.tables, *self._tables),
-            types=(*facts.types, *self._types),
-        )
-
-    def _add_content(self, value: Any, path: str, depth: int) -> None:
-        if id(value) in self._seen or isinstance(value, (int, *PLAIN, *_SETTLED)) or not depth:
-            return
-        self._seen[id(value)] = value
-        if isinstance(value, (list, dict, set)):
-            self._tables.append((value, table_content(value), path))
-        elif type(getattr(value, "__dict__", None)) is dict:
-            self._types.append((value, type(value), path))
-        for place, item in _places_in(value, path):
-            self._values.append((place, item))
-            self._add_content(item, place.path, depth - 1)
-
-
-def _places_in(value: Any, path: str) -> Iterator[tuple[StateRef, Any]]:
-    if isinstance(value, (list, tuple)):
-        for index, item in enumerate(value):
-            yield StateRef(value, index, f"{path}.{index}"), item
-    attributes = value if isinstance(value, dict) else getattr(value, "__dict__", None)
-    for key, item in list(attributes.items()) if isinstance(attributes, dict) else ():
-        yield StateRef(attributes, key, f"{path}.{key}"), item
-
-
-def _with_wrapped(trace: Trace, wrapped: dict[int, Wrapped]) -> Trace:
-    """The trace with the tensors inside of results that are subclasses as leaves, behind all others."""
-    leaves, found = list(trace.result_leaves), list(trace.wrapped)
-    for place, leaf in enumerate(trace.result_leaves):
-        if leaf.kind == "output" and leaf.index in wrapped:
-            made = wrapped[leaf.index]
-            found.append((place, tuple(range(len(leaves), len(leaves) + len(made.parts))), made.make))
-            leaves[place] = ResultLeaf("const")
-            leaves += [ResultLeaf("output", part) for part in made.parts]
-    return dataclasses.replace(trace, result_leaves=tuple(leaves), wrapped=tuple(found))
+    return tuple(found)

@@ -1,4 +1,4 @@
-"""Tensor subclasses, seen through: a traced graph becomes one of the plain tensors inside of them.
+"""Sees through tensor subclasses: a traced graph becomes one of the plain tensors inside of them.
 
 A wrapper subclass, such as a quantised weight, is a Python object around plain tensors. What an op does with
 one is Python code again, its `__torch_function__` and `__torch_dispatch__`, and Dynamo leaves both alone:
@@ -21,14 +21,14 @@ from typing import Any
 import torch
 from torch import fx
 
-from piecewise import torch_api as internals
-from piecewise.ir.effects import autocast_of, call_on_fakes
-from piecewise.ir.tensors import map_tensors, storage_of, tensors_in
+from piecewise import torch_api
+from piecewise.errors.trace import ResultSubclass, SubclassOp
+from piecewise.ir.nodes import autocast_of, call_on_fakes
+from piecewise.ir.tensors import storage_of, tensors_in
 from piecewise.passes.int8_matmul import int8_matmul
-from piecewise.torch_api import SYMBOLIC
-from piecewise.trace.layers.layer_fakes import LayerFakes
+from piecewise.trace.layers.graph_copy import copy_calls
 from piecewise.trace.subclasses.kinds import holds_wrapper, plain_tensors, refuse_class
-from runners.errors import TraceError, one_line
+from runners.errors import one_line
 
 Make = Callable[[Sequence[Any]], Any]
 
@@ -65,14 +65,6 @@ def see_through(graph: fx.GraphModule, describe: Callable[[fx.Node], str]) -> di
     return rewrite.wrapped
 
 
-def _class_names(value: Any) -> set[str]:
-    names: set[str] = set()
-    map_tensors(
-        value, lambda tensor: names.add(type(tensor).__name__) if internals.is_wrapper(tensor) else None
-    )
-    return names
-
-
 def _autocast_devices(node: fx.Node, values: Any) -> list[str]:
     """Where autocast must be off for the ops below a node, since their casts are among them."""
     kinds = {tensor.device.type for tensor in plain_tensors(values)}
@@ -94,7 +86,7 @@ class _Rewrite:
     def __init__(self, graph: fx.GraphModule, describe: Callable[[fx.Node], str]) -> None:
         self.module, self.graph, self.describe = graph, graph.graph, describe
         fakes = [node.meta.get("example_value") for node in self.graph.nodes]
-        self.fake_mode = internals.fake_mode_of([*fakes, *plain_tensors(fakes)])
+        self.fake_mode = torch_api.fake_mode_of([*fakes, *plain_tensors(fakes)])
         self.wrapped: dict[int, Wrapped] = {}
         # What nodes that are gone, or will be, stood for; and the node of each plain fake inside of these.
         self.values: dict[fx.Node, Any] = {}
@@ -125,7 +117,7 @@ class _Rewrite:
     def _open(self, node: fx.Node, keys: tuple[str, ...] = (), value: Any = None) -> None:
         """A placeholder for each plain tensor of one that is a subclass."""
         fake = value if keys else node.meta["example_value"]
-        if not internals.is_wrapper(fake):
+        if not torch_api.is_wrapper(fake):
             with self.graph.inserting_before(node):
                 inner = self.graph.placeholder("_".join((node.name, *keys)))
             inner.meta = {"example_value": fake, "inner": Inner(node, keys)}
@@ -182,49 +174,47 @@ class _Rewrite:
             results[:] = [taken.apart(made)]
             return tuple(taken.leaves)
 
-        names = sorted(_class_names((node.meta.get("example_value"), *make(leaves))))
+        involved = torch_api.tree_leaves((node.meta.get("example_value"), make(leaves)))
+        names = " and a ".join(
+            sorted({type(each).__name__ for each in involved if torch_api.is_wrapper(each)})
+        )
         try:
-            module = internals.trace_below(
+            module = torch_api.trace_below(
                 program, leaves, self.fake_mode,
                 int_matmul=int8_matmul, torch_function="below_torch_function" not in node.meta,
             )  # fmt: skip
         except Exception as error:
-            raise TraceError(
-                f"{what}, an op on a {' and a '.join(names)}, cannot be followed: {one_line(error)}",
-                rule="graphs hold the ops below a tensor subclass, on the plain tensors inside of it",
-                fix="keep that value as a plain tensor; the cause of this error has the line of the class",
+            raise SubclassOp(
+                node=what, names=names, problem=f"cannot be followed: {one_line(error)}"
             ) from error
         if any(op.op == "get_attr" for op in module.graph.nodes):
-            raise TraceError(
-                f"{what}, an op on a {' and a '.join(names)}, reads a tensor that is not inside of it",
-                rule="a tensor that a graph reads needs a recorded path, so that a move is noticed [I4]",
-                fix="let __tensor_flatten__ name that tensor, too",
-            )
+            raise SubclassOp(node=what, names=names, problem="reads a tensor that is not inside of it")
         return _Below(module.graph, results[0].make)
 
     def _put_in(self, node: fx.Node, below: _Below, nodes: Sequence[fx.Node]) -> Any:
         """Copies the ops below in front of the node, on these nodes; returns what they make."""
         values: dict[fx.Node, Any] = dict(zip(below.graph.find_nodes(op="placeholder"), nodes, strict=True))
-        fakes = LayerFakes(values, below.fakes, self.fake_mode)
-        below.fakes = below.fakes or fakes.values
         kept = ("stack_trace", "nn_module_stack", "below_torch_function")
         meta: dict[str, Any] = {key: node.meta[key] for key in kept if key in node.meta}
         # Its casts are among the ops.
-        meta["autocast"] = tuple(
-            (kind, None, False, False) for kind in _autocast_devices(node, self._taken_by(node))
+        devices = _autocast_devices(node, self._taken_by(node))
+        meta["autocast"] = tuple((kind, None, False, False) for kind in devices)
+        fakes = copy_calls(
+            below.graph,
+            values,
+            node,
+            like=below.fakes,
+            fake_mode=self.fake_mode,
+            meta_of=lambda _: dict(meta),
         )
-        with self.graph.inserting_before(node):
-            for op in below.graph.nodes:
-                if op.op.startswith("call"):
-                    copy = values[op] = self.graph.node_copy(op, lambda old: values[old])
-                    copy.meta = dict(meta)
-                    copy.meta["example_value"] = fakes.of(op, copy)
+        below.fakes = below.fakes or fakes
         outputs: Any = below.graph.output_node().args[0]
-        made = [values[each] if isinstance(each, fx.Node) else each for each in outputs]
-        results = [each.meta["example_value"] if isinstance(each, fx.Node) else each for each in made]
-        for result, each in zip(results, made, strict=True):
-            if isinstance(each, fx.Node):
-                self._note(result, each)
+        results = []
+        for output in outputs:
+            made = values[output] if isinstance(output, fx.Node) else output
+            results.append(made.meta["example_value"] if isinstance(made, fx.Node) else made)
+            if isinstance(made, fx.Node):
+                self._note(results[-1], made)
         return below.make(results)
 
     def _note(self, value: Any, node: fx.Node) -> None:
@@ -236,7 +226,7 @@ class _Rewrite:
         old = node.meta.get("example_value")
         self.stale |= set(map(storage_of, plain_tensors(old)))
         self.stale -= set(map(storage_of, plain_tensors(self._taken_by(node))))
-        if id(value) not in self.nodes or internals.is_wrapper(value):
+        if id(value) not in self.nodes or torch_api.is_wrapper(value):
             self.values[node] = value
             return
         node.replace_all_uses_with(self.nodes[id(value)])
@@ -276,23 +266,22 @@ class _Taken:
         self.nodes: list[fx.Node] = []
 
     def apart(self, value: Any) -> _Apart:
-        if internals.is_wrapper(value):
+        if torch_api.is_wrapper(value):
             return self._subclass(value)
-        if isinstance(value, (torch.Tensor, *SYMBOLIC)):
+        if isinstance(value, (torch.Tensor, *torch_api.SYMBOLIC)):
             return self._leaf(value)
         if isinstance(value, (tuple, list)):
             kind: Any = list if isinstance(value, list) else tuple
-            items = list(map(self.apart, value))
-            return _Apart(
-                (kind, *(item.key for item in items)), lambda given: kind(i.make(given) for i in items)
-            )
+            parts = list(map(self.apart, value))
+            key: Any = (kind, *(part.key for part in parts))
+            return _Apart(key, lambda given: kind(part.make(given) for part in parts))
         if isinstance(value, slice):
             bounds = self.apart((value.start, value.stop, value.step))
             return _Apart((slice, bounds.key), lambda given: slice(*bounds.make(given)))
         if isinstance(value, dict):
-            named = {name: self.apart(item) for name, item in value.items()}
-            key = tuple((name, item.key) for name, item in named.items())
-            return _Apart((dict, key), lambda given: {name: item.make(given) for name, item in named.items()})
+            items = self.apart(tuple(value.values()))
+            key = (dict, *value, items.key)
+            return _Apart(key, lambda given: dict(zip(value, items.make(given), strict=True)))
         return _Apart((type(value), repr(value)), lambda given: value)
 
     def _leaf(self, value: Any) -> _Apart:
@@ -350,7 +339,7 @@ class _Taken:
 
 
 def _exprs(numbers: Sequence[Any]) -> tuple[Any, ...]:
-    return tuple(each.node.expr if isinstance(each, SYMBOLIC) else each for each in numbers)
+    return tuple(each.node.expr if isinstance(each, torch_api.SYMBOLIC) else each for each in numbers)
 
 
 def _maker(value: Any, places: Iterator[int]) -> Make:
@@ -359,7 +348,7 @@ def _maker(value: Any, places: Iterator[int]) -> Make:
     Raises:
         TraceError: no tensor inside tells its size and strides.
     """
-    if not internals.is_wrapper(value):
+    if not torch_api.is_wrapper(value):
         at = next(places)
         return lambda given: given[at]
     names, context = value.__tensor_flatten__()
@@ -369,11 +358,7 @@ def _maker(value: Any, places: Iterator[int]) -> Make:
     ]
     cls = type(value)
     if not like:
-        raise TraceError(
-            f"forward returns a {cls.__module__}.{cls.__qualname__}",
-            rule="a result that is a tensor subclass has the size and strides of a tensor inside of it",
-            fix="return a plain tensor, such as its value dequantised",
-        )
+        raise ResultSubclass(name=f"{cls.__module__}.{cls.__qualname__}")
     makers = {name: _maker(getattr(value, name), places) for name in names}
 
     def make(given: Sequence[Any]) -> Any:

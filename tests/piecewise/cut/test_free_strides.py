@@ -18,7 +18,7 @@ from toy_models import HIDDEN, VOCAB, compare, make_ids
 import boundary_ops
 import piecewise
 from piecewise.cut.free_strides import with_free_strides
-from piecewise.lowering.lowering import segment_text
+from piecewise.ir.graph_key import graph_key
 from runners.stats import FallbackReason
 
 SCHEMA = "free_strides::{}(Tensor q, Tensor k, Tensor v, Tensor(a!) out, Tensor(b!) cache) -> ()"
@@ -129,11 +129,11 @@ def test_equal_layers_stay_equal_and_differ_from_those_that_are_read_otherwise()
     plan = inspect(graphed(Model(num_layers=4))).plan
     middle = plan.graph_segments()[1:-1]
     assert len({segment.lowering_key for segment in middle}) == 1
-    assert len({segment_text(plan, segment) for segment in middle}) == 1
+    assert len({graph_key(plan, segment) for segment in middle}) == 1
     other = inspect(graphed(Model("dense_gather", num_layers=4))).plan
     theirs = other.graph_segments()[1]
     assert theirs.lowering_key != middle[0].lowering_key
-    assert segment_text(other, theirs) != segment_text(plan, middle[0])
+    assert graph_key(other, theirs) != graph_key(plan, middle[0])
 
 
 def _add(x, v):

@@ -16,9 +16,10 @@ from torch import nn
 from toy_models import HIDDEN, Toy, compare, make_ids, mix, op_poison, poison_copies, shift
 
 import piecewise
-from piecewise import torch_api as internals
+from piecewise import torch_api
+from piecewise.ir.graph_key import graph_key
 from piecewise.lowering import lowering
-from piecewise.lowering.lowering import FIELDS_IN_KEY, Lowering, segment_text
+from piecewise.lowering.lowering import FIELDS_IN_KEY, Lowering
 from piecewise.report import progress
 from piecewise.settings.config import PiecewiseConfig
 from piecewise.torch_backend import piecewise_backend
@@ -37,7 +38,7 @@ def compiles(monkeypatch):
         asked.append(graph)
         return graph
 
-    monkeypatch.setattr(internals, "compile_aten_graph", pretended)
+    monkeypatch.setattr(torch_api, "compile_aten_graph", pretended)
     return asked
 
 
@@ -244,7 +245,7 @@ def test_a_bucket_that_a_compile_excludes_is_compiled_alone(monkeypatch):
             assert arguments[0] % 4 == 0  # as a compiler may: noted as a guard
         return graph
 
-    monkeypatch.setattr(internals, "compile_aten_graph", assumes)
+    monkeypatch.setattr(torch_api, "compile_aten_graph", assumes)
     arguments = dict(arguments=rows_of)
     graphed, report = check(Tanh().eval(), buckets=(4, 6, 8), sizes=(3, 5, 6, 8), **arguments)
     assert (report.num_distinct, report.num_compiled) == (2, 4) and report.kept_eager == ()
@@ -302,7 +303,7 @@ def refuse_tanh(graph, arguments, fake_mode):
 
 
 def test_I6_a_segment_that_cannot_be_compiled_keeps_eager_kernels_alone(monkeypatch):
-    monkeypatch.setattr(internals, "compile_aten_graph", refuse_tanh)
+    monkeypatch.setattr(torch_api, "compile_aten_graph", refuse_tanh)
     graphed, report = check(Tanh().eval(), arguments=rows_of)
     (kept,) = report.kept_eager
     assert "segment 2" in kept.segment and kept.reason == "NotImplementedError: no tanh here"
@@ -315,7 +316,7 @@ def test_I6_a_segment_that_cannot_be_compiled_keeps_eager_kernels_alone(monkeypa
 
 
 def test_with_strict_it_is_an_error_that_names_it(monkeypatch):
-    monkeypatch.setattr(internals, "compile_aten_graph", refuse_tanh)
+    monkeypatch.setattr(torch_api, "compile_aten_graph", refuse_tanh)
     graphed = piecewise.compile(Tanh().eval(), buckets=[4], lowering="inductor", strict=True, progress=False)
     with pytest.raises(CaptureError, match="segment 2(.|\n)*no tanh here"):
         graphed.capture(*rows_of(3))
@@ -330,7 +331,7 @@ def test_I6_a_kernel_that_fails_when_it_first_runs_keeps_eager_ones_at_that_size
 
         return run
 
-    monkeypatch.setattr(internals, "compile_aten_graph", small_only)
+    monkeypatch.setattr(torch_api, "compile_aten_graph", small_only)
     graphed, _ = check(Tanh().eval(), arguments=rows_of)
     (kept,) = graphed.report().captures[0].lowerings[0].kept_eager
     assert (
@@ -412,7 +413,7 @@ def test_results_of_two_memories_never_share_one(monkeypatch):
 
         return run
 
-    monkeypatch.setattr(internals, "compile_aten_graph", merges)
+    monkeypatch.setattr(torch_api, "compile_aten_graph", merges)
     check(Twice().eval(), arguments=rows_of)
 
 
@@ -420,7 +421,7 @@ def test_results_have_the_plans_strides_whatever_the_compiler_gives(monkeypatch)
     def flips(graph, arguments, fake_mode):
         return lambda *given: [r.t().contiguous().t() if r.dim() == 2 else r for r in graph(*given)]
 
-    monkeypatch.setattr(internals, "compile_aten_graph", flips)
+    monkeypatch.setattr(torch_api, "compile_aten_graph", flips)
     graphed, _ = check(Tanh().eval(), arguments=rows_of)
     plan, assembler = plan_of(graphed), inspect(graphed).assembler
     for segment in plan.graph_segments():
@@ -448,7 +449,7 @@ def test_a_function_that_returns_its_argument_does_not_hand_it_on(monkeypatch):
 
         return run
 
-    monkeypatch.setattr(internals, "compile_aten_graph", returns_argument)
+    monkeypatch.setattr(torch_api, "compile_aten_graph", returns_argument)
     check(Same().eval(), arguments=rows_of)
 
 
@@ -587,10 +588,10 @@ def test_programs_of_torchs_functions_have_one_key_in_each_capture():
     assert keys[0] == keys[1]
 
 
-def test_segment_texts_have_no_addresses():
+def test_graph_keys_have_no_addresses():
     graphed, _ = captured(Toy(num_blocks=2).eval(), lowering="eager")
     for segment in plan_of(graphed).graph_segments():
-        text = segment_text(plan_of(graphed), segment)
+        text = repr(graph_key(plan_of(graphed), segment))
         assert "0x" not in text and "[n, 16]" in text and segment.lowering_key in text
 
 
@@ -636,14 +637,14 @@ def test_explain_says_what_will_be_compiled_and_what_not():
         (dict(dtype=None), "has a size that is not a function of the token count"),
     ],
 )
-def test_what_cannot_be_lowered_is_foreseen(change, says):
+def test_what_cannot_be_lowered_is_previewed(change, says):
     graphed, _ = captured(Toy(num_blocks=1).eval(), lowering="eager")
     plan = plan_of(graphed)
     index = plan.segments[0].inputs[-1]
     values = [dataclasses.replace(v, **change) if v.index == index else v for v in plan.values]
     plan = dataclasses.replace(plan, values=tuple(values))
     config = PiecewiseConfig(buckets=(4,), lowering="inductor", progress=False)
-    (kept,) = Lowering(config).foresee(plan, (4,)).kept_eager
+    (kept,) = Lowering(config).preview(plan, (4,)).kept_eager
     assert "segment 0" in kept.segment and says in kept.reason
     (same,) = (
         Lowering(config)

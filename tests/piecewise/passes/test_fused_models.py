@@ -46,7 +46,9 @@ def test_each_pass_finds_what_the_model_has(name, dtype):
 
 def test_bfloat16_errors_do_not_grow():
     """Root mean square errors of the logits against float32, with and without fusions, over many tokens."""
-    exact = build("Llama")
+    # oneDNN's product of bfloat16 lets NaN of padded rows reach real ones where the inner size is no multiple
+    # of 32, on processors with AMX: then the op runs eagerly, and a warning says so.
+    exact = build("Llama", intermediate_size=64)
     models = {"exact": exact, "unfused": copy.deepcopy(exact).bfloat16(), "fused": exact.bfloat16()}
     exact = models["exact"] = copy.deepcopy(models["fused"]).float()
     prompts = [torch.randint(3, 90, (16,)) for _ in range(8)]

@@ -1,4 +1,4 @@
-"""Which ops are put on parallel lanes: shapes of real segments, and random lists under the race oracle."""
+"""Which ops are put on parallel streams: shapes of real segments, and random lists under the race oracle."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from hypothesis import strategies as st
 from race_oracle import find_races
 
-from piecewise.streams.branches import Fork, Join, OpFacts, Run, schedule
+from piecewise.streams.branches import Fork, Join, OpFacts, RunOp, schedule
 
 
 class Program:
@@ -36,8 +36,8 @@ class Program:
         assert find_races(self.ops, list(made.commands())) == []
         return made
 
-    def lanes(self, num_streams, *, region=0):
-        return [self.named(lane) for lane in self.schedule(num_streams).regions[region].lanes]
+    def streams(self, num_streams, *, region=0):
+        return [self.named(stream) for stream in self.schedule(num_streams).regions[region].streams]
 
     def named(self, positions):
         return [self.names[position] for position in positions]
@@ -58,18 +58,18 @@ def attention_inputs():
 def test_q_k_v_are_three_branches_with_their_rotations():
     made = attention_inputs()
     (region,) = made.schedule(3).regions
-    assert made.lanes(3) == [["q", "q_rot"], ["k", "k_rot"], ["v"]]
+    assert made.streams(3) == [["q", "q_rot"], ["k", "k_rot"], ["v"]]
     assert made.named(region.before) == ["x", "norm", "cos"] and not region.after
-    assert made.schedule(3).num_branches == (3,) and made.schedule(3).num_lanes == 3
+    assert made.schedule(3).num_branches == (3,) and made.schedule(3).num_streams == 3
 
 
 def test_two_streams_share_three_branches_by_weight():
-    assert attention_inputs().lanes(2) == [["q", "q_rot"], ["k", "k_rot", "v"]]
+    assert attention_inputs().streams(2) == [["q", "q_rot"], ["k", "k_rot", "v"]]
     assert attention_inputs().schedule(2).num_branches == (3,)
 
 
 def test_more_streams_than_branches_leave_some_unused():
-    assert len(attention_inputs().lanes(8)) == 3
+    assert len(attention_inputs().streams(8)) == 3
 
 
 def test_what_needs_several_branches_runs_behind_the_join():
@@ -82,7 +82,7 @@ def test_what_needs_several_branches_runs_behind_the_join():
     made.add("scaled", "product")
     made.heavy("down", "scaled")
     (region,) = made.schedule(2).regions
-    assert made.lanes(2) == [["gate", "silu"], ["up"]]
+    assert made.streams(2) == [["gate", "silu"], ["up"]]
     assert made.named(region.after) == ["product", "scaled"]
     assert region.stop == made.names.index("down")
 
@@ -93,7 +93,7 @@ def test_a_light_op_that_only_one_branch_needs_is_in_it():
     made.add("cast", "x")
     made.heavy("a", "cast", weight=2)
     made.heavy("b", "x")
-    assert made.lanes(2) == [["cast", "a"], ["b"]]
+    assert made.streams(2) == [["cast", "a"], ["b"]]
 
 
 def test_a_shared_expert_beside_the_routed_ones_is_a_branch_of_several_matmuls():
@@ -113,9 +113,11 @@ def test_a_shared_expert_beside_the_routed_ones_is_a_branch_of_several_matmuls()
     made.heavy("next", "sum")
     (region,) = made.schedule(2).regions
     assert region.num_branches == 3, "the router's only use lies behind the routed experts"
-    lanes = made.lanes(2)
-    assert [name for name in lanes[0] if name.startswith("routed")] == lanes[0]
-    assert {"router", "weights", "shared_gate", "shared_up", "shared_product", "shared_down"} == set(lanes[1])
+    streams = made.streams(2)
+    assert [name for name in streams[0] if name.startswith("routed")] == streams[0]
+    assert {"router", "weights", "shared_gate", "shared_up", "shared_product", "shared_down"} == set(
+        streams[1]
+    )
     assert made.named(region.after) == ["weighted", "sum"]
 
 
@@ -126,7 +128,7 @@ def test_a_chain_has_no_branches():
         made.heavy(name, before)
     made.add("y", "x")
     made.add("z", "x")
-    assert made.schedule(4).regions == () and made.schedule(4).num_lanes == 1
+    assert made.schedule(4).regions == () and made.schedule(4).num_streams == 1
 
 
 def test_light_branches_alone_are_none():
@@ -148,8 +150,8 @@ def test_two_regions_with_a_cut_between():
     made.heavy("c", "cut")
     made.heavy("d", "cut")
     found = made.schedule(2)
-    assert found.num_branches == (2, 2) and made.lanes(2, region=1) == [["c"], ["d"]]
-    kinds = [type(command) for command in found.commands() if not isinstance(command, Run)]
+    assert found.num_branches == (2, 2) and made.streams(2, region=1) == [["c"], ["d"]]
+    kinds = [type(command) for command in found.commands() if not isinstance(command, RunOp)]
     assert kinds == [Fork, Join, Fork, Join]
 
 
@@ -177,7 +179,7 @@ def test_a_read_behind_a_write_of_another_branch_waits_for_the_join():
     made.heavy("b", "x")
     made.add("reads", "b", "buffer")
     (region,) = made.schedule(2).regions
-    assert made.named(region.after) == ["reads"] and made.lanes(2) == [["a", "fill"], ["b"]]
+    assert made.named(region.after) == ["reads"] and made.streams(2) == [["a", "fill"], ["b"]]
 
 
 def test_a_write_behind_a_read_of_another_branch_waits_for_the_join():
@@ -200,12 +202,12 @@ def test_nothing_moves_across_a_barrier():
     made.heavy("b", "x")
     made.heavy("c", "x")
     (region,) = made.schedule(2).regions
-    assert region.start == 3 and made.lanes(2) == [["b"], ["c"]]
+    assert region.start == 3 and made.streams(2) == [["b"], ["c"]]
 
 
 def test_the_lane_that_began_last_is_issued_first():
     made = attention_inputs()
-    order = made.named([c.op for c in made.schedule(3).commands() if isinstance(c, Run)])
+    order = made.named([c.op for c in made.schedule(3).commands() if isinstance(c, RunOp)])
     assert order == ["x", "norm", "cos", "v", "k", "k_rot", "q", "q_rot"]
 
 
@@ -237,8 +239,8 @@ def test_no_random_program_races(ops, num_streams):
     made = schedule(ops, num_streams)
     assert find_races(ops, list(made.commands())) == []
     for region in made.regions:
-        assert 2 <= len(region.lanes) <= min(num_streams, region.num_branches)
-        assert all(any(ops[op].is_heavy for op in lane) for lane in region.lanes)
+        assert 2 <= len(region.streams) <= min(num_streams, region.num_branches)
+        assert all(any(ops[op].is_heavy for op in stream) for stream in region.streams)
 
 
 def test_the_random_programs_have_regions():
@@ -260,7 +262,7 @@ def test_the_oracle_sees_a_missing_join_a_missing_wait_and_a_wrong_order():
     commands = list(made.schedule(3).commands())
     assert find_races(made.ops, commands) == []
     assert any("not joined" in fault for fault in find_races(made.ops, commands[:-1]))
-    moved = [Run(c.op, 1) if isinstance(c, Run) and made.names[c.op] == "q_rot" else c for c in commands]
+    moved = [RunOp(c.op, 1) if isinstance(c, RunOp) and made.names[c.op] == "q_rot" else c for c in commands]
     assert any("does not wait" in fault for fault in find_races(made.ops, moved))
     assert any("never runs" in fault for fault in find_races(made.ops, commands[1:]))
     swapped = [commands[1], commands[0], *commands[2:]]

@@ -1,4 +1,4 @@
-"""A segment's aten graph on lanes: what each op touches, and that the new order computes the same."""
+"""A segment's aten graph on streams: what each op touches, and that the new order computes the same."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WIDTH = 6
 
 
 class Noted:
-    """Lanes that note what they are told, and what was alive at each join."""
+    """Streams that note what they are told, and what was alive at each join."""
 
     def __init__(self):
         self.told, self.held = [], []
@@ -25,11 +25,11 @@ class Noted:
     def opened(self):
         return torch.no_grad()
 
-    def fork(self, num_lanes):
-        self.told.append(("fork", num_lanes))
+    def fork(self, num_streams):
+        self.told.append(("fork", num_streams))
 
-    def enter(self, lane):
-        self.told.append(("enter", lane))
+    def enter(self, stream):
+        self.told.append(("enter", stream))
 
     def join(self, *held):
         self.told.append(("join",))
@@ -37,21 +37,20 @@ class Noted:
 
 
 def scheduled(function, *tensors, num_streams=2, memories=None):
-    """The function on lanes, after a look at races; `memories` says which inputs share memory."""
+    """The function on streams, after a look at races; `memories` says which inputs share memory."""
     segment, values = segment_of(function, tensors)
     if memories is not None:
         values = tuple(dataclasses.replace(v, memory=m) for v, m in zip(values, memories, strict=True))
     made = ScheduledFunction.of(segment, values, num_rows=ROWS, num_streams=num_streams)
     graph = trace_aten(segment, values, num_rows=ROWS).module.graph
-    nodes = [node for node in graph.nodes if node.op not in ("placeholder", "output")]
-    assert find_races(facts_of(graph, nodes, segment, values), list(made.schedule.commands())) == []
+    assert find_races(facts_of(graph, segment, values), list(made.schedule.commands())) == []
     return segment, made
 
 
 def check_same(function, *tensors, rows=(ROWS, 5, 2), **options):
-    """That lanes give the same bits and write the same into the inputs, for several row counts."""
+    """That streams give the same bits and write the same into the inputs, for several row counts."""
     segment, made = scheduled(function, *tensors, **options)
-    assert made.run is not None, "no branches"
+    assert made.schedule.regions, "no branches"
     for count in rows:
         assert made.is_valid(count)
         given = [t[:count].clone() if t.shape[0] == ROWS else t.clone() for t in tensors]
@@ -79,8 +78,8 @@ def test_q_k_v_and_gate_up_are_regions_and_compute_the_same():
         return x + F.linear(F.silu(F.linear(y, gate)) * F.linear(y, up), down)
 
     made = check_same(block, x(), *weights(7), num_streams=3)
-    assert made.schedule.num_branches == (3, 2) and made.schedule.num_lanes == 3
-    assert check_same(block, x(), *weights(7)).schedule.num_lanes == 2
+    assert made.schedule.num_branches == (3, 2) and made.schedule.num_streams == 3
+    assert check_same(block, x(), *weights(7)).schedule.num_streams == 2
 
 
 def test_a_shared_expert_beside_the_routed_ones():
@@ -94,7 +93,7 @@ def test_a_shared_expert_beside_the_routed_ones():
 
 def test_a_chain_has_nothing_to_run_at_the_same_time():
     _, made = scheduled(lambda x, a, b: F.linear(F.linear(x, a), b) + 1, x(), *weights(2))
-    assert made.run is None and made.schedule.regions == ()
+    assert made.schedule.regions == ()
 
 
 @pytest.mark.parametrize("as_view", [False, True], ids=["itself", "through a view"])
@@ -105,7 +104,7 @@ def test_a_write_that_another_branch_reads_orders_the_two(as_view):
         return first, F.linear(x, b)
 
     segment, made = scheduled(writes, x(), *weights(2))
-    assert made.run is None
+    assert made.schedule.regions == ()
 
 
 def test_a_write_in_one_branch_is_seen_behind_the_join():
@@ -129,7 +128,7 @@ def test_inputs_that_share_memory_are_one_memory():
     _, apart = scheduled(writes, *tensors)
     assert apart.schedule.num_branches == (2,)
     _, one = scheduled(writes, *tensors, memories=(0, 0, 2, 3))
-    assert one.run is None
+    assert one.schedule.regions == ()
 
 
 def test_results_of_one_op_are_one_memory_each_and_items_are_no_ops():
@@ -174,14 +173,14 @@ def test_random_numbers_and_checks_stay_where_they_are():
         noise = torch.rand_like(x)
         return first + noise, F.linear(x, b)
 
-    assert scheduled(draws, x(), *weights(2))[1].run is None
+    assert scheduled(draws, x(), *weights(2))[1].schedule.regions == ()
 
     def checks(x, a, b):
         first = F.linear(x, a)
         torch._assert_async(x.abs().sum() >= 0)
         return first, F.linear(x, b)
 
-    assert scheduled(checks, x(), *weights(2))[1].run is None
+    assert scheduled(checks, x(), *weights(2))[1].schedule.regions == ()
 
 
 @torch.library.custom_op("stream_graph_tests::touch", mutates_args={"out"})
@@ -207,7 +206,7 @@ def test_a_custom_op_touches_what_its_schema_says():
         touch(out, first)
         return first, F.linear(out, b)
 
-    assert scheduled(reads, x(), x(), *weights(2))[1].run is None
+    assert scheduled(reads, x(), x(), *weights(2))[1].schedule.regions == ()
 
 
 def test_everything_made_or_read_in_a_region_is_held_until_its_join():
@@ -217,21 +216,21 @@ def test_everything_made_or_read_in_a_region_is_held_until_its_join():
 
     segment, values = segment_of(block, (x(), *weights(2)))
     made = ScheduledFunction.of(segment, values, num_rows=ROWS, num_streams=2)
-    lanes = Noted()
-    made.run(lanes, ROWS, *(torch.randn(value.sizes(ROWS)) for value in values))
-    (held,) = lanes.held
-    assert [step for step in lanes.told if step[0] != "enter"] == [("fork", 2), ("join",)]
+    streams = Noted()
+    made.run(streams, ROWS, *(torch.randn(value.sizes(ROWS)) for value in values))
+    (held,) = streams.held
+    assert [step for step in streams.told if step[0] != "enter"] == [("fork", 2), ("join",)]
     # y; two weights, of which there are views; four results in one branch, two in the other.
     storages = {tensor.untyped_storage().data_ptr() for tensor in held}
     assert len(storages) == 1 + 2 + 4 + 2
 
 
-def test_lanes_are_entered_once_each_and_left_by_the_join():
-    lanes = Noted()
+def test_streams_are_entered_once_each_and_left_by_the_join():
+    streams = Noted()
     segment, values = segment_of(lambda x, a, b: F.linear(x, a).exp() + F.linear(x, b), (x(), *weights(2)))
     made = ScheduledFunction.of(segment, values, num_rows=ROWS, num_streams=2)
-    made.run(lanes, ROWS, *(torch.randn(value.sizes(ROWS)) for value in values))
-    assert lanes.told in (
+    made.run(streams, ROWS, *(torch.randn(value.sizes(ROWS)) for value in values))
+    assert streams.told in (
         [("fork", 2), ("enter", 1), ("enter", 0), ("join",)],
         [("fork", 2), ("enter", 1), ("join",)],
     )

@@ -18,7 +18,7 @@ from torch._inductor.async_compile import AsyncCompile
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._sympy.functions import FloorDiv, IntTrueDiv, PythonMod
 
-from piecewise import torch_api as internals
+from piecewise import torch_api
 
 
 def compile_with(function, *args, names=(), mark=()):
@@ -27,18 +27,18 @@ def compile_with(function, *args, names=(), mark=()):
 
     def backend(graph, example_inputs):
         seen["graph"] = graph
-        seen["guards"] = internals.current_guards()
-        seen["writes"] = internals.sources_to_be_written()
-        seen["sources"] = {n.name: internals.source_name(n) for n in graph.graph.find_nodes(op="placeholder")}
-        seen["object"] = internals.compiled_object()
-        seen["code"] = internals.traced_code()
+        seen["guards"] = torch_api.current_guards()
+        seen["writes"] = torch_api.sources_to_be_written()
+        seen["sources"] = {n.name: torch_api.source_name(n) for n in graph.graph.find_nodes(op="placeholder")}
+        seen["object"] = torch_api.compiled_object()
+        seen["code"] = torch_api.traced_code()
         return graph.forward
 
     for tensor, dim in mark:
-        internals.mark_dynamic(tensor, dim)
-    with internals.tracing_config(list(names), repeats=True), torch.no_grad():
+        torch_api.mark_dynamic(tensor, dim)
+    with torch_api.tracing_config(list(names), repeats=True), torch.no_grad():
         seen["result"] = torch.compile(function, backend=backend, fullgraph=True)(*args)
-    internals.forget_compilation(
+    torch_api.forget_compilation(
         getattr(function, "__code__", None) or type(function).forward.__code__, backend
     )
     return seen
@@ -54,9 +54,9 @@ def test_a_marked_dim_has_a_symbol_of_its_own_and_an_unmarked_one_none():
 
     x, y = torch.zeros(5, 5), torch.zeros(5)
     graph = compile_with(function, x, y, mark=[(x, 0), (x, 1), (y, 0)])["graph"]
-    shape_env = internals.shape_env_of(fakes_of(graph))
+    shape_env = torch_api.shape_env_of(fakes_of(graph))
     sizes = [
-        internals.expression(size, shape_env)
+        torch_api.expression(size, shape_env)
         for fake in fakes_of(graph)
         if isinstance(fake, torch.Tensor)
         for size in fake.shape
@@ -78,10 +78,10 @@ def test_a_named_int_is_a_symbol_and_another_a_constant():
         return t0 * i0 + i1
 
     graph = compile_with(function, torch.zeros(3), 7, 9, names=["i0"])["graph"]
-    shape_env = internals.shape_env_of(fakes_of(graph))
-    sizes = internals.symbolic_sizes(shape_env)
+    shape_env = torch_api.shape_env_of(fakes_of(graph))
+    sizes = torch_api.symbolic_sizes(shape_env)
     assert sizes[0, -1].is_Symbol and (1, -1) not in sizes
-    assert internals.symbol_source(shape_env, sizes[0, -1]) == (0, -1)
+    assert torch_api.symbol_source(shape_env, sizes[0, -1]) == (0, -1)
 
 
 def test_sizes_are_found_whether_an_op_reads_the_tensor_or_not():
@@ -90,7 +90,7 @@ def test_sizes_are_found_whether_an_op_reads_the_tensor_or_not():
 
     t0, t1 = torch.zeros(4), torch.zeros(2, 6)
     graph = compile_with(function, t0, t1, mark=[(t0, 0), (t1, 0), (t1, 1)])["graph"]
-    sizes = internals.symbolic_sizes(internals.shape_env_of(fakes_of(graph)))
+    sizes = torch_api.symbolic_sizes(torch_api.shape_env_of(fakes_of(graph)))
     assert (0, 0) in sizes and (1, 1) in sizes
 
 
@@ -107,9 +107,9 @@ def test_unbacked_symbols_are_told_from_sizes():
 
     graph = compile_with(function, torch.arange(4.0))["graph"]
     (node,) = (n for n in graph.graph.nodes if n.target == "nonzero")
-    shape_env = internals.shape_env_of([node.meta["example_value"]])
-    assert internals.is_unbacked(internals.expression(node.meta["example_value"].shape[0], shape_env))
-    assert not internals.is_unbacked(sympy.Symbol("s0"))
+    shape_env = torch_api.shape_env_of([node.meta["example_value"]])
+    assert torch_api.is_unbacked(torch_api.expression(node.meta["example_value"].shape[0], shape_env))
+    assert not torch_api.is_unbacked(sympy.Symbol("s0"))
 
 
 def test_expressions_are_simplified_after_symbols_unify():
@@ -118,11 +118,11 @@ def test_expressions_are_simplified_after_symbols_unify():
 
     x, y = torch.zeros(5), torch.zeros(5)
     graph = compile_with(function, x, y, mark=[(x, 0), (y, 0)])["graph"]
-    shape_env = internals.shape_env_of(fakes_of(graph))
+    shape_env = torch_api.shape_env_of(fakes_of(graph))
     left, right = (f.shape[0] for f in fakes_of(graph) if isinstance(f, torch.Tensor))
-    assert internals.expression(left, shape_env) == internals.expression(right, shape_env)
-    assert internals.expression(3, shape_env) == 3 and internals.expression(True, shape_env) is None
-    assert internals.expression("x", shape_env) is None
+    assert torch_api.expression(left, shape_env) == torch_api.expression(right, shape_env)
+    assert torch_api.expression(3, shape_env) == 3 and torch_api.expression(True, shape_env) is None
+    assert torch_api.expression("x", shape_env) is None
 
 
 def test_guards_on_sizes_and_where_they_come_from():
@@ -131,22 +131,22 @@ def test_guards_on_sizes_and_where_they_come_from():
 
     t0 = torch.zeros(5)
     graph = compile_with(function, t0, mark=[(t0, 0)])["graph"]
-    shape_env = internals.shape_env_of(fakes_of(graph))
-    symbol = internals.symbolic_sizes(shape_env)[0, 0]
-    check = internals.compile_expressions(internals.guard_expressions(shape_env), [symbol])
+    shape_env = torch_api.shape_env_of(fakes_of(graph))
+    symbol = torch_api.symbolic_sizes(shape_env)[0, 0]
+    check = torch_api.compile_expressions(torch_api.guard_expressions(shape_env), [symbol])
     assert all(check(9)) and not all(check(10))
-    assert internals.guard_expressions(None) == [] and internals.symbolic_sizes(None) == {}
+    assert torch_api.guard_expressions(None) == [] and torch_api.symbolic_sizes(None) == {}
 
 
 def test_compiled_expressions_compute_what_sympy_computes():
     n, m = sympy.Symbol("n", integer=True), sympy.Symbol("m", integer=True)
     expressions = [n * 2 + m, n**2, PythonMod(n, 3), FloorDiv(n, m), IntTrueDiv(n, m), sympy.Eq(n, 5), n < m]
-    function = internals.compile_expressions(expressions, [n, m])
+    function = torch_api.compile_expressions(expressions, [n, m])
     for values in ((5, 2), (16, 40)):
         wanted = [expression.subs({n: values[0], m: values[1]}) for expression in expressions]
         for got, want in zip(function(*values), wanted, strict=True):
             assert got == (bool(want) if isinstance(got, bool) else pytest.approx(float(want)))
-    assert internals.compile_expressions([], [n])(1) == () and internals.compile_expressions([n], [n])(7) == (
+    assert torch_api.compile_expressions([], [n])(1) == () and torch_api.compile_expressions([n], [n])(7) == (
         7,
     )
 
@@ -176,8 +176,8 @@ def test_guards_name_what_was_read_and_writes_what_will_be_written():
 
 
 def test_outside_a_backend_there_are_no_guards():
-    assert internals.current_guards() == [] and internals.compiled_object() is None
-    assert internals.traced_code() == []
+    assert torch_api.current_guards() == [] and torch_api.compiled_object() is None
+    assert torch_api.traced_code() == []
 
 
 def test_code_that_is_run_at_many_places_is_listed_once():
@@ -224,7 +224,7 @@ def test_the_object_that_is_compiled():
     seen = []
 
     def backend(graph, example_inputs):
-        seen.append(internals.compiled_object())
+        seen.append(torch_api.compiled_object())
         return graph.forward
 
     with torch.no_grad():
@@ -246,7 +246,7 @@ def test_what_is_forgotten_is_freed():
     with torch.no_grad():
         torch.compile(function, backend=backend)(torch.zeros(3))
     assert len(dynamo.eval_frame.cached_backends) == num_backends + 1
-    internals.forget_compilation(function.__code__, backend)
+    torch_api.forget_compilation(function.__code__, backend)
     assert len(dynamo.eval_frame.cached_backends) == num_backends
     gone = weakref.ref(backend)
     del backend
@@ -266,7 +266,7 @@ def test_a_forgotten_code_object_is_traced_again():
     for _ in range(2):
         with torch.no_grad():
             torch.compile(function, backend=backend)(torch.zeros(3))
-        internals.forget_compilation(function.__code__, backend)
+        torch_api.forget_compilation(function.__code__, backend)
     assert len(traces) == 2
 
 
@@ -274,28 +274,28 @@ def test_a_fake_mode_forgets_the_tensors_that_it_stood_in_for():
     model = nn.Linear(3, 3)
     graph = compile_with(lambda model, x: model(x), model, torch.zeros(2, 3))["graph"]
     assert weakref.getweakrefs(model.weight)
-    internals.forget_tensors(internals.fake_mode_of(fakes_of(graph)))
+    torch_api.forget_tensors(torch_api.fake_mode_of(fakes_of(graph)))
     assert not weakref.getweakrefs(model.weight)
-    internals.forget_tensors(None)
+    torch_api.forget_tensors(None)
 
 
 @pytest.mark.parametrize("how", ["stance", "config"])
 def test_a_disabled_dynamo_is_seen(how):
-    assert internals.dynamo_is_disabled() is None
+    assert torch_api.dynamo_is_disabled() is None
     with torch.compiler.set_stance("force_eager") if how == "stance" else dynamo.config.patch(disable=True):
-        assert ("force_eager" if how == "stance" else "disabled") in internals.dynamo_is_disabled()
-    assert internals.dynamo_is_disabled() is None
+        assert ("force_eager" if how == "stance" else "disabled") in torch_api.dynamo_is_disabled()
+    assert torch_api.dynamo_is_disabled() is None
 
 
 def test_global_state_is_compared_with_gradients_off():
-    state = internals.GlobalState()
+    state = torch_api.GlobalState()
     with torch.no_grad():
         assert state.check()
         with torch.autocast("cpu", dtype=torch.bfloat16):
             assert not state.check()
         with torch.device("meta"):
             assert not state.check()
-            inside = internals.GlobalState()
+            inside = torch_api.GlobalState()
         with torch.device("meta"):
             assert inside.check(), "the same device in another block"
         with torch.device("cpu"):
@@ -309,15 +309,15 @@ def test_modes_that_see_functions_or_ops_are_global_state():
     class Mode(torch.overrides.TorchFunctionMode):
         pass
 
-    state = internals.GlobalState()
+    state = torch_api.GlobalState()
     with torch.no_grad(), Mode():
         assert not state.check()
-    assert internals.GlobalState()._modes == ()
+    assert torch_api.GlobalState()._modes == ()
 
 
 def test_the_tracing_config_is_put_back():
     before = dynamo.config.capture_scalar_outputs, torch.compiler.config.dynamic_sources
-    with internals.tracing_config(["i0"], repeats=False):
+    with torch_api.tracing_config(["i0"], repeats=False):
         assert dynamo.config.capture_scalar_outputs and "i0" in torch.compiler.config.dynamic_sources
     assert (dynamo.config.capture_scalar_outputs, torch.compiler.config.dynamic_sources) == before
 
@@ -326,9 +326,9 @@ def test_the_tracing_config_is_put_back():
 @pytest.mark.parametrize("repeats", [True, False])
 def test_fake_modes_remember_ops_where_they_repeat_and_the_user_lets_them(repeats, users):
     with dynamo.config.patch(fake_tensor_cache_enabled=users):
-        with internals.tracing_config([], repeats=repeats):
+        with torch_api.tracing_config([], repeats=repeats):
             traced = FakeTensorMode()
-        modes = (traced, internals.new_fake_mode(repeats=repeats))
+        modes = (traced, torch_api.new_fake_mode(repeats=repeats))
         assert [mode.cache_enabled for mode in modes] == [repeats and users] * 2
         assert dynamo.config.fake_tensor_cache_enabled is users
 
@@ -340,9 +340,9 @@ def test_what_fixes_a_size_is_told_with_its_line():
     t0 = torch.zeros(5)
     line = function.__code__.co_firstlineno + 1
     graph = compile_with(function, t0, mark=[(t0, 0)])["graph"]
-    places = internals.specialisation_places(internals.shape_env_of(fakes_of(graph)))
+    places = torch_api.specialisation_places(torch_api.shape_env_of(fakes_of(graph)))
     assert any("test_torch_internals.py" in place and f"line {line}" in place for place in places), places
-    assert internals.specialisation_places(None) == []
+    assert torch_api.specialisation_places(None) == []
 
 
 class Thing:
@@ -360,12 +360,12 @@ def thing(**attributes):
 
 
 needs_numbers = pytest.mark.skipif(
-    not internals.dict_versions_tell(), reason="this Python's dict numbers do not tell of all writes"
+    not torch_api.dict_versions_tell(), reason="this Python's dict numbers do not tell of all writes"
 )
 
 
 def test_dict_numbers_tell_on_all_pythons_but_one():
-    assert internals.dict_versions_tell() == (sys.version_info[:3] != (3, 13, 0))
+    assert torch_api.dict_versions_tell() == (sys.version_info[:3] != (3, 13, 0))
 
 
 DICT_WRITES = {
@@ -383,7 +383,7 @@ DICT_WRITES = {
 @pytest.mark.parametrize("which", [0, 1, 2])
 def test_numbers_tell_of_each_write_to_each_dict(write, which):
     dicts = [{"a": 1, "z": 2} for _ in range(3)]
-    is_same = internals.dict_versions(dicts, [], [])
+    is_same = torch_api.dict_versions(dicts, [], [])
     assert is_same() and dicts[which]["a"] == 1 and is_same()
     DICT_WRITES[write](dicts[which])
     assert not is_same()
@@ -404,31 +404,31 @@ OBJECT_CHANGES = {
 @pytest.mark.parametrize("which", [0, 1])
 def test_numbers_tell_of_each_change_of_each_object(change, which):
     items = [thing(a=1.0), thing(a=1.0)]
-    is_same = internals.dict_versions([items[0].__dict__, items[1].__dict__, {}], items, [Thing, Thing])
+    is_same = torch_api.dict_versions([items[0].__dict__, items[1].__dict__, {}], items, [Thing, Thing])
     assert is_same()
     OBJECT_CHANGES[change](items[which])
     assert not is_same()
 
 
 def test_a_class_that_is_not_the_expected_one_is_told_at_once():
-    assert not internals.dict_versions([], [thing()], [Other])()
+    assert not torch_api.dict_versions([], [thing()], [Other])()
 
 
 def test_the_users_of_a_storage_are_counted():
     tensor = torch.randn(4, 8)
     storage = tensor.untyped_storage()
-    assert internals.num_storage_users(storage) == 1
+    assert torch_api.num_storage_users(storage) == 1
     view = tensor[1:]
-    assert internals.num_storage_users(storage) == 2
+    assert torch_api.num_storage_users(storage) == 2
     parameter = torch.nn.Parameter(tensor)
-    assert internals.num_storage_users(storage) == 3
+    assert torch_api.num_storage_users(storage) == 3
     del view, parameter
-    assert internals.num_storage_users(storage) == 1
+    assert torch_api.num_storage_users(storage) == 1
 
 
 def test_an_aten_graph_keeps_what_writes_and_takes_a_symbolic_count():
-    fake_mode = internals.new_fake_mode()
-    rows = internals.symbolic_count(fake_mode, "rows", 5)
+    fake_mode = torch_api.new_fake_mode()
+    rows = torch_api.symbolic_count(fake_mode, "rows", 5)
     with fake_mode:
         x = torch.empty(rows, 8)
 
@@ -436,16 +436,16 @@ def test_an_aten_graph_keeps_what_writes_and_takes_a_symbolic_count():
         x.add_(1)
         return (x.view(count * 8).to(torch.bfloat16),)
 
-    graph = internals.trace_aten(function, (rows, x), fake_mode).graph
+    graph = torch_api.trace_aten(function, (rows, x), fake_mode).graph
     names = [node.target._schema.name for node in graph.nodes if hasattr(node.target, "_schema")]
     assert names == ["aten::add_", "aten::view", "aten::_to_copy"]
     assert str(graph.output_node().args[0][0].meta["val"].shape[0]) == f"8*{rows}"
-    holds = internals.row_condition(fake_mode, rows)
+    holds = torch_api.row_condition(fake_mode, rows)
     assert [holds(count) for count in (1, 2, 1000)] == [False, True, True]
 
 
 def test_no_pattern_matches_across_an_op_that_writes():
-    from piecewise.passes.matcher import CallFunction, KeywordArg, PatternSet
+    from piecewise.torch_api.pattern_matcher import CallFunction, KeywordArg, PatternSet
 
     aten = torch.ops.aten
     patterns = PatternSet("sums of sines")
@@ -454,10 +454,10 @@ def test_no_pattern_matches_across_an_op_that_writes():
     patterns.add(pattern, lambda match: match.kwargs["y"] is not match.kwargs["x"], found.append)
 
     def swept(function):
-        fake_mode = internals.new_fake_mode()
+        fake_mode = torch_api.new_fake_mode()
         with fake_mode:
             x, y = torch.empty(4), torch.empty(4)
-        return patterns.sweep(internals.trace_aten(function, (x, y), fake_mode))
+        return patterns.sweep(torch_api.trace_aten(function, (x, y), fake_mode))
 
     assert swept(lambda x, y: (x.sin() + y,)) == len(found) == 1
     assert found[0].output_node().target is aten.add.Tensor
@@ -472,28 +472,28 @@ def test_no_pattern_matches_across_an_op_that_writes():
 
 
 def test_a_symbolic_count_is_named_by_its_name_and_starts_at_two():
-    modes = [internals.new_fake_mode() for _ in range(2)]
-    first, second = (internals.symbolic_count(mode, "num_rows", 8) for mode in modes)
-    assert internals.size_hint(3 * first + 1) == 25 and internals.size_hint(7) == 7
+    modes = [torch_api.new_fake_mode() for _ in range(2)]
+    first, second = (torch_api.symbolic_count(mode, "num_rows", 8) for mode in modes)
+    assert torch_api.size_hint(3 * first + 1) == 25 and torch_api.size_hint(7) == 7
     assert str(first) == str(second) and first.node.hint == 8
-    holds = internals.row_condition(modes[0], first)
+    holds = torch_api.row_condition(modes[0], first)
     assert [holds(count) for count in (0, 1, 2, 1 << 20)] == [False, False, True, True]
     assert first % 4 == 0 and first <= 64
-    holds = internals.row_condition(modes[0], first)
+    holds = torch_api.row_condition(modes[0], first)
     assert [holds(count) for count in (4, 6, 64, 68)] == [True, False, True, False]
-    other = internals.new_fake_mode()
-    assert holds(internals.symbolic_count(other, "num_rows", 8)) and len(other.shape_env.guards) == 2
+    other = torch_api.new_fake_mode()
+    assert holds(torch_api.symbolic_count(other, "num_rows", 8)) and len(other.shape_env.guards) == 2
     assert second == 8
-    assert [internals.row_condition(modes[1], second)(count) for count in (4, 8)] == [False, True]
-    assert [internals.row_condition(modes[1], 5)(count) for count in (4, 5)] == [False, True]
+    assert [torch_api.row_condition(modes[1], second)(count) for count in (4, 8)] == [False, True]
+    assert [torch_api.row_condition(modes[1], 5)(count) for count in (4, 5)] == [False, True]
 
 
 def traced_for(function, *shapes):
-    mode = internals.new_fake_mode()
-    rows = internals.symbolic_count(mode, "num_rows", 8)
+    mode = torch_api.new_fake_mode()
+    rows = torch_api.symbolic_count(mode, "num_rows", 8)
     with mode:
         tensors = [torch.empty(tuple(rows if size == "n" else size for size in shape)) for shape in shapes]
-    return internals.functional_aten_graph(function, (rows, *tensors), mode), (rows, *tensors), mode
+    return torch_api.functional_aten_graph(function, (rows, *tensors), mode), (rows, *tensors), mode
 
 
 def test_writes_become_one_copy_each_at_the_end_and_casts_are_resolved():
@@ -528,16 +528,16 @@ def test_ops_that_consist_of_others_are_taken_apart_for_a_symbolic_count(dtype):
 
 def test_ops_that_consist_of_others_are_told():
     aten = torch.ops.aten
-    assert all(map(internals.is_composite, (aten.linear.default, aten.to.dtype, aten.reshape.default)))
-    assert not any(map(internals.is_composite, (aten.addmm.default, aten.view.default, aten.add.Tensor)))
+    assert all(map(torch_api.is_composite, (aten.linear.default, aten.to.dtype, aten.reshape.default)))
+    assert not any(map(torch_api.is_composite, (aten.addmm.default, aten.view.default, aten.add.Tensor)))
 
 
 def test_inductor_compiles_for_any_count_with_the_graphs_strides_and_leaves_its_settings():
     settings = torch._inductor.config.save_config_portable()
     graph, arguments, mode = traced_for(lambda rows, x: ((x + 1).t().contiguous().t(),), ("n", 4))
-    before = internals.inductor_cache_counts()
-    compiled = internals.compile_aten_graph(graph, arguments, mode)
-    assert sum(internals.inductor_cache_counts()) > sum(before)
+    before = torch_api.inductor_cache_counts()
+    compiled = torch_api.compile_aten_graph(graph, arguments, mode)
+    assert sum(torch_api.inductor_cache_counts()) > sum(before)
     assert torch._inductor.config.save_config_portable() == settings
     for count in (2, 8, 33):
         x = torch.randn(count, 4)
@@ -551,57 +551,57 @@ def test_the_workers_that_compile_kernels_are_woken_for_a_gpu_alone(monkeypatch)
     assert isinstance(inspect.getattr_static(AsyncCompile, "wakeup"), classmethod)
     monkeypatch.setattr(AsyncCompile, "wakeup", lambda: woken.append(True))
     hashed = queue.SimpleQueue()
-    monkeypatch.setattr(internals.inductor, "_hash_installed_code", hashed.put)
-    internals.start_compile_workers([3, torch.ones(2), "text"])
+    monkeypatch.setattr(torch_api.inductor, "_hash_installed_code", hashed.put)
+    torch_api.start_compile_workers([3, torch.ones(2), "text"])
     assert woken == [] and hashed.empty()
     mode = FakeTensorMode()
     on_device = FakeTensor(mode, torch.empty(2, device="meta"), torch.device("cuda", 0))
-    internals.start_compile_workers([3, torch.ones(2), on_device])
+    torch_api.start_compile_workers([3, torch.ones(2), on_device])
     assert woken == [True] and hashed.get(timeout=60) == torch.device("cuda", 0)
 
 
 def test_the_hashes_that_cache_keys_hold_are_kept():
     assert codecache.torch_key() is codecache.torch_key()
     assert codecache.CacheBase.get_system() is codecache.CacheBase.get_system()
-    internals.inductor._hash_installed_code(torch.device("cuda", 99))  # says nothing, wherever it fails
+    torch_api.inductor._hash_installed_code(torch.device("cuda", 99))  # says nothing, wherever it fails
 
 
 def test_the_settings_that_a_compile_changes_exist():
     known = torch._inductor.config.save_config_portable()
-    assert set(internals.inductor._INDUCTOR_PATCHES) <= set(known) | set(torch._inductor.config._config)
+    assert set(torch_api.inductor._INDUCTOR_PATCHES) <= set(known) | set(torch._inductor.config._config)
 
 
 def test_no_autocast_inside_the_block():
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype is torch.bfloat16
-        with internals.without_autocast():
+        with torch_api.without_autocast():
             assert torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype is torch.float32
 
 
 def test_settings_that_change_results_show_in_words():
     cpu = torch.device("cpu")
-    plain = internals.numeric_settings(cpu)
+    plain = torch_api.numeric_settings(cpu)
     with torch.autocast("cpu", torch.bfloat16):
-        assert internals.numeric_settings(cpu) != plain
+        assert torch_api.numeric_settings(cpu) != plain
     torch.set_default_dtype(torch.float64)
     try:
-        assert internals.numeric_settings(cpu) != plain
+        assert torch_api.numeric_settings(cpu) != plain
     finally:
         torch.set_default_dtype(torch.float32)
-    assert internals.numeric_settings(cpu) == plain
+    assert torch_api.numeric_settings(cpu) == plain
 
 
 def test_a_twin_of_a_fake_has_its_sizes_and_the_memory_that_it_is_given():
-    mode = internals.new_fake_mode()
+    mode = torch_api.new_fake_mode()
     with mode:
-        rows = internals.symbolic_count(mode, "n", 6)
+        rows = torch_api.symbolic_count(mode, "n", 6)
         base = torch.empty(rows, 4)
         view = base.view(rows, 2, 2)[:, 1:]
         other = torch.empty(rows, 4)
-    twin, moved = internals.fake_twin(view, None), internals.fake_twin(view, other)
+    twin, moved = torch_api.fake_twin(view, None), torch_api.fake_twin(view, other)
     for made in (twin, moved):
         assert str(made.shape) == str(view.shape) and made.stride() == view.stride()
-        assert made.storage_offset() == view.storage_offset() and internals.is_fake(made)
+        assert made.storage_offset() == view.storage_offset() and torch_api.is_fake(made)
         assert (made.dtype, made.device, made.requires_grad) == (view.dtype, view.device, False)
     assert len({t.untyped_storage()._cdata for t in (base, twin, moved)}) == 3
     assert moved.untyped_storage()._cdata == other.untyped_storage()._cdata
@@ -609,7 +609,7 @@ def test_a_twin_of_a_fake_has_its_sizes_and_the_memory_that_it_is_given():
         assert str((twin * 2).shape) == str(view.shape)
         assert twin.flatten(1).untyped_storage()._cdata == twin.untyped_storage()._cdata
         assert twin.as_strided((rows, 3), (4, 1)).shape[1] == 3
-    assert not internals.holds_constant(twin)
+    assert not torch_api.holds_constant(twin)
 
 
 def test_attributes_that_are_set_on_tensors_are_noted():
@@ -619,10 +619,10 @@ def test_attributes_that_are_set_on_tensors_are_noted():
         z.other = 3
         return z * y.tag
 
-    with internals.tensor_attributes_set() as names:
+    with torch_api.tensor_attributes_set() as names:
         torch.compile(forward, backend="eager", fullgraph=True)(torch.ones(2), torch.ones(2))
     assert sorted(names) == ["other", "tag"]
-    with internals.tensor_attributes_set() as names:
+    with torch_api.tensor_attributes_set() as names:
         torch.compile(lambda x: x + 1, backend="eager", fullgraph=True)(torch.ones(2))
     assert names == []
 
@@ -637,7 +637,7 @@ def test_all_that_dynamo_looks_at_is_noted_guarded_or_not():
             return self.function(nn.functional.silu(x)) * self.number
 
     model = Reads()
-    with internals.sources_read() as sources:
+    with torch_api.sources_read() as sources:
         compile_with(model.forward, torch.ones(3))
     assert any(source.endswith(".number") for source in sources)
     assert any(source.endswith(".function") for source in sources)
@@ -647,14 +647,14 @@ def test_all_that_dynamo_looks_at_is_noted_guarded_or_not():
 
 
 def test_sources_may_call_names_of_dynamos_own():
-    names = internals.names_in_sources()
+    names = torch_api.names_in_sources()
     assert names["___odict_getitem"](collections.OrderedDict(a=1), "a") == 1
     assert eval("___tuple_iterator_getitem(each, 1)", dict(names), {"each": iter((1, 2))}) == 2
 
 
 def test_an_object_that_is_not_opaque_has_no_answer_of_its_own():
-    assert internals.opaque_answer(object()) is None
-    assert {"TENSOR_MATCH", "CLOSURE_MATCH"} <= internals.guard_kinds()
+    assert torch_api.opaque_answer(object()) is None
+    assert {"TENSOR_MATCH", "CLOSURE_MATCH"} <= torch_api.guard_kinds()
 
 
 def test_int8_products_below_a_class_are_those_of_any_row_count():
@@ -663,8 +663,8 @@ def test_int8_products_below_a_class_are_those_of_any_row_count():
 
     from piecewise.passes.int8_matmul import int8_matmul
 
-    mode = internals.new_fake_mode()
-    rows = internals.symbolic_count(mode, "rows", 8)
+    mode = torch_api.new_fake_mode()
+    rows = torch_api.symbolic_count(mode, "rows", 8)
     with mode:
         a, b = (torch.empty(sizes, dtype=torch.int8, device="cuda") for sizes in ((rows, 16), (16, 32)))
         wide = torch.empty((16, 32), device="cuda")
@@ -673,7 +673,7 @@ def test_int8_products_below_a_class_are_those_of_any_row_count():
         return (out_dtype(torch.ops.aten.mm.default, torch.int32, a, b),)
 
     def targets(*arguments):
-        graph = internals.trace_below(
+        graph = torch_api.trace_below(
             product, arguments, mode, int_matmul=int8_matmul, torch_function=True
         ).graph
         return [node.target for node in graph.nodes if node.op == "call_function"]
@@ -690,11 +690,11 @@ def test_which_classes_say_what_is_inside():
 
     plain = torch.zeros(2)
     parameter, two = torch.nn.Parameter(plain), TwoTensor(plain, plain)
-    assert [internals.is_wrapper(each) for each in (plain, parameter, two)] == [False, False, True]
-    assert not any(map(internals.is_opaque, (plain, parameter, two, plain.as_subclass(Kin))))
-    assert [internals.has_torch_function(each) for each in (plain, parameter, two)] == [False] * 3
-    assert internals.has_torch_function(plain.as_subclass(Kin))
-    assert not internals.has_own_torch_function(plain.as_subclass(Kin))
+    assert [torch_api.is_wrapper(each) for each in (plain, parameter, two)] == [False, False, True]
+    assert not any(map(torch_api.is_opaque, (plain, parameter, two, plain.as_subclass(Kin))))
+    assert [torch_api.has_torch_function(each) for each in (plain, parameter, two)] == [False] * 3
+    assert torch_api.has_torch_function(plain.as_subclass(Kin))
+    assert not torch_api.has_own_torch_function(plain.as_subclass(Kin))
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.trace. is deprecated")
@@ -702,7 +702,7 @@ def test_transforms_and_tracers_are_seen() -> None:
     seen: list[bool] = []
 
     def look(x: torch.Tensor) -> torch.Tensor:
-        seen.append(internals.is_transforming())
+        seen.append(torch_api.is_transforming())
         return x
 
     x = torch.ones(2)

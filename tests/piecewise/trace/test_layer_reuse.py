@@ -18,13 +18,13 @@ from toy_models import CACHE_ROWS, HIDDEN, VOCAB, make_ids, mix
 
 import piecewise
 from piecewise.analysis.normalize import normalize
-from piecewise.analysis.same_program import first_difference
+from piecewise.analysis.same_program import Program
 from piecewise.analysis.token_dim import find_token_symbol
 from piecewise.calls.binder import CallBinder
 from piecewise.ir.effects import find_facts
-from piecewise.trace import trace
-from piecewise.trace.dynamo.run import ExampleCall
+from piecewise.trace.dynamo import front_end
 from piecewise.trace.layers import layer_reuse, layer_run
+from piecewise.trace.trace import ExampleCall
 from runners.errors import TraceError
 
 NUM_LAYERS = 4
@@ -99,7 +99,7 @@ def new_stack(*args, **kwargs):
 
 def traced(model, num_tokens=6, **options):
     example = ExampleCall.from_call(CallBinder(model.forward), (make_ids(num_tokens),), {})
-    return trace.trace(model, example, forward=model, **options)
+    return front_end.trace(model, example, forward=model, **options)
 
 
 @contextlib.contextmanager
@@ -120,10 +120,8 @@ def compared(model, monkeypatch, num_tokens=6):
         both.append((found, facts, find_token_symbol(found, facts)))
     (parts, facts, token), (whole, whole_facts, whole_token) = both
     assert whole.layers is None
-    symbols = [token.symbol, whole_token.symbol]
-    difference = first_difference(
-        whole, parts, symbols[::-1], facts=[whole_facts, facts], num_tokens=num_tokens
-    )
+    earlier = Program(whole, whole_facts, symbol=whole_token.symbol, num_tokens=num_tokens)
+    difference = earlier.difference(Program(parts, facts, symbol=token.symbol, num_tokens=num_tokens))
     assert difference is None, difference
     assert state_of(parts) == state_of(whole)
     assert guards_of(parts, token) == guards_of(whole, whole_token)
@@ -530,7 +528,7 @@ def test_another_thread_runs_the_model_while_it_is_traced(monkeypatch):
         with torch.no_grad():
             found["result"] = model(make_ids(5))
 
-    run_dynamo = trace.run_dynamo
+    run_dynamo = front_end.run_dynamo
 
     def meanwhile(*args, **kwargs):
         thread = threading.Thread(target=call)
@@ -538,7 +536,7 @@ def test_another_thread_runs_the_model_while_it_is_traced(monkeypatch):
         thread.join()
         return run_dynamo(*args, **kwargs)
 
-    monkeypatch.setattr(trace, "run_dynamo", meanwhile)
+    monkeypatch.setattr(front_end, "run_dynamo", meanwhile)
     assert traced(model).layers.num_traced == 1
     assert torch.equal(found["result"], expected)
 
@@ -641,13 +639,13 @@ def test_transformers_models(family, monkeypatch):
 
 
 def test_only_a_run_over_all_layers_remembers_what_its_ops_gave(monkeypatch):
-    seen, run_dynamo = [], trace.run_dynamo
+    seen, run_dynamo = [], front_end.run_dynamo
 
     def noted(*args, repeats, **kwargs):
         seen.append(repeats)
         return run_dynamo(*args, repeats=repeats, **kwargs)
 
-    monkeypatch.setattr(trace, "run_dynamo", noted)
+    monkeypatch.setattr(front_end, "run_dynamo", noted)
     monkeypatch.setattr(layer_run, "run_dynamo", noted)
     assert traced(new_stack()).layers.num_traced == 1
     assert seen == [False, False]

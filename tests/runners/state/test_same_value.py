@@ -10,7 +10,7 @@ import operator
 import pytest
 import torch
 
-from piecewise import torch_api as internals
+from piecewise import torch_api
 from runners.state import state_check
 from runners.state.same_value import has_content, is_same_value, table_content
 from runners.state.state_check import StateFacts, StateRef, kind_of
@@ -127,7 +127,7 @@ def test_I6_a_container_that_raises_has_other_contents():
 @pytest.fixture(params=["numbers", "values"])
 def check_of(request):
     """Both ways to compare dicts."""
-    numbers = internals.dict_versions if internals.dict_versions_tell() else None
+    numbers = torch_api.dict_versions if torch_api.dict_versions_tell() else None
     return functools.partial(
         state_check.StateCheck, dict_versions=numbers if request.param == "numbers" else None
     )

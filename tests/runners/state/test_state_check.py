@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from piecewise import torch_api as internals
+from piecewise import torch_api
 from runners.state import state_check
 from runners.state.same_value import table_content
 from runners.state.state_check import StateCheck, StateFacts, StateRef
@@ -21,8 +21,8 @@ from runners.state.state_check import StateCheck, StateFacts, StateRef
 @pytest.fixture(autouse=True, params=["numbers", "values"])
 def each_way(request, monkeypatch):
     """Dicts compared by their numbers, and by their values as where the numbers tell nothing."""
-    if request.param == "numbers" and internals.dict_versions_tell():
-        check = functools.partial(state_check.StateCheck, dict_versions=internals.dict_versions)
+    if request.param == "numbers" and torch_api.dict_versions_tell():
+        check = functools.partial(state_check.StateCheck, dict_versions=torch_api.dict_versions)
         monkeypatch.setitem(globals(), "StateCheck", check)
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import operator
 import weakref
 
 import pytest
 from torch import nn
 
-from piecewise import torch_api as internals
-from runners.state.watched_dicts import WatchedDicts
+from piecewise import torch_api
+from runners.state.watched_dicts import NOTHING, WatchedDicts
 
 
 class Thing:
@@ -28,7 +29,7 @@ def thing(**attributes):
 
 
 needs_numbers = pytest.mark.skipif(
-    not internals.dict_versions_tell(), reason="this Python's dict numbers do not tell of all writes"
+    not torch_api.dict_versions_tell(), reason="this Python's dict numbers do not tell of all writes"
 )
 
 
@@ -40,7 +41,7 @@ def way(request):
 @pytest.fixture
 def watched(way):
     """Both ways to compare."""
-    return WatchedDicts(internals.dict_versions if way == "numbers" else None)
+    return WatchedDicts(torch_api.dict_versions if way == "numbers" else None)
 
 
 @dataclasses.dataclass
@@ -54,7 +55,7 @@ class Numbers:
         self.taken += 1
         if self.before is not None:
             self.before()
-        return internals.dict_versions(*args)
+        return torch_api.dict_versions(*args)
 
 
 CHANGES = {
@@ -121,6 +122,27 @@ def test_I10_an_answer_that_depends_on_the_keys(watched, way):
     assert watched.are_unchanged()
 
 
+FILLS = {
+    "update": lambda owner: owner.update(a=1),
+    "union in place": lambda owner: operator.ior(owner, {"a": 1}),
+    "item": lambda owner: operator.setitem(owner, "a", 1),
+    "setdefault": lambda owner: owner.setdefault("a", 1),
+}
+
+
+@pytest.mark.parametrize("fill", FILLS)
+def test_I10_a_dict_without_items_that_is_filled(watched, fill):
+    owner, item = {}, Thing()
+    watched.add_answer(owner, lambda: "a" in owner, False)
+    watched.add_object(item, Thing)
+    watched.add_value(item.__dict__, "a", NOTHING)
+    for filled in (owner, item.__dict__):
+        assert watched.are_unchanged() and watched.are_unchanged()
+        FILLS[fill](filled)
+        assert not watched.are_unchanged()
+        filled.clear()
+
+
 def test_a_value_that_was_another_from_the_start(watched):
     watched.add_value({"k": 1}, "k", 2)
     assert not watched.are_unchanged()
@@ -177,7 +199,7 @@ def test_a_write_while_numbers_are_taken_is_noticed():
 
 def test_nothing_outlives_the_comparison(way):
     item = nn.Linear(2, 2)
-    watched = WatchedDicts(internals.dict_versions if way == "numbers" else None)
+    watched = WatchedDicts(torch_api.dict_versions if way == "numbers" else None)
     watched.add_object(item, nn.Linear)
     watched.add_value(item._parameters, "weight", item.weight)
     assert watched.are_unchanged()

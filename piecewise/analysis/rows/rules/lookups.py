@@ -12,37 +12,33 @@ from collections.abc import Sequence
 import torch
 
 from piecewise.analysis.rows.layout import Dim, Layout, Mixes, broadcast, met
-from piecewise.analysis.rows.table import Call, Outcome, Rows, check_static, rule
+from piecewise.analysis.rows.table import Claim, OpOnRows, Rows, check_static, rule
 
 
-def _check_index(call: Call, index: Rows, dim: Dim, *, wraps: bool = False) -> None:
+def _check_index(call: OpOnRows, index: Rows, dim: Dim, *, wraps: bool = False) -> None:
     """That padded rows of an index are in range of a dim, and real ones among those that agree."""
-    low, high = index.bounds.low, index.bounds.high
-    if dim.factors:
-        room = dim.size.values - dim.tail
-        is_within = (
-            low is not None and high is not None and (low.values >= 0).all() and (high.values < room).all()
-        )
-        if not dim.is_single or not is_within:
-            raise Mixes("it looks up rows by an index that may name padded ones")
+    if dim.is_static and (index.is_real or index.is_settled):
         return
-    if index.is_real or index.is_settled:
-        return
-    size = dim.size.constant or 0
-    is_low_in = low is not None and (low.values >= (-size if wraps else 0)).all()
-    if high is None or not is_low_in or not call.limit_to(high.values < size):
-        raise Mixes("padded rows may hold an index that is out of range")
+    low, high, size = index.bounds.low, index.bounds.high, dim.size.values
+    least = -size if wraps and dim.is_static else 0
+    is_within = False
+    if low is not None and high is not None and (low.values >= least).all():
+        holds = high.values < size - dim.tail
+        is_within = call.limit_to(holds) if dim.is_static else dim.is_single and bool(holds.all())
+    if not is_within:
+        may = "hold an index that is out of range" if dim.is_static else "be named by an index"
+        raise Mixes(f"padded rows may {may}")
 
 
 @rule("embedding")
-def embedded(call: Call) -> Layout:
-    table, index = call.layout("weight"), call.tensor("indices")
+def embedded(call: OpOnRows) -> Layout:
+    table, index = call.layout("weight"), call["indices"]
     _check_index(call, index, table[0])
     return (*(index.layout or ()), *table[1:])
 
 
 @rule("index")
-def indexed(call: Call) -> Layout:
+def indexed(call: OpOnRows) -> Layout:
     layout = call.layout()
     for index, dim in zip(call["indices"], layout, strict=False):
         if index is not None:
@@ -55,11 +51,10 @@ def _looked_up(layout: Layout, indices: Sequence[Rows | None]) -> Layout:
     places = [at for at, index in enumerate(indices) if index is not None]
     found = [index.layout or () for index in indices if index is not None]
     rank = max(map(len, found))
-    aligned = [[each[at - rank] for each in found if at >= rank - len(each)] for at in range(rank)]
-    rows = [
-        met(dims, next((dim.size for dim in dims if dim.size.constant != 1), dims[0].size))
-        for dims in aligned
-    ]
+    rows = []
+    for at in range(rank):
+        dims = [each[at - rank] for each in found if at >= rank - len(each)]
+        rows.append(met(dims, next((dim.size for dim in dims if dim.size.constant != 1), dims[0].size)))
     # Indices that do not lie side by side put their dims in front.
     front = places[0] if places == list(range(places[0], places[0] + len(places))) else 0
     kept = [dim for at, dim in enumerate(layout) if at not in places]
@@ -67,18 +62,17 @@ def _looked_up(layout: Layout, indices: Sequence[Rows | None]) -> Layout:
 
 
 @rule("index_select")
-def index_selected(call: Call) -> Layout:
-    layout, at, index = call.layout(), call.dim(), call.tensor("index")
+def index_selected(call: OpOnRows) -> Layout:
+    layout, at, index = call.layout(), call.dim(), call["index"]
     _check_index(call, index, layout[at])
     return (*layout[:at], *(index.layout or (Dim(call.known.constant(1)),)), *layout[at + 1 :])
 
 
 @rule("gather")
-def gathered(call: Call) -> Layout:
-    layout, at, index = call.layout(), call.dim(), call.tensor("index")
-    made = index.layout or ()
+def gathered(call: OpOnRows) -> Layout:
+    layout, at, made = call.layout(), call.dim(), call.layout("index")
     _check_others(layout, made, at)
-    _check_index(call, index, layout[at])
+    _check_index(call, call["index"], layout[at])
     return made
 
 
@@ -90,8 +84,8 @@ def _check_others(layout: Layout, index: Layout, at: int) -> None:
 
 
 @rule("scatter scatter_add scatter_reduce")
-def scattered(call: Call) -> Layout:
-    layout, at, index = call.layout(), call.dim(), call.tensor("index")
+def scattered(call: OpOnRows) -> Layout:
+    layout, at, index = call.layout(), call.dim(), call["index"]
     check_static(layout, [at], "it scatters")
     _check_index(call, index, layout[at])
     for each in (index, call["src"]):
@@ -102,12 +96,11 @@ def scattered(call: Call) -> Layout:
 
 
 @rule("searchsorted bucketize")
-def searched(call: Call) -> Layout:
+def searched(call: OpOnRows) -> Layout:
     """In a table that is the same for all rows, or in each row's own."""
     table = call.layout("sorted_sequence" if call["sorted_sequence"] is not None else "boundaries")
     check_static(table, [-1], "it searches")
-    values = call["self"] if isinstance(call["self"], Rows) else None
-    made = (values.layout or ()) if values is not None else ()
+    made: Layout = (call["self"].layout or ()) if isinstance(call["self"], Rows) else ()
     if len(table) > 1 and any(a != b for a, b in zip(table[:-1], made[:-1], strict=True)):
         raise Mixes("it searches in other rows")
     if call["sorter"] is not None and not call["sorter"].is_settled:
@@ -116,26 +109,25 @@ def searched(call: Call) -> Layout:
 
 
 @rule("isin")
-def found_in(call: Call) -> Outcome:
-    table = call["test_elements"]
+def found_in(call: OpOnRows) -> Layout:
+    table, elements = call["test_elements"], call["elements"]
     if isinstance(table, Rows) and not table.is_settled:
         raise Mixes("it searches among all rows")
-    elements = call["elements"]
-    return Outcome([elements.layout if isinstance(elements, Rows) else ()])
+    return call.layout("elements") if isinstance(elements, Rows) else ()
 
 
 @rule("_assert_async")
-def asserted(call: Call) -> Outcome:
+def asserted(call: OpOnRows) -> Claim:
     """It ends all use of a CUDA device where padded rows fail it."""
     (rows,) = call.tensors()
     holds = rows.bounds.low is not None and (rows.bounds.low.values >= 1).all()
     if not (rows.is_settled or rows.is_real or holds):
         raise Mixes("it checks padded rows, too")
-    return Outcome([])
+    return Claim([])
 
 
 @rule("index_put")
-def put(call: Call) -> Outcome:
+def put(call: OpOnRows) -> Claim:
     layout, indices = call.layout(), call["indices"]
     if any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in indices):
         raise Mixes("a mask says how many elements it writes", code="data_dependent")
@@ -143,19 +135,19 @@ def put(call: Call) -> Outcome:
     made = _looked_up(layout, indices)
     if broadcast([made, call.layout("values")], [dim.size for dim in made]) != made:
         raise Mixes("it writes rows that do not agree")
-    return Outcome([layout], keeps_real=keeps_real)
+    return Claim([layout], keeps_real=keeps_real)
 
 
 @rule("index_add index_copy index_fill")
-def put_along(call: Call) -> Outcome:
+def put_along(call: OpOnRows) -> Claim:
     layout, at = call.layout(), call.dim()
     keeps_real = _check_places(call, [None] * at + [call["index"]])
     if call["source"] is not None and call.layout("source"):
         _check_others(layout, call.layout("source"), at)
-    return Outcome([layout], keeps_real=keeps_real)
+    return Claim([layout], keeps_real=keeps_real)
 
 
-def _check_places(call: Call, indices: Sequence[Rows | None]) -> bool:
+def _check_places(call: OpOnRows, indices: Sequence[Rows | None]) -> bool:
     """That the same places are written in all buckets, and of rows real ones alone.
 
     Returns: whether padded rows stay real.
@@ -169,5 +161,5 @@ def _check_places(call: Call, indices: Sequence[Rows | None]) -> bool:
 
 
 @rule("masked_scatter")
-def met_in_order(call: Call) -> Layout:
+def met_in_order(call: OpOnRows) -> Layout:
     raise Mixes("rows are put where a mask of all rows says")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from piecewise.analysis.rows.layout import Layout, Mixes, broadcast, prefixes
-from piecewise.analysis.rows.table import Call, Outcome, Rows, rule
+from piecewise.analysis.rows.layout import Mixes, broadcast, prefixes
+from piecewise.analysis.rows.table import Claim, OpOnRows, Rows, is_inexact, rule
 
 # torch tags these `pointwise`; a name with a dot is one overload, whose others it does not tag.
 TAGGED = """
@@ -25,23 +25,22 @@ UNTAGGED = """
 
 @rule(TAGGED)
 @rule(UNTAGGED)
-def element_by_element(call: Call) -> Outcome:
+def element_by_element(call: OpOnRows) -> Claim:
     layouts = [rows.layout for rows in call.tensors() if rows.layout is not None]
-    made: list[Layout] = []
-    for sizes, _ in call.results:
-        # Of what is kept for a gradient nothing may be left.
-        is_empty = len(call.results) > 1 and [size.constant for size in sizes] == [0]
-        made.append(prefixes(sizes) if is_empty else broadcast(layouts, sizes))
-    return Outcome(made)
+
+    def is_gone(sizes: tuple) -> bool:
+        """Of what is kept for a gradient nothing may be left."""
+        return len(call.results) > 1 and [size.constant for size in sizes] == [0]
+
+    return Claim([prefixes(x) if is_gone(x) else broadcast(layouts, x) for x, _ in call.results])
 
 
 @rule("div floor_divide fmod remainder")
-def divided(call: Call) -> Outcome:
+def divided(call: OpOnRows) -> Claim:
     """A CPU ends the process, or raises, where integers are divided by 0 or the least one by −1."""
     by, (_, dtype) = call["other"], call.results[0]
     low = by.bounds.low if isinstance(by, Rows) else call.size(by) if isinstance(by, int) else None
     is_positive = low is not None and bool((low.values > 0).all())
-    is_inexact = dtype.is_floating_point or dtype.is_complex
-    if not (is_inexact or is_positive or all(rows.is_real for rows in call.tensors())):
+    if not (is_inexact(dtype) or is_positive or all(rows.is_real for rows in call.tensors())):
         raise Mixes("padded rows may divide by zero")
     return element_by_element(call)

@@ -1,92 +1,205 @@
-"""Ops that work along some dims of one tensor: those must be of fixed size, the others keep their layout."""
+"""Ops that reduce, sum or work along some dims: those must be of fixed size, the others keep their layout.
+
+A mask of zeros excuses nothing, as 0·NaN is NaN.
+"""
 
 from __future__ import annotations
 
-from piecewise.analysis.rows.layout import Dim, Layout, Mixes, met
-from piecewise.analysis.rows.table import Call, Outcome, check_static, rule
+import re
+
+from piecewise.analysis.rows.layout import Dim, Layout, Mixes, broadcast, met, prefix
+from piecewise.analysis.rows.table import Claim, OpOnRows, Rows, check_static, rule
 
 
 @rule(
     "sum mean prod amax amin argmax argmin std var nansum logsumexp linalg_vector_norm count_nonzero aminmax "
     "max min max.dim min.dim median median.dim nanmedian nanmedian.dim kthvalue std_mean var_mean histc"
 )
-def reduced(call: Call) -> Outcome:
-    layout, dims = call.layout(), call.dims()
-    check_static(layout, dims, "it reduces")
-    return Outcome([_without(layout, dims, call, len(sizes)) for sizes, _ in call.results])
+def reduced(call: OpOnRows) -> Claim:
+    check_static(call.layout(), call.dims(), "it reduces")
+    return _without(call)
 
 
 @rule("all any all.dim any.dim all.dims any.dims")
-def tested(call: Call) -> Outcome:
+def tested(call: OpOnRows) -> Claim:
     """Over tokens nothing is known of the answer, until a check alone asks for it."""
-    layout, dims = call.layout(), call.dims()
-    if any(layout[dim].factors for dim in dims):
-        return Outcome([None])
-    return Outcome([_without(layout, dims, call, len(call.results[0][0]))])
-
-
-def _without(layout: Layout, dims: tuple[int, ...], call: Call, rank: int) -> Layout:
-    if rank == len(layout):
-        one = Dim(call.known.constant(1))
-        return tuple(one if at in dims else dim for at, dim in enumerate(layout))
-    return tuple(dim for at, dim in enumerate(layout) if at not in dims)
-
-
-@rule(
-    "_softmax _log_softmax sort topk flip roll glu cummax cummin cumsum cumprod logcumsumexp renorm "
-    "_safe_softmax"
-)
-def along(call: Call) -> Outcome:
-    """A dim that stays, perhaps at another size."""
     layout = call.layout()
-    name = call.name.partition(".")[0]
-    if name == "renorm":
-        dims = tuple(at for at in range(len(layout)) if at != call.dim())
-    elif name in ("flip", "roll"):
-        dims = call.dims("dims")
-    else:
-        dims = (call.dim(),)
-    if len(dims) == 1 and name in _SCANS and layout and layout[dims[0]].factors:
-        if not layout[dims[0]].is_single:
-            raise Mixes("it goes through rows that do not lie in their order")
-        return Outcome([layout] * len(call.results), keeps_real=False)
-    check_static(layout, [dim for dim in dims if layout], "it works")
-    made = [
-        tuple(Dim(sizes[at]) if at in dims else dim for at, dim in enumerate(layout))
-        for sizes, _ in call.results
-    ]
-    return Outcome(made)
+    return Claim([None]) if any(layout[dim].factors for dim in call.dims()) else _without(call)
+
+
+def _without(call: OpOnRows) -> Claim:
+    """The layout without the dims that are named, or with these of size 1."""
+    layout, dims, one = call.layout(), call.dims(), Dim(call.known.constant(1))
+    kept = tuple(one if at in dims else dim for at, dim in enumerate(layout))
+    left = tuple(dim for at, dim in enumerate(layout) if at not in dims)
+    return Claim([kept if len(sizes) == len(layout) else left for sizes, _ in call.results])
 
 
 # Each element is made of those before it.
 _SCANS = frozenset({"cumsum", "cumprod", "cummax", "cummin", "logcumsumexp"})
 
 
+@rule(
+    "_softmax _log_softmax sort topk flip roll glu cummax cummin cumsum cumprod logcumsumexp renorm "
+    "_safe_softmax"
+)
+def along(call: OpOnRows) -> Claim:
+    """A dim that stays, perhaps at another size."""
+    layout, name = call.layout(), call.name.partition(".")[0]
+    dims = call.dims("dims") if name in ("flip", "roll") else (call.dim(),)
+    if name == "renorm":
+        dims = tuple(at for at in range(len(layout)) if at not in dims)
+    if len(dims) == 1 and name in _SCANS and layout and layout[dims[0]].factors:
+        if not layout[dims[0]].is_single:
+            raise Mixes("it goes through rows that do not lie in their order")
+        return Claim([layout] * len(call.results), keeps_real=False)
+    check_static(layout, dims if layout else (), "it works")
+    return Claim([
+        tuple(Dim(sizes[at]) if at in dims else dim for at, dim in enumerate(layout))
+        for sizes, _ in call.results
+    ])  # fmt: skip
+
+
 @rule("native_layer_norm _fused_rms_norm")
-def normed_in_rows(call: Call) -> Outcome:
+def normed_in_rows(call: OpOnRows) -> Claim:
     """Over dims that it is told as numbers, and so of fixed size."""
     layout = call.layout("input")
-    count = len(call["normalized_shape"])
-    stats = layout[: len(layout) - count]
+    stats = layout[: len(layout) - len(call["normalized_shape"])]
     one = Dim(call.known.constant(1))
-    return Outcome([layout, *(stats + (one,) * (len(sizes) - len(stats)) for sizes, _ in call.results[1:])])
+    return Claim([layout, *(stats + (one,) * (len(sizes) - len(stats)) for sizes, _ in call.results[1:])])
 
 
 @rule("native_group_norm", sizes="N HxW")
-def normed_in_groups(call: Call) -> Outcome:
+def normed_in_groups(call: OpOnRows) -> Claim:
     layout = call.layout("input")
     check_static(layout, range(1, len(layout)), "it normalises")
     groups = Dim(call.known.constant(call["group"]))
-    return Outcome([layout, (layout[0], groups), (layout[0], groups)])
+    return Claim([layout, (layout[0], groups), (layout[0], groups)])
 
 
 @rule("_native_batch_norm_legit_no_training _native_batch_norm_legit.no_stats")
-def normed_by_channel(call: Call) -> Outcome:
+def normed_by_channel(call: OpOnRows) -> Claim:
     """By what was gathered before, or each channel alone: `instance_norm` makes channels of rows."""
-    layout = call.layout("input")
-    rest = (at for at in range(len(layout)) if at != 1)
-    check_static(layout, list(rest) if call["training"] else [1], "it normalises")
+    layout: Layout = call.layout("input")
+    rest = [at for at in range(len(layout)) if at != 1]
+    check_static(layout, rest if call["training"] else [1], "it normalises")
     for name in ("weight", "bias", "running_mean", "running_var"):
         if call[name] is not None:
             met([layout[1], *call.layout(name)], layout[1].size)
-    return Outcome([layout, *[None] * (len(call.results) - 1)])
+    return Claim([layout, *[None] * (len(call.results) - 1)])
+
+
+def _summed(call: OpOnRows, equation: str, *names: str) -> Layout:
+    """The layout of what an `einsum` makes: letters that operands alone have are of fixed size, and dims in
+    front of all letters are broadcast."""
+    *given, made = re.split(",|->", equation)
+    dims: dict[str, list[Dim]] = {}
+    for letters, name in zip(given, names, strict=True):
+        for letter, dim in zip(letters, call.layout(name)[-len(letters) :], strict=True):
+            dims.setdefault(letter, []).append(dim)
+    if any(dim.factors for letter in dims if letter not in made for dim in dims[letter]):
+        raise Mixes("it sums over a dim that carries tokens")
+    fronts = [call.layout(name)[: -len(letters)] for letters, name in zip(given, names, strict=True)]
+    rank = len(call.sizes) - len(made)
+    behind = (met(dims[letter], size) for letter, size in zip(made, call.sizes[rank:], strict=True))
+    return (*broadcast(fronts, call.sizes[:rank]), *behind)
+
+
+@rule("mm bmm _int_mm")
+def product(call: OpOnRows) -> Layout:
+    return _summed(call, "ik,kj->ij", "self", "mat2")
+
+
+@rule("addmm baddbmm")
+def product_and_sum(call: OpOnRows) -> Layout:
+    names = ("mat1", "mat2") if call.name == "addmm" else ("batch1", "batch2")
+    return broadcast([_summed(call, "ik,kj->ij", *names), call.layout()], call.sizes)
+
+
+@rule("mv")
+def product_with_vector(call: OpOnRows) -> Layout:
+    return _summed(call, "ik,k->i", "self", "vec")
+
+
+@rule("_cdist_forward")
+def distances(call: OpOnRows) -> Layout:
+    return _summed(call, "ik,jk->ij", "x1", "x2")
+
+
+@rule("linalg_solve_triangular")
+def solved(call: OpOnRows) -> Layout:
+    check_static(call.layout("B"), [-1], "it solves")
+    return _summed(call, "ki,ij->kj", "self", "B")
+
+
+@rule("_scaled_mm")
+def scaled_product(call: OpOnRows) -> Layout:
+    made = product(call)
+    for name, kept in (("scale_a", 0), ("scale_b", 1)):
+        scale = enumerate(call.layout(name))
+        if any(dim.factors and (at != kept or dim != made[kept]) for at, dim in scale):
+            raise Mixes(f"'{name}' is of other rows")
+    return made if call["bias"] is None else broadcast([made, call.layout("bias")], call.sizes)
+
+
+@rule("_weight_int8pack_mm _weight_int4pack_mm _weight_int4pack_mm_for_cpu")
+def packed_product(call: OpOnRows) -> Layout:
+    _check_weights(call)
+    return (call.layout()[0], Dim(call.sizes[-1]))
+
+
+def _check_weights(call: OpOnRows) -> None:
+    """That no operand but the first one carries tokens."""
+    others = [value for name, value in call.args.items() if isinstance(value, Rows) and name != "self"]
+    if not all(rows.is_settled for rows in others):
+        raise Mixes("weights carry tokens")
+
+
+@rule("_grouped_mm")
+def grouped_product(call: OpOnRows) -> Claim:
+    """Rows in groups, which offsets end: those behind the last one are never written."""
+    layout, weight = call.layout(), call.layout("mat2")
+    if len(layout) != 2 or len(weight) != 3 or call["offs"] is None or not layout[0].is_prefix:
+        raise Mixes("groups that are no groups of rows")
+    _check_weights(call)
+    return Claim([(layout[0], weight[2])], keeps_real=False)
+
+
+@rule(
+    "_scaled_dot_product_flash_attention _scaled_dot_product_flash_attention_for_cpu "
+    "_scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention"
+)
+def attention(call: OpOnRows) -> Claim:
+    """Within rows: keys and heads are of fixed size. Over tokens, causal or not, kernels may multiply what is
+    masked by 0."""
+    made = _summed(call, "qd,kd,kv->qv", "query", "key", "value")
+    check_static(call.layout("value"), [-1], "it attends")
+    if call["is_causal"]:
+        check_static(made, [-2], "it attends")
+    if call["dropout_p"]:
+        raise Mixes("it draws random numbers")
+    scores = (*made[:-1], Dim(call["key"].sizes[-2]))
+    for name in ("attn_mask", "attn_bias"):
+        if call[name] is not None:
+            broadcast([scores, call.layout(name)], [dim.size for dim in scores])
+    # The others are for gradients.
+    return Claim([made, *[None] * (len(call.results) - 1)])
+
+
+@rule("convolution")
+def convolution(call: OpOnRows) -> Claim:
+    layout, sizes = call.layout("input"), call.sizes
+    if not all(call[name] is None or call[name].is_settled for name in ("weight", "bias")):
+        raise Mixes("its kernel carries tokens")
+    made = [layout[0], Dim(sizes[1])]
+    for at, (dim, size) in enumerate(zip(layout[2:], sizes[2:], strict=True)):
+        if dim.is_static:
+            made.append(Dim(size))
+            continue
+        # One number stands for all dims.
+        stride, padding = (call[name][at % len(call[name])] for name in ("stride", "padding"))
+        if call["transposed"] or stride != 1 or not dim.is_single:
+            raise Mixes("it strides over rows")
+        # The last results reach into what lies behind the rows: as many as are padded there.
+        made.append(prefix(size)._replace(tail=dim.tail + padding))
+    return Claim([tuple(made)], keeps_real=all(dim.is_static for dim in layout[2:]))

@@ -1,103 +1,93 @@
-"""Ops that look at the elements of one tensor in another shape."""
+"""Ops that view the elements of one tensor in another shape, make tensors of sizes, or put tensors, or copies
+of one, beside each other."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
+from piecewise.analysis.rows import layout as layouts
 from piecewise.analysis.rows.counts import Size
-from piecewise.analysis.rows.layout import Dim, Layout, Mixes, is_prefix, is_static, met, prefix, regrouped
-from piecewise.analysis.rows.table import Call, Outcome, check_static, rule
+from piecewise.analysis.rows.layout import Dim, Layout, Mixes, broadcast, met, prefix
+from piecewise.analysis.rows.table import Claim, OpOnRows, Rows, check_static, rule
 
 
 @rule("alias detach _conj _neg_view")
-def same(call: Call) -> Layout:
+def same(call: OpOnRows) -> Layout:
     return call.layout()
 
 
 @rule("view _unsafe_view", sizes="size")
-def viewed(call: Call) -> Layout:
-    return regrouped(call.layout(), call.results[0][0], call.known)
+def viewed(call: OpOnRows) -> Layout:
+    return layouts.regrouped(call.layout(), call.sizes, call.known)
 
 
 @rule("view.dtype")
-def bits(call: Call) -> Layout:
-    layout, (sizes, _) = call.layout(), call.results[0]
-    if sizes != call.tensor().sizes:
-        check_static(layout, [-1], "it regroups bytes")
-        return (*layout[:-1], Dim(sizes[-1]))
-    return layout
+def bits(call: OpOnRows) -> Layout:
+    if call.sizes == call["self"].sizes:
+        return call.layout()
+    check_static(call.layout(), [-1], "it regroups bytes")
+    return (*call.layout()[:-1], Dim(call.sizes[-1]))
 
 
 @rule("view_as_real view_as_complex")
-def complex_parts(call: Call) -> Layout:
-    layout, (sizes, _) = call.layout(), call.results[0]
-    return (*layout, Dim(sizes[-1])) if len(sizes) > len(layout) else layout[:-1]
+def complex_parts(call: OpOnRows) -> Layout:
+    return (*call.layout(), Dim(call.sizes[-1])) if call.name == "view_as_real" else call.layout()[:-1]
 
 
-@rule("permute")
-def permuted(call: Call) -> Layout:
+@rule("permute transpose t")
+def permuted(call: OpOnRows) -> Layout:
     layout = call.layout()
-    return tuple(layout[dim] for dim in call.dims("dims")) if layout else ()
-
-
-@rule("transpose")
-def transposed(call: Call) -> Layout:
-    layout = list(call.layout())
-    if layout:
-        left, right = call.dim("dim0"), call.dim("dim1")
-        layout[left], layout[right] = layout[right], layout[left]
-    return tuple(layout)
-
-
-@rule("t")
-def turned(call: Call) -> Layout:
-    layout = call.layout()
-    return (*layout[:-2], *layout[:-3:-1])
+    order = list(call.dims("dims") if call.name == "permute" else range(len(layout)))
+    if call.name != "permute" and layout:
+        left, right = (call.dim("dim0"), call.dim("dim1")) if call.name == "transpose" else (0, -1)
+        order[left], order[right] = order[right], order[left]
+    return tuple(layout[dim] for dim in order)
 
 
 @rule("unsqueeze")
-def unsqueezed(call: Call) -> Layout:
+def unsqueezed(call: OpOnRows) -> Layout:
     layout = call.layout()
     at = call["dim"] % (len(layout) + 1)
     return (*layout[:at], Dim(call.known.constant(1)), *layout[at:])
 
 
 @rule("squeeze")
-def squeezed(call: Call) -> Layout:
-    layout = call.layout()
-    gone = [dim for dim in call.dims() if layout and layout[dim].size.constant == 1]
-    return tuple(dim for at, dim in enumerate(layout) if at not in gone)
+def squeezed(call: OpOnRows) -> Layout:
+    gone = call.dims()
+    return tuple(dim for at, dim in enumerate(call.layout()) if at not in gone or dim.size.constant != 1)
 
 
 @rule("expand", sizes="size")
-def expanded(call: Call) -> Outcome:
-    layout, sizes = call.layout(), call.results[0][0]
+def expanded(call: OpOnRows) -> Claim:
+    layout, sizes = call.layout(), call.sizes
     offset = len(sizes) - len(layout)
     made = tuple(met([layout[at - offset]] if at >= offset else [], size) for at, size in enumerate(sizes))
-    return Outcome([made], keeps_cover=False)
+    return Claim([made], keeps_cover=False)
 
 
 @rule("select", sizes="index")
-def selected(call: Call) -> Outcome:
-    layout, at = call.layout(), call.dim()
-    index, dim = call["index"], layout[at]
+def selected(call: OpOnRows) -> Claim:
+    layout, at, index = call.layout(), call.dim(), call["index"]
+    dim = layout[at]
     if isinstance(index, Size):
         raise Mixes("it picks a row that the token count names", code="token_count_as_value")
     if dim.factors:
         within = dim.size.values - dim.tail > index
         if index < 0 or not within.all() or not (dim.is_single or index == 0):
             raise Mixes("it picks a row that padding may move")
-    return Outcome([layout[:at] + layout[at + 1 :]])
+    return Claim([layout[:at] + layout[at + 1 :]])
 
 
 @rule("slice", sizes="start end")
-def sliced(call: Call) -> Outcome:
+def sliced(call: OpOnRows) -> Claim:
     layout, at = call.layout(), call.dim()
-    made, is_kept, covers = _part(call, layout[at], call.results[0][0][at], call["start"] or 0, call["step"])
-    return Outcome([(*layout[:at], made, *layout[at + 1 :])], keeps_real=is_kept, keeps_cover=covers)
+    made, is_kept, covers = _part(call, layout[at], call.sizes[at], call["start"] or 0, call["step"])
+    return Claim([(*layout[:at], made, *layout[at + 1 :])], keeps_real=is_kept, keeps_cover=covers)
 
 
-def _part(call: Call, dim: Dim, size: Size, start: int | Size, step: int) -> tuple[Dim, bool, bool]:
+def _part(call: OpOnRows, dim: Dim, size: Size, start: int | Size, step: int) -> tuple[Dim, bool, bool]:
     """Every `step`-th of `size` elements from `start` on; whether padded rows stay real, and cover."""
     if size is dim.size:
         return dim, True, True
@@ -120,73 +110,159 @@ def _part(call: Call, dim: Dim, size: Size, start: int | Size, step: int) -> tup
             raise Mixes("it takes rows that do not agree")
         return Dim(size), True, True
     missing = int(np.where(size.values > 0, -(room // step), 0).clip(0).max())
-    is_end = bool((last + step >= dim.size.values).all())
-    return prefix(size)._replace(tail=missing), False, is_end
+    return prefix(size)._replace(tail=missing), False, bool((last + step >= dim.size.values).all())
 
 
-def _blocks(call: Call, dim: Dim, size: Size, begin: Size) -> Dim | None:
+def _blocks(call: OpOnRows, dim: Dim, size: Size, begin: Size) -> Dim | None:
     """The part as whole blocks, where it is."""
     block = call.known.quotient(dim.size, call.known.constant(dim.blocks))
-    count = call.known.quotient(size, block) if block is not None else None
-    first = call.known.quotient(begin, block) if block is not None else None
+    count, first = (call.known.quotient(each, block) if block is not None else None for each in (size, begin))
     if count is None or first is None or not count.constant or first.constant is None or first.constant < 0:
         return None
     return Dim(size, count.constant, dim.factors)
 
 
 @rule("split split_with_sizes", sizes="split_size split_sizes")
-def parts(call: Call) -> Outcome:
+def split(call: OpOnRows) -> Claim:
     layout, at = call.layout(), call.dim()
-    made: list[Layout] = []
-    keeps, covers = True, True
+    made = []
     begin = np.zeros_like(call.known.counts)
     for sizes, _ in call.results:
         start = call.known.interned(begin)
         first = start if start.constant is None else start.constant
-        part, is_kept, is_cover = _part(call, layout[at], sizes[at], first, 1)
-        made.append((*layout[:at], part, *layout[at + 1 :]))
-        keeps, covers = keeps and is_kept, covers and is_cover
+        made.append(_part(call, layout[at], sizes[at], first, 1))
         begin = begin + sizes[at].values
-    return Outcome(made, keeps_real=keeps, keeps_cover=covers)
+    parts = [(*layout[:at], part, *layout[at + 1 :]) for part, _, _ in made]
+    return Claim(parts, all(is_kept for _, is_kept, _ in made), all(covers for _, _, covers in made))
 
 
 @rule("unbind")
-def unbound(call: Call) -> Outcome:
+def unbound(call: OpOnRows) -> Claim:
     layout, at = call.layout(), call.dim()
     check_static(layout, [at], "it takes rows apart")
-    return Outcome([layout[:at] + layout[at + 1 :]] * len(call.results))
+    return Claim([layout[:at] + layout[at + 1 :]] * len(call.results))
 
 
 @rule("unfold")
-def windows(call: Call) -> Outcome:
-    layout, (sizes, _) = call.layout(), call.results[0]
-    at = call.dim("dimension")
-    dim, length, step = layout[at], call["size"], call["step"]
-    if dim.factors:
-        if not dim.is_single:
-            raise Mixes("it takes windows of rows that do not lie in their order")
-        last = (sizes[at].values - 1) * step + length
-        if (last > dim.size.values - dim.tail).any():
-            raise Mixes("it takes windows of rows that do not agree")
+def windows(call: OpOnRows) -> Claim:
+    layout, sizes, at = call.layout(), call.sizes, call.dim("dimension")
+    dim = layout[at]
+    if not dim.is_single:
+        raise Mixes("it takes windows of rows that do not lie in their order")
+    last = (sizes[at].values - 1) * call["step"] + call["size"]
+    if dim.factors and (last > dim.size.values - dim.tail).any():
+        raise Mixes("it takes windows of rows that do not agree")
     made = (*layout[:at], prefix(sizes[at]), *layout[at + 1 :], Dim(sizes[-1]))
-    return Outcome([made], keeps_real=not dim.factors, keeps_cover=False)
+    return Claim([made], keeps_real=not dim.factors, keeps_cover=False)
 
 
 @rule("diagonal")
-def diagonal(call: Call) -> Outcome:
-    layout, (sizes, _) = call.layout(), call.results[0]
-    first, second, offset = call.dim("dim1"), call.dim("dim2"), call["offset"]
-    if not is_prefix((layout[first], layout[second])):
+def diagonal(call: OpOnRows) -> Claim:
+    layout, named = call.layout(), (call.dim("dim1"), call.dim("dim2"))
+    pair = tuple(layout[dim] for dim in named)
+    if not layouts.is_prefix(pair):
         raise Mixes("it takes a diagonal of rows that do not lie in their order")
-    rest = tuple(dim for at, dim in enumerate(layout) if at not in (first, second))
-    pair = (layout[first], layout[second])
-    is_square = is_static(pair) or (pair[0] == pair[1] and offset == 0)
-    return Outcome([(*rest, prefix(sizes[-1]))], keeps_real=is_square)
+    rest = tuple(dim for at, dim in enumerate(layout) if at not in named)
+    is_square = layouts.is_static(pair) or (pair[0] == pair[1] and call["offset"] == 0)
+    return Claim([(*rest, prefix(call.sizes[-1]))], keeps_real=is_square)
 
 
 @rule("tril triu")
-def triangle(call: Call) -> Outcome:
+def triangle(call: OpOnRows) -> Claim:
     layout = call.layout()
-    if not is_prefix(layout[-2:]):
+    if not layouts.is_prefix(layout[-2:]):
         raise Mixes("it cuts along a diagonal of rows that do not lie in their order")
-    return Outcome([layout], keeps_real=is_static(layout[-2:]))
+    return Claim([layout], keeps_real=layouts.is_static(layout[-2:]))
+
+
+@rule("zeros ones full new_zeros new_ones new_full", sizes="size")
+@rule("zeros_like ones_like full_like")
+def constant(call: OpOnRows) -> Layout:
+    return call.layout() if call.name.endswith("_like") else layouts.prefixes(call.sizes)
+
+
+@rule("empty empty_strided new_empty arange eye", sizes="size stride end n m")
+@rule("empty_like")
+def unlike(call: OpOnRows) -> Claim:
+    """Rows of which none is like another."""
+    return Claim([constant(call)], keeps_real=False)
+
+
+@rule("cat")
+def joined(call: OpOnRows) -> Claim:
+    sizes = call.sizes
+    # A tensor of shape [0] is skipped, whatever the shape of the others.
+    given: list[Rows] = [x for x in call["tensors"] if not (len(x.sizes) == 1 and x.sizes[0].constant == 0)]
+    if not given:
+        return Claim([layouts.prefixes(sizes)])
+    at = call["dim"] % len(sizes)
+    dims: list[tuple[Dim, ...]] = list(zip(*(x.layout for x in given if x.layout is not None), strict=True))
+    row, is_kept = _row(dims[at], sizes[at])
+    made = [row if each == at else met(dims[each], size) for each, size in enumerate(sizes)]
+    return Claim([tuple(made)], keeps_real=is_kept)
+
+
+def _row(dims: Sequence[Dim], size: Size) -> tuple[Dim, bool]:
+    """The dims behind one another, and whether padded rows stay real."""
+    growing = [dim for dim in dims if dim.factors]
+    if not growing:
+        return Dim(size), True
+    if len(dims) == 1:
+        return dims[0], True
+    if len(growing) == len(dims) and all(dim.factors == dims[0].factors and not dim.tail for dim in dims):
+        return Dim(size, sum(dim.blocks for dim in dims), dims[0].factors), True
+    if len(growing) > 1:
+        raise Mixes("it puts rows behind other rows, which padding moves")
+    (row,) = growing
+    if not row.is_single:
+        raise Mixes("it puts something beside rows that do not lie in their order")
+    behind = sum(dim.size.constant or 0 for dim in dims[dims.index(row) + 1 :])
+    return prefix(size)._replace(tail=row.tail + behind), False
+
+
+@rule("stack")
+def stacked(call: OpOnRows) -> Layout:
+    at = call["dim"] % len(call.sizes)
+    made = broadcast([x.layout for x in call["tensors"]], call.sizes[:at] + call.sizes[at + 1 :])
+    return (*made[:at], Dim(call.sizes[at]), *made[at:])
+
+
+@rule("repeat", sizes="repeats")
+def repeated(call: OpOnRows) -> Layout:
+    layout, one = call.layout(), Dim(call.known.constant(1))
+    return tuple(
+        _copies(call, old, size)
+        for old, size in zip((one,) * (len(call.sizes) - len(layout)) + layout, call.sizes, strict=True)
+    )
+
+
+def _copies(call: OpOnRows, dim: Dim, size: Size) -> Dim:
+    if size is dim.size:
+        return dim
+    if dim.is_static:
+        return prefix(size)
+    if dim.tail:
+        raise Mixes("it repeats rows of which the last do not agree")
+    count = call.known.quotient(size, dim.size)
+    if count is not None and count.constant is not None:
+        return Dim(size, count.constant * dim.blocks, dim.factors)
+    if count is None or count.falls or dim.blocks != 1:
+        raise Mixes("it repeats rows as often as the token count says")
+    return Dim(size, 1, (count, *dim.factors))
+
+
+@rule("constant_pad_nd")
+def padded(call: OpOnRows) -> Claim:
+    sizes, layout, amounts = call.sizes, list(call.layout()), call["pad"]
+    is_kept = True
+    for number, (front, back) in enumerate(zip(amounts[::2], amounts[1::2], strict=True)):
+        at = len(layout) - 1 - number
+        dim = layout[at]
+        if dim.is_static:
+            layout[at] = Dim(sizes[at])
+        elif front or back:
+            if not dim.is_single or front < 0:
+                raise Mixes("it pads rows that do not lie in their order")
+            layout[at] = prefix(sizes[at])._replace(tail=max(dim.tail + back, 0))
+            is_kept = False
+    return Claim([tuple(layout)], keeps_real=is_kept)

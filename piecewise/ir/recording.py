@@ -1,4 +1,4 @@
-"""The aten ops that a node comes to, noted once on fakes and judged as often as layouts ask for it."""
+"""Records the aten ops that a node comes to, once, on fakes; rules judge them as often as layouts ask."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from typing import Any, NamedTuple
 
 import sympy
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from piecewise import torch_api as internals
+from piecewise import torch_api
 from piecewise.ir.tensors import bound_arguments, map_tensors, storage_of, tensors_in, written_arguments
 
 
@@ -78,21 +77,20 @@ _IGNORED = frozenset(
 )
 
 
-class OpRecorder(TorchDispatchMode):
+class OpRecorder(torch_api.TorchDispatchMode):
     """Notes the ops of its block.
 
     Args:
         given: the tensors that the block begins with.
     Attributes:
         written: storages that some op writes.
-        tags: of all ops; `names`: theirs.
+        tags: of all ops.
     """
 
     def __init__(self, given: list[torch.Tensor]) -> None:
         super().__init__()
         self.written: set[int] = set()
         self.tags: set[torch.Tag] = set()
-        self.names: set[str] = set()
         self._tensors: list[TensorInfo] = []
         self._kept: list[torch.Tensor] = []  # alive, so that no other gets its id
         self._positions: dict[int, int] = {}
@@ -107,11 +105,10 @@ class OpRecorder(TorchDispatchMode):
         schema = func._schema
         if schema.name in _IGNORED:
             return func(*args, **kwargs)
-        if internals.is_composite(func):
+        if torch_api.is_composite(func):
             with self:
                 return func.decompose(*args, **kwargs)
         self.tags |= _tags(func, args, kwargs)
-        self.names.add(schema.name)
         written = list(tensors_in(written_arguments(func, args, kwargs)))
         reads = tuple(map(self._position_of, tensors_in([*args, *kwargs.values()])))
         noted = map_tensors((tuple(args), dict(kwargs)), lambda tensor: Ref(self._position_of(tensor)))

@@ -1,0 +1,121 @@
+"""Numbers the values of one cut: what crosses a segment border, inputs, state, and sizes of inputs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+from piecewise import torch_api
+from piecewise.analysis.classify import Classifier, Verdict
+from piecewise.ir.nodes import value_of
+from piecewise.ir.plan import ComputedNumber, PaddedRows, ValueSpec
+from piecewise.ir.sizes import SizeFunctions
+from piecewise.ir.tensors import storage_of
+from runners.state.state_check import StateRef
+
+
+class CutContext:
+    """What is known of one classified trace while it is cut.
+
+    Attributes:
+        verdicts: one per call node.
+        values: by their numbers.
+    """
+
+    def __init__(self, classifier: Classifier) -> None:
+        self.classifier = classifier
+        self.trace, self.facts, self.token = classifier.trace, classifier.facts, classifier.token
+        self.graph = self.trace.graph.graph
+        self.verdicts: dict[fx.Node, Verdict] = classifier.run()
+        self.values: list[ValueSpec] = []
+        self._index_of: dict[fx.Node | sympy.Symbol, int] = {}
+        self._memory: dict[int, int] = {}
+        self._placeholders = {placeholder.node: placeholder for placeholder in self.trace.placeholders}
+        self._sizes = SizeFunctions(self.trace.shape_env, self.token.symbol)
+
+    def is_eager(self, node: fx.Node) -> bool:
+        return node in self.verdicts and self.verdicts[node].kind == "eager"
+
+    def memory_of(self, storage: int) -> int:
+        """The number of a memory; values in it have it."""
+        return self._memory.setdefault(storage, len(self._memory))
+
+    def known_memories(self, storages: set[int]) -> set[int]:
+        """The numbers of those that hold a value."""
+        return {self._memory[storage] for storage in storages if storage in self._memory}
+
+    def value_of(self, node: fx.Node) -> int:
+        """The number of a node's value."""
+        if node not in self._index_of:
+            self._index_of[node] = len(self.values)
+            self.values.append(self._spec(node, len(self.values)))
+        return self._index_of[node]
+
+    def _spec(self, node: fx.Node, index: int) -> ValueSpec:
+        fake, leaf, state = value_of(node), -1, None
+        if node in self.verdicts:
+            origin = self.verdicts[node].kind
+        elif node.op == "get_attr":
+            fake = getattr(self.trace.graph, str(node.target))
+            origin, state = "state", StateRef({node.name: fake}, node.name, node.name)
+        else:
+            placeholder = self._placeholders[node]
+            origin, leaf, state = placeholder.kind, placeholder.leaf, placeholder.state
+        if not isinstance(fake, torch.Tensor):
+            return ValueSpec(index, node.name, origin, leaf=leaf, state=state)
+        sizes, strides = self._sizes.of(fake.shape), self._sizes.of(fake.stride())
+        units = self.classifier.judge.sizes(fake.shape) or ()
+        return ValueSpec(
+            index, node.name, origin, fake.dtype, fake.device, sizes, strides, self._sizes.token_dims(fake),
+            self.memory_of(storage_of(fake)), leaf=leaf, state=state,
+            offset=self._sizes.of((fake.storage_offset(),)), geometry=self._sizes.text(fake),
+            units=tuple(size.unit if size.constant is None else 1 for size in units),
+            padded=self._padded(node) if origin == "graph" else PaddedRows(),
+        )  # fmt: skip
+
+    def _padded(self, node: fx.Node) -> PaddedRows:
+        (rows,) = self.classifier.rows.rows_of(node)
+        counts = self.classifier.judge.known.counts
+
+        def bounds(num_rows: int) -> tuple[int | None, int | None]:
+            at = int(counts.searchsorted(num_rows))
+            low, high = (int(side.values[at]) if side is not None else None for side in rows.bounds[:2])
+            return low, high
+
+        return PaddedRows(rows.is_real, bounds, self.classifier.rows.is_prefix(node))
+
+    def value_of_symbol(self, symbol: sympy.Symbol) -> int:
+        """The number of a symbol that is not the token count: an int input, or a size of an input."""
+        if symbol not in self._index_of:
+            source = self.source_of(symbol)
+            assert source is not None, f"symbol {symbol} belongs to no input"
+            leaf, dim = source
+            self._index_of[symbol] = len(self.values)
+            self.values.append(ValueSpec(len(self.values), str(symbol), "symbol", leaf=leaf, dim=dim))
+        return self._index_of[symbol]
+
+    def source_of(self, symbol: sympy.Symbol) -> tuple[int, int] | None:
+        """(leaf, dim) of the input that gives the symbol its value; dim −1 for an int."""
+        for placeholder in self.trace.placeholders:
+            value = value_of(placeholder.node)
+            if placeholder.kind == "input" and isinstance(value, torch.Tensor):
+                sizes = self.trace.symbols_of_leaf(placeholder.leaf)
+                if symbol in sizes:
+                    return placeholder.leaf, sizes.index(symbol)
+            elif placeholder.kind == "input" and self.expression(value) == symbol:
+                return placeholder.leaf, -1
+        return torch_api.symbol_source(self.trace.shape_env, symbol)  # an input that the graph does not read
+
+    def expression(self, value: Any) -> sympy.Expr | None:
+        """As `torch_api.expression`."""
+        return torch_api.expression(value, self.trace.shape_env)
+
+    def number(self, value: Any) -> ComputedNumber:
+        """A number that the caller is given, as a function of sizes."""
+        expr: Any = self.expression(value)
+        others = sorted(expr.free_symbols - {self.token.symbol}, key=str)
+        compute = torch_api.compile_expressions([expr], [self.token.symbol, *others])
+        return ComputedNumber(compute, tuple(map(self.value_of_symbol, others)))

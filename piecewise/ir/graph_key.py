@@ -1,0 +1,134 @@
+"""Tells equal programs: one way to write what a graph, a segment or a node does as a key that compares.
+
+`argument_key` writes the arguments of a node, for whoever says how nodes and numbers are written; `node_key`
+and `graph_key` are made of it and of the geometry of tensors.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import re
+from collections.abc import Callable, Collection, Mapping
+from types import ModuleType
+from typing import Any, Literal
+
+import torch
+from torch import fx
+
+from piecewise.ir.nodes import fakes_of, value_of
+from piecewise.ir.plan import Segment, SegmentPlan
+from piecewise.ir.tensors import storage_of
+from piecewise.torch_api import SYMBOLIC
+
+# Tells programs apart that go by no name of their own.
+_serial = itertools.count()
+
+
+def argument_key(value: Any, *, node: Callable[[fx.Node], Any], number: Callable[[Any], Any]) -> Any:
+    """A node's arguments as a key: nodes, and symbolic or plain numbers, as the two functions write them."""
+
+    def key(value: Any) -> Any:
+        if isinstance(value, fx.Node):
+            return node(value)
+        if isinstance(value, (tuple, list)):
+            return ("list" if isinstance(value, list) else "tuple", *map(key, value))
+        if isinstance(value, dict):
+            return tuple((name, key(item)) for name, item in sorted(value.items()))
+        if isinstance(value, slice):
+            return ("slice", key(value.start), key(value.stop), key(value.step))
+        if isinstance(value, SYMBOLIC) or type(value) in (int, float):
+            return number(value)
+        return repr(value)
+
+    return key(value)
+
+
+def node_key(node: fx.Node) -> Any:
+    """Equal for nodes that do the same on tensors of the same kind: layers of a model repeat them."""
+    places = {argument: place for place, argument in enumerate(node.all_input_nodes)}
+
+    def number(value: Any) -> Any:
+        # An expression is hashed in a fraction of the time that its text takes.
+        return value.node.expr if isinstance(value, SYMBOLIC) else repr(value)
+
+    def kind(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            sizes = (*value.shape, *value.stride())
+            exprs = tuple(size.node.expr if isinstance(size, torch.SymInt) else size for size in sizes)
+            return value.dtype, value.device, exprs
+        if isinstance(value, (tuple, list)):
+            return (type(value).__name__, *map(kind, value))
+        return number(value)
+
+    def described(argument: fx.Node) -> Any:
+        return places[argument], kind(value_of(argument))
+
+    # Two arguments that are the same node, or share memory, must not be mistaken for two that do not.
+    order: dict[int, int] = {}
+    pattern = tuple(order.setdefault(storage_of(fake), len(order)) for fake in fakes_of(node.all_input_nodes))
+    arguments = argument_key((node.args, dict(node.kwargs)), node=described, number=number)
+    return node.op, str(node.target), arguments, pattern, node.meta.get("autocast", ())
+
+
+def graph_key(
+    plan: SegmentPlan, segment: Segment, *, what: Literal["program", "inputs"] = "program"
+) -> tuple[Any, ...]:
+    """What a segment computes and on what, without the tensors themselves: equal in every process.
+
+    Args:
+        what: "program" is all of it; "inputs" says of the results only which may have any strides, but of the
+            inputs also where they come from.
+    """
+    numbers: dict[int, int] = {}
+
+    def described(index: int) -> tuple[Any, ...]:
+        value = plan.values[index]
+        memory = numbers.setdefault(value.memory, len(numbers))
+        return str(value.dtype), str(value.device), value.geometry, memory
+
+    inputs = tuple(map(described, segment.inputs))
+    if what == "inputs":
+        free = tuple(at for at, index in enumerate(segment.outputs) if plan.values[index].any_strides)
+        origins = tuple(plan.values[index].origin for index in segment.inputs)
+        return segment.lowering_key, inputs, origins, free
+    outputs = tuple(map(described, segment.outputs))
+    written = sorted(numbers[memory] for memory in segment.writes if memory in numbers)
+    return segment.lowering_key, inputs, outputs, tuple(written)
+
+
+def code_key(
+    kind: str, source: str, names: Mapping[str, Any], modules: Mapping[str, Any], taken: Collection[str]
+) -> str:
+    """A key of generated code that is not `taken`, and the same in each process where the code uses functions
+    of torch and Python alone. What others do is known by no name: their key is new each time.
+
+    Args:
+        names, modules: what globals and attributes of ``self`` stand for in the code.
+    """
+    foreign = [f"{name} = {_named(value)}" for name, value in sorted(names.items())]
+    foreign += [
+        f"self.{name} = {getattr(module, 'code', type(module).__qualname__)}"
+        for name, module in sorted(modules.items())
+    ]
+    digest = hashlib.sha256("\n".join([source, *foreign]).encode()).hexdigest()[:24]
+    key = f"{kind}-{digest}"
+    # Two objects may go by one name; what they do is then not known to be the same.
+    is_known = not modules and all(map(_is_torchs, names.values()))
+    return key if is_known and key not in taken else f"{key}-{next(_serial)}"
+
+
+def _named(value: Any) -> str:
+    """A global of generated code, without its address."""
+    name = getattr(value, "__qualname__", None)
+    if name is not None:
+        return f"{getattr(value, '__module__', '')}.{name}"
+    return re.sub(r" at 0x\w+", "", repr(value))
+
+
+def _is_torchs(value: Any) -> bool:
+    """Whether a global of generated code is torch's, or Python's own, and so the same by its name."""
+    if isinstance(value, (int, float, complex, str, torch.dtype, torch.device, type(None))):
+        return True
+    name = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None)
+    return str(name).partition(".")[0] in ("torch", "builtins", "_operator", "math")

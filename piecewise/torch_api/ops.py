@@ -1,0 +1,14 @@
+"""The classes of ops, and what sees each op before its kernel does."""
+
+# ruff: noqa: F401
+
+from __future__ import annotations
+
+import torch
+from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
+from torch.amp.autocast_mode import _enter_autocast as enter_autocast
+from torch.amp.autocast_mode import _exit_autocast as exit_autocast
+from torch.utils._python_dispatch import TorchDispatchMode
+
+# The product of two int8 matrices, in int32.
+int_mm = torch._int_mm
