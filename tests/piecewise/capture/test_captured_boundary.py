@@ -27,9 +27,9 @@ import piecewise
 from boundary_ops import BoundaryOpError, Misfit, PagedKVCache, PrefillBatch
 from boundary_ops.attention import captured as captured_attention
 from boundary_ops.attention.step_buffers import StepBuffers
+from piecewise.errors.capture import MissingCaptureLimit
 from piecewise.torch_backend import handle as find_handle
 from piecewise.torch_backend import piecewise_backend
-from runners.errors import ConfigError
 
 # Steps of one prefill after the other: chunks of two requests, of unequal lengths, at the buckets' edges.
 CHUNKS = (("a", (3,)), ("ab", (1, 3)), ("ba", (4, 4)), ("a", (1,)), ("b", (8,)), ("ab", (2, 1)))
@@ -311,7 +311,7 @@ def test_a_cache_that_is_an_input_keeps_its_op_outside():
 
 @pytest.mark.parametrize("missing", ["max_num_seqs", "max_seq_len"])
 def test_missing_bounds_are_named(missing):
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(MissingCaptureLimit) as caught:
         capture(new_paged(), **{missing: None})
     message = str(caught.value)
     assert f"expected a value of {missing}" in message and "piecewise::attn_inplace" in message

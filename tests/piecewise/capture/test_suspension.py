@@ -16,6 +16,7 @@ from torch import nn
 
 import piecewise
 from piecewise.capture import model_calls as signatures
+from piecewise.errors.capture import NotSuspended, StillSuspended
 from runners.piecewise_runner import PiecewiseRunner
 
 CALLS = (1, 3, 4, 5, 12, 16)
@@ -206,7 +207,7 @@ def test_suspend_twice_is_suspend_once_and_resume_twice_is_an_error(model):
     graphed.suspend()
     graphed.suspend()
     assert graphed.resume().captured == BUCKETS
-    with pytest.raises(piecewise.StateError, match=r"(?s)resume\(\).*not suspended.*Rule:.*Fix:"):
+    with pytest.raises(NotSuspended, match=r"(?s)resume\(\).*not suspended.*Rule:.*Fix:"):
         graphed.resume()
     assert serve(graphed, tokens(5)) == "replay"
 
@@ -224,7 +225,7 @@ def test_suspend_before_any_capture(model):
 def test_a_capture_while_suspended_is_an_error(model, method):
     graphed = graph(model)
     graphed.suspend()
-    with pytest.raises(piecewise.StateError, match=rf"(?s){method}\(\) while suspended.*Rule:.*Fix:.*resume"):
+    with pytest.raises(StillSuspended, match=rf"(?s){method}\(\) while suspended.*Rule:.*Fix:.*resume"):
         getattr(graphed, method)(*([tokens(7)] if method == "capture" else []))
     assert inspect(graphed).pool is None
     assert graphed.resume().captured == BUCKETS
@@ -235,7 +236,7 @@ def test_release_while_suspended_gives_the_traces_up_too(model):
     graphed.suspend()
     graphed.release()
     assert serve(graphed, tokens(5)) == "released" and graphed.report().plans == ()
-    with pytest.raises(piecewise.StateError, match="not suspended"):
+    with pytest.raises(NotSuspended):
         graphed.resume()
     assert graphed.capture(tokens(7)).ok and serve(graphed, tokens(5)) == "replay"
 
@@ -272,7 +273,7 @@ def test_an_enabled_model_is_suspended_in_place_and_disable_ends_it(model):
         assert graphed.stats.replays == 1
     graphed.suspend()
     piecewise.disable(model)
-    with pytest.raises(piecewise.StateError, match="not suspended"):
+    with pytest.raises(NotSuspended):
         graphed.resume()
 
 
