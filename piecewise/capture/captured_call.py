@@ -24,7 +24,7 @@ from piecewise.calls.structure import Namespace, build_source
 from piecewise.capture.analyse import TracedModel
 from piecewise.capture.build_plan import PlanAssembler, state_check_of
 from piecewise.capture.call_rules import matcher_of
-from piecewise.capture.suspension import Suspended, TracedState
+from piecewise.capture.suspension import TracedState
 from piecewise.ir.plan import SegmentPlan
 from piecewise.lowering.lowering import LoweredPlan
 from piecewise.report.report import BucketReport
@@ -99,7 +99,8 @@ class CapturedSignature:
         state: the model's tensors and objects that the traces hold for.
         served: bucket → plan; `refused`: bucket → why it runs eagerly.
         waiting: bucket → calls that a lazy capture has seen.
-        suspended: what is to be captured again; None where it is not suspended.
+        bucket_reports: how each bucket went that was asked for.
+        suspended: the buckets to capture again, largest first; None where it is not suspended.
         number: how many were captured before it.
     """
 
@@ -119,7 +120,7 @@ class CapturedSignature:
     refused: dict[int, FallbackReason] = dataclasses.field(default_factory=dict)
     bucket_reports: dict[int, BucketReport] = dataclasses.field(default_factory=dict)
     waiting: Counter[int] = dataclasses.field(default_factory=Counter)
-    suspended: Suspended | None = None
+    suspended: tuple[int, ...] | None = None
     number: int = 0
 
     def __post_init__(self) -> None:
@@ -145,8 +146,8 @@ class CapturedSignature:
 
     @property
     def buckets(self) -> tuple[int, ...]:
-        """The buckets that were asked for, served or refused, largest first."""
-        return tuple(sorted({*self.served, *self.refused}, reverse=True))
+        """The buckets that were asked for, largest first."""
+        return tuple(sorted(self.bucket_reports, reverse=True))
 
     def one_token_refusal(self) -> str:
         """Why one token runs eagerly, empty where it may replay; takes a trace the first time."""
@@ -206,19 +207,18 @@ class CapturedSignature:
         self.reset()
         self.check = None
 
-    def suspend(self, waiting: Suspended | None = None) -> None:
+    def suspend(self, again: Sequence[int] | None = None) -> None:
         """Drops the graphs and all that holds the model's tensors; the traces stay. Idempotent.
 
         Args:
-            waiting: what is to be captured at the end; by default what was captured.
+            again: the buckets to capture at the end; by default those that were captured, or may be.
         """
         if self.suspended is not None:
             return
-        if waiting is None:
-            again = [b for b in self.buckets if b in self.served or self.refused[b] in _WORTH_ANOTHER_TRY]
-            waiting = Suspended(self.buckets, tuple(again))
-        self.suspended = waiting
-        for bucket in waiting.again:
+        if again is None:
+            again = [b for b in self.buckets if self.refused.get(b) in (None, *_WORTH_ANOTHER_TRY)]
+        self.suspended = tuple(again)
+        for bucket in again:
             detail = "its memory was given back by suspend(); resume() captures it again"
             self.bucket_reports[bucket] = BucketReport(
                 bucket, "suspended", detail, code=FallbackReason.SUSPENDED.value

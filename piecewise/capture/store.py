@@ -246,10 +246,9 @@ class GraphStore:
         report = None
         while self._to_refresh:
             old = self._to_refresh[0]
-            assert old.suspended is not None
             variant = self.signatures.current_variant(old)  # variants of one kind of call are one now
             if variant is not None:
-                buckets = [bucket for bucket in old.suspended.buckets if bucket not in variant.served]
+                buckets = [bucket for bucket in old.buckets if bucket not in variant.served]
                 report = self.capture(variant, buckets)
             else:
                 new = self.add(old, instead_of=old) if old in kept else self._trace_again(old, retrace)
@@ -263,8 +262,7 @@ class GraphStore:
 
     def resume_at_call(self, signature: CapturedSignature) -> None:
         """Captures what a suspended signature had at its first call, if the model is what it was made of."""
-        assert signature.suspended is not None
-        buckets = signature.suspended.again
+        buckets = signature.suspended or ()
         if not signature.holds():
             detail = "the model changed while it was suspended; refresh() captures again"
             for bucket in buckets:
@@ -282,20 +280,18 @@ class GraphStore:
 
     def _trace_again(self, old: CapturedSignature, retrace: Retrace) -> CapturedSignature:
         """A signature of a new trace in the place of a suspended one, suspended as that was."""
-        assert old.suspended is not None
         new = self.add(retrace(old), instead_of=old)
-        new.suspend(old.suspended.all_again())
+        new.suspend(old.buckets)
         return new
 
     def _capture_again(self, signature: CapturedSignature) -> CaptureReport:
         """Ends the suspension of one signature; one that fails is suspended as before."""
-        waiting = signature.suspended
-        assert waiting is not None
+        buckets = signature.suspended or ()
         signature.end_suspension()
         try:
-            return self.capture(signature, waiting.again, doing="capturing again:")
+            return self.capture(signature, buckets, doing="capturing again:")
         except BaseException:
-            signature.suspend(waiting)
+            signature.suspend(buckets)
             raise
 
     def drop_graphs(self) -> None:

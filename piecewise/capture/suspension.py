@@ -17,23 +17,6 @@ from runners.state.state_check import StateRef
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Suspended:
-    """What is to be captured when a suspension ends, largest bucket first.
-
-    Attributes:
-        buckets: all that were asked for, for a trace made anew.
-        again: those of them that had graphs, or may have some at another try, for the same trace.
-    """
-
-    buckets: tuple[int, ...]
-    again: tuple[int, ...]
-
-    def all_again(self) -> Suspended:
-        """The same for a trace made anew."""
-        return Suspended(self.buckets, self.buckets)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
 class TracedState:
     """The kinds of the model's tensors that traces were made with; the tensors are not held.
 
