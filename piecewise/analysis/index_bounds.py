@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from piecewise import torch_api
 from piecewise.ir.tensors import bound_arguments
-from piecewise.torch_api import OpOverload, TorchDispatchMode
 from runners._torch import call_kernel
 
 # (indices, how many there are to choose from, whether negative ones count from the end)
@@ -70,7 +70,7 @@ def _is_no_share(values: Any) -> Tensor:
     return ~((torch.as_tensor(values) >= 0) & (torch.as_tensor(values) <= 1)).all()
 
 
-# Other ops that look at values on the device: whether they would end its use.
+# Other ops that check values on the device: whether they would end its use.
 _FAILS: dict[str, Callable[[Arguments], Tensor]] = {
     "_assert_async": lambda a: ~a["self"].bool().all(),
     "bernoulli": lambda a: _is_no_share(a["self"] if a.get("p") is None else a["p"]),
@@ -81,26 +81,19 @@ _FAILS: dict[str, Callable[[Arguments], Tensor]] = {
 }
 
 
-def _name_of(op: OpOverload) -> str:
+def _name_of(op: torch_api.OpOverload) -> str:
     return op._schema.name.partition("::")[2].removesuffix("_")
 
 
-def checks_values(op: OpOverload) -> bool:
+def checks_values(op: torch_api.OpOverload) -> bool:
     """Whether an op's kernel looks at values on the device, as far as is known."""
     name = _name_of(op)
     return op.namespace not in ("aten", "prim", "prims") or name in _OPERANDS or name in _FAILS
 
 
-def check_indices(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+def check_indices(op: torch_api.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """Raises IndexError where an index operand of this call of an aten op is out of range, and RuntimeError
-    where a kernel's own check of values would fail.
-
-    Reads the operands' extremes back to the host. Ops that check no values pass.
-
-    Args:
-        op: as the dispatcher sees it, such as `torch.ops.aten.embedding.default`.
-        args, kwargs: its arguments.
-    """
+    where a kernel's own check of values would fail; reads the operands' extremes back to the host."""
     if op.namespace != "aten" or not checks_values(op):
         return
     name, bound = _name_of(op), bound_arguments(op, args, kwargs)
@@ -115,7 +108,7 @@ def check_indices(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
             raise IndexError(f"{name}: index {wrong} is out of range for {size} entries")
 
 
-class CheckedIndices(TorchDispatchMode):
+class CheckedIndices(torch_api.TorchDispatchMode):
     """Calls `check_indices` before each aten op in its block, those that custom ops call in Python
     included."""
 

@@ -214,9 +214,9 @@ def choose_plan(
     if not served.is_valid(num_tokens, leaves):
         return FallbackReason.SHAPE_GUARD
     for metadata in served.steps.step_metadata:
-        misfit = metadata.misfit(num_tokens)
-        if misfit is not None:
-            return store.reason_for(signature, misfit)
+        mismatch = metadata.mismatch(num_tokens)
+        if mismatch is not None:
+            return store.reason_for(signature, mismatch)
     return signature, served.steps, num_tokens, leaves
 
 

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from boundary_ops.declare.captured_form import Misfit
+from boundary_ops.declare.boundary_op import StepMismatch
 from piecewise.capture.bucket_capture import capture_bucket
 from piecewise.capture.build_plan import CaptureContext
 from piecewise.capture.captured_call import CapturedSignature, SignatureList
@@ -320,9 +320,9 @@ class GraphStore:
             self._note_captured()
         return _CHANGE_REASONS[change.kind]
 
-    def reason_for(self, signature: CapturedSignature, misfit: Misfit) -> FallbackReason:
+    def reason_for(self, signature: CapturedSignature, mismatch: StepMismatch) -> FallbackReason:
         """Why the running step cannot be loaded; a cache that was replaced is a change of the model."""
-        if misfit is Misfit.TOO_LARGE:
+        if mismatch is StepMismatch.TOO_LARGE:
             return FallbackReason.STEP_LIMIT
         change = signature.find_change()
         return self.note_change(change) if change is not None else FallbackReason.STEP_MISMATCH

@@ -6,8 +6,6 @@ from runners.errors import CaptureError
 class CoverageError(CaptureError):
     """Fewer of the model's ops are in graphs than `min_coverage` asks for."""
 
-    rule = "a model that silently runs outside of graphs is slow for no visible reason"
-
 
 class LowPlanCoverage(CoverageError):
     """The plan has too few ops in graphs."""
@@ -15,6 +13,7 @@ class LowPlanCoverage(CoverageError):
     what = "coverage of the plan{ops}"
     expected = "at least {minimum:.1%} of ops in graphs (min_coverage)"
     got = "{coverage:.1%}; {num_eager} ops run eagerly"
+    rule = "a model that silently runs outside of graphs is slow for no visible reason"
     fix = (
         "rewrite the ops listed here so that each row depends on its own row alone, make one of them a"
         " boundary op, or lower min_coverage"
@@ -27,4 +26,5 @@ class LowBucketCoverage(CoverageError):
     what = "coverage of the captured buckets{buckets}"
     expected = "at least {minimum:.1%} of ops in graphs (min_coverage) in each of {num_buckets} buckets"
     got = "less in {num_low}; nothing of this capture was kept"
+    rule = "a bucket that silently runs eagerly is slow for no visible reason"
     fix = "remove the cause named for the bucket, leave the bucket out, or lower min_coverage"

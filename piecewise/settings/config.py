@@ -14,7 +14,7 @@ from typing import Any
 
 from piecewise.settings import kinds, toml_file
 from piecewise.settings.grids import Grid
-from piecewise.settings.kinds import Check, Kind, Problem, Refused, optional, whole
+from piecewise.settings.kinds import Check, Kind, Problem, optional, whole
 from piecewise.settings.limits import Clamped, Clipping, Limit, clip, decode_limit, prefill_limit
 from piecewise.settings.sources import Given, Place, Setting, read_environment, read_file
 from runners.buckets import MAX_BUCKET, MAX_NUM_BUCKETS
@@ -149,7 +149,7 @@ class PiecewiseConfig:
         elif source is None or isinstance(source, (str, os.PathLike)):
             if source is not None:
                 given = read_file(Path(source), FIELDS)
-            found = read_environment(os.environ, FIELDS)
+            found = read_environment(FIELDS)
             given.values |= found.values
             given.where |= found.where
             given.problems += found.problems
@@ -251,10 +251,8 @@ def _checked(given: Given) -> dict[str, Any]:
     num_problems = len(given.problems)
     for name, row in FIELDS.items():
         if name in given.values:
-            try:
+            with given.refusing(given.place(name)):
                 checked[name] = row.kind.check(given.values[name])
-            except Refused as refused:
-                given.refuse(given.place(name), *refused.problems)
     if "buckets" in checked or "buckets" not in given.values:
         given.refuse(given.place("buckets"), *_settle_buckets(checked))
     if len(given.problems) == num_problems:

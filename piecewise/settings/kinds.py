@@ -14,8 +14,8 @@ from typing import Any
 
 from piecewise.settings.fusions import PASS_NAMES
 from piecewise.settings.grids import ENGINE_GRIDS, Grid
-from runners.buckets import MAX_BUCKET, MAX_NUM_BUCKETS, SIZES_FIX, find_problems, plain_sizes
-from runners.errors import shown
+from runners.buckets import MAX_BUCKET, MAX_NUM_BUCKETS, find_problems, plain_sizes
+from runners.errors import InvalidBuckets, shown
 from runners.whole_numbers import listed, whole_number
 
 Check = Callable[[Any], Any]
@@ -136,15 +136,17 @@ def _split(text: str) -> list[str]:
 
 
 def check_sizes(value: Any) -> tuple[int, ...]:
-    """A list of token counts or batch sizes; every wrong entry is told."""
-    problems = [Problem(each.expected, each.got, SIZES_FIX, each.part) for each in find_problems(value)]
+    """Checks a list of token counts or batch sizes; every wrong entry is told."""
+    problems = [
+        Problem(each.expected, each.got, InvalidBuckets.fix, each.part) for each in find_problems(value)
+    ]
     if problems:
         raise Refused(*problems)
     return plain_sizes(value)
 
 
 def check_grid(value: Any) -> Grid:
-    """A rule for token counts: an engine's name, or a table of step and max."""
+    """Checks a rule for token counts: an engine's name, or a table of step and max."""
     if isinstance(value, Grid):
         return value
     if isinstance(value, str) and value in ENGINE_GRIDS:
@@ -152,18 +154,15 @@ def check_grid(value: Any) -> Grid:
     known = " or ".join([*(f'"{name}"' for name in ENGINE_GRIDS), "{ step = ..., max = ... }"])
     if not isinstance(value, dict):
         raise Refused(Problem(known, shown(value)))
-    wrong = sorted(set(map(str, value)) ^ {"step", "max"})
-    if wrong:
-        missing = wrong[0] in ("step", "max")
-        raise Refused(Problem(known, f"a table {'without' if missing else 'with'} {wrong[0][:60]!r}"))
+    for wrong in sorted(set(map(str, value)) ^ {"step", "max"}):
+        word = "without" if wrong in ("step", "max") else "with"
+        raise Refused(Problem(known, f"a table {word} {wrong[:60]!r}"))
     step, top = (whole(1, MAX_BUCKET).check(value[key]) for key in ("step", "max"))
     if step > top:
-        raise Refused(
-            Problem("a step of at most max", f"step {step} and max {top}", fix="make the step smaller")
-        )
+        raise Refused(Problem("a step of at most max", f"step {step} and max {top}", "make the step smaller"))
     if top // step > MAX_NUM_BUCKETS:
-        fix = "make the step larger"
-        raise Refused(Problem(f"at most {MAX_NUM_BUCKETS} sizes", f"{top // step} of them", fix=fix))
+        got = f"{top // step} of them"
+        raise Refused(Problem(f"at most {MAX_NUM_BUCKETS} sizes", got, "make the step larger"))
     return Grid("step", step, top)
 
 
@@ -183,44 +182,41 @@ some_sizes = Kind(lambda value: () if listed(value) == [] else check_sizes(value
 buckets = Kind(_check_buckets, lambda text: text if text in ENGINE_GRIDS else _read_sizes(text))
 
 
-def _check_names(value: Any, refusal: Callable[[Any], tuple[str, str] | None]) -> tuple[str, ...]:
-    """Returns a list of names as a tuple, each once and none refused; a refusal is (expected, got)."""
+def _check_names(
+    value: Any, is_name: Callable[[Any], object], expected: str, known: tuple[str, ...] = ()
+) -> tuple[str, ...]:
+    """Checks a list of names, each once; one name need not be in a list."""
     for index, name in enumerate(value):
-        wrong = refusal(name) or (("each name once", f"{name!r} again") if name in value[:index] else None)
-        if wrong is not None:
-            raise Refused(Problem(*wrong, part=f"[{index}]"))
+        near = get_close_matches(name, known, n=1) if isinstance(name, str) else []
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        if not is_name(name):
+            raise Refused(Problem(expected, shown(name) + hint, part=f"[{index}]"))
+        if name in value[:index]:
+            raise Refused(Problem("each name once", f"{name!r} again", part=f"[{index}]"))
     return tuple(value)
 
 
 def _check_fusions(value: Any) -> tuple[str, ...]:
-    """Names of passes, each once, or "auto" alone; one name need not be in a list."""
+    """Checks names of passes, or "auto" alone."""
     allowed = ("auto", *PASS_NAMES)
     value = [value] if isinstance(value, str) else value
     if not isinstance(value, (list, tuple)):
         raise Refused(Problem("a list of names of fusions", shown(value)))
-
-    def refusal(name: Any) -> tuple[str, str] | None:
-        near = get_close_matches(name, allowed, n=1) if isinstance(name, str) else []
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        return None if name in allowed else (" or ".join(map(repr, allowed)), shown(name) + hint)
-
-    found = _check_names(value, refusal)
+    found = _check_names(value, allowed.__contains__, " or ".join(map(repr, allowed)), allowed)
     if "auto" in found and len(found) > 1:
         raise Refused(Problem("'auto' alone, or names", shown(value)))
     return found
 
 
 def _check_op_names(value: Any) -> tuple[str, ...]:
-    """Names of ops, or what `define` returned for them; one need not be in a list."""
+    """Checks names of ops, or what `define` returned for them."""
     value = [value] if isinstance(value, str) or hasattr(value, "overload") else value
     if not isinstance(value, (list, tuple)) or not value:
         raise Refused(Problem("a non-empty list of op names, or None for all registered ops", shown(value)))
-
-    def refusal(name: Any) -> tuple[str, str] | None:
-        is_name = isinstance(name, str) and _OP_NAME.fullmatch(name)
-        return None if is_name else ("a name such as 'namespace::op'", shown(name))
-
-    return _check_names([getattr(item, "name", item) for item in value], refusal)
+    names = [getattr(item, "name", item) for item in value]
+    return _check_names(
+        names, lambda name: bool(_OP_NAME.fullmatch(str(name))), "a name such as 'namespace::op'"
+    )
 
 
 fusions = Kind(_check_fusions, _split)

@@ -1,4 +1,4 @@
-"""Reads settings from where users write them: a TOML file, and environment variables.
+"""Reads settings from where users write them: a TOML file, and environment variables, here alone.
 
 One table, by field, says where each is written and what it accepts. What is wrong is collected, not raised,
 so that one error lists all of it.
@@ -7,11 +7,11 @@ so that one error lists all of it.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
 
 from piecewise.errors.settings import WrongSettings
 from piecewise.settings.kinds import Check, Kind, Problem, Refused
@@ -26,12 +26,9 @@ _MAX_LISTED = 100
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One row of the field table.
+    """One row of the field table: its table in a file, what it accepts, and its keys in that table.
 
-    Attributes:
-        table: its table in a file.
-        kind: what it accepts.
-        keys: its keys there, the one that is written first; each may have a narrower check of its own.
+    The key that is written comes first; each may have a narrower check of its own.
     """
 
     table: str
@@ -72,6 +69,14 @@ class Given:
 
     def refuse(self, place: Place, *problems: Problem) -> None:
         self.problems += [replace(each, where=place.shown(each.part)) for each in problems]
+
+    @contextmanager
+    def refusing(self, place: Place) -> Iterator[None]:
+        """Notes what a check in this block refuses."""
+        try:
+            yield
+        except Refused as refused:
+            self.refuse(place, *refused.problems)
 
     def refuse_unknown(self, place: Place, name: str, valid: Mapping[str, str]) -> None:
         """Notes a name that no field has; `valid` tells how to write each name that one has."""
@@ -124,28 +129,23 @@ def read_file(path: Path, table_of_fields: Mapping[str, Setting]) -> Given:
                 elif name in given.values:
                     given.refuse(at, Problem(f"one setting of {name}", "a second one under another key"))
                 else:
-                    _add_checked(given, name, value, at, table_of_fields[name].keys[key])
+                    check = table_of_fields[name].keys[key]
+                    with given.refusing(at):
+                        given.add(name, check(value) if check is not None else value, at)
     return given
 
 
-def _add_checked(given: Given, name: str, value: Any, place: Place, check: Check | None) -> None:
-    try:
-        given.add(name, check(value) if check is not None else value, place)
-    except Refused as refused:
-        given.refuse(place, *refused.problems)
-
-
-def read_environment(environ: Mapping[str, str], table_of_fields: Mapping[str, Setting]) -> Given:
+def read_environment(table_of_fields: Mapping[str, Setting]) -> Given:
     """Reads the `PIECEWISE_*` variables: a field's name in capitals."""
     given = Given()
     fields = {ENVIRONMENT_PREFIX + name.upper(): name for name in table_of_fields}
-    for variable in sorted(name for name in environ if name.startswith(ENVIRONMENT_PREFIX)):
+    for variable in sorted(name for name in os.environ if name.startswith(ENVIRONMENT_PREFIX)):
         name = fields.get(variable)
         if name is None:
             same = dict(zip(fields, fields, strict=True))
             given.refuse_unknown(Place(f"environment variable {variable}"), variable, same)
         else:
-            text = environ[variable].strip()
+            text = os.environ[variable].strip()
             given.add(name, table_of_fields[name].kind.read(text), Place(variable))
     return given
 

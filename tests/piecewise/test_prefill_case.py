@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
+from piecewise.errors.tools import WrongCase, WrongSpec
 from piecewise.prefill_case import PrefillCase, load_case
-from runners.errors import ConfigError
 
 MODULE = """
 import torch
@@ -67,7 +67,7 @@ def test_a_spec_is_found_in_the_working_directory(specs):
     ],
 )
 def test_a_wrong_spec_is_told_what_is_wrong(specs, spec, says):
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(WrongSpec) as caught:
         load_case(spec)
     assert f"spec {spec!r}" in str(caught.value) and says in str(caught.value)
 
@@ -91,13 +91,13 @@ def test_errors_of_the_users_own_code_come_through(specs):
 )
 def test_inputs_must_be_a_pair_of_args_and_kwargs(made, says):
     case = PrefillCase(nn.Identity(), lambda num_tokens: made)
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(WrongCase) as caught:
         case.inputs(7)
     assert says in str(caught.value)
 
 
 def test_a_case_checks_its_parts():
-    with pytest.raises(ConfigError, match="PrefillCase.model"):
+    with pytest.raises(WrongCase, match="PrefillCase.model"):
         PrefillCase(lambda x: x, lambda n: ((), {}))
-    with pytest.raises(ConfigError, match="PrefillCase.make_inputs"):
+    with pytest.raises(WrongCase, match="PrefillCase.make_inputs"):
         PrefillCase(nn.Identity(), torch.ones(3))

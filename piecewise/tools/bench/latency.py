@@ -61,13 +61,11 @@ def run(arguments: argparse.Namespace) -> ExitCode:
         peer=arguments.peer, rounds=arguments.rounds,
     )  # fmt: skip
     print(result)
-    for option, path, write in (
-        ("--out", arguments.out, result.write),
-        ("--plot", arguments.plot, result.plot),
-    ):
-        if path is not None:
-            with writing(option, path):
-                write(path)
+    if arguments.out is not None:
+        with writing("--out", arguments.out):
+            result.write(arguments.out)
+    if arguments.plot is not None:
+        result.plot(arguments.plot)
     if not result.has_measured_nothing:
         return ExitCode.RIGHT
     print("piecewise: nothing was measured of what was asked for", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""What a benchmark found, as JSON, a table and a plot.
+"""Records what a benchmark found, as JSON, a table and a plot.
 
 Schema ``piecewise.bench/1`` (times in ms, sizes in bytes):
 
@@ -33,19 +33,18 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from piecewise.report.record import Record, table
 from piecewise.settings.toml_file import replace_text
-from piecewise.tools.buckets.plot import new_figure
+from piecewise.tools.buckets.plot import new_figure, save_figure
 
 SCHEMA = "piecewise.bench/1"
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Spread:
+class Spread(NamedTuple):
     """The median of some samples, and their quartiles."""
 
     median: float
@@ -60,7 +59,7 @@ class Spread:
         return cls(median, low, high)
 
     def asdict(self) -> dict[str, float]:
-        return {name: round(value, 5) for name, value in dataclasses.asdict(self).items()}
+        return {name: round(value, 5) for name, value in self._asdict().items()}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -93,14 +92,9 @@ class BenchResult(Record):
         replace_text(target, self.to_json() + "\n")
 
     def ratio(self, of: str, over: str, num_tokens: int, *, quantity: str = "latency") -> float | None:
-        """The median of one ratio, or None where it was not measured."""
-        wanted = (of, over, num_tokens, quantity)
-        found = (
-            line["median"]
-            for line in self.ratios
-            if (line["of"], line["over"], line["num_tokens"], line["quantity"]) == wanted
-        )
-        return next(found, None)
+        """Returns the median of one ratio, or None where it was not measured."""
+        wanted = {"num_tokens": num_tokens, "quantity": quantity, "of": of, "over": over}
+        return next((line["median"] for line in self.ratios if wanted.items() <= line.items()), None)
 
     def __str__(self) -> str:
         """Median latency and host time in ms per size and variant, and the ratios, as Markdown."""
@@ -109,10 +103,8 @@ class BenchResult(Record):
         rows = [["tokens", *(f"{name}, ms (host)" for name in names)]]
         for n in self.sizes:
             found = [cells.get((n, name)) for name in names]
-            shown = [
-                f"{c['latency_ms']['median']:.3f} ({c['host_ms']['median']:.3f})" if c else "–" for c in found
-            ]
-            rows.append([str(n), *shown])
+            times = [(c["latency_ms"]["median"], c["host_ms"]["median"]) if c else None for c in found]
+            rows.append([str(n), *("{:.3f} ({:.3f})".format(*pair) if pair else "–" for pair in times)])
         ratios = [["ratio", *map(str, self.sizes)]]
         for quantity, of, over in dict.fromkeys((x["quantity"], x["of"], x["over"]) for x in self.ratios):
             values = [self.ratio(of, over, n, quantity=quantity) for n in self.sizes]
@@ -122,42 +114,37 @@ class BenchResult(Record):
         return "\n".join([table(rows, markdown=True), "", table(ratios, markdown=True), *left_out])
 
     def plot(self, path: str | os.PathLike[str]) -> None:
-        """Latency over tokens, one line per variant, as an image.
+        """Draws latency over tokens, one line per variant, into an image.
 
         Raises:
-            ConfigError: matplotlib is not installed.
+            NoMatplotlib, WrongPlot: matplotlib is not installed, or cannot write there.
         """
         figure = new_figure(figsize=(7, 4.5), layout="tight")
         axes = figure.subplots()
         for name in self.variants:
             lines = [line for line in self.results if line["variant"] == name]
-            spread = [line["latency_ms"] for line in lines]
             tokens = [line["num_tokens"] for line in lines]
-            axes.plot(tokens, [each["median"] for each in spread], marker="o", label=name)
-            axes.fill_between(
-                tokens, [each["low"] for each in spread], [each["high"] for each in spread], alpha=0.2
+            median, low, high = (
+                [line["latency_ms"][each] for line in lines] for each in ("median", "low", "high")
             )
+            axes.plot(tokens, median, marker="o", label=name)
+            axes.fill_between(tokens, low, high, alpha=0.2)
+        title = f"{self.spec}\n{self.environment['device']}, torch {self.environment['torch']}"
+        axes.set(xlabel="tokens", ylabel="ms, call to idle device", yscale="log", title=title)
         axes.set_xscale("log", base=2)
-        axes.set_yscale("log")
-        axes.set_xlabel("tokens")
-        axes.set_ylabel("ms, call to idle device")
-        axes.set_title(
-            f"{self.spec}\n{self.environment['device']}, torch {self.environment['torch']}", fontsize=9
-        )
         axes.grid(alpha=0.3, which="both")
         axes.legend(fontsize=8)
-        figure.savefig(path, dpi=130)
+        save_figure(figure, path)
 
 
 def environment(device: torch.device) -> dict[str, Any]:
-    """Versions, device and commit of this run; what is unknown is None."""
+    """Returns versions, device and commit of this run; what is unknown is None."""
     is_cuda = device.type == "cuda"
+    processor = platform.processor() or platform.machine()
     return {
         "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d"),
         "commit": _commit(),
-        "device": torch.cuda.get_device_name(device)
-        if is_cuda
-        else platform.processor() or platform.machine(),
+        "device": torch.cuda.get_device_name(device) if is_cuda else processor,
         "num_processors": os.cpu_count(),
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -175,18 +162,13 @@ def _version(name: str) -> str | None:
 
 
 def _commit() -> str | None:
-    """The commit of this checkout, or what a file beside it says where it travelled without its history."""
-    here = Path(__file__).resolve().parent.parent
-    if (here / "COMMIT").exists():
-        return (here / "COMMIT").read_text().strip() or None
+    """Returns the commit of this checkout, or what a file says where it travelled without its history."""
+    root = Path(__file__).resolve().parents[3]
+    if (root / "COMMIT").exists():
+        return (root / "COMMIT").read_text().strip() or None
+    command = ["git", "-C", str(root), "rev-parse", "HEAD"]
     try:
-        asked = subprocess.run(
-            ["git", "-C", str(here), "rev-parse", "HEAD"],
-            capture_output=True,
-            text=True,
-            timeout=10,
-            check=True,
-        )
+        asked = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
     except (OSError, subprocess.SubprocessError):
         return None
     return asked.stdout.strip() or None

@@ -27,9 +27,8 @@ from piecewise.report.progress import delayed_bar
 from piecewise.report.record import shown_bytes, table
 from piecewise.settings.config import DEFAULT_BUCKETS, PiecewiseConfig
 from piecewise.settings.grids import DECODE_GRIDS, ENGINE_GRIDS, Grid
-from piecewise.tools.buckets.planner import BucketPlans, PlanOutcome, evaluate
+from piecewise.tools.buckets.planner import BucketPlans, PlanOutcome, SlotRate, evaluate, slot_table
 from piecewise.tools.buckets.plot import draw
-from piecewise.tools.buckets.slots import SlotRate, slot_table
 from piecewise.tools.buckets.step_cost import GraphMemory, MeasuredCost, PaddedTokens, StepCost, read_bench
 from piecewise.tools.buckets.steps import Histogram, chunked, decode_batches, packed
 from piecewise.tools.buckets.traffic import Requests, read_requests
@@ -72,11 +71,8 @@ def run(arguments: argparse.Namespace) -> ExitCode:
     if arguments.output:
         _write(arguments, chosen)
     if arguments.plot:
-        draw(
-            arguments.plot,
-            planner.judged,
-            {name: buckets for name, buckets, _ in lines if not name.startswith(" ")},
-        )
+        lists = {name: buckets for name, buckets, _ in lines if not name.startswith(" ")}
+        draw(arguments.plot, planner.judged, lists)
     return ExitCode.RIGHT
 
 
@@ -111,13 +107,9 @@ def _settings(arguments: argparse.Namespace) -> PiecewiseConfig:
 
 def _cost(arguments: argparse.Namespace) -> tuple[StepCost, GraphMemory | None]:
     cost, memory = read_bench(arguments.cost) if arguments.cost else (PaddedTokens(), None)
-    by_hand = {
-        name: getattr(arguments, name)
-        for name in ("bytes_per_token", "bytes_per_graph")
-        if getattr(arguments, name) is not None
-    }
-    if by_hand:
-        memory = dataclasses.replace(memory or GraphMemory(0, 0), **by_hand)
+    for name in ("bytes_per_token", "bytes_per_graph"):
+        if getattr(arguments, name) is not None:
+            memory = dataclasses.replace(memory or GraphMemory(0, 0), **{name: getattr(arguments, name)})
     if arguments.memory_budget is not None and memory is None:
         raise BudgetWithoutMemory()
     return cost, memory
@@ -138,11 +130,9 @@ class _Planner:
         self.unit = "requests" if self.is_decode else "tokens"
         self._bar = partial(delayed_bar, enabled=not arguments.no_progress)
         self.settings = _settings(arguments)
-        self.limit = (
-            self.settings.decode_limit(tokens_per_request=arguments.tokens_per_request)
-            if self.is_decode
-            else self.settings.prefill_limit()
-        )
+        self.limit = self.settings.prefill_limit()
+        if self.is_decode:
+            self.limit = self.settings.decode_limit(tokens_per_request=arguments.tokens_per_request)
         self.cost, self.memory = _cost(arguments)
         self.traffic = [self._read(path) for path in arguments.traffic]
         known, unseen = self._split()
@@ -151,9 +141,8 @@ class _Planner:
         self.judged = self._steps_of(unseen) if unseen else self.steps
         self.cover = self._find_cover()
         self.rate = self._slot_rate(known)
-        self.smoothing = arguments.smooth
-        if self.smoothing is None:
-            self.smoothing = _HOLDOUT_SMOOTHING if arguments.holdout is not None else 0.0
+        usual = _HOLDOUT_SMOOTHING if arguments.holdout is not None else 0.0
+        self.smoothing = usual if arguments.smooth is None else arguments.smooth
         self.most_graphs = min(arguments.max_graphs, self._most_within_budget())
         self._by_cover: dict[int, BucketPlans] = {}
 
@@ -161,11 +150,9 @@ class _Planner:
         """Reads one file of --traffic; a recorder's is refused where requests are needed."""
         arguments = self.arguments
         requests = read_requests(
-            path,
-            format=arguments.traffic_format,
-            column=arguments.column,
+            path, format=arguments.traffic_format, column=arguments.column,
             watch=lambda rows: self._bar(rows, f"reading {Path(path).name}", "requests"),
-        )
+        )  # fmt: skip
         for option, is_set in (
             ("--batching", arguments.batching),
             ("--chunk", arguments.chunk is not None),
@@ -204,13 +191,8 @@ class _Planner:
         if most is None:
             raise NoStepLimit()
         with self._bar(None, "batching", "requests", total=len(requests)) as bar:
-            return packed(
-                requests,
-                most,
-                max_num_seqs=self.settings.max_num_seqs,
-                step_s=self._step_seconds(),
-                watch=bar.update,
-            )
+            limit, step_s = self.settings.max_num_seqs, self._step_seconds()
+            return packed(requests, most, max_num_seqs=limit, step_s=step_s, watch=bar.update)
 
     def _step_seconds(self) -> Callable[[int], float] | None:
         """Returns seconds of a step by its tokens; None where all requests wait from the start."""
@@ -256,7 +238,7 @@ class _Planner:
         return self._plans(cover).of(num_graphs, watch=lambda layers: self._bar(layers, what, "graphs"))
 
     def _plans(self, cover: int | None) -> BucketPlans:
-        cover = cover if cover is not None else self.cover
+        cover = cover or self.cover
         if cover not in self._by_cover:
             steps = self.steps.smoothed(cover, share=self.smoothing)
             self._by_cover[cover] = BucketPlans(steps, cover=cover, cost=self.cost)
@@ -271,18 +253,12 @@ class _Planner:
     def compared(self, chosen: tuple[int, ...]) -> Iterator[_Comparison]:
         """Gives the peers' grids, each with the plan of as many graphs over its range, and the plan."""
         judge = partial(
-            evaluate,
-            histogram=self.judged,
-            cost=self.cost,
+            evaluate, histogram=self.judged, cost=self.cost, memory=self.memory,
             max_padding_ratio=self.settings.max_padding_ratio,
-            memory=self.memory,
-        )
-        grids = (
-            {name: sizes(self.cover) for name, sizes in DECODE_GRIDS.items()}
-            if self.is_decode
-            else {name: Grid(name).sizes(self.cover) for name in ENGINE_GRIDS}
-        )
-        for name, sizes in grids.items():
+        )  # fmt: skip
+        grids = DECODE_GRIDS if self.is_decode else {name: Grid(name).sizes for name in ENGINE_GRIDS}
+        for name, sizes_up_to in grids.items():
+            sizes = sizes_up_to(self.cover)
             if sizes:
                 yield name, sizes, judge(sizes)
             if sizes and len(sizes) * self._plans(sizes[-1]).num_candidates <= _QUICK:
@@ -314,10 +290,10 @@ class _Planner:
         if self.smoothing:
             yield f"smoothed: {self.smoothing:.0%} of each step spread over sizes within 5 %"
         if isinstance(self.cost, MeasuredCost):
-            size = self.cost.break_even()
+            size, knots = self.cost.break_even(), self.cost.knots
             if size is None:
-                yield f"graphs pay at the largest measured size, {int(self.cost.knots[-1])} tokens"
-            elif size == int(self.cost.knots[0]):
+                yield f"graphs pay at the largest measured size, {int(knots[-1])} tokens"
+            elif size == int(knots[0]):
                 yield f"graphs pay at no measured size, from {size} tokens up"
             else:
                 more = f"--cover {max(size - 1, 1)} leaves those eager"

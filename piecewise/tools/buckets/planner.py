@@ -13,16 +13,18 @@ numpy.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from piecewise.errors.tools import PlanTooLarge
+from piecewise.report.record import table
 from piecewise.tools.buckets.step_cost import Floats, GraphMemory, PaddedTokens, StepCost
 from piecewise.tools.buckets.steps import Histogram
-from piecewise.tools.buckets.traffic import Ints
+from piecewise.tools.buckets.traffic import Ints, Requests
 from runners.buckets import MAX_NUM_BUCKETS
 
 # Columns by row; half the memory of int64.
@@ -35,15 +37,10 @@ _PADDED_TOKENS = PaddedTokens()
 
 
 class BucketPlans:
-    """The best lists of any number of sizes for the same steps; what one of them took serves the next.
+    """Finds the best lists of any number of sizes for the same steps; what one of them took serves the next.
 
     Every step of 1 to `cover` tokens is served, also those of counts not seen; steps above it run eagerly
-    under any plan and have no part in it.
-
-    Args:
-        histogram: the steps.
-        cover: the largest bucket of every list.
-        cost: of a step.
+    under any plan and have no part in it. `cover` is the largest bucket of every list.
     """
 
     def __init__(self, histogram: Histogram, *, cover: int, cost: StepCost = _PADDED_TOKENS) -> None:
@@ -60,31 +57,27 @@ class BucketPlans:
         """How many sizes a list may be made of."""
         return len(self._sizes)
 
-    def of(
-        self, max_graphs: int, *, watch: Callable[[Iterable[int]], Iterable[int]] = iter
-    ) -> tuple[int, ...]:
-        """Returns the list of at most so many sizes under which the steps cost the least.
+    def of(self, max_graphs: int, *, watch: Callable[[range], Iterable[int]] = iter) -> tuple[int, ...]:
+        """Returns the list of at most so many sizes, from 1 up, under which the steps cost the least.
 
-        No smaller list costs as little.
-
-        Args:
-            max_graphs: from 1 up.
-            watch: wraps the iteration over the layers that are new, such as a progress bar does.
+        No smaller list costs as little. `watch` wraps the iteration over the layers that are new, such as a
+        progress bar does.
 
         Raises:
             PlanTooLarge: the problem is too large for memory.
         """
-        num_layers = min(max_graphs, len(self._sizes), MAX_NUM_BUCKETS)
+        num_layers, num_sizes = min(max_graphs, len(self._sizes), MAX_NUM_BUCKETS), len(self._sizes)
         if not self._is_done and num_layers > len(self._choices):
-            entries = num_layers * len(self._sizes)
+            entries = num_layers * num_sizes
             if entries > _MAX_TABLE:
-                raise PlanTooLarge(
-                    graphs=num_layers, sizes=len(self._sizes), limit=_MAX_TABLE, entries=entries
-                )
+                raise PlanTooLarge(graphs=num_layers, sizes=num_sizes, limit=_MAX_TABLE, entries=entries)
             for _ in watch(range(len(self._choices), num_layers)):
-                self._add_layer()
-                if self._is_done:
+                better, choice = _layer(self._best, self._prefix, self._price, self._choices[-1])
+                if better[-1] >= self._best[-1]:
+                    self._is_done = True  # the gain of one more graph only falls
                     break
+                self._best = better
+                self._choices.append(choice)
         found, row = [], len(self._best) - 1
         for choice in reversed(self._choices[:num_layers]):
             if row == 0:  # rounding of equal costs may leave a layer idle
@@ -93,17 +86,9 @@ class BucketPlans:
             row = int(choice[row])
         return tuple(reversed(found))
 
-    def _add_layer(self) -> None:
-        better, choice = _layer(self._best, self._prefix, self._price, self._choices[-1])
-        if better[-1] >= self._best[-1]:
-            self._is_done = True  # the gain of one more graph only falls
-            return
-        self._best = better
-        self._choices.append(choice)
-
 
 def _candidates(histogram: Histogram, cover: int, cost: StepCost) -> tuple[Ints, Floats, Floats]:
-    """Sizes that an optimal plan may use, their cost, and how many steps are at most so large.
+    """Returns sizes that an optimal plan may use, their cost, and how many steps are at most so large.
 
     A step count that occurs, a knot of the cost curve, or `cover`: between these the cost is linear, so some
     plan on them is optimal. A size that costs as much as a larger one is of no use: dropping it, or moving to
@@ -122,7 +107,7 @@ def _candidates(histogram: Histogram, cover: int, cost: StepCost) -> tuple[Ints,
 
 
 def _layer(best: Floats, prefix: Floats, price: Floats, floor: Choices) -> tuple[Floats, Choices]:
-    """One more bucket: for each row j the least `best[i] + (prefix[j] - prefix[i]) * price[j]`, i < j, and i.
+    """Adds one bucket: for each row j the least `best[i] + (prefix[j] - prefix[i]) * price[j]`, i < j, and i.
 
     `floor` has the choices of the layer before: with one more bucket none moves back.
     """
@@ -144,8 +129,8 @@ def _layer(best: Floats, prefix: Floats, price: Floats, floor: Choices) -> tuple
 
 
 def _least(best: Floats, prefix: Floats, low: Ints, high: Ints, prices: Floats) -> tuple[Ints, Floats]:
-    """Per row the column in [low, high] of the least `best - prefix * price`, and that; the rows' columns are
-    laid end to end."""
+    """Finds per row the column in [low, high] of the least `best - prefix * price`, and that; the rows'
+    columns are laid end to end."""
     lengths = high - low + 1
     starts = np.cumsum(lengths) - lengths
     columns = np.arange(int(lengths.sum())) - np.repeat(starts - low, lengths)
@@ -185,7 +170,7 @@ def evaluate(
     max_padding_ratio: float | None = None,
     memory: GraphMemory | None = None,
 ) -> PlanOutcome:
-    """How the steps fare: those above the largest bucket, or padded beyond the ratio, run eagerly."""
+    """Tells how the steps fare: those above the largest bucket, or padded beyond the ratio, run eagerly."""
     sizes, counts = histogram.sizes, histogram.counts
     listed = np.array(buckets, np.int64)
     places = np.searchsorted(listed, sizes)
@@ -205,3 +190,83 @@ def evaluate(
         cost=float(each @ counts) / histogram.num_steps,
         memory_bytes=memory.of(buckets) if memory is not None else None,
     )
+
+
+# At most so many graphs, to the batch sizes.
+PlanOf = Callable[[int], tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class SlotRate:
+    """Tells how many requests a graph's memory would serve as KV cache, so that decode graphs can be weighed.
+
+    Args:
+        bytes_per_graph: of one graph, besides the pool that all share.
+        cache_bytes_per_token: of K and V of all layers for one token.
+        tokens_per_request: cached tokens of a request on average.
+    """
+
+    bytes_per_graph: float
+    cache_bytes_per_token: float
+    tokens_per_request: float
+
+    @staticmethod
+    def cached_tokens(traffic: Sequence[Requests]) -> float | None:
+        """Returns the mean over time of a generating request's cached tokens, its prompt and half of its
+        output; None where the traffic does not tell."""
+        weighted = weights = 0.0
+        for requests in traffic:
+            if requests.output_tokens is None or requests.context_tokens is None:
+                return None
+            # A request is in the cache for as many steps as it generates tokens.
+            held = requests.context_tokens + requests.output_tokens / 2
+            weighted += float(held @ requests.output_tokens)
+            weights += float(requests.output_tokens.sum())
+        return weighted / weights if weights else None
+
+    def cache_tokens(self, num_graphs: int) -> float:
+        """Returns the tokens of cache that so many graphs displace."""
+        return num_graphs * self.bytes_per_graph / self.cache_bytes_per_token
+
+    def slots(self, num_graphs: int) -> float:
+        """Returns the requests that so many graphs displace."""
+        return self.cache_tokens(num_graphs) / self.tokens_per_request
+
+    def best(self, steps: Histogram, plan_of: PlanOf, most_graphs: int) -> tuple[int, ...]:
+        """Finds the list of at most `most_graphs` sizes with the least padded and displaced slots together.
+
+        One more graph saves ever fewer padded slots and always displaces as many, so the sum falls up to the
+        best number and rises after it: that number is found by halving.
+        """
+
+        def total(num_graphs: int) -> float:
+            sizes = plan_of(num_graphs)
+            return padded_slots(steps, sizes) + self.slots(len(sizes))
+
+        numbers = range(1, most_graphs)
+        return plan_of(1 + bisect_left(numbers, True, key=lambda number: total(number) <= total(number + 1)))
+
+
+def padded_slots(steps: Histogram, sizes: tuple[int, ...]) -> float:
+    """Returns the slots of a step that hold no request, on average."""
+    return evaluate(sizes, steps).cost - steps.num_tokens / steps.num_steps
+
+
+def slot_table(
+    steps: Histogram, plan_of: PlanOf, most_graphs: int, chosen: int, rate: SlotRate | None
+) -> str:
+    """Returns a row per number of graphs: padded slots, and what their memory costs where a rate is known."""
+    numbers = sorted({1, chosen, most_graphs} | {1 << power for power in range(1, most_graphs.bit_length())})
+    rows = [("graphs", "padded slots/step", "cache tokens", "slots displaced", "together", "")]
+    for number in numbers:
+        sizes = plan_of(number)
+        if len(sizes) < number and len(sizes) != chosen:
+            continue
+        padded, displaced, cached = padded_slots(steps, sizes), 0.0, ("-", "-")
+        if rate is not None:
+            displaced = rate.slots(len(sizes))
+            cached = f"{rate.cache_tokens(len(sizes)):.0f}", f"{displaced:.3f}"
+        together = f"{padded + displaced:.3f}"
+        mark = "chosen" if number == chosen else ""
+        rows.append((str(len(sizes)), f"{padded:.3f}", *cached, together, mark))
+    return table(rows)

@@ -55,6 +55,11 @@ def draw(path: str | os.PathLike[str], steps: Histogram, lists: Mapping[str, tup
     below.set_ylabel("padding up to this size, % of tokens")
     below.set_xlabel("tokens of a step")
     below.legend(loc="upper left", fontsize=8)
+    save_figure(figure, path)
+
+
+def save_figure(figure: Any, path: str | os.PathLike[str]) -> None:
+    """Writes a figure as an image of the format that the path ends in; raises WrongPlot where it cannot."""
     try:
         figure.savefig(path, dpi=130)
     except (OSError, ValueError) as error:

@@ -77,12 +77,7 @@ class Histogram:
 def chunked(num_tokens: Ints, chunk: int) -> Ints:
     """Cuts each request alone: full chunks, then the rest.
 
-    Args:
-        num_tokens: int64, [num_requests], each from 1 up.
-        chunk: the most tokens of one step, from 1 up.
-
-    Returns:
-        int64, [num_steps]: a request's chunks follow each other, and sum to its tokens.
+    `num_tokens` is int64, [num_requests], each from 1 up; the result is int64, [num_steps].
     """
     per_request = -(-num_tokens // chunk)
     steps = np.full(int(per_request.sum()), chunk, np.int64)
@@ -101,8 +96,8 @@ def packed(
 ) -> Ints:
     """Packs requests as a scheduler does: in order of arrival, each step as full as it can be.
 
-    A step takes the tokens of the requests that wait when it starts, first come first served, cutting the
-    last one where the step is full; the rest of that one leads the next step.
+    A step takes the tokens of the requests that wait when it starts, and cuts the last one where it is full;
+    the rest of that one leads the next step.
 
     Args:
         requests: without arrival times, or without `step_s`, all are taken to wait from the start.
@@ -110,9 +105,6 @@ def packed(
         max_num_seqs: the most requests in one step; None for no limit.
         step_s: seconds that a step of so many tokens takes.
         watch: told the number of requests that each step finishes.
-
-    Returns:
-        int64, [num_steps], which sum to the tokens of the requests.
     """
     left = requests.num_tokens.tolist()
     arrivals = requests.arrival_s
@@ -144,10 +136,7 @@ def decode_batches(requests: Requests, *, step_s: float, max_num_seqs: int | Non
     """Returns the batch size of every decode step: how many requests generate at that time.
 
     A request generates one token per step, from its arrival or from when one of `max_num_seqs` places is
-    free.
-
-    Returns:
-        int64, [num_steps]; steps without a request are no steps.
+    free. Steps without a request are no steps.
 
     Raises:
         NoDecodeTimes: the requests have no times or no numbers of generated tokens.

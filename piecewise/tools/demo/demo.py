@@ -233,9 +233,10 @@ def run(arguments: argparse.Namespace) -> ExitCode:
     Raises:
         ConfigError: a wrong bucket list, or a model or a device that is not there.
     """
-    device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if device == "cuda" and not torch.cuda.is_available():
+    wants_cpu, has_gpu = arguments.device == "cpu", torch.cuda.is_available()
+    if arguments.device and not wants_cpu and not has_gpu:
         raise NoSuchDevice()
+    device = "cuda" if has_gpu and not wants_cpu else "cpu"
     buckets = DEMO_BUCKETS if arguments.buckets is None else arguments.buckets
     config = PiecewiseConfig.from_any(buckets=buckets, progress=not arguments.no_progress)
     demo = load_demo_model(arguments.model, device=torch.device(device))

@@ -11,7 +11,7 @@ from state_models import BUCKETS, graph, new_model, serve, tokens
 
 import boundary_ops
 import piecewise
-from piecewise.errors.report import CoverageError
+from piecewise.errors.report import CoverageError, LowBucketCoverage, LowPlanCoverage
 from runners.stats import FallbackReason
 
 _library = torch.library.Library("state_coverage", "DEF")
@@ -53,7 +53,7 @@ def nothing_is_left(graphed):
 
 def test_I8_a_plan_below_min_coverage_is_an_error_that_names_the_ops():
     graphed = graph(mixing(), captured=False, min_coverage=0.99)
-    with pytest.raises(CoverageError) as caught:
+    with pytest.raises(LowPlanCoverage) as caught:
         graphed.capture(tokens(7))
     text = str(caught.value)
     coverage = piecewise.compile(mixing(), buckets=BUCKETS).explain(tokens(7)).coverage
@@ -73,7 +73,9 @@ def test_a_plan_above_min_coverage_is_captured():
 
 def test_I8_a_bucket_below_min_coverage_takes_the_whole_capture_back(picky):
     graphed = graph(picky, captured=False, min_coverage=0.5)
-    with pytest.raises(CoverageError, match=r"(?s)bucket 8: 0.0%, failed: .*no room for 8 rows.*Rule:.*Fix:"):
+    with pytest.raises(
+        LowBucketCoverage, match=r"(?s)bucket 8: 0.0%, failed: .*no room for 8 rows.*Rule:.*Fix:"
+    ):
         graphed.capture(tokens(7))
     assert nothing_is_left(graphed) and graphed.stats.captured == ()
     assert [serve(graphed, tokens(size)) for size in (3, 12)] == ["not_captured"] * 2

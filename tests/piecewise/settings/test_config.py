@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import boundary_ops
+from piecewise.errors.settings import UnreadableSettingsFile, WrongSettings
 from piecewise.settings.config import PiecewiseConfig
 from piecewise.settings.toml_file import MAX_FILE_BYTES
 from runners.errors import ConfigError
@@ -374,7 +375,7 @@ def test_every_entry_of_a_list_has_its_line(tmp_path):
 def test_a_file_of_thousands_of_problems_is_listed_in_part_and_soon(tmp_path):
     path = tmp_path / "settings.toml"
     path.write_text("".join(f"k{index} = 1\n" for index in range(20_000)))
-    with pytest.raises(ConfigError, match="20000 settings are wrong") as caught:
+    with pytest.raises(WrongSettings, match="20000 settings are wrong") as caught:
         PiecewiseConfig.from_toml(path)
     assert "and 19900 more" in str(caught.value) and len(str(caught.value)) < 40_000
 
@@ -441,7 +442,8 @@ def test_limits_that_leave_nothing_are_an_error():
 
 
 def test_files_that_are_not_files(tmp_path):
-    assert "no such file" in refusal(PiecewiseConfig.from_toml, tmp_path / "missing.toml")
+    with pytest.raises(UnreadableSettingsFile, match="no such file"):
+        PiecewiseConfig.from_toml(tmp_path / "missing.toml")
     assert "not a regular file" in refusal(PiecewiseConfig.from_toml, tmp_path)
     assert "not a regular file" in refusal(PiecewiseConfig.from_toml, "/dev/zero")
     binary = tmp_path / "binary.toml"

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 import boundary_ops
 import piecewise
+from piecewise.errors.tools import NoMatplotlib, NothingToMeasure, WrongCase
 from piecewise.tools.bench.latency import LatencyBench
 from piecewise.tools.bench.result import SCHEMA, BenchResult, Spread
 from piecewise.tools.bench.variants import PEERS, VariantMaker, run_floor
-from runners.errors import ConfigError
 
 HIDDEN = 8
 
@@ -165,7 +165,7 @@ def test_a_record_is_written_whole_and_drawn(tmp_path: Any) -> None:
     try:
         import matplotlib  # noqa: F401
     except ImportError:
-        with pytest.raises(ConfigError, match="matplotlib"):
+        with pytest.raises(NoMatplotlib):
             found.plot(tmp_path / "plot.png")
     else:
         found.plot(tmp_path / "plot.png")
@@ -179,13 +179,13 @@ def test_spread_is_the_median_and_the_quartiles() -> None:
 
 @pytest.mark.parametrize("options", [dict(sizes=[]), dict(rounds=0)])
 def test_nothing_to_measure_is_an_error(options: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="bench"):
+    with pytest.raises(NothingToMeasure):
         run(make_case(), **options)
 
 
 def test_a_baseline_is_a_case() -> None:
     case = make_case()
-    with pytest.raises(ConfigError, match="PrefillCase.baseline"):
+    with pytest.raises(WrongCase, match="PrefillCase.baseline"):
         piecewise.PrefillCase(case.model, case.make_inputs, case.model)
 
 

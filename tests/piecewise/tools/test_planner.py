@@ -11,13 +11,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from traces import TRACES, needs_traces
 
+from piecewise.errors.tools import PlanTooLarge, WrongBenchFile
 from piecewise.settings.grids import ENGINE_GRIDS, Grid
-from piecewise.tools.buckets.planner import BucketPlans, _layer, evaluate
-from piecewise.tools.buckets.slots import SlotRate, padded_slots
+from piecewise.tools.buckets.planner import BucketPlans, SlotRate, _layer, evaluate, padded_slots
 from piecewise.tools.buckets.step_cost import GraphMemory, MeasuredCost, PaddedTokens, read_bench
 from piecewise.tools.buckets.steps import Histogram, chunked, packed
 from piecewise.tools.buckets.traffic import read_requests
-from runners.errors import ConfigError
 
 CHUNK = 2048
 
@@ -128,7 +127,7 @@ def test_more_graphs_than_sizes_are_not_made():
 
 def test_a_table_beyond_memory_is_refused_before_it_is_made():
     steps = Histogram(np.arange(1, 1_000_001), np.ones(1_000_000, np.int64))
-    with pytest.raises(ConfigError, match="--chunk"):
+    with pytest.raises(PlanTooLarge, match="--chunk"):
         plan_buckets(steps, max_graphs=4096, cover=1_000_000)
 
 
@@ -232,7 +231,7 @@ def test_a_bench_file_gives_the_curves_and_the_memory(tmp_path):
     ],
 )
 def test_a_wrong_bench_file_is_told(tmp_path, changes, says):
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(WrongBenchFile) as caught:
         read_bench(bench_file(tmp_path, **changes))
     assert says in str(caught.value) and "bench.json" in str(caught.value)
 

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from traces import TRACES, needs_traces
 
 from piecewise.capture.traffic_recorder import EXACT_UP_TO, TrafficRecorder
+from piecewise.errors.tools import NoDecodeTimes, WrongTraffic
 from piecewise.tools.buckets.steps import Histogram, chunked, decode_batches, packed
 from piecewise.tools.buckets.traffic import FORMATS, PrefixCache, Requests, read_requests
 from piecewise.tools.cli import TRAFFIC_FORMATS, _parser
-from runners.errors import ConfigError
 
 AZURE = (
     "TIMESTAMP,ContextTokens,GeneratedTokens\n"
@@ -130,7 +130,7 @@ def test_a_prefix_hit_is_a_run_of_whole_known_blocks_and_leaves_a_token(requests
     ],
 )
 def test_a_wrong_line_is_named(tmp_path, text, line, says):
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(WrongTraffic) as caught:
         read_requests(written(tmp_path, text))
     message = str(caught.value)
     assert f"traffic.txt:{line}: " in message and says in message and "Fix:" in message
@@ -143,7 +143,7 @@ def test_the_fix_of_a_wrong_line_names_the_option_of_the_command(tmp_path):
         (commands,) = [a for a in parser._actions if isinstance(a.choices, dict)]
         parser = commands.choices[name]
     options = set(parser._option_string_actions)
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(WrongTraffic) as caught:
         read_requests(written(tmp_path, "x\ny\n"))
     assert set(re.findall(r"--[\w-]+", str(caught.value))) == {"--traffic-format", "--column"} <= options
 
@@ -165,15 +165,15 @@ def test_the_fix_of_a_wrong_line_names_the_option_of_the_command(tmp_path):
     ],
 )
 def test_a_file_without_requests_is_told(tmp_path, text, says):
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(WrongTraffic) as caught:
         read_requests(written(tmp_path, text))
     assert says in str(caught.value) and "traffic.txt" in str(caught.value)
 
 
 def test_a_file_that_is_not_there(tmp_path):
-    with pytest.raises(ConfigError, match="No such file"):
+    with pytest.raises(WrongTraffic, match="No such file"):
         read_requests(tmp_path / "missing.csv")
-    with pytest.raises(ConfigError, match="directory"):
+    with pytest.raises(WrongTraffic, match="directory"):
         read_requests(tmp_path)
 
 
@@ -182,7 +182,7 @@ def test_no_bytes_end_in_anything_but_requests_or_a_config_error(tmp_path_factor
     path = written(tmp_path_factory.mktemp("noise"), content)
     try:
         assert len(read_requests(path)) > 0
-    except ConfigError as error:
+    except WrongTraffic as error:
         assert "Fix:" in str(error)
 
 
@@ -290,7 +290,7 @@ def test_decode_batches_by_hand():
     assert decode_batches(requests, step_s=1.0).tolist() == [1, 2, 2, 2, 1]
     # With one place the second waits for the first, until step 4.
     assert decode_batches(requests, step_s=1.0, max_num_seqs=1).tolist() == [1] * 8
-    with pytest.raises(ConfigError, match="numbers of generated tokens"):
+    with pytest.raises(NoDecodeTimes, match="numbers of generated tokens"):
         decode_batches(requests_of([5], [0.0]), step_s=1.0)
 
 

@@ -1,0 +1,144 @@
+"""Fuses an RMS norm into one op.
+
+    before   t = x.float() · s = pow(t, 2) · m = mean(s) · r = rsqrt(m + eps) · (t * r).to(x) * weight
+    after    rms_norm(x, weight, eps)
+
+The formulations differ in where they round and in what they multiply with; each that is known is a pattern
+below. The statistics must be in float32.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import operator
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from piecewise.passes.fakes import aten, value_of
+from piecewise.passes.fused_op import DTYPES, MAX_WIDTH, fused_op
+from piecewise.passes.fusion_pass import fusion_pass
+from piecewise.torch_api.pattern_matcher import (
+    MULTIPLE,
+    CallFunction,
+    KeywordArg,
+    Match,
+    PatternSet,
+    replace_output,
+)
+
+# The statistics of a norm, or all of one.
+NORMS = (aten.rsqrt.default, aten._fused_rms_norm.default)
+
+
+def reference(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float, round_first: bool
+) -> torch.Tensor:
+    """[..., width] normed over its last dim, in x's dtype: statistics in float32 on the values as they are.
+
+    Args:
+        offset: the factor is `weight + offset` in float32 (Gemma: 1).
+        round_first: the normed value is rounded to x's dtype before it is multiplied with the weight
+            (transformers' Llama and Qwen3); else there is one rounding, at the end (`torch.nn.RMSNorm`).
+    """
+    wide = x.float()
+    normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    if round_first:
+        normed = normed.to(x.dtype).float()
+    factor = weight.float() if offset == 0.0 else weight.float() + offset
+    return (normed * factor).to(x.dtype)
+
+
+op = fused_op(
+    "rms_norm(Tensor x, Tensor weight, float eps, float offset, bool round_first) -> Tensor",
+    reference=reference, kernel="piecewise.passes.kernels.norm:rms_norm",
+    fake=lambda x, *_: torch.empty_like(x),
+)  # fmt: skip
+
+
+@fusion_pass("rms_norm", expects="ops of a norm (rsqrt)", ops=NORMS)
+def rms_norm(patterns: PatternSet) -> None:
+    for pattern, offset, round_first in _formulations():
+        patterns.add(pattern, _is_norm, functools.partial(_replace, offset, round_first))
+
+
+def _formulations() -> Iterator[tuple[Any, float, bool]]:
+    """(pattern, offset, round_first), the longest first for each kind of last op."""
+    weight = KeywordArg("weight")
+    for widened, squared in itertools.product((True, False), ("pow", "mul")):
+        wide: Any = KeywordArg("x")
+        if widened:
+            wide = CallFunction(aten._to_copy.default, wide, dtype=torch.float32, _users=MULTIPLE)
+
+        def normed(wide: Any = wide, squared: str = squared) -> Any:
+            square = (
+                CallFunction(aten.pow.Tensor_Scalar, wide, 2)
+                if squared == "pow"
+                else CallFunction(aten.mul.Tensor, wide, wide)
+            )
+            mean = CallFunction(aten.mean.dim, square, KeywordArg("dims"), True)
+            root = CallFunction(
+                aten.rsqrt.default, CallFunction([aten.add.Tensor, aten.add.Scalar], mean, KeywordArg("eps"))
+            )
+            return [CallFunction(aten.mul.Tensor, wide, root), CallFunction(aten.mul.Tensor, root, wide)]
+
+        wide_weight = CallFunction(aten._to_copy.default, weight, dtype=torch.float32, _users=MULTIPLE)
+        raised = [CallFunction(aten.add.Tensor, each, 1.0, _users=MULTIPLE) for each in (wide_weight, weight)]
+        for factor, offset in [(each, 1.0) for each in raised] + [(wide_weight, 0.0), (weight, 0.0)]:
+            for core, swapped in itertools.product((0, 1), (False, True)):
+                pair = (normed()[core], factor)
+                product = CallFunction(aten.mul.Tensor, *(reversed(pair) if swapped else pair))
+                if widened:
+                    product = CallFunction(aten._to_copy.default, product, dtype=KeywordArg("dtype"))
+                yield product, offset, False
+        if widened:
+            for core, swapped in itertools.product((0, 1), (False, True)):
+                rounded = CallFunction(aten._to_copy.default, normed()[core], dtype=KeywordArg("dtype"))
+                pair = (rounded, weight)
+                yield CallFunction(aten.mul.Tensor, *(reversed(pair) if swapped else pair)), 0.0, True
+    whole = CallFunction(
+        aten._fused_rms_norm.default, KeywordArg("x"), KeywordArg("dims"), weight, KeywordArg("eps")
+    )
+    yield CallFunction(operator.getitem, whole, 0), 0.0, False
+
+
+def _is_norm(match: Match) -> bool:
+    x, weight, result = (
+        value_of(each) for each in (match.kwargs["x"], match.kwargs["weight"], match.output_node())
+    )
+    dims, eps = match.kwargs["dims"], match.kwargs["eps"]
+    if not all(isinstance(each, torch.Tensor) for each in (x, weight)) or not isinstance(eps, float):
+        return False
+    width = x.shape[-1]
+    if isinstance(width, torch.SymInt) or not 1 < width <= MAX_WIDTH or x.dtype not in DTYPES:
+        return False
+    # The one op takes the sizes that it norms over, a mean takes dims.
+    is_whole = any(node.target is aten._fused_rms_norm.default for node in match.nodes)
+    over_last = list(dims or ()) in ([[width]] if is_whole else [[-1], [x.dim() - 1]])
+    return (
+        over_last
+        and result.dtype is x.dtype
+        and weight.dtype in DTYPES
+        and tuple(weight.shape) == (width,)
+        and weight.stride(0) == 1
+        and _computes_in_float32(match)
+    )
+
+
+def _computes_in_float32(match: Match) -> bool:
+    """Whether all that the match computes with is float32 up to the rounding of the normed value."""
+    weight = match.kwargs["weight"]
+    for node in match.nodes:
+        # `1 + weight` in a narrow dtype rounds.
+        is_factor = node.target is aten.add.Tensor and node.args[0] is weight
+        is_statistic = node.target in (aten.rsqrt.default, aten.pow.Tensor_Scalar, aten.mean.dim)
+        if (is_factor or is_statistic) and value_of(node).dtype is not torch.float32:
+            return False
+    return True
+
+
+def _replace(offset: float, round_first: bool, match: Match) -> None:
+    found = match.kwargs
+    replace_output(match, op, (found["x"], found["weight"], found["eps"], offset, round_first))
