@@ -17,13 +17,14 @@ import boundary_ops
 from piecewise import torch_api
 from piecewise.capture.build_plan import PlanAssembler
 from piecewise.capture.captured_call import ServedBucket
-from piecewise.capture.poison import AS_SERVED, Poison, poison_padding_, static_inputs_of
-from piecewise.ir.placeholders import unchanged_random_state
+from piecewise.capture.placeholders import poison_padding_
 from piecewise.ir.plan import Segment, ValueSpec
 from piecewise.ir.run_plan import arguments_of, run_plan, state_tensor
 from piecewise.ir.tensors import bound_arguments, storage_of, tensors_in, written_arguments
 from piecewise.verify.differences import TensorDifference, Tolerance, compare_values
+from piecewise.verify.poison import AS_SERVED, Poison, static_inputs_of
 from runners.bound_steps import BoundCall, CopyInputs, copied_together, copy_elements
+from runners.engines import native_engine
 from runners.row_views import place_of
 from runners.rows import narrow_to, repeat_row_
 from runners.step_plan import CallStep, ReplayStep, StaticArgument
@@ -92,7 +93,7 @@ class SegmentWalk:
         bound = steps._bound.get(num_tokens) or steps._bind(num_tokens)
         env += [None] * (steps.num_values + len(steps.results))
         planned = iter(steps.steps)
-        with unchanged_random_state(self.device):
+        with native_engine(self.device).fork_random_state(self.device):
             for step in bound.steps:
                 runs_segment = isinstance(step, (ReplayStep, BoundCall))
                 plan_step = next(planned) if runs_segment else None
@@ -199,7 +200,7 @@ class SegmentWalk:
         ]
         saved = {value.index: argument.clone() for value, argument in written if value.origin != "graph"}
         try:
-            with unchanged_random_state(self.device):
+            with native_engine(self.device).fork_random_state(self.device):
                 results = segment.function(self.num_tokens, *arguments)
             expected = [
                 (self.plan.values[index], _copied(result), None)
