@@ -82,7 +82,7 @@ class PlanAssembler:
         self.streams = streams
         self.warm_up = WarmUp(
             plan, self.runners, leaves=self.leaves, num_steps=warmup_steps, streams=streams,
-            lanes=context.pool.streams,
+            side_streams=context.pool.streams,
         )  # fmt: skip
         read = [plan.values[index] for index in sorted(_read_by_graphs(plan))]
         self.shadowed = [value for value in read if value.origin in ("input", "eager")]

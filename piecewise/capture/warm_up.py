@@ -56,16 +56,16 @@ class WarmUp:
         leaves: Sequence[Any],
         num_steps: int,
         streams: StreamSchedules,
-        lanes: Streams,
+        side_streams: Streams,
     ) -> None:
         self.plan, self.runners, self.leaves, self.num_steps = plan, runners, tuple(leaves), num_steps
-        self.streams, self.lanes = streams, lanes
+        self.streams, self.side_streams = streams, side_streams
         self._warmed_up: set[tuple[Any, ...]] = set()
 
     def function_for(self, segment: Segment, bucket: int) -> Callable[..., Sequence[Any]]:
         """What is warmed up and captured of a graph segment at a bucket."""
-        on_lanes = self.streams.form_for(segment, bucket, self.lanes)
-        return on_lanes or self.runners[segment.index].function
+        on_streams = self.streams.form_for(segment, bucket, self.side_streams)
+        return on_streams or self.runners[segment.index].function
 
     def run(self, bucket: int, real_rows: int, shadows: dict[int, torch.Tensor]) -> None:
         """Warms up every segment at `bucket` rows, `real_rows` of them real.
