@@ -34,11 +34,7 @@ def _finish(stream: TextIO) -> None:
 
 
 class _Stream:
-    """A text stream of the process, all of whose other attributes are the stream's own.
-
-    Args:
-        name: for the error where it cannot be written; None where that is nobody's to know.
-    """
+    """A text stream of the process; `name` is for the error where it cannot be written, if it has one."""
 
     def __init__(self, stream: TextIO, name: str | None = None) -> None:
         self._stream, self._name = stream, name
@@ -67,11 +63,7 @@ class _Stream:
 
 
 def check_writable(option: str, path: str | os.PathLike[str] | None) -> None:
-    """Refuses a path that no file can be written to, before the work whose result it is to hold.
-
-    Raises:
-        UnwritableOutput: it names a folder, or lies where nothing can be made.
-    """
+    """Raises UnwritableOutput for a path that no file can be written to, before the work for it is done."""
     if path is None:
         return
     target = os.path.abspath(path)
@@ -90,11 +82,7 @@ def check_writable(option: str, path: str | os.PathLike[str] | None) -> None:
 
 @contextmanager
 def writing(option: str, path: str | os.PathLike[str]) -> Iterator[None]:
-    """A block that writes the file which an option names.
-
-    Raises:
-        UnwritableOutput: it cannot be written.
-    """
+    """A block that writes the file which an option names; raises UnwritableOutput where it cannot be."""
     try:
         yield
     except (OSError, UnicodeEncodeError) as error:

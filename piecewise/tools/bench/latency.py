@@ -111,17 +111,14 @@ def run_spec(
 
 @dataclass(eq=False)
 class LatencyBench:
-    """One case, measured.
+    """Measures one case.
 
     Args:
-        case: its `baseline`, where it has one, is the unmodified model.
         spec: where the case came from, for the record.
-        sizes: token counts, ascending.
         variants: names as in `variants.py`, in the order of preparation.
-        config: for the graphed variants; its buckets are `sizes`, unless it has others.
+        config: for the graphed variants.
         rounds: how often each variant is timed at each size.
         draws: over how many inputs errors are averaged, where the case makes others for each seed.
-        log: where progress is told.
     """
 
     case: PrefillCase
@@ -167,8 +164,7 @@ class LatencyBench:
         return self.draws if all(source.takes_seed for source in sources) else 1
 
     def _references(self) -> dict[int, list[list[torch.Tensor]]]:
-        """Float results of the baseline in float32, per size and draw; on the CPU, so that they take no
-        device memory."""
+        """Computes the baseline in float32, per size and draw; results wait on the CPU, not on the device."""
         source = self.case.baseline
         if source is None:
             return {}
@@ -270,9 +266,8 @@ def _ratios(
 
     def line(above: str, below: str) -> dict[str, Any]:
         per_round = [a[0] / b[0] for a, b in zip(samples[above], samples[below], strict=True)]
-        return {"num_tokens": n, "quantity": "latency", "of": above, "over": below} | Spread.of(
-            per_round
-        ).asdict()
+        pair = {"num_tokens": n, "quantity": "latency", "of": above, "over": below}
+        return pair | Spread.of(per_round).asdict()
 
     floors = {graphed: floor for floor, graphed in FLOORS.items()} | {"graphed-fused": "floor-inductor"}
     for name in samples:
@@ -284,10 +279,9 @@ def _ratios(
             yield line(name, "graphed")
     eager = errors.get("eager", [])
     for name in samples:
-        if name.startswith("graphed") and errors[name] and len(errors[name]) == len(eager):
-            if sum(eager):
-                ratio = sum(errors[name]) / sum(eager)
-                yield {"num_tokens": n, "quantity": "error", "of": name, "over": "eager", "median": ratio}
+        if name.startswith("graphed") and len(errors[name]) == len(eager) and any(eager):
+            ratio = sum(errors[name]) / sum(eager)
+            yield {"num_tokens": n, "quantity": "error", "of": name, "over": "eager", "median": ratio}
 
 
 def _memory(prepared: Sequence[Prepared]) -> dict[str, Any]:
@@ -315,12 +309,9 @@ def _to_float32(value: Any) -> Any:
 
 def _distance(result: Any, reference: list[torch.Tensor]) -> float:
     """The largest absolute difference; infinite where a value is not finite or a shape differs."""
-    worst = 0.0
     found = _float_leaves(result)
-    if len(found) != len(reference):
+    same = [x.shape for x in found] == [x.shape for x in reference]
+    if not same or not all(bool(x.isfinite().all()) for x in found):
         return float("inf")
-    for left, right in zip(found, reference, strict=True):
-        if left.shape != right.shape or not bool(left.isfinite().all()):
-            return float("inf")
-        worst = max(worst, float((left.cpu().float() - right).abs().max()) if left.numel() else 0.0)
-    return worst
+    pairs = [(x.cpu().float(), y) for x, y in zip(found, reference, strict=True) if x.numel()]
+    return max((float((x - y).abs().max()) for x, y in pairs), default=0.0)

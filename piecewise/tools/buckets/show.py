@@ -45,8 +45,8 @@ def _clipped(config: PiecewiseConfig, tokens_per_request: int) -> dict[str, Clip
     return found
 
 
-def _rows(name: str, clipping: Clipping, ratio: float | None) -> list[tuple[str, ...]]:
-    rows: list[tuple[str, ...]] = [(name, "serves", "worst padding", "reachable")]
+def _rows(name: str, clipping: Clipping, ratio: float | None) -> list[tuple[object, ...]]:
+    rows: list[tuple[object, ...]] = [(name, "serves", "worst padding", "reachable")]
     buckets = TokenBuckets(clipping.sizes)
     for size in buckets.sizes:
         low, high = buckets.range_for(size)
@@ -54,9 +54,9 @@ def _rows(name: str, clipping: Clipping, ratio: float | None) -> list[tuple[str,
         reach = "yes"
         if within > low:
             reach = f"yes; {_span(low, within - 1)} eager: beyond max_padding_ratio {ratio:g}"
-        rows.append((str(size), _span(within, high), f"{size / within:.2f}x", reach))
+        rows.append((size, _span(within, high), f"{size / within:.2f}x", reach))
     for clamped in clipping.clamped:
-        rows.append((str(clamped.size), "-", "-", f"no: {clamped}"))
+        rows.append((clamped.size, "-", "-", f"no: {clamped}"))
     return rows
 
 
