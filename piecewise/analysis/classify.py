@@ -9,7 +9,6 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import sympy
 import torch
 from torch import fx
 
@@ -17,16 +16,8 @@ from piecewise import torch_api
 from piecewise.analysis.rows.judge import Judge
 from piecewise.analysis.rows.walk import RowsWalk
 from piecewise.analysis.token_dim import TokenSymbol
-from piecewise.ir.effects import NodeFacts, view_chain, written_storages
-from piecewise.ir.nodes import (
-    fakes_of,
-    has_fakes,
-    is_call,
-    is_tuple_item,
-    storages_of,
-    target_name,
-    value_of,
-)
+from piecewise.ir.effects import NodeFacts, written_storages
+from piecewise.ir.nodes import fakes_of, has_fakes, is_call, is_tuple_item, storages_of, target_name, value_of
 from piecewise.ir.tensors import storage_of, tensors_in
 from piecewise.trace.trace import Trace
 
@@ -75,11 +66,7 @@ def kind_outside(fact: NodeFacts) -> str:
 
 
 class Classifier:
-    """Classifies the nodes of one graph; `verdicts` has one entry per call node.
-
-    Attributes:
-        rows: what is known of the rows of each value.
-    """
+    """Classifies the nodes of one graph; `rows` is what is known of the rows of each value."""
 
     def __init__(
         self,
@@ -97,7 +84,6 @@ class Classifier:
         self.rows = RowsWalk(judge, facts)
         self._device: torch.device = trace.example.leaves[token.anchor[0]].device
         self._forced = dict(forced)
-        self._exprs: dict[int, frozenset[sympy.Symbol]] = {}
 
     def run(self) -> dict[fx.Node, Verdict]:
         """One verdict per call node; marks the views that are pinned."""
@@ -116,21 +102,13 @@ class Classifier:
                 for node, verdict in found.items()
             }
 
-    def _symbols(self, value: Any) -> frozenset[sympy.Symbol]:
-        """Free symbols of the sizes of a tensor (or of all in a tuple), or of a scalar."""
-        sizes = [value, *(size for tensor in tensors_in(value) for size in tensor.shape)]
-        return frozenset().union(*map(self._free, sizes))
+    def _carries_tokens(self, tensor: torch.Tensor) -> bool:
+        return any(map(self._varies, tensor.shape))
 
-    def _free(self, size: Any) -> frozenset[sympy.Symbol]:
-        if not isinstance(size, torch_api.SYMBOLIC):
-            return frozenset()
-        if id(size.node) not in self._exprs:
-            found = torch_api.free_symbols([size], self.trace.shape_env)
-            self._exprs[id(size.node)] = frozenset(found)
-        return self._exprs[id(size.node)]
-
-    def _carries_tokens(self, value: Any) -> bool:
-        return any(self.token.symbol in self._symbols(tensor) for tensor in tensors_in(value))
+    def _varies(self, size: Any) -> bool:
+        """Whether a size or stride follows the token count, or another number that is no constant."""
+        known = self.judge.known.of(size)
+        return known is None or known.constant is None
 
     def _verdict(self, node: fx.Node, fact: NodeFacts) -> Verdict:
         """What the node runs as; its rows are noted."""
@@ -159,11 +137,10 @@ class Classifier:
             return Verdict("graph")
         if mixes.code == "unknown_op":
             return Verdict("eager", *mixes)
-        code = mixes.code
-        results = list(fakes_of(fact.writes)) if fact.writes else [value_of(node)]
-        reads = any(map(self._carries_tokens, fakes_of(fact.reads)))
-        if code == "mixes_tokens" and reads and not any(map(self._carries_tokens, results)):
-            code = "consumes_token_dim"
+        made = fact.writes or [node]
+        reads, makes = (any(map(self._carries_tokens, fakes_of(each))) for each in (fact.reads, made))
+        is_gone = mixes.code == "mixes_tokens" and reads and not makes
+        code = "consumes_token_dim" if is_gone else mixes.code
         return Verdict.of(code, detail=mixes.detail)
 
     def _boundary_verdict(self, node: fx.Node, fact: NodeFacts) -> Verdict:
@@ -184,9 +161,12 @@ class Classifier:
         if target_name(node).partition("::")[0] in _COLLECTIVES:
             return "collective"
         values = [value, *map(value_of, node.all_input_nodes)]
-        seen = set().union(*map(self._symbols, values))
-        is_unbacked = any(map(torch_api.is_unbacked, seen))
-        return fact.unrecordable or ("data_dependent" if is_unbacked else "")
+        sizes = [*values, *(size for tensor in tensors_in(values) for size in tensor.shape)]
+        # To simplify an expression takes long, and few have such a symbol.
+        numbers = [size for size in sizes if isinstance(size, torch_api.SYMBOLIC)]
+        by_data = [number for number in numbers if torch_api.is_unbacked(number.node.expr)]
+        left = torch_api.free_symbols(by_data, self.trace.shape_env)
+        return fact.unrecordable or ("data_dependent" if any(map(torch_api.is_unbacked, left)) else "")
 
     def _by_symbols(self, fact: NodeFacts, value: Any) -> str:
         tensors = [*tensors_in(value), *fakes_of(fact.reads)]
@@ -194,7 +174,7 @@ class Classifier:
         # keep it.
         if self._device.type != "cpu" and any(tensor.device.type == "cpu" for tensor in tensors):
             return "cpu"
-        is_other = any(self._symbols(tensor) - {self.token.symbol} for tensor in tensors)
+        is_other = any(self.judge.sizes(tensor.shape) is None for tensor in tensors)
         return "other_dynamic_dim" if is_other else ""
 
     def _uses_count(self, node: fx.Node) -> bool:
@@ -203,7 +183,8 @@ class Classifier:
         fx.node.map_aggregate((node.args, dict(node.kwargs)), leaves.append)
         values = [value_of(leaf) if isinstance(leaf, fx.Node) else leaf for leaf in leaves]
         sizes = [size for value in values for size in (value if isinstance(value, torch.Size) else (value,))]
-        return any(map(self._free, sizes))
+        numbers = [size for size in sizes if isinstance(size, torch_api.SYMBOLIC)]
+        return bool(torch_api.free_symbols(numbers, self.trace.shape_env))
 
     def _shared_writes(self) -> dict[fx.Node, Verdict]:
         """Graph ops that write memory which an eager op also holds: they become eager."""
@@ -235,8 +216,7 @@ class Classifier:
             for node, verdict in self.verdicts.items()
             if verdict.kind == "graph" and not (self.facts[node].is_view or self.facts[node].writes)
             for tensor in fakes_of([node])
-            if storage_of(tensor) in shared
-            and any(self.token.symbol in self._free(stride) for stride in tensor.stride())
+            if storage_of(tensor) in shared and any(map(self._varies, tensor.stride()))
         }
 
     def is_floating(self, node: fx.Node) -> bool:
@@ -245,8 +225,19 @@ class Classifier:
         return self._is_in_graph(node) and self.facts[node].is_view and not is_pinned
 
     def view_chain(self, node: fx.Node) -> tuple[fx.Node, tuple[fx.Node, ...]]:
-        """The tensor that a view is made of in each segment, and the views in between, in order."""
-        return view_chain(node, self.facts, is_link=self._is_in_graph)
+        """The tensor that a view is made of in each segment, and the views from it to `node`, in order.
+
+        A getitem on a tuple of views (`split`, `chunk`) is one of them. A node that is no view, or an eager
+        one, which is made once, of real rows, is its own base.
+        """
+        chain: list[fx.Node] = []
+        memory = self.facts[node].storages if node in self.facts else frozenset()
+        while self._is_in_graph(node) and self.facts[node].is_view:
+            chain.append(node)
+            # Of operands that share the memory any one leads to it: `broadcast_tensors(x, x[:, :1])`.
+            reads = self.facts[node].reads
+            node = next(read for read in reads if not memory.isdisjoint(storages_of([read])))
+        return node, tuple(reversed(chain))
 
     def _taken_by(self, *kinds: str) -> Iterable[fx.Node]:
         """The call nodes that nodes of these kinds, or the caller, take."""

@@ -70,7 +70,7 @@ def _is_no_share(values: Any) -> Tensor:
     return ~((torch.as_tensor(values) >= 0) & (torch.as_tensor(values) <= 1)).all()
 
 
-# Other ops that look at values on the device: whether they would end its use.
+# Other ops that check values on the device: whether they would end its use.
 _FAILS: dict[str, Callable[[Arguments], Tensor]] = {
     "_assert_async": lambda a: ~a["self"].bool().all(),
     "bernoulli": lambda a: _is_no_share(a["self"] if a.get("p") is None else a["p"]),
@@ -86,21 +86,14 @@ def _name_of(op: OpOverload) -> str:
 
 
 def checks_values(op: OpOverload) -> bool:
-    """Whether an op's kernel looks at values on the device, as far as is known."""
+    """Whether an op's kernel checks values on the device, as far as is known."""
     name = _name_of(op)
     return op.namespace not in ("aten", "prim", "prims") or name in _OPERANDS or name in _FAILS
 
 
 def check_indices(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """Raises IndexError where an index operand of this call of an aten op is out of range, and RuntimeError
-    where a kernel's own check of values would fail.
-
-    Reads the operands' extremes back to the host. Ops that check no values pass.
-
-    Args:
-        op: as the dispatcher sees it, such as `torch.ops.aten.embedding.default`.
-        args, kwargs: its arguments.
-    """
+    where a kernel's own check of values would fail; reads the operands' extremes back to the host."""
     if op.namespace != "aten" or not checks_values(op):
         return
     name, bound = _name_of(op), bound_arguments(op, args, kwargs)
@@ -116,8 +109,7 @@ def check_indices(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
 
 
 class CheckedIndices(TorchDispatchMode):
-    """Calls `check_indices` before each aten op in its block, those that custom ops call in Python
-    included."""
+    """Checks the indices of each aten op in its block, those that custom ops call in Python included."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -31,15 +31,7 @@ from torch import fx
 
 from piecewise import torch_api
 from piecewise.errors.analysis import NestedTuple, ReshapesInPlace
-from piecewise.ir.nodes import (
-    call_on_fakes,
-    is_call,
-    module_path,
-    source_line,
-    storages_of,
-    target_name,
-    value_of,
-)
+from piecewise.ir.nodes import call_on_fakes, is_call, source_line, storages_of, target_name, value_of
 from piecewise.ir.tensors import storage_of
 from piecewise.trace.subclasses.state import mark_subclasses, open_state
 from piecewise.trace.subclasses.subclasses import Wrapped, see_through
@@ -48,13 +40,7 @@ from piecewise.trace.trace import Trace
 _GRAD_SWITCHES = ("_set_grad_enabled", "_enter_inference_mode", "_exit_inference_mode")
 _REGIONS = ("_enter_autocast", "_exit_autocast", *_GRAD_SWITCHES)
 # Higher-order ops that run their first graph module on the remaining arguments, unconditionally and once.
-_WRAPPERS = (
-    "wrap",
-    "tag_activation_checkpoint",
-    "invoke_subgraph",
-    "inline_asm",
-    "wrap_with_set_grad_enabled",
-)
+_WRAPPERS = "wrap tag_activation_checkpoint invoke_subgraph inline_asm wrap_with_set_grad_enabled".split()
 _DROPOUTS = (F.dropout, torch.dropout, torch.dropout_, torch.ops.aten.dropout, torch.ops.aten.dropout.default)
 # They change what an earlier name of the tensor looks like, so one name would stand for two shapes.
 _RESHAPE_IN_PLACE = frozenset(
@@ -63,12 +49,8 @@ _RESHAPE_IN_PLACE = frozenset(
 
 
 def normalized(trace: Trace) -> Trace:
-    """The trace in the form that is classified, its graph rewritten in place; state that is a tensor subclass
-    is the plain tensors inside.
-
-    Raises:
-        SplitError, TraceError: as `normalize` says; or state is of a class that cannot be seen through.
-    """
+    """The trace with its graph rewritten, in place; tensor subclasses are the plain tensors inside of them.
+    Raises what `normalize` does, and TraceError for state of a class that cannot be seen through."""
     mark_subclasses(trace)
     numbers = [leaf.index for leaf in trace.result_leaves if leaf.kind == "output" and leaf.value is float]
     return open_state(trace, normalize(trace.graph, shape_env=trace.shape_env, numbers=numbers))
@@ -92,7 +74,7 @@ def normalize(
     _refuse_reshaping_in_place(graph.graph)
     _join_transforms(graph)
     _lift_regions(graph.graph)
-    wrapped = see_through(graph, lambda node: ", ".join(filter(None, (module_path(node), source_line(node)))))
+    wrapped = see_through(graph)
     _move_getitems(graph.graph)
     _unwrap_numbers(graph.graph, numbers)
     _fold_fixed_floats(graph.graph, shape_env)
@@ -283,7 +265,13 @@ def _rename_in_place_results(graph: fx.Graph) -> None:
     for node in list(graph.nodes):
         written = node.args[0] if is_call(node) and node.args else None
         if isinstance(written, fx.Node) and _writes_first_argument(node):
-            if _same_view(value_of(written), value_of(node)):
+            # Compared as text, no guard on their sizes is made.
+            views = [
+                f"{storage_of(fake)} {[*fake.shape]} {[*fake.stride()]} {fake.storage_offset()}"
+                for fake in map(value_of, (written, node))
+                if isinstance(fake, torch.Tensor)
+            ]
+            if len(views) == 2 and views[0] == views[1]:
                 node.replace_all_uses_with(written)
 
 
@@ -294,14 +282,3 @@ def _writes_first_argument(node: fx.Node) -> bool:
     if getattr(node.target, "__module__", "") == "_operator" and name.startswith("i"):
         return name not in ("inv", "invert", "index", "is_", "is_not")
     return name.endswith("_") or node.kwargs.get("inplace") is True
-
-
-def _same_view(left: Any, right: Any) -> bool:
-    """Whether two values are fakes that view the same elements; no guard on their sizes is made."""
-
-    def view(fake: torch.Tensor) -> str:
-        return f"{storage_of(fake)} {[*fake.shape]} {[*fake.stride()]} {fake.storage_offset()}"
-
-    if not isinstance(left, torch.Tensor) or not isinstance(right, torch.Tensor):
-        return False
-    return left is right or view(left) == view(right)

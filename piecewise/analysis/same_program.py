@@ -15,19 +15,12 @@ from piecewise import torch_api
 from piecewise.calls.structure import Structure
 from piecewise.ir.effects import NodeFacts
 from piecewise.ir.graph_key import argument_key
-from piecewise.ir.nodes import (
-    fakes_of,
-    has_fakes,
-    is_call,
-    source_line,
-    storages_of,
-    target_name,
-    value_of,
-)
+from piecewise.ir.nodes import fakes_of, has_fakes, is_call, source_line, storages_of, target_name, value_of
 from piecewise.ir.plan import ResultLeaf
 from piecewise.ir.tensors import storage_of
 from piecewise.trace.trace import Trace
 
+Facts = Mapping[fx.Node, NodeFacts]
 _VIEW = "view of"
 
 
@@ -35,22 +28,14 @@ class Program:
     """A graph as lines that compare: op, operands by position, numbers by value, result shapes.
 
     Args:
-        facts: of the graph's nodes.
-        symbol: of the token count; None for a static trace.
-        num_tokens: the count at which sizes are compared.
+        symbol: of the token count, None for a static trace; sizes are compared at `num_tokens`.
     Attributes:
         lines, nodes: one per op that makes or writes tensors, but for views, which are named by their base.
-        result: how the result is put together, and which of its tensors share memory, as numbers in order of
-            appearance.
+        result: how the result is put together, and which of its tensors share memory.
     """
 
     def __init__(
-        self,
-        trace: Trace,
-        facts: Mapping[fx.Node, NodeFacts],
-        *,
-        symbol: sympy.Symbol | None = None,
-        num_tokens: int = 1,
+        self, trace: Trace, facts: Facts, *, symbol: sympy.Symbol | None = None, num_tokens: int = 1
     ) -> None:
         self._trace, self._symbol, self._facts, self._num_tokens = trace, symbol, facts, num_tokens
         self._names: dict[fx.Node, Any] = {}
@@ -83,8 +68,8 @@ class Program:
         self.result = self._result(trace.result), list(map(self._result_leaf, wrapped)), aliases
 
     def difference(self, now: Program) -> str | None:
-        """The first op in which this program and a later one differ, in words; None where both have the same
-        ops on the same operands, and each write reaches the same tensors."""
+        """The first op in which a later program differs, in words; None where it has the same ops on the same
+        operands, and each write reaches the same tensors."""
         for position, (seen, found) in enumerate(itertools.zip_longest(self.lines, now.lines)):
             if seen != found:
                 node = (now if found is not None else self).nodes[position]

@@ -78,11 +78,7 @@ def _symbols_of(tensor: torch.Tensor, trace: Trace) -> set[sympy.Symbol]:
 
 
 def _only(candidates: set[sympy.Symbol], trace: Trace, node: fx.Node) -> sympy.Symbol:
-    """The one candidate; `node` is a call of a boundary op, for the message.
-
-    Raises:
-        TokenDimError: there is none, or more.
-    """
+    """The one candidate; `node` is a call of a boundary op, for the message of the TokenDimError."""
     if len(candidates) == 1:
         return next(iter(candidates))
     # The user's line that calls the op; the frames of the op's own library are left out.
@@ -133,8 +129,7 @@ def _inputs_carrying(trace: Trace, symbol: sympy.Symbol) -> tuple[InputRule, ...
 
 
 def _make_the_rest_static(trace: Trace, symbol: sympy.Symbol) -> None:
-    """Fixes the 3 of a [3, n] or the hidden size of [1, n, hidden]: only the token count varies beside
-    tokens."""
+    """Fixes the 3 of a [3, n] or the hidden size of [1, n, hidden], so that the token count alone varies."""
     for placeholder in trace.placeholders:
         value = value_of(placeholder.node)
         if not isinstance(value, torch.Tensor) or symbol not in _symbols_of(value, trace):

@@ -32,7 +32,6 @@ from piecewise.ir.placeholders import resize_leaf
 from piecewise.ir.plan import SegmentPlan
 from piecewise.report.startup_times import StartupTimes
 from piecewise.settings.config import PiecewiseConfig
-from piecewise.settings.fusions import passes_for
 from piecewise.trace.dynamo.front_end import trace
 from piecewise.trace.trace import ExampleCall, Trace
 from runners.errors import CaptureError, TraceError
@@ -122,8 +121,7 @@ class TracedModel:
         """
         with times.timed("trace"):
             plan = self.cut(strict=config.strict and move_weights)
-        names = passes_for(config.fusions, config.lowering)
-        if not names:
+        if not config.fusions:
             return plan
         with times.timed("lowering"):
             from piecewise.passes.fuse import fuse  # loads Inductor's pattern matcher
@@ -132,7 +130,9 @@ class TracedModel:
             leaves = self.trace.example.leaves
             counts = [size for size in config.buckets if size > 1 and plan.holds_at(size, leaves)]
             num_rows = max(counts, default=self.token.example_num_tokens)
-            plan, self.graphs = fuse(plan, names, num_rows=num_rows, move_weights=move_weights)
+            plan, self.graphs = fuse(
+                plan, config.fusions, lowering=config.lowering, num_rows=num_rows, move_weights=move_weights
+            )
             return plan
 
 

@@ -2,5 +2,5 @@
 
 In: a trace and the verdicts.
 Out: a `SegmentPlan`.
-Read first: `split.py`.
+Read first: `split.py`, then `segment_writer.py`; `context.py` numbers what crosses a border.
 """

@@ -18,12 +18,7 @@ from runners.state.state_check import StateRef
 
 
 class CutContext:
-    """What is known of one classified trace while it is cut.
-
-    Attributes:
-        verdicts: one per call node.
-        values: by their numbers.
-    """
+    """What is known of one classified trace while it is cut: verdicts, and values by their numbers."""
 
     def __init__(self, classifier: Classifier) -> None:
         self.classifier = classifier
@@ -38,6 +33,13 @@ class CutContext:
 
     def is_eager(self, node: fx.Node) -> bool:
         return node in self.verdicts and self.verdicts[node].kind == "eager"
+
+    def crosses(self, node: fx.Node) -> bool:
+        """Whether the node's value can leave its segment: not a size, nor a tuple."""
+        value = value_of(node)
+        return isinstance(value, torch.Tensor) or (
+            self.is_eager(node) and not isinstance(value, (tuple, list))
+        )
 
     def memory_of(self, storage: int) -> int:
         """The number of a memory; values in it have it."""
@@ -99,22 +101,18 @@ class CutContext:
 
     def source_of(self, symbol: sympy.Symbol) -> tuple[int, int] | None:
         """(leaf, dim) of the input that gives the symbol its value; dim −1 for an int."""
-        for placeholder in self.trace.placeholders:
-            value = value_of(placeholder.node)
-            if placeholder.kind == "input" and isinstance(value, torch.Tensor):
-                sizes = self.trace.symbols_of_leaf(placeholder.leaf)
-                if symbol in sizes:
-                    return placeholder.leaf, sizes.index(symbol)
-            elif placeholder.kind == "input" and self.expression(value) == symbol:
-                return placeholder.leaf, -1
-        return torch_api.symbol_source(self.trace.shape_env, symbol)  # an input that the graph does not read
+        sizes = torch_api.symbolic_sizes(self.trace.shape_env)
+        return next((place for place, expr in sizes.items() if expr == symbol), None)
 
     def expression(self, value: Any) -> sympy.Expr | None:
         """As `torch_api.expression`."""
         return torch_api.expression(value, self.trace.shape_env)
 
-    def number(self, value: Any) -> ComputedNumber:
-        """A number that the caller is given, as a function of sizes."""
+    def result_value(self, item: Any) -> int | ComputedNumber:
+        """What an output of the graph is: the number of a value, or a number computed from sizes."""
+        value = value_of(item) if isinstance(item, fx.Node) else item
+        if isinstance(item, fx.Node) and (isinstance(value, torch.Tensor) or self.is_eager(item)):
+            return self.value_of(item)
         expr: Any = self.expression(value)
         others = sorted(expr.free_symbols - {self.token.symbol}, key=str)
         compute = torch_api.compile_expressions([expr], [self.token.symbol, *others])

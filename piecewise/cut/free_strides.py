@@ -14,11 +14,7 @@ from piecewise.ir.plan import InputAt, Segment, ValueSpec
 def with_free_strides(
     values: Sequence[ValueSpec], segments: Sequence[Segment], results: Collection[int]
 ) -> tuple[ValueSpec, ...]:
-    """The values, those that need not have eager's strides without them.
-
-    Args:
-        results: values that the caller is given.
-    """
+    """The values, those that need not have eager's strides without them; the caller is given `results`."""
     in_memory = Counter(value.memory for value in values)
     taken = {index for segment in segments for index in segment.inputs}
     bound = {index for segment in segments for index in _counted_on(segment)} | set(results)

@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-import torch
 from torch import fx
 
 from piecewise import torch_api
@@ -26,15 +25,7 @@ from piecewise.cut.free_strides import with_free_strides
 from piecewise.cut.segment_writer import SegmentWriter
 from piecewise.cut.zero_fills import ZeroFills
 from piecewise.ir.effects import written_storages
-from piecewise.ir.nodes import (
-    is_tuple_item,
-    makes_empty,
-    module_path,
-    source_line,
-    storages_of,
-    target_name,
-    value_of,
-)
+from piecewise.ir.nodes import is_tuple_item, makes_empty, module_path, source_line, storages_of, target_name
 from piecewise.ir.plan import EagerReason, Segment, SegmentPlan, TokenDim
 from piecewise.ir.sizes import holds
 
@@ -51,8 +42,7 @@ class Splitter:
         self.writers: list[SegmentWriter] = []
 
     def groups(self) -> list[tuple[str, list[fx.Node]]]:
-        """Consecutive nodes of one kind; a boundary op is a group of its own; scalars and floating views
-        are in none."""
+        """Consecutive nodes of one kind, each boundary op apart; scalars and floating views are in none."""
         found: list[tuple[str, list[fx.Node]]] = []
         for node, verdict in self.verdicts.items():
             if verdict.kind == "scalar" or self.classifier.is_floating(node):
@@ -74,11 +64,6 @@ class Splitter:
             segments.append(self._segment(index, writer, functions, later, later.union(*used[:index])))
         return self._plan(tuple(segments))
 
-    def _crosses(self, node: fx.Node) -> bool:
-        value = value_of(node)
-        is_eager_number = self.context.is_eager(node) and not isinstance(value, (tuple, list))
-        return isinstance(value, torch.Tensor) or is_eager_number
-
     def _fill_empty(self, writer: SegmentWriter, outside: Collection[fx.Node]) -> tuple[int, ...]:
         """Zeroes the memory of `empty*` that needs it [I2]; the memories that leave unwritten."""
         leaving = storages_of(outside)
@@ -99,13 +84,9 @@ class Splitter:
         later: Collection[fx.Node],
         outside: Collection[fx.Node],
     ) -> Segment:
-        """One segment.
-
-        Args:
-            later: what later segments and the caller take, as `outside` is what all others do.
-        """
+        """One segment; later ones and the caller take `later`, as all others and the caller do `outside`."""
         nodes, facts = writer.nodes, [self.context.facts[node] for node in writer.nodes]
-        outputs = [node for node in nodes if node in later and self._crosses(node)]
+        outputs = [node for node in nodes if node in later and self.context.crosses(node)]
         is_graph = writer.kind == "graph"
         unwritten = self._fill_empty(writer, outside) if is_graph else ()
         function, key = writer.finish(outputs, functions)
@@ -134,7 +115,7 @@ class Splitter:
     def _plan(self, segments: tuple[Segment, ...]) -> SegmentPlan:
         context, trace, token = self.context, self.context.trace, self.context.token
         outputs: Any = context.graph.output_node().args[0]
-        results = tuple(map(self._result_value, outputs))
+        results = tuple(map(context.result_value, outputs))
         guards = torch_api.guard_expressions(trace.shape_env)
         others: Any = {symbol for guard in guards for symbol in guard.free_symbols} - {token.symbol}
         known = [
@@ -166,10 +147,3 @@ class Splitter:
             metadata_leaves=frozenset(p.leaf for p in trace.placeholders if "is_metadata" in p.node.meta),
             max_rows=self.classifier.rows.largest,
         )  # fmt: skip
-
-    def _result_value(self, item: Any) -> Any:
-        """The number of a value, or a number computed from sizes, for an output of the graph."""
-        value = value_of(item) if isinstance(item, fx.Node) else item
-        if isinstance(item, fx.Node) and (isinstance(value, torch.Tensor) or self.context.is_eager(item)):
-            return self.context.value_of(item)
-        return self.context.number(value)

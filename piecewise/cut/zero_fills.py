@@ -15,13 +15,7 @@ from piecewise.ir.nodes import fakes_of, storages_of, target_name
 
 
 class ZeroFills:
-    """Decides for the `empty*` nodes of one graph.
-
-    Args:
-        kinds: what each call node runs as, such as "graph".
-    Attributes:
-        found: see `SegmentPlan.fills`.
-    """
+    """Decides for the `empty*` nodes of one graph; `found` becomes `SegmentPlan.fills`."""
 
     def __init__(
         self, graph: fx.Graph, facts: Mapping[fx.Node, NodeFacts], kinds: Mapping[fx.Node, str]
@@ -38,12 +32,8 @@ class ZeroFills:
                 self._readers.update(dict.fromkeys(read, why))
 
     def needs(self, node: fx.Node, *, segment: Sequence[fx.Node], leaving: Collection[int]) -> bool:
-        """Whether the `empty*` node of a graph segment is to start as zeros; counted for the report.
-
-        Args:
-            segment: the nodes of its segment.
-            leaving: memory that is read or written outside of it.
-        """
+        """Whether the `empty*` node of a graph segment is to start as zeros; counted for the report. What is
+        read or written outside of the segment is `leaving`."""
         memory = self._facts[node].storages
         facts = map(self._facts.__getitem__, segment)
         writers = [fact for fact in facts if not memory.isdisjoint(storages_of(fact.writes))]

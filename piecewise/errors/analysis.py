@@ -1,4 +1,4 @@
-"""Refusals of the rooms that look at a traced graph: its token count, and ops that no cut can serve."""
+"""Lists the refusals of a traced graph: of its token count, and of ops that no cut can serve."""
 
 from __future__ import annotations
 

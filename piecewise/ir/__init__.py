@@ -1,6 +1,6 @@
-"""Holds what the later rooms say about a model: segments, values, sizes, effects of nodes.
+"""Holds what the later rooms say about a model: segments, values, sizes, effects of nodes, keys of programs.
 
-In: nothing but torch's graphs.
-Out: the data types of a plan; they hold no CUDA object and no model.
-Read first: `plan.py`.
+In: torch's graphs, and their nodes' fakes.
+Out: the data types of a plan, which hold no CUDA object and no model, and the helpers that read graphs.
+Read first: `plan.py`, then `nodes.py`.
 """

@@ -79,11 +79,7 @@ def trace_aten(segment: Segment, values: Sequence[ValueSpec], *, num_rows: int) 
 
 
 def function_of(graph: fx.Graph, modules: dict[str, Any]) -> Callable[..., tuple]:
-    """A graph as a plain function that holds no FX object.
-
-    Args:
-        modules: what the graph's get_attr nodes name.
-    """
+    """A graph as a plain function that holds no FX object; its get_attr nodes name `modules`."""
     code = graph.python_code("self")
     names = dict(code.globals)
     # A name of its own, so that an error inside shows the op's line.

@@ -7,27 +7,27 @@ tells. Each is therefore run once more on its fake inputs under a dispatch mode,
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
-from boundary_ops.declare.registry import BoundaryOp, lookup
+from boundary_ops.declare.boundary_op import BoundaryOp
+from boundary_ops.declare.registry import lookup
 from piecewise import torch_api
 from piecewise.ir.graph_key import node_key
 from piecewise.ir.nodes import (
-    asked_on_fakes,
     fakes_of,
     has_fakes,
     is_call,
     is_tuple_item,
+    run_on_fakes,
     storages_of,
     target_name,
-    value_of,
 )
 from piecewise.ir.recording import OpRecorder, Recording
-from piecewise.ir.tensors import storage_of, written_arguments
+from piecewise.ir.tensors import written_arguments
 
 _HOST_FACTORIES = frozenset({"tensor", "as_tensor", "from_numpy", "asarray", "scalar_tensor"})
 _READ_BACK_METHODS = frozenset({"item", "tolist", "numpy", "__bool__", "__float__", "__int__", "is_nonzero"})
@@ -68,12 +68,8 @@ def written_storages(facts: Iterable[NodeFacts]) -> set[int]:
 
 
 def find_facts(graph: fx.Graph, *, enabled: frozenset[str] | None = None) -> dict[fx.Node, NodeFacts]:
-    """Facts of every call node, in graph order.
-
-    Args:
-        enabled: names of the boundary ops to cut at, None for all that are registered.
-    """
-    fake_mode = torch_api.fake_mode_of(list(map(value_of, graph.nodes)))
+    """Facts of every call node, in graph order; `enabled` names the boundary ops to cut at, None for all."""
+    fake_mode = torch_api.fake_mode_of(list(fakes_of(graph.nodes)))
     memo: dict[Any, tuple[tuple[int, ...], str, Recording | None]] = {}
     facts: dict[fx.Node, NodeFacts] = {}
     for node in filter(is_call, graph.nodes):
@@ -110,7 +106,7 @@ def _run_on_fakes(
     if reads_back or not has_fakes(node, *reads):
         return (), "reads_back" if reads_back else from_host, None
     recorder = OpRecorder(list(fakes_of(reads)))
-    recording = recorder.recording(*asked_on_fakes(node, fake_mode, recorder))
+    recording = recorder.recording(*run_on_fakes(node, fake_mode, recorder))
     written = tuple(index for index, read in enumerate(reads) if recorder.written & storages_of([read]))
     if torch.Tag.nondeterministic_seeded in recorder.tags or _has_dropout(node):
         return written, "random", recording
@@ -144,23 +140,3 @@ def remove_dead_nodes(graph: fx.Graph, facts: dict[fx.Node, NodeFacts]) -> None:
                 continue
             del facts[node]
         graph.erase_node(node)
-
-
-def view_chain(
-    node: fx.Node, facts: Mapping[fx.Node, NodeFacts], *, is_link: Callable[[fx.Node], bool]
-) -> tuple[fx.Node, tuple[fx.Node, ...]]:
-    """The base of a view, and the view nodes from it to `node`, in order.
-
-    A getitem on a tuple of views (`split`, `chunk`) is part of the chain. A node that is no view, or for
-    which `is_link` is false (an eager view: made once, of real rows), is its own base.
-    """
-    chain: list[fx.Node] = []
-    current = node
-    memory = facts[node].storages if node in facts else frozenset()
-    while (fact := facts.get(current)) is not None and fact.is_view and is_link(current):
-        chain.append(current)
-        # Of several operands that share the memory any one leads to it: `broadcast_tensors(x, x[:, :1])`.
-        current = next(
-            read for read in fact.reads if not memory.isdisjoint(map(storage_of, fakes_of([read])))
-        )
-    return current, tuple(reversed(chain))

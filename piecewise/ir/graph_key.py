@@ -74,12 +74,8 @@ def node_key(node: fx.Node) -> Any:
 def graph_key(
     plan: SegmentPlan, segment: Segment, *, what: Literal["program", "inputs"] = "program"
 ) -> tuple[Any, ...]:
-    """What a segment computes and on what, without the tensors themselves: equal in every process.
-
-    Args:
-        what: "program" is all of it; "inputs" says of the results only which may have any strides, but of the
-            inputs also where they come from.
-    """
+    """What a segment computes and on what, without the tensors themselves: equal in every process. "inputs"
+    says of the results only which may have any strides, but of the inputs also where they come from."""
     numbers: dict[int, int] = {}
 
     def described(index: int) -> tuple[Any, ...]:
@@ -101,11 +97,8 @@ def code_key(
     kind: str, source: str, names: Mapping[str, Any], modules: Mapping[str, Any], taken: Collection[str]
 ) -> str:
     """A key of generated code that is not `taken`, and the same in each process where the code uses functions
-    of torch and Python alone. What others do is known by no name: their key is new each time.
-
-    Args:
-        names, modules: what globals and attributes of ``self`` stand for in the code.
-    """
+    of torch and Python alone; `names` and `modules` are what globals and attributes of ``self`` stand for.
+    What others do is known by no name: their key is new each time."""
     foreign = [f"{name} = {_named(value)}" for name, value in sorted(names.items())]
     foreign += [
         f"self.{name} = {getattr(module, 'code', type(module).__qualname__)}"
@@ -120,9 +113,8 @@ def code_key(
 
 def _named(value: Any) -> str:
     """A global of generated code, without its address."""
-    name = getattr(value, "__qualname__", None)
-    if name is not None:
-        return f"{getattr(value, '__module__', '')}.{name}"
+    if hasattr(value, "__qualname__"):
+        return f"{getattr(value, '__module__', '')}.{value.__qualname__}"
     return re.sub(r" at 0x\w+", "", repr(value))
 
 

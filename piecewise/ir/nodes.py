@@ -82,8 +82,7 @@ def module_path(node: fx.Node) -> str:
 
 
 def source_line(node: fx.Node, *, outside: str | None = None) -> str:
-    """The user's line: ``modeling.py:42, in forward: x = x[-1:]``; frames in the folder `outside` are left
-    out."""
+    """The user's line, ``modeling.py:42, in forward: x = x[-1:]``, with no frame in the folder `outside`."""
     lines = [line.strip() for line in (node.meta.get("stack_trace") or "").strip().splitlines()]
     places = [
         index
@@ -96,13 +95,18 @@ def source_line(node: fx.Node, *, outside: str | None = None) -> str:
     return ": ".join([where.removeprefix("File "), *filter(None, code)])
 
 
-def call_on_fakes(node: fx.Node, fake_mode: Any, mode: Any = None) -> Any:
-    """The node's result on its arguments' fakes, under `mode`; no guard or symbol is left behind."""
-    return asked_on_fakes(node, fake_mode, mode)[0]
+def whereabouts(node: fx.Node) -> str:
+    """The module and the line that call the op, as far as they are known."""
+    return ", ".join(filter(None, (module_path(node), source_line(node))))
 
 
-def asked_on_fakes(node: fx.Node, fake_mode: Any, mode: Any = None) -> tuple[Any, set[sympy.Basic]]:
-    """The same, and what was asked of sizes."""
+def call_on_fakes(node: fx.Node, fake_mode: Any) -> Any:
+    """The node's result on its arguments' fakes; no guard or symbol is left behind."""
+    return run_on_fakes(node, fake_mode, nullcontext())[0]
+
+
+def run_on_fakes(node: fx.Node, fake_mode: Any, mode: Any) -> tuple[Any, set[sympy.Basic]]:
+    """The same under `mode`, and what was asked of sizes."""
     args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), value_of)
     with (
         autocast_of(node),
@@ -111,7 +115,7 @@ def asked_on_fakes(node: fx.Node, fake_mode: Any, mode: Any = None) -> tuple[Any
         torch.inference_mode(False),
         torch.no_grad(),
         fake_mode if fake_mode is not None else nullcontext(),
-        mode if mode is not None else nullcontext(),
+        mode,
     ):
         call: Any = getattr(args[0], str(node.target)) if node.op == "call_method" else node.target
         return call(*(args[1:] if node.op == "call_method" else args), **kwargs), asked
@@ -119,8 +123,7 @@ def asked_on_fakes(node: fx.Node, fake_mode: Any, mode: Any = None) -> tuple[Any
 
 @contextmanager
 def autocast_of(node: fx.Node) -> Iterator[None]:
-    """The autocast regions that a normalized node lies in; casts of weights are made anew, so that they are
-    seen."""
+    """Re-opens the autocast regions of a normalized node; casts of weights are made anew, to be seen."""
     before = torch.is_autocast_cache_enabled()
     with ExitStack() as regions:
         for arguments in node.meta.get("autocast", ()):

@@ -147,7 +147,7 @@ class Segment:
         op_call: the same as `function` where a boundary op is called with nothing but inputs and constants.
         own_function: `function` as the model has it, whatever was fused.
         keeps_own: why nothing may be fused, compiled or scheduled in it; empty where that may be.
-        checks_values: an op of it looks at values on the device, such as indices.
+        checks_values: an op of it checks values on the device, such as indices.
     """
 
     index: int
@@ -187,8 +187,7 @@ class InputRule:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TokenDim:
-    """The token count: its symbol's name, the input dim that it is read from, and all inputs that carry
-    it."""
+    """The token count: its symbol's name, the input dim that it is read from, all inputs that carry it."""
 
     symbol: str
     leaf: int

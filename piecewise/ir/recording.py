@@ -20,12 +20,7 @@ class Ref(NamedTuple):
 
 
 class TensorInfo(NamedTuple):
-    """A tensor of a recording.
-
-    Attributes:
-        sizes: ints and symbolic ints.
-        memory: those with one number share memory.
-    """
+    """A tensor of a recording; sizes are ints and symbolic ints; tensors of one `memory` share it."""
 
     sizes: tuple[Any, ...]
     dtype: torch.dtype
@@ -33,13 +28,8 @@ class TensorInfo(NamedTuple):
 
 
 class AtenCall(NamedTuple):
-    """One op.
-
-    Attributes:
-        args, kwargs: with `Ref` in place of tensors; `reads` has the positions of all.
-        results: positions of the tensors that it returns.
-        writes: positions of the tensors that it writes.
-    """
+    """One op, with `Ref` in place of tensors among its arguments, and the positions of those that it reads,
+    returns and writes."""
 
     op: Any
     args: tuple[Any, ...]
@@ -71,21 +61,14 @@ class Recording:
     asked: frozenset[sympy.Basic] = frozenset()
 
 
-# They look at metadata.
+# They read metadata alone.
 _IGNORED = frozenset(
     ["prim::device", "aten::size", "aten::sym_size", "aten::stride", "aten::_assert_tensor_metadata"]
 )
 
 
 class OpRecorder(torch_api.TorchDispatchMode):
-    """Notes the ops of its block.
-
-    Args:
-        given: the tensors that the block begins with.
-    Attributes:
-        written: storages that some op writes.
-        tags: of all ops.
-    """
+    """Notes the ops of its block, which begins with the tensors `given`, with tags and written storages."""
 
     def __init__(self, given: list[torch.Tensor]) -> None:
         super().__init__()
@@ -120,7 +103,7 @@ class OpRecorder(torch_api.TorchDispatchMode):
                 self._add(tensor)  # from here on it is another tensor
         results = tuple(map(self._position_of, tensors_in(result)))
         if is_view and all(position >= self._num_given for position in writes):
-            written, writes = [], ()  # it looks at its memory in another way
+            written, writes = [], ()  # it views its memory in another way
         self.written |= set(map(storage_of, written))
         self._calls.append(AtenCall(func, noted[0], noted[1], reads, results, writes))
         return result
@@ -143,8 +126,7 @@ class OpRecorder(torch_api.TorchDispatchMode):
 
 
 def _tags(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> set[torch.Tag]:
-    """The op's tags in this call: data tell the size of what a mask picks alone, and dropout of nothing draws
-    no random numbers."""
+    """The op's tags in this call: not each index is a mask, and no dropout draws no random numbers."""
     tags = set(func.tags)
     if func._schema.name in ("aten::index", "aten::index_put", "aten::index_put_"):
         tags.discard(torch.Tag.dynamic_output_shape)

@@ -88,8 +88,7 @@ def _recorded(function: Callable[..., Any], num_arguments: int = 1) -> Any:
 
 
 class _RowFormulas(torch_api.PythonReferenceAnalysis):
-    """Interprets a sympy expression over numbers or FX proxies, which torch's own reference does not take for
-    all ops."""
+    """Interprets expressions over numbers or FX proxies, which torch's reference takes for few ops."""
 
     truediv = int_truediv = _recorded(operator.truediv, 2)
     floor_to_int, ceil_to_int = _recorded(math.floor), _recorded(math.ceil)

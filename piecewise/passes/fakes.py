@@ -8,6 +8,8 @@ import torch
 from torch import fx
 
 from piecewise import torch_api
+from piecewise.ir.graph_key import argument_key
+from piecewise.ir.tensors import storage_of
 
 aten = torch.ops.aten
 
@@ -65,15 +67,13 @@ def sizes(values: Any) -> tuple[Any, ...]:
 
 def frozen(value: Any) -> Any:
     """Arguments of a node in a form that compares, by value: 0.0 is not -0.0, and 1 neither 1.0 nor True."""
-    if isinstance(value, (tuple, list)):
-        return tuple(map(frozen, value))
-    if isinstance(value, dict):
-        return tuple(sorted((name, frozen(item)) for name, item in value.items()))
-    if isinstance(value, (int, float, complex)):
-        return type(value), repr(value)
-    return sizes((value,)) if isinstance(value, torch.SymInt) else value
+
+    def number(value: Any) -> Any:
+        return value.node.expr if isinstance(value, torch_api.SYMBOLIC) else (type(value), repr(value))
+
+    return argument_key(value, node=lambda node: node, number=number)
 
 
 def memory_of(value: Any) -> int | None:
     """Identity of the memory behind a fake tensor; None for anything else."""
-    return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else None
+    return storage_of(value) if isinstance(value, torch.Tensor) else None

@@ -21,7 +21,7 @@ from piecewise.ir.plan import FusionReport, Segment, SegmentPlan
 from piecewise.passes.fakes import memory_of
 from piecewise.passes.pack_linears import LinearGroup, find_groups
 from piecewise.passes.packed_weights import pack_, why_not_packable
-from piecewise.passes.pipeline import GraphPass, passes_named, run_passes
+from piecewise.passes.pipeline import GraphPass, passes_for, passes_named, run_passes
 from piecewise.passes.results import keep_geometry
 from runners.errors import one_line
 from runners.state.state_check import StateRef
@@ -31,16 +31,17 @@ FusedGraphs = Mapping[Callable[..., tuple], AtenGraph]
 
 
 def fuse(
-    plan: SegmentPlan, names: Sequence[str], *, num_rows: int, move_weights: bool
+    plan: SegmentPlan, fusions: Sequence[str], *, lowering: str, num_rows: int, move_weights: bool
 ) -> tuple[SegmentPlan, FusedGraphs]:
-    """The plan with its graph segments rewritten by the named passes, and the graphs of their functions.
+    """Rewrites a plan's graph segments; returns the new plan, and the graphs of their functions.
 
     Args:
-        names: of `passes.PASS_NAMES`.
+        fusions, lowering: as the settings have them.
         num_rows: a row count of two or more for which the plan is valid.
         move_weights: lay out the weights of packed linears in one storage now. Without it the plan is for
             reading only.
     """
+    names = passes_for(fusions, lowering)
     fusing = _Fusing(plan, names, num_rows=num_rows, move_weights=move_weights)
     return fusing.run(), fusing.graphs
 

@@ -6,7 +6,6 @@ import dataclasses
 from itertools import groupby
 
 # Why a function is not made of ops that others can look at.
-COMPILED = "compiled by Inductor: one callable"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

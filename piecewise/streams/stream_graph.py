@@ -133,11 +133,10 @@ def _on_streams(graph: fx.Graph, made: StreamSchedule) -> fx.Graph:
                 written.call_method("enter", (streams, command.stream))
                 current = command.stream
             copies[node] = written.node_copy(node, copies.__getitem__)
-            with_memory = (
-                each
-                for each in (*node.all_input_nodes, node)
-                if any(True for _ in tensors_in(value_of(each)))
-            )
-            held |= dict.fromkeys(with_memory)
+            held |= dict.fromkeys(filter(_has_memory, (*node.all_input_nodes, node)))
     written.output(fx.node.map_arg(graph.output_node().args[0], copies.__getitem__))
     return written
+
+
+def _has_memory(node: fx.Node) -> bool:
+    return any(True for _ in tensors_in(value_of(node)))

@@ -14,7 +14,7 @@ from typing import Any
 from piecewise.ir.aten import NotTraceable
 from piecewise.ir.graph_key import graph_key
 from piecewise.ir.plan import Segment, SegmentPlan
-from piecewise.report.segments import COMPILED, BucketStreams, LoweringReport, SegmentStreams, StreamReport
+from piecewise.report.segments import BucketStreams, LoweringReport, SegmentStreams, StreamReport
 from piecewise.streams.stream_graph import ScheduledFunction
 from runners.engine import Streams
 
@@ -59,7 +59,7 @@ class StreamSchedules:
         for segment in plan.computing_segments() if num_streams > 1 else ():
             reason = segment.keeps_own
             if not reason and lowering.compiles(segment.name):
-                reason = COMPILED
+                reason = "compiled by Inductor: one callable"
             key = graph_key(plan, segment), reason
             if key in self._kinds:
                 self._kinds[key].num_alike += 1

@@ -1,12 +1,12 @@
-"""Dynamo: the settings of a trace, what it went through, and what it will write."""
+"""Dynamo: the settings of a trace, what it reads, and what it will write."""
 
 from __future__ import annotations
 
 import dataclasses
 import re
 import threading
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from types import CodeType
 from typing import Any, ClassVar
 
@@ -139,6 +139,17 @@ _patches = threading.RLock()
 
 
 @contextmanager
+def _patched(owner: Any, name: str, patch: Callable[[Any], Any]) -> Iterator[None]:
+    with _patches:
+        original = getattr(owner, name)
+        setattr(owner, name, patch(original))
+        try:
+            yield
+        finally:
+            setattr(owner, name, original)
+
+
+@contextmanager
 def sources_read() -> Iterator[list[str]]:
     """The list of sources that Dynamo looks at in this block, as Python source: it guards nearly all of them.
 
@@ -148,23 +159,19 @@ def sources_read() -> Iterator[list[str]]:
 
     found: list[str] = []
     thread = threading.get_ident()
-    with _patches:
-        original = VariableBuilder.__call__
 
-        def noting(self: Any, value: Any) -> Any:
+    def noting(original: Any) -> Any:
+        def build(self: Any, value: Any) -> Any:
             made = original(self, value)
             if threading.get_ident() == thread:
-                try:
+                with suppress(NotImplementedError):  # one that lives for a moment
                     found.append(name_of(self.source))
-                except NotImplementedError:  # one that lives for a moment
-                    pass
             return made
 
-        VariableBuilder.__call__ = noting  # type: ignore[method-assign]
-        try:
-            yield found
-        finally:
-            VariableBuilder.__call__ = original  # type: ignore[method-assign]
+        return build
+
+    with _patched(VariableBuilder, "__call__", noting):
+        yield found
 
 
 @contextmanager
@@ -177,19 +184,16 @@ def tensor_attributes_set() -> Iterator[list[str]]:
     from torch._dynamo.variables import TensorVariable
 
     names: list[str] = []
-    with _patches:
-        original = SideEffects.store_attr
 
-        def noting(self: Any, item: Any, name: str, *args: Any, **kwargs: Any) -> Any:
-            if isinstance(item, TensorVariable):
-                names.append(name)
+    def noting(original: Any) -> Any:
+        def store_attr(self: Any, item: Any, name: str, *args: Any, **kwargs: Any) -> Any:
+            names.extend([name] if isinstance(item, TensorVariable) else [])
             return original(self, item, name, *args, **kwargs)
 
-        SideEffects.store_attr = noting  # type: ignore[method-assign]
-        try:
-            yield names
-        finally:
-            SideEffects.store_attr = original  # type: ignore[method-assign]
+        return store_attr
+
+    with _patched(SideEffects, "store_attr", noting):
+        yield names
 
 
 def source_name(node: torch.fx.Node) -> str | None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -112,10 +113,27 @@ def fakes_remembered(repeats: bool) -> Any:
     return dynamo.config.patch(fake_tensor_cache_enabled=enabled)  # type: ignore[attr-defined]
 
 
-def einsums_from_the_left() -> Any:
+_einsums = threading.Lock()
+_einsum_blocks: list[bool] = []
+
+
+@contextmanager
+def einsums_from_the_left() -> Iterator[None]:
     """A block in which `torch.einsum` multiplies in the order of its operands. With opt_einsum installed it
-    chooses the order by sizes, which would fix them."""
-    return torch.backends.opt_einsum.flags(enabled=False)
+    chooses the order by sizes, which would fix them. torch's setting is the process's, so of several threads'
+    blocks the first one turns it off and the last one back."""
+    settings: Any = torch.backends.opt_einsum
+    with _einsums:
+        _einsum_blocks.append(settings.enabled)
+        settings.enabled = False
+    try:
+        yield
+    finally:
+        with _einsums:
+            first, *_ = _einsum_blocks
+            _einsum_blocks.pop()
+            if not _einsum_blocks:
+                settings.enabled = first
 
 
 def functional_aten_graph(
@@ -130,10 +148,14 @@ def functional_aten_graph(
 
 
 def trace_aten(
-    function: Callable[..., Any], arguments: Sequence[Any], fake_mode: Any
+    function: Callable[..., Any],
+    arguments: Sequence[Any],
+    fake_mode: Any,
+    *,
+    decompositions: Mapping[Any, Callable[..., Any]] | None = None,
 ) -> torch.fx.GraphModule:
     """The aten ops that `function` runs on fakes and symbolic ints, gradients and autocast resolved, as a
     graph with fakes in ``meta["val"]``; ops that write are left as they are."""
     # With Python's kernels for ops that consist of others: in torch 2.11 those in C++ fail on symbolic sizes.
     with fake_mode, enable_python_dispatcher(), torch.no_grad(), einsums_from_the_left():
-        return make_fx(function)(*arguments)
+        return make_fx(function, decomposition_table=decompositions)(*arguments)  # type: ignore[arg-type]

@@ -7,12 +7,10 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch._dispatch.python import enable_python_dispatcher
 from torch._higher_order_ops.out_dtype import is_int_mm, out_dtype, out_dtype_fallback
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from piecewise.torch_api.fakes import einsums_from_the_left
+from piecewise.torch_api.fakes import trace_aten
 
 
 def is_wrapper(value: Any) -> bool:
@@ -71,13 +69,5 @@ def trace_below(
         return out_dtype_fallback(op, dtype, *args)
 
     below = nullcontext() if torch_function else below_torch_function()
-    # Python's dispatcher is on from where its guard is made, so that is made inside of the others.
-    with (
-        torch.inference_mode(False),
-        torch.no_grad(),
-        fake_mode,
-        enable_python_dispatcher(),
-        einsums_from_the_left(),
-        below,
-    ):
-        return make_fx(function, decomposition_table={out_dtype: typed})(*arguments)  # type: ignore[dict-item]
+    with torch.inference_mode(False), below:
+        return trace_aten(function, arguments, fake_mode, decompositions={out_dtype: typed})

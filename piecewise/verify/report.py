@@ -1,18 +1,25 @@
-"""What `verify` compared, and the first difference, as text, JSON and plain values."""
+"""Reports what `verify` compared, and the first difference, as text and JSON."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
+from collections.abc import Mapping
+from typing import ClassVar
 
-from piecewise.report.record import Record, plain, table
+from piecewise.report.record import Record, table
 from piecewise.verify.differences import TensorDifference
+
+_CAUSES = {
+    "": "",
+    "plan": "plan: the same padded rows without graphs differ from eager, too",
+    "graphs": "graphs: the same padded rows without graphs are right",
+}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Difference(TensorDifference):
-    """The first thing in which a replay is not the eager call.
+    """Names the first thing in which a replay is not the eager call.
 
     Attributes:
         num_tokens, bucket: the call.
@@ -38,42 +45,32 @@ class Difference(TensorDifference):
     cause: str = ""
 
     def __str__(self) -> str:
-        lines = [f"{self.num_tokens} tokens in bucket {self.bucket}, {self.run}: {self.what} differs"]
-        if self.segment:
-            lines.append(f"  first in  {self.segment}, {self.kind}, op {self.op}")
-        if self.tensor:
-            lines.append(f"  tensor    {self.tensor}")
-        if self.num_rows:
-            lines.append(f"  rows      {_listed(self.rows, self.num_rows)} along dim {self.dim}")
-        if self.num_written:
-            lines.append(f"  in use    {_listed(self.written, self.num_written)}: eager writes them, too")
-        if self.num_left_alone:
-            lines.append(
-                f"  not used  {_listed(self.left_alone, self.num_left_alone)}: eager leaves them alone"
-            )
-        if not math.isnan(self.size):
-            where = f" at {list(self.position)}" if self.position else ""
-            lines.append(f"  size      {self.size:.3g}{where}, rounding explains {self.allowed:.3g}")
-        if self.cause:
-            lines.append(f"  cause     {self.cause}: {_CAUSES[self.cause]}")
-        if self.detail:
-            lines.append(f"  detail    {self.detail}")
-        return "\n".join(lines)
-
-
-_CAUSES = {
-    "plan": "the same padded rows without graphs differ from eager, too",
-    "graphs": "the same padded rows without graphs are right",
-}
+        rows, written = _listed(self.rows, self.num_rows), _listed(self.written, self.num_written)
+        left_alone = _listed(self.left_alone, self.num_left_alone)
+        where = f" at {list(self.position)}" if self.position else ""
+        size = f"{self.size:.3g}{where}, rounding explains {self.allowed:.3g}"
+        lines = {
+            "first in": f"{self.segment}, {self.kind}, op {self.op}" if self.segment else "",
+            "tensor": self.tensor,
+            "rows": f"{rows} along dim {self.dim}" if rows else "",
+            "in use": f"{written}: eager writes them, too" if written else "",
+            "not used": f"{left_alone}: eager leaves them alone" if left_alone else "",
+            "size": "" if math.isnan(self.size) else size,
+            "cause": _CAUSES[self.cause],
+            "detail": self.detail,
+        }
+        head = f"{self.num_tokens} tokens in bucket {self.bucket}, {self.run}: {self.what} differs"
+        return "\n".join([head, *(f"  {name:<9} {text}" for name, text in lines.items() if text)])
 
 
 def _listed(rows: tuple[int, ...], num_rows: int) -> str:
-    return f"{', '.join(map(str, rows))}{', ...' if num_rows > len(rows) else ''} ({num_rows} in all)"
+    more = ", ..." if num_rows > len(rows) else ""
+    return f"{', '.join(map(str, rows))}{more} ({num_rows} in all)" if num_rows else ""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SizeCheck:
-    """One token count, compared.
+    """Says how the runs of one token count compare.
 
     Attributes:
         bucket: what served it, or None.
@@ -82,7 +79,7 @@ class SizeCheck:
             padded rows held.
         num_tensors: results, state and inputs that were compared in each.
         identical: whether the call as it is served equals eager bit for bit.
-        tolerance: per dtype, the share of the largest value that rounding explains.
+        tolerance: dtype → the share of the largest value that rounding explains.
         difference: what differs, or None.
     """
 
@@ -92,15 +89,28 @@ class SizeCheck:
     runs: tuple[str, ...] = ()
     num_tensors: int = 0
     identical: bool = False
-    tolerance: tuple[tuple[str, float], ...] = ()
+    tolerance: Mapping[str, float] = dataclasses.field(default_factory=dict)
     difference: Difference | None = None
+
+    def cells(self) -> tuple[str, ...]:
+        """The check as a row of the report's table."""
+        result = "-" if self.path != "graph" else "identical" if self.identical else "to rounding"
+        return (
+            str(self.num_tokens), str(self.bucket or "-"), self.path, str(len(self.runs)),
+            str(self.num_tensors), result if self.difference is None else "DIFFERENT",
+            ", ".join(f"{dtype} {share:.1e}" for dtype, share in self.tolerance.items()),
+        )  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class VerifyReport(Record):
-    """Every size that was looked at."""
+    """Holds a check for every size that was looked at."""
 
     checks: tuple[SizeCheck, ...]
+
+    derived: ClassVar = ("format", "version", "ok", "num_compared", "first_difference")
+    format: ClassVar = "piecewise-verify"
+    version: ClassVar = 1
 
     @property
     def first_difference(self) -> Difference | None:
@@ -117,38 +127,12 @@ class VerifyReport(Record):
         """Whether something was compared and nothing differs: a run that replays nothing proves nothing."""
         return self.num_compared > 0 and self.first_difference is None
 
-    def asdict(self) -> dict[str, Any]:
-        """Plain values; a number that JSON does not have (an infinite difference) is its name."""
-        checks = [dataclasses.asdict(check) for check in self.checks]
-        for check in checks:
-            check["tolerance"] = dict(check["tolerance"])
-        first = self.first_difference
-        return {
-            "format": "piecewise-verify",
-            "version": 1,
-            "ok": self.ok,
-            "num_compared": self.num_compared,
-            "first_difference": None if first is None else plain(first),
-            "checks": plain(checks),
-        }
-
     def __str__(self) -> str:
-        rows = [("tokens", "bucket", "path", "runs", "tensors", "result", "rounding explains")]
-        for check in self.checks:
-            bounds = ", ".join(f"{dtype} {share:.1e}" for dtype, share in check.tolerance)
-            result = "-"
-            if check.path == "graph":
-                result = "identical" if check.identical else "to rounding"
-            if check.difference is not None:
-                result = "DIFFERENT"
-            counts = str(len(check.runs)), str(check.num_tensors)
-            rows.append(
-                (str(check.num_tokens), str(check.bucket or "-"), check.path, *counts, result, bounds)
-            )
+        heading = "tokens", "bucket", "path", "runs", "tensors", "result", "rounding explains"
         if self.first_difference is not None:
             verdict = f"DIFFERENT: {self.first_difference}"
         elif not self.num_compared:
             verdict = "NOTHING COMPARED: no call was replayed; the path names the reason"
         else:
             verdict = f"Graphed equals eager at {self.num_compared} sizes."
-        return f"{table(rows)}\n\n{verdict}"
+        return f"{table([heading, *(check.cells() for check in self.checks)])}\n\n{verdict}"

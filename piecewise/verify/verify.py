@@ -199,7 +199,7 @@ class _SizeVerifier:
         return SizeCheck(
             self.num_tokens, self.bucket, "graph", tuple(run.name for run in runs),
             len(eager.leaves) + len(eager.watched), identical,
-            tuple((str(d).removeprefix("torch."), self.tolerance.relative(d)) for d in floats), difference,
+            {str(d).removeprefix("torch."): self.tolerance.relative(d) for d in floats}, difference,
         )  # fmt: skip
 
     def _compare_runs(

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from cuda_models import SIZES, check_equal, compiled, inputs, make
 from inspection import inspect
-from test_cuda_models import SIZES, check_equal, compiled, inputs, make
 from torch import Tensor, nn
 
 import piecewise

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_fusions import Plain, make_ids, matches, packs
+from plain_decoder import Plain, matches, packs
+from toy_models import make_ids
 
 import piecewise
-from piecewise.passes import ops, reference
+from piecewise.passes.fusions import add_rms_norm, add_rms_norm_quant, rms_norm, rotary, silu_and_mul
 from piecewise.passes.packed_weights import pack_
 from piecewise.settings.fusions import PASS_NAMES
 from runners.state.state_check import StateRef
@@ -34,9 +35,9 @@ def assert_close(found, expected):
 def test_norms(dtype, width, offset, round_first):
     x, residual = rows(33, 3 * width, dtype=dtype)[:, width : 2 * width], rows(33, width, dtype=dtype)
     options = (rows(width, dtype=dtype), 1e-6, offset, round_first)
-    assert_close(ops.rms_norm(x, *options), reference.rms_norm(x, *options))
-    found, total = ops.add_rms_norm(x, residual, *options)
-    expected, wanted = reference.add_rms_norm(x, residual, *options)
+    assert_close(rms_norm.op(x, *options), rms_norm.reference(x, *options))
+    found, total = add_rms_norm.op(x, residual, *options)
+    expected, wanted = add_rms_norm.reference(x, residual, *options)
     assert torch.equal(total, wanted)
     assert_close(found, expected)
 
@@ -45,12 +46,12 @@ def test_norms(dtype, width, offset, round_first):
 def test_gated_units_and_rotations_of_slices(dtype):
     packed = rows(33, 2 * 8192, dtype=dtype)
     gate, up = packed.chunk(2, dim=1)
-    assert_close(ops.silu_and_mul(gate, up), reference.silu_and_mul(gate, up))
+    assert_close(silu_and_mul.op(gate, up), silu_and_mul.reference(gate, up))
     packed = rows(1, 33, 48 * 128, dtype=dtype)
     q, k = (part.unflatten(2, (-1, 128)).transpose(1, 2) for part in packed.split((32 * 128, 16 * 128), 2))
     angles = rows(1, 1, 33, 128)
     arguments = [q, k], angles.cos().to(dtype), angles.sin().to(dtype)
-    for found, expected in zip(ops.rotate(*arguments), reference.rotate(*arguments), strict=True):
+    for found, expected in zip(rotary.op(*arguments), rotary.reference(*arguments), strict=True):
         assert_close(found, expected)
 
 
@@ -60,14 +61,14 @@ def test_norms_in_float8(dtype, width):
     x, residual, weight = rows(33, width, dtype=dtype), rows(33, width, dtype=dtype), rows(width, dtype=dtype)
     for scale in (torch.tensor([0.02], device="cuda"), None):
         options = (weight, 1e-6, 0.0, True, scale, 1e-10, 0.0)
-        found, scales, total = ops.add_rms_norm_quant(x, residual, *options)
-        expected, wanted, summed = reference.add_rms_norm_quant(x, residual, *options)
+        found, scales, total = add_rms_norm_quant.sum_op(x, residual, *options)
+        expected, wanted, summed = add_rms_norm_quant.sum_reference(x, residual, *options)
         assert found.dtype is torch.float8_e4m3fn and torch.equal(total, summed)
         # One step of float8 where a value turned over.
         torch.testing.assert_close(found.float(), expected.float(), rtol=0.126, atol=0.002)
         assert (found.float() != expected.float()).float().mean() < 0.02
         torch.testing.assert_close(scales, wanted, rtol=1e-2, atol=0)
-        assert ops.rms_norm_quant(x, *options)[0].dtype is torch.float8_e4m3fn
+        assert add_rms_norm_quant.op(x, *options)[0].dtype is torch.float8_e4m3fn
 
 
 def test_fusing_adds_no_error_in_bfloat16():
@@ -75,10 +76,10 @@ def test_fusing_adds_no_error_in_bfloat16():
     weight = rows(2048, dtype=torch.bfloat16)
     for round_first in (True, False):
         options = (weight, 1e-6, 0.0, round_first)
-        exact = reference.rms_norm((x + residual).float(), weight.float(), 1e-6, 0.0, round_first)
+        exact = rms_norm.reference((x + residual).float(), weight.float(), 1e-6, 0.0, round_first)
         errors = [
             (op(x, residual, *options)[0].float() - exact).pow(2).mean().sqrt()
-            for op in (ops.add_rms_norm, reference.add_rms_norm)
+            for op in (add_rms_norm.op, add_rms_norm.reference)
         ]
         assert errors[0] <= 1.05 * errors[1]
 

@@ -9,9 +9,9 @@ import paged_models
 import pytest
 import torch
 from aten_segments import ROWS, segment_of
+from branched_models import Experts, Gated, Reads, Writes, with_head
 from inspection import inspect
-from test_fusions import Plain
-from test_streams import Experts, Gated, Reads, Writes, with_head
+from plain_decoder import Plain
 from torch import Tensor, nn
 from torch.nn import functional as F
 from toy_models import HIDDEN, make_ids, mix

@@ -19,7 +19,7 @@ from subclass_models import (
 )
 from torch.testing._internal.two_tensor import TwoTensor
 
-from piecewise.passes import ops, reference
+from piecewise.passes.fusions import add_rms_norm_quant
 from piecewise.passes.int8_matmul import int8_matmul
 
 pytestmark = pytest.mark.gpu
@@ -86,8 +86,8 @@ def test_float8_rows_by_scales_of_the_norms_dtype(dtype):
     x = torch.randn(33, 2048, device="cuda").to(dtype)
     x[5] = 0  # its scale is zero, and its row is NaN, as torchao's own
     options = (torch.randn(2048, device="cuda").to(dtype), 1e-6, 0.0, True, None, 0.0, 0.0, True)
-    found, scales = ops.rms_norm_quant(x, *options)
-    expected, wanted = reference.rms_norm_quant(x, *options)
+    found, scales = add_rms_norm_quant.op(x, *options)
+    expected, wanted = add_rms_norm_quant.reference(x, *options)
     assert torch.equal(scales, scales.to(dtype).float())
     torch.testing.assert_close(scales, wanted, rtol=1e-2, atol=0)
     assert found[5].isnan().all() and expected[5].isnan().all()

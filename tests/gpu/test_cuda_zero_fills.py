@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from cuda_models import compiled, inputs, make
 from inspection import inspect
-from test_cuda_models import compiled, inputs, make
 from torch import Tensor
 
 from piecewise.cut.zero_fills import ZeroFills
@@ -48,7 +48,7 @@ def test_one_kernel_less_per_layer(monkeypatch: pytest.MonkeyPatch, lowering: st
 def test_whatever_the_pool_held_real_rows_are_the_same(
     monkeypatch: pytest.MonkeyPatch, lowering: str, garbage: str
 ) -> None:
-    monkeypatch.setattr(cuda_pool, "_SPOILED_WORD", GARBAGE[garbage])
+    monkeypatch.setattr(cuda_pool, "_GARBAGE_WORD", GARBAGE[garbage])
     graphed, report = compiled(make(num_layers=LAYERS), lowering=lowering)
     assert report.ok
     for n in (2, 5, 9, 31):

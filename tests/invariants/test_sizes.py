@@ -23,7 +23,7 @@ from toy_models import (
 
 import boundary_ops
 import piecewise
-from piecewise import TokenDimError
+from piecewise.errors.analysis import FixedTokenCount, SeveralDims
 from runners.stats import FallbackReason
 
 BUCKETS = (4, 8, 32)
@@ -43,7 +43,7 @@ def test_I10_every_size_from_any_example(example):
 
 def test_I10_an_example_of_one_token_is_an_error_that_says_so():
     graphed = piecewise.compile(toy(), buckets=(8,), progress=False)
-    with pytest.raises(TokenDimError, match="two or more tokens"):
+    with pytest.raises(FixedTokenCount, match="two or more tokens"):
         graphed.capture(make_ids(1), torch.arange(1))
 
 
@@ -305,7 +305,7 @@ def test_I10_tokens_are_found_wherever_they_are(name, example):
 
 def test_I10_a_batch_and_a_sequence_are_refused():
     graphed = piecewise.compile(Shaped().eval(), buckets=(8,), progress=False)
-    with pytest.raises(TokenDimError, match="Fix:"):
+    with pytest.raises(SeveralDims, match="Fix:"):
         graphed.capture(torch.randint(0, 50, (2, 3)))
 
 

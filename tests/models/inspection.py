@@ -6,6 +6,9 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
 
 class Inspection:
     """The memory, traces, plans and runners behind a `GraphedModule` or a `torch.compile` handle, as they are
@@ -106,3 +109,30 @@ class Inspection:
 
 
 inspect: Callable[[Any], Inspection] = Inspection
+
+
+class _Ops(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func._schema.name)
+        return func(*args, **(kwargs or {}))
+
+
+def ops_in_graphs(graphed, rows=8):
+    """The ops that the functions of the graph segments run."""
+    plan = inspect(graphed).plan
+    ops = _Ops()
+    for segment in plan.graph_segments():
+        values = [plan.values[index] for index in segment.inputs]
+        inputs = [
+            value.state.get()
+            if value.state is not None
+            else torch.empty_strided(value.sizes(rows), value.strides(rows), dtype=value.dtype).fill_(0)
+            for value in values
+        ]
+        with torch.no_grad(), ops:
+            segment.function(rows, *inputs)
+    return ops.names

@@ -11,8 +11,10 @@ import interpreter_fixes  # noqa: F401, I001
 import pytest
 import torch
 
-from piecewise.passes import reference
-from piecewise.passes.kernels import copies, launches
+from piecewise.passes.fusions import add_rms_norm, add_rms_norm_quant, rms_norm, rotary, silu_and_mul
+from piecewise.passes.kernels import copies, gated
+from piecewise.passes.kernels import norm as norms
+from piecewise.passes.kernels import rotary as rotations
 from runners.bound_steps import CopyIn, CopyInputs
 from runners.rows import narrow_to, row_copies
 
@@ -50,8 +52,8 @@ def test_norms(dtype, width, offset, round_first):
     weight = torch.randn(width).to(dtype)
     options = dict(eps=1e-6, offset=offset, round_first=round_first)
     for name, x in layouts(3, width, dtype).items():
-        found = launches.norm(x, None, weight, **options)[0]
-        expected = reference.rms_norm(x, weight, 1e-6, offset, round_first)
+        found = norms.norm(x, None, weight, **options)[0]
+        expected = rms_norm.reference(x, weight, 1e-6, offset, round_first)
         assert_close(found, expected, dtype, 4)
         assert found.stride() == torch.empty_like(x).stride(), name
 
@@ -62,8 +64,8 @@ def test_sums_are_rounded_before_they_are_normed_and_returned(dtype):
     kinds = layouts(3, 96, dtype)
     pairs = (("dense", "slice"), ("slice", "dense"), ("columns", "dense"), ("heads", "heads of a slice"))
     for x, residual in [(kinds[one], kinds[other]) for one, other in pairs]:
-        normed, total, _ = launches.norm(x, residual, weight, eps=1e-5, offset=0.0, round_first=True)
-        expected, added = reference.add_rms_norm(x, residual, weight, 1e-5, 0.0, True)
+        normed, total, _ = norms.norm(x, residual, weight, eps=1e-5, offset=0.0, round_first=True)
+        expected, added = add_rms_norm.reference(x, residual, weight, 1e-5, 0.0, True)
         assert torch.equal(total, added)
         assert_close(normed, expected, dtype, 4)
 
@@ -71,8 +73,8 @@ def test_sums_are_rounded_before_they_are_normed_and_returned(dtype):
 def test_the_widest_and_the_narrowest_rows():
     for width in (2, 16384):
         x, weight = torch.randn(2, width), torch.randn(width)
-        found = launches.norm(x, None, weight, eps=1e-6, offset=0.0, round_first=False)[0]
-        assert_close(found, reference.rms_norm(x, weight, 1e-6, 0.0, False), torch.float32, 8)
+        found = norms.norm(x, None, weight, eps=1e-6, offset=0.0, round_first=False)[0]
+        assert_close(found, rms_norm.reference(x, weight, 1e-6, 0.0, False), torch.float32, 8)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -85,8 +87,8 @@ def test_gated_units(dtype, width):
         ("columns", "slice"),
         ("heads", "heads of a slice"),
     ):
-        found = launches.silu_and_mul(kinds[one], kinds[other])
-        expected = reference.silu_and_mul(kinds[one], kinds[other])
+        found = gated.silu_and_mul(kinds[one], kinds[other])
+        expected = silu_and_mul.reference(kinds[one], kinds[other])
         assert_close(found, expected, dtype, 4)
 
 
@@ -100,8 +102,8 @@ def test_rotations(dtype, width, kind):
     angles = torch.randn(1, 1, rows, width)
     cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
     for tensors in ([q, k], [k, q], [q]):
-        found = launches.rotate(tensors, cos, sin)
-        expected = reference.rotate(tensors, cos, sin)
+        found = rotations.rotate(tensors, cos, sin)
+        expected = rotary.reference(tensors, cos, sin)
         assert len(found) == len(expected)
         for ours, theirs, given in zip(found, expected, tensors, strict=True):
             assert_close(ours, theirs, dtype)
@@ -110,14 +112,17 @@ def test_rotations(dtype, width, kind):
 
 def test_rotations_of_rows_that_come_first_and_of_cosines_in_columns():
     x, cos = torch.randn(5, 3, 16), torch.randn(16, 5).t()[:, None]
-    assert_close(launches.rotate([x], cos, cos)[0], reference.rotate([x], cos, cos)[0], torch.float32)
+    assert_close(rotations.rotate([x], cos, cos)[0], rotary.reference([x], cos, cos)[0], torch.float32)
 
 
 def test_no_rows_are_no_launch():
     empty, weight = torch.empty(0, 16), torch.ones(16)
-    assert launches.norm(empty, None, weight, eps=1e-6, offset=0.0, round_first=False)[0].shape == (0, 16)
-    assert launches.silu_and_mul(empty, empty).shape == (0, 16)
-    assert launches.rotate([empty, empty], torch.ones(16), torch.ones(16))[0].shape == (0, 16)
+    assert norms.norm(empty, None, weight, eps=1e-6, offset=0.0, round_first=False)[0].shape == (
+        0,
+        16,
+    )
+    assert gated.silu_and_mul(empty, empty).shape == (0, 16)
+    assert rotations.rotate([empty, empty], torch.ones(16), torch.ones(16))[0].shape == (0, 16)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -128,11 +133,11 @@ def test_norms_in_float8(dtype, kind):
     cases = ((torch.tensor([0.01]), None, 1), (None, None, 2), (None, x * 0.5, 2), (None, x * 0.5, 3))
     for scale, residual, quant in cases:
         options = dict(quant=quant, scale=scale, least_peak=1e-10)
-        found, total, scales = launches.norm(
+        found, total, scales = norms.norm(
             x, residual, weight, eps=1e-6, offset=0.0, round_first=True, **options
         )
         summed = x if residual is None else x + residual
-        expected, wanted = reference.rms_norm_quant(
+        expected, wanted = add_rms_norm_quant.reference(
             summed, weight, 1e-6, 0.0, True, scale, 1e-10, 0.0, quant == 3
         )
         assert found.dtype is torch.float8_e4m3fn and found.stride() == torch.empty_like(x).stride()

@@ -86,6 +86,17 @@ pack = boundary_ops.define(
 shift = boundary_ops.define("toy_models::shift(Tensor(a!) x, Tensor(b!) out) -> ()", _shift)
 
 
+def _scatter_rows(index, values, out):
+    """Writes `values[i]` to row `index[i]` of `out`; other rows are left alone."""
+    log.rows.append(index.shape[0])
+    out[index] = values
+
+
+scatter_rows = boundary_ops.define(
+    "toy_models::scatter_rows(Tensor index, Tensor values, Tensor(a!) out) -> ()", _scatter_rows
+)
+
+
 class Block(nn.Module):
     """norm · qkv · mix · output projection, with a residual: two boundary-free halves around one op."""
 

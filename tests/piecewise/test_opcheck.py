@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map_only
 from boundary_ops import PagedKVCache, PrefillBatch, registered
 from boundary_ops.attention.attention import attn_inplace
 from boundary_ops.attention.captured import attn_captured
-from piecewise.passes import ops
+from piecewise.passes.fusions import add_rms_norm, add_rms_norm_quant, rms_norm, rotary, silu_and_mul
 from piecewise.passes.int8_matmul import int8_matmul
 from piecewise.tools.bench import host_overhead
 
@@ -60,7 +60,7 @@ def step():
     return slots, ints(0, LENS[0], TOKENS, TOKENS), ints(*LENS, 0), ints([0, 1], [2, 3], [0, 0])
 
 
-def rotary(make=floats):
+def rotated(make=floats):
     return [make(TOKENS, HEADS, DIM), make(TOKENS, KV_HEADS, DIM)], *torch.randn(2, TOKENS, 1, DIM)
 
 
@@ -74,24 +74,24 @@ def scores(pad):
 
 
 CASES = {
-    "rms_norm": (ops.rms_norm, norm),
-    "rms_norm of rows that lie apart": (ops.rms_norm, lambda: norm(strided)),
-    "rms_norm with a weight of another dtype": (ops.rms_norm, lambda: norm(dtype=torch.bfloat16)),
-    "add_rms_norm": (ops.add_rms_norm, lambda: summed(*norm())),
-    "rms_norm_quant per row": (ops.rms_norm_quant, lambda: quantised(norm())),
-    "rms_norm_quant by a scale": (ops.rms_norm_quant, lambda: quantised(norm(), torch.tensor(0.5))),
-    "add_rms_norm_quant per row": (ops.add_rms_norm_quant, lambda: quantised(summed(*norm()))),
+    "rms_norm": (rms_norm.op, norm),
+    "rms_norm of rows that lie apart": (rms_norm.op, lambda: norm(strided)),
+    "rms_norm with a weight of another dtype": (rms_norm.op, lambda: norm(dtype=torch.bfloat16)),
+    "add_rms_norm": (add_rms_norm.op, lambda: summed(*norm())),
+    "rms_norm_quant per row": (add_rms_norm_quant.op, lambda: quantised(norm())),
+    "rms_norm_quant by a scale": (add_rms_norm_quant.op, lambda: quantised(norm(), torch.tensor(0.5))),
+    "add_rms_norm_quant per row": (add_rms_norm_quant.sum_op, lambda: quantised(summed(*norm()))),
     "add_rms_norm_quant by a scale": (
-        ops.add_rms_norm_quant,
+        add_rms_norm_quant.sum_op,
         lambda: quantised(summed(*norm()), torch.tensor(0.5)),
     ),
-    "silu_and_mul": (ops.silu_and_mul, lambda: (floats(TOKENS, WIDTH), floats(TOKENS, WIDTH))),
+    "silu_and_mul": (silu_and_mul.op, lambda: (floats(TOKENS, WIDTH), floats(TOKENS, WIDTH))),
     "silu_and_mul of rows that lie apart": (
-        ops.silu_and_mul,
+        silu_and_mul.op,
         lambda: (strided(TOKENS, WIDTH), strided(TOKENS, WIDTH)),
     ),
-    "rotate": (ops.rotate, rotary),
-    "rotate of rows that lie apart": (ops.rotate, lambda: rotary(strided)),
+    "rotate": (rotary.op, rotated),
+    "rotate of rows that lie apart": (rotary.op, lambda: rotated(strided)),
     "attn_inplace": (attn_inplace.overload, lambda: (*layer(), DIM**-0.5)),
     "attn_inplace with all that a layer can ask for": (
         attn_inplace.overload,

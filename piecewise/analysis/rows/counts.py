@@ -19,12 +19,7 @@ Counts = NDArray[np.int64]
 
 
 class Size:
-    """A size at each count. Equal sizes of one `KnownSizes` are one object.
-
-    Attributes:
-        values: int64, one per count.
-        constant: the size where it is the same at all counts, else None.
-    """
+    """A size at each count; `constant` where it is one number. Equal ones of a `KnownSizes` are one."""
 
     __slots__ = ("constant", "values")
 
@@ -48,12 +43,7 @@ class Size:
 
 
 class KnownSizes:
-    """The sizes of one trace.
-
-    Args:
-        counts: the token counts for which the trace is valid, ascending, one or more.
-        symbol: of the token count.
-    """
+    """The sizes of one trace at the token counts for which it is valid, ascending, one or more."""
 
     def __init__(self, counts: Counts, symbol: sympy.Symbol, shape_env: torch_api.ShapeEnv | None) -> None:
         self.counts, self._symbol, self._shape_env = counts, symbol, shape_env

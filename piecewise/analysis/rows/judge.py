@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
@@ -10,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 
 from boundary_ops.declare.rows import declared_rows, is_shipped, token_dims
-from piecewise.analysis.rows import rules
+from piecewise.analysis.rows import rules, table
 from piecewise.analysis.rows.counts import KnownSizes, Size
 from piecewise.analysis.rows.layout import (
     Dim,
@@ -21,19 +22,7 @@ from piecewise.analysis.rows.layout import (
     prefixes_or_none,
     regrouped,
 )
-from piecewise.analysis.rows.table import (
-    BOUNDS,
-    RULES,
-    UNBOUNDED,
-    Bounds,
-    Claim,
-    OpOnRows,
-    Rows,
-    bounds_within,
-    check_static,
-    is_inexact,
-    lesser,
-)
+from piecewise.analysis.rows.table import UNBOUNDED, Bounds, Claim, OpOnRows, Rows, bounds_within, is_inexact
 from piecewise.ir.recording import AtenCall, Recording, Ref
 from piecewise.torch_api import SYMBOLIC
 
@@ -137,17 +126,19 @@ class _Judging:
     def _judge(self, noted: AtenCall) -> None:
         """Notes what an op makes, and what it leaves of what it writes."""
         call = self._call(noted)
-        outcome = self._outcome(noted, call)
-        is_kept = outcome.keeps_real and all(rows.is_real for rows in call.tensors())
+        claim = self._claim(noted, call)
+        is_kept = claim.keeps_real and all(rows.is_real for rows in call.tensors())
         why = "its sizes do not follow the token count alone"
         if self.in_graph:
             why = f"{noted.op._schema.name} over all tokens"
-        made = zip(noted.made, call.results, outcome.layouts, self._bounds(noted, call), strict=True)
+        made = zip(noted.made, call.results, claim.layouts, self._bounds(noted, call), strict=True)
         for position, (sizes, dtype), layout, bounds in made:
             if position in noted.writes:
                 self._write(position, layout, bounds, is_kept=is_kept)
                 continue
-            covers = self._covers(noted, position, outcome)
+            memory = self._tensors[position].memory
+            views = [self._at(other).covers for other in noted.reads if self._tensors[other].memory == memory]
+            covers = not views or (all(views) and claim.keeps_cover)
             is_real = _is_real(layout, is_kept or not self.in_graph)
             self._rows[position] = Rows(sizes, layout, dtype, is_real, covers, bounds, why)
 
@@ -163,7 +154,9 @@ class _Judging:
         if base.endswith("_") and not base.endswith("__") and not outs:
             base = base[:-1]
         full = f"{base}.{schema.overload_name}"
-        return OpOnRows(full if full in RULES or full in BOUNDS else base, arguments, results, self.known)
+        return OpOnRows(
+            full if full in table.RULES or full in table.BOUNDS else base, arguments, results, self.known
+        )
 
     def _resolved(self, value: Any) -> Any:
         if isinstance(value, Ref):
@@ -177,20 +170,21 @@ class _Judging:
             raise Mixes("it computes with a number that follows a size", code="token_count_as_value")
         return size.constant if isinstance(size, Size) and size.constant is not None else size
 
-    def _outcome(self, noted: AtenCall, call: OpOnRows) -> Claim:
+    def _claim(self, noted: AtenCall, call: OpOnRows) -> Claim:
         if not self.in_graph:
             return Claim([prefixes_or_none(sizes) for sizes, _ in call.results])
         try:
             found = self._ruled(noted, call)
-            outcome = found if isinstance(found, Claim) else Claim([found])
-            made = zip(outcome.layouts, (sizes for sizes, _ in call.results), strict=True)
-            if not all(layout is None or _is_of(layout, sizes) for layout, sizes in made):
-                raise Mixes("its sizes are others at some token counts", code="unknown_op")
+            claim = found if isinstance(found, Claim) else Claim([found])
+            for layout, (sizes, _) in zip(claim.layouts, call.results, strict=True):
+                is_whole = all(dim.factors or dim.size.constant is not None for dim in layout or ())
+                if layout is not None and not (is_whole and tuple(dim.size for dim in layout) == sizes):
+                    raise Mixes("its sizes are others at some token counts", code="unknown_op")
         except Mixes as mixes:
             code, detail = mixes.refusal
             raise Mixes(f"{noted.op._schema.name}: {detail}", code=code) from None
-        self.largest = lesser(self.largest, call.largest)
-        return outcome
+        self.largest = table.lesser(self.largest, call.largest)
+        return claim
 
     def _ruled(self, noted: AtenCall, call: OpOnRows) -> Claim | Layout:
         """What the op's rule says, or its declaration."""
@@ -205,7 +199,7 @@ class _Judging:
         if is_torchs and call.name not in _REACHING and not values and are_fixed:
             if all(rows.is_settled for rows in call.tensors()):
                 return Claim([tuple(map(Dim, sizes)) for sizes, _ in call.results])
-        entry = _entry(RULES, call.name) if noted.op.namespace == "aten" else None
+        entry = _entry(table.RULES, call.name) if noted.op.namespace == "aten" else None
         if not values <= (entry.sizes if entry is not None else frozenset()):
             raise Mixes("it computes with the token count", code="token_count_as_value")
         if entry is None and is_torchs:
@@ -216,11 +210,6 @@ class _Judging:
             raise
         except Exception as error:  # a form of the op that the rule was not written for
             raise Mixes(f"its rule fails: {type(error).__name__}: {error}", code="unknown_op") from error
-
-    def _covers(self, noted: AtenCall, position: int, outcome: Claim) -> bool:
-        memory = self._tensors[position].memory
-        viewed = [self._at(other).covers for other in noted.reads if self._tensors[other].memory == memory]
-        return not viewed or (all(viewed) and outcome.keeps_cover)
 
     def _write(self, position: int, layout: Layout | None, bounds: Bounds, *, is_kept: bool) -> None:
         before, memory = self._at(position), self._tensors[position].memory
@@ -238,16 +227,13 @@ class _Judging:
 
     def _bounds(self, noted: AtenCall, call: OpOnRows) -> list[Bounds]:
         """Of each result; unknown where nobody bounds the op's integers."""
-        if all(is_inexact(dtype) for _, dtype in call.results):
-            return [UNBOUNDED] * len(call.results)
-        function = _entry(BOUNDS, call.name) if noted.op.namespace == "aten" else None
+        is_known = all(self._sizes[at] is not None for at in (*noted.reads, *noted.made))
         is_out = any(argument.is_out for argument in noted.op._schema.arguments)
-        if is_out or any(self._sizes[at] is None for at in (*noted.reads, *noted.made)):
-            function = None
-        try:
-            found = function(call) if function is not None else UNBOUNDED
-        except Exception:  # a form of the op that was not thought of
-            found = UNBOUNDED
+        function = _entry(table.BOUNDS, call.name) if noted.op.namespace == "aten" else None
+        found: Any = UNBOUNDED
+        if function is not None and is_known and not (is_out or all(is_inexact(d) for _, d in call.results)):
+            with contextlib.suppress(Exception):  # a form of the op that was not thought of
+                found = function(call)
         each = [found] * len(call.results) if isinstance(found, Bounds) else found
         types = {rows.dtype for rows in call.tensors()}
         return [
@@ -257,9 +243,8 @@ class _Judging:
         ]
 
 
-def _entry(table: Mapping[str, _Found], name: str) -> _Found | None:
-    found = table.get(name)
-    return found if found is not None else table.get(name.partition(".")[0])
+def _entry(entries: Mapping[str, _Found], name: str) -> _Found | None:
+    return entries.get(name, entries.get(name.partition(".")[0]))
 
 
 def _is_real(layout: Layout | None, is_kept: bool) -> bool:
@@ -267,11 +252,6 @@ def _is_real(layout: Layout | None, is_kept: bool) -> bool:
     if layout is None:
         return is_kept
     return is_static(layout) or (is_kept and all(f.values.min() > 0 for dim in layout for f in dim.factors))
-
-
-def _is_of(layout: Layout, sizes: Sequence[Size]) -> bool:
-    is_whole = all(not dim.is_static or dim.size.constant is not None for dim in layout)
-    return is_whole and tuple(dim.size for dim in layout) == tuple(sizes)
 
 
 def _holds_count(value: Any) -> bool:
@@ -298,7 +278,7 @@ def _declared(op: Any, call: OpOnRows) -> Claim:
                 raise Mixes(f"padded rows of '{name}' may hold an index that is out of range")
             dims = token_dims(found.token_args.get(name), len(rows.layout))
             others = [dim for dim in range(len(rows.layout)) if dim not in dims]
-            check_static(rows.layout, others, f"'{name}' grows")
+            table.check_static(rows.layout, others, f"'{name}' grows")
             one = call.known.constant(1)
             size = functools.reduce(call.known.product, [rows.sizes[dim] for dim in dims], one)
             if size.constant != 1:

@@ -23,8 +23,7 @@ class MixReason(NamedTuple):
 
 
 class Mixes(Exception):
-    """No layout can be given: padding may reach real rows. A traceback holds the tensors of all frames, so
-    `refusal` is what is kept."""
+    """No layout can be given: padding may reach real rows. `refusal` is kept; tracebacks hold tensors."""
 
     def __init__(self, detail: str, *, code: str = "mixes_tokens") -> None:
         super().__init__(detail)
@@ -58,11 +57,7 @@ Layout = tuple[Dim, ...]
 
 
 def prefix(size: Size) -> Dim:
-    """The layout of a dim whose real elements are the leading ones.
-
-    Raises:
-        Mixes: the size falls as the count grows.
-    """
+    """The layout of a dim whose real elements lead; raises `Mixes` where the size ever falls."""
     if size.constant is not None:
         return Dim(size)
     if size.falls:
@@ -99,10 +94,7 @@ def are_whole_rows(written: Layout | None, other: Layout | None) -> bool:
 
 def met(dims: Sequence[Dim], size: Size) -> Dim:
     """The layout of a dim that is made of equal ones, element by element; those of size 1 are broadcast.
-
-    Raises:
-        Mixes: they differ.
-    """
+    Raises `Mixes` where they differ."""
     found: Dim | None = None
     for dim in dims:
         if dim.size is not size:
@@ -125,11 +117,8 @@ def broadcast(layouts: Iterable[Layout], sizes: Sequence[Size]) -> Layout:
 
 
 def regrouped(layout: Layout, sizes: Sequence[Size], known: KnownSizes) -> Layout:
-    """The layout of the same elements in the shape `sizes`, as `view` and `reshape` give it.
-
-    Raises:
-        Mixes: a new dim would hold rows in another order, or parts of them.
-    """
+    """The layout of the same elements in the shape `sizes`, as `view` and `reshape` give it. Raises `Mixes`
+    where a new dim would hold rows in another order, or parts of them."""
     made: list[Dim] = []
     old = new = 0
     one = known.constant(1)
@@ -148,11 +137,8 @@ def regrouped(layout: Layout, sizes: Sequence[Size], known: KnownSizes) -> Layou
 
 
 def _cut(dims: Layout, sizes: Sequence[Size], known: KnownSizes) -> list[Dim]:
-    """Dims of these sizes that hold the elements of `dims`, of which there are as many.
-
-    The elements are counted through what is static in front, then through factors, each with what is static
-    behind it; a new dim takes what it can from the front of that row.
-    """
+    """Dims of these sizes for the elements of `dims`, which are counted through what is static in front, then
+    through factors, each with what is static behind it; a new dim takes what it can from the front."""
     wide = [dim for dim in dims if dim.size.constant != 1]
     if len(wide) == 1 and sum(size.constant != 1 for size in sizes) == 1:
         return [wide[0] if size.constant != 1 else Dim(size) for size in sizes]

@@ -12,6 +12,7 @@ bounds tell:
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -25,11 +26,8 @@ _LARGEST = 1 << 31
 
 
 class Bounds(NamedTuple):
-    """The least and the largest integer of a tensor; None where that is not known.
-
-    Attributes:
-        permutes: whether the real ones are 0, 1, 2 ... in some order.
-    """
+    """The least and the largest integer of a tensor, None where that is not known; `permutes` where the real
+    ones are 0, 1, 2 ... in some order."""
 
     low: Size | None = None
     high: Size | None = None
@@ -142,7 +140,7 @@ class OpOnRows:
 
 def lesser(limit: int | None, other: int | None) -> int | None:
     """The smaller of two limits, None for none."""
-    return min((each for each in (limit, other) if each is not None), default=None)
+    return min(filter(None, (limit, other)), default=None)
 
 
 Rule = Callable[[OpOnRows], "Claim | Layout"]
@@ -162,24 +160,23 @@ RULES: dict[str, Entry] = {}
 BOUNDS: dict[str, BoundsRule] = {}
 
 
-def rule(names: str, *, sizes: str = "") -> Callable[[_AnyRule], _AnyRule]:
-    """Enters a rule for aten ops, or overloads of them, by their names."""
+def rule(names: str, *, sizes: str = "", of_bounds: bool = False) -> Callable[[_AnyRule], _AnyRule]:
+    """Enters a rule for aten ops, or overloads of them, by their names: of where rows lie, or `of_bounds` of
+    the integers that the ops make."""
 
     def enter(function: _AnyRule) -> _AnyRule:
-        RULES.update(dict.fromkeys(names.split(), Entry(function, frozenset(sizes.split()))))
+        entry = Entry(function, frozenset(sizes.split()))
+        for name in names.split():
+            if of_bounds:
+                BOUNDS[name] = function
+            else:
+                RULES[name] = entry
         return function
 
     return enter
 
 
-def bounds(names: str) -> Callable[[_AnyRule], _AnyRule]:
-    """Enters bounds of the integers that aten ops, or overloads of them, make."""
-
-    def enter(function: _AnyRule) -> _AnyRule:
-        BOUNDS.update(dict.fromkeys(names.split(), function))
-        return function
-
-    return enter
+bounds = functools.partial(rule, of_bounds=True)
 
 
 def check_static(layout: Layout, dims: Sequence[int], what: str) -> None:

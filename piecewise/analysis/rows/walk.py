@@ -1,6 +1,6 @@
 """Follows the rows of each value of a traced graph from the inputs on, as it is decided what runs where.
 
-Nodes are told one by one, in order, what they run as: `in_graph` (which may refuse), `eager` or `boundary`.
+Nodes come one by one, in order, as what they run as: `in_graph` (which may refuse), `eager` or `boundary`.
 What a write does to other views of the same memory is noted as it happens.
 """
 
@@ -26,11 +26,7 @@ _Place = tuple[fx.Node, int]
 
 
 class RowsWalk:
-    """One walk over one graph.
-
-    Attributes:
-        largest: the largest row count for which all indices are in range; None for any.
-    """
+    """One walk over one graph; `largest` is the largest row count with all indices in range, None for any."""
 
     def __init__(self, judge: Judge, facts: Mapping[fx.Node, NodeFacts]) -> None:
         self._judge, self._facts = judge, facts

@@ -23,7 +23,7 @@ from torch import fx
 
 from piecewise import torch_api
 from piecewise.errors.trace import ResultSubclass, SubclassOp
-from piecewise.ir.nodes import autocast_of, call_on_fakes
+from piecewise.ir.nodes import autocast_of, call_on_fakes, whereabouts
 from piecewise.ir.tensors import storage_of, tensors_in
 from piecewise.passes.int8_matmul import int8_matmul
 from piecewise.trace.layers.graph_copy import copy_calls
@@ -49,18 +49,16 @@ class Inner:
     keys: tuple[str, ...]
 
 
-def see_through(graph: fx.GraphModule, describe: Callable[[fx.Node], str]) -> dict[int, Wrapped]:
+def see_through(graph: fx.GraphModule) -> dict[int, Wrapped]:
     """Rewrites the graph, in place, to one of plain tensors; a placeholder of a subclass becomes one for each
     tensor inside, with an `Inner` in ``meta["inner"]``.
 
-    Args:
-        describe: where a node is in the user's code.
     Returns:
         The outputs that are subclasses, by position; their tensors are outputs behind all others.
     Raises:
         TraceError: a class or what it does cannot be seen through.
     """
-    rewrite = _Rewrite(graph, describe)
+    rewrite = _Rewrite(graph)
     rewrite.run()
     return rewrite.wrapped
 
@@ -83,8 +81,8 @@ class _Below:
 
 
 class _Rewrite:
-    def __init__(self, graph: fx.GraphModule, describe: Callable[[fx.Node], str]) -> None:
-        self.module, self.graph, self.describe = graph, graph.graph, describe
+    def __init__(self, graph: fx.GraphModule) -> None:
+        self.module, self.graph = graph, graph.graph
         fakes = [node.meta.get("example_value") for node in self.graph.nodes]
         self.fake_mode = torch_api.fake_mode_of([*fakes, *plain_tensors(fakes)])
         self.wrapped: dict[int, Wrapped] = {}
@@ -123,7 +121,7 @@ class _Rewrite:
             inner.meta = {"example_value": fake, "inner": Inner(node, keys)}
             self._note(fake, inner)
             return
-        refuse_class(f"{self.describe(node)}", fake)
+        refuse_class(whereabouts(node), fake)
         self.values[node] = node.meta["example_value"]
         for name in fake.__tensor_flatten__()[0]:
             self._open(node, (*keys, name), getattr(fake, name))
@@ -160,7 +158,7 @@ class _Rewrite:
 
     def _record(self, node: fx.Node, make: Make, leaves: Sequence[Any]) -> _Below:
         results: list[_Apart] = []
-        what = f"'{node.name}'" + (f" ({where})" if (where := self.describe(node)) else "")
+        what = f"'{node.name}'" + (f" ({where})" if (where := whereabouts(node)) else "")
 
         def program(*given: Any) -> tuple[Any, ...]:
             args, kwargs = make(given)
@@ -200,13 +198,9 @@ class _Rewrite:
         devices = _autocast_devices(node, self._taken_by(node))
         meta["autocast"] = tuple((kind, None, False, False) for kind in devices)
         fakes = copy_calls(
-            below.graph,
-            values,
-            node,
-            like=below.fakes,
-            fake_mode=self.fake_mode,
-            meta_of=lambda _: dict(meta),
-        )
+            below.graph, values, node,
+            like=below.fakes, fake_mode=self.fake_mode, meta_of=lambda _: dict(meta),
+        )  # fmt: skip
         below.fakes = below.fakes or fakes
         outputs: Any = below.graph.output_node().args[0]
         results = []

@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from toy_models import HIDDEN, Toy, check_sizes, compare, kinds, make_ids, mix, reasons
 
 import piecewise
-from piecewise import CaptureError, TokenDimError, TraceError
+from piecewise import CaptureError, TraceError
+from piecewise.errors.analysis import FixedTokenCount
 
 EAGER_ONE = "gbgeg"
 
@@ -291,7 +292,7 @@ def test_I3_the_logarithm_of_the_count_through_a_tensor():
 )
 def test_I10_a_count_that_the_model_fixes_is_an_error_that_names_the_line(head):
     graphed = piecewise.compile(toy(head), buckets=(8,), progress=False)
-    with pytest.raises(TokenDimError, match="test_token_mixing.py") as error:
+    with pytest.raises(FixedTokenCount, match="test_token_mixing.py") as error:
         graphed.capture(make_ids(5), torch.arange(5))
     assert "token count" in str(error.value) and "Fix:" in str(error.value)
 

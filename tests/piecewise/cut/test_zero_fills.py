@@ -13,44 +13,15 @@ from collections import Counter
 import pytest
 import torch
 import torch.nn.functional as F
-from inspection import inspect
+from inspection import ops_in_graphs
 from paged_models import Paged, capture, kinds, new_cache, serve_step
-from test_rows import scatter_rows
-from torch.utils._python_dispatch import TorchDispatchMode
-from toy_models import HIDDEN, Toy, check_sizes, compare, make_ids, mix, reasons
+from toy_models import HIDDEN, Toy, check_sizes, compare, make_ids, mix, reasons, scatter_rows
 
 import boundary_ops
 import piecewise
 from boundary_ops.declare.rows import _declared
 
 BUCKETS = (8, 16)
-
-
-class _Ops(TorchDispatchMode):
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.names.append(func._schema.name)
-        return func(*args, **(kwargs or {}))
-
-
-def ops_in_graphs(graphed, rows=8):
-    """The ops that the functions of the graph segments run."""
-    plan = inspect(graphed).plan
-    ops = _Ops()
-    for segment in plan.graph_segments():
-        values = [plan.values[index] for index in segment.inputs]
-        inputs = [
-            value.state.get()
-            if value.state is not None
-            else torch.empty_strided(value.sizes(rows), value.strides(rows), dtype=value.dtype).fill_(0)
-            for value in values
-        ]
-        with torch.no_grad(), ops:
-            segment.function(rows, *inputs)
-    return ops.names
 
 
 FILLS = ("aten::zeros", "aten::zeros_like", "aten::new_zeros", "aten::zero_")

@@ -8,7 +8,7 @@ import pytest
 import torch
 from aten_segments import ROWS, segment_of
 from inspection import inspect
-from test_lowering import captured, check
+from lowered_models import captured, check
 from toy_models import Toy, make_ids
 
 import piecewise

@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 from inspection import inspect
+from lowered_models import captured, check
 from torch import nn
-from toy_models import HIDDEN, Toy, compare, make_ids, mix, op_poison, poison_copies, shift
+from toy_models import HIDDEN, Toy, make_ids, mix, shift
 
 import piecewise
 from piecewise import torch_api
@@ -40,31 +41,6 @@ def compiles(monkeypatch):
 
     monkeypatch.setattr(torch_api, "compile_aten_graph", pretended)
     return asked
-
-
-def captured(model, *, buckets=(4, 8, 16), arguments=None, **config):
-    arguments = arguments or (lambda n: (make_ids(n), torch.arange(n)))
-    graphed = piecewise.compile(model, buckets=buckets, progress=False, **{"lowering": "inductor", **config})
-    report = graphed.capture(*arguments(5))
-    assert report.ok, report
-    return graphed, report
-
-
-def check(model, *, sizes=(1, 3, 4, 7, 8, 11, 16), arguments=None, strides=True, **config):
-    """Results, state and inputs of graphed and eager calls agree to rounding, with poisoned padding too."""
-    arguments = arguments or (lambda n: (make_ids(n), torch.arange(n)))
-    graphed, report = captured(model, arguments=arguments, **config)
-    with torch.no_grad():
-        for value in (None, float("nan"), 1e4):
-            if value is not None:
-                poison_copies(graphed, value)
-            with op_poison(value):
-                for n in sizes:
-                    got, want = compare(graphed, model, arguments(n), exact=False, where=f"{n}, {value}")
-                    if strides and isinstance(want, torch.Tensor):
-                        assert got.stride() == want.stride()
-    assert graphed.stats.eager_calls == 0, graphed.stats
-    return graphed, report.lowerings[0]
 
 
 def num_steps(graphed, bucket):

@@ -13,13 +13,13 @@ from xml.etree import ElementTree
 import pytest
 import torch
 from aten_segments import ROWS, Rewritten
+from norms import DTYPES, NORMS, WIDTH, plain, rows
 from torch.nn import functional as F
 
-from piecewise.passes import reference
+from piecewise.passes.fusions import add_rms_norm, rms_norm, rotary, silu_and_mul
 from piecewise.settings.fusions import PASS_NAMES
 
 INTERPRETED = Path(__file__).resolve().parents[3] / "tests" / "models" / "interpreted_fused_kernels.py"
-WIDTH, DTYPES = 16, [torch.float32, torch.float16, torch.bfloat16]
 FUSED = PASS_NAMES[2:]
 
 
@@ -49,40 +49,6 @@ def test_program(outcomes, name):
 
 
 # --- formulations
-
-
-def llama(x, weight):
-    wide = x.to(torch.float32)
-    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
-    return weight * wide.to(x.dtype)
-
-
-def gemma(x, weight):
-    wide = x.float()
-    normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
-    return (normed * (1.0 + weight.float())).type_as(x)
-
-
-def olmo(x, weight):
-    wide = x.to(torch.float32)
-    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
-    return (weight * wide).to(x.dtype)
-
-
-def by_hand(x, weight):
-    wide = x.float()
-    return (torch.rsqrt((wide * wide).mean(-1, keepdim=True) + 1e-6) * wide * weight.float()).to(x.dtype)
-
-
-def plain(x, weight):
-    return F.rms_norm(x, (WIDTH,), weight, 1e-6)
-
-
-NORMS = [llama, gemma, olmo, by_hand, plain]
-
-
-def rows(*sizes, dtype=torch.float32):
-    return torch.randn(ROWS, *sizes).to(dtype)
 
 
 def assert_same(rewritten, tensors):
@@ -293,7 +259,7 @@ def test_the_reference_gives_what_its_fake_promises():
     for x in (heads, sliced, torch.randn(5, 8)):
         like = torch.empty_like(x).stride()
         weight = torch.ones(8)
-        results = [reference.rms_norm(x, weight, 1e-6, 0.0, True), reference.silu_and_mul(x, x)]
-        results += [*reference.add_rms_norm(x, x, weight, 1e-6, 1.0, False)]
-        results += reference.rotate([x], weight, weight)
+        results = [rms_norm.reference(x, weight, 1e-6, 0.0, True), silu_and_mul.reference(x, x)]
+        results += [*add_rms_norm.reference(x, x, weight, 1e-6, 1.0, False)]
+        results += rotary.reference([x], weight, weight)
         assert all(result.stride() == like for result in results)

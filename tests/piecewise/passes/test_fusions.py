@@ -7,12 +7,11 @@ import io
 
 import pytest
 import torch
+from plain_decoder import Plain, matches, packs
 from torch import nn
-from torch.nn import functional as F
-from toy_models import HIDDEN, VOCAB, Block, Toy, check_sizes, kinds, make_ids, mix, state_of
+from toy_models import HIDDEN, Block, Toy, check_sizes, kinds, make_ids, state_of
 
 import piecewise
-from piecewise.passes.packed_weights import are_packed
 from piecewise.settings.fusions import PASS_NAMES
 from piecewise.torch_backend import piecewise_backend
 from runners.errors import ConfigError
@@ -21,49 +20,9 @@ from runners.stats import FallbackReason
 CLOSE = dict(rtol=2e-5, atol=2e-5)
 
 
-class Layer(nn.Module):
-    """A plain decoder layer: norm, q/k/v with or without biases, `mix`, output; norm, gated MLP."""
-
-    def __init__(self, bias=False):
-        super().__init__()
-        self.norm, self.norm2 = nn.RMSNorm(HIDDEN, eps=1e-6), nn.RMSNorm(HIDDEN, eps=1e-6)
-        self.q, self.k, self.v = (nn.Linear(HIDDEN, HIDDEN, bias=bias) for _ in range(3))
-        self.o = nn.Linear(HIDDEN, HIDDEN, bias=bias)
-        self.gate, self.up = (nn.Linear(HIDDEN, 3 * HIDDEN, bias=bias) for _ in range(2))
-        self.down = nn.Linear(3 * HIDDEN, HIDDEN, bias=bias)
-        self.cache = torch.zeros(64, HIDDEN)
-
-    def forward(self, x):
-        y = self.norm(x)
-        q, k, v = self.q(y), self.k(y), self.v(y)
-        out = torch.empty_like(q)
-        mix(q, k, v, out, self.cache)
-        x = x + self.o(out)
-        y = self.norm2(x)
-        return x + self.down(F.silu(self.gate(y)) * self.up(y))
-
-
-class Plain(nn.Module):
-    def __init__(self, num_layers=2, bias=False):
-        super().__init__()
-        self.embedding = nn.Embedding(VOCAB, HIDDEN)
-        self.layers = nn.ModuleList([Layer(bias) for _ in range(num_layers)])
-        self.norm, self.head = nn.RMSNorm(HIDDEN, eps=1e-6), nn.Linear(HIDDEN, VOCAB, bias=False)
-
-    def forward(self, ids):
-        x = self.embedding(ids)
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(self.norm(x))
-
-
 def graphed(model, *fusions, **settings):
     made = piecewise.compile(model, buckets=(8, 16), progress=False, fusions=fusions, **settings)
     return made, made.capture(make_ids(5))
-
-
-def matches(report):
-    return dict(report.fusions.matches)
 
 
 def replayed(graphed, ids):
@@ -77,14 +36,6 @@ def replayed(graphed, ids):
 def eagerly(model, ids):
     with torch.no_grad():
         return model(ids)
-
-
-def packs(model):
-    return [
-        are_packed([getattr(layer, name).weight for name in names])
-        for layer in model.layers
-        for names in (("q", "k", "v"), ("gate", "up"))
-    ]
 
 
 # --- settings and reports

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from aten_segments import Rewritten
-from test_fused_ops import DTYPES, NORMS, WIDTH, llama, rows
+from norms import DTYPES, NORMS, WIDTH, llama, rows
 
 FLOAT8, LARGEST = torch.float8_e4m3fn, 448.0
 

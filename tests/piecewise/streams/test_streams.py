@@ -7,10 +7,10 @@ import json
 import paged_models
 import pytest
 import torch
+from branched_models import Experts, Gated, Reads, Writes, with_head
 from inspection import inspect
-from test_fusions import Plain
+from plain_decoder import Plain
 from torch import nn
-from torch.nn import functional as F
 from toy_models import HIDDEN, Toy, check_sizes, make_ids
 
 import piecewise
@@ -86,57 +86,12 @@ def test_one_stream_is_the_default_and_looks_at_nothing(forks):
     assert made.explain(make_ids(5)).streams is None
 
 
-class Experts(nn.Module):
-    """A shared expert beside the routed ones, which are all computed and weighted."""
-
-    def __init__(self, num_experts=3):
-        super().__init__()
-        self.router = nn.Linear(HIDDEN, num_experts, bias=False)
-        self.routed = nn.Parameter(torch.randn(num_experts, HIDDEN, HIDDEN) / HIDDEN)
-        self.up, self.down = nn.Linear(HIDDEN, 2 * HIDDEN), nn.Linear(2 * HIDDEN, HIDDEN)
-
-    def forward(self, model, x):
-        weights = torch.softmax(self.router(x), -1)
-        routed = torch.einsum("nh,ehk->nek", x, self.routed)
-        return x + (routed * weights.unsqueeze(-1)).sum(1) + self.down(F.gelu(self.up(x)))
-
-
 def test_a_shared_expert_runs_beside_the_routed_ones():
     model = Toy(num_blocks=1)
     model.experts = Experts()
     model.head = model.experts.forward
     found = check(model)
     assert found[-1].branches == (3,), "router, routed experts, shared expert"
-
-
-class Writes(nn.Module):
-    """One branch writes in place what the other one has to read before."""
-
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = nn.Linear(HIDDEN, HIDDEN), nn.Linear(HIDDEN, HIDDEN)
-
-    def forward(self, model, x):
-        y = x * 2
-        first, second = self.a(y), self.b(y)
-        y.copy_(second)
-        return first * y
-
-
-class Reads(Writes):
-    """One branch reads, in memory that no edge of the graph leads to, what the other one has written."""
-
-    def forward(self, model, x):
-        y = x * 2
-        y.view(-1).copy_(self.a(x).view(-1))
-        return self.b(x) * y
-
-
-def with_head(kind):
-    model = Toy(num_blocks=1)
-    model.part = kind()
-    model.head = model.part.forward
-    return model
 
 
 @pytest.mark.parametrize("kind", [Writes, Reads])
@@ -176,15 +131,6 @@ def test_the_same_weights_written_in_place_serve():
         replays = made.stats.replays
         assert torch.equal(made(make_ids(16)), model(make_ids(16)))
     assert made.stats.replays == replays + 1
-
-
-class Gated(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.gate, self.up = (nn.Linear(paged_models.HIDDEN, paged_models.HIDDEN) for _ in range(2))
-
-    def forward(self, x):
-        return x + F.silu(self.gate(x)) * self.up(x)
 
 
 def test_branches_between_captured_boundary_ops():

@@ -695,3 +695,15 @@ def test_which_classes_say_what_is_inside():
     assert [torch_api.has_torch_function(each) for each in (plain, parameter, two)] == [False] * 3
     assert torch_api.has_torch_function(plain.as_subclass(Kin))
     assert not torch_api.has_own_torch_function(plain.as_subclass(Kin))
+
+
+def test_einsums_are_chosen_again_after_the_last_of_several_blocks():
+    settings = torch.backends.opt_einsum
+    before = settings.enabled
+    first, second = torch_api.einsums_from_the_left(), torch_api.einsums_from_the_left()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert not settings.enabled
+    second.__exit__(None, None, None)
+    assert settings.enabled == before

@@ -11,6 +11,7 @@ from state_models import HIDDEN, Model, Mood, attend, calls, graph, new_model, s
 from torch import nn
 
 import piecewise
+from piecewise.errors.analysis import FixedTokenCount, NoBoundaryOp, SeveralDims
 
 COUNT = 0
 LOG = []
@@ -158,7 +159,7 @@ def test_I10_a_graph_break_names_the_line(part):
 @pytest.mark.parametrize("part", FIXES, ids=lambda part: part.__name__)
 def test_I10_a_token_count_that_forward_fixes_names_the_input_and_the_line(part):
     graphed = graph(new_model(before=part), captured=False)
-    with pytest.raises(piecewise.TokenDimError) as caught:
+    with pytest.raises(FixedTokenCount) as caught:
         graphed.capture(tokens(7))
     line = part.__code__.co_firstlineno + 1
     assert_four_lines(caught.value, "ids [7]", "test_trace_errors.py", f"line {line}", f"in {part.__name__}")
@@ -167,7 +168,7 @@ def test_I10_a_token_count_that_forward_fixes_names_the_input_and_the_line(part)
 @pytest.mark.parametrize("num_tokens", [0, 1])
 def test_I10_an_example_of_too_few_tokens(num_tokens):
     graphed = graph(new_model(), captured=False)
-    with pytest.raises(piecewise.TokenDimError) as caught:
+    with pytest.raises(FixedTokenCount) as caught:
         graphed.capture(tokens(num_tokens))
     assert_four_lines(caught.value, f"ids [{num_tokens}]", "state_models::attend", "two or more tokens")
 
@@ -229,16 +230,16 @@ REFUSED = [
     (
         NoOp,
         (torch.zeros(7, HIDDEN),),
-        piecewise.TokenDimError,
+        NoBoundaryOp,
         ("no boundary op", "boundary_ops.define", "attach"),
     ),
     (
         OnInputs,
         (torch.zeros(7, HIDDEN),),
-        piecewise.TokenDimError,
+        SeveralDims,
         ("state_models::attend", "test_trace_errors.py", "x [", "token_args"),
     ),
-    (Flattens, (tokens(6).view(2, 3),), piecewise.TokenDimError, ("ids [", "packed to [1, n]")),
+    (Flattens, (tokens(6).view(2, 3),), SeveralDims, ("ids [", "packed to [1, n]")),
     (Collects, (tokens(7),), piecewise.TraceError, ("Collection", "pytree")),
     (
         Model,

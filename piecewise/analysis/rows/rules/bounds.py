@@ -23,7 +23,7 @@ def _of(call: OpOnRows, value: Any) -> Bounds:
     found, own = UNBOUNDED, None
     if isinstance(value, Rows):
         found, own = value.bounds._replace(permutes=False), value.dtype
-    elif isinstance(value, (int, Size)):
+    elif isinstance(value, (int, Size)) or isinstance(value, float) and value.is_integer():
         found = Bounds(call.size(value), call.size(value))
     # Numbers, and tensors without dims, are cast to the type of the others, which may be a narrow one.
     for dtype in {rows.dtype for rows in call.tensors()} - {own, torch.bool}:
@@ -97,6 +97,7 @@ _SIMPLE: dict[str, Any] = {
     "view.dtype": lambda call: UNBOUNDED,
     "cat stack": lambda call: _united(call, *(rows.bounds for rows in call.tensors())),
     "where": lambda call: _united(call, *_pair(call)),
+    "masked_fill constant_pad_nd": lambda call: _united(call, call["self"].bounds, _of(call, call["value"])),
     "tril triu": lambda call: _united(call, call["self"].bounds, _of(call, 0)),
     "maximum": lambda call: _corners(call, np.maximum, *_pair(call)),
     "minimum": lambda call: _corners(call, np.minimum, *_pair(call)),
@@ -124,13 +125,6 @@ def chosen(call: OpOnRows) -> Bounds:
     rows: Rows = call["src"] if call.name == "copy" else call["self"]
     keeps = call.name in _KEEPING.split() and call.sizes == rows.sizes
     return rows.bounds._replace(permutes=rows.bounds.permutes and keeps)
-
-
-@bounds("masked_fill constant_pad_nd")
-def filled(call: OpOnRows) -> Bounds:
-    value = call["value"]
-    whole = int(value) if isinstance(value, float) and value.is_integer() else value
-    return _united(call, call["self"].bounds, _of(call, whole))
 
 
 @bounds("arange")
@@ -174,23 +168,17 @@ def mirrored(call: OpOnRows) -> Bounds:
     return _made(call, 0.0 * low, np.maximum(-low, high))
 
 
-@bounds("floor_divide div __rshift__ bitwise_right_shift")
+@bounds("floor_divide div __rshift__ bitwise_right_shift remainder fmod")
 def divided(call: OpOnRows) -> Bounds:
     bound, by = _pair(call)
     divisor = _constant(by)
-    if divisor is None or divisor < 0 or call["rounding_mode"] == "trunc" and not _is_natural(bound):
+    truncates = call["rounding_mode"] == "trunc" or call.name == "fmod"
+    if divisor is None or divisor < 0 or truncates and not _is_natural(bound):
         return UNBOUNDED
     divisor = 1 << min(divisor, 62) if "shift" in call.name else divisor
+    if divisor and call.name in ("remainder", "fmod"):
+        return _below(call, call.known.constant(divisor))
     return _corners(call, lambda end: np.floor(end / divisor), bound) if divisor else UNBOUNDED
-
-
-@bounds("remainder fmod")
-def remainder(call: OpOnRows) -> Bounds:
-    bound, by = _pair(call)
-    divisor = _constant(by)
-    if not divisor or divisor < 0 or call.name == "fmod" and not _is_natural(bound):
-        return UNBOUNDED
-    return _below(call, call.known.constant(divisor))
 
 
 @bounds("bitwise_and")

@@ -30,20 +30,15 @@ def _check_index(call: OpOnRows, index: Rows, dim: Dim, *, wraps: bool = False) 
         raise Mixes(f"padded rows may {may}")
 
 
-@rule("embedding")
-def embedded(call: OpOnRows) -> Layout:
-    table, index = call.layout("weight"), call["indices"]
-    _check_index(call, index, table[0])
-    return (*(index.layout or ()), *table[1:])
-
-
-@rule("index")
+@rule("embedding index")
 def indexed(call: OpOnRows) -> Layout:
-    layout = call.layout()
-    for index, dim in zip(call["indices"], layout, strict=False):
+    wraps = call.name == "index"
+    layout, indices = call.layout("self" if wraps else "weight"), call["indices"]
+    indices = indices if wraps else [indices]
+    for index, dim in zip(indices, layout, strict=False):
         if index is not None:
-            _check_index(call, index, dim, wraps=True)
-    return _looked_up(layout, call["indices"])
+            _check_index(call, index, dim, wraps=wraps)
+    return _looked_up(layout, indices)
 
 
 def _looked_up(layout: Layout, indices: Sequence[Rows | None]) -> Layout:
@@ -148,10 +143,8 @@ def put_along(call: OpOnRows) -> Claim:
 
 
 def _check_places(call: OpOnRows, indices: Sequence[Rows | None]) -> bool:
-    """That the same places are written in all buckets, and of rows real ones alone.
-
-    Returns: whether padded rows stay real.
-    """
+    """Checks that the same places are written in all buckets, and of rows real ones alone; tells whether
+    padded rows stay real."""
     named = [(index, dim) for index, dim in zip(indices, call.layout(), strict=False) if index is not None]
     for index, dim in named:
         if not index.is_settled:

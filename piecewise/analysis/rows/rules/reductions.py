@@ -62,7 +62,7 @@ def along(call: OpOnRows) -> Claim:
 
 @rule("native_layer_norm _fused_rms_norm")
 def normed_in_rows(call: OpOnRows) -> Claim:
-    """Over dims that it is told as numbers, and so of fixed size."""
+    """Over dims that numbers name, and so of fixed size."""
     layout = call.layout("input")
     stats = layout[: len(layout) - len(call["normalized_shape"])]
     one = Dim(call.known.constant(1))
@@ -105,25 +105,15 @@ def _summed(call: OpOnRows, equation: str, *names: str) -> Layout:
     return (*broadcast(fronts, call.sizes[:rank]), *behind)
 
 
-@rule("mm bmm _int_mm")
-def product(call: OpOnRows) -> Layout:
-    return _summed(call, "ik,kj->ij", "self", "mat2")
+rule("mm bmm _int_mm")(lambda call: _summed(call, "ik,kj->ij", "self", "mat2"))
+rule("mv")(lambda call: _summed(call, "ik,k->i", "self", "vec"))
+rule("_cdist_forward")(lambda call: _summed(call, "ik,jk->ij", "x1", "x2"))
 
 
 @rule("addmm baddbmm")
 def product_and_sum(call: OpOnRows) -> Layout:
     names = ("mat1", "mat2") if call.name == "addmm" else ("batch1", "batch2")
     return broadcast([_summed(call, "ik,kj->ij", *names), call.layout()], call.sizes)
-
-
-@rule("mv")
-def product_with_vector(call: OpOnRows) -> Layout:
-    return _summed(call, "ik,k->i", "self", "vec")
-
-
-@rule("_cdist_forward")
-def distances(call: OpOnRows) -> Layout:
-    return _summed(call, "ik,jk->ij", "x1", "x2")
 
 
 @rule("linalg_solve_triangular")
@@ -134,7 +124,7 @@ def solved(call: OpOnRows) -> Layout:
 
 @rule("_scaled_mm")
 def scaled_product(call: OpOnRows) -> Layout:
-    made = product(call)
+    made = _summed(call, "ik,kj->ij", "self", "mat2")
     for name, kept in (("scale_a", 0), ("scale_b", 1)):
         scale = enumerate(call.layout(name))
         if any(dim.factors and (at != kept or dim != made[kept]) for at, dim in scale):
@@ -170,8 +160,7 @@ def grouped_product(call: OpOnRows) -> Claim:
     "_scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention"
 )
 def attention(call: OpOnRows) -> Claim:
-    """Within rows: keys and heads are of fixed size. Over tokens, causal or not, kernels may multiply what is
-    masked by 0."""
+    """Within rows: keys and heads are of fixed size. Over tokens kernels may multiply what is masked by 0."""
     made = _summed(call, "qd,kd,kv->qv", "query", "key", "value")
     check_static(call.layout("value"), [-1], "it attends")
     if call["is_causal"]:

@@ -12,10 +12,10 @@ from piecewise.analysis.rows.counts import Size
 from piecewise.analysis.rows.layout import Dim, Layout, Mixes, broadcast, met, prefix
 from piecewise.analysis.rows.table import Claim, OpOnRows, Rows, check_static, rule
 
-
-@rule("alias detach _conj _neg_view")
-def same(call: OpOnRows) -> Layout:
-    return call.layout()
+rule("alias detach _conj _neg_view zeros_like ones_like full_like")(lambda call: call.layout())
+rule("zeros ones full new_zeros new_ones new_full", sizes="size")(lambda call: layouts.prefixes(call.sizes))
+rule("view_as_real")(lambda call: (*call.layout(), Dim(call.sizes[-1])))
+rule("view_as_complex")(lambda call: call.layout()[:-1])
 
 
 @rule("view _unsafe_view", sizes="size")
@@ -29,11 +29,6 @@ def bits(call: OpOnRows) -> Layout:
         return call.layout()
     check_static(call.layout(), [-1], "it regroups bytes")
     return (*call.layout()[:-1], Dim(call.sizes[-1]))
-
-
-@rule("view_as_real view_as_complex")
-def complex_parts(call: OpOnRows) -> Layout:
-    return (*call.layout(), Dim(call.sizes[-1])) if call.name == "view_as_real" else call.layout()[:-1]
 
 
 @rule("permute transpose t")
@@ -61,10 +56,7 @@ def squeezed(call: OpOnRows) -> Layout:
 
 @rule("expand", sizes="size")
 def expanded(call: OpOnRows) -> Claim:
-    layout, sizes = call.layout(), call.sizes
-    offset = len(sizes) - len(layout)
-    made = tuple(met([layout[at - offset]] if at >= offset else [], size) for at, size in enumerate(sizes))
-    return Claim([made], keeps_cover=False)
+    return Claim([broadcast([call.layout()], call.sizes)], keeps_cover=False)
 
 
 @rule("select", sizes="index")
@@ -175,17 +167,13 @@ def triangle(call: OpOnRows) -> Claim:
     return Claim([layout], keeps_real=layouts.is_static(layout[-2:]))
 
 
-@rule("zeros ones full new_zeros new_ones new_full", sizes="size")
-@rule("zeros_like ones_like full_like")
-def constant(call: OpOnRows) -> Layout:
-    return call.layout() if call.name.endswith("_like") else layouts.prefixes(call.sizes)
-
-
 @rule("empty empty_strided new_empty arange eye", sizes="size stride end n m")
 @rule("empty_like")
 def unlike(call: OpOnRows) -> Claim:
     """Rows of which none is like another."""
-    return Claim([constant(call)], keeps_real=False)
+    return Claim(
+        [call.layout() if call.name == "empty_like" else layouts.prefixes(call.sizes)], keeps_real=False
+    )
 
 
 @rule("cat")
@@ -229,11 +217,8 @@ def stacked(call: OpOnRows) -> Layout:
 
 @rule("repeat", sizes="repeats")
 def repeated(call: OpOnRows) -> Layout:
-    layout, one = call.layout(), Dim(call.known.constant(1))
-    return tuple(
-        _copies(call, old, size)
-        for old, size in zip((one,) * (len(call.sizes) - len(layout)) + layout, call.sizes, strict=True)
-    )
+    front = (Dim(call.known.constant(1)),) * (len(call.sizes) - len(call.layout()))
+    return tuple(_copies(call, *each) for each in zip(front + call.layout(), call.sizes, strict=True))
 
 
 def _copies(call: OpOnRows, dim: Dim, size: Size) -> Dim:

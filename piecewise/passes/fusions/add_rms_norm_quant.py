@@ -1,4 +1,4 @@
-"""A norm whose result is only ever rounded to float8 becomes one op that writes float8.
+"""Fuses an RMS norm whose result is only ever rounded to float8 into one op that writes float8.
 
     before   normed = rms_norm(x, ...) · (normed.float() / scale).clamp(-448, 448).to(float8_e4m3fn)
     after    rms_norm_quant(x, ..., scale)
@@ -18,35 +18,81 @@ from typing import Any
 import torch
 from torch import fx
 
-from piecewise.passes import ops
 from piecewise.passes.fakes import aten, value_of
-from piecewise.passes.reference import MAX_FLOAT8
+from piecewise.passes.fused_op import MAX_FLOAT8, fused_op
+from piecewise.passes.fusion_pass import fusion_pass
+from piecewise.passes.fusions import add_rms_norm, rms_norm
 from piecewise.torch_api.pattern_matcher import MULTIPLE, CallFunction, KeywordArg, Match, PatternSet
 
 _OPTIONS = ("weight", "eps", "offset", "round_first")
 
 
-@functools.cache
-def patterns() -> PatternSet:
-    """Norms that become float8, with a given scale and with one per row."""
-    found = PatternSet("add_rms_norm_quant")
-    for with_sum, widened, kind in itertools.product(
-        (True, False), (True, False), (None, "peak", "step", "none", "rounded")
-    ):
-        if kind == "rounded" and not widened:
-            continue  # there is nothing to round
-        pattern = _quantised(with_sum, widened, kind)
-        found.add(
-            pattern, functools.partial(_is_quantised, kind=kind), functools.partial(_replace, with_sum, kind)
-        )
-    return found
+def reference(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    offset: float,
+    round_first: bool,
+    scale: torch.Tensor | None,
+    least_peak: float,
+    least_step: float,
+    round_step: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(the norm in float8, the scale of each row [..., 1] in float32); no such scales where one is given.
+
+    The normed value is rounded to x's dtype, divided by the scale in float32, clamped to float8's range and
+    rounded. A row's scale is made from its largest value, in float32 or, with `round_step`, rounded to x's
+    dtype (torchao's float8 rows).
+    """
+    wide = rms_norm.reference(x, weight, eps, offset, round_first).float()
+    step, scales = scale, x.new_empty(0, dtype=torch.float32)
+    if step is None:
+        peak = wide.abs().amax(-1, keepdim=True).clamp(min=least_peak)
+        step = (peak / MAX_FLOAT8).clamp(min=least_step)
+        step = scales = step.to(x.dtype).float() if round_step else step
+    return (wide / step).clamp(-MAX_FLOAT8, MAX_FLOAT8).to(torch.float8_e4m3fn), scales
 
 
-def trigger(graph: fx.Graph) -> str | None:
-    for node in graph.find_nodes(op="call_function", target=aten._to_copy.default):
-        if node.kwargs.get("dtype") is torch.float8_e4m3fn:
-            return "casts to float8"
-    return None
+def sum_reference(
+    x: torch.Tensor, residual: torch.Tensor, *options: Any
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(as `reference` of x + residual, x + residual); `options` are those of `reference`."""
+    total = x + residual
+    return (*reference(total, *options), total)
+
+
+def _fake(x: torch.Tensor, scale: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    sizes = (0,) if scale is not None else (*x.shape[:-1], 1)
+    return torch.empty_like(x, dtype=torch.float8_e4m3fn), x.new_empty(sizes, dtype=torch.float32)
+
+
+_ARGUMENTS = (
+    "Tensor weight, float eps, float offset, bool round_first, "
+    "Tensor? scale, float least_peak, float least_step, bool round_step=False"
+)
+op = fused_op(
+    f"rms_norm_quant(Tensor x, {_ARGUMENTS}) -> (Tensor, Tensor)", reference=reference,
+    kernel="piecewise.passes.kernels.norm:rms_norm_quant",
+    fake=lambda x, weight, eps, offset, first, scale, *_: _fake(x, scale),
+)  # fmt: skip
+sum_op = fused_op(
+    f"add_rms_norm_quant(Tensor x, Tensor residual, {_ARGUMENTS}) -> (Tensor, Tensor, Tensor)",
+    reference=sum_reference, kernel="piecewise.passes.kernels.norm:add_rms_norm_quant",
+    fake=lambda x, residual, weight, eps, offset, first, scale, *_: (*_fake(x, scale), torch.empty_like(x)),
+)  # fmt: skip
+
+
+@fusion_pass(
+    "add_rms_norm_quant", needs=("add_rms_norm",), expects="casts to float8", ops=(aten._to_copy.default,),
+    where=lambda cast: cast.kwargs.get("dtype") is torch.float8_e4m3fn,
+)  # fmt: skip
+def add_rms_norm_quant(patterns: PatternSet) -> None:
+    kinds = (None, "peak", "step", "none", "rounded")
+    for with_sum, widened, kind in itertools.product((True, False), (True, False), kinds):
+        if kind != "rounded" or widened:  # else there is nothing to round
+            is_match = functools.partial(_is_quantised, kind=kind)
+            rewrite = functools.partial(_replace, with_sum, kind)
+            patterns.add(_quantised(with_sum, widened, kind), is_match, rewrite)
 
 
 def _quantised(with_sum: bool, widened: bool, kind: str | None) -> Any:
@@ -55,11 +101,11 @@ def _quantised(with_sum: bool, widened: bool, kind: str | None) -> Any:
     options = map(KeywordArg, _OPTIONS)
     if with_sum:
         both = CallFunction(
-            ops.add_rms_norm, KeywordArg("x"), KeywordArg("residual"), *options, _users=MULTIPLE
+            add_rms_norm.op, KeywordArg("x"), KeywordArg("residual"), *options, _users=MULTIPLE
         )
         wide: Any = CallFunction(operator.getitem, both, 0, _users=users)
     else:
-        wide = CallFunction(ops.rms_norm, KeywordArg("x"), *options, _users=users)
+        wide = CallFunction(rms_norm.op, KeywordArg("x"), *options, _users=users)
     narrow = wide
     if widened:
         count = 1 if kind in (None, "rounded") else 2
@@ -99,7 +145,7 @@ def _is_quantised(match: Match, *, kind: str | None) -> bool:
 
 
 def _norm_of(match: Match) -> fx.Node:
-    return next(node for node in match.nodes if node.target in (ops.rms_norm, ops.add_rms_norm))
+    return next(node for node in match.nodes if node.target in (rms_norm.op, add_rms_norm.op))
 
 
 def _replace(with_sum: bool, kind: str | None, match: Match) -> None:
@@ -112,7 +158,7 @@ def _replace(with_sum: bool, kind: str | None, match: Match) -> None:
     graph = last.graph
     # Where the norm was: its sum and the scales may be read before the float8 values are.
     with graph.inserting_before(norm):
-        made = graph.call_function(ops.add_rms_norm_quant if with_sum else ops.rms_norm_quant, arguments)
+        made = graph.call_function(sum_op if with_sum else op, arguments)
         items = [
             graph.call_function(operator.getitem, (made, index)) for index in range(3 if with_sum else 2)
         ]

@@ -1,13 +1,10 @@
-"""RMS norms become one op each; a norm of a sum becomes one op that returns both.
+"""Fuses an RMS norm into one op.
 
     before   t = x.float() · s = pow(t, 2) · m = mean(s) · r = rsqrt(m + eps) · (t * r).to(x) * weight
     after    rms_norm(x, weight, eps)
 
-    before   h = a + b · rms_norm(h, weight, eps) · h is read again
-    after    normed, h = add_rms_norm(a, b, weight, eps)
-
-The formulations differ in where they round and in what they multiply with (see `reference.py`); each that is
-known is a pattern below. The statistics must be in float32.
+The formulations differ in where they round and in what they multiply with; each that is known is a pattern
+below. The statistics must be in float32.
 """
 
 from __future__ import annotations
@@ -19,11 +16,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import fx
 
-from piecewise.passes import ops
-from piecewise.passes.fakes import aten, geometry, value_of
-from piecewise.passes.reference import DTYPES, MAX_WIDTH
+from piecewise.passes.fakes import aten, value_of
+from piecewise.passes.fused_op import DTYPES, MAX_WIDTH, fused_op
+from piecewise.passes.fusion_pass import fusion_pass
 from piecewise.torch_api.pattern_matcher import (
     MULTIPLE,
     CallFunction,
@@ -33,35 +29,39 @@ from piecewise.torch_api.pattern_matcher import (
     replace_output,
 )
 
+# The statistics of a norm, or all of one.
+NORMS = (aten.rsqrt.default, aten._fused_rms_norm.default)
 
-@functools.cache
-def rms_norm_patterns() -> PatternSet:
-    """The formulations of a norm."""
-    patterns = PatternSet("rms_norm")
+
+def reference(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float, round_first: bool
+) -> torch.Tensor:
+    """[..., width] normed over its last dim, in x's dtype: statistics in float32 on the values as they are.
+
+    Args:
+        offset: the factor is `weight + offset` in float32 (Gemma: 1).
+        round_first: the normed value is rounded to x's dtype before it is multiplied with the weight
+            (transformers' Llama and Qwen3); else there is one rounding, at the end (`torch.nn.RMSNorm`).
+    """
+    wide = x.float()
+    normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    if round_first:
+        normed = normed.to(x.dtype).float()
+    factor = weight.float() if offset == 0.0 else weight.float() + offset
+    return (normed * factor).to(x.dtype)
+
+
+op = fused_op(
+    "rms_norm(Tensor x, Tensor weight, float eps, float offset, bool round_first) -> Tensor",
+    reference=reference, kernel="piecewise.passes.kernels.norm:rms_norm",
+    fake=lambda x, *_: torch.empty_like(x),
+)  # fmt: skip
+
+
+@fusion_pass("rms_norm", expects="ops of a norm (rsqrt)", ops=NORMS)
+def rms_norm(patterns: PatternSet) -> None:
     for pattern, offset, round_first in _formulations():
         patterns.add(pattern, _is_norm, functools.partial(_replace, offset, round_first))
-    return patterns
-
-
-@functools.cache
-def add_rms_norm_patterns() -> PatternSet:
-    """A norm, as `rms_norm` leaves it, of a sum."""
-    total = CallFunction(aten.add.Tensor, KeywordArg("x"), KeywordArg("residual"), _users=MULTIPLE)
-    names = ("weight", "eps", "offset", "round_first")
-    patterns = PatternSet("add_rms_norm")
-    patterns.add(CallFunction(ops.rms_norm, total, *map(KeywordArg, names)), _is_norm_of_sum, _join)
-    return patterns
-
-
-def trigger(graph: fx.Graph) -> str | None:
-    found = any(node.target in (aten.rsqrt.default, aten._fused_rms_norm.default) for node in graph.nodes)
-    return "ops of a norm (rsqrt)" if found else None
-
-
-def add_trigger(graph: fx.Graph) -> str | None:
-    added = graph.find_nodes(op="call_function", target=aten.add.Tensor)
-    read = trigger(graph) is not None and any(len(node.users) > 1 for node in added)
-    return "sums that are read again, and norms" if read else None
 
 
 def _formulations() -> Iterator[tuple[Any, float, bool]]:
@@ -141,28 +141,4 @@ def _computes_in_float32(match: Match) -> bool:
 
 def _replace(offset: float, round_first: bool, match: Match) -> None:
     found = match.kwargs
-    replace_output(match, ops.rms_norm, (found["x"], found["weight"], found["eps"], offset, round_first))
-
-
-def _is_norm_of_sum(match: Match) -> bool:
-    x, residual = value_of(match.kwargs["x"]), value_of(match.kwargs["residual"])
-    total = value_of(match.output_node().args[0])
-    if not isinstance(x, torch.Tensor) or not isinstance(residual, torch.Tensor):
-        return False
-    same = geometry(x)[0:3] == geometry(residual)[0:3] == geometry(total)[0:3]
-    weight, added = match.kwargs["weight"], match.output_node().args[0]
-    # Both results are made where the sum was: all inputs must be there already.
-    return same and weight < added
-
-
-def _join(match: Match) -> None:
-    normed, found = match.output_node(), match.kwargs
-    added: Any = normed.args[0]
-    names = ("x", "residual", "weight", "eps", "offset", "round_first")
-    with added.graph.inserting_before(added):
-        both = added.graph.call_function(ops.add_rms_norm, tuple(found[name] for name in names))
-        first, second = (added.graph.call_function(operator.getitem, (both, each)) for each in (0, 1))
-    normed.replace_all_uses_with(first)
-    added.graph.erase_node(normed)
-    added.replace_all_uses_with(second)
-    added.graph.erase_node(added)
+    replace_output(match, op, (found["x"], found["weight"], found["eps"], offset, round_first))
