@@ -50,9 +50,8 @@ def table(rows: Iterable[Sequence[object]], *, markdown: bool = False) -> str:
 
 def shown_bytes(count: int) -> str:
     """Returns a size for readers, in binary units."""
-    if count < 1024:
+    if count < 2**10:
         return f"{count} B"
-    for power, unit in ((1, "KiB"), (2, "MiB")):
-        if count < 1024 ** (power + 1):
-            return f"{count / 1024**power:.1f} {unit}"
-    return f"{count / 1024**3:.2f} GiB"
+    if count < 2**20:
+        return f"{count / 2**10:.1f} KiB"
+    return f"{count / 2**20:.1f} MiB" if count < 2**30 else f"{count / 2**30:.2f} GiB"

@@ -54,7 +54,7 @@ class SegmentReport:
     captured_ops: int = 0
 
     def notes(self, quote: str = "") -> list[str]:
-        """Why each op is not in a graph, or what is special about the graph; ops between `quote` marks."""
+        """Says why each op is not in a graph, or what is special about it; ops between `quote` marks."""
         if self.kind == "boundary":
             why = f", not captured: {self.reasons[0].detail}" if self.reasons else ""
             return [f"{quote}{self.ops[0]}{quote}: a registered boundary op{why}"]
@@ -188,7 +188,7 @@ class CaptureReport(Record):
 
     @property
     def ok(self) -> bool:
-        """Whether every bucket that was asked for has graphs."""
+        """Tells whether every bucket that was asked for has graphs."""
         return all(report.status in ("captured", "waiting", "left out") for report in self.buckets)
 
     def state(self) -> str:
@@ -236,7 +236,7 @@ class Report(Record):
 
     @property
     def coverage(self) -> float:
-        """Share of the first plan's ops that are in graphs."""
+        """Returns the share of the first plan's ops that are in graphs."""
         return self.plans[0].coverage if self.plans else 0.0
 
     def __str__(self) -> str:
@@ -248,7 +248,7 @@ class Report(Record):
 
     @property
     def replayed(self) -> float:
-        """Share of calls that were replayed; 0 where there were none."""
+        """Returns the share of calls that were replayed; 0 where there were none."""
         total = self.stats.replays + self.stats.eager_calls
         return self.stats.replays / total if total else 0.0
 

@@ -1,4 +1,4 @@
-"""How a model is to be graphed: one frozen value, checked as a whole, from arguments, environment or TOML.
+"""Says how a model is to be graphed: one frozen value, checked as a whole, from whatever source.
 
 Every field carries its row of the field table: its TOML table and keys, and what it accepts. A value that
 this version cannot honour is refused with what it can do instead: nothing is accepted and then ignored.
@@ -16,7 +16,7 @@ from piecewise.settings import kinds, toml_file
 from piecewise.settings.grids import Grid
 from piecewise.settings.kinds import Check, Kind, Problem, optional, whole
 from piecewise.settings.limits import Clamped, Clipping, Limit, clip, decode_limit, prefill_limit
-from piecewise.settings.sources import Given, Place, Setting, read_environment, read_file
+from piecewise.settings.sources import Given, Setting, named, read_environment, read_file
 from runners.buckets import MAX_BUCKET, MAX_NUM_BUCKETS
 from runners.engines import ENGINE_NAMES
 from runners.errors import shown
@@ -156,12 +156,12 @@ class PiecewiseConfig:
         else:
             fix = "pass settings by name, such as buckets=[64, 128]"
             expected = "a PiecewiseConfig, the path of a TOML file, or None"
-            given.refuse(Place("config"), Problem(expected, shown(source), fix))
+            given.refuse(named("config"), Problem(expected, shown(source), fix))
         for name, value in overrides.items():
             if name in FIELDS:
-                given.add(name, value, Place(name))
+                given.add(name, value, named(name))
             else:
-                given.refuse_unknown(Place(f"option {name!r}"), name, dict(zip(FIELDS, FIELDS, strict=True)))
+                given.refuse_unknown(named(f"option {name!r}"), name, dict(zip(FIELDS, FIELDS, strict=True)))
         return cls(**_checked(given))
 
     def to_toml(self, path: str | os.PathLike[str], *, only: Sequence[str] | None = None) -> None:
@@ -183,11 +183,12 @@ class PiecewiseConfig:
             value, rule = getattr(self, name), there.values.get(name)
             if isinstance(rule, Grid) and rule.sizes(self.max_num_tokens) == value:
                 continue
-            keys = list(row.keys)
-            kept = there.where[name].path[-1] if name in there.where and name != "buckets" else keys[0]
+            first = next(iter(row.keys))
             table = tables.setdefault(row.table, {})
-            table.update(dict.fromkeys(keys))
-            table[kept] = list(value) if isinstance(value, tuple) else value
+            table.update(dict.fromkeys(row.keys))
+            table[first if name == "buckets" else there.keys.get(name, first)] = (
+                list(value) if isinstance(value, tuple) else value
+            )
         toml_file.write_tables(target, tables)
 
     def prefill_sizes(self) -> Clipping:

@@ -67,7 +67,7 @@ def optional(kind: Kind) -> Kind:
 
 
 def whole(low: int, high: int) -> Kind:
-    """An int in [low, high]."""
+    """Accepts an int in [low, high]."""
 
     def check(value: Any) -> int:
         number = whole_number(value)
@@ -84,7 +84,7 @@ def _read_whole(text: str) -> int | str:
 
 
 def number(expected: str, is_valid: Callable[[float], bool]) -> Kind:
-    """A valid number as a float; True is none, nor is an int too large for a float."""
+    """Accepts a valid number, as a float; True is none, nor is an int too large for a float."""
 
     def check(value: Any) -> float:
         is_float = isinstance(value, float) or _is_scalar_of(value, "float")
@@ -103,7 +103,7 @@ def number(expected: str, is_valid: Callable[[float], bool]) -> Kind:
 
 
 def _is_scalar_of(value: Any, dtype: str) -> bool:
-    """Whether it is a NumPy scalar, or a tensor or array without dims, of such a dtype."""
+    """Tells whether it is a NumPy scalar, or a tensor or array without dims, of such a dtype."""
     return dtype in str(getattr(value, "dtype", "")) and getattr(value, "ndim", -1) == 0
 
 
@@ -119,7 +119,7 @@ flag = Kind(
 
 
 def choice(*available: str, later: tuple[str, ...] = ()) -> Kind:
-    """One of `available`; those in `later` are known names that this version lacks."""
+    """Accepts one of `available`; those in `later` are known names that this version lacks."""
 
     def check(value: Any) -> str:
         if isinstance(value, str) and value in available:

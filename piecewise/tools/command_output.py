@@ -1,4 +1,4 @@
-"""What a command writes: to streams whose reader may go away, and to files that may not be writable."""
+"""Writes what a command says: to streams whose reader may go away, and to files that may not be writable."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from piecewise.errors.tools import UnwritableOutput
 
 @contextmanager
 def lasting_streams() -> Iterator[None]:
-    """A block in which the standard streams outlive their readers; what their encoding lacks is written "?".
+    """Lets the standard streams outlive their readers in a block; what their encoding lacks is written "?".
 
     `piecewise verify SPEC | head` ends with the code of the comparison, so what is written after the reader
     has gone is dropped. Output that cannot be written otherwise (a full disk) is an UnwritableOutput.
@@ -82,7 +82,7 @@ def check_writable(option: str, path: str | os.PathLike[str] | None) -> None:
 
 @contextmanager
 def writing(option: str, path: str | os.PathLike[str]) -> Iterator[None]:
-    """A block that writes the file which an option names; raises UnwritableOutput where it cannot be."""
+    """Raises UnwritableOutput where a block cannot write the file which an option names."""
     try:
         yield
     except (OSError, UnicodeEncodeError) as error:

@@ -140,7 +140,7 @@ class LatencyBench:
         self._skipped: dict[str, str] = {}
 
     def run(self) -> BenchResult:
-        """Everything, under `inference_mode`."""
+        """Measures everything, under `inference_mode`."""
         with torch.inference_mode():
             references = self._references()
             prepared = self._prepare_all()
@@ -233,7 +233,7 @@ class LatencyBench:
         return results, list(_ratios(n, samples, errors))
 
     def _take_turns(self, calls: Mapping[str, Call]) -> dict[str, list[tuple[float, float]]]:
-        """Per variant and round, the medians of a few calls: (latency, host time) in ms."""
+        """Times, per variant and round, a few calls: medians of (latency, host time) in ms."""
         for call in calls.values():
             for _ in range(3):
                 call()
@@ -262,7 +262,7 @@ def _timed(call: Call, device: torch.device) -> tuple[float, float]:
 def _ratios(
     n: int, samples: Mapping[str, list[tuple[float, float]]], errors: Mapping[str, list[float]]
 ) -> Iterator[dict[str, Any]]:
-    """Latency of the graphed variants over the floor, and of all others over graphed; errors over eager's."""
+    """Gives latencies of graphed variants over the floor, of all others over graphed; errors over eager's."""
 
     def line(above: str, below: str) -> dict[str, Any]:
         per_round = [a[0] / b[0] for a, b in zip(samples[above], samples[below], strict=True)]
@@ -285,7 +285,7 @@ def _ratios(
 
 
 def _memory(prepared: Sequence[Prepared]) -> dict[str, Any]:
-    """Of all buckets, and of the largest alone, which was captured first; of the second capture."""
+    """Returns what the second capture took: all buckets, and the largest alone, which was captured first."""
     capture = next((v.capture for v in prepared if v.name == "graphed"), None)
     if capture is None:
         return {}
@@ -308,7 +308,7 @@ def _to_float32(value: Any) -> Any:
 
 
 def _distance(result: Any, reference: list[torch.Tensor]) -> float:
-    """The largest absolute difference; infinite where a value is not finite or a shape differs."""
+    """Returns the largest absolute difference; infinite where a value is not finite or a shape differs."""
     found = _float_leaves(result)
     same = [x.shape for x in found] == [x.shape for x in reference]
     if not same or not all(bool(x.isfinite().all()) for x in found):

@@ -1,4 +1,4 @@
-"""`piecewise buckets check` and `show`: what a bucket file says, and what of it can take effect."""
+"""Runs `piecewise buckets check` and `show`: what a bucket file says, and what of it can take effect."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from runners.buckets import TokenBuckets
 
 
 def run_check(arguments: argparse.Namespace) -> ExitCode:
-    """Print what cannot take effect, or that all is well; an invalid file is a `ConfigError`."""
+    """Prints what cannot take effect, or that all is well; an invalid file is a `ConfigError`."""
     path, config = arguments.file, PiecewiseConfig.from_toml(arguments.file)
     clipped = _clipped(config, arguments.tokens_per_request)
     found = [f"{path}: {name} {each}" for name, clipping in clipped.items() for each in clipping.clamped]
@@ -27,7 +27,7 @@ def run_check(arguments: argparse.Namespace) -> ExitCode:
 
 
 def run_show(arguments: argparse.Namespace) -> ExitCode:
-    """Print a row per bucket; an invalid file is a `ConfigError`."""
+    """Prints a row per bucket; an invalid file is a `ConfigError`."""
     config = PiecewiseConfig.from_toml(arguments.file)
     for name, clipping in _clipped(config, arguments.tokens_per_request).items():
         # The ratio is a rule for prefill calls.

@@ -57,7 +57,7 @@ class StepResult:
 
     @property
     def is_unserved(self) -> bool:
-        """Whether it ran eagerly although a bucket holds it."""
+        """Tells whether it ran eagerly although a bucket holds it."""
         return self.bucket is not None and self.path != "graph"
 
     def differences(self) -> list[str]:
