@@ -47,12 +47,7 @@ class Refused(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """One kind of setting.
-
-    Attributes:
-        check: any value → the normalised one; raises Refused.
-        read: a text, as of a variable or the command line → a value for `check`.
-    """
+    """One kind of setting: `check` normalises any value or raises Refused, `read` makes a value of a text."""
 
     check: Check
     read: Callable[[str], object] = str
@@ -113,9 +108,8 @@ def _check_flag(value: Any) -> bool:
     return bool(value)
 
 
-flag = Kind(
-    _check_flag, lambda text: {"true": True, "1": True, "false": False, "0": False}.get(text.lower(), text)
-)
+_FLAGS = {"true": True, "1": True, "false": False, "0": False}
+flag = Kind(_check_flag, lambda text: _FLAGS.get(text.lower(), text))
 
 
 def choice(*available: str, later: tuple[str, ...] = ()) -> Kind:
@@ -202,10 +196,9 @@ def _check_fusions(value: Any) -> tuple[str, ...]:
     value = [value] if isinstance(value, str) else value
     if not isinstance(value, (list, tuple)):
         raise Refused(Problem("a list of names of fusions", shown(value)))
-    found = _check_names(value, allowed.__contains__, " or ".join(map(repr, allowed)), allowed)
-    if "auto" in found and len(found) > 1:
+    if "auto" in value and len(value) > 1:
         raise Refused(Problem("'auto' alone, or names", shown(value)))
-    return found
+    return _check_names(value, allowed.__contains__, " or ".join(map(repr, allowed)), allowed)
 
 
 def _check_op_names(value: Any) -> tuple[str, ...]:
