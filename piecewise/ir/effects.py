@@ -62,7 +62,7 @@ class NodeFacts:
 
 
 def written_storages(facts: Iterable[NodeFacts]) -> set[int]:
-    """All memory that nodes with these facts write."""
+    """Returns all memory that nodes with these facts write."""
     return storages_of(node for fact in facts for node in fact.writes)
 
 

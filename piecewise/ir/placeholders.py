@@ -11,7 +11,7 @@ from runners.engines import native_engine
 
 
 def resize_leaf(value: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
-    """The example's tensor at other sizes: leading rows, or its rows repeated in order."""
+    """Returns the example's tensor at other sizes: leading rows, or its rows repeated in order."""
     for dim, size in enumerate(sizes):
         if size != value.shape[dim]:
             index = torch.arange(size, device=value.device) % max(value.shape[dim], 1)
