@@ -75,7 +75,7 @@ def graph_key(
     plan: SegmentPlan, segment: Segment, *, what: Literal["program", "inputs"] = "program"
 ) -> tuple[Any, ...]:
     """Says what a segment computes and on what, without the tensors themselves, alike in every process.
-    "inputs" says of the results only which may have any strides, but of the inputs also where they come from."""
+    "inputs" says of results only which may have any strides, but of inputs also where they come from."""
     numbers: dict[int, int] = {}
 
     def described(index: int) -> tuple[Any, ...]:
