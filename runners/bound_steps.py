@@ -118,7 +118,7 @@ class Load:
 class Loadable(Protocol):
     """A step's metadata at fixed addresses, which ops in graphs read."""
 
-    def misfit(self, num_tokens: int) -> Any:
+    def mismatch(self, num_tokens: int) -> Any:
         """Says why the running step cannot be loaded for a call of so many tokens; None where it can."""
         ...
 

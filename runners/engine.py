@@ -8,19 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, NoReturn
 from weakref import WeakSet
 
 import torch
 
 from runners.errors import (
-    NestedCapture,
+    InsideCapture,
     NoOutputSequence,
     PoolHasGraphs,
     PoolInUse,
     PoolReleased,
     ReplayAfterReset,
-    ReplayInsideCapture,
 )
 from runners.mode import capturing
 
@@ -30,8 +29,8 @@ class CapturedGraph:
 
     Attributes:
         segment: as errors name it.
-        outputs: what the function returned: tensors in pool memory, or inputs, parameters and views of them,
-            passed through; None and numbers pass through too. Rewritten by each replay, empty after `reset`.
+        outputs: the function's results: tensors in pool memory, rewritten by each replay; inputs, parameters,
+            views of them, None and numbers are passed through. Empty after `reset`.
         num_ops: recorded ops, or nodes of a CUDA graph.
         is_reset: whether `reset` was called.
     """
@@ -49,19 +48,18 @@ class CapturedGraph:
         """Repeats the recorded work, reading and writing the recorded addresses.
 
         Raises:
-            ReplayAfterReset, ReplayInsideCapture
+            ReplayAfterReset, InsideCapture
         """
 
     def reset(self) -> None:
         """Drops the recorded work and the outputs. Idempotent."""
         self.is_reset, self.outputs = True, ()
 
-    def check_replay(self) -> None:
-        """Raises where the graph cannot be replayed now."""
+    def refuse_replay(self) -> NoReturn:
+        """Raises for a graph that was reset, or a replay inside a capture."""
         if self.is_reset:
             raise ReplayAfterReset(segment=self.segment)
-        if (other := capturing()) is not None:
-            raise ReplayInsideCapture(segment=self.segment, other=other)
+        raise InsideCapture(verb="replay", segment=self.segment, other=capturing())
 
 
 class Streams:
@@ -95,8 +93,8 @@ class GraphPool:
     Attributes:
         kind: as errors name it.
         streams: what functions with parallel branches run on, in warm-ups and in captures into this pool.
-        begin_call: to be called before each replay of a plan; None where there is nothing to do. It makes the
-            caller's stream wait for the stream of the last call, where it is another.
+        begin_call: to be called before each replay of a plan: makes the caller's stream wait for that of the
+            last call. None where there is nothing to do.
         graphs: those captured here, as long as somebody holds them.
         is_recording: whether a capture into it is under way.
     """
@@ -167,7 +165,7 @@ class GraphPool:
     def check_capture(self, segment: str) -> None:
         """Raises where nothing can be captured into the pool now."""
         if (other := capturing()) is not None:
-            raise NestedCapture(segment=segment, other=other)
+            raise InsideCapture(verb="capture", segment=segment, other=other)
         self.check_usable("capture into")
 
 

@@ -87,24 +87,14 @@ class StateError(PiecewiseError, RuntimeError):
     """A method was called in the wrong order, from the wrong thread or outside the capture window."""
 
 
-class NestedCapture(StateError):
-    """A capture was begun inside another one."""
+class InsideCapture(StateError):
+    """A graph was captured or replayed inside another capture."""
 
-    what = "capture of {segment}"
+    what = "{verb} of {segment}"
     expected = "no capture in progress"
     got = "the capture of {other}"
-    rule = "captures do not nest"
-    fix = "capture the segments one after the other"
-
-
-class ReplayInsideCapture(StateError):
-    """A graph was replayed inside a capture."""
-
-    what = "replay of {segment}"
-    expected = "a replay outside of captures"
-    got = "one inside the capture of {other}"
-    rule = "graphs do not nest"
-    fix = "replay after the capture"
+    rule = "graphs are captured and replayed one after the other, not inside a capture"
+    fix = "{verb} it after that capture"
 
 
 class ReplayAfterReset(StateError):
@@ -293,7 +283,7 @@ class DeviceCrossing(Unrecordable):
     fix = "move the tensor outside of the graph segment"
 
 
-class NotStrided(Unrecordable):
+class UnstridedTensor(Unrecordable):
     """A tensor is sparse, quantized or otherwise not strided."""
 
     got = "a sparse, quantized or otherwise not strided tensor{more}"

@@ -222,7 +222,7 @@ class PiecewiseRunner:
 
     def _failure(self, padded_num_tokens: int, error: Exception) -> CaptureError:
         if isinstance(error, PiecewiseError):
-            kind = type(error) if isinstance(error, (Unrecordable, NoOutputSequence)) else CaptureError
+            kind = type(error) if isinstance(error, (Unrecordable, NoOutputSequence)) else SegmentFailed
             where = f"bucket {padded_num_tokens}, {error.what}"
             return kind(where, expected=error.expected, got=error.got, rule=error.rule, fix=error.fix)
         found = f"{type(error).__name__}: {error}"

@@ -1,11 +1,11 @@
-"""`piecewise::attn_inplace`: causal attention over a paged cache, for a packed step of prefill.
+"""Defines `piecewise::attn_inplace`: causal attention over a paged cache, for a packed step of prefill.
 
 It writes the step's new K and V to their pages, then attends: each new token sees its own sequence's
 context in the pages and the new tokens up to itself. Lengths, pages and slots come from the current
 `PrefillBatch`, so the op's arguments are tensors that the model computed and constants of the layer.
 
-The implementation here is written in torch operators, one sequence at a time, with float32 accumulation; it
-reads no device tensor back. Which program attends where, docs/DESIGN.md says.
+Three ways serve a call, by what the step's cache has chosen: a library, the Triton program, or the torch
+operators here, one sequence at a time, with float32 accumulation; none of them reads a device tensor back.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ import torch
 import torch.nn.functional as F
 
 from boundary_ops.attention.captured import FORM
-from boundary_ops.attention.checks import NAME, AttentionCall, attention_shares, check_arguments, check_batch
-from boundary_ops.attention.on_cuda import cuda_module, warm_up
-from boundary_ops.backends.library import LibraryAttention
+from boundary_ops.attention.checks import attention_shares, check_arguments, check_batch
+from boundary_ops.attention.program import find_program, warm_up, warn_slow
+from boundary_ops.backends.library import NAME, AttentionCall, AttentionLibrary
 from boundary_ops.declare.registry import define
+from boundary_ops.errors.backends import CallNotServed
 from boundary_ops.step.batch import PrefillBatch
 from boundary_ops.step.kv_cache import PagedKVCache
 
@@ -41,10 +42,53 @@ def attend_inplace(*args: Any, **kwargs: Any) -> None:
         args, kwargs: those of an `AttentionCall`.
 
     Raises:
-        BoundaryOpError: no batch is running, or an argument does not fit the batch, the cache or the others.
+        BoundaryOpError: no batch is running, an argument does not fit the batch, the cache or the others, or
+            the cache has named a back end that lacks what the layer asks for.
     """
     call, batch = AttentionCall(*args, **kwargs), PrefillBatch.current(NAME)
-    check_arguments(call)
+    cache = batch.cache
+    program = _program_for(cache)
+    if cache.library is not None:
+        attend_by_library(batch, call, cache.library)
+    elif program is not None:
+        attend_by_program(batch, call, program)
+    else:
+        check_arguments(call)
+        attend_by_torch(batch, call)
+
+
+def _program_for(cache: PagedKVCache) -> Any:
+    """Returns the Triton program's module where the cache's calls go there, else None."""
+    goes_there = cache.library is None and cache.attention_backend != "torch"
+    return find_program() if goes_there and cache.device.type == "cuda" else None
+
+
+def attend_by_library(
+    batch: PrefillBatch, call: AttentionCall, library: AttentionLibrary, *, is_known: bool = False
+) -> None:
+    """Serves a call by a library; only what depends on the step is checked where its geometry is known."""
+    if not is_known:
+        check_arguments(call)
+        library.check_call(call)
+    check_batch(batch, call)
+    if batch.num_tokens:
+        _write_pages(batch, call)
+        library.attend(batch, call)
+
+
+def attend_by_program(batch: PrefillBatch, call: AttentionCall, program: Any) -> None:
+    """Serves a call by the Triton program, or by torch operators where the program has no such call."""
+    why = program.attend(batch, call)
+    if why is None:
+        return
+    if batch.cache.attention_backend == "triton" and batch.num_tokens:
+        raise CallNotServed(name="triton", argument="q", expected="a call that the program serves", got=why)
+    warn_slow(why)
+    attend_by_torch(batch, call)
+
+
+def attend_by_torch(batch: PrefillBatch, call: AttentionCall) -> None:
+    """Serves a call, whose arguments fit each other, by torch operators."""
     check_batch(batch, call)
     if not batch.num_tokens:
         return
@@ -68,115 +112,60 @@ def _write_pages(batch: PrefillBatch, call: AttentionCall) -> None:
 
 
 def _attend(call: AttentionCall, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """Attention of a sequence's last `len(q)` tokens over all `len(k)`, float32 [len(q), heads, head_dim]."""
+    """Attends from a sequence's last `len(q)` tokens to all `len(k)`, float32 [len(q), heads, head_dim]."""
     new, heads, dim = q.shape
     total, kv_heads, _ = k.shape
     # Heads that share a K/V head form one group, so that K and V are never repeated in memory.
     queries = q.float().view(new, kv_heads, heads // kv_heads, dim).permute(1, 2, 0, 3)
-    keys = k.float().transpose(0, 1).unsqueeze(1)
-    values = v.float().transpose(0, 1).unsqueeze(1)
+    keys, values = (rows.float().transpose(0, 1).unsqueeze(1) for rows in (k, v))
+    by_hand = call.softcap or call.sinks is not None  # fused attention has neither
     mask = None
-    if new < total or 0 < call.window < total:
+    if by_hand or new < total or 0 < call.window < total:
         last = torch.arange(total - new, total, device=q.device).unsqueeze(1)
         column = torch.arange(total, device=q.device).unsqueeze(0)
         mask = column <= last
         if call.window:
             mask &= column > last - call.window
-    if call.softcap or call.sinks is not None:
-        result = _attend_by_hand(call, queries, keys, values, mask)
+    if by_hand:
+        assert mask is not None
+        products = torch.matmul(queries, keys.transpose(-1, -2))
+        shares = attention_shares(call, products, mask, (*queries.shape[:2], 1, 1))
+        result = torch.matmul(shares, values)
     else:
         shape = (kv_heads, heads // kv_heads, total, dim)
         result = F.scaled_dot_product_attention(
-            queries,
-            keys.expand(shape),
-            values.expand(shape),
-            attn_mask=mask,
-            is_causal=mask is None,
-            scale=call.scale,
-        )
+            queries, keys.expand(shape), values.expand(shape),
+            attn_mask=mask, is_causal=mask is None, scale=call.scale,
+        )  # fmt: skip
     return result.permute(2, 0, 1, 3).reshape(new, heads, dim)
 
 
-def _attend_by_hand(
-    call: AttentionCall, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None
-) -> torch.Tensor:
-    """What fused attention lacks: a soft cap and sinks.
-
-    q is [kv_heads, group, new, dim], k and v [kv_heads, 1, total, dim], all float32.
-    """
-    if mask is None:
-        mask = torch.ones((q.shape[2], k.shape[2]), dtype=torch.bool, device=q.device).tril()
-    products = torch.matmul(q, k.transpose(-1, -2))
-    return torch.matmul(attention_shares(call, products, mask, (*q.shape[:2], 1, 1)), v)
-
-
-def attend_on_cuda(*args: Any, **kwargs: Any) -> None:
-    """`attend_inplace` as one Triton program; as torch operators where there is no triton."""
-    module = cuda_module()
-    (attend_inplace if module is None else module.attend)(*args, **kwargs)
+def bind(*args: Any) -> Callable[..., object] | None:
+    """Returns `attend_inplace` for calls that repeat; None where that is torch operators."""
+    call = AttentionCall(*args)
+    cache = PagedKVCache.owner_of(call.k_cache)
+    if cache is None:
+        return None
+    if cache.library is not None:
+        return _bind_library(cache.library)
+    program = _program_for(cache)
+    return None if program is None else program.bind(call, cache.attention_backend, attend_inplace)
 
 
-def attend_by_library(*args: Any, **kwargs: Any) -> None:
-    """`attend_inplace` by the library that the running step's cache has named.
-
-    Raises:
-        BoundaryOpError: as `attend_inplace`, and where the library lacks what the layer asks for.
-    """
-    call, batch = AttentionCall(*args, **kwargs), PrefillBatch.current(NAME)
-    library = batch.cache.library
-    assert library is not None, "the cache has named a library"
-    check_arguments(call)
-    check_batch(batch, call)
-    library.check_call(call)
-    if batch.num_tokens:
-        _write_pages(batch, call)
-        library.attend(batch, call)
-
-
-def _bind_library(library: LibraryAttention) -> Callable[..., object]:
-    """`attend_by_library` for calls that repeat: only what depends on the step is checked."""
-
+def _bind_library(library: AttentionLibrary) -> Callable[..., object]:
     def attend_again(*args: Any) -> None:
         batch = PrefillBatch.current(NAME)
-        if batch.cache.library is not library:
-            attend_by_choice(*args)
-            return
-        call = AttentionCall(*args)
-        check_batch(batch, call)
-        if batch.num_tokens:
-            _write_pages(batch, call)
-            library.attend(batch, call)
+        if batch.cache.library is library:
+            attend_by_library(batch, AttentionCall(*args), library, is_known=True)
+        else:
+            attend_inplace(*args)
 
     return attend_again
 
 
-def attend_by_choice(*args: Any, **kwargs: Any) -> None:
-    """The op's implementation: the back end that the running step's cache has chosen."""
-    cache = PrefillBatch.current(NAME).cache
-    if cache.library is not None:
-        attend_by_library(*args, **kwargs)
-    elif cache.device.type == "cuda" and cache.attention_backend != "torch":
-        attend_on_cuda(*args, **kwargs)
-    else:
-        attend_inplace(*args, **kwargs)
-
-
-def bind(*args: Any) -> Callable[..., object] | None:
-    """`attend_by_choice` for calls that repeat; None where that is torch operators."""
-    cache = PagedKVCache.owner_of(args[4])
-    if cache is None or cache.attention_backend == "torch":
-        return None
-    if cache.library is not None:
-        return _bind_library(cache.library)
-    if cache.device.type != "cuda":
-        return None
-    module = cuda_module()
-    return None if module is None else module.bind(*args)
-
-
 attn_inplace = define(
     SCHEMA,
-    dict.fromkeys(("cpu", "cuda", "xpu", "mps"), attend_by_choice),
+    attend_inplace,
     token_args={"q": 0, "k": 0, "v": 0, "out": 0},
     capture_safe=True,
     warm_up=warm_up,

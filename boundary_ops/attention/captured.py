@@ -1,4 +1,4 @@
-"""`piecewise::attn_captured`: paged attention whose lengths, pages and slots are tensors at fixed addresses.
+"""Defines `piecewise::attn_captured`: paged attention whose lengths, pages and slots are tensors that stay.
 
 The form in which `piecewise::attn_inplace` is captured. Nothing here depends on a host value of the step:
 rows may be padded, the step's sequences may be fewer than there is room for, and which rows are real is read
@@ -12,18 +12,17 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from boundary_ops.attention.checks import AttentionCall, attention_shares, check_arguments
-from boundary_ops.attention.on_cuda import cuda_module, warm_up
+from boundary_ops.attention.checks import CapturedCall, attention_shares, check_arguments, check_metadata
+from boundary_ops.attention.program import find_program, warm_up, warn_slow
 from boundary_ops.attention.step_buffers import StepBuffers
-from boundary_ops.declare.captured_form import CapturedForm, CaptureLimits
+from boundary_ops.declare.boundary_op import CapturedForm, CaptureLimits
 from boundary_ops.declare.registry import define
-from boundary_ops.errors import BoundaryOpError
 
-__all__ = ["FORM", "CapturedCall", "attend_captured", "attn_captured"]
+__all__ = ["FORM", "attend_captured", "attn_captured"]
 
 NAME = "piecewise::attn_captured"
 SCHEMA = (
@@ -35,56 +34,33 @@ SCHEMA = (
 _CHUNK_ELEMENTS = 1 << 22
 
 
-class CapturedCall(NamedTuple):
-    """The arguments of `piecewise::attn_captured`, in the order of its schema.
-
-    Attributes:
-        q, k, v, out, k_cache, v_cache, scale, window, softcap, sinks: as in `AttentionCall`, with rows that
-            may be padded.
-        slot_mapping: int64 [rows or more]; entries of real rows are slots of the pools.
-        cu_seqlens_q: int32 [max_num_seqs + 1]; entries beyond the step's sequences repeat its token count.
-        seq_lens: int32 [max_num_seqs].
-        block_tables: int32 [max_num_seqs, max_blocks]; every entry is a valid block.
-    """
-
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-    out: torch.Tensor
-    k_cache: torch.Tensor
-    v_cache: torch.Tensor
-    slot_mapping: torch.Tensor
-    cu_seqlens_q: torch.Tensor
-    seq_lens: torch.Tensor
-    block_tables: torch.Tensor
-    scale: float
-    window: int = 0
-    softcap: float = 0.0
-    sinks: torch.Tensor | None = None
-
-    @property
-    def metadata(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Slots, starts, lengths and block tables."""
-        return self.slot_mapping, self.cu_seqlens_q, self.seq_lens, self.block_tables
-
-    @property
-    def layer(self) -> AttentionCall:
-        """The same without the metadata."""
-        return AttentionCall(*self[:6], *self[10:])  # type: ignore[arg-type]
-
-
 def attend_captured(*args: Any, **kwargs: Any) -> None:
-    """What `attend_inplace` does, for the leading `cu_seqlens_q[-1]` rows; all other rows stay as they are.
+    """Does what `attend_inplace` does, for the leading `cu_seqlens_q[-1]` rows; all other rows stay.
 
     Args:
-        args, kwargs: those of a `CapturedCall`.
-
-    Raises:
-        BoundaryOpError: the arguments do not fit each other.
+        args, kwargs: those of a `CapturedCall`, which must fit each other.
     """
     call = CapturedCall(*args, **kwargs)
-    check_arguments(call.layer)
+    program = find_program() if call.q.is_cuda else None
+    if program is not None:
+        attend_by_program(call, program)
+    else:
+        check_arguments(call.layer)
+        check_metadata(call)
+        attend_by_torch(call)
+
+
+def attend_by_program(call: CapturedCall, program: Any) -> None:
+    """Serves a call by the Triton program, or by torch operators where the program has no such call."""
     check_metadata(call)
+    why = program.attend_captured(call)
+    if why is not None:
+        warn_slow(why)
+        attend_by_torch(call)
+
+
+def attend_by_torch(call: CapturedCall) -> None:
+    """Serves a call, whose arguments and metadata fit each other, by torch operators."""
     q, k, v, out, k_cache, v_cache, slot_mapping, cu_seqlens_q, seq_lens, block_tables, *_ = call
     rows = q.shape[0]
     if not rows:
@@ -116,8 +92,8 @@ def attend_captured(*args: Any, **kwargs: Any) -> None:
 
 
 def _write_rows(pool: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor, is_real: torch.Tensor) -> None:
-    """Real rows to their slots. The others repeat what the first row writes, which without any real row is
-    what its slot holds already."""
+    """Writes real rows to their slots. The others repeat what the first row writes, which without any real
+    row is what its slot holds already."""
     lines = pool.view(-1, *pool.shape[2:])
     first = torch.where(is_real[:1, None, None], rows[:1], lines[slots[:1]])
     lines.index_copy_(
@@ -128,7 +104,7 @@ def _write_rows(pool: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor, is_
 def _attend_rows(
     q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, seen: torch.Tensor, call: CapturedCall
 ) -> torch.Tensor:
-    """Attention of each row over keys of its own, float32 [rows, heads, head_dim]; NaN where none is seen.
+    """Attends from each row to keys of its own, float32 [rows, heads, head_dim]; NaN where none is seen.
 
     keys and values are float32 [rows, width, kv_heads, head_dim], seen is [rows, width].
     """
@@ -140,45 +116,14 @@ def _attend_rows(
     return torch.matmul(shares, values.transpose(1, 2)).reshape(rows, heads, dim)
 
 
-def check_metadata(call: CapturedCall) -> None:
-    """Raises unless shapes, dtypes and devices of the metadata fit each other and the rows."""
-    (slot_mapping, cu_seqlens_q, seq_lens, block_tables), device = call.metadata, call.q.device
-    seqs, rows = seq_lens.shape[0], call.q.shape[0]
-    wanted = (
-        ("slot_mapping", slot_mapping, torch.int64, f"[{rows} or more]", slot_mapping.dim() == 1),
-        ("cu_seqlens_q", cu_seqlens_q, torch.int32, f"[{seqs + 1}]", cu_seqlens_q.shape == (seqs + 1,)),
-        ("seq_lens", seq_lens, torch.int32, "[max_num_seqs]", seq_lens.dim() == 1 and seqs > 0),
-        ("block_tables", block_tables, torch.int32, f"[{seqs}, max_blocks]",
-         block_tables.dim() == 2 and block_tables.shape[0] == seqs and block_tables.shape[1] > 0),
-    )  # fmt: skip
-    for name, tensor, dtype, shape, fits in wanted:
-        enough = name != "slot_mapping" or tensor.shape[0] >= rows
-        is_dense = tensor.is_contiguous()
-        if not fits or not enough or not is_dense or tensor.dtype != dtype or tensor.device != device:
-            found = f"{tensor.dtype} {list(tensor.shape)} on {tensor.device}"
-            raise BoundaryOpError(
-                f"op '{NAME}', argument '{name}'",
-                expected=f"{dtype} {shape} on {device}, contiguous",
-                got=found if is_dense else f"{found}, not contiguous",
-                rule="a captured step is bounded when it is captured",
-                fix="make the metadata as StepBuffers does, with max_num_tokens of the largest bucket",
-            )
-
-
-def attend_captured_on_cuda(*args: Any, **kwargs: Any) -> None:
-    """`attend_captured` as one Triton program; as torch operators where there is no triton."""
-    module = cuda_module()
-    (attend_captured if module is None else module.attend_captured)(*args, **kwargs)
-
-
 def _warm_up(num_tokens: int, *args: Any, **kwargs: Any) -> None:
-    """The op itself compiles as it is warmed up; a step that is not captured still runs the eager one."""
+    """Warms the eager op up, which runs where a step is not captured; this one compiles as it is captured."""
     warm_up(num_tokens, *CapturedCall(*args, **kwargs).layer)
 
 
 attn_captured = define(
     SCHEMA,
-    {**dict.fromkeys(("cpu", "xpu", "mps"), attend_captured), "cuda": attend_captured_on_cuda},
+    attend_captured,
     token_args={"q": 0, "k": 0, "v": 0, "out": 0},
     capture_safe=True,
     warm_up=_warm_up,
@@ -186,7 +131,7 @@ attn_captured = define(
 
 
 def _refusal(call: Mapping[str, Any]) -> str | None:
-    """A captured op knows a step by its device metadata alone."""
+    """Says why a call cannot be captured: a captured op knows a step by its device metadata alone."""
     if call.get("implied_positions"):
         return "the model numbers the tokens itself; pass position_ids to have it captured"
     if not all(isinstance(call.get(name), torch.Tensor) for name in ("k_cache", "v_cache")):

@@ -1,46 +1,29 @@
-"""The arguments of the attention ops and their meaning, and what they must fulfil; no check reads a device
-tensor back."""
+"""Checks the arguments of the attention ops against each other and the step; reads no device tensor back."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-from boundary_ops.errors import BoundaryOpError
+from boundary_ops.backends.library import NAME, AttentionCall
+from boundary_ops.errors.attention import PositionsMissing, WrongArgument, WrongMetadata
+from boundary_ops.errors.step import OtherCache, WrongNumTokens
 from boundary_ops.step.batch import PrefillBatch
 
-if TYPE_CHECKING:
-    from boundary_ops.attention.captured import CapturedCall
-
-__all__ = [
-    "NAME",
-    "AttentionCall",
-    "attention_shares",
-    "check_arguments",
-    "check_batch",
-    "check_implied_positions",
-]
-
-NAME = "piecewise::attn_inplace"
+_POOL = "a pool of the cache that the current PrefillBatch was built for"
 
 
-class AttentionCall(NamedTuple):
-    """The arguments of `piecewise::attn_inplace`, in the order of its schema.
+class CapturedCall(NamedTuple):
+    """The arguments of `piecewise::attn_captured`, in the order of its schema.
 
     Attributes:
-        q: [num_tokens, heads, head_dim], any strides; query head `h` uses K/V head `h // (heads //
-            kv_heads)`.
-        k, v: [num_tokens, kv_heads, head_dim], any strides.
-        out: like q, any strides; all its rows are written.
-        k_cache, v_cache: one layer's pools, [num_blocks, block_size, kv_heads, head_dim]; rows at
-            `slot_mapping` are written.
-        scale: factor on q @ k.
-        window: a token sees the last `window` tokens, itself included; 0 for all.
-        softcap: scores become `softcap * tanh(scores / softcap)`; 0 for none.
-        sinks: [heads], a score per head that takes part in the softmax and has no value; None for none.
-        implied_positions: the caller numbered the tokens 0, 1, 2, ... itself, so only a step of one
-            sequence without context is right.
+        q, k, v, out, k_cache, v_cache, scale, window, softcap, sinks: as in `AttentionCall`, with rows that
+            may be padded.
+        slot_mapping: int64 [rows or more]; entries of real rows are slots of the pools.
+        cu_seqlens_q: int32 [max_num_seqs + 1]; entries beyond the step's sequences repeat its token count.
+        seq_lens: int32 [max_num_seqs].
+        block_tables: int32 [max_num_seqs, max_blocks]; every entry is a valid block.
     """
 
     q: torch.Tensor
@@ -49,11 +32,24 @@ class AttentionCall(NamedTuple):
     out: torch.Tensor
     k_cache: torch.Tensor
     v_cache: torch.Tensor
+    slot_mapping: torch.Tensor
+    cu_seqlens_q: torch.Tensor
+    seq_lens: torch.Tensor
+    block_tables: torch.Tensor
     scale: float
     window: int = 0
     softcap: float = 0.0
     sinks: torch.Tensor | None = None
-    implied_positions: bool = False
+
+    @property
+    def metadata(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Slots, starts, lengths and block tables."""
+        return self.slot_mapping, self.cu_seqlens_q, self.seq_lens, self.block_tables
+
+    @property
+    def layer(self) -> AttentionCall:
+        """The same without the metadata."""
+        return AttentionCall(*self[:6], *self[10:])  # type: ignore[arg-type]
 
 
 def attention_shares(
@@ -76,78 +72,78 @@ def attention_shares(
 def check_arguments(call: AttentionCall) -> None:
     """Raises unless shapes, dtypes and devices agree, and the options are numbers that make sense."""
     q, k, v, out, k_cache, v_cache, scale, window, softcap, sinks, _ = call
-    if q.dim() != 3 or k.dim() != 3:
-        name, tensor = ("q", q) if q.dim() != 3 else ("k", k)
-        raise _mismatch(name, "[num_tokens, heads, head_dim]", str(list(tensor.shape)))
+    for name, tensor in (("q", q), ("k", k)):
+        if tensor.dim() != 3:
+            raise _wrong(name, "[num_tokens, heads, head_dim]", list(tensor.shape))
     (num_tokens, heads, dim), kv_heads = q.shape, k.shape[1]
-    new_rows = (num_tokens, kv_heads, dim)
-    shapes = {"k": (k, new_rows), "v": (v, new_rows), "out": (out, (num_tokens, heads, dim))}
-    for name, (tensor, shape) in shapes.items():
+    rows = (num_tokens, kv_heads, dim)
+    for name, tensor, shape in (("k", k, rows), ("v", v, rows), ("out", out, q.shape)):
         if tensor.shape != shape:
             fitting = f"{list(shape)}, as q is {list(q.shape)} and k {list(k.shape)}"
-            raise _mismatch(name, fitting, str(list(tensor.shape)))
+            raise _wrong(name, fitting, list(tensor.shape))
     if not kv_heads or heads % kv_heads:
-        raise _mismatch("q", f"a multiple of the {kv_heads} K/V heads", f"{heads} query heads")
+        raise _wrong("q", f"a multiple of the {kv_heads} K/V heads", f"{heads} query heads")
     for name, pool in (("k_cache", k_cache), ("v_cache", v_cache)):
         if pool.dim() != 4 or pool.shape[2:] != (kv_heads, dim):
-            raise _mismatch(name, f"[num_blocks, block_size, {kv_heads}, {dim}]", str(list(pool.shape)))
+            raise _wrong(name, f"[num_blocks, block_size, {kv_heads}, {dim}]", list(pool.shape))
     if sinks is not None and sinks.shape != (heads,):
-        raise _mismatch("sinks", f"[{heads}], one per query head", str(list(sinks.shape)))
+        raise _wrong("sinks", f"[{heads}], one per query head", list(sinks.shape))
     if not q.dtype.is_floating_point:
-        raise _mismatch("q", "a floating dtype", str(q.dtype))
+        raise _wrong("q", "a floating dtype", q.dtype)
     for name, tensor in (("k", k), ("v", v), ("out", out), ("k_cache", k_cache), ("v_cache", v_cache)):
         if tensor.dtype != q.dtype or tensor.device != q.device:
-            raise _mismatch(name, f"{q.dtype} on {q.device}, as q", f"{tensor.dtype} on {tensor.device}")
-
+            raise _wrong(name, f"{q.dtype} on {q.device}, as q", f"{tensor.dtype} on {tensor.device}")
     if window < 0:
-        raise _mismatch("window", "0 (none) or a positive number of tokens", str(window))
+        raise _wrong("window", "0 (none) or a positive number of tokens", window)
     # Written so that NaN is refused too.
     if not 0.0 <= softcap < float("inf"):
-        raise _mismatch("softcap", "0.0 (none) or a positive number", str(softcap))
+        raise _wrong("softcap", "0.0 (none) or a positive number", softcap)
     if not abs(scale) < float("inf"):
-        raise _mismatch("scale", "a finite number", str(scale))
+        raise _wrong("scale", "a finite number", scale)
+
+
+def _wrong(argument: str, expected: str, got: object) -> WrongArgument:
+    return WrongArgument(argument=argument, expected=expected, got=str(got))
 
 
 def check_batch(batch: PrefillBatch, call: AttentionCall) -> None:
     """Raises unless the call fits the step that is running."""
     if call.q.shape[0] != batch.num_tokens:
-        raise BoundaryOpError(
-            f"op '{NAME}', argument 'q'",
-            expected=f"{batch.num_tokens} rows, the tokens of the current PrefillBatch",
-            got=f"{call.q.shape[0]}",
-            rule="the op gets exactly the step's tokens, without padding",
-            fix="call the model with batch.pack(prompts), inside the `with` block of that same batch",
+        raise WrongNumTokens(
+            f"op '{NAME}', argument 'q'", num_tokens=batch.num_tokens, got=f"{call.q.shape[0]} rows"
         )
     for name, pool in (("k_cache", call.k_cache), ("v_cache", call.v_cache)):
         if not batch.cache.owns_pool(pool):
-            raise BoundaryOpError(
-                f"op '{NAME}', argument '{name}'",
-                expected="a pool of the cache that the current PrefillBatch was built for",
-                got=f"another tensor, {list(pool.shape)}",
-                rule="slots and block tables mean nothing in another cache",
-                fix="build the batch with the cache that the model is attached to",
+            raise OtherCache(
+                f"op '{NAME}', argument '{name}'", expected=_POOL, got=f"another tensor, {list(pool.shape)}"
             )
     if call.implied_positions:
-        check_implied_positions(batch)
+        check_positions(batch)
 
 
-def check_implied_positions(batch: PrefillBatch) -> None:
+def check_positions(batch: PrefillBatch) -> None:
     """Raises unless numbering the step's tokens 0, 1, 2, ... is what their positions are."""
     if batch.num_seqs > 1 or any(batch.context_lens):
-        raise BoundaryOpError(
-            "model input 'position_ids'",
-            expected="the positions of a packed or continued step",
-            got=f"none, with {batch.num_seqs} sequences and context lengths {batch.context_lens}",
-            rule="without position_ids a model numbers the tokens 0, 1, 2, ... as one new sequence",
-            fix="pass position_ids=batch.positions",
-        )
+        raise PositionsMissing(num_seqs=batch.num_seqs, context_lens=batch.context_lens)
 
 
-def _mismatch(argument: str, expected: str, got: str) -> BoundaryOpError:
-    return BoundaryOpError(
-        f"op '{NAME}', argument '{argument}'",
-        expected=expected,
-        got=got,
-        rule="q, k, v, out and the layer's pools agree in heads, head_dim, dtype and device",
-        fix="pass this layer's tensors, and make the cache with the model's sizes, dtype and device",
-    )
+def check_metadata(call: CapturedCall) -> None:
+    """Raises unless shapes, dtypes and devices of the metadata fit each other and the rows."""
+    (slot_mapping, cu_seqlens_q, seq_lens, block_tables), device = call.metadata, call.q.device
+    seqs, rows, tables = seq_lens.shape[0], call.q.shape[0], block_tables.shape
+    for name, tensor, dtype, shape, fits in (
+        ("slot_mapping", slot_mapping, torch.int64, f"[{rows} or more]",
+         slot_mapping.dim() == 1 and slot_mapping.shape[0] >= rows),
+        ("cu_seqlens_q", cu_seqlens_q, torch.int32, f"[{seqs + 1}]", cu_seqlens_q.shape == (seqs + 1,)),
+        ("seq_lens", seq_lens, torch.int32, "[max_num_seqs]", seq_lens.dim() == 1 and seqs > 0),
+        ("block_tables", block_tables, torch.int32, f"[{seqs}, max_blocks]",
+         len(tables) == 2 and tables[0] == seqs and tables[1] > 0),
+    ):  # fmt: skip
+        is_dense = tensor.is_contiguous()
+        if not fits or not is_dense or tensor.dtype != dtype or tensor.device != device:
+            found = f"{tensor.dtype} {list(tensor.shape)} on {tensor.device}"
+            raise WrongMetadata(
+                argument=name,
+                expected=f"{dtype} {shape} on {device}, contiguous",
+                got=found if is_dense else f"{found}, not contiguous",
+            )

@@ -1,4 +1,4 @@
-"""A step's metadata at fixed addresses: what `piecewise::attn_captured` reads.
+"""Keeps a step's metadata at fixed addresses, where `piecewise::attn_captured` reads them.
 
     step = StepBuffers(pools, max_num_seqs=64, max_num_tokens=2048, max_seq_len=8192)
     capture attn_captured(q, k, v, out, k_cache, v_cache, **step.tensors, scale=...)   # writes nothing yet
@@ -17,18 +17,19 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 
-from boundary_ops.attention.on_cuda import cuda_module
-from boundary_ops.declare.captured_form import Misfit
-from boundary_ops.declare.whole_numbers import whole_number
-from boundary_ops.errors import BoundaryOpError
+from boundary_ops.attention.program import find_program
+from boundary_ops.declare.boundary_op import StepMismatch
+from boundary_ops.errors.attention import BackendNotCaptured, StepTooLarge, WrongStepLimit
+from boundary_ops.errors.step import OtherCache
 from boundary_ops.step.batch import PrefillBatch
 from boundary_ops.step.kv_cache import PagedKVCache
+from boundary_ops.whole_numbers import check_whole
 
 __all__ = ["StepBuffers"]
 
 
 class StepBuffers:
-    """Device metadata with room for a bounded step; see `boundary_ops.declare.captured_form.StepMetadata`.
+    """Device metadata with room for a bounded step; see `boundary_ops.declare.boundary_op.StepMetadata`.
 
     Args:
         pools: the pools that the captured ops write, [num_blocks, block_size, kv_heads, head_dim], all of one
@@ -47,28 +48,19 @@ class StepBuffers:
     All four belong to the buffers, never move, and hold a step of zero sequences at first.
 
     Raises:
-        BoundaryOpError: a size is not a positive int, there is no pool, or their cache has named a back
-            end that cannot be captured.
+        BoundaryOpError: a size or the pools are wrong, or their cache has named a back end without capture.
     """
 
     def __init__(
         self, pools: Sequence[torch.Tensor], *, max_num_seqs: int, max_num_tokens: int, max_seq_len: int
     ) -> None:
         sizes = {"max_num_seqs": max_num_seqs, "max_num_tokens": max_num_tokens, "max_seq_len": max_seq_len}
-        for name, size in {**sizes, "pools": len(pools)}.items():
-            number = whole_number(size)
-            if number is None or number < 1:
-                raise BoundaryOpError(
-                    f"StepBuffers, argument '{name}'",
-                    expected="one or more" if name == "pools" else "a positive int",
-                    got=repr(size),
-                    rule="a captured step is bounded when it is captured",
-                    fix="take the bounds from the scheduler's limits, and the pools from the cache",
-                )
+        sizes = {name: check_whole(size, WrongStepLimit, argument=name) for name, size in sizes.items()}
+        check_whole(len(pools), WrongStepLimit, argument="pools", expected="one or more")
         _check_backend(pools[0])
         device, block_size = pools[0].device, pools[0].shape[1]
-        max_num_seqs, max_num_tokens, max_seq_len = map(int, sizes.values())
-        self.max_num_seqs, self.max_num_tokens, self.max_seq_len = max_num_seqs, max_num_tokens, max_seq_len
+        self.max_num_seqs, self.max_num_tokens, self.max_seq_len = sizes.values()
+        max_num_seqs, max_num_tokens, max_seq_len = sizes.values()
         self.max_blocks = -(-max_seq_len // block_size)
         self._pool_addresses = frozenset(pool.data_ptr() for pool in pools)
         # Tables last: the copy ends with the rows of the sequences that there are.
@@ -92,12 +84,12 @@ class StepBuffers:
         names = ("slot_mapping", "cu_seqlens_q", "seq_lens", "block_tables")
         return {name: getattr(self, name) for name in names}
 
-    def misfit(self, num_tokens: int) -> Misfit | None:
+    def mismatch(self, num_tokens: int) -> StepMismatch | None:
         """Why the current `PrefillBatch` cannot be loaded for a call of so many tokens, or None."""
         batch = PrefillBatch.peek()
         if batch is None or batch.num_tokens != num_tokens or not self._is_of_the_cache(batch):
-            return Misfit.OTHER_STEP
-        return None if self._fits(batch) else Misfit.TOO_LARGE
+            return StepMismatch.OTHER_STEP
+        return None if self._fits(batch) else StepMismatch.TOO_LARGE
 
     def load(self, batch: PrefillBatch | None = None) -> None:
         """Copies a step's metadata to the fixed addresses: one copy on the current stream, not waited for.
@@ -160,22 +152,10 @@ class StepBuffers:
 
     def _check(self, batch: PrefillBatch) -> None:
         if not self._is_of_the_cache(batch):
-            raise BoundaryOpError(
-                "StepBuffers.load, argument 'batch'",
-                expected="a batch of the cache whose pools the captured ops write",
-                got="a batch of another cache",
-                rule="captured ops write the pools that they were captured with",
-                fix="build the batch with the same cache, or make new buffers and capture again",
-            )
+            raise OtherCache("StepBuffers.load, argument 'batch'", expected="one of the pools' cache")
         for name, value, bound, limit in self._bounds(batch):
             if value > limit:
-                raise BoundaryOpError(
-                    f"StepBuffers.load, {name} of the batch",
-                    expected=f"at most {limit}, the buffers' {bound}",
-                    got=str(value),
-                    rule="a captured step is bounded when it is captured",
-                    fix=f"run this step eagerly, or capture with a larger {bound}",
-                )
+                raise StepTooLarge(name=name, bound=bound, limit=limit, got=str(value))
 
 
 def _check_backend(pool: torch.Tensor) -> None:
@@ -183,17 +163,9 @@ def _check_backend(pool: torch.Tensor) -> None:
     cache = PagedKVCache.owner_of(pool)
     if cache is None:
         return
-    is_triton = cache.device.type == "cuda" and cuda_module() is not None
-    if cache.library is not None or (cache.attention_backend == "torch" and is_triton):
-        raise BoundaryOpError(
-            f"StepBuffers, argument 'pools', attention_backend='{cache.attention_backend}'",
-            expected="pools of a cache with attention_backend 'auto' or 'triton'"
-            if is_triton
-            else "pools of a cache with attention_backend 'auto' or 'torch'",
-            got=repr(cache.attention_backend),
-            rule="a captured op is the Triton program or torch operators; no other back end steps in",
-            fix="make the cache with that, or keep the op between the graphs: boundary='eager'",
-        )
+    is_program = cache.device.type == "cuda" and find_program() is not None
+    if cache.library is not None or (cache.attention_backend == "torch" and is_program):
+        raise BackendNotCaptured(name=cache.attention_backend, served="triton" if is_program else "torch")
 
 
 def _spans(*counts: int) -> list[slice]:

@@ -1,47 +1,59 @@
-"""The names of the back ends, and what each needs of a cache. Only "auto" chooses; a name is kept to."""
+"""Chooses a cache's back end by its name. Only "auto" chooses among several; any other name is kept to."""
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 
+import torch
+
 from boundary_ops.backends.flashinfer import FlashInferAttention
-from boundary_ops.backends.library import LibraryAttention, PoolLook, refuse_backend
+from boundary_ops.backends.library import AttentionLibrary, PoolSpec
 from boundary_ops.declare.schema import near
-from boundary_ops.errors import BoundaryOpError
+from boundary_ops.errors.backends import BackendUnavailable, UnknownBackend
 
-__all__ = ["NAMES", "choose"]
+__all__ = ["NAMES", "choose", "why_triton_unsupported"]
 
-LIBRARIES: dict[str, Callable[[PoolLook], LibraryAttention]] = {"flashinfer": FlashInferAttention}
+LIBRARIES: dict[str, Callable[[PoolSpec], AttentionLibrary]] = {"flashinfer": FlashInferAttention}
 NAMES = ("auto", "triton", "torch", *LIBRARIES)
+# What the Triton program of `attention/triton` is written for.
+TRITON_DEVICES = ("cuda",)
+TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+TRITON_MAX_HEAD_DIM = 256
 
 
-def choose(name: str, pools: PoolLook) -> LibraryAttention | None:
-    """The library that attends for a cache with such pools; None where that is code of this package.
+def choose(name: str, pools: PoolSpec) -> AttentionLibrary | None:
+    """Returns the library that attends for a cache with such pools; None where code of this package does.
 
     Raises:
         BoundaryOpError: there is no back end of that name, it is not available here, or it cannot serve such
             pools.
     """
     if not isinstance(name, str) or name not in NAMES:
-        raise BoundaryOpError(
-            "PagedKVCache, argument 'attention_backend'",
-            expected=f"one of {', '.join(map(repr, NAMES))}",
-            got=repr(name),
-            rule="a back end is chosen by its name, when the cache is made",
-            fix=near(str(name), list(NAMES)) or "leave it out: 'auto' takes what is there",
-        )
+        raise UnknownBackend(names=", ".join(map(repr, NAMES)), got=repr(name), fix=near(str(name), NAMES))
     if name == "triton":
         _check_triton(pools)
     return LIBRARIES[name](pools) if name in LIBRARIES else None
 
 
-def _check_triton(pools: PoolLook) -> None:
-    if pools.device.type != "cuda":
-        refuse_backend("triton", "a CUDA device", str(pools.device), "the program is for CUDA alone")
+def _check_triton(pools: PoolSpec) -> None:
+    if pools.device.type not in TRITON_DEVICES:
+        raise BackendUnavailable(name="triton", expected="a CUDA device", got=str(pools.device))
     try:
-        from boundary_ops.attention.triton.plans import why_pools_unsupported
+        importlib.import_module("triton")
     except ImportError as error:
-        refuse_backend("triton", "an installed triton", str(error), "a back end is never replaced by another")
-    why = why_pools_unsupported(pools.dtype, pools.head_dim, pools.device.index)
+        raise BackendUnavailable(name="triton", expected="an installed triton", got=str(error)) from error
+    why = why_triton_unsupported(pools.dtype, pools.head_dim, pools.device.index)
     if why is not None:
-        refuse_backend("triton", "pools that the program serves", why, "a back end serves all calls, or none")
+        raise BackendUnavailable(name="triton", expected="pools that the program serves", got=why)
+
+
+def why_triton_unsupported(dtype: torch.dtype, head_dim: int, device_index: int) -> str | None:
+    """Why no call on such pools can run as the Triton program, or None; -1 is the CPU, interpreted."""
+    if dtype not in TRITON_DTYPES:
+        return f"the program has no {dtype}"
+    if head_dim > TRITON_MAX_HEAD_DIM:
+        return f"head_dim {head_dim} is above {TRITON_MAX_HEAD_DIM}"
+    if device_index >= 0 and torch.cuda.get_device_capability(device_index) < (8, 0):
+        return "the device's compute capability is below 8.0"
+    return None

@@ -1,24 +1,52 @@
-"""What the attention of another library offers to `piecewise::attn_inplace`, and how it refuses."""
+"""Describes a call of `piecewise::attn_inplace` to back ends, and what the attention of a library offers."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NoReturn, Protocol
+from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
 
-from boundary_ops.errors import refuse
+__all__ = ["NAME", "AttentionCall", "AttentionLibrary", "HostMetadata", "PoolSpec", "StepView"]
 
-if TYPE_CHECKING:
-    from boundary_ops.attention.checks import AttentionCall
-    from boundary_ops.step.batch import PrefillBatch
+NAME = "piecewise::attn_inplace"
 
-__all__ = ["LibraryAttention", "PoolLook", "refuse_backend", "refuse_call"]
+
+class AttentionCall(NamedTuple):
+    """The arguments of `piecewise::attn_inplace`, in the order of its schema.
+
+    Attributes:
+        q: [num_tokens, heads, head_dim], any strides; query head `h` uses K/V head `h // (heads //
+            kv_heads)`.
+        k, v: [num_tokens, kv_heads, head_dim], any strides.
+        out: like q, any strides; all its rows are written.
+        k_cache, v_cache: one layer's pools, [num_blocks, block_size, kv_heads, head_dim]; rows at
+            `slot_mapping` are written.
+        scale: factor on q @ k.
+        window: a token sees the last `window` tokens, itself included; 0 for all.
+        softcap: scores become `softcap * tanh(scores / softcap)`; 0 for none.
+        sinks: [heads], a score per head that takes part in the softmax and has no value; None for none.
+        implied_positions: the caller numbered the tokens 0, 1, 2, ... itself, so only a step of one
+            sequence without context is right.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    out: torch.Tensor
+    k_cache: torch.Tensor
+    v_cache: torch.Tensor
+    scale: float
+    window: int = 0
+    softcap: float = 0.0
+    sinks: torch.Tensor | None = None
+    implied_positions: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class PoolLook:
-    """What a cache's pools look like, as far as a back end depends on it."""
+class PoolSpec:
+    """Describes a cache's pools, as far as a back end depends on them."""
 
     device: torch.device
     dtype: torch.dtype
@@ -26,38 +54,39 @@ class PoolLook:
     head_dim: int
 
 
-class LibraryAttention(Protocol):
-    """The attention of a library for one cache. Making it raises where the library or the pools do not fit.
+@dataclass(frozen=True, slots=True, eq=False)
+class HostMetadata:
+    """Holds a step's metadata on the host, with the shapes and dtypes of `PrefillBatch`'s tensors."""
 
-    All calls get arguments that fit each other and the batch, as `attention_checks` says.
+    cu_seqlens_q: np.ndarray
+    seq_lens: np.ndarray
+    block_tables: np.ndarray
+    slot_mapping: np.ndarray
+
+
+class StepView(Protocol):
+    """What back ends read of a `PrefillBatch`; see there."""
+
+    @property
+    def host(self) -> HostMetadata: ...
+
+    @property
+    def max_seqlen_k(self) -> int: ...
+
+    @property
+    def derived(self) -> dict[Any, Any]: ...
+
+
+class AttentionLibrary(Protocol):
+    """Attends for one cache. Making it raises where the library or the pools do not fit.
+
+    All calls get arguments that fit each other and the step.
     """
 
     def check_call(self, call: AttentionCall) -> None:
-        """Raises where the library lacks what a layer asks for. Depends on the look of the call alone."""
+        """Raises where the library lacks what a layer asks for. Depends on the call's geometry alone."""
         ...
 
-    def attend(self, batch: PrefillBatch, call: AttentionCall) -> None:
+    def attend(self, step: StepView, call: AttentionCall) -> None:
         """Attends straight into `out`; the step has tokens, and their K and V are in the pages already."""
         ...
-
-
-def refuse_backend(name: str, expected: str, got: str, rule: str, fix: str | None = None) -> NoReturn:
-    """Raises: the back end cannot serve a cache."""
-    refuse(
-        f"PagedKVCache, attention_backend='{name}'",
-        expected,
-        got,
-        rule,
-        fix or "change that, or leave attention_backend out: 'auto' takes what is there",
-    )
-
-
-def refuse_call(name: str, argument: str, expected: str, got: str) -> NoReturn:
-    """Raises: the back end cannot serve a call."""
-    refuse(
-        f"op 'piecewise::attn_inplace', argument '{argument}', attention_backend='{name}'",
-        expected,
-        got,
-        "a back end that was chosen by name serves a call, or refuses it; no other one steps in",
-        "make this model's cache with another attention_backend, for example 'auto'",
-    )

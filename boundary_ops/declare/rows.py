@@ -1,4 +1,4 @@
-"""How token rows go through an op of somebody's: declared, since nobody can look inside, and tested.
+"""Declares how token rows go through an op that nobody can look into, and tests such declarations.
 
 An op between the boundary ops stays in a graph only where it is known that padded rows do not reach real
 ones. torch's own ops have rules for that. For any other op one says which dims carry tokens: the op treats
@@ -16,12 +16,11 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 
+from boundary_ops._torch import OpOverload
 from boundary_ops.declare.library_rows import LIBRARY_ROWS
-from boundary_ops.declare.schema import check_token_args, find_overload, near, qualified
-from boundary_ops.declare.whole_numbers import whole_number
-from boundary_ops.errors import BoundaryOpError
+from boundary_ops.declare.schema import OpSchema, find_overload, near, qualified
+from boundary_ops.errors import declare as errors
 
 __all__ = ["RowsDeclaration", "check_rows", "declare_rows", "declared_rows", "token_dims"]
 
@@ -78,101 +77,37 @@ def declare_rows(
         ("only", only, (Mapping, type(None))),
     ):
         if not isinstance(value, kinds):
-            raise BoundaryOpError(
-                f"declare_rows, {what}",
-                expected='"lib::op", token_args={name: dim}, token_results=(dim, ...), only={name: value}',
-                got=repr(value)[:200],
-                rule="an op is declared by its name and by names of its arguments",
-                fix=f"correct {what}",
-            )
-    schema = find_overload(name)._schema
-    full_name = qualified(schema.name, schema.overload_name)
+            raise errors.WrongRowsArgument(argument=what, got=repr(value)[:200])
+    schema = OpSchema(find_overload(name)._schema)
     if token_args is None:
-        _declared.pop(full_name, None)
+        _declared.pop(schema.name, None)
         return None
-    for argument, where in token_args.items():
-        check_token_args(full_name, schema, {argument: 0 if isinstance(where, str) else where})
-        _check_where(full_name, f"token_args {argument!r}", where)
-    tokens = MappingProxyType({name: _plain_where(where) for name, where in token_args.items()})
-    results = tuple(map(_plain_where, token_results))
+    tokens = schema.check_places(token_args, "leading", "all")
+    _check_op(schema, token_results, padded, only or {})
+    results = tuple(
+        None if where is None else schema.check_dim(f"token_results {at}", where, "leading", "all")
+        for at, where in enumerate(token_results)
+    )
     made = RowsDeclaration(tokens, results, padded, MappingProxyType(dict(only or {})))
-    _check_op(full_name, schema, made)
-    for at, found in enumerate(made.token_results):
-        if found is not None:
-            _check_where(full_name, f"token_results {at}", found)
-    _declared[full_name] = made
+    _declared[schema.name] = made
     return made
 
 
-def _check_op(name: str, schema: Any, said: RowsDeclaration) -> None:
+def _check_op(schema: OpSchema, results: Sequence[Any], padded: str, only: Mapping[str, Any]) -> None:
     """Raises unless the op makes new results, as many as were said, and has the arguments that are named."""
+    name, parsed = schema.name, schema.parsed
     if name.partition("::")[0] in ("aten", "prim", "prims"):
-        raise BoundaryOpError(
-            f"op '{name}'",
-            expected="an op of a library",
-            got="one of torch's own",
-            rule="torch's ops have rules, or run eagerly: a declaration would not be read",
-            fix="declare an op of your own that calls it: torch.library.custom_op makes one",
-        )
-    if schema.is_mutable:
-        raise BoundaryOpError(
-            f"op '{name}'",
-            expected="an op that writes into none of its arguments",
-            got=str(schema),
-            rule="rows are followed from arguments to new results",
-            fix="call a form of it that returns its result, or make it a boundary op: boundary_ops.register",
-        )
-    kinds = [str(value.type) for value in schema.returns]
-    is_list = any("List" in kind for kind in kinds)
-    if (
-        not all("Tensor" in kind for kind in kinds)
-        or not said.token_results
-        or (len(said.token_results) != len(schema.returns) and not is_list)
-    ):
-        raise BoundaryOpError(
-            f"op '{name}', token_results",
-            expected=f"one for each of {len(schema.returns)} results",
-            got=repr(said.token_results),
-            rule="each result carries tokens somewhere, or not at all",
-            fix="for example (0,) for one result of [num_tokens, hidden], None for a result without tokens",
-        )
-    names = [argument.name for argument in schema.arguments]
-    for argument in said.only:
-        if argument not in names:
-            raise BoundaryOpError(
-                f"op '{name}', only {argument!r}",
-                expected=f"one of the arguments {names}",
-                got="no such argument",
-                rule="a declaration holds for some values of the op's own arguments",
-                fix=near(argument, names) or "use the argument names of the schema",
-            )
-    if said.padded not in ("real", "anything"):
-        raise BoundaryOpError(
-            f"op '{name}', padded",
-            expected="'real' or 'anything'",
-            got=repr(said.padded),
-            rule="a padded row that equals a real one gives the real one's result, or nothing is known of it",
-            fix="leave it out for an op without state between rows",
-        )
-
-
-def _plain_where(where: Any) -> Any:
-    """A dim of whatever integer type as Python's; all else as it is, for the checks."""
-    number = whole_number(where)
-    return where if number is None else number
-
-
-def _check_where(name: str, what: str, where: int | str) -> None:
-    number = whole_number(where)
-    if where in ("leading", "all") or (number is not None and number >= 0):
-        return
-    raise BoundaryOpError(
-        f"op '{name}', {what}",
-        expected="a dim counted from the front, 'leading' or 'all'",
-        got=repr(where),
-        rule="token rows are along one dim, along all but the last, or each element is a row",
-        fix="for example 0 for [num_tokens, hidden], 'leading' for [..., hidden]",
-    )
+        raise errors.RowsOfTorchOp(op=name)
+    if parsed.is_mutable:
+        raise errors.RowsOfWritingOp(op=name, got=str(parsed))
+    kinds = [str(value.type) for value in parsed.returns]
+    counts_agree = len(results) == len(kinds) or any("List" in kind for kind in kinds)
+    if not results or not counts_agree or not all("Tensor" in kind for kind in kinds):
+        raise errors.WrongTokenResults(op=name, count=len(kinds), got=repr(tuple(results)))
+    for argument in only:
+        schema.check_argument("only", argument, schema.arguments, "arguments")
+    if padded not in ("real", "anything"):
+        raise errors.WrongPadded(op=name, got=repr(padded))
 
 
 def declared_rows(op: OpOverload) -> RowsDeclaration | None:
@@ -213,84 +148,98 @@ def check_rows(name: str, example: Sequence[Any] | Mapping[str, Any]) -> None:
     overload = find_overload(name)
     declaration = declared_rows(overload)
     if declaration is None:
-        raise BoundaryOpError(
-            f"op '{name}': nothing was declared of its rows",
-            rule="a declaration is tested, not an op",
-            fix=near(name, list(_declared)) or f'call boundary_ops.declare_rows("{name}", ...) first',
-        )
-    given = _bound(name, overload, example)
-    for key, wanted in declaration.only.items():
-        if given[key] is not wanted and given[key] != wanted:
-            raise _refuted(name, f"{key}={wanted!r}", repr(given[key]))
-    rows = {
-        key: _rows(name, f"'{key}'", given[key], where)
-        for key, where in declaration.token_args.items()
-        if isinstance(given.get(key), torch.Tensor)
-    }
-    count = max(map(len, rows.values()), default=0)
-    for key, found in rows.items():
-        if count < 2 or len(found) not in (1, count):
-            raise _refuted(name, f"{max(count, 2)} rows in '{key}'", f"{len(found)}")
-    with torch.no_grad():
-        real = _results(name, declaration, overload, given)
-        for what, picks, call in _calls(declaration, given, rows, count):
-            padded = _results(name, declaration, overload, call)
-            is_real, is_again = picks >= 0, what == _AGAIN and declaration.padded == "real"
-            for at, where in enumerate(declaration.token_results):
-                own, other = real[at], padded[at]
-                if len(own) != (count if where is not None else 1):
-                    raise _refuted(name, f"{count} rows in result {at}", f"{len(own)}")
-                if where is not None and len(other) != len(picks):
-                    raise _refuted(name, f"{len(picks)} rows in result {at}", f"{len(other)}")
-                kept = (own[picks[is_real]], other[is_real]) if where is not None else (own, other)
-                if not _is_equal(*kept):
-                    raise _refuted(name, f"real rows of result {at} that do not depend on others", what)
-                if is_again and where is not None:
-                    if not _is_equal(own[:1].expand_as(other[~is_real]), other[~is_real]):
-                        raise _refuted(name, f"row 0 of result {at} again (padded='real')", what)
+        raise errors.RowsNotDeclared(op=name, fix=near(name, list(_declared)))
+    _RowsTest(name, overload, declaration).run(example)
 
 
-def _bound(name: str, overload: OpOverload, example: Any) -> dict[str, Any]:
-    """Argument name → what the example passes, or the default."""
-    arguments = {argument.name: argument.default_value for argument in overload._schema.arguments}
-    if not isinstance(example, (Mapping, list, tuple)) or len(example) > len(arguments):
-        raise _refuted(name, f"an example of its arguments {list(arguments)}", repr(example)[:200])
-    given = dict(example if isinstance(example, Mapping) else zip(arguments, example, strict=False))
-    if unknown := [key for key in given if key not in arguments]:
-        raise _refuted(name, f"arguments of {list(arguments)}", repr(unknown[0]))
-    return arguments | given
+@dataclass(frozen=True, slots=True)
+class _RowsTest:
+    """Runs one op on rows of an example, and compares."""
 
+    name: str
+    overload: OpOverload
+    said: RowsDeclaration
 
-def _rows(name: str, what: str, tensor: torch.Tensor, where: int | str | None) -> torch.Tensor:
-    """A tensor with its rows along dim 0; without any, it is a row."""
-    if where is None:
-        return tensor[None]
-    if isinstance(where, int) and where >= tensor.dim():
-        raise _refuted(name, f"{what} with a dim {where}", f"shape {list(tensor.shape)}")
-    if isinstance(where, int):
+    def refuted(self, expected: str, got: str) -> errors.RowsRefuted:
+        return errors.RowsRefuted(op=self.name, expected=expected, got=got)
+
+    def run(self, example: Any) -> None:
+        given = self.bound(example)
+        rows = {
+            key: self.rows(f"'{key}'", given[key], where)
+            for key, where in self.said.token_args.items()
+            if isinstance(given.get(key), torch.Tensor)
+        }
+        count = max(map(len, rows.values()), default=0)
+        for key, found in rows.items():
+            if count < 2 or len(found) not in (1, count):
+                raise self.refuted(f"{max(count, 2)} rows in '{key}'", f"{len(found)}")
+        with torch.no_grad():
+            real = self.results(given)
+            for what, picks, call in _calls(self.said, given, rows, count):
+                for at, results in enumerate(zip(real, self.results(call), strict=True)):
+                    self.compare(at, *results, what, picks, count)
+
+    def compare(
+        self, at: int, own: torch.Tensor, other: torch.Tensor, what: str, picks: torch.Tensor, count: int
+    ) -> None:
+        """Raises unless a result's real rows, among others, are those of the example alone."""
+        has_tokens, is_real = self.said.token_results[at] is not None, picks >= 0
+        if len(own) != (count if has_tokens else 1):
+            raise self.refuted(f"{count} rows in result {at}", f"{len(own)}")
+        if has_tokens and len(other) != len(picks):
+            raise self.refuted(f"{len(picks)} rows in result {at}", f"{len(other)}")
+        kept = (own[picks[is_real]], other[is_real]) if has_tokens else (own, other)
+        if not _is_equal(*kept):
+            raise self.refuted(f"real rows of result {at} that do not depend on others", what)
+        if has_tokens and what == _AGAIN and self.said.padded == "real":
+            if not _is_equal(own[:1].expand_as(other[~is_real]), other[~is_real]):
+                raise self.refuted(f"row 0 of result {at} again (padded='real')", what)
+
+    def bound(self, example: Any) -> dict[str, Any]:
+        """Returns argument name → what the example passes, or the default."""
+        arguments = {argument.name: argument.default_value for argument in self.overload._schema.arguments}
+        if not isinstance(example, (Mapping, list, tuple)) or len(example) > len(arguments):
+            raise self.refuted(f"an example of its arguments {list(arguments)}", repr(example)[:200])
+        given = dict(example if isinstance(example, Mapping) else zip(arguments, example, strict=False))
+        if unknown := [key for key in given if key not in arguments]:
+            raise self.refuted(f"arguments of {list(arguments)}", repr(unknown[0]))
+        given = arguments | given
+        for key, wanted in self.said.only.items():
+            if given[key] is not wanted and given[key] != wanted:
+                raise self.refuted(f"{key}={wanted!r}", repr(given[key]))
+        return given
+
+    def rows(self, what: str, tensor: torch.Tensor, where: int | str | None) -> torch.Tensor:
+        """Returns a tensor with its rows along dim 0; without any, it is a row."""
+        if where is None:
+            return tensor[None]
+        if isinstance(where, str):
+            return tensor.reshape(-1, *(tensor.shape[-1:] if where == "leading" else ()))
+        if where >= tensor.dim():
+            raise self.refuted(f"{what} with a dim {where}", f"shape {list(tensor.shape)}")
         return tensor.movedim(where, 0)
-    return tensor.reshape(-1, *(tensor.shape[-1:] if where == "leading" else ()))
 
-
-def _results(
-    name: str, declaration: RowsDeclaration, overload: OpOverload, given: Mapping[str, Any]
-) -> list[torch.Tensor]:
-    """The rows of what the op returns for copies of its tensors; of an optional result that is None, one."""
-    copied = {key: each.clone() if isinstance(each, torch.Tensor) else each for key, each in given.items()}
-    positional = [
-        copied.pop(argument.name) for argument in overload._schema.arguments if not argument.kwarg_only
-    ]
-    try:
-        made = overload(*positional, **copied)
-    except Exception as error:
-        told = f"{type(error).__name__}: {str(error)[:300]}"
-        raise _refuted(name, "an op that runs on these rows, whatever others hold", told) from error
-    made = [made] if isinstance(made, torch.Tensor) else list(made)
-    if len(made) != len(declaration.token_results):
-        raise _refuted(name, f"{len(declaration.token_results)} results", f"{len(made)}")
-    made = [torch.empty(0) if each is None else each for each in made]
-    said = zip(made, declaration.token_results, strict=True)
-    return [_rows(name, f"result {at}", each, where) for at, (each, where) in enumerate(said)]
+    def results(self, given: Mapping[str, Any]) -> list[torch.Tensor]:
+        """Returns the rows of each result for copies of the tensors; one row for a result that is None."""
+        copied = {
+            key: each.clone() if isinstance(each, torch.Tensor) else each for key, each in given.items()
+        }
+        arguments = self.overload._schema.arguments
+        positional = [copied.pop(argument.name) for argument in arguments if not argument.kwarg_only]
+        try:
+            made = self.overload(*positional, **copied)
+        except Exception as error:
+            told = f"{type(error).__name__}: {str(error)[:300]}"
+            raise self.refuted("an op that runs on these rows, whatever others hold", told) from error
+        made = [made] if isinstance(made, torch.Tensor) else list(made)
+        if len(made) != len(self.said.token_results):
+            raise self.refuted(f"{len(self.said.token_results)} results", f"{len(made)}")
+        said = zip(made, self.said.token_results, strict=True)
+        return [
+            self.rows(f"result {at}", torch.empty(0) if each is None else each, where)
+            for at, (each, where) in enumerate(said)
+        ]
 
 
 _AGAIN = "row 0 again"
@@ -358,13 +307,3 @@ def _is_equal(real: torch.Tensor, found: torch.Tensor) -> bool:
     real, found = real.double(), found.double()
     largest = float(real.nan_to_num(0, 0, 0).abs().max()) if real.numel() else 0.0
     return torch.allclose(found, real, rtol=tolerance, atol=tolerance * largest, equal_nan=True)
-
-
-def _refuted(name: str, expected: str, got: str) -> BoundaryOpError:
-    return BoundaryOpError(
-        f"op '{name}', as declared by declare_rows",
-        expected=expected,
-        got=got,
-        rule="the op treats each token row alone",
-        fix="correct the declaration, or take it back by token_args=None: the op then runs eagerly",
-    )

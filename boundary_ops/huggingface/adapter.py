@@ -21,7 +21,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from boundary_ops.errors import BoundaryOpError, refuse
+from boundary_ops.errors import refuse
+from boundary_ops.errors.huggingface import AlreadyAttached, ForwardReplaced, NotAModel, NotAttached
 from boundary_ops.huggingface.call_guard import ATTACHMENT, guarded, is_guarded, refuse_generate
 from boundary_ops.huggingface.decoder import DecoderLayer, find_decoder
 from boundary_ops.huggingface.paged_attention import NAME, no_mask, paged_attention
@@ -37,7 +38,7 @@ class _Absent:
 
 @dataclass(slots=True, eq=False)
 class _Attachment:
-    """What `attach` has changed, and all that `detach` needs to change it back.
+    """Records what `attach` has changed, so that `detach` can change it back.
 
     Attributes:
         names: positional names of the decoder's forward, to find arguments however they are passed.
@@ -78,11 +79,7 @@ def attach(model: nn.Module, cache: PagedKVCache) -> nn.Module:
             several stacks, another kind of attention, a head that may pool, or does not fit the cache.
     """
     if _find_attachment(model) is not None:
-        raise BoundaryOpError(
-            f"attach({type(model).__name__}, cache): the model is attached already",
-            rule="a model has one paged cache at a time",
-            fix="call boundary_ops.huggingface.detach(model) first",
-        )
+        raise AlreadyAttached(model=type(model).__name__)
     decoder, layers = find_decoder(model, cache)
     head = find_pooling_head(model, decoder)
     _register_with_transformers()
@@ -104,8 +101,7 @@ def attach(model: nn.Module, cache: PagedKVCache) -> nn.Module:
 
 
 def detach(model: nn.Module) -> nn.Module:
-    """Undoes `attach`: forward, generate, configs and module attributes are what they were. Returns the
-    model.
+    """Undoes `attach` and returns the model; forward, generate, configs and attributes are what they were.
 
     The names stay registered with transformers; no model uses them unless it is attached.
 
@@ -114,34 +110,19 @@ def detach(model: nn.Module) -> nn.Module:
     """
     attachment = _find_attachment(model)
     if attachment is None:
-        raise BoundaryOpError(
-            f"detach({type(model).__name__}): the model is not attached",
-            rule="detach undoes one attach",
-            fix="call it once, with the model that attach returned",
-        )
+        raise NotAttached(model=type(model).__name__)
     for changed in (owner for owner, name, _ in attachment.former if name == "forward"):
         forward = changed.__dict__.get("forward")
         if not is_guarded(forward):
-            raise BoundaryOpError(
-                f"detach({type(model).__name__}): forward of {type(changed).__name__} was replaced",
-                expected="the forward that attach put there",
-                got=repr(forward),
-                rule="changes are undone in the reverse order",
-                fix="undo the later change first, for example with piecewise.disable(model)",
-            )
+            owner = type(changed).__name__
+            raise ForwardReplaced(model=type(model).__name__, owner=owner, got=repr(forward))
     _restore(attachment)
     return model
 
 
 def _find_attachment(model: nn.Module) -> _Attachment | None:
     if not isinstance(model, nn.Module):
-        refuse(
-            "argument 'model'",
-            "a transformers model",
-            type(model).__name__,
-            "attach and detach change a model in place",
-            "pass the model itself, before piecewise.compile",
-        )
+        raise NotAModel(got=type(model).__name__)
     found = (module.__dict__.get(ATTACHMENT) for module in model.modules())
     return next((attachment for attachment in found if attachment is not None), None)
 

@@ -1,4 +1,4 @@
-"""The guard around an attached decoder's forward: refuses what paged attention would silently ignore.
+"""Guards an attached decoder's forward: refuses what paged attention would silently ignore.
 
 A mask, a second cache and a batch dimension mean nothing to it. The guard runs in both worlds. Eagerly it
 also looks at the running `PrefillBatch`. In a trace it sees structure only (what is None), no values and no
@@ -14,8 +14,10 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from boundary_ops.attention.checks import check_implied_positions
+from boundary_ops.attention.checks import check_positions
+from boundary_ops.errors import huggingface as errors
 from boundary_ops.errors import refuse
+from boundary_ops.errors.step import OtherCache, WrongNumTokens
 from boundary_ops.step.batch import PrefillBatch
 
 __all__ = ["ATTACHMENT", "drop_mask", "guarded", "is_guarded", "refuse_generate"]
@@ -26,7 +28,7 @@ CACHE_ARGUMENTS = ("past_key_values", "past_key_value", "cache", "cache_params")
 
 
 def guarded(inner_forward: Any) -> Any:
-    """A forward, to be bound to the decoder, that checks its arguments and calls the attached one's.
+    """Makes a forward, to be bound to the decoder, that checks its arguments and calls the attached one's.
 
     It keeps `inner_forward`'s signature; what it calls is found in the decoder's attachment.
     """
@@ -76,34 +78,18 @@ def _bind(names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any])
 
 
 def _check_structure(arguments: dict[str, Any]) -> None:
-    """What can be said without values; the same eagerly and in a trace."""
+    """Checks what can be said without values; the same eagerly and in a trace."""
     for name in CACHE_ARGUMENTS:
         if arguments.get(name) is not None:
-            refuse(
-                f"model input '{name}'",
-                "none: K and V live in the attached PagedKVCache",
-                "another cache",
-                "an attached model has one cache; a second one would be filled and never read",
-                "leave it out: the PrefillBatch knows the context. For generate(), detach the model first",
-            )
+            refuse(errors.SecondCache, name=name)
     if arguments.get("output_attentions"):
-        refuse(
-            "model input 'output_attentions'",
-            "False",
-            "True",
-            "the op never has the attention weights as a tensor",
-            "leave it out, or detach the model and use eager attention",
-        )
+        what, reason = "model input 'output_attentions'", "the op never has the weights as a tensor"
+        refuse(errors.OptionRefused, what=what, expected="False", got="True", reason=reason)
     for name in ("input_ids", "inputs_embeds"):
         value = arguments.get(name)
         if value is not None and (value.dim() < 2 or value.shape[0] != 1):
-            refuse(
-                f"model input '{name}'",
-                "one row of packed tokens, [1, num_tokens]",
-                f"{value.dim()} dims, the first of size {value.shape[0]}",
-                "sequences are packed one after the other, not stacked and padded",
-                "ids = batch.pack(prompts), and call the model inside `with batch:`",
-            )
+            got = f"{value.dim()} dims, the first of size {value.shape[0]}"
+            refuse(errors.NotPacked, place=f"model input '{name}'", got=got)
 
 
 def drop_mask(mask: Any) -> None:
@@ -111,59 +97,35 @@ def drop_mask(mask: Any) -> None:
     if mask is None:
         return
     if torch.compiler.is_compiling():
+        refuse(errors.MaskInTrace)
+    is_flat = isinstance(mask, torch.Tensor) and mask.dim() == 2
+    if not is_flat or not bool((mask == 1).all()):
         refuse(
-            "model input 'attention_mask'",
-            "none while the model is traced",
-            "a mask",
-            "a trace cannot look at a mask's values, and packed input needs no mask",
-            "leave attention_mask out",
-        )
-    if not isinstance(mask, torch.Tensor) or mask.dim() != 2 or not bool((mask == 1).all()):
-        is_padded = isinstance(mask, torch.Tensor) and mask.dim() == 2
-        refuse(
-            "model input 'attention_mask'",
-            "none, or [1, num_tokens] of ones",
-            "a mask that hides tokens" if is_padded else f"a prepared mask, {type(mask).__name__}",
-            "attention is causal within each packed sequence; a mask cannot change that",
-            "pack the sequences without padding: batch.pack(prompts), and leave attention_mask out",
+            errors.MaskHides,
+            got="a mask that hides tokens" if is_flat else f"a prepared mask, {type(mask).__name__}",
         )
 
 
 def _check_against_batch(attachment: Any, arguments: dict[str, Any], implied_positions: bool) -> None:
-    """Eager only: the running step is Python state, which a trace would freeze."""
+    """Checks a call against the running step, which is Python state that a trace would freeze."""
     batch = PrefillBatch.peek()
     if batch is None:
         # Looked up for its error: `peek` has none.
         batch = PrefillBatch.current("piecewise::attn_inplace")
     if batch.cache is not attachment.cache:
-        refuse(
-            "PrefillBatch",
-            "one that was built for the cache that the model is attached to",
-            "a batch of another cache",
-            "slots and block tables mean nothing in another cache",
-            "build the batch with the attached cache, or detach and attach the model to the other one",
-        )
+        raise OtherCache("PrefillBatch", expected="one that was built for the model's cache")
     value = arguments.get("input_ids")
     value = arguments.get("inputs_embeds") if value is None else value
     positions = arguments.get("position_ids")
     for name, tensor, dim in (("input_ids", value, 1), ("position_ids", positions, -1)):
         if tensor is not None and tensor.shape[dim] != batch.num_tokens:
-            refuse(
-                f"model input '{name}'",
-                f"{batch.num_tokens} tokens, as the current PrefillBatch",
-                f"{tensor.shape[dim]}",
-                "a step runs exactly the tokens that its batch was built for",
-                "pass batch.pack(prompts) and batch.positions of the same batch",
+            raise WrongNumTokens(
+                f"model input '{name}'", num_tokens=batch.num_tokens, got=str(tensor.shape[dim])
             )
     if implied_positions:
-        check_implied_positions(batch)
+        check_positions(batch)
 
 
 def refuse_generate(self: nn.Module, *args: Any, **kwargs: Any) -> NoReturn:
-    refuse(
-        f"{type(self).__name__}.generate",
-        "prefill calls of the model itself",
-        "generate()",
-        "an attached model runs prefill steps; generate() brings a cache and masks of its own",
-        "call the model itself, with batch.pack(prompts) and batch.positions, or detach(model) first",
-    )
+    """Takes the place of an attached model's `generate`."""
+    refuse(errors.GenerateRefused, model=type(self).__name__)

@@ -7,29 +7,25 @@ attention that has a `config`.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 from torch import nn
 
-from boundary_ops.errors import BoundaryOpError
+from boundary_ops.errors.huggingface import CacheMismatch, NotACache, SeveralDecoders, UnsupportedModel
 from boundary_ops.step.kv_cache import PagedKVCache
 
 __all__ = ["DecoderLayer", "find_decoder"]
 
 SELF_ATTENTION = ("self_attn", "attn", "attention", "self_attention")
 CROSS_ATTENTION = (
-    "encoder_attn",
-    "crossattention",
-    "cross_attn",
-    "cross_attention",
-    "encoder_decoder_attention",
-)
+    "encoder_attn", "crossattention", "cross_attn", "cross_attention", "encoder_decoder_attention"
+)  # fmt: skip
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DecoderLayer:
-    """One layer's attention: its path in the model, the module, and the type that the config gives the
+    """Names one layer's attention: its path in the model, the module, and the type that the config gives the
     layer, if any."""
 
     path: str
@@ -38,142 +34,100 @@ class DecoderLayer:
 
 
 def find_decoder(model: nn.Module, cache: PagedKVCache) -> tuple[nn.Module, tuple[DecoderLayer, ...]]:
-    """The module that owns the one stack of decoder layers, and the layers, checked against the cache.
+    """Returns the owner of the one stack of decoder layers, and the layers, checked against the cache.
 
     Raises:
         BoundaryOpError: see `boundary_ops.huggingface.attach`.
     """
-    title = f"attach({type(model).__name__}, cache)"
+    name = type(model).__name__
     if not isinstance(cache, PagedKVCache):
-        _refuse(
-            title, "a PagedKVCache as 'cache'", type(cache).__name__, fix="boundary_ops.PagedKVCache(...)"
-        )
+        raise NotACache(model=name, got=type(cache).__name__)
     config: Any = getattr(model, "config", None)
     if config is None or not hasattr(config, "_attn_implementation"):
-        _refuse(title, "a transformers model", f"{type(model).__name__} without a transformers config")
+        raise _unsupported(name, "a transformers model", f"{name} without a transformers config")
     if getattr(config, "is_encoder_decoder", False):
-        _refuse(
-            title,
-            "a decoder",
-            "an encoder-decoder",
-            "the op is causal self attention; it has no cross attention",
-        )
-    path, stack = _find_stack(title, model)
+        raise _unsupported(name, "a decoder", "an encoder-decoder")
+    stacks = {
+        path: module
+        for path, module in model.named_modules()
+        if isinstance(module, nn.ModuleList) and any(_attention_name(layer) for layer in module)
+    }
+    if not stacks:
+        raise _unsupported(name, "a list of decoder layers with 'self_attn'", f"none in {name}")
+    if len(stacks) > 1:
+        raise SeveralDecoders(model=name, got=" and ".join(map(repr, stacks)))
+    ((path, stack),) = stacks.items()
     decoder = model.get_submodule(path.rpartition(".")[0])
     if not hasattr(decoder, "config"):
-        _refuse(title, f"a config on the owner of '{path}'", type(decoder).__name__)
-    layers = tuple(_layer(title, f"{path}.{index}", index, layer) for index, layer in enumerate(stack))
-    _check_kind(title, model, decoder)
-    _check_fit(title, layers, cache)
+        raise _unsupported(name, f"a config on the owner of '{path}'", type(decoder).__name__)
+    layers = tuple(_layer(name, f"{path}.{index}", index, layer) for index, layer in enumerate(stack))
+    _check_kind(name, model, decoder)
+    _check_fit(name, layers, cache)
     return decoder, layers
 
 
-def _find_stack(title: str, model: nn.Module) -> tuple[str, nn.ModuleList]:
-    stacks = [
-        (path, module)
-        for path, module in model.named_modules()
-        if isinstance(module, nn.ModuleList) and any(_attention(layer) is not None for layer in module)
-    ]
-    if not stacks:
-        _refuse(title, "a list of decoder layers with 'self_attn'", f"none in {type(model).__name__}")
-    if len(stacks) > 1:
-        _refuse(
-            title,
-            "one stack of attention layers",
-            " and ".join(f"'{path}'" for path, _ in stacks),
-            "a cache serves one decoder",
-            "attach the text decoder alone, for example model.language_model",
-        )
-    return stacks[0]
+def _unsupported(model: str, expected: str, got: str, place: str = "") -> UnsupportedModel:
+    return UnsupportedModel(model=model, place=place and f": {place}", expected=expected, got=got)
 
 
-def _attention(layer: nn.Module) -> nn.Module | None:
-    found = (getattr(layer, name, None) for name in SELF_ATTENTION)
-    return next((module for module in found if isinstance(module, nn.Module)), None)
+def _attention_name(layer: nn.Module) -> str | None:
+    return next((name for name in SELF_ATTENTION if isinstance(getattr(layer, name, None), nn.Module)), None)
 
 
-def _layer(title: str, path: str, index: int, layer: nn.Module) -> DecoderLayer:
-    attention: Any = _attention(layer)
+def _layer(model: str, path: str, index: int, layer: nn.Module) -> DecoderLayer:
     children = [name for name, _ in layer.named_children()]
-    if attention is None:
-        _refuse(
-            f"{title}: layer '{path}' ({type(layer).__name__})",
-            "a self attention ('self_attn')",
-            f"{', '.join(children)}",
-            "each layer keeps its state in the paged cache; a recurrent layer has another state",
-        )
-    for name in CROSS_ATTENTION:
-        if name in children:
-            _refuse(
-                f"{title}: layer '{path}'",
-                "self attention alone",
-                f"'{name}'",
-                "the op has no cross attention",
-            )
+    place, name = f"layer '{path}' ({type(layer).__name__})", _attention_name(layer)
+    if name is None:
+        raise _unsupported(model, "a self attention ('self_attn')", ", ".join(children), place)
+    for other in CROSS_ATTENTION:
+        if other in children:
+            raise _unsupported(model, "self attention alone", f"'{other}'", place)
+    attention: Any = getattr(layer, name)
     config: Any = getattr(attention, "config", None)
     if config is None:
-        _refuse(f"{title}: '{path}' ({type(attention).__name__})", "an attention with a config", "none")
+        raise _unsupported(model, "an attention with a config", "none", place)
     if getattr(attention, "is_causal", True) is False or getattr(config, "is_causal", True) is False:
-        _refuse(f"{title}: '{path}' ({type(attention).__name__})", "causal attention", "is_causal=False")
-    name = next(name for name in SELF_ATTENTION if getattr(layer, name, None) is attention)
+        raise _unsupported(model, "causal attention", "is_causal=False", place)
     types = getattr(config, "layer_types", None)
     kind = types[index] if types and index < len(types) else None
     if kind is None and getattr(config, "attention_chunk_size", None):
         kind = "chunked_attention"
     if kind is not None and kind not in LAYER_TYPES:
-        _refuse(f"{title}: layer '{path}'", f"a layer of type {' or '.join(LAYER_TYPES)}", f"'{kind}'")
+        raise _unsupported(model, f"a layer of type {' or '.join(LAYER_TYPES)}", f"'{kind}'", place)
     return DecoderLayer(path=f"{path}.{name}", attention=attention, kind=kind)
 
 
-def _check_kind(title: str, model: nn.Module, decoder: Any) -> None:
+def _check_kind(name: str, model: nn.Module, decoder: Any) -> None:
     if getattr(model, "_is_stateful", False) or getattr(decoder, "_is_stateful", False):
-        _refuse(
-            title,
-            "a model whose only state is K and V",
-            "one with recurrent layers (_is_stateful)",
-        )
+        raise _unsupported(name, "no state but K and V", "recurrent layers (_is_stateful)")
     if getattr(decoder.config, "use_bidirectional_attention", None):
-        _refuse(title, "causal attention", "use_bidirectional_attention in its config")
+        raise _unsupported(name, "causal attention", "use_bidirectional_attention in its config")
     owner = type(decoder)
     supports = getattr(owner, "_can_set_attn_implementation", None)
     if not getattr(owner, "_supports_attention_backend", False) and not (supports and supports()):
-        _refuse(
-            title,
-            "a model that looks its attention up in AttentionInterface",
-            f"{owner.__name__}, which does not",
-            "an attention that cannot be replaced would ignore the cache",
-        )
+        # An attention that cannot be replaced would ignore the cache.
+        expected = "a model that looks its attention up in AttentionInterface"
+        raise _unsupported(name, expected, f"{owner.__name__}, which does not")
 
 
-def _check_fit(title: str, layers: tuple[DecoderLayer, ...], cache: PagedKVCache) -> None:
-    fix = "make the cache with the model's sizes, dtype and device"
-    rule = "the cache holds each layer's K and V as the model computes them"
-    if len(layers) != cache.num_layers:
-        _refuse(f"{title}: num_layers", f"{len(layers)}, the model's", str(cache.num_layers), rule, fix)
+def _check_fit(name: str, layers: tuple[DecoderLayer, ...], cache: PagedKVCache) -> None:
+    sizes: list[tuple[str, Any, Any]] = [("num_layers", cache.num_layers, len(layers))]
     for layer in layers:
-        config = layer.attention.config
+        config, attention = layer.attention.config, layer.attention
         heads = getattr(config, "num_attention_heads", None)
-        kv_heads = getattr(config, "num_key_value_heads", None) or heads
-        head_dim = getattr(layer.attention, "head_dim", None) or getattr(config, "head_dim", None)
+        head_dim = getattr(attention, "head_dim", None) or getattr(config, "head_dim", None)
         if head_dim is None and heads:
             head_dim = config.hidden_size // heads
-        weights = layer.attention.parameters()
+        weights = attention.parameters()
         weight = next((w for w in weights if w.dim() > 1 and w.dtype.is_floating_point), None)
-        for name, ours, theirs in (
-            ("num_kv_heads", cache.num_kv_heads, kv_heads),
-            ("head_dim", cache.head_dim, head_dim),
-            ("device", cache.device, getattr(weight, "device", None)),
-            ("dtype", cache.dtype, getattr(weight, "dtype", None)),
-        ):
-            if theirs is not None and ours != theirs:
-                _refuse(f"{title}: {name} of '{layer.path}'", f"{theirs}, the model's", str(ours), rule, fix)
-
-
-def _refuse(
-    what: str,
-    expected: str,
-    got: str,
-    rule: str = "the op is causal self attention over a paged cache, in each layer of one decoder",
-    fix: str = "use this model with its own attention",
-) -> NoReturn:
-    raise BoundaryOpError(what, expected=expected, got=got, rule=rule, fix=fix)
+        kv_heads, place = getattr(config, "num_key_value_heads", None) or heads, f" of '{layer.path}'"
+        sizes += [
+            (f"num_kv_heads{place}", cache.num_kv_heads, kv_heads),
+            (f"head_dim{place}", cache.head_dim, head_dim),
+            (f"device{place}", cache.device, getattr(weight, "device", None)),
+            (f"dtype{place}", cache.dtype, getattr(weight, "dtype", None)),
+        ]
+    for what, ours, theirs in sizes:
+        if theirs is not None and ours != theirs:
+            expected = f"{theirs}, the model's"
+            raise CacheMismatch(f"attach({name}, cache): {what}", expected=expected, got=str(ours))

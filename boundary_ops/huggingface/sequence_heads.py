@@ -1,4 +1,4 @@
-"""Heads of transformers models over packed sequences: those that see each token alone, and one that pools.
+"""Serves heads of transformers models over packed tokens: those that see tokens alone, and one that pools.
 
 Packed sequences are one row, so a head that picks the last token of each row, or averages over it, would make
 one result of all of them. transformers' `GenericForSequenceClassification`, which most decoders share, is
@@ -15,7 +15,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from boundary_ops.errors import BoundaryOpError, refuse
+from boundary_ops.errors import refuse
+from boundary_ops.errors.huggingface import LabelsRefused, PoolingHead
+from boundary_ops.errors.step import WrongNumTokens
 from boundary_ops.step.batch import PrefillBatch
 
 __all__ = ["find_pooling_head", "pooled"]
@@ -49,13 +51,8 @@ def _last_tokens(rows: torch.Tensor, ids: torch.Tensor | None, pad_token_id: int
     """
     batch, num_tokens = PrefillBatch.peek(), rows.shape[1]
     if batch is None or batch.num_tokens != num_tokens:
-        refuse(
-            NAME,
-            f"a running PrefillBatch of {num_tokens} tokens",
-            "none" if batch is None else f"one of {batch.num_tokens}",
-            "the running step says where sequences end",
-            "call the model inside `with batch:`, with batch.pack(prompts) and batch.positions",
-        )
+        got = "none" if batch is None else f"one of {batch.num_tokens}"
+        raise WrongNumTokens(f"op '{NAME}'", expected=f"a running batch of {num_tokens} tokens", got=got)
     last = batch.last_token_indices
     if ids is not None and pad_token_id is not None and num_tokens:
         places = torch.arange(num_tokens, device=rows.device)
@@ -106,18 +103,9 @@ def _is_token_wise(module: Any, owner: type) -> bool:
 
 
 def _refuse_head(model: nn.Module, got: str, path: str) -> None:
-    fix = "make the model without its pooler (add_pooling_layer=False)"
-    if path:
-        how = "batch.last_token_indices or batch.cu_seqlens_q"
-        fix = f"attach the decoder, model.{path}, and pool its last_hidden_state by {how}"
-    raise BoundaryOpError(
-        f"attach({type(model).__name__}, cache)",
-        expected=f"the decoder alone, or a head that looks at each token alone ({', '.join(TOKEN_WISE)}), or "
-        "transformers' own ForSequenceClassification",
-        got=got,
-        rule="packed sequences are one row, so a head that pools would make one result of all of them",
-        fix=fix,
-    )
+    how = "batch.last_token_indices or batch.cu_seqlens_q"
+    fix = f"attach the decoder, model.{path}, and pool its last_hidden_state by {how}" if path else None
+    raise PoolingHead(model=type(model).__name__, heads=", ".join(TOKEN_WISE), got=got, fix=fix)
 
 
 @functools.cache
@@ -142,13 +130,7 @@ def pooled(inner_forward: Any) -> Any:
 
         arguments = {**dict(zip(names, args, strict=False)), **kwargs}
         if arguments.pop("labels", None) is not None:
-            refuse(
-                "model input 'labels'",
-                "none: an attached model runs prefill steps",
-                "labels",
-                "a loss over packed sequences is not what the unpacked model gives",
-                "compute the loss from the scores, one row per sequence of the batch",
-            )
+            refuse(LabelsRefused)
         is_dict = arguments.pop("return_dict", None)
         outputs = getattr(self, self.base_model_prefix)(**arguments)
         scores = self.score(outputs.last_hidden_state)

@@ -1,4 +1,4 @@
-"""The metadata of one prefill step: which sequences, how many new tokens each, and where their K and V go.
+"""Holds the metadata of a prefill step: its sequences, their new tokens, and where their K and V go.
 
 Sequences of different lengths are packed into one row of tokens, without padding:
 
@@ -22,16 +22,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from boundary_ops.declare.whole_numbers import listed
-from boundary_ops.errors import BoundaryOpError, check_positive
+from boundary_ops.backends.library import HostMetadata
+from boundary_ops.errors import step as errors
 from boundary_ops.step.kv_cache import CachedRequest, PagedKVCache, RequestId, plain_id
+from boundary_ops.whole_numbers import check_whole, listed
 
 __all__ = ["PrefillBatch", "send_to_device"]
 
 
 @dataclass(slots=True, eq=False)
 class _Entry:
-    """One `with batch:` block that is running, and the one around it."""
+    """Marks a `with batch:` block that is running, and the one around it."""
 
     batch: PrefillBatch
     outer: _Entry | None
@@ -41,19 +42,9 @@ class _Entry:
 _entry: ContextVar[_Entry | None] = ContextVar("boundary_ops_batch", default=None)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class HostMetadata:
-    """The metadata as arrays on the host; shapes and dtypes are those of `PrefillBatch`'s tensors."""
-
-    cu_seqlens_q: np.ndarray
-    seq_lens: np.ndarray
-    block_tables: np.ndarray
-    slot_mapping: np.ndarray
-
-
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class PrefillBatch:
-    """One step's metadata, frozen when it is built; a context manager that makes it the current one.
+    """Holds one step's metadata, frozen when it is built; a context manager that makes it the current one.
 
     Leaving the block without an exception counts the step's tokens as written, if an op has read the batch
     in it (`current()`). So a capture inside the block, or a model call that raised, moves nothing. Entering
@@ -110,8 +101,7 @@ class PrefillBatch:
 
         Raises:
             CacheExhaustedError: no room for all of them; nothing has changed.
-            BoundaryOpError: a length is not a positive int, an id comes twice, or the two lists differ in
-                length.
+            BoundaryOpError: a length is wrong, an id comes twice, or the two lists differ in length.
         """
         ids = tuple(map(plain_id, listed(request_ids)))
         lens = _checked_lens(ids, listed(query_lens))
@@ -167,71 +157,41 @@ class PrefillBatch:
         return self.cu_seqlens_q[1:].to(torch.int64) - 1
 
     def pack(self, prompts: Sequence[Sequence[int] | torch.Tensor]) -> torch.Tensor:
-        """The step's token ids as a model's `input_ids`.
+        """Returns the step's token ids as a model's `input_ids`, int64 [1, num_tokens], a new tensor.
 
         Args:
             prompts: one list or tensor ([q] or [1, q]) of new tokens per sequence, in the order of
-                `request_ids`.
-
-        Returns:
-            int64 [1, num_tokens] on the cache's device, a new tensor.
-
-        Raises:
-            BoundaryOpError: the number of prompts or the length of one is not the batch's.
+                `request_ids`, on any device.
         """
         if len(prompts) != self.num_seqs:
-            raise BoundaryOpError(
-                "PrefillBatch.pack, argument 'prompts'",
-                expected=f"{self.num_seqs} prompts, one per request {self.request_ids}",
-                got=f"{len(prompts)}",
-                rule="the batch says which tokens belong to whom",
-                fix="pass one list of new token ids for each request that the batch was built for",
-            )
-        rows = []
-        for request_id, length, prompt in zip(self.request_ids, self.query_lens, prompts, strict=True):
-            row = torch.as_tensor(prompt)
+            expected = f"{self.num_seqs} prompts, one per request {self.request_ids}"
+            what = "PrefillBatch.pack, argument 'prompts'"
+            raise errors.WrongPrompts(what, expected=expected, got=str(len(prompts)))
+        rows = [torch.empty(0, dtype=torch.int64, device=self.cache.device)]
+        for request, length, prompt in zip(self.request_ids, self.query_lens, prompts, strict=True):
+            what, row = f"PrefillBatch.pack, prompt of request {request!r}", torch.as_tensor(prompt)
             if row.numel() and (row.is_floating_point() or row.is_complex() or row.dtype is torch.bool):
-                raise BoundaryOpError(
-                    f"PrefillBatch.pack, prompt of request {request_id!r}",
-                    expected="token ids, which are ints",
-                    got=f"numbers of {row.dtype}",
-                    rule="token ids count the rows of a table; a fraction would be cut off",
-                    fix="pass the ints that the tokenizer gives",
-                )
-            row = row.to(torch.int64)
+                raise errors.NotTokenIds(what, dtype=row.dtype)
             row = row[0] if row.dim() == 2 and row.shape[0] == 1 else row
             if row.shape != (length,):
-                raise BoundaryOpError(
-                    f"PrefillBatch.pack, prompt of request {request_id!r}",
-                    expected=f"{length} token ids, [{length}]",
-                    got=f"shape {list(row.shape)}",
-                    rule="the batch was built for exactly these numbers of new tokens",
-                    fix="pass only the new tokens of this step, or build the batch with the prompt's length",
-                )
-            rows.append(row.to(self.cache.device))
-        if not rows:
-            return torch.empty((1, 0), dtype=torch.int64, device=self.cache.device)
+                expected = f"{length} token ids, [{length}]"
+                raise errors.WrongPrompts(what, expected=expected, got=f"shape {list(row.shape)}")
+            rows.append(row.to(self.cache.device, torch.int64))
         return torch.cat(rows).unsqueeze(0)
 
     @staticmethod
     def current(op: str | None = None) -> PrefillBatch:
-        """The batch whose `with` block is running here: what a boundary op reads.
+        """Returns the batch whose `with` block is running in this thread or task: what a boundary op reads.
 
         Args:
             op: who asks, for the error's text.
 
         Raises:
-            BoundaryOpError: no block is running in this thread or task.
+            errors.NoRunningBatch: no block is running here.
         """
         entry = _entry.get()
         if entry is None:
-            raise BoundaryOpError(
-                f"op '{op}'" if op else "PrefillBatch.current",
-                expected="a running `with batch:` block",
-                got="none in this thread",
-                rule="attention reads lengths, pages and slots from the current PrefillBatch",
-                fix="PrefillBatch.build(cache, request_ids, query_lens), and call the model inside it",
-            )
+            raise errors.NoRunningBatch(f"op '{op}'" if op else "PrefillBatch.current")
         entry.was_read = True
         return entry.batch
 
@@ -244,13 +204,8 @@ class PrefillBatch:
     def __enter__(self) -> PrefillBatch:
         for request, context in zip(self._requests, self.context_lens, strict=True):
             if request.freed or request.written < context:
-                raise BoundaryOpError(
-                    f"PrefillBatch, request {request.request_id!r}",
-                    expected=f"the {context} context tokens that the batch was built on",
-                    got="a freed request" if request.freed else f"{request.written} tokens written",
-                    rule="a step runs on the blocks it was planned for; they may be another's by now",
-                    fix="build the batch again, from what the cache holds now",
-                )
+                got = "a freed request" if request.freed else f"{request.written} tokens written"
+                raise errors.StaleBatch(request=request.request_id, context=context, got=got)
         self.cache.prepare_step(self)
         _entry.set(_Entry(self, _entry.get()))
         return self
@@ -281,31 +236,15 @@ def send_to_device(arrays: Sequence[np.ndarray], device: torch.device) -> list[t
 
 
 def _checked_lens(ids: tuple[RequestId, ...], lens: tuple[Any, ...]) -> tuple[int, ...]:
-    """The query lengths as ints, of a step that these requests can make."""
+    """Returns the query lengths as ints, of a step that these requests can make."""
     if len(ids) != len(lens):
-        raise BoundaryOpError(
-            "PrefillBatch.build",
-            expected="as many query_lens as request_ids",
-            got=f"{len(ids)} request_ids and {len(lens)} query_lens",
-            rule="each sequence has one id and one number of new tokens",
-            fix="pass two lists of the same length",
-        )
+        raise errors.LengthsDiffer(num_ids=len(ids), num_lens=len(lens))
     checked = tuple(
-        check_positive(
-            f"PrefillBatch.build, query length of request {request_id!r}",
-            new,
-            rule="each sequence of a step brings one new token or more",
-            fix="leave requests without new tokens out of the step",
+        check_whole(
+            new, errors.WrongTokenCount, method="PrefillBatch.build", argument="query length", request=name
         )
-        for request_id, new in zip(ids, lens, strict=True)
+        for name, new in zip(ids, lens, strict=True)
     )
     if len(set(ids)) != len(ids):
-        twice = next(name for at, name in enumerate(ids) if name in ids[:at])
-        raise BoundaryOpError(
-            f"PrefillBatch.build, request {twice!r}",
-            expected="each request once",
-            got="the same id twice",
-            rule="one step extends a request once; two parts of it would not see each other",
-            fix="join its tokens into one query, or give the second sequence an id of its own",
-        )
+        raise errors.RepeatedRequest(request=next(name for at, name in enumerate(ids) if name in ids[:at]))
     return checked

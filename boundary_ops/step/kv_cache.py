@@ -1,4 +1,4 @@
-"""A paged KV cache: one pool of fixed-size blocks per layer, and the account of who holds which blocks.
+"""Keeps K and V in pages: one pool of fixed-size blocks per layer, and the account of who holds which blocks.
 
 Two counts are kept per request, and only these two:
 
@@ -19,9 +19,9 @@ from typing import Any
 import torch
 
 from boundary_ops.backends.choice import choose
-from boundary_ops.backends.library import LibraryAttention, PoolLook
-from boundary_ops.declare.whole_numbers import whole_number
-from boundary_ops.errors import BoundaryOpError, CacheExhaustedError, check_positive
+from boundary_ops.backends.library import AttentionLibrary, PoolSpec
+from boundary_ops.errors import step as errors
+from boundary_ops.whole_numbers import check_whole
 
 __all__ = ["PagedKVCache", "RequestId"]
 
@@ -69,8 +69,7 @@ class PagedKVCache:
         library: what attends where `attention_backend` names a library, else None.
 
     Raises:
-        BoundaryOpError: a size is not a positive int, the dtype is not a floating one, or the back end is
-            unknown, not available here, or not made for such pools.
+        BoundaryOpError: a size, the dtype or the back end is wrong, or the back end is not available here.
     """
 
     def __init__(
@@ -85,30 +84,15 @@ class PagedKVCache:
         device: torch.device | str = "cpu",
         attention_backend: str = "auto",
     ) -> None:
-        sizes = {
-            "num_layers": num_layers,
-            "num_blocks": num_blocks,
-            "block_size": block_size,
-            "num_kv_heads": num_kv_heads,
-            "head_dim": head_dim,
-        }
+        sizes = dict(
+            num_layers=num_layers, num_blocks=num_blocks, block_size=block_size,
+            num_kv_heads=num_kv_heads, head_dim=head_dim,
+        )  # fmt: skip
         num_layers, num_blocks, block_size, num_kv_heads, head_dim = (
-            check_positive(
-                f"PagedKVCache, argument '{name}'",
-                size,
-                rule="a pool has at least one block of at least one token",
-                fix="take the sizes from the model's config, and num_blocks from the memory at hand",
-            )
-            for name, size in sizes.items()
+            check_whole(size, errors.WrongPoolSize, argument=name) for name, size in sizes.items()
         )
         if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-            raise BoundaryOpError(
-                "PagedKVCache, argument 'dtype'",
-                expected="a floating dtype",
-                got=repr(dtype),
-                rule="the pools hold K and V as the model computes them",
-                fix="pass the model's dtype, for example model.dtype",
-            )
+            raise errors.WrongPoolDtype(got=repr(dtype))
         self.num_layers, self.num_blocks, self.block_size = num_layers, num_blocks, block_size
         self.num_kv_heads, self.head_dim, self.dtype = num_kv_heads, head_dim, dtype
         # "cuda" becomes "cuda:0" on a tensor; comparisons need the tensor's spelling.
@@ -139,27 +123,23 @@ class PagedKVCache:
         self.library = self._choose_library()
         self._claim_pools()
 
-    def _choose_library(self) -> LibraryAttention | None:
-        return choose(
-            self.attention_backend, PoolLook(self.device, self.dtype, self.block_size, self.head_dim)
-        )
+    def _choose_library(self) -> AttentionLibrary | None:
+        spec = PoolSpec(self.device, self.dtype, self.block_size, self.head_dim)
+        return choose(self.attention_backend, spec)
 
     def _claim_pools(self) -> None:
         """Makes the pools known as this cache's."""
         for pool in (*self.k, *self.v):
             setattr(pool.untyped_storage(), _OWNER, weakref.ref(self))
-        self.pool_addresses = self._addresses()
+        self.pool_addresses = frozenset(pool.data_ptr() for pool in (*self.k, *self.v))
         # A tuple that is replaced, since another thread may be going through it.
         self._step_buffers: tuple[weakref.ref[Any], ...] = ()
-
-    def _addresses(self) -> frozenset[int]:
-        return frozenset(pool.data_ptr() for pool in (*self.k, *self.v))
 
     @staticmethod
     def owner_of(pool: torch.Tensor) -> PagedKVCache | None:
         """The cache whose pool a tensor is, or is a view of; None for any other tensor."""
-        reference = getattr(pool.untyped_storage(), _OWNER, None)
-        owner: PagedKVCache | None = None if reference is None else reference()
+        reference: Any = getattr(pool.untyped_storage(), _OWNER, lambda: None)
+        owner: PagedKVCache | None = reference()
         return owner
 
     def __repr__(self) -> str:
@@ -184,32 +164,27 @@ class PagedKVCache:
         """Gives a request room for `num_tokens` more tokens than it has now; a new id opens a request.
 
         Raises:
-            CacheExhaustedError: too few free blocks; nothing has changed.
-            BoundaryOpError: `num_tokens` is not a positive int.
+            errors.CacheExhaustedError: too few free blocks; nothing has changed.
         """
         num_tokens = _check_count("allocate", request_id, num_tokens)
-        request_id = plain_id(request_id)
-        request = self._requests.get(request_id)
-        self.reserve([request_id], [(request.room if request else 0) + num_tokens])
+        request = self._requests.get(plain_id(request_id))
+        self.reserve([plain_id(request_id)], [(request.room if request else 0) + num_tokens])
 
     def reserve(self, request_ids: Sequence[RequestId], rooms: Sequence[int]) -> None:
         """Makes sure that each request has room for so many tokens in all; for all requests, or for none.
 
         Raises:
-            CacheExhaustedError: too few free blocks for all of them together; nothing has changed.
+            errors.CacheExhaustedError: too few free blocks for all of them together; nothing has changed.
         """
-        needed: list[int] = []
+        needed = []
         for request_id, room in zip(request_ids, rooms, strict=True):
             request = self._requests.get(request_id)
             needed.append(max(0, -(-room // self.block_size) - (len(request.blocks) if request else 0)))
         if sum(needed) > len(self._free):
-            raise CacheExhaustedError(
-                f"PagedKVCache, room for {', '.join(map(repr, request_ids))}",
-                expected=f"{sum(needed)} free blocks of {self.block_size} tokens",
-                got=f"{len(self._free)} free of {self.num_blocks}, held by {len(self._requests)} requests",
-                rule="room is given to all tokens asked for, or to none; nothing was changed",
-                fix="free finished requests, run fewer tokens, or make the cache with more num_blocks",
-            )
+            raise errors.CacheExhaustedError(
+                requests=", ".join(map(repr, request_ids)), needed=sum(needed), block_size=self.block_size,
+                free=len(self._free), num_blocks=self.num_blocks, holders=len(self._requests),
+            )  # fmt: skip
         for request_id, room, count in zip(request_ids, rooms, needed, strict=True):
             request = self._requests.setdefault(request_id, CachedRequest(request_id))
             request.blocks.extend(self._free.pop() for _ in range(count))
@@ -219,44 +194,24 @@ class PagedKVCache:
         """Counts `num_tokens` more tokens as written. For ops that write the pools without a `PrefillBatch`.
 
         Raises:
-            BoundaryOpError: unknown request, a count that is not positive, or less room than that.
+            errors.NoRoom: the request has less room than that.
         """
         num_tokens = _check_count("append", request_id, num_tokens)
         request = self.find_request(request_id)
         if request.written + num_tokens > request.room:
-            raise BoundaryOpError(
-                f"PagedKVCache.append, request {request_id!r}",
-                expected=f"at most {request.room - request.written} more tokens, which have room",
-                got=str(num_tokens),
-                rule="only tokens that have room can have been written",
-                fix=f"call allocate({request_id!r}, ...) before the step that writes them",
-            )
+            raise errors.NoRoom(request=request_id, room=request.room - request.written, got=str(num_tokens))
         request.written += num_tokens
 
     def truncate(self, request_id: RequestId, num_tokens: int) -> None:
-        """Forgets all but the first `num_tokens` written tokens, so that a step can be run again.
-
-        Raises:
-            BoundaryOpError: unknown request, or `num_tokens` is not between 0 and the tokens written.
-        """
+        """Forgets all but the first `num_tokens` written tokens, so that a step can be run again."""
         request = self.find_request(request_id)
-        count = whole_number(num_tokens)
-        if count is None or not 0 <= count <= request.written:
-            raise BoundaryOpError(
-                f"PagedKVCache.truncate, request {request_id!r}",
-                expected=f"0 to {request.written}, the tokens written",
-                got=repr(num_tokens),
-                rule="truncating keeps a leading part of what was written",
-                fix="pass the context length to go back to; `append` counts more tokens",
-            )
-        request.written = count
+        written = request.written
+        request.written = check_whole(
+            num_tokens, errors.WrongTruncation, low=0, high=written, request=request_id, written=written
+        )
 
     def free(self, request_id: RequestId) -> None:
-        """Gives a request's blocks back; they are reused, last freed first.
-
-        Raises:
-            BoundaryOpError: unknown request, or one that was freed before.
-        """
+        """Gives a request's blocks back, once; they are reused, last freed first."""
         request = self.find_request(request_id)
         del self._requests[request.request_id]
         request.freed = True
@@ -276,31 +231,19 @@ class PagedKVCache:
 
     def gather(self, layer: int, request_id: RequestId) -> tuple[torch.Tensor, torch.Tensor]:
         """Copies of the K and V that a request has written in a layer, [written, num_kv_heads, head_dim]."""
-        at = whole_number(layer)
-        if at is None or not 0 <= at < self.num_layers:
-            raise BoundaryOpError(
-                "PagedKVCache.gather, argument 'layer'",
-                expected=f"0 to {self.num_layers - 1}",
-                got=repr(layer),
-                rule="layers are counted from 0",
-                fix="pass the attention layer's index",
-            )
+        at = check_whole(
+            layer, errors.UnknownLayer, low=0, high=self.num_layers - 1, last=self.num_layers - 1
+        )
         request = self.find_request(request_id)
         blocks = torch.tensor(request.blocks, dtype=torch.int64, device=self.device)
         k, v = (pool[blocks].flatten(0, 1)[: request.written].clone() for pool in (self.k[at], self.v[at]))
         return k, v
 
     def find_request(self, request_id: RequestId) -> CachedRequest:
-        """The account of a request that holds room; raises for any other id."""
+        """Returns the account of a request that holds room; raises for any other id."""
         request = self._requests.get(plain_id(request_id))
         if request is None:
-            raise BoundaryOpError(
-                f"PagedKVCache, request {request_id!r}",
-                expected="a request that holds room",
-                got="an id that was never allocated, or was freed before",
-                rule="a request lives from its first allocate (or PrefillBatch.build) to its one free",
-                fix="check the id; `request_ids` lists the live ones",
-            )
+            raise errors.UnknownRequest(request=request_id)
         return request
 
     def has_request(self, request_id: RequestId) -> bool:
@@ -314,8 +257,7 @@ class PagedKVCache:
     def prepare_step(self, batch: Any) -> None:
         """Packs a step that begins for all buffers of captured ops that its pools have."""
         for reference in self._step_buffers:
-            buffers = reference()
-            if buffers is not None:
+            if (buffers := reference()) is not None:
                 buffers.prepare(batch)
 
     def owns_pool(self, pool: torch.Tensor) -> bool:
@@ -324,14 +266,12 @@ class PagedKVCache:
 
 
 def plain_id(request_id: RequestId) -> RequestId:
-    """A request's id; one that is a number in a tensor is the number, for two tensors are never one key."""
+    """Returns an id, of a number in a tensor the number: two tensors are never one key."""
     return request_id.item() if isinstance(request_id, torch.Tensor) else request_id
 
 
 def _check_count(method: str, request_id: RequestId, num_tokens: int) -> int:
-    return check_positive(
-        f"PagedKVCache.{method}, request {request_id!r}, argument 'num_tokens'",
-        num_tokens,
-        rule="room and written tokens are counted in whole tokens, one or more at a time",
-        fix="leave the call out when there is nothing to add",
-    )
+    return check_whole(
+        num_tokens, errors.WrongTokenCount, method=f"PagedKVCache.{method}", argument="argument 'num_tokens'",
+        request=request_id,
+    )  # fmt: skip

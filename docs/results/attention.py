@@ -42,9 +42,12 @@ import triton
 from block_sizes import block_sizes, measure_block_sizes
 
 from boundary_ops import PagedKVCache, PrefillBatch, attn_captured, attn_inplace
-from boundary_ops.attention.checks import AttentionCall
+from boundary_ops.attention import attention
+from boundary_ops.attention import captured as attention_captured
+from boundary_ops.attention.checks import CapturedCall
 from boundary_ops.attention.step_buffers import StepBuffers
 from boundary_ops.attention.triton import prefill
+from boundary_ops.backends.library import AttentionCall
 
 SMOKE = "--smoke" in sys.argv
 DEVICE = torch.device("cpu" if SMOKE else "cuda")
@@ -137,7 +140,10 @@ class Layers:
 
 def attn_op(*args: Any, **options: Any) -> None:
     """The op as a graph plan calls it; on the CPU, the CUDA implementation under the interpreter."""
-    prefill.attend(*args, **options) if SMOKE else attn_inplace(*args, **options)
+    if SMOKE:
+        attention.attend_by_program(PrefillBatch.current(), AttentionCall(*args, **options), prefill)
+    else:
+        attn_inplace(*args, **options)
 
 
 def reference(layers: Layers, layer: int, *, window: int = 0, softcap: float = 0.0) -> torch.Tensor:
@@ -224,9 +230,12 @@ def capture(layers: Layers) -> Callable[[int], object]:
     step = StepBuffers(pools, max_num_seqs=16, max_num_tokens=layers.rows, max_seq_len=layers.rows)
 
     def captured(layer: int) -> None:
-        op = prefill.attend_captured if SMOKE else attn_captured
         tensors = (*layers.inputs[layer], layers.out[layer], layers.cache.k[layer], layers.cache.v[layer])
-        op(*tensors, **step.tensors, scale=DIM**-0.5)
+        if SMOKE:
+            call = CapturedCall(*tensors, **step.tensors, scale=DIM**-0.5)
+            attention_captured.attend_by_program(call, prefill)
+        else:
+            attn_captured(*tensors, **step.tensors, scale=DIM**-0.5)
 
     if SMOKE:
         step.load(layers.batch)

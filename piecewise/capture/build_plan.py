@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from boundary_ops.declare.captured_form import StepMetadata
+from boundary_ops.declare.boundary_op import StepMetadata
 from boundary_ops.declare.registry import declarations
 from piecewise import torch_api
 from piecewise.capture.faults import SegmentFault

@@ -14,8 +14,8 @@ import sympy
 import torch
 from torch import fx
 
-from boundary_ops.declare.captured_form import CapturedForm, CaptureLimits, StepMetadata
-from boundary_ops.declare.registry import BoundaryOp, lookup
+from boundary_ops.declare.boundary_op import BoundaryOp, CapturedForm, CaptureLimits, StepMetadata
+from boundary_ops.declare.registry import lookup
 from piecewise import torch_api
 from piecewise.ir.effects import NodeFacts
 from piecewise.ir.tensors import bound_arguments, tensors_in

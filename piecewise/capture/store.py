@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from boundary_ops.declare.captured_form import Misfit
+from boundary_ops.declare.boundary_op import StepMismatch
 from piecewise.capture.limits import capturable, check_boundary_ops, lack_of_memory
 from piecewise.capture.signature_list import SignatureList
 from piecewise.capture.traffic_recorder import TrafficRecorder
@@ -137,14 +137,14 @@ class GraphStore:
         if not signature.is_valid(served, num_tokens, leaves):
             return FallbackReason.SHAPE_GUARD
         for metadata in served.steps.step_metadata:
-            misfit = metadata.misfit(num_tokens)
-            if misfit is not None:
-                return self._misfit_reason(signature, misfit)
+            mismatch = metadata.mismatch(num_tokens)
+            if mismatch is not None:
+                return self._mismatch_reason(signature, mismatch)
         return signature, served.steps, num_tokens, leaves
 
-    def _misfit_reason(self, signature: CapturedSignature, misfit: Misfit) -> FallbackReason:
+    def _mismatch_reason(self, signature: CapturedSignature, mismatch: StepMismatch) -> FallbackReason:
         """Why the running step cannot be loaded; a cache that was replaced is a change of the model."""
-        if misfit is Misfit.TOO_LARGE:
+        if mismatch is StepMismatch.TOO_LARGE:
             return FallbackReason.STEP_LIMIT
         change = signature.find_change()
         return self.note_change(change) if change is not None else FallbackReason.STEP_MISMATCH

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from boundary_ops.declare.registry import BoundaryOp, lookup
+from boundary_ops.declare.boundary_op import BoundaryOp
+from boundary_ops.declare.registry import lookup
 from piecewise import torch_api
 from piecewise.ir.graph_key import node_key
 from piecewise.ir.nodes import (

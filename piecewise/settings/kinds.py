@@ -14,8 +14,8 @@ from typing import Any
 
 from piecewise.settings.fusions import PASS_NAMES
 from piecewise.settings.grids import ENGINE_GRIDS, Grid
-from runners.buckets import MAX_BUCKET, MAX_NUM_BUCKETS, SIZES_FIX, find_problems, plain_sizes
-from runners.errors import shown
+from runners.buckets import MAX_BUCKET, MAX_NUM_BUCKETS, find_problems, plain_sizes
+from runners.errors import InvalidBuckets, shown
 from runners.whole_numbers import listed, whole_number
 
 Check = Callable[[Any], Any]
@@ -137,7 +137,9 @@ def _split(text: str) -> list[str]:
 
 def check_sizes(value: Any) -> tuple[int, ...]:
     """Checks a list of token counts or batch sizes; every wrong entry is told."""
-    problems = [Problem(each.expected, each.got, SIZES_FIX, each.part) for each in find_problems(value)]
+    problems = [
+        Problem(each.expected, each.got, InvalidBuckets.fix, each.part) for each in find_problems(value)
+    ]
     if problems:
         raise Refused(*problems)
     return plain_sizes(value)

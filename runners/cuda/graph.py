@@ -1,4 +1,4 @@
-"""The graph engine of CUDA devices: the only user of `torch.cuda.CUDAGraph`.
+"""Captures and replays CUDA graphs: the only user of `torch.cuda.CUDAGraph`.
 
 `torch.cuda.graph` is not used. Its entry waits for the device, collects garbage and empties the caches, once
 per segment; its exit leaves torch in capture mode where a capture has failed. Here:
@@ -6,12 +6,12 @@ per segment; its exit leaves torch in capture mode where a capture has failed. H
 * Captures are thread-local, so other threads may allocate, free and wait meanwhile. torch keeps its default
   generator in capture mode for as long, which would make their random ops fail: the capture is begun with a
   scratch generator in its place. gc is off, for all threads, so there is one capture at a time.
-* A capture that fails is ended, whatever state CUDA left it in (`cuda_driver.py`), its graph reset and its
-  memory given back to the pool. What went wrong is told in words (`cuda_faults.py`).
+* A capture that fails is ended, whatever state CUDA left it in (`driver.py`), its graph reset and its memory
+  given back to the pool. The error says in words what went wrong (`faults.py`).
 * A graph without nodes is right for a function that makes views only. Where the function did work, its
   kernels went to another stream, and each replay would miss them: an error.
 
-Memory is `cuda_pool.py`'s business. Random ops may be refused: segments have none.
+Memory is the business of `pool.py`. Random ops may be refused: segments have none.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from runners.cuda.faults import translated
 from runners.cuda.pool import CudaPool
 from runners.engine import CapturedGraph, GraphEngine, checked_outputs
 from runners.errors import ForeignAllocator, WorkElsewhere
-from runners.mode import capture_of
+from runners.mode import capture_of, capturing
 from runners.source_lines import source_line
 from runners.tensors import tensors_in
 
@@ -44,22 +44,15 @@ _one_at_a_time = threading.RLock()
 class CudaGraph(CapturedGraph):
     """One captured segment at one bucket."""
 
-    def __init__(
-        self,
-        segment: str,
-        graph: torch.cuda.CUDAGraph,
-        outputs: tuple[Any, ...],
-        *,
-        num_ops: int,
-        pool: CudaPool,
-    ) -> None:
-        super().__init__(segment, outputs, num_ops)
+    def __init__(self, segment: str, graph: torch.cuda.CUDAGraph, *, num_ops: int, pool: CudaPool) -> None:
+        super().__init__(segment, (), num_ops)
         self._pool, self._graph = pool, graph
         self._launch = launch_of(graph)
 
     def replay(self) -> None:
         """Launches the graph on the caller's current stream."""
-        self.check_replay()
+        if self.is_reset or capturing() is not None:
+            self.refuse_replay()
         self._launch()
 
     def reset(self) -> None:
@@ -79,7 +72,7 @@ class CudaEngine(GraphEngine):
     has_triton = dies_of_bad_index = True
 
     def new_pool(self, device: torch.device) -> CudaPool:
-        """An empty pool on `device`, a CUDA device.
+        """Makes an empty pool on a CUDA device.
 
         Raises:
             ForeignAllocator
@@ -104,7 +97,7 @@ class CudaEngine(GraphEngine):
                 if num_nodes == 0:
                     _check_does_no_work(fn, graph, segment)
                 # The graph is counted first: its memory is asked for below.
-                made = CudaGraph(segment, graph, (), num_ops=num_nodes, pool=pool)
+                made = CudaGraph(segment, graph, num_ops=num_nodes, pool=pool)
                 pool.graphs.add(made)
                 made.outputs = tuple(map(pool.book.aliased, outputs))
                 return made
@@ -128,7 +121,7 @@ class CudaEngine(GraphEngine):
 def _captured(
     fn: Callable[[], Sequence[Any]], pool: CudaPool, handle: Any, segment: str
 ) -> tuple[torch.cuda.CUDAGraph, tuple[Any, ...]]:
-    """The instantiated graph of one run of `fn`, on the current stream, and what `fn` returned."""
+    """Captures one run of `fn` on the current stream: the instantiated graph, and what `fn` returned."""
     graph = torch.cuda.CUDAGraph(keep_graph=True)
     try:
         _begin(graph, pool, handle)
@@ -177,22 +170,16 @@ def _abandon(graph: torch.cuda.CUDAGraph, pool: CudaPool, handle: Any) -> None:
     except RuntimeError:
         # Work on a forked stream was not joined, which shows only when the capture ends.
         is_over = True
-    if is_over and not _is_ended(graph):
-        _end_unjoined(graph, pool, handle)
+    if is_over:
+        try:
+            graph.pool()  # which torch says only once its own account of the capture is closed
+        except RuntimeError:
+            _end_unjoined(graph, pool, handle)
     graph.reset()
 
 
-def _is_ended(graph: torch.cuda.CUDAGraph) -> bool:
-    """Whether torch's own account of the capture is closed: only then it says which pool was used."""
-    try:
-        graph.pool()
-    except RuntimeError:
-        return False
-    return True
-
-
 def _end_unjoined(graph: torch.cuda.CUDAGraph, pool: CudaPool, handle: Any) -> None:
-    """CUDA has ended the capture with an error; closes torch's account of it too.
+    """Closes torch's account of a capture that CUDA has ended with an error.
 
     Older versions have kept the account open, and close it over an empty capture. Newer ones have closed
     it but for their hold on the pool.

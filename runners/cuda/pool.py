@@ -1,10 +1,10 @@
-"""The memory of CUDA graphs: one private pool per graphed module, reused by every bucket [I9].
+"""Holds the memory of CUDA graphs: one private pool per graphed module, reused by every bucket [I9].
 
-What torch's allocator hands out during a capture belongs to the graph's private pool, and a block is free for
-the next capture as soon as no tensor holds it. So callers are given *aliases*, tensors at the output's
-address that own nothing, and the pool alone holds the owners: until `keep_only` says that nobody reads an
-output any more, and for all others until the bucket ends. Graphs of one pool replay one after the other, in
-the order of their capture, so reuse is safe.
+Memory that torch's allocator hands out during a capture belongs to the graph's private pool, and a block is
+free for the next capture as soon as no tensor holds it. So callers are given *aliases*, tensors at the
+output's address that own nothing, and the pool alone holds the owners: until `keep_only` says that nobody
+reads an output any more, and for all others until the bucket ends. Graphs of one pool replay one after the
+other, in the order of their capture, so reuse is safe.
 
 cuBLAS keeps a workspace per stream. It is dropped before a bucket and after it, so that it is allocated
 inside the bucket's first capture, from the pool: whoever drops torch's workspaces later (`torch.compile`
@@ -28,14 +28,8 @@ from runners.engine import GraphPool
 _GARBAGE_WORD = 0x461C
 
 
-def tensor_on(storage: torch.UntypedStorage, like: Tensor) -> Tensor:
-    """A tensor of `like`'s geometry on another storage of the same size."""
-    empty = torch.empty(0, dtype=like.dtype, device=like.device)
-    return empty.set_(storage, like.storage_offset(), like.shape, like.stride())
-
-
 class AliasBook:
-    """The owners of one bucket's outputs, and the aliases that were handed out for them.
+    """Holds the owners of one bucket's outputs, and the aliases that were handed out for them.
 
     Args:
         is_ours: whether an address lies in the pool.
@@ -51,16 +45,12 @@ class AliasBook:
         return len(self._owners)
 
     def aliased(self, value: Any) -> Any:
-        """`value`, or an alias of it where it is a tensor that owns memory of the pool.
+        """Replaces a tensor that owns memory of the pool by an alias; anything else passes through.
 
-        Outputs that share a storage share one here too, and aliases pass through.
+        Outputs that share a storage share one here too.
         """
-        if (
-            type(value) is not Tensor
-            or value.layout is not torch.strided
-            or value.is_conj()
-            or value.is_neg()
-        ):
+        is_plain = type(value) is Tensor and value.layout is torch.strided
+        if not is_plain or value.is_conj() or value.is_neg():
             return value
         storage = value.untyped_storage()
         address = storage.data_ptr()
@@ -72,7 +62,8 @@ class AliasBook:
                 return value
             self._owners[address] = storage
             self._aliases[address] = _torch.storage_at(address, storage.device, storage.nbytes())
-        return tensor_on(self._aliases[address], value)
+        empty = torch.empty(0, dtype=value.dtype, device=value.device)
+        return empty.set_(self._aliases[address], value.storage_offset(), value.shape, value.stride())
 
     def keep_only(self, tensors: Iterable[Tensor]) -> None:
         """Frees all outputs but those whose memory one of `tensors` looks at."""
@@ -135,7 +126,7 @@ class CudaPool(GraphPool):
             self._last_stream, self._last_raw_stream = current, raw
 
     def begin_bucket(self) -> None:
-        """Work of earlier calls is waited for, and the device's free memory noted once."""
+        """Waits for the work of earlier calls, and notes the device's free memory once."""
         self.begin_call()
         if self._free_before is None:
             torch.cuda.synchronize(self.device)
@@ -143,7 +134,7 @@ class CudaPool(GraphPool):
             self._free_before = self._free_bytes()
 
     def handle_for_capture(self) -> Any:
-        """The pool's handle; a new one where no graph is left, since such a handle is dead.
+        """Returns the pool's handle; a new one where no graph is left, since such a handle is dead.
 
         Before a bucket's first capture the caches of the warm-ups are given up: during a capture the
         allocator cannot free them to make room.

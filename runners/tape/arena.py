@@ -1,4 +1,4 @@
-"""The tape's memory: chunks that never move, handed out by a bump pointer, shared by the buckets of a pool.
+"""Holds the tape's memory: chunks that never move, handed out by a bump pointer, shared by a pool's buckets.
 
 `restart` sets the pointer back, so that the next bucket lies on top of the last one, as in a CUDA graph pool
 [I9]. Pieces are handed out in chunk order and never backwards, so a smaller bucket with the same ops never
@@ -15,8 +15,6 @@ _MAX_CHUNK_BYTES = 1 << 26
 # Every 16 bit word of garbage is 0x7FFF: NaN in float16, bfloat16, float32, float64 and both float8 formats,
 # a large odd number in the integers, out of range as an index.
 _GARBAGE_WORD = 0x7FFF
-
-
 # Number of chunks, and the position of the bump pointer: a chunk and an offset in it.
 ArenaMark = tuple[int, int, int]
 
@@ -29,8 +27,7 @@ class Arena:
         # As torch's own allocators align, so that kernels choose the same paths.
         self._alignment = 64 if device.type == "cpu" else 512
         self._chunks: list[Tensor] = []
-        self._chunk = 0
-        self._offset = 0
+        self._chunk = self._offset = 0
         # (chunk, start, end) handed out since `begin`, one per chunk.
         self._spans: list[tuple[int, int, int]] = []
 
@@ -51,7 +48,7 @@ class Arena:
         self._spans = []
 
     def restart(self) -> None:
-        """The next piece handed out is the first byte again."""
+        """Goes back to the first byte."""
         self._chunk = self._offset = 0
 
     def clear(self) -> None:
@@ -60,7 +57,7 @@ class Arena:
         self.restart()
 
     def allocate(self, num_bytes: int) -> Tensor:
-        """A piece of uint8 [num_bytes] that is a storage of its own and keeps its chunk alive.
+        """Hands out uint8 [num_bytes], a storage of its own that keeps its chunk alive.
 
         Its own storage tells one recorded tensor's memory from its neighbour's by identity, and bounds it: no
         view or resize can reach beyond.
@@ -73,11 +70,8 @@ class Arena:
             grown = min(max(self.allocated_bytes // 4, _MIN_CHUNK_BYTES), _MAX_CHUNK_BYTES)
             self._chunks.append(torch.empty(max(size, grown), dtype=torch.uint8, device=self.device))
         start, self._offset = self._offset, self._offset + size
-        if self._spans and self._spans[-1][0] == self._chunk:
-            start_of_span = self._spans.pop()[1]
-            self._spans.append((self._chunk, start_of_span, self._offset))
-        else:
-            self._spans.append((self._chunk, start, self._offset))
+        is_next = bool(self._spans) and self._spans[-1][0] == self._chunk
+        self._spans.append((self._chunk, self._spans.pop()[1] if is_next else start, self._offset))
         return torch.from_dlpack(self._chunks[self._chunk][start : start + num_bytes])
 
     def overwrite_with_garbage(self) -> None:
@@ -86,7 +80,7 @@ class Arena:
             fill_with_garbage_(chunk[: chunk.numel() // 2 * 2].view(torch.int16))
 
     def spans(self) -> list[Tensor]:
-        """What was handed out since `begin`, alignment gaps included, as int16 words."""
+        """Returns what was handed out since `begin`, alignment gaps included, as int16 words."""
         return [self._chunks[chunk][start:end].view(torch.int16) for chunk, start, end in self._spans]
 
 

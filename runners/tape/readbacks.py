@@ -48,12 +48,10 @@ _READING_METHODS = (
     *("__bool__", "__int__", "__float__", "__index__", "__complex__"),
     *("__array__", "__dlpack__", "__repr__", "__format__", "__deepcopy__"),
 )
-_VALUE_SHAPE_OPS = frozenset({"aten::_linalg_check_errors"})
-_RESIZING_OPS = frozenset({"aten::resize_", "aten::resize_as_", "aten::set_", "aten::resize_as_sparse_"})
-_CROSSING_OPS = frozenset({"aten::copy_", "aten::_to_copy", "aten::copy", "aten::_copy_from"})
-_INDEX_PUT_OPS = frozenset(
-    {"aten::index_put", "aten::index_put_", "aten::_index_put_impl_", "aten::_unsafe_index_put"}
-)
+_VALUE_SHAPE_OPS = ("aten::_linalg_check_errors",)
+_RESIZING_OPS = ("aten::resize_", "aten::resize_as_", "aten::set_", "aten::resize_as_sparse_")
+_CROSSING_OPS = ("aten::copy_", "aten::_to_copy", "aten::copy", "aten::_copy_from")
+_INDEX_PUTS = ("aten::index_put", "aten::index_put_", "aten::_index_put_impl_", "aten::_unsafe_index_put")
 
 
 @cache
@@ -98,18 +96,14 @@ def _is_on(device: torch.device, target: torch.device) -> bool:
 def refusal_for_op(
     func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], host_scalars: dict[int, Tensor]
 ) -> Refusal | None:
-    """Why this op call cannot be recorded, or None.
-
-    Args:
-        func: the op as the dispatcher sees it, below autograd.
-        host_scalars: see `Watch`: not values of the device.
-    """
+    """Says why a call of an op, as the dispatcher sees it below autograd, cannot be recorded; None where it
+    can. `host_scalars` are those of `Watch`: not values of the device."""
     name, tags = func._schema.name, func.tags
     if torch.Tag.data_dependent_output in tags:
         return ReadBack
     if name == "aten::index":
         return ValueDependentShape if any(map(_is_mask, args[1])) else None
-    if name in _INDEX_PUT_OPS and any(map(_is_mask, args[1])):
+    if name in _INDEX_PUTS and any(map(_is_mask, args[1])):
         # Torch turns `x[mask] = number` into a masked fill, which has no shape to find out.
         given = [index for index in args[1] if index is not None]
         is_fill = len(given) == 1 and args[2].untyped_storage()._cdata in host_scalars
@@ -118,8 +112,7 @@ def refusal_for_op(
         return None
     if torch.Tag.dynamic_output_shape in tags or name in _VALUE_SHAPE_OPS:
         return ValueDependentShape
-    # A number becomes a 0-dim tensor and is no more than a fill; a list or an array becomes a copy from the
-    # host.
+    # A number becomes a 0-dim tensor, a mere fill; a list or an array becomes a copy from the host.
     if name == "aten::lift_fresh" and args[0].dim() > 0:
         return HostTensor
     if name in _RESIZING_OPS:
@@ -136,9 +129,8 @@ class Watch:
     """Refuses what a recording cannot hold, and remembers it: a model that swallows the error is not recorded
     half.
 
-    Args:
-        segment: as errors name it, such as ``"segment 3"``.
     Attributes:
+        segment: as errors name it, such as ``"segment 3"``.
         error: the first refusal.
         host_scalars: 0-dim tensors that torch made from Python numbers, by storage.
     """
@@ -155,7 +147,7 @@ class Watch:
 
 
 def one_hot_on_device(indices: Tensor, num_classes: int) -> Tensor:
-    """`one_hot` without the bounds check that torch makes on the CPU alone, by reading values back."""
+    """Computes `one_hot` without the check of bounds for which torch reads values back, on the CPU alone."""
     hot = torch.zeros((*indices.shape, num_classes), dtype=torch.int64, device=indices.device)
     return hot.scatter_(-1, indices.unsqueeze(-1), 1)
 
@@ -181,16 +173,15 @@ class HostReads(TorchFunctionMode):
         if isinstance(func, OpOverloadPacket):
             func = overload_for(func, args, kwargs)
         if isinstance(func, OpOverload) and func.namespace != "aten":
-            # The boxed call alone does not ask function modes again, so this one may stay up inside the
-            # kernel.
+            # The boxed call does not ask function modes again, so this one may stay up inside the kernel.
             with self:
                 return call_boxed(func, args, kwargs)
         return func(*args, **kwargs)
 
 
 class WatchedOps(TorchDispatchMode):
-    """A dispatch mode that refuses ops which a recording cannot hold; as it is here, for the inside of a
-    custom op's kernel, it records nothing."""
+    """Refuses ops which a recording cannot hold. This class, for the inside of a custom op's kernel, records
+    nothing."""
 
     def __init__(self, watch: Watch) -> None:
         super().__init__()

@@ -1,9 +1,9 @@
-"""The graph engine that needs no GPU: it records a segment's ops and replays them on the same memory.
+"""Records a segment's ops and replays them on the same memory: the graph engine that needs no GPU.
 
-Eager torch on a CPU has no list of kernels with frozen arguments, but its dispatcher sees every op: under a
+Eager torch on a CPU has no list of kernels with frozen arguments, but its dispatcher sees every op. Under a
 dispatch mode each op that makes a tensor is run, its result copied into the pool's arena, and *that* tensor
-handed on to the model, so that the addresses which the model's later ops take are the tape's own. What a
-capture cannot hold is refused (`readbacks.py`). What becomes of an op (`recorder.py`):
+handed on to the model: the addresses that later ops take are the tape's own. What a capture cannot hold is
+refused (`readbacks.py`). What becomes of an op (`recorder.py`):
 
 =====================  ====================================================================================
 views, metadata        run once, not replayed: the recorded ops hold tensors that are viewed already
@@ -28,13 +28,11 @@ import torch
 
 from runners._torch import below_modes, without_torch_function
 from runners.engine import CapturedGraph, GraphEngine, GraphPool, Streams, checked_outputs
-from runners.mode import capture_of
+from runners.mode import capture_of, capturing
 from runners.opaque_call import recording_calls
 from runners.tape.arena import Arena
 from runners.tape.readbacks import HostReads, Watch
-from runners.tape.recorder import Recorder
-
-_Step = Callable[[], object]
+from runners.tape.recorder import Recorder, Step
 
 
 class TapePool(GraphPool):
@@ -84,9 +82,7 @@ class TapePool(GraphPool):
 class TapeGraph(CapturedGraph):
     """The recorded ops of one segment at one bucket, as argumentless calls."""
 
-    def __init__(
-        self, segment: str, outputs: tuple[Any, ...], fills: list[_Step], calls: list[_Step]
-    ) -> None:
+    def __init__(self, segment: str, outputs: tuple[Any, ...], fills: list[Step], calls: list[Step]) -> None:
         super().__init__(segment, outputs, len(calls))
         self._steps = [*fills, *calls]
 
@@ -96,7 +92,8 @@ class TapeGraph(CapturedGraph):
         The caller's grad, inference, autocast and mode settings have no effect, and random ops draw new
         numbers.
         """
-        self.check_replay()
+        if self.is_reset or capturing() is not None:
+            self.refuse_replay()
         with below_modes(), without_torch_function():
             for step in self._steps:
                 step()

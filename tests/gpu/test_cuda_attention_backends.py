@@ -13,7 +13,7 @@ from attention_oracle import check_close, exact
 
 from boundary_ops import BoundaryOpError, PagedKVCache, PrefillBatch, attn_inplace
 from boundary_ops.attention import attention
-from boundary_ops.attention.on_cuda import warm_up
+from boundary_ops.attention.program import warm_up
 from boundary_ops.attention.step_buffers import StepBuffers
 
 pytestmark = pytest.mark.gpu
@@ -59,8 +59,7 @@ def test_torch_runs_torch_operators_on_cuda(monkeypatch):
     def forbidden(*args, **kwargs):
         raise AssertionError("another back end ran")
 
-    monkeypatch.setattr(attention, "attend_on_cuda", forbidden)
-    monkeypatch.setattr(attention, "cuda_module", forbidden)
+    monkeypatch.setattr(attention, "find_program", forbidden)
     cache = new_cache("torch", page=16)
     for ids, lens in HISTORY:
         check_step(cache, ids, lens)
@@ -93,9 +92,9 @@ def test_a_call_bound_to_triton_goes_by_the_running_steps_cache():
     bound = attn_inplace.bind(q, k, v, out, cache.k[0], cache.v[0], 128**-0.5)
     check_step(cache, "b", (5,), call=bound.function)
     served = []
-    original = attention.attend_inplace
+    original = attention.attend_by_torch
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attention, "attend_inplace", lambda *a, **k: (served.append(1), original(*a, **k)))
+        patch.setattr(attention, "attend_by_torch", lambda *a: (served.append(1), original(*a)))
         check_step(other, "a", (5,), call=bound.function)
     assert served == [1]
 

@@ -7,7 +7,7 @@ import torch
 from attention_oracle import check_close, exact
 
 from boundary_ops import PagedKVCache, PrefillBatch, attn_captured, attn_inplace
-from boundary_ops.attention.on_cuda import warm_up
+from boundary_ops.attention.program import warm_up
 from boundary_ops.attention.step_buffers import StepBuffers
 
 pytestmark = pytest.mark.gpu
@@ -129,11 +129,11 @@ def test_all_block_sizes_are_right(prefill, monkeypatch, config):
     chosen = candidates(128, 2) if config == "candidates" else [None]
     for blocks in chosen:
         with monkeypatch.context() as patch:
-            prefill.plans.by_look.clear()
+            prefill.plans.by_key.clear()
             if blocks is not None:
                 patch.setattr(prefill.plans, "config_for", lambda geometry, count, blocks=blocks: blocks)
             Layer().history()
-    prefill.plans.by_look.clear()
+    prefill.plans.by_key.clear()
 
 
 def test_arguments_that_are_not_aligned(prefill):
@@ -299,7 +299,7 @@ def test_I1_a_captured_op_equals_the_eager_one_at_each_replay(prefill, options, 
 def test_tuning_changes_speed_alone(prefill):
     from block_sizes import block_sizes, measure_block_sizes
 
-    from boundary_ops.attention.checks import AttentionCall
+    from boundary_ops.backends.library import AttentionCall
 
     layer = Layer()
     q, k, v = layer.rows(400)
@@ -311,9 +311,9 @@ def test_tuning_changes_speed_alone(prefill):
     best = min(times, key=times.__getitem__)
     with block_sizes(best), batch:
         layer.call(q, k, v, found)
-        (plan,) = prefill.plans.by_look.values()
+        (plan,) = prefill.plans.by_key.values()
         assert plan.config == best
-    assert not prefill.plans.by_look
+    assert not prefill.plans.by_key
     check_close(found, expected)
 
 

@@ -12,13 +12,12 @@ from unittest import mock
 
 import torch
 
-from boundary_ops import PrefillBatch
-from boundary_ops.attention.checks import AttentionCall
+from boundary_ops.attention.scratch import ScratchLayer
 from boundary_ops.attention.triton.configs import BlockConfig, fitted
 from boundary_ops.attention.triton.launcher import OutOfResources
 from boundary_ops.attention.triton.plans import device_limits
 from boundary_ops.attention.triton.prefill import attend, plans
-from boundary_ops.attention.triton.warm_up import ScratchLayer
+from boundary_ops.backends.library import AttentionCall
 
 
 def candidates(head_dim: int, element_bytes: int) -> tuple[BlockConfig, ...]:
@@ -38,10 +37,10 @@ def candidates(head_dim: int, element_bytes: int) -> tuple[BlockConfig, ...]:
 @contextlib.contextmanager
 def block_sizes(config: BlockConfig) -> Iterator[None]:
     """A block in which the program runs with these block sizes, whatever the step's."""
-    plans.by_look.clear()  # plans hold the block sizes that they were made with
+    plans.by_key.clear()  # plans hold the block sizes that they were made with
     with mock.patch.object(plans, "config_for", lambda geometry, num_tokens: config):
         yield
-    plans.by_look.clear()
+    plans.by_key.clear()
 
 
 def measure_block_sizes(
@@ -71,19 +70,17 @@ def measure_block_sizes(
 def _time(layer: ScratchLayer, repeats: int, launches: int = 20) -> float:
     """Microseconds of device time per call without context, the median."""
     taken = []
-    try:
-        with torch.no_grad(), PrefillBatch.build(layer.cache, ["new"], [layer.num_tokens]):
-            attend(*layer.call)
-            for _ in range(repeats):
-                begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                # Enough work in front that the launches queue up: then the device, not the host, is timed.
-                torch.cuda._sleep(1_000_000)
-                begin.record()
-                for _ in range(launches):
-                    attend(*layer.call)
-                end.record()
-                end.synchronize()
-                taken.append(begin.elapsed_time(end) / launches * 1e3)
-    finally:
-        layer.cache.free("new")
+    batch = layer.new_step()
+    with torch.no_grad():
+        attend(batch, layer.call)
+        for _ in range(repeats):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            # Enough work in front that the launches queue up: then the device, not the host, is timed.
+            torch.cuda._sleep(1_000_000)
+            begin.record()
+            for _ in range(launches):
+                attend(batch, layer.call)
+            end.record()
+            end.synchronize()
+            taken.append(begin.elapsed_time(end) / launches * 1e3)
     return statistics.median(taken)

@@ -90,7 +90,7 @@ ERROR_ROOTS = frozenset(
         "CaptureError",
         "StateError",
     )
-    + ("BoundaryOpError", "CacheExhaustedError")
+    + ("BoundaryOpError",)
 )
 
 _PRIVATE = re.compile(r"torch\.(?!ops\.)(\w+\.)*?_(?!_)")

@@ -1,6 +1,6 @@
 """The attention program under triton's interpreter, on the CPU, against the naive oracle.
 
-Not collected by name: `test_kernels.py` runs this file in a process of its own, because the interpreter is
+Not collected by name: `test_prefill.py` runs this file in a process of its own, because the interpreter is
 chosen by TRITON_INTERPRET=1 as triton is imported, for the whole process.
 """
 
@@ -13,15 +13,32 @@ import torch
 from attention_oracle import naive_attn_inplace
 
 from boundary_ops import BoundaryOpError, PagedKVCache, PrefillBatch
-from boundary_ops.attention.checks import AttentionCall
+from boundary_ops.attention import attention, captured
+from boundary_ops.attention.checks import CapturedCall
+from boundary_ops.attention.program import warn_slow
 from boundary_ops.attention.step_buffers import StepBuffers
 from boundary_ops.attention.triton import prefill, warm_up
 from boundary_ops.attention.triton.configs import BlockConfig
 from boundary_ops.attention.triton.launcher import is_interpreted
 from boundary_ops.attention.triton.programs import prefill_program
+from boundary_ops.backends.library import NAME, AttentionCall
 
 SMALL = BlockConfig(16, 16, 4, 2)
 LENGTHS = ((13, 1, 22), (5, 18, 1))
+
+
+def attend(*args, **options):
+    """The op as it serves a call on a CUDA device."""
+    attention.attend_by_program(PrefillBatch.current(NAME), AttentionCall(*args, **options), prefill)
+
+
+def attend_captured(*args, **options):
+    captured.attend_by_program(CapturedCall(*args, **options), prefill)
+
+
+def bind(*args):
+    call = AttentionCall(*args)
+    return prefill.bind(call, PagedKVCache.owner_of(call.k_cache).attention_backend, attend)
 
 
 @pytest.fixture(autouse=True)
@@ -29,14 +46,14 @@ def small_blocks(monkeypatch):
     """Blocks so small that a few tokens already fill several."""
     assert is_interpreted(prefill_program)
     torch.manual_seed(0)
-    prefill.plans.by_look.clear()
+    prefill.plans.by_key.clear()
     use_blocks(monkeypatch, SMALL)
     yield
-    prefill.plans.by_look.clear()
+    prefill.plans.by_key.clear()
 
 
 def use_blocks(monkeypatch, config):
-    prefill.plans.by_look.clear()
+    prefill.plans.by_key.clear()
     monkeypatch.setattr(prefill.plans, "config_for", lambda geometry, num_tokens: config)
 
 
@@ -69,7 +86,7 @@ class Layer:
         # Rows beyond the step belong to somebody else.
         memory = torch.full((batch.num_tokens + 3, self.heads, self.dim), 7.0, dtype=self.dtype)
         with batch:
-            prefill.attend(q, k, v, memory[: batch.num_tokens], k_pool, v_pool, **self.options)
+            attend(q, k, v, memory[: batch.num_tokens], k_pool, v_pool, **self.options)
         found = memory[: batch.num_tokens]
         tolerance = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}[self.dtype]
         torch.testing.assert_close(found.double(), expected, rtol=tolerance, atol=tolerance)
@@ -167,13 +184,11 @@ def test_parts_of_a_packed_projection_give_the_bits_of_dense_rows(dtype, strided
         for given in (dense, mixed):
             out = torch.empty_like(dense["q"])
             with batch:
-                prefill.attend(*given.values(), out, layer.cache.k[0], layer.cache.v[0], 0.3)
+                attend(*given.values(), out, layer.cache.k[0], layer.cache.v[0], 0.3)
             results += [out, layer.cache.k[0].clone(), layer.cache.v[0].clone()]
         for left, right in zip(results[:3], results[3:], strict=True):
             assert torch.equal(left.nan_to_num(9.0), right.nan_to_num(9.0))
-    assert [plan.unsupported for plan in prefill.plans.by_look.values()] == [None] * len(
-        prefill.plans.by_look
-    )
+    assert [plan.unsupported for plan in prefill.plans.by_key.values()] == [None] * len(prefill.plans.by_key)
 
 
 def test_a_transposed_view_and_a_strided_result():
@@ -183,7 +198,7 @@ def test_a_transposed_view_and_a_strided_result():
     results = []
     for out in (target.transpose(0, 1)[:9], torch.empty_like(q)):
         with PrefillBatch.build(layer.cache, "a", [9]):
-            prefill.attend(q, k, v, out, layer.cache.k[0], layer.cache.v[0], 0.3)
+            attend(q, k, v, out, layer.cache.k[0], layer.cache.v[0], 0.3)
         results.append(out)
         layer.cache.free("a")
     assert torch.equal(*results) and (target[:, 9:] == 7).all()
@@ -200,8 +215,8 @@ def test_I6_what_the_program_cannot_run_is_right_all_the_same(name):
     # Every second element: no launch reads that.
     arguments[name] = arguments[name].repeat_interleave(2, dim=2)[..., ::2]
     with batch:
-        prefill.attend(**arguments, k_cache=pools[0], v_cache=pools[1], scale=0.3)
-    assert [plan.unsupported for plan in prefill.plans.by_look.values()] != [None]
+        attend(**arguments, k_cache=pools[0], v_cache=pools[1], scale=0.3)
+    assert [plan.unsupported for plan in prefill.plans.by_key.values()] != [None]
     torch.testing.assert_close(arguments["out"].double(), expected, rtol=1e-5, atol=1e-5)
 
 
@@ -212,8 +227,8 @@ def test_layers_of_a_step_share_its_tiles():
     with batch:
         for window in (0, 0, 5, 5):
             out = torch.empty_like(arguments[0])
-            prefill.attend(*arguments, out, layer.cache.k[0], layer.cache.v[0], 0.3, window)
-    assert len(batch.derived) == 2 and len(prefill.plans.by_look) == 2
+            attend(*arguments, out, layer.cache.k[0], layer.cache.v[0], 0.3, window)
+    assert len(batch.derived) == 2 and len(prefill.plans.by_key) == 2
 
 
 def test_wrong_arguments_are_refused_and_nothing_is_written():
@@ -229,16 +244,16 @@ def test_wrong_arguments_are_refused_and_nothing_is_written():
         ({"window": -1}, "'window'"),
         ({"softcap": float("nan")}, "'softcap'"),
         ({"sinks": torch.zeros(3)}, "'sinks'"),
-        ({"q": q[:4], "k": k[:4], "v": v[:4], "out": out[:4]}, "'q'.*9 rows.*4"),
+        ({"q": q[:4], "k": k[:4], "v": v[:4], "out": out[:4]}, "'q'.*9 tokens.*4"),
         ({"implied_positions": True}, "position_ids"),
     ]
     for change, text in cases:
         # Twice: what was refused once is refused again, whatever was remembered.
         for _ in range(2):
             with pytest.raises(BoundaryOpError, match=text), PrefillBatch.build(layer.cache, "ab", (4, 5)):
-                prefill.attend(**{**good, **change})
+                attend(**{**good, **change})
     with pytest.raises(BoundaryOpError, match="with batch"):
-        prefill.attend(**good)
+        attend(**good)
     assert (out == 7).all() and all((pool == 7).all() for pool in pools)
 
 
@@ -246,7 +261,7 @@ def test_an_empty_step_runs():
     layer = Layer()
     with PrefillBatch.build(layer.cache, [], []):
         q, k, v = layer.rows(0)
-        prefill.attend(q, k, v, torch.empty_like(q), layer.cache.k[0], layer.cache.v[0], 0.3)
+        attend(q, k, v, torch.empty_like(q), layer.cache.k[0], layer.cache.v[0], 0.3)
 
 
 def run_captured(layer, step, arguments, padding, padded_rows):
@@ -257,7 +272,7 @@ def run_captured(layer, step, arguments, padding, padded_rows):
     ]
     out = torch.full_like(padded[0], 7.0)
     pools = layer.cache.k[0], layer.cache.v[0]
-    prefill.attend_captured(*padded, out, *pools, **step.tensors, **layer.options)
+    attend_captured(*padded, out, *pools, **step.tensors, **layer.options)
     return out
 
 
@@ -273,7 +288,7 @@ def test_I1_captured_equals_eager_and_writes_no_padded_row(options, padding):
         before = [pool.clone() for pool in (layer.cache.k[0], layer.cache.v[0])]
         eager = torch.empty_like(arguments[0])
         with batch:
-            prefill.attend(*arguments, eager, layer.cache.k[0], layer.cache.v[0], **layer.options)
+            attend(*arguments, eager, layer.cache.k[0], layer.cache.v[0], **layer.options)
         after = [pool.clone() for pool in (layer.cache.k[0], layer.cache.v[0])]
         for pool, former in zip((layer.cache.k[0], layer.cache.v[0]), before, strict=True):
             pool.copy_(former)
@@ -307,7 +322,7 @@ def test_captured_rows_bound_what_is_written():
     memory = torch.full((40, layer.heads, layer.dim), 7.0)
     q, k, v = layer.rows(16)
     pools = layer.cache.k[0], layer.cache.v[0]
-    prefill.attend_captured(q, k, v, memory[:16], *pools, **step.tensors, scale=0.3)
+    attend_captured(q, k, v, memory[:16], *pools, **step.tensors, scale=0.3)
     assert (memory[16:] == 7).all()
     others = torch.ones(24 * 16, dtype=torch.bool)
     others[batch.slot_mapping[:16]] = False
@@ -320,7 +335,7 @@ def test_captured_calls_that_do_not_fit_are_refused():
     step = StepBuffers(pools, max_num_seqs=2, max_num_tokens=16, max_seq_len=32)
     q, k, v = layer.rows(17)
     with pytest.raises(BoundaryOpError, match="17 or more.*16"):
-        prefill.attend_captured(q, k, v, torch.empty_like(q), *pools, **step.tensors, scale=0.3)
+        attend_captured(q, k, v, torch.empty_like(q), *pools, **step.tensors, scale=0.3)
     for name, wrong in (
         ("seq_lens", step.seq_lens[:1]),
         ("cu_seqlens_q", step.cu_seqlens_q.long()),
@@ -329,7 +344,7 @@ def test_captured_calls_that_do_not_fit_are_refused():
         tensors = {**step.tensors, name: wrong}
         with pytest.raises(BoundaryOpError, match="argument '(cu_seqlens_q|seq_lens|block_tables)'"):
             rows = [tensor[:16] for tensor in (q, k, v, torch.empty_like(q))]
-            prefill.attend_captured(*rows, *pools, **tensors, scale=0.3)
+            attend_captured(*rows, *pools, **tensors, scale=0.3)
 
 
 def test_what_the_program_cannot_run_is_captured_as_torch_operators():
@@ -342,7 +357,7 @@ def test_what_the_program_cannot_run_is_captured_as_torch_operators():
     expected, keys, values = naive_attn_inplace(batch, q[:13], k[:13], v[:13], *pools, scale=0.3)
     out = torch.full_like(q, 7.0)
     step.load(batch)
-    prefill.attend_captured(odd, k, v, out, *pools, **step.tensors, scale=0.3)
+    attend_captured(odd, k, v, out, *pools, **step.tensors, scale=0.3)
     torch.testing.assert_close(out[:13].double(), expected, rtol=1e-5, atol=1e-5)
     assert (out[13:] == 7).all()
     assert torch.equal(pools[0].nan_to_num(9.0), keys.nan_to_num(9.0))
@@ -356,15 +371,15 @@ def test_I8_warm_up_leaves_no_trace(monkeypatch):
     )
     q, k, v = layer.rows(9)
     arguments = (q, k, v, torch.full_like(q, 7.0), layer.cache.k[0], layer.cache.v[0])
-    prefill.plans.by_look.clear()
+    prefill.plans.by_key.clear()
     prefill.plans.geometries.clear()
     state = torch.get_rng_state()
-    warm_up.warm_up(33, AttentionCall(*arguments, **layer.options))
+    warm_up.compile_ahead(33, AttentionCall(*arguments, **layer.options))
     geometries = list(prefill.plans.geometries)
     assert [(g.heads, g.head_dim, g.window, g.softcap, g.sinks) for g in geometries] == [
         (2, 64, True, True, torch.float32)
     ]
-    warm_up.warm_up(5)  # without arguments: whatever was seen before
+    warm_up.compile_ahead(5)  # without arguments: whatever was seen before
     assert list(prefill.plans.geometries) == geometries
     assert torch.equal(torch.get_rng_state(), state)
     assert all((tensor == 7).all() for tensor in arguments[3:])
@@ -372,7 +387,7 @@ def test_I8_warm_up_leaves_no_trace(monkeypatch):
 
 
 def test_a_bound_call_launches_what_a_plain_call_launches(monkeypatch):
-    """The interpreter has no launcher, so one that notes its arguments stands in for it."""
+    """The interpreter has no launcher, so one that notes its arguments takes its place."""
     layer = Layer(window=40, sinks=True)
     layer.step("abc", (13, 1, 22))
     batch = PrefillBatch.build(layer.cache, "abc", (5, 18, 1))
@@ -382,12 +397,12 @@ def test_a_bound_call_launches_what_a_plain_call_launches(monkeypatch):
     noted = []
     with batch:
         arguments = (q, k, v, torch.empty(24, 4, 16), *pools, *options)
-        prefill.attend(*arguments)
-        call = prefill.bind(*arguments)
+        attend(*arguments)
+        call = bind(*arguments)
         monkeypatch.setattr(prefill, "current_device", lambda: -1)
-        plan = list(prefill.plans.by_look.values())[-1]
+        plan = list(prefill.plans.by_key.values())[-1]
         plan.launches[True, 0] = (lambda *launch: noted.append(launch), ("constants",))
-        prefill.attend(*arguments)
+        attend(*arguments)
         call(*arguments)
         # Not what the program was compiled for: off the 16 bytes that all addresses are divisible by.
         moved = torch.empty(24 * 64 + 1)[1:].view(24, 4, 16)
@@ -396,7 +411,7 @@ def test_a_bound_call_launches_what_a_plain_call_launches(monkeypatch):
     expected = torch.empty(24, 4, 16)
     with batch:
         plan.launches.clear()
-        prefill.attend(*arguments[:3], expected, *arguments[4:])
+        attend(*arguments[:3], expected, *arguments[4:])
     assert torch.equal(moved, expected)
 
 
@@ -406,28 +421,31 @@ def test_a_bound_call_refuses_what_a_plain_call_refuses():
     q, k, v = layer.rows(13)
     pools = layer.cache.k[0], layer.cache.v[0]
     arguments = (q, k, v, torch.empty(13, 4, 16), *pools, 0.25)
-    call = prefill.bind(*arguments)
+    call = bind(*arguments)
     with pytest.raises(BoundaryOpError, match="running `with batch:` block"):
         call(*arguments)
     with batch, pytest.raises(BoundaryOpError, match="pool of the cache"):
         call(*arguments[:4], pools[0].clone(), pools[1], 0.25)
-    with PrefillBatch.build(layer.cache, "ab", (5, 2)), pytest.raises(BoundaryOpError, match="7 rows"):
+    with PrefillBatch.build(layer.cache, "ab", (5, 2)), pytest.raises(BoundaryOpError, match="7 tokens"):
         call(*arguments)
-    assert prefill.bind(*arguments, 0, 0.0, None, True) is None
-    assert prefill.bind(*(rows[:0] for rows in arguments[:4]), *arguments[4:]) is None
+    assert bind(*arguments, 0, 0.0, None, True) is None
+    assert bind(*(rows[:0] for rows in arguments[:4]), *arguments[4:]) is None
 
 
 def test_a_bound_call_goes_to_the_back_end_of_the_running_steps_cache(monkeypatch):
     layer = Layer(poison=False)
     q, k, v = layer.rows(5)
-    out, served = torch.empty_like(q), []
-    monkeypatch.setattr(prefill, "attend_by_choice", lambda *args, **kwargs: served.append("choice"))
-    monkeypatch.setattr(prefill, "attend", lambda *args, **kwargs: served.append("program"))
-    call = prefill.bind(q, k, v, out, layer.cache.k[0], layer.cache.v[0], 0.3)
-    for backend, wanted in (("auto", "program"), ("torch", "choice"), ("auto", "program")):
+    arguments = (q, k, v, torch.empty_like(q), layer.cache.k[0], layer.cache.v[0], 0.3)
+    served, backend = [], layer.cache.attention_backend
+    call = prefill.bind(AttentionCall(*arguments), backend, lambda *args: served.append("op"))
+    monkeypatch.setattr(prefill, "current_device", lambda: -1)
+    (plan,) = prefill.plans.by_key.values()
+    for has_context in (False, True):
+        plan.launches[has_context, 0] = (lambda *launch: served.append("program"), ())
+    for backend, wanted in (("auto", "program"), ("torch", "op"), ("auto", "program")):
         layer.cache.attention_backend = backend
         with PrefillBatch.build(layer.cache, "a", [5]):
-            call(q, k, v, out, layer.cache.k[0], layer.cache.v[0], 0.3)
+            call(*arguments)
         assert served.pop() == wanted and not served
 
 
@@ -436,19 +454,19 @@ def test_triton_by_name_is_not_replaced_and_auto_says_once_that_it_is(monkeypatc
     q, k, v = layer.rows(5)
     out, warned = torch.full((5, layer.heads, 2 * layer.dim), 7.0)[:, :, ::2], []
     arguments = (q, k, v, out, layer.cache.k[0], layer.cache.v[0], 0.3)
-    monkeypatch.setattr(prefill.plans, "_warned", set())
+    warn_slow.cache_clear()
     monkeypatch.setattr(
-        "boundary_ops.attention.triton.plans._log.warning", lambda text, why: warned.append(why)
+        "boundary_ops.attention.program._log.warning", lambda text, op, why: warned.append(why)
     )
     layer.cache.attention_backend = "triton"
     with (
         pytest.raises(BoundaryOpError, match="attention_backend='triton'.*\n.*no other one steps in"),
         PrefillBatch.build(layer.cache, "a", [5]),
     ):
-        prefill.attend(*arguments)
+        attend(*arguments)
     assert not warned and (out == 7).all() and not (layer.cache.k[0] != 7).any()
     layer.cache.attention_backend = "auto"
     for _ in range(2):
         with PrefillBatch.build(layer.cache, "a", [5]):
-            prefill.attend(*arguments)
+            attend(*arguments)
     assert len(warned) == 1 and "side by side" in warned[0] and not (out == 7).any()

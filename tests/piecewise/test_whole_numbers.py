@@ -10,10 +10,11 @@ import pytest
 import torch
 
 import boundary_ops
-import boundary_ops.declare.whole_numbers
+import boundary_ops.whole_numbers
 import runners.whole_numbers
 from boundary_ops import BoundaryOpError, PagedKVCache, PrefillBatch
 from boundary_ops.attention.step_buffers import StepBuffers
+from boundary_ops.errors.step import NotTokenIds
 from piecewise.capture.traffic_recorder import TrafficRecorder
 from runners import TokenBuckets
 
@@ -24,7 +25,7 @@ NO_INTS = [
     True, np.bool_(True), np.array(True), torch.tensor(True), 5.0, np.float64(5), torch.tensor(5.0), "5",
     None, [5], np.array([5]), torch.tensor([5]), torch.empty((), dtype=torch.int64, device="meta"), 5 + 0j,
 ]  # fmt: skip
-MODULES = [boundary_ops.declare.whole_numbers, runners.whole_numbers]
+MODULES = [boundary_ops.whole_numbers, runners.whole_numbers]
 
 
 def make(**changes):
@@ -125,7 +126,7 @@ def test_prompts_are_ints_of_any_kind_and_nothing_else():
         packed = batch.pack(prompts)
         assert packed.tolist() == [[1, 2, 3, 4, 5]] and packed.dtype == torch.int64
     for wrong in ([1.0, 2.0, 3.5], torch.ones(3), np.ones(3), [True, False, True]):
-        with pytest.raises(BoundaryOpError, match=r"(?s)prompt of request 'a'.*token ids.*Fix:"):
+        with pytest.raises(NotTokenIds, match=r"(?s)prompt of request 'a'.*token ids.*Fix:"):
             batch.pack([wrong, [4, 5]])
 
 

@@ -1,8 +1,7 @@
-"""The CUDA half of `piecewise::attn_inplace`: Triton programs, how they are launched, and when.
+"""Serves the attention ops on CUDA: a Triton program, how it is launched, and when it is compiled.
 
-`configs` block sizes per shape · `tiles` which part of the step each program owns · `programs` the Triton
-code · `launcher` the short way to a compiled program · `prefill` the op's implementation, and that of the
-form for capture, whose metadata is on the device · `warm_up` compiles ahead of time.
-
-Only `programs` and `launcher` import triton, and nothing imports those before the first CUDA call or warm-up.
+In: calls of `attn_inplace` and `attn_captured` whose metadata are at hand.
+Out: the same effects as torch operators', or why the program cannot serve a call.
+Read first: `prefill.py`; then `plans.py`, `tiles.py` (which part of the step a program owns), `programs.py`.
+A wing. Only `programs` and `launcher` import triton, and nothing imports those before the first CUDA call.
 """

@@ -1,15 +1,20 @@
-"""Block sizes of the attention program, from shapes alone: a table, right without any measurement."""
+"""Chooses the attention program's block sizes from a layer's geometry: a table, right without measurement."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
-__all__ = ["BlockConfig", "default_config", "fitted"]
+import torch
+
+from boundary_ops.backends.library import AttentionCall
+
+__all__ = ["BlockConfig", "Geometry", "default_config", "fitted", "power_of_two"]
 
 
 @dataclass(frozen=True, slots=True)
 class BlockConfig:
-    """How one program cuts its work.
+    """Says how one program cuts its work.
 
     Attributes:
         block_m: rows of a tile, (token, head) pairs; a power of two, 16 or more.
@@ -36,16 +41,73 @@ class BlockConfig:
         return self.block_m // self.tile_heads(group)
 
 
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """Describes a layer's shapes and options: all that a program is compiled for, beside its block sizes.
+
+    Attributes:
+        device_index: CUDA device, -1 for CPU tensors.
+        page: tokens per block of the cache.
+        window, softcap: whether there is one; the values are arguments.
+        sinks: their dtype, or None.
+        negate: the scale is negative. The program needs a positive one, so the queries take the sign.
+    """
+
+    dtype: torch.dtype
+    device_index: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    page: int
+    window: bool = False
+    softcap: bool = False
+    sinks: torch.dtype | None = None
+    negate: bool = False
+
+    @classmethod
+    def of(cls, call: AttentionCall) -> Geometry:
+        """Returns the geometry of the layer that a call, whose arguments fit each other, belongs to."""
+        return cls(
+            dtype=call.q.dtype,
+            device_index=call.q.get_device(),
+            heads=call.q.shape[1],
+            kv_heads=call.k.shape[1],
+            head_dim=call.q.shape[2],
+            page=call.k_cache.shape[1],
+            window=call.window > 0,
+            softcap=call.softcap > 0.0,
+            sinks=None if call.sinks is None else call.sinks.dtype,
+            negate=call.scale < 0.0,
+        )
+
+    @property
+    def group(self) -> int:
+        """Query heads per K/V head."""
+        return self.heads // self.kv_heads
+
+    def programs_per_tile(self, config: BlockConfig) -> int:
+        """Programs that share a tile's tokens: one per K/V head, more for groups of more heads than rows."""
+        return self.kv_heads * -(-self.group // config.tile_heads(self.group))
+
+    def constants(self, config: BlockConfig, *, has_context: bool, max_seqs: int) -> tuple[Any, ...]:
+        """Returns the program's compile-time arguments, in the order of its parameters."""
+        tokens = config.tile_tokens(self.group)
+        return (
+            self.group, self.kv_heads, self.head_dim, max(16, power_of_two(self.head_dim)), self.page,
+            config.block_m, config.block_n, config.tile_heads(self.group), tokens, power_of_two(tokens),
+            has_context, self.window, self.softcap, self.sinks is not None, self.negate,
+            config.split_diagonal, max_seqs, power_of_two(max(max_seqs, 1)),
+            "tf32x3" if self.dtype == torch.float32 else "ieee",
+        )  # fmt: skip
+
+
 def default_config(
     *, num_tokens: int, heads: int, kv_heads: int, head_dim: int, element_bytes: int, num_processors: int
 ) -> BlockConfig:
-    """The block sizes for a step of `num_tokens` new tokens on a device of that many multiprocessors."""
+    """Returns the block sizes for a step of `num_tokens` tokens on a device of that many multiprocessors."""
     if element_bytes > 2:
-        return (
-            BlockConfig(64, 32, 8 if head_dim <= 64 else 4, 2)
-            if head_dim <= 128
-            else BlockConfig(16, 32, 4, 2)
-        )
+        warps = 8 if head_dim <= 64 else 4
+        return BlockConfig(64, 32, warps, 2) if head_dim <= 128 else BlockConfig(16, 32, 4, 2)
     group = heads // kv_heads
     # Two small tiles share a multiprocessor and hide each other's waits; large ones read K and V less often.
     # Small ones also keep more multiprocessors busy while there is less than one large tile for each.
@@ -61,8 +123,8 @@ def default_config(
 
 
 def fitted(config: BlockConfig, head_dim: int, element_bytes: int, shared_bytes: int) -> BlockConfig:
-    """`config`, made smaller until its shared memory fits: stages first, then keys, then rows."""
-    row_bytes = max(16, 1 << (head_dim - 1).bit_length()) * element_bytes
+    """Returns `config`, made smaller until its shared memory fits: stages first, then keys, then rows."""
+    row_bytes = max(16, power_of_two(head_dim)) * element_bytes
     while (config.block_m + 2 * config.num_stages * config.block_n) * row_bytes > shared_bytes:
         if config.num_stages > 2:
             config = replace(config, num_stages=config.num_stages - 1)
@@ -75,3 +137,8 @@ def fitted(config: BlockConfig, head_dim: int, element_bytes: int, shared_bytes:
         else:
             break
     return config
+
+
+def power_of_two(size: int) -> int:
+    """Returns the smallest power of two that is not below `size`."""
+    return 1 << (size - 1).bit_length()

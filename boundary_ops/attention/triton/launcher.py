@@ -1,4 +1,4 @@
-"""The short way to a compiled Triton program, past the JIT's look-up of it by all its arguments.
+"""Launches a compiled Triton program directly, past the JIT's look-up of it by all its arguments.
 
 A JIT launch works out each argument's type and alignment again; with two dozen arguments that takes longer
 than the program runs at small sizes. Here it happens once: the caller keeps the compiled program under a key
@@ -24,25 +24,16 @@ import torch
 import triton
 from triton.runtime.errors import OutOfResources
 
+from boundary_ops._torch import raw_device, raw_stream
+
 __all__ = [
-    "DirectLaunch",
-    "OutOfResources",
-    "compiling_together",
-    "current_device",
-    "current_stream",
-    "direct_launch",
-    "is_interpreted",
-    "jit_launch",
-]
+    "DirectLaunch", "OutOfResources", "compiling_together", "current_device", "current_stream",
+    "direct_launch", "is_interpreted", "jit_launch",
+]  # fmt: skip
 
 # (grid x, grid y, stream, arguments in the order of the program's parameters)
 DirectLaunch = Callable[[int, int, int, tuple[Any, ...]], None]
-# Half the price of what torch.cuda offers, and absent from builds without CUDA.
-_raw_stream: Callable[[int], int] | None = getattr(torch._C, "_cuda_getCurrentRawStream", None)
-_raw_device: Callable[[], int] | None = getattr(torch._C, "_cuda_getDevice", None)
 LAUNCHER_PARAMETERS = ("gridX", "gridY", "gridZ", "stream", "function")
-
-
 # Set while programs are compiled and not launched.
 _compiles_only: ContextVar[bool] = ContextVar("compiles_only", default=False)
 
@@ -54,8 +45,8 @@ def is_interpreted(program: Any) -> bool:
 
 @contextmanager
 def compiling_together() -> Iterator[None]:
-    """A block in which `jit_launch` launches nothing; what it would have compiled is compiled, all programs
-    at the same time, when the block ends.
+    """Lets `jit_launch` launch nothing in a block; when the block ends, all its programs are compiled at the
+    same time.
 
     A compile is mostly spent in LLVM and in ptxas, a process of its own, so threads share the processors. One
     that fails says nothing here: the launch that follows compiles again, and has the error.
@@ -95,16 +86,16 @@ def jit_launch(
 
 
 def direct_launch(compiled: Any) -> DirectLaunch | None:
-    """A function that launches `compiled`, or None where this triton has no launcher as we know it."""
-    run = getattr(compiled, "run", None)
-    function = getattr(compiled, "function", None)
-    metadata = getattr(compiled, "packed_metadata", None)
-    if not callable(run) or function is None or metadata is None or not _is_known(run):
+    """Returns a function that launches `compiled`, or None where this triton has no such launcher."""
+    run, function, metadata = (
+        getattr(compiled, name, None) for name in ("run", "function", "packed_metadata")
+    )
+    if function is None or metadata is None or not _is_known(run):
         return None
 
     def launch(x: int, y: int, stream: int, arguments: tuple[Any, ...]) -> None:
         # No launch metadata and no hooks: those serve profilers of triton's own.
-        run(x, y, 1, stream, function, metadata, None, None, None, *arguments)
+        run(x, y, 1, stream, function, metadata, None, None, None, *arguments)  # type: ignore[misc]
 
     return launch
 
@@ -118,14 +109,14 @@ def _is_known(run: Any) -> bool:
 
 
 def current_stream(device_index: int) -> int:
-    """The current stream of a CUDA device, as the driver's number; 0 for the interpreter's -1."""
+    """Returns the current stream of a CUDA device, as the driver's number; 0 for the interpreter's -1."""
     if device_index < 0:
         return 0
-    if _raw_stream is not None:
-        return int(_raw_stream(device_index))
+    if raw_stream is not None:
+        return int(raw_stream(device_index))
     return int(torch.cuda.current_stream(device_index).cuda_stream)
 
 
 def current_device() -> int:
-    """The current CUDA device; one was used, so that this starts nothing."""
-    return int(_raw_device()) if _raw_device is not None else torch.cuda.current_device()
+    """Returns the current CUDA device; one was used, so that this starts nothing."""
+    return int(raw_device()) if raw_device is not None else torch.cuda.current_device()

@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs
-"""The Triton program of `piecewise::attn_inplace`: attention, KV write and result in one launch.
+"""Computes the attention ops in one launch of a Triton program: attention, KV write and result.
 
 A program owns one tile: consecutive new tokens of one sequence, times the query heads that share one K/V
 head. The rows of a tile are (token, head) pairs, so a group of four query heads with a tile of 32 tokens
@@ -30,7 +30,7 @@ RECORD = tl.constexpr(8)
 
 @triton.jit
 def _load_rows(pointers, rows, dims, MASK_ROWS: tl.constexpr, MASK_DIMS: tl.constexpr):
-    """[rows, dims] from memory, zero where a mask says so."""
+    """Loads [rows, dims], zero where a mask says so."""
     if MASK_ROWS:
         if MASK_DIMS:
             return tl.load(pointers, mask=rows[:, None] & dims[None, :], other=0.0)
@@ -42,19 +42,9 @@ def _load_rows(pointers, rows, dims, MASK_ROWS: tl.constexpr, MASK_DIMS: tl.cons
 
 @triton.jit
 def _attend_block(
-    q,
-    k,
-    v,
-    total,
-    norm,
-    peak,
-    visible,
-    scale,
-    cap,
-    MASKED: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+    q, k, v, total, norm, peak, visible, scale, cap,
+    MASKED: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     """One step of the running softmax: adds a block of keys to (total, norm, peak)."""
     scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     if SOFTCAP or MASKED:
@@ -80,33 +70,13 @@ def _attend_block(
 
 @triton.jit
 def _attend_keys(
-    q,
-    total,
-    norm,
-    peak,
-    k,
-    v,
-    table,
-    k_stride,
-    v_stride,
-    start,
-    stop,
-    limit,
-    token,
-    window,
-    scale,
-    cap,
-    PAGE: tl.constexpr,
-    DIM: tl.constexpr,
-    PADDED_DIM: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    MASKED: tl.constexpr,
-    WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """The tokens [start, stop) of a sequence's context, in pages of PAGE tokens, or with PAGE = 0 of its new
-    ones, in the arguments; `limit` of them exist, and `token` are the rows' places among them.
+    q, total, norm, peak,
+    k, v, table, k_stride, v_stride, start, stop, limit, token, window, scale, cap,
+    PAGE: tl.constexpr, DIM: tl.constexpr, PADDED_DIM: tl.constexpr, BLOCK_N: tl.constexpr,
+    MASKED: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Attends to tokens [start, stop) of a sequence's context, in pages of PAGE tokens, or with PAGE = 0 to
+    its new ones, in the arguments; `limit` of them exist, and `token` are the rows' places among them.
 
     `k` and `v` point at the pools' first row of the K/V head, or at its first new token. Without MASKED, all
     of these tokens are visible to all rows and exist.
@@ -153,7 +123,7 @@ def _tile_in_lengths(starts, seq_lens, tile, tile_tokens, MAX_SEQS: tl.constexpr
     """Finds a tile from device lengths alone: (sequence, its first row, first token, new, context).
 
     Sequence `s` owns the tiles from `starts[s] // tile_tokens + s` on. That is never fewer than it needs, and
-    depends on no other sequence's length, so that one look at all starts decides. A tile that is not needed
+    depends on no other sequence's length, so that reading all starts decides. A tile that is not needed
     has a first token beyond its sequence's last one.
     """
     index = tl.arange(0, SEQS)
@@ -167,50 +137,16 @@ def _tile_in_lengths(starts, seq_lens, tile, tile_tokens, MAX_SEQS: tl.constexpr
 
 @triton.jit(do_not_specialize=["table_stride", "num_rows", "window", "scale", "cap"])
 def prefill_program(
-    q,
-    k,
-    v,
-    out,
-    k_pool,
-    v_pool,
-    slots,
-    tiles,
-    seq_lens,
-    tables,
-    sinks,
-    table_stride,
-    num_rows,
-    q_token_stride,
-    q_head_stride,
-    k_token_stride,
-    k_head_stride,
-    v_token_stride,
-    v_head_stride,
-    out_token_stride,
-    out_head_stride,
-    window,
-    scale,
-    cap,
-    GROUP: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    DIM: tl.constexpr,
-    PADDED_DIM: tl.constexpr,
-    PAGE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    TILE_HEADS: tl.constexpr,
-    TILE_TOKENS: tl.constexpr,
-    WRITE_ROWS: tl.constexpr,
-    CONTEXT: tl.constexpr,
-    WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    SINKS: tl.constexpr,
-    NEGATE: tl.constexpr,
-    SPLIT_DIAGONAL: tl.constexpr,
-    MAX_SEQS: tl.constexpr,
-    SEQS: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+    q, k, v, out, k_pool, v_pool, slots, tiles, seq_lens, tables, sinks, table_stride, num_rows,
+    q_token_stride, q_head_stride, k_token_stride, k_head_stride,
+    v_token_stride, v_head_stride, out_token_stride, out_head_stride,
+    window, scale, cap,
+    GROUP: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
+    PAGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TILE_HEADS: tl.constexpr,
+    TILE_TOKENS: tl.constexpr, WRITE_ROWS: tl.constexpr, CONTEXT: tl.constexpr, WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr, SINKS: tl.constexpr, NEGATE: tl.constexpr, SPLIT_DIAGONAL: tl.constexpr,
+    MAX_SEQS: tl.constexpr, SEQS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     """Grid: (K/V heads * parts of a head group, tiles).
 
     With MAX_SEQS = 0, `tiles` holds one record of eight int32 per tile, heaviest first: sequence, its first
@@ -263,15 +199,11 @@ def prefill_program(
         # Of the programs that share these tokens, the first one writes.
         is_own = (own < tl.where(first_head == 0, TILE_TOKENS, 0)) & (first + own < new)
     slot = tl.load(slots + first_row + own, mask=is_own, other=0) * POOL_ROW
-    own_mask = is_own[:, None] & (dim < DIM)[None, :]
-    new_k = tl.load(
-        k + first_row * k_token_stride + own[:, None] * k_token_stride + dim[None, :], mask=own_mask
-    )
-    new_v = tl.load(
-        v + first_row * v_token_stride + own[:, None] * v_token_stride + dim[None, :], mask=own_mask
-    )
-    tl.store(k_pool + slot[:, None] + dim[None, :], new_k, mask=own_mask)
-    tl.store(v_pool + slot[:, None] + dim[None, :], new_v, mask=own_mask)
+    mask = is_own[:, None] & (dim < DIM)[None, :]
+    new_k = tl.load(k + first_row * k_token_stride + own[:, None] * k_token_stride + dim[None, :], mask=mask)
+    new_v = tl.load(v + first_row * v_token_stride + own[:, None] * v_token_stride + dim[None, :], mask=mask)
+    tl.store(k_pool + slot[:, None] + dim[None, :], new_k, mask=mask)
+    tl.store(v_pool + slot[:, None] + dim[None, :], new_v, mask=mask)
 
     if NEGATE:
         query = -query

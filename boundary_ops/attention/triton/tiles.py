@@ -1,4 +1,4 @@
-"""Which tiles a step has, as the attention program reads them: made once per `PrefillBatch`, on the host.
+"""Lists a step's tiles as the attention program reads them: once per `PrefillBatch`, on the host.
 
 The tiles of one size are the same for all layers, so they are kept with the batch and sent to the device by
 one copy that nobody waits for.
@@ -22,15 +22,14 @@ RECORD = 8
 
 @dataclass(frozen=True, slots=True)
 class StepTiles:
-    """A step's tiles of one size on the device, and where a launch finds the step.
+    """Holds a step's tiles of one size on the device, and where a launch finds the step.
 
     Attributes:
         records: int32 [num_tiles, 8], heaviest tile first.
-        num_tiles: how many.
         has_context: whether any sequence has tokens in the pages.
         addresses: of the batch's slot mapping, the records, the batch's lengths and its block tables, all of
             which the batch keeps.
-        address_bits: all four or-ed together.
+        address_bits: all four or-ed together, whose low bits tell the alignment.
         table_stride: elements from one sequence's block table to the next.
     """
 
@@ -45,7 +44,7 @@ class StepTiles:
 def tile_records(
     query_lens: Sequence[int], context_lens: Sequence[int], tile_tokens: int, window: int = 0
 ) -> np.ndarray:
-    """The records of all tiles, int32 [num_tiles, 8], those with the most keys to read first.
+    """Returns the records of all tiles, int32 [num_tiles, 8], those with the most keys to read first.
 
     Programs start in this order, so that the long ones do not begin when the others have ended. Equal tiles
     keep the order of the tokens.
@@ -65,7 +64,7 @@ def tile_records(
 
 
 def tiles_of(batch: PrefillBatch, tile_tokens: int, window: int, stream: int) -> StepTiles:
-    """The batch's tiles of that size; made on first use, then the same object for each layer.
+    """Returns the batch's tiles of that size; made on first use, then the same object for each layer.
 
     Args:
         stream: the current stream's number. The copy to the device is ordered on it, so another stream gets
@@ -79,11 +78,7 @@ def tiles_of(batch: PrefillBatch, tile_tokens: int, window: int, stream: int) ->
         tensors = (batch.slot_mapping, on_device, batch.seq_lens, batch.block_tables)
         slots, tiles, lens, tables = (tensor.data_ptr() for tensor in tensors)
         found = batch.derived[key] = StepTiles(
-            on_device,
-            len(records),
-            any(batch.context_lens),
-            (slots, tiles, lens, tables),
-            slots | tiles | lens | tables,
-            batch.block_tables.stride(0),
-        )
+            on_device, len(records), any(batch.context_lens), (slots, tiles, lens, tables),
+            slots | tiles | lens | tables, batch.block_tables.stride(0),
+        )  # fmt: skip
     return found

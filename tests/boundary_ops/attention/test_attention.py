@@ -8,8 +8,10 @@ from attention_oracle import naive_attention, naive_attn_inplace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from boundary_ops import BoundaryOpError, PagedKVCache, PrefillBatch, attn_inplace
+from boundary_ops import PagedKVCache, PrefillBatch, attn_inplace
 from boundary_ops.attention.attention import attend_inplace
+from boundary_ops.errors.attention import PositionsMissing, WrongArgument
+from boundary_ops.errors.step import NoRunningBatch, OtherCache, WrongNumTokens
 
 HEADS, KV_HEADS, DIM, BLOCK = 4, 2, 8, 4
 
@@ -207,7 +209,7 @@ def test_it_runs_in_inference_mode_and_with_grad_mode_on():
 
 def test_without_a_batch_it_says_what_to_do():
     cache, (q, k, v) = make_cache(), rows(5)
-    with pytest.raises(BoundaryOpError, match="piecewise::attn_inplace.*with batch"):
+    with pytest.raises(NoRunningBatch, match="piecewise::attn_inplace.*with batch"):
         attn_inplace(q, k, v, torch.empty_like(q), cache.k[0], cache.v[0], 0.3)
 
 
@@ -246,7 +248,10 @@ def test_wrong_arguments_are_named_and_nothing_is_written(changes, text):
     arguments = {"q": q, "k": k, "v": v, "out": torch.full_like(q, 7.0), **pools, "scale": 0.3}
     for name, change in changes.items():
         arguments[name] = change(arguments[name]) if callable(change) else change
-    with pytest.raises(BoundaryOpError, match=text), PrefillBatch.build(cache, "ab", (3, 2)):
+    refusal = (
+        OtherCache if "PrefillBatch" in text else PositionsMissing if "position" in text else WrongArgument
+    )
+    with pytest.raises(refusal, match=text), PrefillBatch.build(cache, "ab", (3, 2)):
         attn_inplace(**arguments)
     assert not cache.k[0].any() and not cache.v[0].any()
     assert cache.context_len("a") == 0
@@ -257,14 +262,14 @@ def test_wrong_arguments_are_named_and_nothing_is_written(changes, text):
 def test_a_tensor_on_another_device_is_named():
     # The implementation itself: the dispatcher sends a call with a meta tensor to the fake kernel.
     cache, (q, k, v) = make_cache(), rows(5)
-    with pytest.raises(BoundaryOpError, match="'v'.*meta"), PrefillBatch.build(cache, "a", [5]):
+    with pytest.raises(WrongArgument, match="'v'.*meta"), PrefillBatch.build(cache, "a", [5]):
         attend_inplace(q, k, v.to("meta"), torch.empty_like(q), cache.k[0], cache.v[0], 0.3)
 
 
 @pytest.mark.parametrize("count", [4, 6, 8])
 def test_I1_rows_beyond_the_step_are_refused(count):
     cache, (q, k, v) = make_cache(), rows(count)
-    with pytest.raises(BoundaryOpError, match=f"'q'.*5 rows.*{count}"), PrefillBatch.build(cache, "a", [5]):
+    with pytest.raises(WrongNumTokens, match=f"'q'.*5 tokens.*{count}"), PrefillBatch.build(cache, "a", [5]):
         attn_inplace(q, k, v, torch.empty_like(q), cache.k[0], cache.v[0], 0.3)
 
 
@@ -274,7 +279,7 @@ def test_implied_positions_are_right_for_one_new_sequence_only():
     with PrefillBatch.build(cache, "a", [5]):
         attn_inplace(q, k, v, torch.empty_like(q), *pools, 0.3, implied_positions=True)
     with (
-        pytest.raises(BoundaryOpError, match="context lengths \\(5,\\)"),
+        pytest.raises(PositionsMissing, match="context lengths \\(5,\\)"),
         PrefillBatch.build(cache, "a", [5]),
     ):
         attn_inplace(q, k, v, torch.empty_like(q), *pools, 0.3, implied_positions=True)

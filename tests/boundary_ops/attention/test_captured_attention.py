@@ -12,6 +12,7 @@ from attention_oracle import naive_attn_inplace
 from boundary_ops import BoundaryOpError, PagedKVCache, PrefillBatch, attn_captured
 from boundary_ops.attention.captured import _CHUNK_ELEMENTS
 from boundary_ops.attention.step_buffers import StepBuffers
+from boundary_ops.errors.attention import WrongMetadata, WrongStepLimit
 from runners.errors import CaptureError
 from runners.tape.tape import TapeEngine
 
@@ -52,7 +53,7 @@ class Case:
         rows = [tensor[:count] for tensor in (self.q, self.k, self.v)]
         expected, keys, values = naive_attn_inplace(batch, *rows, *self.pools, **options)
         with batch:
-            assert self.step.misfit(count) is None
+            assert self.step.mismatch(count) is None
             self.step.load()
         self.replay()
         torch.testing.assert_close(self.out[:count].double(), expected, rtol=tolerance, atol=tolerance)
@@ -121,11 +122,11 @@ def test_metadata_that_does_not_fit_is_refused():
     case = Case(0.0)
     small = StepBuffers(case.pools, max_num_seqs=5, max_num_tokens=ROWS - 1, max_seq_len=40)
     rows = case.q, case.k, case.v, case.out, *case.pools
-    with pytest.raises(BoundaryOpError, match="argument 'slot_mapping'.*24 or more"):
+    with pytest.raises(WrongMetadata, match="argument 'slot_mapping'.*24 or more"):
         attn_captured(*rows, **small.tensors, scale=0.4)
-    with pytest.raises(BoundaryOpError, match="argument 'cu_seqlens_q'"):
+    with pytest.raises(WrongMetadata, match="argument 'cu_seqlens_q'"):
         attn_captured(*rows, **{**case.step.tensors, "seq_lens": case.step.seq_lens[:2]}, scale=0.4)
-    with pytest.raises(BoundaryOpError, match="pools"):
+    with pytest.raises(WrongStepLimit, match="pools"):
         StepBuffers([], max_num_seqs=1, max_num_tokens=1, max_seq_len=2)
 
 

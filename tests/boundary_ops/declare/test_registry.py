@@ -11,7 +11,23 @@ from torch._guards import detect_fake_mode
 
 import boundary_ops
 import piecewise
-from boundary_ops import BoundaryOpError, define, lookup, register, registered, unregister
+from boundary_ops import define, lookup, register, registered, unregister
+from boundary_ops.errors.declare import (
+    AmbiguousOverload,
+    MissingTokenDim,
+    NoImplementation,
+    NotDeclared,
+    OpExists,
+    ReturnsResult,
+    SchemaChanged,
+    UnknownArgument,
+    UnknownOp,
+    UnreadableSchema,
+    WritesNothing,
+    WrongImplementation,
+    WrongTokenArgs,
+    WrongTokenDim,
+)
 
 # Ops of "another library", made with torch alone.
 OTHER = torch.library.Library("registry_other", "FRAGMENT")
@@ -130,6 +146,8 @@ def test_a_declared_token_dim_that_is_absent_names_the_argument():
         lambda x, out: None,
         token_args={"x": 0, "out": 2},
     )
+    with pytest.raises(MissingTokenDim, match="argument 'out'"):
+        op.definition.fake(torch.ones(2, 3), torch.ones(2, 3))
     with pytest.raises(Exception, match="argument 'out'"):
         trace(lambda x: op(x, torch.empty_like(x)), torch.randn(5, 4))
     unregister(op.name)
@@ -147,7 +165,7 @@ def test_defining_again_replaces_the_implementation_for_those_who_hold_the_op(op
 
 
 def test_defining_again_with_another_schema_is_refused_and_changes_nothing(op):
-    with pytest.raises(BoundaryOpError) as error:
+    with pytest.raises(SchemaChanged) as error:
         define("registry_test::double(Tensor x, Tensor(a!) out) -> ()", double)
     assert_four_lines(error, "registry_test::double", "float factor", "another name")
     assert lookup(op.name) is op
@@ -159,59 +177,67 @@ def test_an_unregistered_name_can_be_defined_again(op):
     op(torch.ones(2), torch.zeros(2))
     assert lookup(define(SCHEMA, double).overload).name == op.name
     unregister(op.name)
-    with pytest.raises(BoundaryOpError, match="not declared"):
+    with pytest.raises(NotDeclared, match="not declared"):
         unregister(op.name)
 
 
 @pytest.mark.parametrize(
-    ("schema", "names"),
+    ("refusal", "schema", "names"),
     [
-        ("registry_bad::returns(Tensor x) -> Tensor", ("registry_bad::returns", "-> Tensor", "torch.empty")),
-        ("registry_bad::alias(Tensor(a!) x) -> Tensor(a!)", ("registry_bad::alias", "torch.empty")),
-        ("registry_bad::number(Tensor(a!) x) -> int", ("registry_bad::number", "-> int")),
-        ("registry_bad::pure(Tensor x) -> ()", ("registry_bad::pure", "(a!)")),
-        ("registry_bad::broken(Tensor x", ("cannot be parsed", "registry_bad::broken")),
-        ("unqualified(Tensor(a!) x) -> ()", ("namespace", "unqualified")),
-        ("registry_other::attn(Tensor q, Tensor(a!) out) -> ()", ("exists already", "register(")),
+        (
+            ReturnsResult,
+            "registry_bad::returns(Tensor x) -> Tensor",
+            ("registry_bad::returns", "-> Tensor", "torch.empty"),
+        ),
+        (
+            ReturnsResult,
+            "registry_bad::alias(Tensor(a!) x) -> Tensor(a!)",
+            ("registry_bad::alias", "torch.empty"),
+        ),
+        (ReturnsResult, "registry_bad::number(Tensor(a!) x) -> int", ("registry_bad::number", "-> int")),
+        (WritesNothing, "registry_bad::pure(Tensor x) -> ()", ("registry_bad::pure", "(a!)")),
+        (UnreadableSchema, "registry_bad::broken(Tensor x", ("cannot be parsed", "registry_bad::broken")),
+        (UnreadableSchema, "unqualified(Tensor(a!) x) -> ()", ("namespace", "unqualified")),
+        (OpExists, "registry_other::attn(Tensor q, Tensor(a!) out) -> ()", ("exists already", "register(")),
     ],
 )
-def test_schemas_that_cannot_be_boundaries_are_refused_with_what_to_do(schema, names):
+def test_schemas_that_cannot_be_boundaries_are_refused_with_what_to_do(refusal, schema, names):
     before = registered()
-    with pytest.raises(BoundaryOpError) as error:
+    with pytest.raises(refusal) as error:
         define(schema, lambda *args: None)
     assert_four_lines(error, *names)
     assert isinstance(error.value, ValueError) and registered() == before
 
 
 @pytest.mark.parametrize(
-    ("token_args", "name"),
+    ("refusal", "token_args", "name"),
     [
-        ({"y": 0}, "'y'"),
-        ({"outt": 0}, "'out'"),
-        ({"factor": 0}, "'factor'"),
-        ({"x": -1}, "-1"),
-        ({"x": True}, "True"),
-        ({"x": "0"}, "'0'"),
-        ({}, "{}"),
-        ([("x", 0)], "[('x', 0)]"),
+        (UnknownArgument, {"y": 0}, "'y'"),
+        (UnknownArgument, {"outt": 0}, "'out'"),
+        (UnknownArgument, {"factor": 0}, "'factor'"),
+        (WrongTokenDim, {"x": -1}, "-1"),
+        (WrongTokenDim, {"x": True}, "True"),
+        (WrongTokenDim, {"x": "0"}, "'0'"),
+        (WrongTokenArgs, {}, "{}"),
+        (WrongTokenArgs, [("x", 0)], "[('x', 0)]"),
     ],
 )
-def test_token_args_that_do_not_fit_the_schema_are_refused(token_args, name):
-    with pytest.raises(BoundaryOpError) as error:
+def test_token_args_that_do_not_fit_the_schema_are_refused(refusal, token_args, name):
+    with pytest.raises(refusal) as error:
         define(SCHEMA, double, token_args=token_args)
     assert_four_lines(error, "registry_test::double", "token_args", name)
 
 
 @pytest.mark.parametrize("impl", [None, {}, {"cpu": 3}, {"tpu": double}, "double"])
 def test_implementations_that_are_none_are_refused(impl):
-    with pytest.raises(BoundaryOpError) as error:
+    with pytest.raises(WrongImplementation) as error:
         define(SCHEMA, impl)
     assert_four_lines(error, "impl", "cuda")
 
 
 def test_a_device_without_implementation_is_named():
     op = define("registry_test::devices(Tensor x, Tensor(a!) out) -> ()", {"cuda": lambda x, out: None})
-    with pytest.raises(BoundaryOpError) as error:
+    with pytest.raises(NoImplementation) as error:
         op(torch.ones(1), torch.ones(1))
     assert_four_lines(error, "registry_test::devices", "'cpu'", "cuda")
     define("registry_test::devices(Tensor x, Tensor(a!) out) -> ()", {"cpu": lambda x, out: out.copy_(x)})
@@ -243,24 +269,25 @@ def test_existing_ops_are_registered_by_any_spelling():
 
 
 @pytest.mark.parametrize(
-    ("name", "names"),
+    ("refusal", "name", "names"),
     [
-        ("registry_other::atn", ("registry_other::atn", "did you mean", "'registry_other::attn'")),
-        ("nowhere_at_all::zzzz", ("nowhere_at_all::zzzz", "import the library")),
-        ("attn", ("attn",)),
+        (UnknownOp, "registry_other::atn", ("registry_other::atn", "did you mean", "'registry_other::attn'")),
+        (UnknownOp, "nowhere_at_all::zzzz", ("nowhere_at_all::zzzz", "import the library")),
+        (UnknownOp, "attn", ("attn",)),
         (
+            AmbiguousOverload,
             "registry_other::many",
             ("several overloads", "registry_other::many.first", "registry_other::many.second"),
         ),
-        ("registry_other::many.third", ("registry_other::many.third", "did you mean")),
-        ("registry_other::returning", ("-> Tensor",)),
-        ("registry_other::aliasing", ("-> Tensor",)),
-        ("aten::relu", ("aten::relu", "-> Tensor")),
+        (UnknownOp, "registry_other::many.third", ("registry_other::many.third", "did you mean")),
+        (ReturnsResult, "registry_other::returning", ("-> Tensor",)),
+        (ReturnsResult, "registry_other::aliasing", ("-> Tensor",)),
+        (ReturnsResult, "aten::relu", ("aten::relu", "-> Tensor")),
     ],
 )
-def test_registering_what_cannot_be_a_boundary_is_refused(name, names):
+def test_registering_what_cannot_be_a_boundary_is_refused(refusal, name, names):
     before = registered()
-    with pytest.raises(BoundaryOpError) as error:
+    with pytest.raises(refusal) as error:
         register(name)
     assert_four_lines(error, *names)
     assert registered() == before

@@ -14,7 +14,9 @@ import small_transformers  # noqa: E402
 from small_transformers import LAYERS, MODELS, SMALL, call, make_cache, prompts_of  # noqa: E402
 
 import piecewise  # noqa: E402
-from boundary_ops import BoundaryOpError, PagedKVCache, PrefillBatch  # noqa: E402
+from boundary_ops import PagedKVCache, PrefillBatch  # noqa: E402
+from boundary_ops.errors.huggingface import ForwardReplaced, LabelsRefused, PoolingHead  # noqa: E402
+from boundary_ops.errors.step import WrongNumTokens  # noqa: E402
 from boundary_ops.huggingface import attach, detach  # noqa: E402
 from boundary_ops.huggingface.sequence_heads import TOKEN_WISE  # noqa: E402
 
@@ -187,7 +189,7 @@ def test_a_head_that_may_pool_is_refused_by_name(cls):
         num_layers=LAYERS, num_blocks=8, block_size=4, num_kv_heads=4, head_dim=8, dtype=model.dtype,
         device=model.device,
     )  # fmt: skip
-    with pytest.raises(BoundaryOpError, match=rf"(?s){cls.__name__}.*Rule:.*Fix:.*(attach|without)") as error:
+    with pytest.raises(PoolingHead, match=rf"(?s){cls.__name__}.*Rule:.*Fix:.*(attach|without)") as error:
         attach(model, cache)
     assert TOKEN_WISE[0] in str(error.value)
     if cls is not WithPooler:  # what the fix says
@@ -206,7 +208,7 @@ def test_detach_and_a_deep_copy():
     torch.testing.assert_close(found.logits, wanted, rtol=1e-4, atol=1e-5)
     assert copied.forward.__self__ is copied
     piecewise.enable(model, buckets=(8,), progress=False)
-    with pytest.raises(BoundaryOpError, match=r"(?s)LlamaForSeq.* was replaced.*Fix:.*disable"):
+    with pytest.raises(ForwardReplaced, match=r"(?s)LlamaForSeq.* was replaced.*Fix:.*disable"):
         detach(model)
     piecewise.disable(model)
     assert detach(model) is model and vars(model) == state
@@ -217,12 +219,12 @@ def test_labels_and_a_call_outside_a_batch_are_refused():
     model, prompts = build("Llama"), prompts_of([4, 2])
     cache = make_cache(model)
     attach(model, cache)
-    with pytest.raises(BoundaryOpError, match=r"(?s)'labels'.*Rule:.*Fix:"):
+    with pytest.raises(LabelsRefused, match=r"(?s)'labels'.*Rule:.*Fix:"):
         call(model, step(cache, prompts), prompts, labels=torch.tensor([0, 1]))
     rows = torch.zeros(1, 3, LABELS)
-    with pytest.raises(BoundaryOpError, match=r"(?s)3 tokens.*none.*Rule:.*Fix:.*with batch"):
+    with pytest.raises(WrongNumTokens, match=r"(?s)3 tokens.*none.*Rule:.*Fix:.*with batch"):
         torch.ops.piecewise.last_tokens(rows, None, None)
-    with step(cache, prompts), pytest.raises(BoundaryOpError, match=r"(?s)3 tokens.*one of 6"):
+    with step(cache, prompts), pytest.raises(WrongNumTokens, match=r"(?s)3 tokens.*one of 6"):
         torch.ops.piecewise.last_tokens(rows, None, None)
 
 

@@ -8,7 +8,16 @@ import threading
 import pytest
 import torch
 
-from boundary_ops import BoundaryOpError, CacheExhaustedError, PagedKVCache, PrefillBatch
+from boundary_ops import CacheExhaustedError, PagedKVCache, PrefillBatch
+from boundary_ops.errors.step import (
+    LengthsDiffer,
+    NoRunningBatch,
+    NotTokenIds,
+    RepeatedRequest,
+    StaleBatch,
+    WrongPrompts,
+    WrongTokenCount,
+)
 
 META = ("cu_seqlens_q", "seq_lens", "block_tables", "slot_mapping", "positions")
 
@@ -133,7 +142,7 @@ def test_a_batch_is_current_in_its_own_thread_only(cache):
 
 
 def test_without_a_batch_current_says_what_to_do():
-    with pytest.raises(BoundaryOpError, match="ns::op") as error:
+    with pytest.raises(NoRunningBatch, match="ns::op") as error:
         PrefillBatch.current("ns::op")
     assert "PrefillBatch.build" in str(error.value) and str(error.value).count("\n") == 2
 
@@ -142,7 +151,7 @@ def test_a_batch_whose_blocks_are_gone_cannot_run(cache):
     batch = PrefillBatch.build(cache, ["a"], [5])
     cache.free("a")
     cache.allocate("a", 5)
-    with pytest.raises(BoundaryOpError, match="freed"), batch:
+    with pytest.raises(StaleBatch, match="freed"), batch:
         pytest.fail("entered")
     assert PrefillBatch.peek() is None
 
@@ -151,7 +160,7 @@ def test_a_batch_whose_context_was_taken_back_cannot_run(cache):
     run(PrefillBatch.build(cache, ["a"], [5]))
     batch = PrefillBatch.build(cache, ["a"], [5])
     cache.truncate("a", 3)
-    with pytest.raises(BoundaryOpError, match="5 context tokens.*3 tokens written"), batch:
+    with pytest.raises(StaleBatch, match="5 context tokens.*3 tokens written"), batch:
         pytest.fail("entered")
 
 
@@ -171,19 +180,19 @@ def test_exhaustion_in_build_changes_nothing(cache):
 
 
 @pytest.mark.parametrize(
-    ("ids", "lens", "text"),
+    ("ids", "lens", "refusal", "text"),
     [
-        (["a"], [0], "request 'a'"),
-        (["a", "b"], [1, -2], "request 'b'"),
-        (["a"], [1.0], "1.0"),
-        (["a"], [True], "True"),
-        (["a"], ["3"], "'3'"),
-        (["a", "b", "a"], [1, 1, 1], "request 'a'.*each request once"),
-        (["a", "b"], [1], "2 request_ids and 1 query_lens"),
+        (["a"], [0], WrongTokenCount, "request 'a'"),
+        (["a", "b"], [1, -2], WrongTokenCount, "request 'b'"),
+        (["a"], [1.0], WrongTokenCount, "1.0"),
+        (["a"], [True], WrongTokenCount, "True"),
+        (["a"], ["3"], WrongTokenCount, "'3'"),
+        (["a", "b", "a"], [1, 1, 1], RepeatedRequest, "request 'a'.*each request once"),
+        (["a", "b"], [1], LengthsDiffer, "2 request_ids and 1 query_lens"),
     ],
 )
-def test_bad_steps_are_refused_and_change_nothing(cache, ids, lens, text):
-    with pytest.raises(BoundaryOpError, match=text):
+def test_bad_steps_are_refused_and_change_nothing(cache, ids, lens, refusal, text):
+    with pytest.raises(refusal, match=text):
         PrefillBatch.build(cache, ids, lens)
     assert cache.num_free_blocks == 16 and cache.request_ids == ()
 
@@ -204,17 +213,17 @@ def test_pack_takes_lists_and_tensors(cache):
 
 
 @pytest.mark.parametrize(
-    ("prompts", "text"),
+    ("prompts", "refusal", "text"),
     [
-        ([[1, 2, 3]], "2 prompts"),
-        ([[1, 2, 3], [4, 5]], "request 'b'.*1 token ids.*\\[2\\]"),
-        ([[1, 2], [4]], "request 'a'.*3 token ids"),
-        ([torch.ones(3, 1), [4]], "request 'a'"),
+        ([[1, 2, 3]], WrongPrompts, "2 prompts"),
+        ([[1, 2, 3], [4, 5]], WrongPrompts, "request 'b'.*1 token ids.*\\[2\\]"),
+        ([[1, 2], [4]], WrongPrompts, "request 'a'.*3 token ids"),
+        ([torch.ones(3, 1), [4]], NotTokenIds, "request 'a'"),
     ],
 )
-def test_pack_checks_lengths(cache, prompts, text):
+def test_pack_checks_lengths(cache, prompts, refusal, text):
     batch = PrefillBatch.build(cache, ["a", "b"], [3, 1])
-    with pytest.raises(BoundaryOpError, match=text):
+    with pytest.raises(refusal, match=text):
         batch.pack(prompts)
 
 

@@ -10,6 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from boundary_ops import BoundaryOpError, CacheExhaustedError, PagedKVCache, PrefillBatch
+from boundary_ops.errors.step import (
+    NoRoom,
+    UnknownLayer,
+    UnknownRequest,
+    WrongPoolDtype,
+    WrongPoolSize,
+    WrongTokenCount,
+    WrongTruncation,
+)
 
 SIZES = dict(num_layers=2, num_blocks=6, block_size=4, num_kv_heads=2, head_dim=8)
 
@@ -58,13 +67,13 @@ def test_a_deep_copy_owns_its_own_pools():
 @pytest.mark.parametrize("name", SIZES)
 @pytest.mark.parametrize("size", [0, -1, 2.0, True, None, "4"])
 def test_sizes_that_are_no_positive_ints_are_refused(name, size):
-    with pytest.raises(BoundaryOpError, match=f"argument '{name}'"):
+    with pytest.raises(WrongPoolSize, match=f"argument '{name}'"):
         make(**{name: size})
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, "float32", None])
 def test_dtypes_that_hold_no_floats_are_refused(dtype):
-    with pytest.raises(BoundaryOpError, match="'dtype'"):
+    with pytest.raises(WrongPoolDtype, match="'dtype'"):
         make(dtype=dtype)
 
 
@@ -104,9 +113,9 @@ def test_counts_that_are_not_positive_are_refused_and_change_nothing(method, cou
     cache = make()
     cache.allocate("a", 2)
     before = account(cache)
-    with pytest.raises(BoundaryOpError, match="'num_tokens'"):
+    with pytest.raises(WrongTokenCount, match="'num_tokens'"):
         getattr(cache, method)("a", count)
-    with pytest.raises(BoundaryOpError, match="num_tokens"):
+    with pytest.raises(WrongTokenCount, match="num_tokens"):
         cache.allocate("new", count)
     assert account(cache) == before
 
@@ -116,7 +125,7 @@ def test_append_counts_written_tokens_up_to_the_room():
     cache.allocate("a", 6)
     cache.append("a", 4)
     assert cache.context_len("a") == 4
-    with pytest.raises(BoundaryOpError, match="at most 2 more"):
+    with pytest.raises(NoRoom, match="at most 2 more"):
         cache.append("a", 3)
     cache.append("a", 2)
     assert cache.context_len("a") == 6
@@ -129,7 +138,7 @@ def test_truncate_goes_back_and_keeps_the_room():
     cache.truncate("a", 2)
     assert cache.context_len("a") == 2 and cache.room("a") == 6
     for wrong in (3, -1, True, 1.0):
-        with pytest.raises(BoundaryOpError, match="0 to 2"):
+        with pytest.raises(WrongTruncation, match="0 to 2"):
             cache.truncate("a", wrong)
 
 
@@ -139,7 +148,7 @@ def test_free_makes_blocks_reusable_once():
     blocks = set(cache.block_table("a"))
     cache.free("a")
     assert cache.num_free_blocks == 6
-    with pytest.raises(BoundaryOpError, match="'a'.*\n.*one free"):
+    with pytest.raises(UnknownRequest, match="'a'.*\n.*one free"):
         cache.free("a")
     cache.allocate("b", 24)
     assert set(cache.block_table("b")) == blocks and cache.context_len("b") == 0
@@ -158,7 +167,7 @@ def test_free_makes_blocks_reusable_once():
     ],
 )
 def test_unknown_requests_are_named(call):
-    with pytest.raises(BoundaryOpError, match="request 'x'"):
+    with pytest.raises(UnknownRequest, match="request 'x'"):
         call(make())
 
 
@@ -178,7 +187,7 @@ def test_gather_returns_copies_of_the_written_tokens_in_order():
     k.fill_(9)
     assert torch.equal(cache.gather(1, "a")[0], rows[:6])
     for layer in (2, -1, True):
-        with pytest.raises(BoundaryOpError, match="'layer'"):
+        with pytest.raises(UnknownLayer, match="'layer'"):
             cache.gather(layer, "a")
 
 

@@ -11,10 +11,23 @@ import pytest
 import torch
 from row_cases import anything, check_claims, judge, real
 
-from boundary_ops import BoundaryOpError, check_rows, declare_rows
+from boundary_ops import check_rows, declare_rows
+from boundary_ops._torch import op_names
 from boundary_ops.declare import rows
 from boundary_ops.declare.library_rows import LIBRARY_ROWS
-from boundary_ops.declare.schema import existing_names, find_overload
+from boundary_ops.declare.schema import find_overload
+from boundary_ops.errors.declare import (
+    RowsNotDeclared,
+    RowsOfTorchOp,
+    RowsOfWritingOp,
+    RowsRefuted,
+    UnknownArgument,
+    UnknownOp,
+    WrongPadded,
+    WrongRowsArgument,
+    WrongTokenDim,
+    WrongTokenResults,
+)
 
 F16, F32, F8 = torch.float16, torch.float32, torch.float8_e4m3fn
 I8, U8 = torch.int8, torch.uint8
@@ -134,7 +147,7 @@ def test_right_declarations_pass(name):
 def test_an_example_may_be_given_by_name_and_holds_the_values_that_were_said():
     declare_rows("row_toys::scaled", token_args={"x": 0}, only={"power": 1.0})
     check_rows("row_toys::scaled", {"weight": floats(4), "x": floats(6, 4)})
-    with pytest.raises(BoundaryOpError, match=r"row_toys::scaled.*expected power=1.0, got 2.0"):
+    with pytest.raises(RowsRefuted, match=r"row_toys::scaled.*expected power=1.0, got 2.0"):
         check_rows("row_toys::scaled", [floats(6, 4), floats(4), 2.0])
 
 
@@ -154,7 +167,7 @@ def test_a_result_that_depends_on_other_rows_or_on_their_number_is_refuted(name)
         library.impl("op", COUNTED[name], "CompositeExplicitAutograd")
         declare_rows("row_counts::op", token_args={"x": 0})
         dtype = torch.bfloat16 if name == "half" else torch.float32
-        with pytest.raises(BoundaryOpError, match="real rows of result 0"):
+        with pytest.raises(RowsRefuted, match="real rows of result 0"):
             check_rows("row_counts::op", [floats(8, 4).to(dtype)])
 
 
@@ -173,7 +186,7 @@ def test_an_op_that_goes_through_rows_in_order_stays_where_they_lie_in_order():
     dict(name="row_toys::scaled", token_args={"x": 0}, only=["power"]),
 ], ids=repr)  # fmt: skip
 def test_what_is_no_declaration_is_refused(arguments):
-    with pytest.raises(BoundaryOpError, match="declare_rows"):
+    with pytest.raises(WrongRowsArgument, match="declare_rows"):
         declare_rows(**arguments)
 
 
@@ -182,7 +195,7 @@ def test_what_is_no_declaration_is_refused(arguments):
 ], ids=["none", "many", "unknown", "few", "wrong"])  # fmt: skip
 def test_what_is_no_call_of_the_op_is_refuted(example):
     declare_rows("row_toys::scaled", token_args={"x": 0})
-    with pytest.raises(BoundaryOpError, match="row_toys::scaled"):
+    with pytest.raises(RowsRefuted, match="row_toys::scaled"):
         check_rows("row_toys::scaled", example)
 
 
@@ -212,7 +225,7 @@ REFUTED = {
 def test_wrong_declarations_are_refuted(name):
     op, token_args, token_results, padded, example, words = REFUTED[name]
     declare_rows(f"row_toys::{op}", token_args=token_args, token_results=token_results, padded=padded)
-    with pytest.raises(BoundaryOpError, match=f"op 'row_toys::{op}'.*{words}") as raised:
+    with pytest.raises(RowsRefuted, match=f"op 'row_toys::{op}'.*{words}") as raised:
         check_rows(f"row_toys::{op}", example)
     assert "Rule: the op treats each token row alone" in str(raised.value)
     assert "Fix:  correct the declaration, or take it back by token_args=None" in str(raised.value)
@@ -224,48 +237,77 @@ def test_rows_that_hold_anything_need_not_be_real():
 
 
 REFUSED = {
-    "no such op": ("row_toys::scald", {}, "'row_toys::scald' does not exist",
-                   "did you mean 'row_toys::scaled'"),
-    "no such library": ("nobody::op", {}, "'nobody::op' does not exist", "import the library"),
-    "no such argument": ("row_toys::scaled", {"token_args": {"wieght": 0}}, "token_args 'wieght'",
-                         "did you mean 'weight'"),
-    "no tensor": ("row_toys::scaled", {"token_args": {"power": 0}}, "token_args 'power'.*got float", ""),
-    "a dim below 0": ("row_toys::scaled", {"token_args": {"x": -1}}, "token_args 'x'.*got -1",
-                      "count the dim"),
-    "no dim": ("row_toys::scaled", {"token_args": {"x": True}}, "token_args 'x'.*got True", "count the dim"),
-    "no such word": ("row_toys::scaled", {"token_args": {"x": "first"}},
-                     "token_args 'x'.*'leading' or 'all', got 'first'", "for example 0 for"),
-    "too many results": ("row_toys::scaled", {"token_results": (0, 0)},
-                         r"token_results: expected one for each of 1 results, got \(0, 0\)",
-                         r"for example \(0,\)"),
-    "no results": ("row_toys::parts", {"token_results": ()}, r"token_results.*got \(\)", ""),
-    "a result below 0": ("row_toys::scaled", {"token_results": (-1,)}, "token_results 0.*got -1",
-                         "for example"),
-    "no such padding": ("row_toys::scaled", {"padded": "zeros"},
-                        "padded: expected 'real' or 'anything', got 'zeros'", "leave it out"),
-    "no such value": ("row_toys::scaled", {"only": {"powr": 1}}, "only 'powr'.*one of the arguments",
-                      "did you mean 'power'"),
-    "torch's own": ("aten::linear", {"token_args": {"input": 0}}, "aten::linear.*got one of torch's own",
-                    "declare an op of your own"),
-    "a write": ("row_toys::written", {}, "written.*writes into none of its arguments.*a!",
-                "boundary_ops.register"),
+    "no such op": (
+        UnknownOp, "row_toys::scald", {}, "'row_toys::scald' does not exist",
+        "did you mean 'row_toys::scaled'"
+    ),
+    "no such library": (
+        UnknownOp, "nobody::op", {}, "'nobody::op' does not exist", "import the library"
+    ),
+    "no such argument": (
+        UnknownArgument, "row_toys::scaled", {"token_args": {"wieght": 0}}, "token_args 'wieght'",
+        "did you mean 'weight'"
+    ),
+    "no tensor": (
+        UnknownArgument, "row_toys::scaled", {"token_args": {"power": 0}}, "token_args 'power'.*got float", ""
+    ),
+    "a dim below 0": (
+        WrongTokenDim, "row_toys::scaled", {"token_args": {"x": -1}}, "token_args 'x'.*got -1",
+        "count the dim"
+    ),
+    "no dim": (
+        WrongTokenDim, "row_toys::scaled", {"token_args": {"x": True}}, "token_args 'x'.*got True",
+        "count the dim"
+    ),
+    "no such word": (
+        WrongTokenDim, "row_toys::scaled", {"token_args": {"x": "first"}},
+        "token_args 'x'.*'leading' or 'all', got 'first'", "count the dim"
+    ),
+    "too many results": (
+        WrongTokenResults, "row_toys::scaled", {"token_results": (0, 0)},
+        r"token_results: expected one for each of 1 results, got \(0, 0\)",
+        r"for example \(0,\)"
+    ),
+    "no results": (
+        WrongTokenResults, "row_toys::parts", {"token_results": ()}, r"token_results.*got \(\)", ""
+    ),
+    "a result below 0": (
+        WrongTokenDim, "row_toys::scaled", {"token_results": (-1,)}, "token_results 0.*got -1",
+        "count the dim"
+    ),
+    "no such padding": (
+        WrongPadded, "row_toys::scaled", {"padded": "zeros"},
+        "padded: expected 'real' or 'anything', got 'zeros'", "leave it out"
+    ),
+    "no such value": (
+        UnknownArgument, "row_toys::scaled", {"only": {"powr": 1}}, "only 'powr'.*one of the arguments",
+        "did you mean 'power'"
+    ),
+    "torch's own": (
+        RowsOfTorchOp, "aten::linear", {"token_args": {"input": 0}}, "aten::linear.*got one of torch's own",
+        "declare an op of your own"
+    ),
+    "a write": (
+        RowsOfWritingOp, "row_toys::written", {}, "written.*writes into none of its arguments.*a!",
+        "boundary_ops.register"
+    ),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_declared_is_refused(name):
-    op, given, words, fix = REFUSED[name]
-    with pytest.raises(BoundaryOpError, match=words) as raised:
+    refusal, op, given, words, fix = REFUSED[name]
+    with pytest.raises(refusal, match=words) as raised:
         declare_rows(op, **{"token_args": {"x": 0}} | given)
     assert "Rule: " in str(raised.value) and raised.match("Fix: .*" + fix)
 
 
 def test_what_nobody_declared_is_not_tested():
     with pytest.raises(
-        BoundaryOpError, match=r"'row_toys::joined': nothing was declared[\s\S]*declare_rows\("
+        RowsNotDeclared, match=r"'row_toys::joined': nothing was declared[\s\S]*declare_rows\("
     ):
         check_rows("row_toys::joined", [floats(6, 4), floats(6, 4)])
-    with pytest.raises(BoundaryOpError, match="does not exist"):
+    with pytest.raises(UnknownOp, match="does not exist"):
         check_rows("row_toys::nothing", [])
 
 
@@ -408,7 +450,7 @@ def load(name):
             importlib.import_module(module)
     except (ImportError, OSError) as error:
         pytest.skip(f"{module} cannot be imported: {str(error).strip().splitlines()[0]}")
-    if name not in existing_names():
+    if name not in op_names():
         pytest.skip(f"{module} makes {name} on other machines")
 
 
@@ -431,7 +473,7 @@ def test_what_is_shipped_fits_the_schema_that_was_read(schema):
     name = schema.partition("(")[0]
     with contextlib.suppress(pytest.skip.Exception):
         load(name)
-    if name not in existing_names():
+    if name not in op_names():
         library = torch.library.Library(name.partition("::")[0], "FRAGMENT")
         library.define(schema.partition("::")[2])
     assert rows.declared_rows(find_overload(name)) is not None

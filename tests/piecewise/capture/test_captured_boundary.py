@@ -24,9 +24,10 @@ from torch import nn
 
 import boundary_ops
 import piecewise
-from boundary_ops import BoundaryOpError, Misfit, PagedKVCache, PrefillBatch
+from boundary_ops import BoundaryOpError, PagedKVCache, PrefillBatch, StepMismatch
 from boundary_ops.attention import captured as captured_attention
 from boundary_ops.attention.step_buffers import StepBuffers
+from boundary_ops.errors.declare import WrongCapturedForm
 from piecewise.torch_backend import handle as find_handle
 from piecewise.torch_backend import piecewise_backend
 from runners.errors import ConfigError
@@ -203,7 +204,7 @@ def test_errors_are_those_of_the_eager_op():
         with PrefillBatch.build(other, "a", (5,)), pytest.raises(BoundaryOpError, match="another tensor"):
             graphed(ids, positions)
         with PrefillBatch.build(graphed.model.cache, "a", (4,)):
-            with pytest.raises(BoundaryOpError, match="4 rows"):
+            with pytest.raises(BoundaryOpError, match="4 tokens"):
                 graphed(ids, positions)
     assert graphed.stats.reasons == {"step_mismatch": 3} and graphed.stats.replays == 0
     assert serve_step(graphed, "b", (5,)) == "replay"
@@ -255,7 +256,8 @@ def test_I4_a_pool_that_moves_inside_a_step_of_its_cache():
     graphed = captured_paged()
     pool = graphed.model.layers[1].k_cache
     pool.data = pool.data.clone()
-    graphed.model.cache.pool_addresses = graphed.model.cache._addresses()
+    cache = graphed.model.cache
+    cache.pool_addresses = frozenset(each.data_ptr() for each in (*cache.k, *cache.v))
     assert serve_step(graphed, "a", (5,)) == "moved_address"
 
 
@@ -359,7 +361,7 @@ def test_I10_an_op_in_a_graph_that_is_defined_anew_is_captured_anew():
 def test_the_form_must_fit_its_op():
     form = boundary_ops.attn_inplace.captured_form
     for options in ({"capture_safe": False}, {"capture_safe": True}):
-        with pytest.raises(BoundaryOpError, match="captured_form"):
+        with pytest.raises(WrongCapturedForm, match="captured_form"):
             boundary_ops.register("captured_boundary::total", captured_form=form, **options)
     assert boundary_ops.lookup("captured_boundary::total") is total
 
@@ -436,10 +438,10 @@ class _Scale:
     def tensors(self):
         return {"scale": self.value}
 
-    def misfit(self, num_tokens):
+    def mismatch(self, num_tokens):
         if _Scale.current is None:
-            return Misfit.OTHER_STEP
-        return Misfit.TOO_LARGE if _Scale.current > 9 else None
+            return StepMismatch.OTHER_STEP
+        return StepMismatch.TOO_LARGE if _Scale.current > 9 else None
 
     def load(self):
         self.value.fill_(_Scale.current)

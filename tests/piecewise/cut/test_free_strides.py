@@ -16,6 +16,7 @@ from toy_models import HIDDEN, VOCAB, compare, make_ids
 
 import boundary_ops
 import piecewise
+from boundary_ops.errors.declare import UnknownArgument
 from piecewise.cut.free_strides import with_free_strides
 from piecewise.ir.graph_key import graph_key
 from runners.stats import FallbackReason
@@ -247,7 +248,7 @@ def test_I6_an_op_that_is_declared_anew_without_it_is_not_given_other_strides():
 
 def test_the_names_must_be_arguments_that_are_read_alone():
     for wrong, shown in ((("out",), "'out'"), (("vv",), "did you mean"), ("q", "a string")):
-        with pytest.raises(boundary_ops.BoundaryOpError, match="any_strides") as error:
+        with pytest.raises(UnknownArgument, match="any_strides") as error:
             declare("gather", wrong)
         assert shown in str(error.value) and "Rule:" in str(error.value) and "Fix:" in str(error.value)
     assert boundary_ops.lookup("free_strides::gather").any_strides == FREE

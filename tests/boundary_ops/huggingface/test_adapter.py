@@ -23,9 +23,31 @@ from small_transformers import (  # noqa: E402
 )
 
 import boundary_ops  # noqa: E402
-from boundary_ops import BoundaryOpError, PagedKVCache, PrefillBatch  # noqa: E402
+from boundary_ops import PagedKVCache, PrefillBatch  # noqa: E402
+from boundary_ops.errors.attention import PositionsMissing  # noqa: E402
+from boundary_ops.errors.huggingface import (  # noqa: E402
+    AlreadyAttached,
+    CacheMismatch,
+    ForwardReplaced,
+    GenerateRefused,
+    MaskFunction,
+    MaskHides,
+    MaskInTrace,
+    NameWithoutAttach,
+    NoGradient,
+    NotACache,
+    NotAModel,
+    NotAttached,
+    NotPacked,
+    OptionRefused,
+    OtherKeys,
+    SecondCache,
+    SeveralDecoders,
+    UnsupportedModel,
+)
+from boundary_ops.errors.step import NoRunningBatch, OtherCache, WrongNumTokens  # noqa: E402
 from boundary_ops.huggingface import attach, detach  # noqa: E402
-from boundary_ops.huggingface.paged_attention import paged_attention  # noqa: E402
+from boundary_ops.huggingface.paged_attention import no_mask, paged_attention  # noqa: E402
 
 PROMPTS, CUTS = (11, 7, 1), (6, 2, 1)
 
@@ -151,7 +173,7 @@ def test_a_trace_without_positions_is_right_for_one_new_sequence_and_refused_by_
     for ids, lens in (("bc", (5, 4)), ("a", (9,))):
         with (
             torch.no_grad(),
-            pytest.raises(BoundaryOpError, match="position_ids=batch.positions"),
+            pytest.raises(PositionsMissing, match="position_ids=batch.positions"),
             PrefillBatch.build(cache, ids, lens),
         ):
             compiled(mark(prompt[None].clone()), None)
@@ -227,7 +249,7 @@ def test_the_inner_decoder_can_be_attached_alone():
     attach(model.model, cache)
     found = call(model.model, PrefillBatch.build(cache, "a", [9]), [prompt]).last_hidden_state
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
-    with pytest.raises(BoundaryOpError, match="attached already"):
+    with pytest.raises(AlreadyAttached, match="attached already"):
         attach(model, cache)
     detach(model)
 
@@ -254,37 +276,36 @@ def test_with_grad_mode_the_forward_runs_and_backward_says_why_not():
         logits = model(input_ids=batch.pack(prompts), position_ids=batch.positions).logits
     torch.testing.assert_close(logits.detach(), call(model, batch, prompts).logits)
     assert not any(pool.requires_grad for pool in (*cache.k, *cache.v))
-    with pytest.raises(BoundaryOpError, match="no gradient"):
+    with pytest.raises(NoGradient):
         logits.sum().backward()
 
 
 IDS = torch.full((1, 9), 5)
 REFUSED_CALLS = {
-    "cache": (lambda: dict(past_key_values=transformers.DynamicCache()), "cache"),
-    "batch of two": (lambda: dict(input_ids=torch.full((2, 9), 5)), "'input_ids'.*size 2"),
-    "no batch dim": (lambda: dict(input_ids=torch.full((9,), 5)), "'input_ids'.*1 dims"),
-    "embeds of two": (lambda: dict(input_ids=None, inputs_embeds=torch.zeros(2, 9, 32)), "'inputs_embeds'"),
-    "attentions": (lambda: dict(output_attentions=True), "'output_attentions'"),
+    "cache": (lambda: dict(past_key_values=transformers.DynamicCache()), SecondCache, "cache"),
+    "batch of two": (lambda: dict(input_ids=torch.full((2, 9), 5)), NotPacked, "'input_ids'.*size 2"),
+    "no batch dim": (lambda: dict(input_ids=torch.full((9,), 5)), NotPacked, "'input_ids'.*1 dims"),
+    "embeds of two": (
+        lambda: dict(input_ids=None, inputs_embeds=torch.zeros(2, 9, 32)), NotPacked, "'inputs_embeds'"
+    ),
+    "attentions": (lambda: dict(output_attentions=True), OptionRefused, "'output_attentions'"),
     "lengths": (
         lambda: dict(cu_seq_lens_q=torch.tensor([0, 9])),
+        OptionRefused,
         "(?s)self_attn.*'cu_seq_lens_q'.*PrefillBatch",
     ),
-    "not causal": (lambda: dict(is_causal=False), "is_causal"),
-    "unknown": (lambda: dict(novelty=3), "self_attn.*'novelty'"),
-    "padding": (lambda: dict(attention_mask=torch.tensor([[0] + [1] * 8])), "'attention_mask'"),
-    "prepared mask": (lambda: dict(attention_mask=torch.ones(1, 1, 9, 9)), "'attention_mask'"),
-}
+    "not causal": (lambda: dict(is_causal=False), OptionRefused, "is_causal"),
+    "unknown": (lambda: dict(novelty=3), OptionRefused, "self_attn.*'novelty'"),
+    "padding": (lambda: dict(attention_mask=torch.tensor([[0] + [1] * 8])), MaskHides, "'attention_mask'"),
+    "prepared mask": (lambda: dict(attention_mask=torch.ones(1, 1, 9, 9)), MaskHides, "'attention_mask'"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", REFUSED_CALLS)
 def test_calls_that_attention_would_ignore_are_refused_and_change_nothing(case):
     model, cache = attached()
-    arguments, text = REFUSED_CALLS[case]
-    with (
-        torch.no_grad(),
-        pytest.raises(BoundaryOpError, match=text) as error,
-        PrefillBatch.build(cache, "a", [9]),
-    ):
+    arguments, refusal, text = REFUSED_CALLS[case]
+    with torch.no_grad(), pytest.raises(refusal, match=text) as error, PrefillBatch.build(cache, "a", [9]):
         model(**{"input_ids": IDS, "position_ids": torch.arange(9)[None], **arguments()})
     assert str(error.value).count("\n") == 2
     assert not any(pool.any() for pool in (*cache.k, *cache.v)) and cache.context_len("a") == 0
@@ -293,10 +314,12 @@ def test_calls_that_attention_would_ignore_are_refused_and_change_nothing(case):
 @pytest.mark.parametrize("case", REFUSED_CALLS)
 def test_I10_the_same_calls_are_refused_in_a_trace(case):
     model, cache = attached()
-    arguments, text = REFUSED_CALLS[case]
+    arguments, refusal, text = REFUSED_CALLS[case]
+    refusal = MaskInTrace if refusal is MaskHides else refusal
     torch._dynamo.reset()
     compiled = torch.compile(model, backend="eager", fullgraph=True)
-    with torch.no_grad(), pytest.raises(Exception, match="(?s)BoundaryOpError.*" + text.removeprefix("(?s)")):
+    wanted = f"(?s){refusal.__name__}.*" + text.removeprefix("(?s)")
+    with torch.no_grad(), pytest.raises(Exception, match=wanted):
         compiled(**{"input_ids": IDS, "position_ids": torch.arange(9)[None], **arguments()})
     assert not any(pool.any() for pool in (*cache.k, *cache.v))
 
@@ -310,6 +333,11 @@ def test_a_mask_is_refused_in_a_trace_even_when_it_is_all_ones():
         )
 
 
+def test_a_mask_function_of_the_models_own_is_refused():
+    with pytest.raises(MaskFunction, match="mask function of the model's own"):
+        no_mask(use_vmap=True)
+
+
 def test_missing_positions_are_refused_for_packed_and_for_continued_input_only():
     model, cache = attached()
     with torch.no_grad(), PrefillBatch.build(cache, "a", [9]) as batch:
@@ -318,27 +346,31 @@ def test_missing_positions_are_refused_for_packed_and_for_continued_input_only()
     for ids, lens in (("bc", (4, 5)), ("a", (9,))):
         batch = PrefillBatch.build(cache, ids, lens)
         for called in (model, model.model):
-            with torch.no_grad(), pytest.raises(BoundaryOpError, match="position_ids=batch.positions"), batch:
+            with (
+                torch.no_grad(),
+                pytest.raises(PositionsMissing, match="position_ids=batch.positions"),
+                batch,
+            ):
                 called(input_ids=IDS)
 
 
 def test_a_call_without_its_batch_is_refused():
     model, cache = attached()
-    with torch.no_grad(), pytest.raises(BoundaryOpError, match="with batch|inside it"):
+    with torch.no_grad(), pytest.raises(NoRunningBatch, match="with batch|inside it"):
         model(input_ids=IDS, position_ids=torch.arange(9)[None])
     foreign = PrefillBatch.build(make_cache(model), "a", [9])
-    with torch.no_grad(), pytest.raises(BoundaryOpError, match="another cache"), foreign:
+    with torch.no_grad(), pytest.raises(OtherCache, match="another cache"), foreign:
         model(input_ids=IDS, position_ids=foreign.positions)
     other = PrefillBatch.build(cache, "a", [8])
-    with torch.no_grad(), pytest.raises(BoundaryOpError, match="'input_ids'.*8 tokens.*9"), other:
+    with torch.no_grad(), pytest.raises(WrongNumTokens, match="'input_ids'.*8 tokens.*9"), other:
         model(input_ids=IDS, position_ids=other.positions)
-    with torch.no_grad(), pytest.raises(BoundaryOpError, match="'position_ids'.*8 tokens.*9"), other:
+    with torch.no_grad(), pytest.raises(WrongNumTokens, match="'position_ids'.*8 tokens.*9"), other:
         model(input_ids=IDS[:, :8], position_ids=torch.arange(9)[None])
 
 
 def test_generate_says_what_to_do_and_works_again_after_detach():
     model, cache = attached()
-    with pytest.raises(BoundaryOpError, match="(?s)generate.*detach"):
+    with pytest.raises(GenerateRefused, match="(?s)generate.*detach"):
         model.generate(IDS, max_new_tokens=2)
     assert cache.num_free_blocks == 32
     detach(model)
@@ -350,34 +382,34 @@ def test_dropout_is_refused_by_layer():
     model.train()
     with (
         torch.no_grad(),
-        pytest.raises(BoundaryOpError, match=r"layers.0.self_attn.*'dropout'.*\n.*\n.*eval"),
+        pytest.raises(OptionRefused, match=r"layers.0.self_attn.*'dropout'.*\n.*\n.*eval"),
     ):
         with PrefillBatch.build(cache, "a", [9]) as batch:
             model(input_ids=IDS, position_ids=batch.positions)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "text"),
+    ("arguments", "refusal", "text"),
     [
-        (dict(attention_mask=torch.ones(1, 1, 3, 3)), "'attention_mask'"),
-        (dict(position_bias=torch.zeros(1)), "'position_bias'.*\n.*no bias"),
-        (dict(head_mask=torch.zeros(1)), "'head_mask'"),
-        (dict(indices=torch.zeros(1)), "'indices'"),
-        (dict(is_cross_attention=True), "'is_cross_attention'"),
-        (dict(seq_idx=torch.zeros(1)), "'seq_idx'"),
-        (dict(key=torch.zeros(1, 2, 4, 8)), "'key'.*as many rows"),
-        (dict(key=torch.zeros(1, 2, 3, 16)), "'key'.*2 heads of 8.*2 heads of 16"),
-        (dict(value=torch.zeros(1, 1, 3, 8)), "'value'.*1 heads"),
-        (dict(value=torch.zeros(1, 2, 3, 8, dtype=torch.float64)), "'value'.*float64"),
-        (dict(query=torch.zeros(2, 4, 3, 8)), "batch of 2"),
+        (dict(attention_mask=torch.ones(1, 1, 3, 3)), OptionRefused, "'attention_mask'"),
+        (dict(position_bias=torch.zeros(1)), OptionRefused, "'position_bias'.*\n.*no bias"),
+        (dict(head_mask=torch.zeros(1)), OptionRefused, "'head_mask'"),
+        (dict(indices=torch.zeros(1)), OptionRefused, "'indices'"),
+        (dict(is_cross_attention=True), OptionRefused, "'is_cross_attention'"),
+        (dict(seq_idx=torch.zeros(1)), OptionRefused, "'seq_idx'"),
+        (dict(key=torch.zeros(1, 2, 4, 8)), OtherKeys, "'key'.*as many rows"),
+        (dict(key=torch.zeros(1, 2, 3, 16)), CacheMismatch, "'key'.*2 heads of 8.*2 heads of 16"),
+        (dict(value=torch.zeros(1, 1, 3, 8)), CacheMismatch, "'value'.*1 heads"),
+        (dict(value=torch.zeros(1, 2, 3, 8, dtype=torch.float64)), CacheMismatch, "'value'.*float64"),
+        (dict(query=torch.zeros(2, 4, 3, 8)), NotPacked, "batch of 2"),
     ],
     ids=str,
 )
-def test_what_a_layer_asks_beyond_the_op_is_refused_with_its_path(arguments, text):
+def test_what_a_layer_asks_beyond_the_op_is_refused_with_its_path(arguments, refusal, text):
     model, _ = attached()
     module = model.model.layers[1].self_attn
     inputs = dict(query=torch.zeros(1, 4, 3, 8), key=torch.zeros(1, 2, 3, 8), value=torch.zeros(1, 2, 3, 8))
-    with pytest.raises(BoundaryOpError, match=f"model.layers.1.self_attn: .*{text}"):
+    with pytest.raises(refusal, match=f"model.layers.1.self_attn: .*{text}"):
         paged_attention(module, **{**inputs, "scaling": 1.0, **arguments})
 
 
@@ -387,7 +419,7 @@ def test_a_window_that_contradicts_the_layers_type_is_refused(layer, window):
     module = model.model.layers[layer].self_attn
     inputs = [torch.zeros(1, heads, 3, 8) for heads in (4, 2, 2)]
     with pytest.raises(
-        BoundaryOpError, match=f"layers.{layer}.self_attn.*'sliding_window'.*{LOCAL_GLOBAL[layer]}"
+        OptionRefused, match=f"layers.{layer}.self_attn.*'sliding_window'.*{LOCAL_GLOBAL[layer]}"
     ):
         paged_attention(module, *inputs, scaling=1.0, sliding_window=window)
 
@@ -396,7 +428,7 @@ def test_the_implementation_name_alone_is_not_enough():
     model, _ = attached()
     name, plain = model.config._attn_implementation, build("Llama")
     plain.config._attn_implementation = name
-    with torch.no_grad(), pytest.raises(BoundaryOpError, match="huggingface.attach"):
+    with torch.no_grad(), pytest.raises(NameWithoutAttach, match="huggingface.attach"):
         plain(input_ids=IDS, use_cache=False)
 
 
@@ -414,7 +446,7 @@ def test_the_implementation_name_alone_is_not_enough():
 def test_a_cache_that_does_not_fit_is_refused_and_the_model_left_alone(changes, text):
     model = build("Llama")
     before = {name: dict(module.__dict__) for name, module in model.named_modules()}
-    with pytest.raises(BoundaryOpError, match=text):
+    with pytest.raises(CacheMismatch, match=text):
         attach(model, make_cache(model, **changes))
     assert {name: dict(module.__dict__) for name, module in model.named_modules()} == before
 
@@ -422,21 +454,21 @@ def test_a_cache_that_does_not_fit_is_refused_and_the_model_left_alone(changes, 
 def test_something_else_than_a_model_or_a_cache_is_refused_by_name():
     model = build("Llama")
     for cache in (None, [], torch.zeros(1)):
-        with pytest.raises(BoundaryOpError, match=f"PagedKVCache as 'cache', got {type(cache).__name__}"):
+        with pytest.raises(NotACache, match=f"PagedKVCache as 'cache', got {type(cache).__name__}"):
             attach(model, cache)
     for other in (None, "model", lambda x: x):
         for act in (lambda other: attach(other, make_cache(model)), detach):
-            with pytest.raises(BoundaryOpError, match=f"'model'.*got {type(other).__name__}"):
+            with pytest.raises(NotAModel, match=f"'model'.*got {type(other).__name__}"):
                 act(other)
     attach(model, make_cache(model))
 
 
 def test_attach_twice_and_detach_twice_are_refused():
     model, cache = attached()
-    with pytest.raises(BoundaryOpError, match="attached already.*\n.*\n.*detach"):
+    with pytest.raises(AlreadyAttached, match="attached already.*\n.*\n.*detach"):
         attach(model, cache)
     detach(model)
-    with pytest.raises(BoundaryOpError, match="not attached"):
+    with pytest.raises(NotAttached, match="not attached"):
         detach(model)
 
 
@@ -444,7 +476,7 @@ def test_detach_is_refused_while_someone_else_replaced_the_forward():
     model, _ = attached()
     ours = model.model.forward
     model.model.forward = lambda *args, **kwargs: None
-    with pytest.raises(BoundaryOpError, match="reverse order"):
+    with pytest.raises(ForwardReplaced, match="reverse order"):
         detach(model)
     model.model.forward = ours
     detach(model)
@@ -522,6 +554,7 @@ def test_models_that_cannot_be_served_are_refused_with_the_reason(make):
     cache = PagedKVCache(
         num_layers=3, num_blocks=2, block_size=4, num_kv_heads=2, head_dim=8, dtype=torch.float32
     )
-    with pytest.raises(BoundaryOpError, match=UNFIT[make]) as error:
+    refusal = SeveralDecoders if make is two_stacks else UnsupportedModel
+    with pytest.raises(refusal, match=UNFIT[make]) as error:
         attach(make(), cache)
     assert str(error.value).count("\n") == 2

@@ -18,15 +18,15 @@ import numpy as np
 import pytest
 import torch
 
-from boundary_ops import BoundaryOpError, PagedKVCache, PrefillBatch
-from boundary_ops.attention import attention
-from boundary_ops.attention import on_cuda as attention_on_cuda
+from boundary_ops import PagedKVCache, PrefillBatch
+from boundary_ops.attention import attention, program
 from boundary_ops.attention.step_buffers import StepBuffers
-from boundary_ops.attention.triton.configs import BlockConfig, default_config, fitted
-from boundary_ops.attention.triton.geometry import Geometry, power_of_two
+from boundary_ops.attention.triton.configs import BlockConfig, Geometry, default_config, fitted, power_of_two
 from boundary_ops.attention.triton.tiles import tile_records, tiles_of
+from boundary_ops.errors.attention import StepTooLarge, WrongStepLimit
+from boundary_ops.errors.step import OtherCache
 
-INTERPRETED = Path(__file__).resolve().parents[3] / "tests" / "models" / "interpreted_kernels.py"
+INTERPRETED = Path(__file__).resolve().parents[3] / "models" / "interpreted_kernels.py"
 needs_triton = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="triton is not installed"
 )
@@ -270,24 +270,31 @@ def test_a_warm_up_compiles_all_programs_before_it_launches_one(monkeypatch):
         def __init__(self, geometry, num_tokens):
             self.num_tokens = num_tokens
 
-        def run(self, *, has_context):
-            runs.append((len(blocks), self.num_tokens, has_context))
+        def new_step(self, *, has_context):
+            return has_context
+
+        @property
+        def call(self):
+            return self.num_tokens
 
     @contextmanager
     def together():
         yield
         blocks.append(len(runs))
 
-    for name, stand_in in (("ScratchLayer", Scratch), ("compiling_together", together)):
-        monkeypatch.setattr(warm_up, name, stand_in)
+    def run(has_context, num_tokens):
+        runs.append((len(blocks), num_tokens, has_context))
+
+    for name, placeholder in (("ScratchLayer", Scratch), ("compiling_together", together), ("attend", run)):
+        monkeypatch.setattr(warm_up, name, placeholder)
     monkeypatch.setattr(warm_up, "is_interpreted", lambda program: False)
     monkeypatch.setattr(warm_up.plans, "geometries", {geometry: None})
-    warm_up.warm_up(1000)
+    warm_up.compile_ahead(1000)
     assert blocks == [len(runs) // 2] and len(runs) == len(set(runs)) >= 4
     assert [run[1:] for run in runs[: blocks[0]]] == [run[1:] for run in runs[blocks[0] :]]
     runs.clear()
     monkeypatch.setattr(warm_up, "is_interpreted", lambda program: True)
-    warm_up.warm_up(1000)
+    warm_up.compile_ahead(1000)
     assert len(runs) == blocks[0] and len(blocks) == 1
 
 
@@ -391,13 +398,13 @@ def test_a_step_beyond_the_buffers_is_refused_and_changes_nothing():
         (["old"], [1], "max_seq_len"),
     ]
     for ids, lens, bound in cases:
-        with pytest.raises(BoundaryOpError, match=bound):
+        with pytest.raises(StepTooLarge, match=bound):
             step.load(PrefillBatch.build(cache, ids, lens))
-    with pytest.raises(BoundaryOpError, match="another cache"):
+    with pytest.raises(OtherCache, match="another cache"):
         step.load(PrefillBatch.build(make_cache(), "a", [3]))
     assert torch.equal(step._all, before)
     for wrong in (0, True, 2.0):
-        with pytest.raises(BoundaryOpError, match="max_num_seqs"):
+        with pytest.raises(WrongStepLimit, match="max_num_seqs"):
             StepBuffers((*cache.k, *cache.v), max_num_seqs=wrong, max_num_tokens=8, max_seq_len=12)
 
 
@@ -418,19 +425,21 @@ def test_without_triton_the_cuda_op_runs_as_torch_operators(monkeypatch):
     monkeypatch.delitem(sys.modules, "boundary_ops.attention.triton.launcher", raising=False)
     # Once imported, by another test, the package has it.
     monkeypatch.delattr("boundary_ops.attention.triton.prefill", raising=False)
-    attention_on_cuda.cuda_module.cache_clear()
+    program.find_program.cache_clear()
     warned = []
-    monkeypatch.setattr(attention_on_cuda._log, "warning", lambda text, *args: warned.append(text % args))
+    monkeypatch.setattr(program._log, "warning", lambda text, *args: warned.append(text % args))
     try:
         cache = make_cache()
         q, k, v = torch.randn(5, 4, 8), torch.randn(5, 2, 8), torch.randn(5, 2, 8)
         found, expected = torch.empty_like(q), torch.empty_like(q)
         with PrefillBatch.build(cache, "a", [5]):
-            attention.attend_on_cuda(q, k, v, found, cache.k[0], cache.v[0], 0.3)
-            attention.attend_on_cuda(q, k, v, found, cache.k[0], cache.v[0], 0.3)
+            monkeypatch.setattr(cache, "device", torch.device("cuda"))
+            attention.attend_inplace(q, k, v, found, cache.k[0], cache.v[0], 0.3)
+            attention.attend_inplace(q, k, v, found, cache.k[0], cache.v[0], 0.3)
+            monkeypatch.setattr(cache, "device", torch.device("cpu"))
             attention.attend_inplace(q, k, v, expected, cache.k[0], cache.v[0], 0.3)
     finally:
-        attention_on_cuda.cuda_module.cache_clear()
+        program.find_program.cache_clear()
     assert torch.equal(found, expected)
     assert len(warned) == 1 and "torch operators" in warned[0]
 

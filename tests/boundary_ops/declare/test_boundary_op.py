@@ -1,4 +1,4 @@
-"""Boundary ops called again with arguments of the same look: past the dispatcher, with equal results."""
+"""Boundary ops called again with arguments of equal geometry: past the dispatcher, with equal results."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Log:
     """Implementations that note how they were called."""
 
     def __init__(self):
-        self.plain, self.again, self.looks = [], [], []
+        self.plain, self.again, self.shapes = [], [], []
 
     def impl(self, x, out, pool, factor=1.0):
         self.plain.append(factor)
@@ -43,7 +43,7 @@ class Log:
         pool[: x.shape[0]] = x
 
     def bind(self, x, out, pool, factor=1.0):
-        self.looks.append(tuple(x.shape))
+        self.shapes.append(tuple(x.shape))
 
         def call(x, out, pool, factor=1.0):
             self.again.append(factor)
@@ -81,7 +81,7 @@ def test_the_second_call_of_a_row_count_goes_to_what_bind_returned():
     model, graphed = graphed_with(op)
     for n in (5, 5, 5, 7, 7):
         check(model, graphed, n)
-    assert log.looks == [(5, 8), (7, 8)]
+    assert log.shapes == [(5, 8), (7, 8)]
     assert log.again == [2.0] * 3
     assert log.plain == [2.0] * 7  # five eager calls, and the first of each row count
 
@@ -136,7 +136,7 @@ def test_a_pool_assigned_between_two_calls_is_the_one_that_is_written():
     model.pool = torch.randn(64, 8)
     check(model, graphed, 5)
     assert torch.equal(old, old_rows)
-    assert log.looks == [(5, 8)]
+    assert log.shapes == [(5, 8)]
 
 
 def test_I6_an_error_in_a_bound_call_leaves_the_next_call_right():
@@ -179,7 +179,7 @@ def test_an_op_whose_arguments_may_look_different_is_never_bound():
             x, wanted = torch.randn(5, 8), torch.randn(count)
             torch.testing.assert_close(graphed(x, wanted), model(x, wanted))
     assert graphed.stats.replays == 4
-    assert log.looks == []
+    assert log.shapes == []
 
 
 def test_an_op_of_another_library_keeps_going_through_the_dispatcher():

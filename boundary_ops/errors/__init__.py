@@ -1,13 +1,13 @@
-"""Errors of the boundary ops, each in four lines: what, expected and got, rule, fix.
+"""Lists every refusal of the package: a class for each, with its rule and its fix, in a module for each room.
 
-The package has a root of its own, because it imports neither `runners` nor `piecewise`.
+In: nothing; the package has a root of its own, because it imports neither `runners` nor `piecewise`.
+Out: messages of four lines: what, expected and got, rule, fix; docs/ERRORS.md is made of them.
+Read first: `BoundaryOpError`.
 """
 
 from __future__ import annotations
 
 from typing import Any, NoReturn
-
-from boundary_ops.declare.whole_numbers import whole_number
 
 
 class BoundaryOpError(ValueError):
@@ -64,22 +64,10 @@ def _copied(kind: type[BoundaryOpError], text: str, parts: dict[str, Any]) -> Bo
     return error
 
 
-class CacheExhaustedError(BoundaryOpError):
-    """A `PagedKVCache` has too few free blocks; nothing was reserved and nothing was lost."""
-
-
-def check_positive(what: str, value: object, rule: str, fix: str) -> int:
-    """The value as an int; raises unless it is one, of 1 or more."""
-    number = whole_number(value)
-    if number is None or number < 1:
-        raise BoundaryOpError(what, expected="a positive int", got=repr(value), rule=rule, fix=fix)
-    return number
-
-
-def refuse(what: str, expected: str, got: str, rule: str, fix: str) -> NoReturn:
-    """Raises a `BoundaryOpError`, also from inside a trace.
+def refuse(kind: type[BoundaryOpError], **parts: Any) -> NoReturn:
+    """Raises the error, also from inside a trace.
 
     Code that Dynamo may trace calls this instead of raising: once it is marked with
     `torch.compiler.assume_constant_result`, Dynamo calls it and shows the whole message of what it raises.
     """
-    raise BoundaryOpError(what, expected=expected, got=got, rule=rule, fix=fix)
+    raise kind(**parts)

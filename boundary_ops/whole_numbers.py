@@ -1,10 +1,12 @@
-"""Ints as callers have them: Python's, NumPy's and those of tensors, alone and in lists and arrays."""
+"""Reads ints as callers have them: Python's, NumPy's and those of tensors, alone and in lists and arrays."""
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Iterable
 from typing import Any
+
+from boundary_ops.errors import BoundaryOpError
 
 
 def whole_number(value: Any) -> int | None:
@@ -18,6 +20,16 @@ def whole_number(value: Any) -> int | None:
         return operator.index(value)
     except (TypeError, RuntimeError):  # the latter from a tensor without a value
         return None
+
+
+def check_whole(
+    value: object, refusal: type[BoundaryOpError], *, low: int = 1, high: int | None = None, **names: object
+) -> int:
+    """The value as an int; raises the refusal unless it is one from `low` to `high`, both inclusive."""
+    number = whole_number(value)
+    if number is None or number < low or (high is not None and number > high):
+        raise refusal(got=repr(value), **names)  # type: ignore[arg-type]
+    return number
 
 
 def listed(values: Iterable[Any]) -> tuple[Any, ...]:

@@ -1,4 +1,4 @@
-"""A stand-in for the attention library, on the CPU: it computes from exactly the arguments that the real one
+"""A placeholder for FlashInfer, on the CPU: it computes from exactly the arguments that the real one
 gets, row by row, so that a wrong argument gives a wrong result. What the real one checks, it asserts.
 
 Signatures are those of FlashInfer's documentation.

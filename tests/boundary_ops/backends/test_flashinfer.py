@@ -7,18 +7,19 @@ import pickle
 import subprocess
 import sys
 
-import attention_stubs as stubs
+import fake_flashinfer
 import paged_models
 import pytest
 import torch
 from attention_oracle import naive_attn_inplace
-from attention_stubs import FakeWrapper
+from fake_flashinfer import FakeWrapper
 
 from boundary_ops import BoundaryOpError, PagedKVCache, PrefillBatch, attn_inplace
-from boundary_ops.attention import attention
-from boundary_ops.attention import on_cuda as attention_on_cuda
+from boundary_ops.attention import attention, program
 from boundary_ops.attention.step_buffers import StepBuffers
 from boundary_ops.backends import flashinfer
+from boundary_ops.errors.attention import BackendNotCaptured
+from boundary_ops.errors.backends import BackendUnavailable, CallNotServed, UnknownBackend
 
 HEADS, KV_HEADS, DIM = 4, 2, 64
 LIBRARIES = ("flashinfer",)
@@ -27,7 +28,7 @@ CLOSE = 2e-2
 
 @pytest.fixture
 def libraries(monkeypatch):
-    return stubs.install(monkeypatch)
+    return fake_flashinfer.install(monkeypatch)
 
 
 def new_cache(backend="auto", **changes):
@@ -143,7 +144,7 @@ def check_refusal(error, *words):
 
 @pytest.mark.parametrize("name", ["tritn", "", None, 3, "varlen", "FLASHINFER", "flash_infer"])
 def test_an_unknown_name_lists_the_names(name):
-    with pytest.raises(BoundaryOpError) as error:
+    with pytest.raises(UnknownBackend) as error:
         new_cache(name)
     check_refusal(error, "'attention_backend'", "'auto', 'triton', 'torch', 'flashinfer'", repr(name))
     if name == "flash_infer":
@@ -152,19 +153,19 @@ def test_an_unknown_name_lists_the_names(name):
 
 @pytest.mark.parametrize("name", ["triton", *LIBRARIES])
 def test_a_back_end_for_cuda_is_refused_on_the_cpu(monkeypatch, name):
-    stubs.install(monkeypatch, devices=("cuda",))
-    with pytest.raises(BoundaryOpError) as error:
+    fake_flashinfer.install(monkeypatch, devices=("cuda",))
+    with pytest.raises(BackendUnavailable) as error:
         new_cache(name)
     check_refusal(error, f"attention_backend='{name}'", "a CUDA device", "cpu")
 
 
 def test_a_library_that_is_not_there_is_named(libraries, monkeypatch):
     libraries.__version__ = "0.1.6"
-    with pytest.raises(BoundaryOpError) as error:
+    with pytest.raises(BackendUnavailable) as error:
         new_cache("flashinfer")
     check_refusal(error, "flashinfer-python 0.2", "0.1.6")
     monkeypatch.setitem(sys.modules, "flashinfer", None)
-    with pytest.raises(BoundaryOpError) as error:
+    with pytest.raises(BackendUnavailable) as error:
         new_cache("flashinfer")
     check_refusal(error, "flashinfer-python 0.2 or newer", "flashinfer")
 
@@ -180,7 +181,7 @@ def test_pools_that_a_library_cannot_serve_are_refused(libraries, name, changes,
     sizes = dict(num_layers=1, num_blocks=2, num_kv_heads=2, block_size=4, head_dim=64)
     sizes |= dict(dtype=torch.float16, attention_backend=name)
     PagedKVCache(**sizes)
-    with pytest.raises(BoundaryOpError) as error:
+    with pytest.raises(BackendUnavailable) as error:
         PagedKVCache(**sizes | changes)
     check_refusal(error, f"attention_backend='{name}'", text, str(next(iter(changes.values()))))
 
@@ -203,7 +204,7 @@ def test_a_call_that_a_library_cannot_serve_is_refused_and_nothing_is_written(li
     arguments = dict(q=q, k=k, v=v, out=out, k_cache=cache.k[0], v_cache=cache.v[0], scale=0.3)
     for argument, change in changes.items():
         arguments[argument] = change(arguments[argument]) if callable(change) else change
-    with pytest.raises(BoundaryOpError, match=text) as error, PrefillBatch.build(cache, "ab", (3, 2)):
+    with pytest.raises(CallNotServed, match=text) as error, PrefillBatch.build(cache, "ab", (3, 2)):
         attn_inplace(**arguments)
     check_refusal(error, f"attention_backend='{name}'")
     assert not cache.k[0].any() and (arguments["out"] == 7).all() and cache.context_len("a") == 0
@@ -303,7 +304,7 @@ def test_a_bound_call_is_the_librarys(libraries, backend):
     with torch.no_grad():
         for ids, lens in (("ab", (3, 2)), ("ba", (1, 4))):
             check_step(cache, ids, lens, call=bound.function)
-    assert FakeWrapper.made and bound.function is not attention.attend_by_choice
+    assert FakeWrapper.made and bound.function is not attention.attend_inplace
 
 
 @pytest.mark.parametrize("backend", LIBRARIES)
@@ -316,7 +317,7 @@ def test_a_bound_call_goes_by_the_running_steps_cache(libraries, backend):
         assert not FakeWrapper.made
         with pytest.raises(BoundaryOpError, match="'k_cache'"), PrefillBatch.build(cache, "ab", (3, 2)):
             bound.function(q, k, v, out, other.k[0], other.v[0], 0.3)
-        with pytest.raises(BoundaryOpError, match="'q'.*6 rows"), PrefillBatch.build(cache, "ab", (3, 3)):
+        with pytest.raises(BoundaryOpError, match="'q'.*6 tokens"), PrefillBatch.build(cache, "ab", (3, 3)):
             bound.function(q, k, v, out, cache.k[0], cache.v[0], 0.3)
 
 
@@ -346,7 +347,7 @@ def test_warm_up_calls_the_library_and_touches_nothing(libraries, backend, named
 
 def test_warm_up_of_a_call_on_the_cpu_launches_nothing_where_there_is_a_cuda_device(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(attention_on_cuda, "cuda_module", lambda: pytest.fail("the call is on the CPU"))
+    monkeypatch.setattr(program, "find_program", lambda: pytest.fail("the call is on the CPU"))
     cache = new_cache("auto")
     q, k, v, out = new_rows(3)
     attn_inplace.warm_up(8, q, k, v, out, cache.k[0], cache.v[0], 0.3)
@@ -355,7 +356,7 @@ def test_warm_up_of_a_call_on_the_cpu_launches_nothing_where_there_is_a_cuda_dev
 def test_warm_up_refuses_what_a_call_would_be_refused(libraries):
     cache = new_cache("flashinfer")
     q, k, v, out = new_rows(3)
-    with pytest.raises(BoundaryOpError, match="'sinks'"):
+    with pytest.raises(CallNotServed, match="'sinks'"):
         attn_inplace.warm_up(8, q, k, v, out, cache.k[0], cache.v[0], 0.3, 0, 0.0, torch.zeros(HEADS))
 
 
@@ -379,7 +380,7 @@ def test_graphs_around_a_named_back_end_keep_to_it(model):
 
 
 def test_a_named_library_is_refused_where_the_op_would_be_captured(model):
-    with pytest.raises(BoundaryOpError) as error:
+    with pytest.raises(BackendNotCaptured) as error:
         paged_models.capture(model, boundary="captured")
     check_refusal(error, "attention_backend='flashinfer'", "boundary='eager'")
 
@@ -391,6 +392,6 @@ def test_step_buffers_are_for_what_the_captured_op_computes(libraries, backend):
     if cache.library is None:
         assert StepBuffers([*cache.k, *cache.v], **bounds).max_num_seqs == 2
         return
-    with pytest.raises(BoundaryOpError) as error:
+    with pytest.raises(BackendNotCaptured) as error:
         StepBuffers([pool.detach() for pool in cache.k], **bounds)
     check_refusal(error, f"attention_backend='{backend}'", "boundary='eager'")
