@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from piecewise import torch_api
 from piecewise.ir.tensors import bound_arguments
-from piecewise.torch_api import OpOverload, TorchDispatchMode
 from runners._torch import call_kernel
 
 # (indices, how many there are to choose from, whether negative ones count from the end)
@@ -81,17 +81,17 @@ _FAILS: dict[str, Callable[[Arguments], Tensor]] = {
 }
 
 
-def _name_of(op: OpOverload) -> str:
+def _name_of(op: torch_api.OpOverload) -> str:
     return op._schema.name.partition("::")[2].removesuffix("_")
 
 
-def checks_values(op: OpOverload) -> bool:
+def checks_values(op: torch_api.OpOverload) -> bool:
     """Tells whether an op's kernel checks values on the device, as far as is known."""
     name = _name_of(op)
     return op.namespace not in ("aten", "prim", "prims") or name in _OPERANDS or name in _FAILS
 
 
-def check_indices(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+def check_indices(op: torch_api.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """Raises IndexError where an index operand of this call of an aten op is out of range, and RuntimeError
     where a kernel's own check of values would fail; reads the operands' extremes back to the host."""
     if op.namespace != "aten" or not checks_values(op):
@@ -108,8 +108,9 @@ def check_indices(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
             raise IndexError(f"{name}: index {wrong} is out of range for {size} entries")
 
 
-class CheckedIndices(TorchDispatchMode):
-    """Checks the indices of each aten op in its block, those that custom ops call in Python included."""
+class CheckedIndices(torch_api.TorchDispatchMode):
+    """Calls `check_indices` before each aten op in its block, those that custom ops call in Python
+    included."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

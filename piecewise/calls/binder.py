@@ -1,10 +1,9 @@
-"""Calls of the model: bound to forward's parameters, so that positional and keyword calls are one [I10].
+"""Binds calls to forward's parameters, so that positional and keyword calls are one, and matches them [I10].
 
-`CallBinder` maps `(args, kwargs)` to one value per parameter, through a generated function that has
-forward's own signature, so that Python's call machinery does the work. Where hooks of the model, a wrapper
-of its forward or a `__call__` of its own are given the call first, `FormBinder` keeps it as it was made.
-`write_matcher` generates the function that checks bound values against the structure a trace was made for
-and pulls out its leaves in the same pass.
+`CallBinder` maps `(args, kwargs)` to one value per parameter, through a generated function with forward's own
+signature, so that Python's call machinery does the work; `FormBinder` keeps a call as it was made
+(`form.py`). `write_matcher` generates what checks bound values against the structure of a trace and pulls out
+its leaves.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ class _Missing:
 
 
 class _Source(str):
-    """A default in a signature that is written as source: the expression itself."""
+    """Writes a default of a signature as source: the expression itself."""
 
     def __repr__(self) -> str:
         return str(self)
@@ -39,11 +38,9 @@ _VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 class CallBinder:
     """Binds calls to the parameters of `forward`; further keywords keep their order, which forward may see.
 
-    An argument that was not passed is the plain default that it has, so that leaving it out and passing it
-    are one call, and else `MISSING`. An int default is not passed: as an argument it would be a symbol.
-
-    Args:
-        fills_defaults: False leaves out what was not passed, whatever default it has.
+    An argument that was not passed is its plain default, so that leaving it out and passing it are one call,
+    and else `MISSING`. An int default is not passed: as an argument it would be a symbol. Without
+    `fills_defaults` nothing is passed that was left out.
     """
 
     def __init__(self, forward: Callable[..., Any], *, fills_defaults: bool = True) -> None:
@@ -67,7 +64,7 @@ class CallBinder:
         self.bind.__qualname__ = "forward"  # a call that does not fit is told in forward's name
 
     def absent(self, bound: tuple) -> list[str]:
-        """Names of the parameters that have no default and no value in this bound call."""
+        """Names the parameters that have no default and no value in this bound call."""
         return [
             parameter.name
             for parameter, value in zip(self.parameters, bound, strict=True)
@@ -75,35 +72,29 @@ class CallBinder:
         ]
 
     def call_source(self, values: Structure, leaf_names: Sequence[str], namespace: Namespace) -> str:
-        """The argument list, as source, that makes the bound call again: by keyword wherever forward
-        allows it."""
-        has_star = any(
-            parameter.kind == parameter.VAR_POSITIONAL and child.children
-            for parameter, child in zip(self.parameters, values.children, strict=True)
-        )
+        """Writes the argument list that makes the bound call again: by keyword wherever forward allows it."""
+        pairs = list(zip(self.parameters, values.children, strict=True))
+        has_star = any(each.kind == each.VAR_POSITIONAL and child.children for each, child in pairs)
         parts = []
-        for parameter, child in zip(self.parameters, values.children, strict=True):
-            if child.kind == "const" and child.value is MISSING:
-                continue
-            source = build_source(child, leaf_names, namespace)
-            if parameter.kind == parameter.VAR_POSITIONAL:
-                parts.append(f"*{source}")
-            elif parameter.kind == parameter.VAR_KEYWORD:
-                parts.append(f"**{source}")
-            elif parameter.kind == parameter.POSITIONAL_ONLY or (
+        for parameter, child in pairs:
+            by_position = parameter.kind == parameter.POSITIONAL_ONLY or (
                 has_star and parameter.kind == parameter.POSITIONAL_OR_KEYWORD
-            ):
-                parts.append(source)
-            else:
-                parts.append(f"{parameter.name}={source}")
+            )
+            stars: dict[Any, str] = {parameter.VAR_POSITIONAL: "*", parameter.VAR_KEYWORD: "**"}
+            prefix = stars.get(parameter.kind, "" if by_position else f"{parameter.name}=")
+            if child.kind != "const" or child.value is not MISSING:
+                parts.append(prefix + build_source(child, leaf_names, namespace))
         return ", ".join(parts)
 
     def leaf_paths(self, values: Structure) -> dict[int, str]:
-        """Leaf index → what a user would call it: ``positions`` or ``features[2]['x']``."""
+        """Names each leaf index as a user would: ``positions`` or ``features[2]['x']``."""
         paths: dict[int, str] = {}
-        for parameter, child in zip(self.parameters, values.children, strict=True):
-            _collect_paths(child, parameter.name, paths)
+        for name, child in self._named_children(values):
+            _collect_paths(child, name, paths)
         return paths
+
+    def _named_children(self, values: Structure) -> list[tuple[str, Structure]]:
+        return list(zip(self.names, values.children, strict=True))
 
 
 class FormBinder(CallBinder):
@@ -117,19 +108,15 @@ class FormBinder(CallBinder):
         except (TypeError, ValueError):  # a callable without a signature
             self._named = ()
 
-    def leaf_paths(self, values: Structure) -> dict[int, str]:
+    def _named_children(self, values: Structure) -> list[tuple[str, Structure]]:
         positional, keywords = values.children
-        paths: dict[int, str] = {}
-        for position, child in enumerate(positional.children):
-            is_named = position < len(self._named)
-            _collect_paths(child, self._named[position] if is_named else f"args[{position}]", paths)
-        for key, child in zip(keywords.keys, keywords.children, strict=True):
-            _collect_paths(child, key, paths)
-        return paths
+        names = [*self._named, *(f"args[{at}]" for at in range(len(self._named), len(positional.children)))]
+        found = list(zip(names, positional.children, strict=False))
+        return found + list(zip(keywords.keys, keywords.children, strict=True))
 
 
 def bound_call(binder: CallBinder, args: Any, kwargs: Any) -> tuple | None:
-    """The bound values of a call, or None where it does not fit."""
+    """Binds a call; None where it does not fit."""
     try:
         return binder.bind(*args, **kwargs)
     except TypeError:
@@ -150,7 +137,7 @@ def _collect_paths(node: Structure, path: str, paths: dict[int, str]) -> None:
 
 
 class LeafRule:
-    """What a call's leaf must be: a tensor of this dtype, device and these static dims, or an int.
+    """Says what a call's leaf must be: a tensor of this dtype, device and these static dims, or an int.
 
     Attributes:
         static: dim → size that the trace holds as a constant.
@@ -186,7 +173,7 @@ class LeafRule:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class WrittenMemory:
-    """Which inputs lie in memory that a call writes.
+    """Says which inputs lie in memory that a call writes.
 
     Attributes:
         groups: tensor leaves; those of one group lie in one memory, which the call writes.
@@ -228,7 +215,7 @@ def write_matcher(
         name = f"b{position}"
         writer.lines.append(f"{name} = bound[{position}]")
         writer.write(child, name)
-    _write_memory_checks(writer, written, apart_from_now, namespace)
+    _write_memory_checks(writer, written, apart_from_now)
     if apart_from:
         name = namespace.name(apart_from, "addresses")
         for leaf, value in sorted(writer.leaf_names.items()):
@@ -256,9 +243,8 @@ def _write_memory_checks(
     writer: MatchWriter,
     written: WrittenMemory,
     apart_from_now: Sequence[tuple[Sequence[int], Callable[[], frozenset[int]]]],
-    namespace: Namespace,
 ) -> None:
-    """Each group in a memory of its own, the others in none of these, and nothing where it may not be now."""
+    """Checks that each group has a memory of its own, others none of these, and none what is excluded."""
     places: dict[int, str] = {}
 
     def place(leaf: int) -> str:
@@ -281,7 +267,7 @@ def _write_memory_checks(
         writer.reject(f"not {{{', '.join(firsts)}}}.isdisjoint(({others},))")
     for leaves, memory in apart_from_now:
         taken = ", ".join(map(place, leaves))
-        writer.reject(f"not {namespace.name(memory, 'memory')}().isdisjoint(({taken},))")
+        writer.reject(f"not {writer.names.name(memory, 'memory')}().isdisjoint(({taken},))")
 
 
 def same_count(rows: int) -> int:
@@ -297,7 +283,7 @@ def is_plain_leaf(value: Any) -> bool:
 
 
 def describe_call(args: Any, kwargs: Any) -> str:
-    """One line that tells kinds of calls apart: dtypes, shapes, plain values, which tensors are one."""
+    """Describes the kind of a call in one line: dtypes, shapes, plain values, which tensors are one."""
     numbers: dict[int, int] = {}
 
     def describe(value: Any) -> str:
@@ -314,7 +300,5 @@ def describe_call(args: Any, kwargs: Any) -> str:
         # An address would make each object another kind of call.
         return text if len(text) <= 40 and " at 0x" not in text else type(value).__name__
 
-    parts = [describe(value) for value in args] + [
-        f"{key}={describe(value)}" for key, value in kwargs.items()
-    ]
-    return f"({', '.join(parts)})"
+    named = (f"{key}={describe(value)}" for key, value in kwargs.items())
+    return f"({', '.join([*map(describe, args), *named])})"

@@ -1,4 +1,4 @@
-"""Whether a call's form matters: which arguments are positional, and which were passed at all [I10].
+"""Tells whether a call's form matters: which arguments are positional, and which were passed at all [I10].
 
 forward itself cannot tell `model(ids)` from `model(ids=ids)`, so both are one kind of call. What is called
 before it can: a hook is given the positional arguments as they were passed, and so is a wrapper of forward or
@@ -25,7 +25,7 @@ _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backw
 
 
 class Binders:
-    """What binds the calls of `forward`, one for each answer of `sees_form`."""
+    """Binds the calls of `forward`, by one binder for each answer of `sees_form`."""
 
     def __init__(self, model: nn.Module, forward: Callable[..., Any]) -> None:
         self._model, self._forward = model, forward
@@ -33,16 +33,12 @@ class Binders:
         self._by_form = {False: CallBinder(own), True: FormBinder(own)}
 
     def for_now(self) -> CallBinder:
-        """The one for the hooks that the model has now; the same object each time."""
+        """Returns the binder for the hooks that the model has now; the same object each time."""
         return self._by_form[sees_form(self._model, self._forward)]
 
 
 def sees_form(model: nn.Module, forward: Callable[..., Any]) -> bool:
-    """Whether a call of `forward` goes through code that may look at the call's form.
-
-    Args:
-        forward: the model itself, or its own forward, around which the model's hooks run on every call.
-    """
+    """Whether a call goes through code that may look at its form; hooks run around the model's forward."""
     if forward is not model:
         return is_wrapped(forward)
     ways = type(model).__call__, type(model)._call_impl
@@ -62,11 +58,7 @@ def is_wrapped(forward: Callable[..., Any]) -> bool:
 
 
 def refuse_backward_hooks(model: nn.Module, *, skip_root: bool) -> None:
-    """Refuses full backward hooks, which Dynamo does not trace, by the module that has them.
-
-    Raises:
-        BackwardHook: there are some.
-    """
+    """Raises `BackwardHook`, which names the module, for hooks that Dynamo does not trace."""
     for path, module in model.named_modules():
         if skip_root and not path:  # they run around the forward that is traced
             continue

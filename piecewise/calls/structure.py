@@ -1,9 +1,9 @@
-"""Nested arguments and results: taken apart once, then matched and rebuilt by generated straight-line code.
+"""Takes nested arguments and results apart once; generated straight-line code matches and rebuilds them.
 
-`flatten_structure` gives a `Structure` (a tree of frozen nodes) and its leaves, and two generators turn that
-tree into Python source: an expression that builds the object again, and the lines that check another object
-against it while they pull its leaves out. Leaves are tensors and ints (an int may follow the token count or
-the metadata; bools are constants). Other plain values are compared by equality, other objects by identity.
+`flatten_structure` gives a `Structure` and its leaves. Two generators turn it into Python source: an
+expression that builds the object again, and lines that check another object against it and pull its leaves
+out. Leaves are tensors and ints, which may follow the token count; bools are constants. Other plain values
+are compared by equality, other objects by identity.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PLAIN = (
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Structure:
-    """One node of a nested object; `kind` says which fields hold.
+    """Describes one node of a nested object; `kind` says which fields hold.
 
     tensor, int: `index` is the position among the leaves. const: `value`. list, tuple: `children`. dict,
     dataclass, namedtuple: `children` beside their `keys`, and `type`. pytree: any other registered
@@ -111,22 +111,20 @@ class Namespace:
 
 
 def build_source(node: Structure, leaf_names: Sequence[str], namespace: Namespace) -> str:
-    """The Python expression that builds the object from leaves held in the variables `leaf_names`."""
+    """Writes the Python expression that builds the object from leaves held in the variables `leaf_names`."""
     if node.kind in ("tensor", "int"):
         return leaf_names[node.index]
     if node.kind == "const":
-        return (
-            repr(node.value) if node.value is None or type(node.value) is bool else namespace.name(node.value)
-        )
+        is_literal = node.value is None or type(node.value) is bool
+        return repr(node.value) if is_literal else namespace.name(node.value)
     parts = [build_source(child, leaf_names, namespace) for child in node.children]
     if node.kind == "list":
         return f"[{', '.join(parts)}]"
     if node.kind == "tuple":
-        return f"({', '.join(parts)}{',' if len(parts) == 1 else ''})"
+        return f"({''.join(f'{part}, ' for part in parts)})"
     if node.kind == "dict":
-        return (
-            "{" + ", ".join(f"{_key(k, namespace)}: {p}" for k, p in zip(node.keys, parts, strict=True)) + "}"
-        )
+        items = (f"{_key(key, namespace)}: {part}" for key, part in zip(node.keys, parts, strict=True))
+        return f"{{{', '.join(items)}}}"
     if node.kind == "namedtuple":
         return f"{namespace.name(node.type)}({', '.join(parts)})"
     if node.kind == "dataclass":
@@ -149,7 +147,7 @@ class MatchWriter:
     def __init__(self, namespace: Namespace, leaf_check: Callable[[Structure, str], list[str]]) -> None:
         self.lines: list[str] = []
         self.leaf_names: dict[int, str] = {}
-        self._namespace, self._leaf_check = namespace, leaf_check
+        self.names, self._leaf_check = namespace, leaf_check
         self._count = 0
 
     def reject(self, condition: str) -> None:
@@ -163,7 +161,7 @@ class MatchWriter:
 
     def write(self, node: Structure, name: str) -> None:
         """Appends the lines that match the object held in the variable `name`."""
-        names = self._namespace
+        names = self.names
         if node.kind in ("tensor", "int"):
             self.leaf_names[node.index] = name
             for condition in self._leaf_check(node, name):
@@ -194,11 +192,10 @@ class MatchWriter:
         if value is None or type(value) is bool:
             self.reject(f"{name} is not {value!r}")
             return
-        const = self._namespace.name(value)
+        const = self.names.name(value)
         if type(value) in (float, complex) and value == 0:  # 0.0 and -0.0 are equal, and divide differently
             self.reject(f"type({name}) is not type({const}) or repr({name}) != {repr(value)!r}")
-            return
-        if isinstance(value, PLAIN):
+        elif isinstance(value, PLAIN):
             self.reject(f"{name} is not {const} and (type({name}) is not type({const}) or {name} != {const})")
         else:
             self.reject(f"{name} is not {const}")

@@ -1,4 +1,4 @@
-"""Kinds of call that no signature serves, with how often each came and why it has none. Bounded."""
+"""Counts the kinds of call that no signature serves, and says why; bounded."""
 
 from __future__ import annotations
 
@@ -11,11 +11,7 @@ _MAX_LISTED = 16
 
 
 class UnseenCalls:
-    """Keyed by `describe_call`'s line.
-
-    Args:
-        max_refused: how many kinds may be tried in vain; after that none is.
-    """
+    """Counts calls by the line of `describe_call`; after `max_refused` kinds in vain, none is tried."""
 
     def __init__(self, max_refused: int) -> None:
         self._counts: Counter[str] = Counter()
@@ -34,7 +30,7 @@ class UnseenCalls:
         self._refused[text] = reason, str(error).splitlines()[0]
 
     def refusal_for(self, text: str) -> FallbackReason | None:
-        """Why this kind is not to be captured, or None where it may be tried."""
+        """Tells why this kind is not to be captured; None where it may be tried."""
         if text in self._refused:
             return self._refused[text][0]
         return FallbackReason.CAPTURE_FAILED if len(self._refused) >= self._max_refused else None
@@ -44,7 +40,7 @@ class UnseenCalls:
         self._refused.clear()
 
     def listed(self) -> dict[str, int]:
-        """Each kind in words, with the count of its calls."""
+        """Lists each kind in words, with the count of its calls."""
         found = {}
         for text, count in self._counts.items():
             note = f", {self._notes[text]}" if self._notes[text] else ""

@@ -163,7 +163,7 @@ class OwnTorchFunction(TraceError):
     )
 
 
-class NotStrided(TraceError):
+class StateNotStrided(TraceError):
     """A tensor of the model is sparse, nested or of another layout that is no plain memory."""
 
     what = "{where} is a {name} of layout {layout}"

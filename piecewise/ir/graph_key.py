@@ -16,10 +16,10 @@ from typing import Any, Literal
 import torch
 from torch import fx
 
+from piecewise import torch_api
 from piecewise.ir.nodes import fakes_of, value_of
 from piecewise.ir.plan import Segment, SegmentPlan
 from piecewise.ir.tensors import storage_of
-from piecewise.torch_api import SYMBOLIC
 
 # Tells programs apart that go by no name of their own.
 _serial = itertools.count()
@@ -37,7 +37,7 @@ def argument_key(value: Any, *, node: Callable[[fx.Node], Any], number: Callable
             return tuple((name, key(item)) for name, item in sorted(value.items()))
         if isinstance(value, slice):
             return ("slice", key(value.start), key(value.stop), key(value.step))
-        if isinstance(value, SYMBOLIC) or type(value) in (int, float):
+        if isinstance(value, torch_api.SYMBOLIC) or type(value) in (int, float):
             return number(value)
         return repr(value)
 
@@ -50,7 +50,7 @@ def node_key(node: fx.Node) -> Any:
 
     def number(value: Any) -> Any:
         # An expression is hashed in a fraction of the time that its text takes.
-        return value.node.expr if isinstance(value, SYMBOLIC) else repr(value)
+        return value.node.expr if isinstance(value, torch_api.SYMBOLIC) else repr(value)
 
     def kind(value: Any) -> Any:
         if isinstance(value, torch.Tensor):

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from piecewise.torch_api import OpOverload
+from piecewise import torch_api
 from runners.tensors import map_tensors, tensors_in
 
 __all__ = ["bound_arguments", "map_tensors", "storage_of", "tensors_in", "written_arguments"]
@@ -18,13 +18,15 @@ def storage_of(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-def bound_arguments(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def bound_arguments(
+    op: torch_api.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> dict[str, Any]:
     """Maps argument names to what a call of the op passes, or the default, None where there is none."""
     bound = {argument.name: argument.default_value for argument in op._schema.arguments}
     return bound | dict(zip(bound, args, strict=False)) | dict(kwargs)
 
 
-def written_arguments(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+def written_arguments(op: torch_api.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
     """Returns what a call of the op passes for the arguments that it writes."""
     bound = bound_arguments(op, args, kwargs)
     written = (a.name for a in op._schema.arguments if a.alias_info is not None and a.alias_info.is_write)

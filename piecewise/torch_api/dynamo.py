@@ -1,4 +1,4 @@
-"""Dynamo: the settings of a trace, what it reads, and what it will write."""
+"""Reaches into Dynamo: the settings of a trace, what it reads, and what it will write."""
 
 from __future__ import annotations
 
@@ -20,11 +20,9 @@ from piecewise.torch_api.symbols import name_of
 
 @contextmanager
 def tracing_config(int_names: Sequence[str], *, repeats: bool) -> Iterator[None]:
-    """Dynamo settings for one trace: scalars and data-dependent shapes stay in the graph, named ints are
-    symbols, and no garbage is collected at its end.
-
-    Args:
-        repeats: whether many ops are like others before; see `fakes_remembered`.
+    """Sets Dynamo up for one trace: scalars and data-dependent shapes stay in the graph, named ints are
+    symbols, and no garbage is collected at its end; `repeats` says that many ops are like others
+    (`fakes_remembered`).
     """
     kept: Any = dynamo.config.patch(  # type: ignore[attr-defined]
         capture_scalar_outputs=True, capture_dynamic_output_shape_ops=True, run_gc_after_compile=False
@@ -37,7 +35,7 @@ def tracing_config(int_names: Sequence[str], *, repeats: bool) -> Iterator[None]
 
 
 def dynamo_is_disabled() -> str | None:
-    """Why `torch.compile` would not call a backend now, or None."""
+    """Tells why `torch.compile` would not call a backend now, or None."""
     stance = dynamo.eval_frame._stance.stance
     if stance == "force_eager":
         return 'torch.compiler.set_stance("force_eager") is active'
@@ -62,10 +60,8 @@ def forget_compilation(code: Any, backend: Any) -> None:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SeenGuard:
-    """A guard of a trace: what it looks at, as Python source, its kind, and the kind's own arguments.
-
-    Attributes:
-        other: another source of the same object, where the guard says that both give it.
+    """Describes a guard of a trace: what it looks at, as Python source, its kind, and the kind's arguments;
+    `other` is another source of the same object, where the guard says that both give it.
     """
 
     # The kind of what was read, and is guarded by nothing.
@@ -78,7 +74,7 @@ class SeenGuard:
 
 
 def current_guards() -> list[SeenGuard]:
-    """Each guard of the trace in progress; only inside a backend."""
+    """Lists the guards of the trace in progress; only inside a backend."""
     context = TracingContext.try_get()
     if context is None:
         return []
@@ -91,21 +87,21 @@ def current_guards() -> list[SeenGuard]:
 
 
 def guard_kinds() -> frozenset[str]:
-    """The names of all kinds of guards that this torch has."""
+    """Names all kinds of guards that this torch has."""
     from torch._dynamo.guards import GuardBuilder
 
     return frozenset(name for name in vars(GuardBuilder) if name.isupper())
 
 
 def names_in_sources() -> Mapping[str, Any]:
-    """What sources may call beside Python's own builtins, by the name that they give it."""
+    """Maps the names that sources may call, beside Python's own builtins, to what they stand for."""
     from torch._dynamo.guards import _get_closure_vars
 
     return _get_closure_vars()
 
 
 def opaque_answer(value: Any) -> Any:
-    """What the class of an opaque object has registered for comparison; None for one without."""
+    """Asks what the class of an opaque object has registered for comparison; None for one without."""
     from torch._library.opaque_object import get_opaque_obj_info
 
     known = get_opaque_obj_info(type(value))
@@ -114,7 +110,7 @@ def opaque_answer(value: Any) -> Any:
 
 
 def traced_code() -> list[CodeType]:
-    """Each function's code that the trace in progress went through, once; only inside a backend."""
+    """Lists the code of each function that the trace in progress went through; only inside a backend."""
     # Each call adds the function's code again. Equal code may be of two files: so once each by identity.
     return list({id(code): code for code in TracingContext.get_traced_code() or ()}.values())
 
@@ -151,7 +147,7 @@ def _patched(owner: Any, name: str, patch: Callable[[Any], Any]) -> Iterator[Non
 
 @contextmanager
 def sources_read() -> Iterator[list[str]]:
-    """The list of sources that Dynamo looks at in this block, as Python source: it guards nearly all of them.
+    """Lists the sources that Dynamo looks at in this block, as Python source; it guards nearly all of them.
 
     It leaves out methods of C's types, and what is one object with something that it met elsewhere.
     """
@@ -176,7 +172,7 @@ def sources_read() -> Iterator[list[str]]:
 
 @contextmanager
 def tensor_attributes_set() -> Iterator[list[str]]:
-    """The list of Python attributes that Dynamo sees set on tensors in this block.
+    """Lists the Python attributes that Dynamo sees set on tensors in this block.
 
     It forgets those of tensors that are gone when it calls its backend, so they are noted as they are set.
     """
@@ -197,7 +193,7 @@ def tensor_attributes_set() -> Iterator[list[str]]:
 
 
 def source_name(node: torch.fx.Node) -> str | None:
-    """Python source, in terms of L and G, of what a placeholder stands for; only inside a backend."""
+    """Gives Python source, in terms of L and G, of what a placeholder stands for; only inside a backend."""
     return name_of(getattr(node.meta.get("grapharg"), "source", None))
 
 
@@ -207,7 +203,7 @@ def wraps_number(node: torch.fx.Node) -> bool:
 
 
 def compiled_object() -> Any:
-    """The module, or else the code, that Dynamo is compiling now; only inside a backend."""
+    """Finds the module, or else the code, that Dynamo is compiling now; only inside a backend."""
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
     try:

@@ -1,4 +1,4 @@
-"""Fake tensors, and the aten ops that a function runs on them."""
+"""Makes fake tensors, and records the aten ops that a function runs on them."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 @contextmanager
 def python_dispatcher() -> Iterator[None]:
-    """A block in which composite ops are run by their Python decompositions, as in a trace, and with the
-    checks of values that their kernels make.
+    """Makes a block in which composite ops run as their Python decompositions, with their checks of values.
 
     Some of torch 2.11's kernels in C++ fail on symbolic sizes: `matmul` does for a weight without a gradient.
     """
@@ -31,7 +30,7 @@ def python_dispatcher() -> Iterator[None]:
 
 
 class _OneHotChecks(TorchFunctionMode):
-    """Before torch 2.13 `one_hot` of a fake leaves out the checks of values that its kernels make."""
+    """Makes the checks of values that `one_hot` leaves out for fakes before torch 2.13."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -65,12 +64,12 @@ def is_fake(value: Any) -> bool:
 
 
 def static_fake(fake_mode: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:
-    """The fake of a model's tensor in a trace, without symbols; what shares memory there does here."""
+    """Makes the fake of a model's tensor in a trace, without symbols; what shares memory there does here."""
     return fake_mode.from_tensor(tensor, static_shapes=True)
 
 
 def fake_twin(fake: torch.Tensor, memory: torch.Tensor | None) -> torch.Tensor:
-    """A fake like another one, in the memory of `memory` or, for None, in memory of its own, of size 0.
+    """Makes a fake like another one, in the memory of `memory` or, for None, in its own, of size 0.
 
     Sizes and strides are shared, not computed anew: 13 µs where an op on fakes with symbols takes 200 to 500.
     """
@@ -98,13 +97,13 @@ def has_dynamic_dims(tensor: torch.Tensor) -> bool:
 
 
 def new_fake_mode(*, repeats: bool = False) -> FakeTensorMode:
-    """A fake mode with symbols of its own; `repeats` as for `tracing_config`."""
+    """Makes a fake mode with symbols of its own; `repeats` as for `tracing_config`."""
     with fakes_remembered(repeats):
         return FakeTensorMode(shape_env=ShapeEnv())
 
 
 def fakes_remembered(repeats: bool) -> Any:
-    """A block in which new fake modes remember what ops gave for operands of one kind, where that pays.
+    """Lets new fake modes in this block remember what ops gave for operands of one kind, where that pays.
 
     To remember takes as long as to run the op once more. Of one layer's ops a quarter are like others, and a
     trace without a memory takes a tenth less time, of symbolic aten ops half.
@@ -119,9 +118,11 @@ _einsum_blocks: list[bool] = []
 
 @contextmanager
 def einsums_from_the_left() -> Iterator[None]:
-    """A block in which `torch.einsum` multiplies in the order of its operands. With opt_einsum installed it
-    chooses the order by sizes, which would fix them. torch's setting is the process's, so of several threads'
-    blocks the first one turns it off and the last one back."""
+    """Makes a block in which `torch.einsum` multiplies in the order of its operands.
+
+    With opt_einsum it chooses the order by sizes, which would fix them. torch's setting is the process's, so
+    of several threads' blocks the first one turns it off and the last one back.
+    """
     settings: Any = torch.backends.opt_einsum
     with _einsums:
         _einsum_blocks.append(settings.enabled)
@@ -139,7 +140,7 @@ def einsums_from_the_left() -> Iterator[None]:
 def functional_aten_graph(
     function: Callable[..., tuple], arguments: Sequence[Any], fake_mode: FakeTensorMode
 ) -> torch.fx.GraphModule:
-    """The aten ops of `function` on fakes; what it writes into arguments is copied into them at the end.
+    """Records the aten ops of `function` on fakes; what it writes into arguments is copied into them last.
 
     Autocast of here and of regions inside is resolved into casts; torch's decompositions are not applied.
     """
@@ -157,5 +158,6 @@ def trace_aten(
     """The aten ops that `function` runs on fakes and symbolic ints, gradients and autocast resolved, as a
     graph with fakes in ``meta["val"]``; ops that write are left as they are."""
     # With Python's kernels for ops that consist of others: in torch 2.11 those in C++ fail on symbolic sizes.
-    with fake_mode, enable_python_dispatcher(), torch.no_grad(), einsums_from_the_left():
+    # That dispatcher is on from where its guard is made, so that is made inside of the other modes.
+    with torch.no_grad(), fake_mode, enable_python_dispatcher(), einsums_from_the_left():
         return make_fx(function, decomposition_table=decompositions)(*arguments)  # type: ignore[arg-type]

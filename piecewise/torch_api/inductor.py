@@ -1,4 +1,4 @@
-"""Inductor: its processes, its compile and its cache."""
+"""Starts Inductor, compiles with it and counts what its cache held."""
 
 from __future__ import annotations
 
@@ -24,10 +24,9 @@ _INDUCTOR_PATCHES = {
 
 
 def start_compile_workers(values: Sequence[Any]) -> None:
-    """Starts the processes in which Inductor compiles kernels for a GPU, where one of the values lies on one.
+    """Starts the processes in which Inductor compiles kernels, where one of the values lies on a GPU.
 
-    They take seconds to be ready. The first `compile_aten_graph` would start them too, and compile what it
-    needs before they are ready in this process, one kernel after the other.
+    They take seconds to be ready, and until then the first compile would do all the work in this process.
     """
     devices = [value.device for value in values if isinstance(value, torch.Tensor)]
     on_gpu = [device for device in devices if native_engine(device).has_triton]
@@ -39,10 +38,7 @@ def start_compile_workers(values: Sequence[Any]) -> None:
 
 
 def _hash_installed_code(device: torch.device) -> None:
-    """Makes what all of Inductor's cache keys hold: hashes of torch's and Triton's files.
-
-    Inductor keeps both. They take most of a second, and reading and hashing need no interpreter.
-    """
+    """Hashes torch's and Triton's files for Inductor's cache keys; most of it needs no interpreter."""
     from torch._inductor.codecache import CacheBase, torch_key
 
     with suppress(Exception), torch.cuda.device(device):  # where it fails, it fails where it is needed
@@ -53,11 +49,7 @@ def _hash_installed_code(device: torch.device) -> None:
 def compile_aten_graph(
     graph: torch.fx.GraphModule, arguments: Sequence[Any], fake_mode: FakeTensorMode
 ) -> Callable[..., Sequence[Any]]:
-    """Inductor's function of the graph, which it takes over. Its settings change for the compile alone.
-
-    Raises:
-        Exception: of any kind, where Inductor cannot compile it.
-    """
+    """Compiles the graph, which Inductor takes over, under settings of its own; errors may be of any kind."""
     from torch._inductor.compile_fx import compile_fx
 
     with tracing(TracingContext(fake_mode)), torch.inference_mode(False), torch.no_grad(), without_autocast():
@@ -66,12 +58,12 @@ def compile_aten_graph(
 
 
 def without_autocast() -> Any:
-    """A block in which autocast changes no op."""
+    """Makes a block in which autocast changes no op."""
     return torch._C._DisableAutocast()  # type: ignore[attr-defined]
 
 
 def inductor_cache_counts() -> tuple[int, int]:
-    """How often, in this process, a compile was found on disk, and how often it was not."""
+    """Counts how often, in this process, a compile was found on disk, and how often it was not."""
     from torch._dynamo.utils import counters
 
     # Of the two caches the outer one counts a hit of its own and of the inner one, where torch's own do.
@@ -80,7 +72,7 @@ def inductor_cache_counts() -> tuple[int, int]:
 
 
 def numeric_settings(device: torch.device) -> str:
-    """The settings of here that decide on dtypes and kernels when a function is traced or compiled."""
+    """Describes the settings that decide on dtypes and kernels when a function is traced or compiled."""
     kinds = sorted({"cpu", device.type})
     casts = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds]
     deterministic = torch.are_deterministic_algorithms_enabled()

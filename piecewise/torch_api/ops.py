@@ -1,4 +1,4 @@
-"""The classes of ops, and what sees each op before its kernel does."""
+"""Offers the classes of ops, and the mode that sees each op before its kernel does."""
 
 # ruff: noqa: F401
 

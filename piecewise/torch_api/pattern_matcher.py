@@ -1,8 +1,10 @@
-"""All that the passes use of `torch._inductor.pattern_matcher`, for torch 2.11 to 2.13.
+"""Offers what the passes use of `torch._inductor.pattern_matcher`, for torch 2.11 to 2.13.
 
 Its matcher never lets a match span an op that writes, so segments are rewritten without making them
 functional first: what they write, and who shares memory with whom, stays as the model has it.
 """
+
+# ruff: noqa: F401
 
 from __future__ import annotations
 
@@ -25,19 +27,6 @@ from torch._inductor.pattern_matcher import (
     same_mutation_regions,
 )
 
-__all__ = [
-    "MULTIPLE",
-    "CallFunction",
-    "KeywordArg",
-    "Match",
-    "PatternExpr",
-    "PatternSet",
-    "find_regions",
-    "is_mutation_op",
-    "replace_output",
-    "same_mutation_regions",
-]
-
 Rewrite = Callable[[Match], None]
 _NAMED: dict[Any, frozenset[str]] = {torch.ops.aten._to_copy.default: frozenset({"dtype"})}
 
@@ -49,11 +38,8 @@ class PatternSet:
         self._patterns = PatternMatcherPass(pass_name=name)
 
     def add(self, pattern: Any, check: Callable[[Match], bool], rewrite: Rewrite) -> None:
-        """Registers a pattern.
-
-        Args:
-            check: whether a structural match is one; asked before anything is changed.
-            rewrite: changes the graph; nodes that lose their last user are removed afterwards.
+        """Registers a pattern: `check` says whether a structural match is one, before anything is changed;
+        `rewrite` changes the graph, and nodes that lose their last user are removed afterwards.
         """
 
         def apply(match: Match, **_: Any) -> None:
@@ -66,7 +52,7 @@ class PatternSet:
         register_graph_pattern(pattern, extra_check=is_match, pass_dict=self._patterns)(apply)  # type: ignore[arg-type]
 
     def sweep(self, module: fx.GraphModule) -> int:
-        """One walk over the graph; returns the number of matches."""
+        """Walks over the graph once; returns the number of matches."""
         find_regions(module.graph)
         return self._patterns.apply(module)
 

@@ -1,4 +1,4 @@
-"""Settings of the process and the thread, numbers of dicts, and what else lies in C."""
+"""Compares settings of the process and the thread, versions of dicts, and what else lies in C."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _guards = torch._C._dynamo.guards  # type: ignore[attr-defined]
 
 
 class GlobalState:
-    """Process-wide and thread-wide settings that a trace depends on, as they are under `no_grad` now.
+    """Remembers the settings of process and thread that a trace depends on, as they are under `no_grad` now.
 
-    Autocast, default dtype, tf32, determinism and the number of threads; and the modes that see ops before
-    any kernel does, the default device among them.
+    Autocast, default dtype, tf32, determinism, the number of threads, and modes that see ops before any
+    kernel.
     """
 
     def __init__(self) -> None:
@@ -42,23 +42,21 @@ def _active_modes() -> tuple[Any, ...]:
 
 
 def dispatch_keys(tensor: torch.Tensor) -> str:
-    """Which implementations of an op the tensor chooses."""
+    """Tells which implementations of an op the tensor chooses."""
     return str(torch._C._dispatch_keys(tensor))
 
 
 def num_storage_users(storage: torch.UntypedStorage) -> int:
-    """How many tensors look at a storage, beside the Python object that is passed."""
+    """Counts the tensors that look at a storage, beside the Python object that is passed."""
     return int(torch._C._storage_Use_Count(storage._cdata)) - 1  # type: ignore[attr-defined]
 
 
 def dict_versions(
     dicts: Sequence[dict], objects: Sequence[Any], classes: Sequence[type]
 ) -> Callable[[], bool]:
-    """A function that is true while no dict is written, no object gets another `__dict__`, and each is of its
-    class; one call in C for all of them.
-
-    What is written and put back counts as written, as far as `dict_versions_tell`. Dicts and objects are
-    held.
+    """Makes a function, one call in C, that is true while no dict is written, no object gets another
+    `__dict__`, and each is of its class. What is put back counts as written, as far as `dict_versions_tell`.
+    All are held.
     """
     from torch._dynamo.guards import GuardManagerType
 
@@ -92,7 +90,7 @@ class _Plain:
 
 @functools.cache
 def dict_versions_tell() -> bool:
-    """Whether each write shows in a dict's number.
+    """Whether each write shows in a dict's version.
 
     On Python 3.13.0 one through an attribute does not (https://github.com/python/cpython/issues/125608).
     """

@@ -1,4 +1,4 @@
-"""Tensor subclasses: which ones say what is inside, and the ops below them."""
+"""Tells tensor subclasses apart, and records the ops below them."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def has_own_torch_function(value: Any) -> bool:
 
 
 def below_torch_function() -> Any:
-    """A block in which no `__torch_function__` of a tensor is called."""
+    """Makes a block in which no `__torch_function__` of a tensor is called."""
     return torch._C.DisableTorchFunctionSubclass()
 
 
@@ -54,8 +54,8 @@ def trace_below(
     int_matmul: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
     torch_function: bool,
 ) -> torch.fx.GraphModule:
-    """The aten ops that `function` comes to below the classes of the tensors that it takes and makes; guards
-    on sizes are left in the fake mode.
+    """Records the aten ops that `function` comes to below the tensor classes that it takes and makes; guards
+    on sizes stay in the fake mode.
 
     Args:
         arguments: fakes and symbolic numbers.

@@ -1,4 +1,4 @@
-"""Symbolic sizes: expressions, guards, and where a symbol comes from."""
+"""Reads symbolic sizes: expressions, guards, and where a symbol comes from."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 def shape_env_of(values: Sequence[Any]) -> ShapeEnv | None:
-    """The ShapeEnv behind the first fake tensor among `values`."""
+    """Finds the ShapeEnv behind the first fake tensor among `values`."""
     return getattr(fake_mode_of(values), "shape_env", None)
 
 
 def name_of(source: Any) -> Any:
-    """A source as Python source: a method in some versions of torch, a property in others."""
+    """Writes a source as Python source: a method in some versions of torch, a property in others."""
     name = getattr(source, "name", None)
     return name() if callable(name) else name
 
 
 def expression(value: Any, shape_env: ShapeEnv | None) -> sympy.Expr | None:
-    """The simplified expression behind an int, float or symbolic scalar; None for anything else.
+    """Simplifies the expression behind an int, float or symbolic scalar; None for anything else.
 
     `example_value` keeps the symbol of the time of recording; unification comes later, so always simplify.
     """
@@ -49,7 +49,7 @@ def expression(value: Any, shape_env: ShapeEnv | None) -> sympy.Expr | None:
 
 
 def free_symbols(values: Iterable[Any], shape_env: ShapeEnv | None) -> set[sympy.Symbol]:
-    """The symbols in the simplified expressions of sizes and other numbers."""
+    """Finds the symbols in the simplified expressions of sizes and other numbers."""
     exprs = [expression(value, shape_env) for value in values]
     return {symbol for expr in exprs if expr is not None for symbol in expr.free_symbols}  # type: ignore[misc]
 
@@ -62,8 +62,7 @@ def is_unbacked(expr: sympy.Basic) -> bool:
 def compile_expressions(
     expressions: Sequence[sympy.Basic], symbols: Sequence[sympy.Symbol]
 ) -> Callable[..., tuple]:
-    """One plain Python function of `symbols` that returns the tuple of values; 0.1 µs an expression, not
-    sympy's 40."""
+    """Compiles one plain Python function of `symbols`: 0.1 µs an expression, not sympy's 40."""
     import math
 
     names = {symbol: f"a{position}" for position, symbol in enumerate(symbols)}
@@ -115,7 +114,7 @@ def asked_of_sizes(shape_env: ShapeEnv | None) -> Iterator[set[sympy.Basic]]:
 
 
 def specialisation_places(shape_env: ShapeEnv | None) -> list[str]:
-    """``"file.py", line 42, in forward: code`` of each place where the model fixed a size, if known."""
+    """Lists ``"file.py", line 42, in forward: code`` of each place where the model fixed a size, if known."""
     found = []
     for stack in getattr(shape_env, "specialization_stacks", {}).values():
         theirs = [frame for frame in stack or () if not frame.filename.startswith(_TORCH)]
@@ -126,7 +125,7 @@ def specialisation_places(shape_env: ShapeEnv | None) -> list[str]:
 
 
 def symbol_source(shape_env: ShapeEnv | None, symbol: sympy.Symbol) -> tuple[int, int] | None:
-    """(leaf, dim) of the traced function's argument that defines `symbol`; dim −1 for an int argument."""
+    """Finds (leaf, dim) of the traced function's argument that defines `symbol`; dim −1 for an int."""
     for source in shape_env.var_to_sources.get(symbol, ()) if shape_env is not None else ():
         found = re.fullmatch(r"L\['t(\d+)'\]\.size\(\)\[(\d+)\]|L\['i(\d+)'\]", name_of(source))
         if found:
@@ -136,14 +135,13 @@ def symbol_source(shape_env: ShapeEnv | None, symbol: sympy.Symbol) -> tuple[int
 
 
 def source_of_symbol(shape_env: ShapeEnv | None, symbol: sympy.Basic) -> str | None:
-    """Python source of a value that the symbol stands for."""
+    """Finds Python source of a value that the symbol stands for."""
     sources = shape_env.var_to_sources.get(symbol, ()) if shape_env is not None else ()
     return name_of(sources[0]) if sources else None
 
 
 def symbolic_sizes(shape_env: ShapeEnv | None) -> dict[tuple[int, int], sympy.Expr]:
-    """(leaf, dim) → simplified expression of each size that the trace held as a symbol, whether the graph
-    reads the tensor or not; dim −1 for an int argument."""
+    """Maps (leaf, dim) to the expression of each size that was a symbol, read or not; dim −1 for an int."""
     found: dict[tuple[int, int], sympy.Expr] = {}
     for symbol in list(shape_env.var_to_sources) if shape_env is not None else []:
         source = symbol_source(shape_env, symbol)
@@ -162,12 +160,12 @@ def symbolic_count(fake_mode: FakeTensorMode, name: str, hint: int) -> torch.Sym
 
 
 def size_hint(size: Any) -> int:
-    """A size of a traced tensor for the number that its symbol was taken for."""
+    """Gives the number that a symbolic size was taken for."""
     return int(size.node.hint) if isinstance(size, torch.SymInt) else int(size)  # type: ignore[arg-type]
 
 
 def row_condition(fake_mode: FakeTensorMode, rows: Any) -> Callable[[int], bool]:
-    """Count → whether it may stand for `rows`: all guards of the fake mode's symbols hold, and its range."""
+    """Makes a function: may a count stand for `rows`, under all guards of the symbols and its range?"""
     if isinstance(rows, int):
         return lambda count: count == rows
     symbol, shape_env = rows.node.expr, fake_mode.shape_env

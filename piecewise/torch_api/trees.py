@@ -1,4 +1,4 @@
-"""Containers as trees of leaves, and strides as functions of sizes."""
+"""Offers containers as trees of leaves, and strides as functions of sizes."""
 
 # ruff: noqa: F401
 

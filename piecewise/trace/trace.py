@@ -1,7 +1,7 @@
 """Says what a trace is, whoever makes it: a model and an example call become one flat graph.
 
-`FrontEnd` is what makes one without running the model; `dynamo/front_end.py` asks Dynamo. All rooms after
-this one know a `Trace` alone.
+`FrontEnd` makes one without running the model, as `dynamo/front_end.py` does; later rooms know a `Trace`
+alone.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from runners.state.state_check import StateFacts, StateRef
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ExampleCall:
-    """An example's bound values, taken apart.
+    """Holds an example's bound values, taken apart.
 
     Attributes:
         values: structure of the bound parameter values.
@@ -43,12 +43,7 @@ class ExampleCall:
 
     @classmethod
     def from_call(cls, binder: CallBinder, args: Sequence[Any], kwargs: Mapping[str, Any]) -> ExampleCall:
-        """Binds and flattens a call.
-
-        Raises:
-            TypeError: an argument that forward does not have, as calling it would raise.
-            MissingArguments: an argument that forward needs is not there.
-        """
+        """Binds and flattens a call; raises TypeError or `MissingArguments` where it does not fit."""
         bound = binder.bind(*args, **kwargs)
         absent = binder.absent(bound)
         if absent:
@@ -62,7 +57,7 @@ class ExampleCall:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Placeholder:
-    """What a graph placeholder stands for: an input leaf, state of the model, or a symbol's value."""
+    """Says what a placeholder stands for: an input leaf, state of the model, or a symbol's value."""
 
     node: fx.Node
     kind: str
@@ -72,7 +67,7 @@ class Placeholder:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Trace:
-    """One traced forward.
+    """Holds one traced forward.
 
     Attributes:
         graph: calls of torch functions and methods; each node has its fake in ``meta["example_value"]``.
@@ -80,7 +75,6 @@ class Trace:
         result: structure of the result; `result_leaves` has one entry per leaf index.
         shape_env: where symbols are simplified, None for a graph without any.
         state_facts: what the trace saw of the model's Python state; none where it was not asked for.
-        example: the call that was traced.
         leaves_seen: input tensors that forward looked at, if only at their sizes.
         reads_flags: whether forward may ask if an input is a Parameter or requires grad.
         layers: how many layers were traced, None for a model without any that look alike.
@@ -100,7 +94,7 @@ class Trace:
     wrapped: tuple[WrappedLeaf, ...] = ()
 
     def symbols_of_leaf(self, leaf: int) -> tuple[sympy.Expr, ...]:
-        """The simplified size expressions of an input tensor; empty for one that the graph does not read."""
+        """Simplifies the sizes of an input tensor; empty for one that the graph does not read."""
         for placeholder in self.placeholders:
             fake = placeholder.node.meta["example_value"]
             if placeholder.kind == "input" and placeholder.leaf == leaf and isinstance(fake, torch.Tensor):
@@ -127,9 +121,8 @@ class FrontEnd(Protocol):
             model: the module whose state the trace records.
             forward: the callable to trace; reached from `model` (the module itself, or its own forward).
             static_dims: leaf index → dims that get no symbol; an int argument in here gets none either.
-            finds_facts: whether the trace lists the Python state that it read; one that is only looked at,
-                and never replayed, need not.
+            finds_facts: whether the trace lists the Python state that it read; one that is never replayed
+                need not.
         Raises:
-            TraceError: forward cannot be one graph, has side effects, or returns something that cannot be
-                rebuilt.
+            TraceError: forward cannot be one graph, has side effects, or returns what cannot be rebuilt.
         """

@@ -13,10 +13,10 @@ from torch import nn
 
 import piecewise
 from piecewise import torch_api
+from piecewise.errors.trace import StateNotCompared
 from piecewise.trace.dynamo.guard_kinds import GUARD_KINDS, Rule, rule_of
 from piecewise.trace.dynamo.sources import Scope
 from piecewise.trace.state.state import FactFinder
-from runners.errors import TraceError
 from runners.state.state_check import StateCheck
 
 TORCH = ".".join(torch.__version__.split(".")[:2])
@@ -40,7 +40,7 @@ def test_I10_what_changed_runs_eagerly_until_a_refresh(what, monkeypatch):
     model = new_model(before=lambda model, x: case.read(model, x))
     case.setup(model, monkeypatch)
     if case.since > TORCH:
-        with pytest.raises(TraceError, match="guard_changes.py"):
+        with pytest.raises(StateNotCompared, match="guard_changes.py"):
             graph(model.eval(), buckets=(8,))
         return
     graphed = graph(model.eval(), buckets=(8,))
@@ -65,7 +65,7 @@ def test_the_table_has_each_kind_of_this_torch_and_no_other():
 
 def test_a_kind_that_the_table_lacks_is_a_refusal_that_names_it():
     guard = torch_api.SeenGuard("L['model'].held", "OF_ANOTHER_TORCH", {})
-    with pytest.raises(TraceError, match=r"(?s)model\.held.*OF_ANOTHER_TORCH.*Rule:.*Fix:"):
+    with pytest.raises(StateNotCompared, match=r"(?s)model\.held.*OF_ANOTHER_TORCH.*Rule:.*Fix:"):
         rule_of(guard)
 
 
@@ -104,7 +104,7 @@ ASKED = {
 def test_I10_each_kind_is_compared_by_its_rule(kind):
     rule = GUARD_KINDS[kind].rule
     if rule is Rule.REFUSED:
-        with pytest.raises(TraceError, match=rf"(?s)model\.held.*{kind}.*Rule:.*Fix:"):
+        with pytest.raises(StateNotCompared, match=rf"(?s)model\.held.*{kind}.*Rule:.*Fix:"):
             of_kind(kind, iter([]))
         return
     if rule in (
@@ -149,7 +149,7 @@ def test_I10_what_each_look_up_makes_anew_is_asked_anew():
 def test_I10_an_iterator_that_forward_reads_is_refused(iterator):
     model = new_model(before=lambda model, x: x * next(model.steps))
     model.steps = iterator
-    with pytest.raises(TraceError, match=r"(?s)Rule:.*Fix:"):
+    with pytest.raises(StateNotCompared, match=r"(?s)Rule:.*Fix:"):
         graph(model)
 
 

@@ -22,7 +22,7 @@ from toy_models import (
 )
 
 import piecewise
-from piecewise import TraceError
+from piecewise.errors.trace import OpaqueResult, ResultWithoutSource, StoresState
 from runners.stats import FallbackReason
 
 
@@ -356,7 +356,7 @@ def test_I8_a_result_kept_in_an_attribute_is_refused():
 
     model = returning(keep)
     graphed = piecewise.compile(model, buckets=(8,), progress=False)
-    with pytest.raises(TraceError, match="last"):
+    with pytest.raises(StoresState, match="last"):
         graphed.capture(make_ids(5), torch.arange(5))
     assert not hasattr(model, "last")
 
@@ -367,7 +367,15 @@ def test_I7_an_object_with_state_of_its_own_is_refused():
             self.x = x
 
     graphed = piecewise.compile(returning(lambda x, ids, p, m: Box(x)), buckets=(8,), progress=False)
-    with pytest.raises(TraceError, match="Fix:"):
+    with pytest.raises(OpaqueResult, match="Fix:"):
+        graphed.capture(make_ids(5), torch.arange(5))
+
+
+def test_I7_a_tensor_that_is_no_buffer_is_refused():
+    model = returning(lambda x, ids, p, m: (x, m.held))
+    model.held = torch.ones(3)
+    graphed = piecewise.compile(model, buckets=(8,), progress=False)
+    with pytest.raises(ResultWithoutSource, match="(?s)neither computed.*register it as a buffer"):
         graphed.capture(make_ids(5), torch.arange(5))
 
 

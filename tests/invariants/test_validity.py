@@ -16,6 +16,7 @@ from torch import nn
 from torch.autograd import forward_ad
 
 import piecewise
+from piecewise.errors.trace import CompileIsOff, InputRequiresGrad, MissingArguments
 
 
 def test_I10_positional_and_keyword_calls_are_one():
@@ -617,7 +618,7 @@ def test_I10_state_that_forward_read_is_compared(what, in_place):
 @pytest.mark.parametrize("method", ["capture", "explain"])
 def test_I10_an_example_without_a_needed_argument_names_it(method):
     graphed = graph(new_model(), captured=False)
-    with pytest.raises(piecewise.TraceError, match=r"(?s)without 'ids'.*Rule:.*Fix:"):
+    with pytest.raises(MissingArguments, match=r"(?s)without 'ids'.*Rule:.*Fix:"):
         getattr(graphed, method)()
     with pytest.raises(TypeError, match="no_such"):
         getattr(graph(Linear().eval(), captured=False), method)(no_such=1)
@@ -749,7 +750,7 @@ def test_I10_flags_of_an_input_are_part_of_the_signature_where_forward_asks_for_
             state_models.assert_equal(graphed(tokens(5), a=a), model(tokens(5), a=a))
     assert graphed.stats.replays == (2 if asks == "nothing" else 1)
     if asks != "nothing":
-        with pytest.raises(piecewise.TraceError, match=r"(?s)'a'.*Rule:.*Fix:"):
+        with pytest.raises(InputRequiresGrad, match=r"(?s)'a'.*Rule:.*Fix:"):
             graphed.capture(tokens(7), a=nn.Parameter(torch.ones(HIDDEN)))
 
 
@@ -1028,7 +1029,7 @@ def test_I10_a_stance_that_forbids_compilation_is_a_clear_error_and_runs_nothing
     graphed = graph(model, captured=False)
     state_models.calls.count = 0
     with torch.compiler.set_stance("force_eager"):
-        with pytest.raises(piecewise.TraceError, match=r"(?s)force_eager.*Rule:.*Fix:"):
+        with pytest.raises(CompileIsOff, match=r"(?s)force_eager.*Rule:.*Fix:"):
             graphed.capture(tokens(7))
         assert serve(graphed, tokens(5)) == "not_captured"
     assert state_models.calls.count == 2, "the two calls of serve"

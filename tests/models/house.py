@@ -25,6 +25,7 @@ HALL = {
     "compile": ("piecewise/api.py", "piecewise/settings/config.py"),
     "trace": (
         "piecewise/trace/trace.py",
+        "piecewise/trace/dynamo/front_end.py",
         "piecewise/trace/dynamo/run.py",
         "piecewise/trace/dynamo/result.py",
     ),

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import torch
 
 from boundary_ops.declare.rows import declared_rows, is_shipped, token_dims
+from piecewise import torch_api
 from piecewise.analysis.rows import rules, table
 from piecewise.analysis.rows.counts import KnownSizes, Size
 from piecewise.analysis.rows.layout import (
@@ -24,7 +25,6 @@ from piecewise.analysis.rows.layout import (
 )
 from piecewise.analysis.rows.table import UNBOUNDED, Bounds, Claim, OpOnRows, Rows, bounds_within, is_inexact
 from piecewise.ir.recording import AtenCall, Recording, Ref
-from piecewise.torch_api import SYMBOLIC
 
 __all__ = ["Judge", "Judged", "rules"]
 
@@ -163,7 +163,7 @@ class _Judging:
             return self._at(value.position)
         if isinstance(value, (tuple, list)):
             return [self._resolved(item) for item in value]
-        if not isinstance(value, SYMBOLIC):
+        if not isinstance(value, torch_api.SYMBOLIC):
             return value
         size = self.known.of(value) if isinstance(value, torch.SymInt) else self.known.number(value)
         if size is None and self.in_graph:

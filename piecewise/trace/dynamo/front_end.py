@@ -87,7 +87,7 @@ def _finished(run: DynamoRun, example: ExampleCall, layers: LayerReuse | None, *
 
 
 def _fix_for(model: nn.Module, path: str) -> str | None:
-    """What to do about Python state that the modules of some libraries change."""
+    """Tells what to do about Python state that the modules of some libraries change."""
     owners = [module for name, module in model.named_modules() if f"{path}.".startswith(f"model.{name}.")]
     return _KNOWN_CHANGES.get(type(owners[-1]).__module__.partition(".")[0]) if owners else None
 

@@ -1,23 +1,27 @@
-"""Every kind of guard that Dynamo has, and what compares it on a call.
+"""Lists every kind of guard that Dynamo has, and what compares it on a call.
 
 A replay runs none of Dynamo's guards: one pass over all of them costs as much as the launches that it saves.
-Each of them says what a trace relied on, though, so each kind has a rule here, under which `state.py` turns
-it into something that is compared in a few nanoseconds. A kind that has none, as of a torch that is newer
-than this table, is a refusal of the trace.
+Each says what a trace relied on, so each kind has a rule here, under which `state.py` makes it something that
+is compared in nanoseconds. A kind without a rule, as of a newer torch, is a refusal of the trace.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import enum
+from collections.abc import Sequence
+from typing import Any
+
+import torch
 
 from piecewise import torch_api
 from piecewise.errors.trace import StateNotCompared
-from piecewise.trace.dynamo.sources import readable_path
+from piecewise.trace.dynamo.sources import Scope, owner_and_name, readable_path
+from runners.state.same_value import is_same_value, table_content
 
 
 class Rule(enum.Enum):
-    """What is compared on each call; the text completes "a call compares ..."."""
+    """Says what is compared on each call; the text completes "a call compares ..."."""
 
     VALUE = "the object there: the very one, or an equal plain value"
     CODE = "the function there, and its `__code__`"
@@ -37,12 +41,8 @@ class Rule(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class GuardKind:
-    """One kind.
-
-    Attributes:
-        rule: how it is compared.
-        asks: what Dynamo asks.
-        since, until: the versions of torch that have it, of those that are supported.
+    """Describes a kind of guard: the rule, what Dynamo asks, and the supported versions of torch that have
+    it.
     """
 
     rule: Rule
@@ -51,6 +51,7 @@ class GuardKind:
     until: str = "2.14"
 
 
+_BASES_OF_CONSTANTS = (int, float, str, bytes, complex)
 _FIX_ITERATOR = "keep a list or a tuple instead, or make the iterator inside forward"
 _FIXES = {
     "TUPLE_ITERATOR_LEN": _FIX_ITERATOR,
@@ -114,11 +115,7 @@ GUARD_KINDS = {
 
 
 def rule_of(guard: torch_api.SeenGuard) -> Rule:
-    """How a guard is compared.
-
-    Raises:
-        StateNotCompared: it is of a kind that this version does not know.
-    """
+    """Finds how a guard is compared; raises `StateNotCompared` for a kind that this version does not know."""
     known = GUARD_KINDS.get(guard.kind)
     if known is None:
         raise refusal(guard, fix="ask for a version that knows your torch, or use torch 2.11 to 2.14")
@@ -132,10 +129,104 @@ def is_asked_of(guard: torch_api.SeenGuard) -> bool:
 
 
 def refusal(guard: torch_api.SeenGuard, *, fix: str | None = None) -> StateNotCompared:
-    """Why a trace that relied on this cannot be used."""
+    """Makes the error that says why a trace that relied on this guard cannot be used."""
     known = GUARD_KINDS.get(guard.kind)
     return StateNotCompared(
         path=readable_path(guard.source) or "a setting",
         kind=guard.kind + (f" ({known.asks})" if known else ""),
         fix=fix or _FIXES.get(guard.kind),
     )
+
+
+def looked_at(guard: torch_api.SeenGuard) -> tuple[str, ...]:
+    """Writes what a guard compares as Python source: one expression, or two that are to be one object."""
+    source = owner_and_attribute(guard)[0]
+    return (source, guard.other) if guard.other else (source,)
+
+
+def owner_and_attribute(guard: torch_api.SeenGuard) -> tuple[str, Any]:
+    """Finds where a guard looks, and at which attribute, where it asks for one."""
+    source, attribute = guard.source, guard.arguments.get("attr")
+    if guard.kind == "HASATTR" and attribute is None:  # torch 2.11 names the attribute in the source
+        return owner_and_name(source)
+    return source, attribute
+
+
+def is_same_to(guard: torch_api.SeenGuard, seen: Sequence[Any], found: Sequence[Any]) -> bool:
+    """Whether a guard that held for `seen` holds for `found`: values of what it looks at."""
+    if guard.other:
+        return found[0] is found[1]
+    known = GUARD_KINDS.get(guard.kind)
+    if known is None or known.rule is Rule.REFUSED:
+        return False
+    if known.rule is Rule.METADATA:
+        try:  # by equality: the weight of each layer has objects of its own
+            return bool(seen[0].__tensor_flatten__() == found[0].__tensor_flatten__())
+        except Exception:  # a tensor in there has no one answer
+            return False
+    return is_same_value(answer_of(guard, found[0]), answer_of(guard, seen[0]))
+
+
+def answer_of(guard: torch_api.SeenGuard, value: Any) -> Any:
+    """Answers what the guard asks of `value`, for `is_same_value` to compare."""
+    rule = GUARD_KINDS[guard.kind].rule
+    if rule is Rule.TENSOR:
+        return _kind_for_layers(value) if isinstance(value, torch.Tensor) else None
+    if guard.kind == "CONSTANT_SUBCLASS_MATCH":
+        base = next((base for base in _BASES_OF_CONSTANTS if isinstance(value, base)), None)
+        return (type(value), value if base is None else base(value))
+    if rule is Rule.TYPE:
+        return type(value)
+    if rule is Rule.CONTENT:
+        return type(value), table_content(value)
+    if rule is Rule.MEMBER:
+        return guard.arguments["key"] in value
+    if guard.kind == "HASATTR":
+        return hasattr(value, owner_and_attribute(guard)[1])
+    if rule is Rule.ATTRIBUTE:
+        return owner_and_attribute(guard)[1] in value.__dict__
+    if rule is Rule.METADATA:
+        return type(value), tuple(metadata_of(value).items())
+    if rule is Rule.OPAQUE:
+        return value, torch_api.opaque_answer(value)
+    # A container as what it holds now.
+    if isinstance(value, (list, set)):
+        return type(value), (tuple if isinstance(value, list) else frozenset)(value)
+    return (type(value), tuple(value.items())) if isinstance(value, dict) else value
+
+
+def metadata_of(tensor: Any) -> dict[str, Any]:
+    """Reads the attributes of a tensor subclass that are no tensors, without Dynamo's own marks."""
+    return {
+        key: item
+        for key, item in vars(tensor).items()
+        if not isinstance(item, torch.Tensor) and not key.startswith("_dynamo")
+    }
+
+
+def _kind_for_layers(tensor: torch.Tensor) -> Any:
+    return (
+        type(tensor), tensor.dtype, tensor.device, tensor.layout, tensor.shape, tensor.stride(),
+        tensor.requires_grad, tensor.is_conj(), tensor.is_neg(), tensor.is_inference(),
+        torch_api.dispatch_keys(tensor),
+    )  # fmt: skip
+
+
+class Lookup:
+    """Asks a guard anew on each call, at its source: what is found there is made by each look-up."""
+
+    def __init__(self, guard: torch_api.SeenGuard, scope: Scope) -> None:
+        self._guard = guard
+        self._read = scope.reader(looked_at(guard))
+        self._seen = self._answer()
+
+    def _answer(self) -> Any:
+        values = self._read()
+        return values[0] is values[1] if self._guard.other else answer_of(self._guard, *values)
+
+    def holds(self, _: None) -> bool:
+        """Whether the answer is what it was; a question of `StateFacts`, which has an argument."""
+        return is_same_value(self._answer(), self._seen)
+
+    def __repr__(self) -> str:
+        return "the value read"

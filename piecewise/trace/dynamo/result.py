@@ -1,7 +1,6 @@
 """Finds what the placeholders of a Dynamo run stand for, and how its result is put together.
 
-A dummy that does not turn up in the result was stored somewhere by forward: a side effect that a replay would
-drop, so it is refused.
+A dummy that is not in the result was stored by forward: a side effect that a replay would drop.
 """
 
 from __future__ import annotations
@@ -31,11 +30,7 @@ from runners.state.state_check import StateRef
 
 
 def placeholders_of(run: DynamoRun, scope: Scope) -> tuple[Placeholder, ...]:
-    """What each placeholder stands for.
-
-    Raises:
-        NumpyValue, TensorWithoutPath: a tensor that cannot be found again from the model.
-    """
+    """Finds what each placeholder stands for; raises where a tensor cannot be found again from the model."""
     pairs = zip(run.placeholders(), run.arguments, strict=True)
     return tuple(_placeholder(run, node, argument, scope) for node, argument in pairs)
 
@@ -64,7 +59,7 @@ def _brief_value(source: str, scope: Scope) -> str:
 
 
 def _state_at(source: str, argument: torch.Tensor, scope: Scope) -> StateRef | None:
-    """The place of a tensor that Dynamo found at a source; None where it is not found there again."""
+    """Finds the place of a tensor that Dynamo found at a source; None where it is not found there again."""
     array = array_source(source)
     if array is None:
         state = resolve(source, scope)
@@ -77,11 +72,8 @@ def _state_at(source: str, argument: torch.Tensor, scope: Scope) -> StateRef | N
 def result_of(
     run: DynamoRun, placeholders: Sequence[Placeholder]
 ) -> tuple[Structure, tuple[ResultLeaf, ...], tuple[WrappedLeaf, ...]]:
-    """How the result is put together, where each of its leaves comes from, and which ones get another class.
-
-    Raises:
-        OpaqueResult, ResultWithoutSource: it cannot be put together again.
-        StoresState: forward kept some of it elsewhere.
+    """Finds how the result is built, where its leaves come from, and which of them get another class; raises
+    where it cannot be rebuilt, or forward kept some of it elsewhere.
     """
     by_id = {id(dummy): index for index, dummy in enumerate(run.dummies)}
     numbers = {FIRST_DUMMY + index: index for index in range(len(run.dummies))}
@@ -129,7 +121,7 @@ def _refuse_opaque(node: Structure, given: Sequence[Any]) -> None:
 
 
 def _dummy_of(leaf: Any, dummies: Sequence[Any]) -> int | None:
-    """Which dummy a tensor is that Dynamo has given a class with `as_subclass`."""
+    """Finds which dummy a tensor is that Dynamo has given a class with `as_subclass`."""
     if not isinstance(leaf, torch.Tensor) or type(leaf) in (torch.Tensor, torch.nn.Parameter):
         return None
     plain = leaf.as_subclass(torch.Tensor)
@@ -142,7 +134,7 @@ def _with_class(cls: type, given: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _state_of(run: DynamoRun, leaf: torch.Tensor, placeholders: Sequence[Placeholder]) -> StateRef | None:
-    """The place of a tensor of the model's that forward returns as it is."""
+    """Finds the place of a tensor of the model's that forward returns as it is."""
     for placeholder, argument in zip(placeholders, run.arguments, strict=True):
         if leaf is argument:
             return placeholder.state

@@ -38,22 +38,19 @@ _MAX_DETAIL = 400
 
 @dataclasses.dataclass(eq=False)
 class DynamoRun:
-    """What one run saw; it is the backend, too: it keeps the graph, and answers the one call with dummies.
+    """Keeps what one run saw; as its backend, it takes the graph and answers the one call with dummies.
 
     Attributes:
-        forward: what is traced; reached from `model`.
-        leaves: the inputs' twins.
         own_name: another name that sources may have for the model than L['model'].
-        graph: the Dynamo-level graph; placeholders carry fakes in ``meta["example_value"]``.
-        arguments: what Dynamo passed for each placeholder: the tensors of the model, twins of the inputs.
+        graph: the graph as Dynamo has it; each node has its fake in ``meta["example_value"]``.
+        arguments: what Dynamo passed for each placeholder: tensors of the model, and `leaves`, the inputs'
+            twins.
         sources: placeholder's name → Python source of what it stands for, in terms of L and G.
         guards: all that the run looked at; what it read without one is a guard of kind `UNGUARDED`.
-        code: of each function that it went through.
         marks_tensors: whether forward sets a Python attribute of a tensor.
-        written: objects, older than the run, that forward writes to, for a while or for good; None for one
-            that is not found.
+        written: objects, older than the run, that forward writes to; None for one that is not found.
         stores: sources of what forward sets, and of containers whose items it sets.
-        dummies: one per graph output; `result`: what forward returned of them.
+        dummies: one per graph output; `result` is what forward returned of them.
         changes: paths of Python state that forward left changed; it was put back.
         bound_again: outputs that are tensors of the model itself, which forward put where they were.
     """
@@ -107,7 +104,7 @@ class DynamoRun:
         return answer
 
     def as_read(self, source: str) -> str:
-        """A source with the model under its one name."""
+        """Writes a source with the model under its one name."""
         if not self.own_name:
             return source
         # The bound forward itself has defaults and a closure.
@@ -115,7 +112,7 @@ class DynamoRun:
         return source.replace(self.own_name, "L['model']").replace(forward, "L['model'].forward")
 
     def scope(self) -> Scope:
-        """Where sources are looked up."""
+        """Makes the scope in which sources are looked up."""
         names = self.function.__globals__
         known = {"L['model'].forward": self.forward} if self.own_name else {}
         return Scope({"model": self.model}, names, known)
@@ -135,7 +132,7 @@ class DynamoRun:
         return False
 
     def names_in_sources(self) -> dict[str, Any]:
-        """What sources name as G, of that which is there."""
+        """Finds what sources name as G, of that which is there."""
         sources = itertools.chain(*((guard.source, guard.other) for guard in self.guards))
         names = {found[1] for source in sources for found in re.finditer(r"\bG\['([^']+)'\]", source)}
         return {name: value for name, value in self.function.__globals__.items() if name in names}
@@ -173,13 +170,11 @@ def run_dynamo(
     repeats: bool,
     namespace: Namespace | None = None,
 ) -> DynamoRun:
-    """Runs Dynamo over `forward(model's call)`; arguments are those of `trace`.
+    """Runs Dynamo over `forward(model's call)`; arguments are those of `FrontEnd`.
 
     Args:
         repeats: whether forward goes through many layers that look alike.
         namespace: where the generated function looks up names; runs that share it share the names of G.
-    Raises:
-        NotOneGraph, NoOps, InputNotPlain, and those of `refuse_class`.
     """
     leaves = _prepare_leaves(example, static_dims)
     function = _traced_function(example, forward, namespace or Namespace())
@@ -217,7 +212,7 @@ def run_dynamo(
     scope = run.scope()
 
     def leads(guard: torch_api.SeenGuard) -> bool:
-        """Dynamo looks at some sources for a moment, and nothing is there now."""
+        """Drops what Dynamo looked at for a moment: nothing is there now."""
         return guard.kind != guard.UNGUARDED or bool(scope.steps_to(guard.source))
 
     run.guards = list(filter(leads, run.guards))
@@ -225,30 +220,23 @@ def run_dynamo(
 
 
 def _prepare_leaves(example: ExampleCall, static_dims: Mapping[int, Sequence[int]]) -> list[Any]:
-    """Detached twins of the tensors, one for a tensor passed twice, dims marked; the caller's objects are
-    never marked."""
-    prepared: list[Any] = []
+    """Detaches the tensors, one twin for one passed twice, and marks dims; the caller's are never marked."""
     twins: dict[int, torch.Tensor] = {}
     for index, leaf in enumerate(example.leaves):
-        if not isinstance(leaf, torch.Tensor):
-            prepared.append(leaf)
-            continue
         if not is_plain_leaf(leaf):
             kind = f"a {type(leaf).__name__} of layout {leaf.layout}"
             raise InputNotPlain(name=example.names[index], kind=kind)
-        if id(leaf) not in twins:
+        if isinstance(leaf, torch.Tensor) and id(leaf) not in twins:
             with torch.inference_mode(False), torch.no_grad():
                 twins[id(leaf)] = _normal_twin(leaf) if leaf.is_inference() else leaf.detach()
-        twin = twins[id(leaf)]
-        for dim, size in enumerate(twin.shape):
+        for dim, size in enumerate(twins[id(leaf)].shape) if isinstance(leaf, torch.Tensor) else ():
             if size > 1 and dim not in static_dims.get(index, ()):
-                torch_api.mark_dynamic(twin, dim)
-        prepared.append(twin)
-    return prepared
+                torch_api.mark_dynamic(twins[id(leaf)], dim)
+    return [twins.get(id(leaf), leaf) for leaf in example.leaves]
 
 
 def _normal_twin(leaf: torch.Tensor) -> torch.Tensor:
-    """A tensor that is none of inference mode, in the same memory, so that the trace sees who shares it."""
+    """Makes a tensor outside of inference mode in the same memory, so that the trace sees who shares it."""
     if leaf.is_conj() or leaf.is_neg():
         return leaf.clone()
     twin = torch.empty(0, dtype=leaf.dtype, device=leaf.device)
@@ -256,7 +244,7 @@ def _normal_twin(leaf: torch.Tensor) -> torch.Tensor:
 
 
 def _traced_function(example: ExampleCall, forward: Any, namespace: Namespace) -> Any:
-    """A function with its own code object that makes the example's call from flat leaves."""
+    """Generates a function with its own code object that makes the example's call from flat leaves."""
     names = [f"t{i}" if isinstance(leaf, torch.Tensor) else f"i{i}" for i, leaf in enumerate(example.leaves)]
     arguments = example.binder.call_source(example.values, names, namespace)
     callee = "model" if isinstance(forward, nn.Module) else namespace.name(forward, "forward")
@@ -270,7 +258,7 @@ def _traced_function(example: ExampleCall, forward: Any, namespace: Namespace) -
 
 
 def _name_of_self(function: Any, forward: Any, model: nn.Module) -> str | None:
-    """How sources name the model where its bound forward is traced, and not the model itself."""
+    """Finds how sources name the model where its bound forward is traced, and not the model itself."""
     if getattr(forward, "__self__", None) is not model:
         return None
     name = next(name for name, value in function.__globals__.items() if value is forward)
@@ -304,5 +292,5 @@ def _translated(error: Exception, held: Iterable[tuple[str, torch.Tensor]]) -> N
 
 
 def _after(word: str, lines: Iterable[str]) -> str:
-    """The text of the first line that begins with `word`."""
+    """Finds the text of the first line that begins with `word`."""
     return next((text for line in lines if line.startswith(word) and (text := line[len(word) :].strip())), "")

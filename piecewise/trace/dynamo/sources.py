@@ -1,8 +1,8 @@
 """Looks up Dynamo's sources: Python expressions, in the names L and G, for where a trace read something.
 
-``L['model']._modules['layers']._modules['0'].eps`` gives, step by step, an owner (a dict or an object) and a
-key, so the value of now is one look-up away and needs no `nn.Module.__getattr__`. The steps before the last
-one must lead where they led, too: a config object that is replaced as a whole leaves the old one as it was.
+``L['model']._modules['layers']._modules['0'].eps`` gives, step by step, an owner and a key, so the value of
+now is one look-up away and needs no `nn.Module.__getattr__`. The steps before the last one must lead where
+they led, too: a config object that is replaced as a whole leaves the old one as it was.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def readable_path(source: str) -> str:
 def source_reader(
     sources: Iterable[str], global_names: Mapping[str, Any]
 ) -> Callable[[Mapping[str, Any]], tuple[Any, ...]]:
-    """One function of L that gives the values at some sources, in one expression."""
+    """Compiles some sources into one function of L that gives their values."""
     text = f"lambda L: ({''.join(f'{source}, ' for source in sources)})"
     read: Callable[[Mapping[str, Any]], tuple[Any, ...]]
     read = eval(text, {**torch_api.names_in_sources(), "G": global_names})  # Dynamo's own source text
@@ -48,14 +48,24 @@ def source_reader(
 
 
 def owner_and_name(source: str) -> tuple[str, str]:
-    """The source of an attribute's owner, and the name: of ``owner.name`` or ``getattr(owner, 'name')``."""
-    _, owner, name = _taken_apart(ast.parse(source, mode="eval").body)
-    return _text_of(owner), name
+    """Splits ``owner.name`` or ``getattr(owner, 'name')`` into the source of the owner, and the name."""
+    _, owner, name = _taken_apart(_parsed(source))
+    return owner.text, name
+
+
+def _parsed(source: str) -> Any:
+    """Parses a source; each node gets its own `text`, since `ast.unparse` takes seconds in all."""
+    root: Any = ast.parse(source, mode="eval").body
+    encoded = source.encode()
+    for node in ast.walk(root):
+        if isinstance(node, ast.expr):
+            node.text = encoded[node.col_offset : node.end_col_offset].decode()  # type: ignore[attr-defined]
+    return root
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Step:
-    """One step of the way to what a guard looks at, and what makes it lead there.
+    """Describes one step of the way to what a guard looks at, and what makes it lead there.
 
     Attributes:
         value: what was there.
@@ -71,12 +81,7 @@ class Step:
 
 
 class Scope:
-    """Evaluates sources step by step, in the names that they are written in.
-
-    Args:
-        local_names, global_names: L and G.
-        known: source → what it stands for, whatever a look-up would give.
-    """
+    """Evaluates sources step by step, in the names L and G; `known` maps sources to what they stand for."""
 
     def __init__(
         self,
@@ -90,53 +95,41 @@ class Scope:
         self._class_tables: dict[type, Any] = {}
 
     def find(self, source: str) -> Step:
-        """The last step of a source.
-
-        Raises:
-            KeyError, AttributeError and the like: there is nothing there.
-        """
-        return self._find(ast.parse(source, mode="eval").body)
+        """Looks up the last step of a source; raises KeyError, AttributeError and the like."""
+        return self._find(_parsed(source))
 
     def steps(self, source: str) -> list[Step]:
-        """What `find` gives for each step of the path, the whole one first.
-
-        Raises:
-            KeyError, AttributeError and the like: there is nothing there.
-        """
-        if source not in self._steps:
-            self._steps[source] = self._steps_of(ast.parse(source, mode="eval").body)
-        return self._steps[source]
+        """Looks up each step of a source, the whole one first; raises as `find`."""
+        return self._steps[source] if source in self._steps else self._steps_of(_parsed(source))
 
     def steps_to(self, source: str) -> list[Step]:
-        """What `steps` gives; nothing where there is nothing, or no Python, or a property raises."""
+        """Looks up likewise; nothing where there is nothing, or no Python, or a property raises."""
         try:
             return self.steps(source)
         except Exception:
             return []
 
     def reader(self, sources: Sequence[str]) -> Callable[[], tuple[Any, ...]]:
-        """What gives the values at some sources now."""
+        """Makes a function that gives the values at some sources now."""
         read = source_reader(sources, self._names["G"])
         local_names = self._names["L"]  # alone, as the steps hold the tensors of now
         return lambda: read(local_names)
 
     def class_table(self, cls: type) -> Mapping[str, Any]:
-        """A live view of what a class itself has, one for each class."""
+        """Makes a live view of what a class itself has, one for each class."""
         return self._class_tables.setdefault(cls, MappingProxyType(vars(cls)))
 
     def _steps_of(self, node: Any) -> list[Step]:
-        text = _text_of(node)
-        if text not in self._steps:
+        if node.text not in self._steps:
             owner = _taken_apart(node)[1]
-            rest = self._steps_of(owner) if owner is not None and _text_of(owner) not in self._names else []
-            self._steps[text] = [self._find(node, text), *rest]
-        return self._steps[text]
+            rest = self._steps_of(owner) if owner is not None and owner.text not in self._names else []
+            self._steps[node.text] = [self._find(node), *rest]
+        return self._steps[node.text]
 
-    def _find(self, node: Any, text: str = "") -> Step:
-        text = text or _text_of(node)
-        if text not in self._known:
-            self._known[text] = self._look_up(node, text)
-        return self._known[text]
+    def _find(self, node: Any) -> Step:
+        if node.text not in self._known:
+            self._known[node.text] = self._look_up(node, node.text)
+        return self._known[node.text]
 
     def _key(self, node: Any) -> Any:
         try:
@@ -150,7 +143,7 @@ class Scope:
         kind, owner_node, key = _taken_apart(node)
         if kind == "other":  # Dynamo's own source text
             return Step(eval(text, {**torch_api.names_in_sources(), **self._names}), is_fresh=True)
-        owner_text = _text_of(owner_node)
+        owner_text = owner_node.text
         holder = self._find(owner_node)
         owner, path = holder.value, readable_path(owner_text)
         if kind == "item":
@@ -173,15 +166,14 @@ class Scope:
         return found
 
     def _hidden_by(self, table_node: Any, name: Any) -> Iterator[Any]:
-        """For an item of a class's own table, the classes that come before it, and for a module's parameters
-        and the like its attributes: theirs would hide it."""
+        """Finds what would hide an item: classes before the table's own, attributes before parameters."""
         _, base_node, table = _taken_apart(table_node)
         if base_node is None:
             return
         base = self._find(base_node).value
         if table in _MODULE_TABLES and isinstance(base, nn.Module):
-            yield "answer", operator.contains, vars(base), name, readable_path(_text_of(base_node))
-        found = re.fullmatch(r"(.*)\.__mro__\[(\d+)\]", _text_of(base_node))
+            yield "answer", operator.contains, vars(base), name, readable_path(base_node.text)
+        found = re.fullmatch(r"(.*)\.__mro__\[(\d+)\]", base_node.text)
         if found is not None and isinstance(base, type):
             for cls in self.find(found[1]).value.__mro__[: int(found[2])]:
                 yield "answer", operator.contains, self.class_table(cls), name, cls.__name__
@@ -223,7 +215,7 @@ def _attribute(owner: Any, name: str, path: str, owner_path: str) -> Step:
 
 
 def _taken_apart(node: Any) -> tuple[str, Any, Any]:
-    """What kind of step a node is, of what, and by which key (a node) or attribute."""
+    """Takes a node apart: the kind of step, of what, and by which key (a node) or attribute."""
     if isinstance(node, ast.Attribute):
         return "attribute", node.value, node.attr
     if isinstance(node, ast.Subscript):
@@ -231,7 +223,9 @@ def _taken_apart(node: Any) -> tuple[str, Any, Any]:
         return ("other", node.value, None) if is_slice else ("item", node.value, node.slice)
     if not isinstance(node, ast.Call) or not node.args:
         return "other", None, None
-    name, owner, *rest = _text_of(node.func), *node.args
+    call: Any = node
+    name, rest = call.func.text, call.args[1:]
+    owner: Any = call.args[0]
     if name in _ITEMS and len(rest) == 1:
         return "item", owner, rest[0]
     if name in _ATTRIBUTES and len(rest) == 1 and isinstance(rest[0], ast.Constant):
@@ -240,33 +234,15 @@ def _taken_apart(node: Any) -> tuple[str, Any, Any]:
         return "type", owner, None
     if name == "dict" and isinstance(owner, ast.Attribute) and owner.attr == "__dict__":
         return "attribute", owner.value, "__dict__"
-    if name == "list" and isinstance(owner, ast.Call) and _text_of(owner.func) == "dict.keys":
+    if name == "list" and isinstance(owner, ast.Call) and ast.unparse(owner.func) == "dict.keys":
         return "members", owner.args[0], None
     if name == "list":
         return "members", owner, None
     return "other", owner, None
 
 
-def _text_of(node: Any) -> str:
-    """What `ast.unparse` gives, which takes seconds for the paths of a deep model."""
-    if isinstance(node, ast.Name):
-        return node.id
-    if isinstance(node, ast.Constant) and type(node.value) in (str, int):
-        return repr(node.value)
-    if isinstance(node, ast.Call) and not node.keywords:
-        return f"{_text_of(node.func)}({', '.join(map(_text_of, node.args))})"
-    value = getattr(node, "value", None)
-    if isinstance(value, (ast.Name, ast.Attribute, ast.Subscript, ast.Call)):
-        if isinstance(node, ast.Attribute):
-            return f"{_text_of(value)}.{node.attr}"
-        key = node.slice if isinstance(node, ast.Subscript) else None
-        if isinstance(key, ast.Constant) and type(key.value) in (str, int):
-            return f"{_text_of(value)}[{key.value!r}]"
-    return ast.unparse(node)
-
-
 def resolve(source: str, scope: Scope) -> StateRef | None:
-    """The (owner, key) behind a source; None where the path does not end in an attribute, key or index."""
+    """Finds the (owner, key) behind a source; None where it ends in no attribute, key or index."""
     try:
         return scope.find(source).place
     except Exception:  # of nothing there, or of the user's

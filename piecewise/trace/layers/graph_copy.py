@@ -27,14 +27,12 @@ def copy_calls(
     fake_mode: Any,
     meta_of: Callable[[fx.Node], dict[str, Any]],
 ) -> dict[fx.Node, Any]:
-    """Copies the calls of `graph` in front of `place`.
+    """Copies the calls of `graph` in front of `place`; returns the fake of each of its nodes in the copy.
 
     Args:
         values: placeholder → what stands for it; the copies are added.
         like: the fakes of a copy that was given arguments alike; None runs each node.
         meta_of: the copy's ``meta``, but for its fake.
-    Returns:
-        Node of `graph` → its fake in the copy.
     """
     fakes = _Fakes(values, like, fake_mode)
     with place.graph.inserting_before(place):
@@ -47,7 +45,7 @@ def copy_calls(
 
 
 class _Fakes:
-    """The fakes of one copy, made one after the other."""
+    """Makes the fakes of one copy, one after the other."""
 
     def __init__(
         self, arguments: Mapping[fx.Node, Any], like: Mapping[fx.Node, Any] | None, fake_mode: Any

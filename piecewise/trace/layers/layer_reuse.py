@@ -7,7 +7,7 @@ place; where anything is out of the ordinary, all is traced at once.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -42,12 +42,8 @@ from runners.errors import one_line
 
 
 def run_in_layers(model: nn.Module, run: Callable[..., DynamoRun]) -> tuple[DynamoRun, LayerReuse | None]:
-    """A run over the model that goes through one layer of each kind, or through all where it has to.
-
-    Args:
-        run: runs Dynamo over the example call; takes `repeats` and a `namespace`.
-    Raises:
-        TraceError: as `run`.
+    """Runs Dynamo over one layer of each kind and the rest of the model, or over all where it has to; `run`
+    takes `repeats` and a `namespace`.
     """
     with one_at_a_time:
         layers = repeated_layers(model)
@@ -196,11 +192,18 @@ class _Inliner:
     ) -> dict[fx.Node, Any]:
         """Copies the calls of a layer's graph in front of `place`; returns node → copy."""
         states = served.states_of(layer)
-        values = {
-            each.node: self._argument(served, each, layer, call, states)
-            for each in served.placeholders
-            if each.node.users
-        }
+
+        def argument(each: Placeholder) -> Any:
+            if each.kind == "input":
+                return call.nodes[served.numbers[each.leaf]]
+            if each.kind == "symbol":
+                number, dim = served.size_of(each)
+                return self._size(call.nodes[number], dim)
+            return self._state(
+                states[each.node], moved(str(served.run.sources[each.node.name]), layer.source)
+            )
+
+        values = {each.node: argument(each) for each in served.placeholders if each.node.users}
         outer = dict(place.meta.get("nn_module_stack") or {})
         stacks: dict[tuple[str, ...], dict[str, Any]] = {}
 
@@ -223,30 +226,17 @@ class _Inliner:
             self.fakes.append((served, key, fakes))
         return values
 
-    def _argument(
-        self,
-        served: LayerRun,
-        placeholder: Placeholder,
-        layer: RepeatedLayer,
-        call: LayerCall,
-        states: Mapping[fx.Node, Any],
-    ) -> Any:
-        if placeholder.kind == "input":
-            return call.nodes[served.numbers[placeholder.leaf]]
-        if placeholder.kind == "symbol":
-            number, dim = served.size_of(placeholder)
-            return self._size(call.nodes[number], dim)
-        tensor = states[placeholder.node]
+    def _state(self, tensor: Any, source: str) -> fx.Node:
+        """Finds the placeholder of a layer's tensor, or adds one."""
         if not isinstance(tensor, torch.Tensor) or torch_api.has_dynamic_dims(tensor):
             raise NotReused("the state of a layer is no tensor of a fixed size")
         if id(tensor) not in self.held:
-            source = moved(str(served.run.sources[placeholder.node.name]), layer.source)
             node = self.held[id(tensor)] = self._placed(re.sub(r"\W+", "_", source), source, tensor)
             node.meta["example_value"] = torch_api.static_fake(self.fake_mode, tensor)
         return self.held[id(tensor)]
 
     def _size(self, node: fx.Node, dim: int) -> Any:
-        """The size of a tensor for an op: a number, or the node that makes it."""
+        """Finds the size of a tensor for an op: a number, or the node that makes it."""
         size = node.meta["example_value"].shape[dim]
         expr = torch_api.expression(size, self.shape_env)
         if expr is None or expr.is_Integer:
@@ -265,7 +255,7 @@ class _Inliner:
         return self.sizes[expr]
 
     def _placed(self, name: str, source: str, argument: Any) -> fx.Node:
-        """A new placeholder behind the others, and what stands for it."""
+        """Adds a placeholder behind the others, and what stands for it."""
         with self.graph.inserting_after(self.whole.placeholders()[-1]):
             node = self.graph.placeholder(name)
         self.whole.sources[node.name] = source

@@ -21,8 +21,7 @@ from piecewise.calls.binder import CallBinder, FormBinder
 from piecewise.calls.form import is_wrapped
 from piecewise.calls.structure import PLAIN, Namespace
 from piecewise.ir.tensors import tensors_in
-from piecewise.trace.dynamo.guard_answers import is_same_to, looked_at
-from piecewise.trace.dynamo.guard_kinds import is_asked_of
+from piecewise.trace.dynamo.guard_kinds import is_asked_of, is_same_to, looked_at
 from piecewise.trace.dynamo.result import placeholders_of, result_of
 from piecewise.trace.dynamo.run import DynamoRun, run_dynamo
 from piecewise.trace.dynamo.sources import readable_path, source_reader
@@ -37,7 +36,7 @@ _FORWARD = ("L['model'].forward", "L['model'].forward.__func__")
 
 
 class NotReused(Exception):
-    """All is to be traced at once; the text says why."""
+    """Says why all is to be traced at once."""
 
 
 def geometry(fake: torch.Tensor, shape_env: Any) -> tuple[Any, ...]:
@@ -47,12 +46,9 @@ def geometry(fake: torch.Tensor, shape_env: Any) -> tuple[Any, ...]:
 
 
 class LayerCall:
-    """A layer's arguments as the outer graph passes them.
+    """Describes a layer's arguments as the outer graph passes them, and builds examples of them.
 
-    Attributes:
-        nodes: the tensors among them, each once, by number.
-    Raises:
-        NotReused: one of them is neither a tensor, a plain value nor a tuple of such.
+    Each is a tensor, a plain value or a tuple of such; `nodes` are the tensors, each once, by number.
     """
 
     def __init__(self, args: Sequence[Any], kwargs: dict[str, Any], shape_env: Any) -> None:
@@ -77,16 +73,16 @@ class LayerCall:
         return number
 
     def key(self) -> Any:
-        """Equal for calls of which one trace may serve both, as far as is known of the sizes now."""
+        """Makes a key, equal for calls that one trace may serve, as far as is known of the sizes now."""
         tensors = [(fake.dtype, fake.device, *geometry(fake, self._shape_env)) for fake in self.fakes()]
         return self._constants, tensors
 
     def fakes(self) -> list[Any]:
-        """The tensors, by number."""
+        """Lists the tensors, by number."""
         return [node.meta["example_value"] for node in self.nodes]
 
     def example(self, binder: CallBinder) -> tuple[ExampleCall, dict[int, tuple[int, ...]], dict[int, int]]:
-        """The call on placeholder tensors, which dims get no symbol, and leaf → number of the tensor."""
+        """Makes the call on placeholder tensors, dims that get no symbol, and leaf → number of the tensor."""
         made = {id(fake): _empty_like(fake) for fake in self.fakes()}
         args, kwargs = fx.node.map_arg(
             (self._args, self._kwargs), lambda node: made[id(node.meta["example_value"])]
@@ -109,10 +105,9 @@ def _empty_like(fake: torch.Tensor) -> torch.Tensor:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LayerRun:
-    """A run over one layer, and what its graph takes and gives.
+    """Keeps a run over one layer, and what its graph takes and gives.
 
     Attributes:
-        layer, call: what was run, with which arguments.
         placeholders: those of the graph; a state is named as if the layer were the model.
         output: which of the graph's outputs the layer returns.
         numbers: leaf index → number of the argument that it is.
@@ -132,12 +127,7 @@ class LayerRun:
 
     @classmethod
     def over(cls, layer: RepeatedLayer, call: LayerCall, *, namespace: Namespace) -> LayerRun:
-        """Runs Dynamo over a layer.
-
-        Raises:
-            NotReused: its graph could not be copied, or says too little.
-            TraceError: it is not one graph.
-        """
+        """Runs Dynamo over a layer; raises `NotReused` where its graph is not copied, or says too little."""
         forward = layer.module.forward
         binder = FormBinder(forward) if is_wrapped(forward) else CallBinder(forward, fills_defaults=False)
         example, static, numbers = call.example(binder)
@@ -170,27 +160,18 @@ class LayerRun:
         return cls(layer, call, run, placeholders, leaves[0].index, numbers, own_guards, shared, read)
 
     def read_in(self, layer: RepeatedLayer) -> tuple[tuple[Any, ...], ...]:
-        """What the run read, in `layer`: the states, then for each own guard what it looks at."""
+        """Reads what the run read, in `layer`: the states, then for each own guard what it looks at."""
         return self.read({"model": layer.module})
 
     def check_reads(self, written: Sequence[Any]) -> None:
-        """Checks that the layer reads nothing which the rest writes before the call: alone it saw the old
-        state.
-
-        Raises:
-            NotReused: it does.
-        """
+        """Checks that the layer reads nothing which the rest writes before: alone it saw the old state."""
         ids, scope = set(map(id, written)), self.run.scope()
         for guard in (*self.own_guards, *self.shared_guards) if ids else ():
             if any(id(step.value) in ids for step in scope.steps_to(looked_at(guard)[0])):
                 raise NotReused(f"a layer reads {readable_path(guard.source)}, which forward writes")
 
     def evaluate_conditions(self, shape_env: Any) -> None:
-        """Makes what the run assumed of sizes conditions of the graph around it.
-
-        Raises:
-            NotReused: it is not about sizes, or does not hold there.
-        """
+        """Makes what the run assumed of sizes conditions of the graph around it."""
         # A symbol of the run is 2 or more, which is no condition of its own; what it stands for may be less.
         sizes = [torch_api.expression(n, shape_env) for fake in self.call.fakes() for n in fake.shape]
         conditions = [sympy.Ge(size, 2) for size in sizes if size is not None and not size.is_number]
@@ -227,7 +208,7 @@ class LayerRun:
         return any(id(tensor) in read for tensor in tensors)
 
     def guards_of(self, layer: RepeatedLayer) -> list[torch_api.SeenGuard]:
-        """The layer's own guards, as a run over the whole model gives them for `layer`."""
+        """Writes the layer's own guards as a run over the whole model gives them for `layer`."""
         return [
             dataclasses.replace(
                 guard, source=moved(guard.source, layer.source), other=moved(guard.other, layer.source)
@@ -236,16 +217,12 @@ class LayerRun:
         ]
 
     def states_of(self, layer: RepeatedLayer) -> dict[fx.Node, Any]:
-        """Placeholder of a state → what it stands for in `layer`."""
+        """Maps the placeholder of each state to what it stands for in `layer`."""
         states = [each.node for each in self.placeholders if each.kind == "state"]
         return dict(zip(states, self.read_in(layer)[0], strict=True))
 
     def size_of(self, placeholder: Placeholder) -> tuple[int, int]:
-        """(number of the argument, dim) of the size that a placeholder stands for.
-
-        Raises:
-            NotReused: it is another number.
-        """
+        """Finds (number of the argument, dim) of the size that a placeholder stands for."""
         found = _SIZE.match(self.run.sources[placeholder.node.name] or "")
         if found is None:
             raise NotReused("a layer computes with a number that is no size")
@@ -253,14 +230,14 @@ class LayerRun:
 
 
 def _which_are_one(values: Sequence[Sequence[Any]]) -> list[int]:
-    """For each value that is no plain one, where it is met first: forward may ask which are one object."""
+    """Numbers the values that are no plain ones by where each is met first: forward may ask for identity."""
     places: dict[int, int] = {}
     found = [value for value in itertools.chain(*values) if not isinstance(value, (int, *PLAIN))]
     return [places.setdefault(id(value), place) for place, value in enumerate(found)]
 
 
 def moved(source: str, layer_source: str) -> str:
-    """A source of a run over a layer, as the whole model's."""
+    """Writes a source of a run over a layer as the whole model's."""
     return source.replace("L['model']", layer_source)
 
 

@@ -1,9 +1,8 @@
-"""The layers of a model that look alike, and how Dynamo is kept from going through each of them.
+"""Finds the layers of a model that look alike, and keeps Dynamo from going through each of them.
 
-While a run is under way each such layer's `forward` is one op of the graph, `call_layer`, which Dynamo does
-not look into. Hooks, the loop around the layers and all else is traced as ever. On fakes the op answers with
-what layers usually return, a tensor like the first that they were given; `layer_reuse.py` proves it or does
-without. Otherwise, as for another thread that runs the model meanwhile, it is the layer's own forward.
+While a run is under way each such layer's `forward` is one op, `call_layer`, which Dynamo does not look into;
+hooks and the loop around the layers are traced as ever. On fakes the op answers with a tensor like the first
+that it was given; `layer_reuse.py` proves that or does without. For another thread it is the layer's forward.
 """
 
 from __future__ import annotations
@@ -33,12 +32,7 @@ _numbers = itertools.count()
 
 @dataclass(frozen=True, slots=True)
 class RepeatedLayer:
-    """One of several siblings of one class.
-
-    Attributes:
-        number: what `call_layer` knows it by.
-        source: where it is, in terms of ``L['model']``, as Dynamo writes it.
-    """
+    """Describes one of several siblings of one class; `source` leads to it from ``L['model']``."""
 
     number: int
     module: nn.Module
@@ -46,7 +40,7 @@ class RepeatedLayer:
 
 
 def repeated_layers(model: nn.Module) -> list[RepeatedLayer]:
-    """The outermost modules of `model` that have at least two siblings of their class in one container."""
+    """Finds the outermost modules that have at least two siblings of their class in one container."""
     found: dict[int, RepeatedLayer] = {}
 
     def walk(module: nn.Module, source: str) -> None:
@@ -80,7 +74,7 @@ one_at_a_time = threading.RLock()
 
 @torch.compiler.allow_in_graph
 def call_layer(number: int, *args: Any, **kwargs: Any) -> Any:
-    """The forward of a layer, as one op."""
+    """Runs the forward of a layer, as one op."""
     given: list[torch.Tensor] = []
     map_tensors((args, kwargs), given.append)
     if number in _active and any(map(torch_api.is_fake, given)):
@@ -92,7 +86,7 @@ def call_layer(number: int, *args: Any, **kwargs: Any) -> Any:
 
 @contextmanager
 def layers_as_ops(layers: Sequence[RepeatedLayer]) -> Iterator[None]:
-    """A block in which each layer's forward is one op."""
+    """Makes a block in which each layer's forward is one op."""
     try:
         for layer in layers:
             _modules[layer.number] = layer.module

@@ -1,8 +1,7 @@
-"""Which adapters of a model are active, in words for a report.
+"""Names the adapters of a model that are active, in words for a report.
 
-What a trace read of an adapter is compared like all else, except that a switch may make a list of names
-anew. Layers with adapters are known by what PEFT's have: `active_adapters`, `disable_adapters` and
-`merged_adapters`.
+A trace compares them like all state, except that a switch may make a list of names anew. Layers with adapters
+have what PEFT's have: `active_adapters`, `disable_adapters` and `merged_adapters`.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ def has_adapters(module: nn.Module) -> bool:
 
 
 def adapters_in_use(model: nn.Module) -> str:
-    """Such as "adapters a, b", "adapter a (merged)" or "no adapter"; empty for a model without any."""
+    """Writes "adapters a, b", "adapter a (merged)" or "no adapter"; nothing for a model without any."""
     active: dict[str, None] = {}
     merged: dict[str, None] = {}
     layers: list[Any] = [module for module in model.modules() if has_adapters(module)]

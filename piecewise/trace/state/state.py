@@ -1,7 +1,7 @@
 """Turns Dynamo's guards into facts: what a trace read of the model, for each call to compare [I4, I10].
 
-Dynamo guards each thing that it read, under a source that leads there (`sources.py`). `guard_kinds.py` says
-for each kind of guard what is to be compared; here each place becomes a fact once.
+Dynamo guards what it read, under a source that leads there (`sources.py`); `guard_kinds.py` says for each
+kind of guard what is compared; here each place becomes a fact once.
 """
 
 from __future__ import annotations
@@ -19,8 +19,15 @@ from torch.nn.modules import module as module_hooks
 
 from piecewise import torch_api
 from piecewise.calls.structure import PLAIN
-from piecewise.trace.dynamo.guard_answers import Lookup, metadata_of, owner_and_attribute
-from piecewise.trace.dynamo.guard_kinds import Rule, is_asked_of, refusal, rule_of
+from piecewise.trace.dynamo.guard_kinds import (
+    Lookup,
+    Rule,
+    is_asked_of,
+    metadata_of,
+    owner_and_attribute,
+    refusal,
+    rule_of,
+)
 from piecewise.trace.dynamo.sources import Scope, Step, readable_path
 from piecewise.trace.state.adapters import has_adapters
 from runners.errors import PiecewiseError
@@ -39,40 +46,29 @@ _CLOSED = (int, *PLAIN, type, ModuleType, FunctionType, MethodType, torch.Tensor
 
 
 class FactFinder:
-    """Collects facts, each place once: those of the module tree at first.
+    """Collects facts, each place once: those of the module tree at first, without the call of the root where
+    `skip_root` is set.
 
-    Args:
-        skip_root: leave out what belongs to the call of the root and not to its forward.
+    `classes` are those of all objects on the way to what was read, and of the model's modules; `functions`
+    are those among what was read.
     """
 
     def __init__(self, model: nn.Module, *, skip_root: bool) -> None:
-        self._values: dict[Any, tuple[StateRef, Any]] = {}
+        self.values: dict[Any, tuple[StateRef, Any]] = {}
         self._tensors: dict[Any, tuple[StateRef, Any]] = {}
         self._tables: dict[Any, tuple[Any, Any, str]] = {}
         self._types: dict[int, tuple[Any, type, str]] = {}
         self._answers: dict[Any, tuple[Callable[[Any, Any], bool], Any, Any, bool, str]] = {}
-        self._classes: dict[type, None] = {}
-        self._functions: dict[int, FunctionType] = {}
+        self.classes: dict[type, None] = {}
+        self.functions: dict[int, FunctionType] = {}
         self._contents: dict[int, Any] = {}
         self._tree = {id(module): path for path, module in model.named_modules()}
         self._adapted = {id(vars(module)) for module in model.modules() if has_adapters(module)}
         self._add_module_tree(model, skip_root=skip_root)
 
     def facts(self) -> StateFacts:
-        found: Any = (self._values, self._tensors, self._tables, self._types, self._answers)
+        found: Any = (self.values, self._tensors, self._tables, self._types, self._answers)
         return StateFacts(*(tuple(each.values()) for each in found))
-
-    def classes(self) -> list[type]:
-        """Those of all objects on the way to what was read, and of the model's modules."""
-        return list(self._classes)
-
-    def functions(self) -> list[FunctionType]:
-        """Those among them."""
-        return list(self._functions.values())
-
-    def places(self) -> list[StateRef]:
-        """Where values are compared."""
-        return [place for place, _ in self._values.values()]
 
     def add_value(self, ref: StateRef, value: Any) -> None:
         place = id(ref.owner), ref.key, ref.is_attribute
@@ -81,14 +77,14 @@ class FactFinder:
             # An equal one may take its place, as the list of active adapters is made anew by each switch.
             self._answers.setdefault(place, (_holds_names, ref, tuple(value), True, ref.path))
         else:
-            self._values.setdefault(place, (ref, value))
+            self.values.setdefault(place, (ref, value))
         self.add_code(value, ref.path)
 
     def add_table(self, table: Any, path: str) -> None:
         self._tables.setdefault(id(table), (table, table_content(table), path))
 
     def add_type(self, item: Any, path: str) -> None:
-        """The class of an object, and which `__dict__` it has, where these may be set."""
+        """Adds the class of an object, and which `__dict__` it has, where these may be set."""
         if type(item).__flags__ & _HEAP_TYPE and not isinstance(item, (type, torch.Tensor)):
             self._types.setdefault(id(item), (item, type(item), path))
 
@@ -96,11 +92,11 @@ class FactFinder:
         self._answers.setdefault((ask, id(item), what), (ask, item, what, ask(item, what), path))
 
     def add_code(self, value: Any, path: str) -> None:
-        """What a function, or a method's function, consists of; nothing for anything else."""
+        """Adds what a function, or a method's function, consists of; nothing for anything else."""
         function = value.__func__ if isinstance(value, MethodType) else value
-        if not isinstance(function, FunctionType) or id(function) in self._functions:
+        if not isinstance(function, FunctionType) or id(function) in self.functions:
             return
-        self._functions[id(function)] = function
+        self.functions[id(function)] = function
         ref = StateRef(function, "__code__", f"the code of {path}", is_attribute=True)
         self.add_value(ref, function.__code__)
         for key in ("__defaults__", "__kwdefaults__"):  # torch 2.11 guards no default by itself
@@ -110,15 +106,14 @@ class FactFinder:
         self._add_items(function.__kwdefaults__, function.__kwdefaults__ or {}, f"{path}.__kwdefaults__")
 
     def add_parameters(self, forward: Any) -> None:
-        """What `inspect.signature` reads of `forward`: defaults stand for arguments that are not passed."""
+        """Adds what `inspect.signature` reads: defaults stand for arguments that are not passed."""
         while forward is not None:
             function = getattr(forward, "__func__", forward)
             self.add_code(function, "forward")
             forward = getattr(function, "__wrapped__", None)
 
     def _add_module_tree(self, model: nn.Module, *, skip_root: bool) -> None:
-        """What changes the meaning of any module, read by the trace or not: its class, submodules, training
-        flag, hooks and a forward of its own."""
+        """Adds what each module is: its class, submodules, training flag, hooks, and a forward of its own."""
         for path, module in model.named_modules():
             name = f"model.{path}" if path else "model"
             names = module.__dict__
@@ -129,7 +124,7 @@ class FactFinder:
                 self.add_value(StateRef(names, key, f"{name}.{key}"), names[key])
             self.add_value(StateRef(names, "training", f"{name}.training"), module.training)
             self._types.setdefault(id(module), (module, type(module), name))
-            self._classes[type(module)] = None
+            self.classes[type(module)] = None
             if path or not skip_root:
                 self.add_value(StateRef(names, "forward", f"{name}.forward"), names.get("forward"))
                 self._add_hooks(names, "", name)
@@ -140,7 +135,7 @@ class FactFinder:
         self._add_hooks(vars(module_hooks), "_global", "every module")
 
     def _add_hooks(self, names: Mapping[str, Any], prefix: str, owner: str) -> None:
-        """Which forward hooks there are, and where there are some, what each one is and how it is called."""
+        """Adds which forward hooks there are, and what each one is and how it is called."""
         for kind, title in (("_forward_pre_hooks", "forward pre-hooks"), ("_forward_hooks", "forward hooks")):
             hooks = names[prefix + kind]
             self.add_table(hooks, f"the {title} of {owner}")
@@ -151,7 +146,7 @@ class FactFinder:
                     self.add_table(names[f"{prefix}{kind}{how}"], f"the {title} of {owner} ({how})")
 
     def _add_class(self, cls: type, path: str) -> None:
-        """Plain attributes of a class that forward names: torch 2.11 takes them for constants, unguarded."""
+        """Adds plain attributes of a class: torch 2.11 takes them for constants and guards none."""
         for base in cls.__mro__ if isinstance(cls, type) else ():
             if base.__module__.partition(".")[0] in _SETTLED:
                 continue
@@ -161,10 +156,8 @@ class FactFinder:
                     self.add_value(ref, value)
 
     def add_guard(self, guard: torch_api.SeenGuard, scope: Scope) -> None:
-        """Adds what one guard of the trace says, and the path that leads to it.
-
-        Raises:
-            TraceError: no call could compare that.
+        """Adds what one guard of the trace says, and the path that leads to it; raises where no call could
+        compare it.
         """
         rule = rule_of(guard)
         if rule is Rule.REFUSED:
@@ -186,10 +179,10 @@ class FactFinder:
             raise refusal(guard) from error
 
     def _add_path(self, steps: Iterable[Step]) -> None:
-        """What makes each step lead to the next; a tensor at the end may be another one."""
+        """Adds what makes each step lead to the next; a tensor at the end may be another one."""
         for position, step in enumerate(steps):
             cls = step.value if isinstance(step.value, type) else type(step.value)
-            self._classes[cls] = None
+            self.classes[cls] = None
             if _answers_itself(cls):  # an attribute of the object's own would hide that
                 self.add_table(getattr(step.value, "__dict__", ()), readable_path(f"vars({cls.__name__})"))
             for kind, *fact in step.facts:
@@ -201,7 +194,7 @@ class FactFinder:
         self.add_answer(Lookup.holds, Lookup(guard, scope), None, readable_path(guard.source))
 
     def _add_leaf(self, guard: torch_api.SeenGuard, rule: Rule, leaf: Step, path: str, scope: Scope) -> None:
-        """What a guard asks beyond that its path leads to the same object."""
+        """Adds what a guard asks beyond that its path leads to the same object."""
         value, attribute = leaf.value, owner_and_attribute(guard)[1]
         is_tensor = isinstance(value, torch.Tensor)
         if is_tensor and leaf.place is not None and (guard.kind == "HASATTR" or rule is Rule.ATTRIBUTE):
@@ -219,7 +212,7 @@ class FactFinder:
             self.add_code(value, path)
         elif rule is Rule.TYPE:
             self.add_type(value, path)
-        elif rule is Rule.CONTENT and _is_table(value):
+        elif rule is Rule.CONTENT and hasattr(value, "__len__") and not is_tensor:
             self.add_table(value, path)
             if guard.kind == "DICT_VERSION":
                 self._add_items(value, value, path)
@@ -279,7 +272,3 @@ def _has_attribute(place: StateRef, name: str) -> bool:
 
 def _has_own_attribute(place: StateRef, name: str) -> bool:
     return name in vars(place.look())
-
-
-def _is_table(value: Any) -> bool:
-    return hasattr(value, "__len__") and not isinstance(value, torch.Tensor)

@@ -32,7 +32,7 @@ _SETTLED_CLASSES = (object, nn.Module, torch.Tensor)
 
 
 def names_read(code: Iterable[CodeType]) -> frozenset[str]:
-    """Names of globals and attributes in code that is neither torch's nor Python's own."""
+    """Collects names of globals and attributes in code that is neither torch's nor Python's own."""
     torchs, pythons = os.path.dirname(torch.__file__), os.path.dirname(os.__file__)
 
     def is_settled(path: str) -> bool:
@@ -55,11 +55,8 @@ def reads_flags(names: frozenset[str]) -> bool:
 def add_unguarded(
     finder: FactFinder, run: DynamoRun, *, places: Mapping[int, StateRef], scope: Scope
 ) -> None:
-    """Adds the facts that forward read and no guard compares.
-
-    Args:
-        finder: has the facts of the guards.
-        places: id of a tensor of the model → the place at which the graph reads it.
+    """Adds the facts that forward read and no guard compares; `places` maps the id of a tensor of the model
+    to the place at which the graph reads it.
     """
     names = names_read(run.code)
     modules = [(f"model.{path}" if path else "model", module) for path, module in run.model.named_modules()]
@@ -88,7 +85,7 @@ def add_unguarded(
         for path, module in modules:
             finder.add_table(vars(module), f"vars({path})")
         settled = (nn.Module, type, FunctionType, MethodType, ModuleType)
-        for place in finder.places():
+        for place, _ in list(finder.values.values()):
             value = place.get()
             attributes = getattr(value, "__dict__", None)
             if isinstance(attributes, dict) and not isinstance(value, settled):
@@ -106,8 +103,7 @@ def _is_environment(seen: dict[str, str], _: Said) -> bool:
 def _ties(
     run: DynamoRun, places: Mapping[int, StateRef], scope: Scope
 ) -> Iterable[tuple[StateRef, StateRef]]:
-    """For tensors that forward reads at several places: where the graph reads each, or forward looked at it
-    first, and another place."""
+    """Pairs the places of a tensor that forward reads at several: where the graph reads it, and another."""
     found = {}
     for guard in run.guards:
         pair = (guard.source, guard.other) if guard.other else ()
@@ -141,7 +137,7 @@ def _stored(finder: FactFinder, sources: Iterable[str], scope: Scope) -> Iterabl
 def _add_methods(finder: FactFinder, code: Sequence[CodeType], scope: Scope) -> None:
     """Methods and properties that forward ran: Dynamo guards an object's class, and not what that has."""
     traced = set(map(id, code))
-    for cls in finder.classes():
+    for cls in list(finder.classes):
         before: list[type] = []
         for base in cls.__mro__:
             for name, item in vars(base).items() if base not in _SETTLED_CLASSES else ():
@@ -158,7 +154,7 @@ def _add_methods(finder: FactFinder, code: Sequence[CodeType], scope: Scope) -> 
 def _add_builtins(finder: FactFinder, code: Sequence[CodeType]) -> None:
     """Builtins that functions named, which a global of the same name would hide."""
     traced = set(map(id, code))
-    for function in finder.functions():
+    for function in list(finder.functions.values()):
         names, pending = function.__globals__, [function.__code__]
         while pending:
             each = pending.pop()
@@ -169,10 +165,7 @@ def _add_builtins(finder: FactFinder, code: Sequence[CodeType]) -> None:
 
 
 class Said:
-    """What a change is told with: "the tensor of model.head.weight" (was in model.embedding.weight).
-
-    `get` gives what is expected there.
-    """
+    """Words a change, such as "the tensor of model.head.weight"; `get` gives what is expected there."""
 
     def __init__(self, text: str, expected: StateRef | weakref.ref[torch.Tensor] | None = None) -> None:
         self.text = text

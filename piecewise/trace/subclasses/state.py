@@ -22,11 +22,7 @@ from runners.state.state_check import InnerRef, StateRef
 
 
 def mark_subclasses(trace: Trace) -> None:
-    """Prepares the graph, in place, for `see_through`: nodes say which classes' code Dynamo has followed.
-
-    Raises:
-        TraceError: state is of a class that cannot be seen through.
-    """
+    """Prepares the graph, in place, for `see_through`: nodes say which classes' code Dynamo has followed."""
     for placeholder in trace.placeholders:
         place = placeholder.state
         tensor = place.get() if place is not None else None
@@ -62,13 +58,8 @@ def _place_of(tensor: torch.Tensor) -> Any:
 
 
 def open_state(trace: Trace, wrapped: Mapping[int, Wrapped]) -> Trace:
-    """The trace with the placeholders that its graph has after `see_through`, and the tensors inside of
-    results that are subclasses as leaves, behind all others.
-
-    Args:
-        wrapped: what `see_through` returned.
-    Raises:
-        InputNotPlain: an input is a tensor subclass.
+    """Makes the trace of the graph after `see_through`, which returned `wrapped`: the tensors inside of
+    results that are subclasses are leaves, behind all others.
     """
     leaves, made_of = list(trace.result_leaves), list(trace.wrapped)
     for place, leaf in enumerate(trace.result_leaves):

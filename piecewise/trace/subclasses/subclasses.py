@@ -27,7 +27,7 @@ from piecewise.ir.nodes import autocast_of, call_on_fakes, whereabouts
 from piecewise.ir.tensors import storage_of, tensors_in
 from piecewise.passes.int8_matmul import int8_matmul
 from piecewise.trace.layers.graph_copy import copy_calls
-from piecewise.trace.subclasses.kinds import holds_wrapper, plain_tensors, refuse_class
+from piecewise.trace.subclasses.kinds import holds_wrapper, plain_tensors, refuse_class, tensors_inside
 from runners.errors import one_line
 
 Make = Callable[[Sequence[Any]], Any]
@@ -35,7 +35,7 @@ Make = Callable[[Sequence[Any]], Any]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Wrapped:
-    """An output of the graph that is a subclass: the positions of its plain tensors, and `make(tensors)`."""
+    """Describes an output that is a subclass: the positions of its plain tensors, and `make(tensors)`."""
 
     parts: tuple[int, ...]
     make: Make
@@ -43,7 +43,7 @@ class Wrapped:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Inner:
-    """A placeholder's place: the way from the subclass that another placeholder stood for."""
+    """Leads to a tensor from the subclass that another placeholder stood for."""
 
     outer: fx.Node
     keys: tuple[str, ...]
@@ -64,7 +64,7 @@ def see_through(graph: fx.GraphModule) -> dict[int, Wrapped]:
 
 
 def _autocast_devices(node: fx.Node, values: Any) -> list[str]:
-    """Where autocast must be off for the ops below a node, since their casts are among them."""
+    """Finds where autocast must be off for the ops below a node, since their casts are among them."""
     kinds = {tensor.device.type for tensor in plain_tensors(values)}
     is_on = bool(node.meta.get("autocast")) or any(map(torch.is_autocast_enabled, kinds))
     return sorted(kinds) if is_on else []
@@ -112,22 +112,20 @@ class _Rewrite:
         if self.values:
             self.module.recompile()
 
-    def _open(self, node: fx.Node, keys: tuple[str, ...] = (), value: Any = None) -> None:
-        """A placeholder for each plain tensor of one that is a subclass."""
-        fake = value if keys else node.meta["example_value"]
-        if not torch_api.is_wrapper(fake):
+    def _open(self, node: fx.Node) -> None:
+        """Makes a placeholder for each plain tensor of one that is a subclass."""
+        self.values[node] = node.meta["example_value"]
+        for keys, fake in tensors_inside(self.values[node]):
+            if torch_api.is_wrapper(fake):
+                refuse_class(whereabouts(node), fake)
+                continue
             with self.graph.inserting_before(node):
                 inner = self.graph.placeholder("_".join((node.name, *keys)))
             inner.meta = {"example_value": fake, "inner": Inner(node, keys)}
             self._note(fake, inner)
-            return
-        refuse_class(whereabouts(node), fake)
-        self.values[node] = node.meta["example_value"]
-        for name in fake.__tensor_flatten__()[0]:
-            self._open(node, (*keys, name), getattr(fake, name))
 
     def number_of(self, context: Any) -> int:
-        """Equal for contexts of subclasses that are the same."""
+        """Numbers the contexts of subclasses; equal ones have one number."""
         for number, known in enumerate(self.contexts):
             # A tensor in there has no one answer.
             with contextlib.suppress(Exception):
@@ -136,28 +134,25 @@ class _Rewrite:
         self.contexts.append(context)
         return len(self.contexts) - 1
 
-    def _value(self, node: fx.Node) -> Any:
+    def value_of(self, node: fx.Node) -> Any:
         return self.values[node] if node in self.values else node.meta.get("example_value")
-
-    def _taken_by(self, node: fx.Node) -> list[Any]:
-        return list(map(self._value, node.all_input_nodes))
 
     def _replace(self, node: fx.Node) -> None:
         """Puts the ops below a node in its place."""
-        args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), self._value)
+        args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), self.value_of)
         if node.target is operator.getitem and isinstance(args[0], (tuple, list)):
             self._keep(node, args[0][args[1]])  # type: ignore[index]
             return
         taken = _Taken(self, node)
-        given = taken.apart((args, kwargs))
-        key = given.key, node.op, str(node.target), node.meta.get("autocast", ()), taken.pattern()
+        given, make = taken.apart((args, kwargs))
+        key = given, node.op, str(node.target), node.meta.get("autocast", ()), taken.pattern()
         below = self.known.get(key)
         if below is None:
-            below = self.known[key] = self._record(node, given.make, taken.leaves)
+            below = self.known[key] = self._record(node, make, taken.leaves)
         self._keep(node, self._put_in(node, below, taken.nodes))
 
     def _record(self, node: fx.Node, make: Make, leaves: Sequence[Any]) -> _Below:
-        results: list[_Apart] = []
+        makers: list[Make] = []
         what = f"'{node.name}'" + (f" ({where})" if (where := whereabouts(node)) else "")
 
         def program(*given: Any) -> tuple[Any, ...]:
@@ -169,7 +164,7 @@ class _Rewrite:
             if before != [id(tensor) for tensor in plain_tensors((args, tuple(kwargs.values())))]:
                 raise TypeError("it binds other tensors inside of a tensor that it was given")
             taken = _Taken(self)
-            results[:] = [taken.apart(made)]
+            makers[:] = [taken.apart(made)[1]]
             return tuple(taken.leaves)
 
         involved = torch_api.tree_leaves((node.meta.get("example_value"), make(leaves)))
@@ -187,7 +182,7 @@ class _Rewrite:
             ) from error
         if any(op.op == "get_attr" for op in module.graph.nodes):
             raise SubclassOp(node=what, names=names, problem="reads a tensor that is not inside of it")
-        return _Below(module.graph, results[0].make)
+        return _Below(module.graph, makers[0])
 
     def _put_in(self, node: fx.Node, below: _Below, nodes: Sequence[fx.Node]) -> Any:
         """Copies the ops below in front of the node, on these nodes; returns what they make."""
@@ -195,7 +190,7 @@ class _Rewrite:
         kept = ("stack_trace", "nn_module_stack", "below_torch_function")
         meta: dict[str, Any] = {key: node.meta[key] for key in kept if key in node.meta}
         # Its casts are among the ops.
-        devices = _autocast_devices(node, self._taken_by(node))
+        devices = _autocast_devices(node, list(map(self.value_of, node.all_input_nodes)))
         meta["autocast"] = tuple((kind, None, False, False) for kind in devices)
         fakes = copy_calls(
             below.graph, values, node,
@@ -219,7 +214,7 @@ class _Rewrite:
         """Lets a value stand for a node: the node that makes it, where it is one plain tensor or number."""
         old = node.meta.get("example_value")
         self.stale |= set(map(storage_of, plain_tensors(old)))
-        self.stale -= set(map(storage_of, plain_tensors(self._taken_by(node))))
+        self.stale -= set(map(storage_of, plain_tensors(list(map(self.value_of, node.all_input_nodes)))))
         if id(value) not in self.nodes or torch_api.is_wrapper(value):
             self.values[node] = value
             return
@@ -243,82 +238,70 @@ class _Rewrite:
         output.args = (tuple(items),)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Apart:
-    """A value taken apart: equal keys make equal values of equal leaves."""
-
-    key: Any
-    make: Make
-
-
 class _Taken:
-    """The plain tensors and symbolic numbers of values, each once, and for a node's arguments their nodes."""
+    """Collects the plain tensors and symbolic numbers of values, each once, and nodes of a taker's."""
 
     def __init__(self, rewrite: _Rewrite, taker: fx.Node | None = None) -> None:
         self.rewrite, self.taker = rewrite, taker
         self.leaves: list[Any] = []
         self.nodes: list[fx.Node] = []
 
-    def apart(self, value: Any) -> _Apart:
+    def apart(self, value: Any) -> tuple[Any, Make]:
+        """Takes a value apart: a key, and what makes it of leaves; equal keys make equal values of them."""
         if torch_api.is_wrapper(value):
             return self._subclass(value)
         if isinstance(value, (torch.Tensor, *torch_api.SYMBOLIC)):
             return self._leaf(value)
         if isinstance(value, (tuple, list)):
             kind: Any = list if isinstance(value, list) else tuple
-            parts = list(map(self.apart, value))
-            key: Any = (kind, *(part.key for part in parts))
-            return _Apart(key, lambda given: kind(part.make(given) for part in parts))
+            keys, makers = zip(*map(self.apart, value), strict=True) if value else ((), ())
+            return (kind, *keys), lambda given: kind(make(given) for make in makers)
         if isinstance(value, slice):
-            bounds = self.apart((value.start, value.stop, value.step))
-            return _Apart((slice, bounds.key), lambda given: slice(*bounds.make(given)))
+            bounds, make_bounds = self.apart((value.start, value.stop, value.step))
+            return (slice, bounds), lambda given: slice(*make_bounds(given))
         if isinstance(value, dict):
-            items = self.apart(tuple(value.values()))
-            key = (dict, *value, items.key)
-            return _Apart(key, lambda given: dict(zip(value, items.make(given), strict=True)))
-        return _Apart((type(value), repr(value)), lambda given: value)
+            items, make_items = self.apart(tuple(value.values()))
+            return (dict, *value, items), lambda given: dict(zip(value, make_items(given), strict=True))
+        return (type(value), repr(value)), lambda given: value
 
-    def _leaf(self, value: Any) -> _Apart:
+    def _leaf(self, value: Any) -> tuple[Any, Make]:
         at = next((at for at, known in enumerate(self.leaves) if known is value), len(self.leaves))
         if at == len(self.leaves):
             self.leaves.append(value)
-            if self.taker is not None:
-                self.nodes.append(self._node(value))
-        return _Apart(("leaf", at), lambda given: given[at])
+            self.nodes += [self._node(value, self.taker)] if self.taker is not None else []
+        return ("leaf", at), lambda given: given[at]
 
-    def _node(self, value: Any) -> fx.Node:
-        """The node that makes a leaf of the taker's arguments."""
-        rewrite, taker = self.rewrite, self.taker
-        assert taker is not None
-        if id(value) in rewrite.nodes:
-            return rewrite.nodes[id(value)]
+    def _subclass(self, value: Any) -> tuple[Any, Make]:
+        names, context = value.__tensor_flatten__()
+        cls, size, stride = type(value), value.size(), value.stride()
+        inner, make_inner = self.apart([getattr(value, name) for name in names])
+        shape = _exprs((*size, *stride))
+        key = cls, self.rewrite.number_of(context), shape, value.requires_grad, tuple(names), inner
+
+        def make(given: Sequence[Any]) -> Any:
+            tensors = dict(zip(names, make_inner(given), strict=True))
+            return cls.__tensor_unflatten__(tensors, context, size, stride)
+
+        return key, make
+
+    def _node(self, value: Any, taker: fx.Node) -> fx.Node:
+        """Finds the node that makes a leaf of the taker's arguments."""
+        if id(value) in self.rewrite.nodes:
+            return self.rewrite.nodes[id(value)]
         for node in taker.all_input_nodes:
-            held = rewrite._value(node)
+            held = self.rewrite.value_of(node)
             if held is value:
                 return node
             for at, item in enumerate(held) if isinstance(held, (tuple, list)) else ():
                 if item is value:
-                    with rewrite.graph.inserting_before(taker):
-                        found = rewrite.graph.call_function(operator.getitem, (node, at))
+                    with self.rewrite.graph.inserting_before(taker):
+                        found = self.rewrite.graph.call_function(operator.getitem, (node, at))
                     found.meta = {**node.meta, "example_value": value}
                     return found
         raise AssertionError(f"no node makes an argument of {taker.name}")
 
-    def _subclass(self, value: Any) -> _Apart:
-        names, context = value.__tensor_flatten__()
-        cls, size, stride = type(value), value.size(), value.stride()
-        inner = {name: self.apart(getattr(value, name)) for name in names}
-        parts = tuple((name, item.key) for name, item in inner.items())
-        key = (cls, self.rewrite.number_of(context), _exprs((*size, *stride)), value.requires_grad, parts)
-
-        def make(given: Sequence[Any]) -> Any:
-            tensors = {name: item.make(given) for name, item in inner.items()}
-            return cls.__tensor_unflatten__(tensors, context, size, stride)
-
-        return _Apart(key, make)
-
     def pattern(self) -> Any:
-        """What the leaves are, and which of them share memory."""
+        """Describes the leaves, and which of them share memory."""
         memory: dict[int, int] = {}
         return tuple(
             (
@@ -337,11 +320,7 @@ def _exprs(numbers: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def _maker(value: Any, places: Iterator[int]) -> Make:
-    """Makes a subclass like `value` of real tensors, in the order of its plain tensors.
-
-    Raises:
-        TraceError: no tensor inside tells its size and strides.
-    """
+    """Makes a subclass like `value` of real tensors, in the order of its plain tensors."""
     if not torch_api.is_wrapper(value):
         at = next(places)
         return lambda given: given[at]

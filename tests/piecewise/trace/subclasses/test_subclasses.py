@@ -26,6 +26,15 @@ from torch.testing._internal.two_tensor import TwoTensor
 from toy_models import Toy, check_sizes, kinds, make_ids, mix
 
 import piecewise
+from piecewise.errors.trace import (
+    DistributedTensor,
+    NotOneGraph,
+    OwnTorchFunction,
+    ResultSubclass,
+    SilentSubclass,
+    StateNotStrided,
+    SubclassOp,
+)
 from piecewise.torch_backend import piecewise_backend
 
 PLACES = (
@@ -158,7 +167,7 @@ def test_a_subclass_without_code_is_the_class_of_the_result(path):
 
 def test_a_torch_function_of_ones_own_is_refused_by_name():
     model = given_class("blocks.0.qkv.weight", FunctionKin)
-    with torch.no_grad(), pytest.raises(piecewise.TraceError) as error:
+    with torch.no_grad(), pytest.raises(OwnTorchFunction) as error:
         piecewise.compile(model, buckets=[8], progress=False).capture(make_ids(4))
     assert "qkv.weight is a test_subclasses.FunctionKin" in str(error.value)
     assert "derive FunctionKin from torch.nn.Parameter" in str(error.value)
@@ -230,7 +239,7 @@ def test_a_class_that_does_not_say_what_is_inside_is_refused_by_name():
     model = toy_with("blocks.0.qkv.weight", Silent)
     with torch.no_grad():
         model(make_ids(4))
-        with pytest.raises(piecewise.TraceError) as error:
+        with pytest.raises(SilentSubclass) as error:
             piecewise.compile(model, buckets=[8], progress=False).capture(make_ids(4))
     text = str(error.value)
     assert "model.blocks.0.qkv.weight is a test_subclasses.Silent" in text
@@ -258,13 +267,45 @@ class Holding(Quantised):
 FACTOR = torch.tensor(2.0)
 
 
-@pytest.mark.parametrize("cls, says", [(Rebinding, "binds other tensors inside"), (Holding, "Holding")])
-def test_what_a_class_does_beside_its_tensors_is_refused_by_name(cls, says):
+@pytest.mark.parametrize(
+    "cls, error, says",
+    [(Rebinding, SubclassOp, "binds other tensors inside"), (Holding, NotOneGraph, "Holding")],
+)
+def test_what_a_class_does_beside_its_tensors_is_refused_by_name(cls, error, says):
     model = toy_with("blocks.0.qkv.weight", cls.of)
-    with torch.no_grad(), pytest.raises(piecewise.TraceError) as error:
+    with torch.no_grad(), pytest.raises(error) as caught:
         piecewise.compile(model, buckets=[8], progress=False).capture(make_ids(4))
-    text = str(error.value)
+    text = str(caught.value)
     assert says in text and f"a {cls.__name__}" in text and "blocks.0.qkv" in text and "Fix:" in text
+
+
+class Flat(Quantised):
+    """Keeps its values in one dim."""
+
+    def __new__(cls, values, scales, options):
+        shape = scales.shape[0], values.numel() // scales.shape[0]
+        return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=scales.dtype)
+
+    @classmethod
+    def of(cls, weight):
+        made = Quantised.of(weight)
+        return cls(made.values.flatten(), made.scales, made.options)
+
+
+def test_a_result_without_a_tensor_of_its_shape_inside_is_refused():
+    model = Toy(head=lambda model, x: (x, model.flat.clone()), project=False).eval()
+    model.flat = Flat.of(torch.randn(16, 16))
+    with torch.no_grad(), pytest.raises(ResultSubclass) as error:
+        piecewise.compile(model, buckets=[8], progress=False).capture(make_ids(4))
+    assert "returns a test_subclasses.Flat" in str(error.value) and "Fix:" in str(error.value)
+
+
+def test_nested_state_is_refused_by_its_layout():
+    model = Toy(head=lambda model, x: x * model.nested.sum()).eval()
+    model.nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
+    with torch.no_grad(), pytest.raises(StateNotStrided) as error:
+        piecewise.compile(model, buckets=[8], progress=False).capture(make_ids(4))
+    assert "jagged" in str(error.value) and "Fix:" in str(error.value)
 
 
 def test_a_dtensor_is_refused_by_name():
@@ -279,7 +320,7 @@ def test_a_dtensor_is_refused_by_name():
         model = Toy().eval()
         for path, weight in list(model.named_parameters()):
             set_parameter(model, path, distribute_tensor(weight.detach(), mesh, [Replicate()]))
-        with torch.no_grad(), pytest.raises(piecewise.TraceError) as error:
+        with torch.no_grad(), pytest.raises(DistributedTensor) as error:
             piecewise.compile(model, buckets=[8], progress=False).capture(make_ids(4))
     finally:
         destroy_process_group()

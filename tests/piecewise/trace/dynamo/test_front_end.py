@@ -12,6 +12,15 @@ from torch import nn
 
 import piecewise
 from piecewise.errors.analysis import FixedTokenCount, NoBoundaryOp, SeveralDims
+from piecewise.errors.trace import (
+    InputNotPlain,
+    MissingArguments,
+    NoOps,
+    NotOneGraph,
+    OpaqueResult,
+    StoresState,
+    TensorWithoutPath,
+)
 
 COUNT = 0
 LOG = []
@@ -111,7 +120,7 @@ def test_I8_what_forward_stores_is_refused_and_put_back(part, in_place):
     else:
         graphed = graph(model, captured=False, buckets=(8,))
     scale, calls.count = model.scale, 0
-    with pytest.raises(piecewise.TraceError) as caught:
+    with pytest.raises(StoresState) as caught:
         graphed.capture(tokens(7))
     assert_four_lines(caught.value, STORES[part])
     assert (model.calls, model.log, model.table, model.space.calls) == (0, [], {}, 0)
@@ -148,10 +157,10 @@ FIXES = [fixes_the_count, takes_the_logarithm, unbinds]
 @pytest.mark.parametrize("part", BREAKS, ids=lambda part: part.__name__)
 def test_I10_a_graph_break_names_the_line(part):
     graphed = graph(new_model(before=part), captured=False)
-    with pytest.raises(piecewise.TraceError) as caught:
+    with pytest.raises(NotOneGraph) as caught:
         graphed.capture(tokens(7))
     line = part.__code__.co_firstlineno + 1
-    words = BREAKS[part], "test_trace_errors.py", f"line {line}", f"in {part.__name__}"
+    words = BREAKS[part], "test_front_end.py", f"line {line}", f"in {part.__name__}"
     assert_four_lines(caught.value, *words)
     assert serve(graphed, tokens(5)) == "not_captured"
 
@@ -162,7 +171,7 @@ def test_I10_a_token_count_that_forward_fixes_names_the_input_and_the_line(part)
     with pytest.raises(FixedTokenCount) as caught:
         graphed.capture(tokens(7))
     line = part.__code__.co_firstlineno + 1
-    assert_four_lines(caught.value, "ids [7]", "test_trace_errors.py", f"line {line}", f"in {part.__name__}")
+    assert_four_lines(caught.value, "ids [7]", "test_front_end.py", f"line {line}", f"in {part.__name__}")
 
 
 @pytest.mark.parametrize("num_tokens", [0, 1])
@@ -221,39 +230,44 @@ class Collection:
     pass
 
 
+class GivesNothing(nn.Module):
+    def forward(self, ids):
+        return None
+
+
 class NoTensors(nn.Module):
     def forward(self, n):
         return n + 1
 
 
-REFUSED = [
-    (
-        NoOp,
-        (torch.zeros(7, HIDDEN),),
-        NoBoundaryOp,
-        ("no boundary op", "boundary_ops.define", "attach"),
-    ),
-    (
-        OnInputs,
-        (torch.zeros(7, HIDDEN),),
-        SeveralDims,
-        ("state_models::attend", "test_trace_errors.py", "x [", "token_args"),
-    ),
-    (Flattens, (tokens(6).view(2, 3),), SeveralDims, ("ids [", "packed to [1, n]")),
-    (Collects, (tokens(7),), piecewise.TraceError, ("Collection", "pytree")),
-    (
-        Model,
-        (tokens(7).to("meta"),),
-        piecewise.TraceError,
-        ("input 'ids'", "embedding.weight", "meta and cpu"),
-    ),
-    (Model, (tokens(7).to_sparse(),), piecewise.TraceError, ("input 'ids'", "sparse")),
-    (NoTensors, (7,), piecewise.PiecewiseError, ()),
-]
-
-
 @pytest.mark.parametrize(
-    ("kind", "example", "error", "words"), REFUSED, ids=lambda value: getattr(value, "__name__", "")
+    ("kind", "example", "error", "words"),
+    [
+        (
+            NoOp,
+            (torch.zeros(7, HIDDEN),),
+            NoBoundaryOp,
+            ("no boundary op", "boundary_ops.define", "attach"),
+        ),
+        (
+            OnInputs,
+            (torch.zeros(7, HIDDEN),),
+            SeveralDims,
+            ("state_models::attend", "test_front_end.py", "x [", "token_args"),
+        ),
+        (Flattens, (tokens(6).view(2, 3),), SeveralDims, ("ids [", "packed to [1, n]")),
+        (Collects, (tokens(7),), OpaqueResult, ("Collection", "pytree")),
+        (
+            Model,
+            (tokens(7).to("meta"),),
+            piecewise.TraceError,
+            ("input 'ids'", "embedding.weight", "meta and cpu"),
+        ),
+        (Model, (tokens(7).to_sparse(),), InputNotPlain, ("input 'ids'", "sparse")),
+        (NoTensors, (7,), piecewise.PiecewiseError, ()),
+        (GivesNothing, (tokens(7),), NoOps, ("GivesNothing.forward",)),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
 )
 def test_I10_what_cannot_be_graphed_is_refused(kind, example, error, words):
     torch.manual_seed(0)
@@ -283,12 +297,19 @@ def test_I10_a_dynamic_cache_in_the_result_names_use_cache():
     assert_four_lines(caught.value, "DynamicCache", "use_cache=False")
 
 
-def test_I4_a_tensor_without_a_path_is_refused():
-    tensors = iter([torch.ones(HIDDEN)])
-    model = new_model(before=lambda model, x: x * next(model.tensors))
+@pytest.mark.parametrize(
+    ("tensors", "read", "error"),
+    [
+        (iter([torch.ones(HIDDEN)]), next, piecewise.TraceError),
+        ({torch.ones(HIDDEN): 1}, lambda tensors: list(tensors.keys())[0], TensorWithoutPath),
+    ],
+    ids=["iterator", "keys"],
+)
+def test_I4_a_tensor_without_a_path_is_refused(tensors, read, error):
+    model = new_model(before=lambda model, x: x * read(model.tensors))
     model.tensors = tensors
     graphed = graph(model, captured=False)
-    with pytest.raises(piecewise.TraceError) as caught:
+    with pytest.raises(error) as caught:
         graphed.capture(tokens(7))
     assert_four_lines(caught.value)
 
@@ -319,7 +340,7 @@ def test_a_call_that_does_not_fit_forward_is_told_in_its_name():
     graphed = graph(new_model(), captured=False)
     with pytest.raises(TypeError, match=r"forward\(\)"):
         graphed.capture(tokens(7), 3)
-    with pytest.raises(piecewise.TraceError, match="without 'ids': expected forward's arguments"):
+    with pytest.raises(MissingArguments, match="without 'ids': expected forward's arguments"):
         graphed.capture()
 
 

@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn.modules import module as module_hooks
 
 import piecewise
+from piecewise.errors.trace import BackwardHook, NotOneGraph
 
 FORMS = {"positional": lambda ids: ((ids,), {}), "keyword": lambda ids: ((), {"ids": ids})}
 
@@ -188,7 +189,7 @@ def test_I10_full_backward_hooks_are_refused_by_name_and_may_come_after_capture(
     handle = FULL[kind](model)
     try:
         owner = "every module" if "global" in kind else "the model" if "root" in kind else "'block'"
-        with pytest.raises(piecewise.TraceError, match=rf"(?s)backward hook of {owner}.*Rule:.*Fix:.*after"):
+        with pytest.raises(BackwardHook, match=rf"(?s)backward hook of {owner}.*Rule:.*Fix:.*after"):
             graphed.capture(tokens(7))
         handle.remove()
         assert graphed.capture(tokens(7)).ok
@@ -321,5 +322,5 @@ def test_I10_a_hook_that_breaks_the_graph_is_refused():
     model = new_model()
     model.register_forward_pre_hook(print_call)
     graphed = graph(model, captured=False)
-    with pytest.raises(piecewise.TraceError, match=r"(?s)print.*Rule:.*Fix:"):
+    with pytest.raises(NotOneGraph, match=r"(?s)print.*Rule:.*Fix:"):
         graphed.capture(tokens(7))

@@ -12,6 +12,7 @@ from torch import nn
 
 import boundary_ops
 import piecewise
+from piecewise.errors.trace import NumpyValue
 from piecewise.torch_backend import piecewise_backend
 
 HIDDEN = 8
@@ -212,7 +213,7 @@ def test_a_numpy_value_as_an_argument_is_an_error_that_says_what_to_pass():
 
     graphed = piecewise.compile(Model(lambda m, x: x).eval(), buckets=[8], progress=False)
     for value, shown in ((np.int64(3), r"3 \(int64\)"), (np.ones(HIDDEN, np.float32), r"1\. .*\(ndarray\)")):
-        with pytest.raises(piecewise.TraceError, match=rf"(?s)NumPy value.*{shown}.*Fix:.*int\(value\)"):
+        with pytest.raises(NumpyValue, match=rf"(?s)NumPy value.*{shown}.*Fix:.*int\(value\)"):
             graphed.capture(torch.randn(5, HIDDEN), value)
     graphed.capture(torch.randn(5, HIDDEN), 3)
     x = torch.randn(5, HIDDEN)
