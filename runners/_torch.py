@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch._ops import OpOverload, OpOverloadPacket
-from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from runners.tensors import tensors_in
@@ -18,20 +17,11 @@ __all__ = ["OpOverload", "OpOverloadPacket", "TorchDispatchMode"]
 copy_each = torch._foreach_copy_
 without_modes = _disable_current_modes
 without_torch_function = torch._C.DisableTorchFunction
+without_keys = torch._C._ExcludeDispatchKeyGuard
 # The raw handle of a device's current stream; not in a torch without CUDA.
 current_raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # type: ignore[assignment]
 _TensorGuards = torch._C._dynamo.guards.TensorGuards  # type: ignore[attr-defined]
 _AUTOGRAD = ("AutogradOther", "AutogradCPU", "AutogradCUDA")
-
-
-def is_transforming() -> bool:
-    """Whether a tracer (`torch.jit.trace`), a function transform (`vmap`, `jvp`) or forward-mode
-    differentiation is at work here.
-
-    Its tensors stand for something else, and a replay would be lost to it.
-    """
-    is_tracing = torch._C._get_tracing_state() is not None or forward_ad._current_level >= 0
-    return is_tracing or torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def tensor_guard(tensors: Sequence[torch.Tensor]) -> Any:
@@ -62,17 +52,13 @@ def launch_of(graph: torch.cuda.CUDAGraph) -> Callable[[], None]:
 
 
 @cache
-def _keys_below_modes() -> torch._C.DispatchKeySet:
+def keys_above_kernels() -> torch._C.DispatchKeySet:
+    """Returns the keys of autograd, autocast, view tracking and modes."""
     keys = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
     for name in dir(torch._C.DispatchKey):
         if name.startswith(("Autocast", "Python")) or name in _AUTOGRAD:
             keys = keys | torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, name))
     return keys
-
-
-def below_modes() -> Any:
-    """Brackets calls of ops that skip autograd, autocast, view tracking and modes."""
-    return torch._C._ExcludeDispatchKeyGuard(_keys_below_modes())
 
 
 def overload_for(packet: OpOverloadPacket, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OpOverload:
