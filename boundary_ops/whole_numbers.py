@@ -10,7 +10,7 @@ from boundary_ops.errors import BoundaryOpError
 
 
 def whole_number(value: Any) -> int | None:
-    """The int that a value is, of whatever integer type; None for all else: True, 8.0 and text are none."""
+    """Returns a value of any integer type as an int; None for all else: True, 8.0 and text are none."""
     if type(value) is int:
         return value
     is_flag = isinstance(value, bool) or str(getattr(value, "dtype", "")).endswith("bool")
@@ -25,7 +25,7 @@ def whole_number(value: Any) -> int | None:
 def check_whole(
     value: object, refusal: type[BoundaryOpError], *, low: int = 1, high: int | None = None, **names: object
 ) -> int:
-    """The value as an int; raises the refusal unless it is one from `low` to `high`, both inclusive."""
+    """Returns the value as an int; raises the refusal unless it is one from `low` to `high`, inclusive."""
     number = whole_number(value)
     if number is None or number < low or (high is not None and number > high):
         raise refusal(got=repr(value), **names)  # type: ignore[arg-type]
@@ -33,6 +33,6 @@ def check_whole(
 
 
 def listed(values: Iterable[Any]) -> tuple[Any, ...]:
-    """The items; those of an array or tensor of one dim as Python's own."""
+    """Returns the items; those of an array or tensor of one dim as Python's own."""
     is_array = getattr(values, "ndim", 0) == 1 and hasattr(values, "tolist")
     return tuple(values.tolist() if is_array else values)  # type: ignore[attr-defined]

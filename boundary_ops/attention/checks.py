@@ -15,7 +15,7 @@ _POOL = "a pool of the cache that the current PrefillBatch was built for"
 
 
 class CapturedCall(NamedTuple):
-    """The arguments of `piecewise::attn_captured`, in the order of its schema.
+    """Holds the arguments of `piecewise::attn_captured`, in the order of its schema.
 
     Attributes:
         q, k, v, out, k_cache, v_cache, scale, window, softcap, sinks: as in `AttentionCall`, with rows that
@@ -58,7 +58,7 @@ def attention_shares(
     seen: torch.Tensor,
     sinks_shape: tuple[int, ...],
 ) -> torch.Tensor:
-    """The softmax over `products`, q @ k, of the keys seen, with scale, soft cap and sinks."""
+    """Returns the softmax of `products`, q @ k, over the keys seen, with scale, soft cap and sinks."""
     scores = products * call.scale
     if call.softcap:
         scores = torch.tanh(scores / call.softcap) * call.softcap

@@ -27,7 +27,9 @@ class ScratchLayer:
             # A generator of its own: warming up draws no numbers from the model's.
             generator = torch.Generator(device).manual_seed(0)
             shape = (num_tokens, heads, geometry.head_dim)
-            return torch.randn(shape, generator=generator, device=device).to(geometry.dtype)
+            return torch.randn(shape, generator=generator, device=device, dtype=torch.float32).to(
+                geometry.dtype
+            )
 
         with torch.inference_mode(False):
             q, k, v = rows(geometry.heads), rows(geometry.kv_heads), rows(geometry.kv_heads)

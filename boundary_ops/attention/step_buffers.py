@@ -13,6 +13,7 @@ and on `max_num_seqs` alone.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,7 +30,7 @@ __all__ = ["StepBuffers"]
 
 
 class StepBuffers:
-    """Device metadata with room for a bounded step; see `boundary_ops.declare.boundary_op.StepMetadata`.
+    """Is the `StepMetadata` of the attention ops: device tensors with room for a bounded step.
 
     Args:
         pools: the pools that the captured ops write, [num_blocks, block_size, kv_heads, head_dim], all of one
@@ -85,11 +86,11 @@ class StepBuffers:
         return {name: getattr(self, name) for name in names}
 
     def mismatch(self, num_tokens: int) -> StepMismatch | None:
-        """Why the current `PrefillBatch` cannot be loaded for a call of so many tokens, or None."""
+        """Says why the current `PrefillBatch` cannot serve a call of so many tokens, or None."""
         batch = PrefillBatch.peek()
         if batch is None or batch.num_tokens != num_tokens or not self._is_of_the_cache(batch):
             return StepMismatch.OTHER_STEP
-        return None if self._fits(batch) else StepMismatch.TOO_LARGE
+        return None if self._excess(batch) is None else StepMismatch.TOO_LARGE
 
     def load(self, batch: PrefillBatch | None = None) -> None:
         """Copies a step's metadata to the fixed addresses: one copy on the current stream, not waited for.
@@ -102,7 +103,10 @@ class StepBuffers:
                 has changed.
         """
         batch = PrefillBatch.current("piecewise::attn_captured") if batch is None else batch
-        self._check(batch)
+        if not self._is_of_the_cache(batch):
+            raise OtherCache("StepBuffers.load, argument 'batch'", expected="one of the pools' cache")
+        if (excess := self._excess(batch)) is not None:
+            raise StepTooLarge(**excess)
         count = batch.num_seqs
         # Rows that the last step had and this one has not are zeroed with the same copy.
         staged = batch.derived.get(self) if count >= self._num_tables else None
@@ -113,11 +117,11 @@ class StepBuffers:
 
     def prepare(self, batch: PrefillBatch) -> None:
         """Packs what `load` will copy, on the host; for a step that begins, so that its call need not."""
-        if self not in batch.derived and self._fits(batch):
+        if self not in batch.derived and self._excess(batch) is None:
             batch.derived[self] = self._packed(batch, batch.num_seqs)
 
     def _packed(self, batch: PrefillBatch, num_tables: int) -> torch.Tensor:
-        """int32 on the host, pinned for a CUDA device: the metadata as it lies there, with so many tables."""
+        """Packs metadata with so many tables as on the device: int32 on the host, pinned for CUDA."""
         end = self._spans[-1].start + num_tables * self.max_blocks
         # torch keeps pinned memory from being used again before copies of it have run.
         staged = torch.empty(end, dtype=torch.int32, pin_memory=self._all.device.type == "cuda")
@@ -136,26 +140,19 @@ class StepBuffers:
         self._all.zero_()
         self._num_tables = 0
 
-    def _fits(self, batch: PrefillBatch) -> bool:
-        return all(value <= limit for _, value, _, limit in self._bounds(batch))
-
-    def _bounds(self, batch: PrefillBatch) -> tuple[tuple[str, int, str, int], ...]:
-        """What the batch has of each thing, and what there is room for, with their names."""
-        return (
+    def _excess(self, batch: PrefillBatch) -> dict[str, Any] | None:
+        """Returns what the batch has more of than there is room for, as a refusal names it, or None."""
+        for name, value, bound, limit in (
             ("num_seqs", batch.num_seqs, "max_num_seqs", self.max_num_seqs),
             ("num_tokens", batch.num_tokens, "max_num_tokens", self.max_num_tokens),
             ("max_seqlen_k", batch.max_seqlen_k, "max_seq_len", self.max_seq_len),
-        )
+        ):
+            if value > limit:
+                return {"name": name, "got": str(value), "bound": bound, "limit": limit}
+        return None
 
     def _is_of_the_cache(self, batch: PrefillBatch) -> bool:
         return self._pool_addresses <= batch.cache.pool_addresses
-
-    def _check(self, batch: PrefillBatch) -> None:
-        if not self._is_of_the_cache(batch):
-            raise OtherCache("StepBuffers.load, argument 'batch'", expected="one of the pools' cache")
-        for name, value, bound, limit in self._bounds(batch):
-            if value > limit:
-                raise StepTooLarge(name=name, bound=bound, limit=limit, got=str(value))
 
 
 def _check_backend(pool: torch.Tensor) -> None:
@@ -169,7 +166,7 @@ def _check_backend(pool: torch.Tensor) -> None:
 
 
 def _spans(*counts: int) -> list[slice]:
-    """Places of so many int32 each, one after the other; each begins at 16 bytes, as programs assume."""
+    """Returns places of so many int32 each, one after the other, that begin at multiples of 16 bytes."""
     spans, begin = [], 0
     for count in counts:
         spans.append(slice(begin, begin + count))

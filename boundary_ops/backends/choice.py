@@ -49,7 +49,7 @@ def _check_triton(pools: PoolSpec) -> None:
 
 
 def why_triton_unsupported(dtype: torch.dtype, head_dim: int, device_index: int) -> str | None:
-    """Why no call on such pools can run as the Triton program, or None; -1 is the CPU, interpreted."""
+    """Says why no call on such pools can run as the Triton program, or None; -1 is the CPU, interpreted."""
     if dtype not in TRITON_DTYPES:
         return f"the program has no {dtype}"
     if head_dim > TRITON_MAX_HEAD_DIM:

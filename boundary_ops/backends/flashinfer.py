@@ -31,7 +31,7 @@ MIN_VERSION, MIN_CAPABILITY = (0, 2), (8, 0)
 
 @dataclass(slots=True, eq=False)
 class _Planned:
-    """A wrapper, and the step that it is planned for.
+    """Holds a wrapper, and the step that it is planned for.
 
     Attributes:
         step: what the step's batch keeps under the same key; None before the first plan.
@@ -44,7 +44,7 @@ class _Planned:
 
 
 class FlashInferAttention:
-    """`AttentionLibrary` by FlashInfer; see there. Owns the workspaces and the plans of one cache.
+    """Is FlashInfer's `AttentionLibrary`: owns the workspaces and the plans of one cache.
 
     A wrapper holds one plan. Steps that run in turn share one per kind of layer, and each step plans it anew;
     a stream has workspaces of its own, as nothing else orders what two streams write there.
@@ -138,8 +138,8 @@ def _check_pools(pools: PoolSpec) -> None:
 
 
 def _page_lists(step: StepView, block_size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Where each sequence's pages begin in the list of all, [B + 1]; that list; and the tokens in each
-    sequence's last page, [B]. All int32."""
+    """Returns where each sequence's pages begin in the list of all, [B + 1]; that list; and the tokens in the
+    last page of each, [B]. All int32."""
     lens, tables = step.host.seq_lens, step.host.block_tables
     counts = -(-lens // block_size)
     starts = np.concatenate(([0], np.cumsum(counts))).astype(np.int32)

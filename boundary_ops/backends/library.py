@@ -14,7 +14,7 @@ NAME = "piecewise::attn_inplace"
 
 
 class AttentionCall(NamedTuple):
-    """The arguments of `piecewise::attn_inplace`, in the order of its schema.
+    """Holds the arguments of `piecewise::attn_inplace`, in the order of its schema.
 
     Attributes:
         q: [num_tokens, heads, head_dim], any strides; query head `h` uses K/V head `h // (heads //
@@ -65,7 +65,7 @@ class HostMetadata:
 
 
 class StepView(Protocol):
-    """What back ends read of a `PrefillBatch`; see there."""
+    """Shows back ends what they read of a `PrefillBatch`; see there."""
 
     @property
     def host(self) -> HostMetadata: ...

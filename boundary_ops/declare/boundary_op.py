@@ -26,7 +26,7 @@ Binder = Callable[..., Callable[..., object] | None]
 
 
 class StepMismatch(Enum):
-    """Why the running step cannot be loaded; the op itself serves the call then, or says what is wrong."""
+    """Says why the running step cannot be loaded; the op itself then serves the call or refuses it."""
 
     TOO_LARGE = "more sequences or tokens, or a longer sequence, than there is room for"
     OTHER_STEP = "no running step, or one of another token count or cache"
@@ -56,7 +56,7 @@ class StepMetadata(Protocol):
         ...
 
     def mismatch(self, num_tokens: int) -> StepMismatch | None:
-        """Why a call of so many tokens cannot be served from the running step, or None. Changes nothing."""
+        """Says why the running step cannot serve a call of so many tokens, or None. Changes nothing."""
         ...
 
     def load(self) -> None:

@@ -1,4 +1,4 @@
-"""How token rows go through ops of libraries, as read in their schemas and kernels: data for `rows`.
+"""Lists how token rows go through ops of libraries, as read in their schemas and kernels: data for `rows`.
 
 "lib::op" → what `declare_rows` is told: token_args, token_results, padded, only. No library is imported.
 Left out are ops that mix rows (scales over all tokens, blocks that do not end with a row, attention), write

@@ -209,6 +209,6 @@ def _define_in_torch(
 
 
 def _with_symbolic_ints(schema: str) -> str:
-    """A trace would fix an `int` that changes from call to call; a `SymInt` takes the same calls."""
+    """Replaces `int`, which a trace would fix though it changes, by `SymInt`, which takes the same calls."""
     head, bracket, arguments = schema.partition("(")
     return head + bracket + re.sub(r"\bint(?=[?\[ ])", "SymInt", arguments)

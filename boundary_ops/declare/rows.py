@@ -27,7 +27,7 @@ __all__ = ["RowsDeclaration", "check_rows", "declare_rows", "declared_rows", "to
 
 @dataclass(frozen=True, slots=True)
 class RowsDeclaration:
-    """What was said of one op.
+    """Says how token rows go through one op.
 
     Where rows are is said by one dim, counted from the front, or by a word, for ops that take any number of
     dims: "leading" are all dims but the last, "all" are all of them, as of a scale per row. Rows are counted
@@ -111,7 +111,7 @@ def _check_op(schema: OpSchema, results: Sequence[Any], padded: str, only: Mappi
 
 
 def declared_rows(op: OpOverload) -> RowsDeclaration | None:
-    """What was declared of an op; None where nobody has, or where the op has no such arguments."""
+    """Returns what was declared of an op; None where nobody has, or where the op has no such arguments."""
     schema = op._schema
     found = _declared.get(qualified(schema.name, schema.overload_name))
     names = {argument.name for argument in schema.arguments}
@@ -120,13 +120,13 @@ def declared_rows(op: OpOverload) -> RowsDeclaration | None:
 
 
 def is_shipped(op: OpOverload) -> bool:
-    """Whether its rows are as declared here: of these ops none looks anything up by integers."""
+    """Says whether an op's rows are as shipped here: none of these ops looks anything up by integers."""
     name = qualified(op._schema.name, op._schema.overload_name)
     return name in LIBRARY_ROWS and _declared.get(name) == RowsDeclaration(*LIBRARY_ROWS[name])
 
 
 def token_dims(where: int | str | None, rank: int) -> tuple[int, ...]:
-    """The dims of a tensor along which its rows are."""
+    """Returns the dims of a tensor along which its rows are."""
     if isinstance(where, str):
         return tuple(range(rank if where == "all" else max(rank - 1, 0)))
     return () if where is None else (where,)
@@ -275,7 +275,7 @@ def _arranged(count: int, *, is_alone: bool) -> Iterator[list[int]]:
 def _calls(
     declaration: RowsDeclaration, given: Mapping[str, Any], rows: Mapping[str, torch.Tensor], count: int
 ) -> Iterator[tuple[str, torch.Tensor, dict[str, Any]]]:
-    """(what other rows hold, per row which one of the example's it is or −1, the arguments with them)."""
+    """Yields (what other rows hold, per row its number in the example or −1, the arguments with them)."""
     # Rows that several dims count come in whole multiples of the inner ones.
     units = [
         len(own) // given[key].shape[0] if isinstance(declaration.token_args[key], str) else 1

@@ -18,7 +18,7 @@ Implementation = Callable[..., object]
 
 
 class OpSchema:
-    """An op's schema, and the checks of what is declared about its arguments.
+    """Reads an op's schema, and checks what is declared about its arguments.
 
     Attributes:
         parsed: the schema as torch reads it.

@@ -62,7 +62,7 @@ def _with_implied_positions(attachment: Any, arguments: dict[str, Any]) -> Any:
 
 
 def is_guarded(forward: Any) -> bool:
-    """Whether this is a forward that `guarded` made."""
+    """Says whether a forward was made by `guarded`."""
     return hasattr(getattr(forward, "__func__", None), "_paged_guard")
 
 

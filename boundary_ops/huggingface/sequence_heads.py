@@ -39,8 +39,8 @@ _library.define(
 
 
 def _last_tokens(rows: torch.Tensor, ids: torch.Tensor | None, pad_token_id: int | None) -> torch.Tensor:
-    """One row per sequence of the running step: that of its last token in the step that is no padding, or of
-    its first one where all are, as transformers picks it.
+    """Picks one row per sequence of the running step: that of its last token that is no padding, or of its
+    first one where all are, as transformers picks it.
 
     Args:
         rows: [1, num_tokens, ...].
@@ -73,8 +73,7 @@ torch.library.register_fake(NAME, _last_tokens_on_fakes, lib=_library)
 
 
 def find_pooling_head(model: nn.Module, decoder: nn.Module) -> nn.Module | None:
-    """The head around the decoder that pools, to be given `pooled`'s forward; None where each token is looked
-    at alone.
+    """Returns the head around the decoder that pools, to be given `pooled`'s forward; or None.
 
     Raises:
         BoundaryOpError: what is around the decoder, or in it, may pool in another way.
@@ -118,8 +117,8 @@ def _generic_forward() -> Any:
 
 
 def pooled(inner_forward: Any) -> Any:
-    """A forward, to be bound to a head with `GenericForSequenceClassification`'s own, that gives one row of
-    scores per sequence of the running step. It keeps the signature of that."""
+    """Makes a forward, for a head with `GenericForSequenceClassification`'s, that gives one row of scores per
+    sequence of the running step. It keeps the signature of that."""
     function = getattr(inner_forward, "__func__", inner_forward)
     parameters = list(inspect.signature(function).parameters.values())[1:]
     names = tuple(each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD)

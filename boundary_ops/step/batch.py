@@ -187,7 +187,7 @@ class PrefillBatch:
             op: who asks, for the error's text.
 
         Raises:
-            errors.NoRunningBatch: no block is running here.
+            NoRunningBatch: no block is running here.
         """
         entry = _entry.get()
         if entry is None:
@@ -197,7 +197,7 @@ class PrefillBatch:
 
     @staticmethod
     def peek() -> PrefillBatch | None:
-        """The current batch, or None; unlike `current()`, looking does not count as running the step."""
+        """Returns the current batch, or None; unlike `current()`, this does not count as running the step."""
         entry = _entry.get()
         return entry.batch if entry is not None else None
 

@@ -34,7 +34,7 @@ _OWNER = "paged_kv_cache"
 
 @dataclass(slots=True, eq=False)
 class CachedRequest:
-    """One request's account. Batches keep a reference, and see by `freed` that its blocks are gone."""
+    """Accounts for one request. Batches keep a reference, and see by `freed` that its blocks are gone."""
 
     request_id: RequestId
     blocks: list[int] = field(default_factory=list)
@@ -137,7 +137,7 @@ class PagedKVCache:
 
     @staticmethod
     def owner_of(pool: torch.Tensor) -> PagedKVCache | None:
-        """The cache whose pool a tensor is, or is a view of; None for any other tensor."""
+        """Returns the cache whose pool a tensor is, or is a view of; None for any other tensor."""
         reference: Any = getattr(pool.untyped_storage(), _OWNER, lambda: None)
         owner: PagedKVCache | None = reference()
         return owner
@@ -164,7 +164,7 @@ class PagedKVCache:
         """Gives a request room for `num_tokens` more tokens than it has now; a new id opens a request.
 
         Raises:
-            errors.CacheExhaustedError: too few free blocks; nothing has changed.
+            CacheExhaustedError: too few free blocks; nothing has changed.
         """
         num_tokens = _check_count("allocate", request_id, num_tokens)
         request = self._requests.get(plain_id(request_id))
@@ -174,7 +174,7 @@ class PagedKVCache:
         """Makes sure that each request has room for so many tokens in all; for all requests, or for none.
 
         Raises:
-            errors.CacheExhaustedError: too few free blocks for all of them together; nothing has changed.
+            CacheExhaustedError: too few free blocks for all of them together; nothing has changed.
         """
         needed = []
         for request_id, room in zip(request_ids, rooms, strict=True):
@@ -194,7 +194,7 @@ class PagedKVCache:
         """Counts `num_tokens` more tokens as written. For ops that write the pools without a `PrefillBatch`.
 
         Raises:
-            errors.NoRoom: the request has less room than that.
+            NoRoom: the request has less room than that.
         """
         num_tokens = _check_count("append", request_id, num_tokens)
         request = self.find_request(request_id)
@@ -226,7 +226,7 @@ class PagedKVCache:
         return self.find_request(request_id).room
 
     def block_table(self, request_id: RequestId) -> tuple[int, ...]:
-        """The request's blocks, in token order."""
+        """Returns the request's blocks, in token order."""
         return tuple(self.find_request(request_id).blocks)
 
     def gather(self, layer: int, request_id: RequestId) -> tuple[torch.Tensor, torch.Tensor]:
@@ -247,11 +247,11 @@ class PagedKVCache:
         return request
 
     def has_request(self, request_id: RequestId) -> bool:
-        """Whether a request of that id holds room now."""
+        """Says whether a request of that id holds room now."""
         return plain_id(request_id) in self._requests
 
     def add_step_buffers(self, buffers: Any) -> None:
-        """From now on each step that begins is packed for these buffers, as long as they live."""
+        """Packs each step that begins from now on for these buffers, as long as they live."""
         self._step_buffers = (*(ref for ref in self._step_buffers if ref()), weakref.ref(buffers))
 
     def prepare_step(self, batch: Any) -> None:
@@ -261,7 +261,7 @@ class PagedKVCache:
                 buffers.prepare(batch)
 
     def owns_pool(self, pool: torch.Tensor) -> bool:
-        """Whether a tensor is one of this cache's pools, told by its address."""
+        """Says whether a tensor is one of this cache's pools, told by its address."""
         return pool.data_ptr() in self.pool_addresses
 
 

@@ -71,37 +71,22 @@ def verify(
     Args:
         forward: what a call of the model runs eagerly.
     """
-    checks = {}
-    if args or kwargs or make_inputs is None:
-        check = _verified(model, forward, store, args, kwargs)
-        checks[check.num_tokens] = check
+
+    def check(args: Sequence[Any], kwargs: Mapping[str, Any], num_tokens: int = 0) -> SizeCheck:
+        with torch.no_grad(), _uncounted_step():
+            count, found = preview(store, args, kwargs)
+            if isinstance(found, FallbackReason):
+                return SizeCheck(max(num_tokens, count), None, str(found))
+            return _SizeVerifier(model, store, *found).run(lambda: forward(*args, **kwargs))
+
+    checks = [check(args, kwargs)] if args or kwargs or make_inputs is None else []
     if make_inputs is not None:
-        case = PrefillCase(model, make_inputs)
-        for size in edge_sizes(store.config.buckets, store.config.max_padding_ratio):
-            args, kwargs = case.inputs(size)
-            check = _verified(model, forward, store, args, kwargs, num_tokens=size)
-            known = checks.get(size)
-            if known is None or known.difference is None:
-                checks[size] = check
-    return VerifyReport(tuple(checks[size] for size in sorted(checks)))
-
-
-def _verified(
-    model: nn.Module,
-    forward: Callable[..., Any],
-    store: GraphStore,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    *,
-    num_tokens: int = 0,
-) -> SizeCheck:
-    with torch.no_grad(), _uncounted_step():
-        count, found = preview(store, args, kwargs)
-        if isinstance(found, FallbackReason):
-            return SizeCheck(max(num_tokens, count), None, str(found))
-        signature, steps, count, leaves = found
-        verifier = _SizeVerifier(model, store, signature, steps, count, leaves)
-        return verifier.run(lambda: forward(*args, **kwargs))
+        case, config = PrefillCase(model, make_inputs), store.config
+        for size in edge_sizes(config.buckets, config.max_padding_ratio):
+            checks.append(check(*case.inputs(size), size))
+    # Of two checks of one size, one that found a difference, else the later one.
+    checks.sort(key=lambda each: (each.num_tokens, each.difference is not None))
+    return VerifyReport(tuple({each.num_tokens: each for each in checks}.values()))
 
 
 class _Rehearsal(Exception):

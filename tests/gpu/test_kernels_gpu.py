@@ -190,7 +190,7 @@ def test_after_warm_up_nothing_compiles_synchronises_or_allocates(prefill, monke
     def compiled(*args):
         raise AssertionError("a program was compiled on the serving path")
 
-    monkeypatch.setattr(prefill, "_launch_by_jit", compiled)
+    monkeypatch.setattr(prefill, "jit_launch", compiled)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:

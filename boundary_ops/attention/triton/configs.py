@@ -33,11 +33,11 @@ class BlockConfig:
     split_diagonal: bool = True
 
     def tile_heads(self, group: int) -> int:
-        """Query heads of a tile, of the `group` that share a K/V head."""
+        """Returns the query heads of a tile, of the `group` that share a K/V head."""
         return min(group, self.block_m)
 
     def tile_tokens(self, group: int) -> int:
-        """Tokens of a tile."""
+        """Returns the tokens of a tile."""
         return self.block_m // self.tile_heads(group)
 
 

@@ -39,7 +39,7 @@ _compiles_only: ContextVar[bool] = ContextVar("compiles_only", default=False)
 
 
 def is_interpreted(program: Any) -> bool:
-    """Whether triton was imported with TRITON_INTERPRET=1 and runs the program as Python, on the CPU."""
+    """Says whether triton was imported with TRITON_INTERPRET=1 and runs the program on the CPU."""
     return not isinstance(program, triton.runtime.JITFunction)
 
 

@@ -45,7 +45,7 @@ def _attend_block(
     q, k, v, total, norm, peak, visible, scale, cap,
     MASKED: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One step of the running softmax: adds a block of keys to (total, norm, peak)."""
+    """Takes one step of the running softmax: adds a block of keys to (total, norm, peak)."""
     scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     if SOFTCAP or MASKED:
         scores = scores * scale
@@ -147,7 +147,7 @@ def prefill_program(
     SOFTCAP: tl.constexpr, SINKS: tl.constexpr, NEGATE: tl.constexpr, SPLIT_DIAGONAL: tl.constexpr,
     MAX_SEQS: tl.constexpr, SEQS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (K/V heads * parts of a head group, tiles).
+    """Attends for one tile and writes its K and V. Grid: (K/V heads * parts of a head group, tiles).
 
     With MAX_SEQS = 0, `tiles` holds one record of eight int32 per tile, heaviest first: sequence, its first
     row, the tile's first token in it, new tokens, context tokens. Otherwise `tiles` is `cu_seqlens_q`

@@ -282,29 +282,34 @@ def test_with_grad_mode_the_forward_runs_and_backward_says_why_not():
 
 IDS = torch.full((1, 9), 5)
 REFUSED_CALLS = {
-    "cache": (lambda: dict(past_key_values=transformers.DynamicCache()), SecondCache, "cache"),
-    "batch of two": (lambda: dict(input_ids=torch.full((2, 9), 5)), NotPacked, "'input_ids'.*size 2"),
-    "no batch dim": (lambda: dict(input_ids=torch.full((9,), 5)), NotPacked, "'input_ids'.*1 dims"),
-    "embeds of two": (
-        lambda: dict(input_ids=None, inputs_embeds=torch.zeros(2, 9, 32)), NotPacked, "'inputs_embeds'"
-    ),
-    "attentions": (lambda: dict(output_attentions=True), OptionRefused, "'output_attentions'"),
+    "cache": (lambda: dict(past_key_values=transformers.DynamicCache()), "cache"),
+    "batch of two": (lambda: dict(input_ids=torch.full((2, 9), 5)), "'input_ids'.*size 2"),
+    "no batch dim": (lambda: dict(input_ids=torch.full((9,), 5)), "'input_ids'.*1 dims"),
+    "embeds of two": (lambda: dict(input_ids=None, inputs_embeds=torch.zeros(2, 9, 32)), "'inputs_embeds'"),
+    "attentions": (lambda: dict(output_attentions=True), "'output_attentions'"),
     "lengths": (
         lambda: dict(cu_seq_lens_q=torch.tensor([0, 9])),
-        OptionRefused,
         "(?s)self_attn.*'cu_seq_lens_q'.*PrefillBatch",
     ),
-    "not causal": (lambda: dict(is_causal=False), OptionRefused, "is_causal"),
-    "unknown": (lambda: dict(novelty=3), OptionRefused, "self_attn.*'novelty'"),
-    "padding": (lambda: dict(attention_mask=torch.tensor([[0] + [1] * 8])), MaskHides, "'attention_mask'"),
-    "prepared mask": (lambda: dict(attention_mask=torch.ones(1, 1, 9, 9)), MaskHides, "'attention_mask'"),
-}  # fmt: skip
+    "not causal": (lambda: dict(is_causal=False), "is_causal"),
+    "unknown": (lambda: dict(novelty=3), "self_attn.*'novelty'"),
+    "padding": (lambda: dict(attention_mask=torch.tensor([[0] + [1] * 8])), "'attention_mask'"),
+    "prepared mask": (lambda: dict(attention_mask=torch.ones(1, 1, 9, 9)), "'attention_mask'"),
+}
 
 
-@pytest.mark.parametrize("case", REFUSED_CALLS)
-def test_calls_that_attention_would_ignore_are_refused_and_change_nothing(case):
+@pytest.mark.parametrize(
+    ("case", "refusal"),
+    [
+        ("cache", SecondCache),
+        *((case, NotPacked) for case in ("batch of two", "no batch dim", "embeds of two")),
+        *((case, OptionRefused) for case in ("attentions", "lengths", "not causal", "unknown")),
+        *((case, MaskHides) for case in ("padding", "prepared mask")),
+    ],
+)
+def test_calls_that_attention_would_ignore_are_refused_and_change_nothing(case, refusal):
     model, cache = attached()
-    arguments, refusal, text = REFUSED_CALLS[case]
+    arguments, text = REFUSED_CALLS[case]
     with torch.no_grad(), pytest.raises(refusal, match=text) as error, PrefillBatch.build(cache, "a", [9]):
         model(**{"input_ids": IDS, "position_ids": torch.arange(9)[None], **arguments()})
     assert str(error.value).count("\n") == 2
@@ -314,11 +319,10 @@ def test_calls_that_attention_would_ignore_are_refused_and_change_nothing(case):
 @pytest.mark.parametrize("case", REFUSED_CALLS)
 def test_I10_the_same_calls_are_refused_in_a_trace(case):
     model, cache = attached()
-    arguments, refusal, text = REFUSED_CALLS[case]
-    refusal = MaskInTrace if refusal is MaskHides else refusal
+    arguments, text = REFUSED_CALLS[case]
     torch._dynamo.reset()
     compiled = torch.compile(model, backend="eager", fullgraph=True)
-    wanted = f"(?s){refusal.__name__}.*" + text.removeprefix("(?s)")
+    wanted = "(?s)(SecondCache|NotPacked|OptionRefused|MaskInTrace): .*" + text.removeprefix("(?s)")
     with torch.no_grad(), pytest.raises(Exception, match=wanted):
         compiled(**{"input_ids": IDS, "position_ids": torch.arange(9)[None], **arguments()})
     assert not any(pool.any() for pool in (*cache.k, *cache.v))
@@ -331,6 +335,13 @@ def test_a_mask_is_refused_in_a_trace_even_when_it_is_all_ones():
         torch.compile(model, backend="eager", fullgraph=True)(
             input_ids=IDS, position_ids=torch.arange(9)[None], attention_mask=torch.ones(1, 9)
         )
+
+
+def test_a_mask_is_refused_by_name_whoever_traces(monkeypatch):
+    model, _ = attached()
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    with torch.no_grad(), pytest.raises(MaskInTrace, match="'attention_mask'"):
+        model(input_ids=IDS, position_ids=torch.arange(9)[None], attention_mask=torch.ones(1, 9))
 
 
 def test_a_mask_function_of_the_models_own_is_refused():
@@ -549,12 +560,15 @@ UNFIT = {
 }
 
 
-@pytest.mark.parametrize("make", UNFIT, ids=lambda make: make.__name__)
-def test_models_that_cannot_be_served_are_refused_with_the_reason(make):
+@pytest.mark.parametrize(
+    ("make", "refusal"),
+    [(make, SeveralDecoders if make is two_stacks else UnsupportedModel) for make in UNFIT],
+    ids=[make.__name__ for make in UNFIT],
+)
+def test_models_that_cannot_be_served_are_refused_with_the_reason(make, refusal):
     cache = PagedKVCache(
         num_layers=3, num_blocks=2, block_size=4, num_kv_heads=2, head_dim=8, dtype=torch.float32
     )
-    refusal = SeveralDecoders if make is two_stacks else UnsupportedModel
     with pytest.raises(refusal, match=UNFIT[make]) as error:
         attach(make(), cache)
     assert str(error.value).count("\n") == 2

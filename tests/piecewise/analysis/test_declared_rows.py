@@ -236,67 +236,78 @@ def test_rows_that_hold_anything_need_not_be_real():
     check_rows("row_toys::summed", [floats(6, 4)])
 
 
-REFUSED = {
-    "no such op": (
+@pytest.mark.parametrize(("refusal", "op", "given", "words", "fix"), [
+    pytest.param(
         UnknownOp, "row_toys::scald", {}, "'row_toys::scald' does not exist",
-        "did you mean 'row_toys::scaled'"
+        "did you mean 'row_toys::scaled'",
+        id="no such op",
     ),
-    "no such library": (
-        UnknownOp, "nobody::op", {}, "'nobody::op' does not exist", "import the library"
+    pytest.param(
+        UnknownOp, "nobody::op", {}, "'nobody::op' does not exist", "import the library",
+        id="no such library",
     ),
-    "no such argument": (
+    pytest.param(
         UnknownArgument, "row_toys::scaled", {"token_args": {"wieght": 0}}, "token_args 'wieght'",
-        "did you mean 'weight'"
+        "did you mean 'weight'",
+        id="no such argument",
     ),
-    "no tensor": (
-        UnknownArgument, "row_toys::scaled", {"token_args": {"power": 0}}, "token_args 'power'.*got float", ""
+    pytest.param(
+        UnknownArgument, "row_toys::scaled", {"token_args": {"power": 0}},
+        "token_args 'power'.*got float", "",
+        id="no tensor",
     ),
-    "a dim below 0": (
+    pytest.param(
         WrongTokenDim, "row_toys::scaled", {"token_args": {"x": -1}}, "token_args 'x'.*got -1",
-        "count the dim"
+        "count the dim",
+        id="a dim below 0",
     ),
-    "no dim": (
+    pytest.param(
         WrongTokenDim, "row_toys::scaled", {"token_args": {"x": True}}, "token_args 'x'.*got True",
-        "count the dim"
+        "count the dim",
+        id="no dim",
     ),
-    "no such word": (
+    pytest.param(
         WrongTokenDim, "row_toys::scaled", {"token_args": {"x": "first"}},
-        "token_args 'x'.*'leading' or 'all', got 'first'", "count the dim"
+        "token_args 'x'.*'leading' or 'all', got 'first'", "count the dim",
+        id="no such word",
     ),
-    "too many results": (
+    pytest.param(
         WrongTokenResults, "row_toys::scaled", {"token_results": (0, 0)},
         r"token_results: expected one for each of 1 results, got \(0, 0\)",
-        r"for example \(0,\)"
+        r"for example \(0,\)",
+        id="too many results",
     ),
-    "no results": (
-        WrongTokenResults, "row_toys::parts", {"token_results": ()}, r"token_results.*got \(\)", ""
+    pytest.param(
+        WrongTokenResults, "row_toys::parts", {"token_results": ()}, r"token_results.*got \(\)", "",
+        id="no results",
     ),
-    "a result below 0": (
+    pytest.param(
         WrongTokenDim, "row_toys::scaled", {"token_results": (-1,)}, "token_results 0.*got -1",
-        "count the dim"
+        "count the dim",
+        id="a result below 0",
     ),
-    "no such padding": (
+    pytest.param(
         WrongPadded, "row_toys::scaled", {"padded": "zeros"},
-        "padded: expected 'real' or 'anything', got 'zeros'", "leave it out"
+        "padded: expected 'real' or 'anything', got 'zeros'", "leave it out",
+        id="no such padding",
     ),
-    "no such value": (
+    pytest.param(
         UnknownArgument, "row_toys::scaled", {"only": {"powr": 1}}, "only 'powr'.*one of the arguments",
-        "did you mean 'power'"
+        "did you mean 'power'",
+        id="no such value",
     ),
-    "torch's own": (
+    pytest.param(
         RowsOfTorchOp, "aten::linear", {"token_args": {"input": 0}}, "aten::linear.*got one of torch's own",
-        "declare an op of your own"
+        "declare an op of your own",
+        id="torch's own",
     ),
-    "a write": (
+    pytest.param(
         RowsOfWritingOp, "row_toys::written", {}, "written.*writes into none of its arguments.*a!",
-        "boundary_ops.register"
+        "boundary_ops.register",
+        id="a write",
     ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_declared_is_refused(name):
-    refusal, op, given, words, fix = REFUSED[name]
+])  # fmt: skip
+def test_what_cannot_be_declared_is_refused(refusal, op, given, words, fix):
     with pytest.raises(refusal, match=words) as raised:
         declare_rows(op, **{"token_args": {"x": 0}} | given)
     assert "Rule: " in str(raised.value) and raised.match("Fix: .*" + fix)
