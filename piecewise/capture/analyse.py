@@ -1,4 +1,4 @@
-"""From one example call to a cut plan: trace, normalize, find the token symbol, classify, cut."""
+"""Makes a cut plan of one example call: traces, normalizes, finds the token symbol, classifies, cuts."""
 
 from __future__ import annotations
 
