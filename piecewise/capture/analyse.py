@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import fx, nn
 
-from piecewise import torch_api
+from piecewise import passes, torch_api
 from piecewise.analysis.classify import Classifier, Verdict, kind_outside
 from piecewise.analysis.normalize import normalized
 from piecewise.analysis.rows.counts import KnownSizes, valid_counts
@@ -121,13 +121,11 @@ class TracedModel:
         if not config.fusions:
             return plan
         with times.timed("lowering"):
-            from piecewise.passes.fuse import fuse  # loads Inductor's pattern matcher
-
             # What is compiled for any count is compiled as for the largest.
             leaves = self.trace.example.leaves
             counts = [size for size in config.buckets if size > 1 and plan.holds_at(size, leaves)]
             num_rows = max(counts, default=self.token.example_num_tokens)
-            plan, self.graphs = fuse(
+            plan, self.graphs = passes.fuse_segments(
                 plan, config.fusions, lowering=config.lowering, num_rows=num_rows, move_weights=move_weights
             )
             return plan
