@@ -1,5 +1,9 @@
-"""Run time: graph engines, static buffers, and the step plans that serve calls. Knows nothing of FX or
-Dynamo.
+"""Serves calls at run time: graph engines, static buffers, step plans. Knows nothing of FX or Dynamo.
+
+In: functions of graph segments, static buffers, a plan's steps (from `piecewise.capture`).
+Out: captured graphs, and for each call its results or the reason why it has to run eagerly.
+Read first: `engine.py` (what an engine does), `piecewise_runner.py` (one segment), `step_plan.py` (one call).
+Rooms: `cuda/` and `tape/` are the engines, `state/` notices a model that changed.
 
 Names that need torch are imported when they are first used: settings know buckets and errors alone.
 """

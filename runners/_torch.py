@@ -18,6 +18,7 @@ __all__ = ["OpOverload", "OpOverloadPacket", "TorchDispatchMode"]
 copy_each = torch._foreach_copy_
 without_modes = _disable_current_modes
 without_torch_function = torch._C.DisableTorchFunction
+without_keys = torch._C._ExcludeDispatchKeyGuard
 # The raw handle of a device's current stream; not in a torch without CUDA.
 current_raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # type: ignore[assignment]
 _TensorGuards = torch._C._dynamo.guards.TensorGuards  # type: ignore[attr-defined]
@@ -62,17 +63,13 @@ def launch_of(graph: torch.cuda.CUDAGraph) -> Callable[[], None]:
 
 
 @cache
-def _keys_below_modes() -> torch._C.DispatchKeySet:
+def keys_above_kernels() -> torch._C.DispatchKeySet:
+    """Returns the keys of autograd, autocast, view tracking and modes."""
     keys = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
     for name in dir(torch._C.DispatchKey):
         if name.startswith(("Autocast", "Python")) or name in _AUTOGRAD:
             keys = keys | torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, name))
     return keys
-
-
-def below_modes() -> Any:
-    """Brackets calls of ops that skip autograd, autocast, view tracking and modes."""
-    return torch._C._ExcludeDispatchKeyGuard(_keys_below_modes())
 
 
 def overload_for(packet: OpOverloadPacket, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OpOverload:

@@ -73,24 +73,17 @@ class CopyInputs:
 
 @dataclass(slots=True)
 class Check:
-    """Raises `StateChanged` where the model is no longer what was recorded."""
+    """Raises `StateChanged` where the model is no longer what was recorded.
+
+    While `may_run_ahead` is true, only what is looked up next is compared: another check comes later.
+    """
 
     check: StateCheck
+    may_run_ahead: Callable[[], bool] | None = None
 
     def replay(self, env: list[Any]) -> None:
-        if not self.check.is_unchanged():
-            raise_change(self.check)
-
-
-@dataclass(slots=True)
-class CheckLookedUp:
-    """Checks what is looked up next; a later `Check` compares the rest, unless calls may not run ahead."""
-
-    check: StateCheck
-    may_run_ahead: Callable[[], bool]
-
-    def replay(self, env: list[Any]) -> None:
-        if not self.check.looked_up_fit() or not (self.may_run_ahead() or self.check.is_unchanged()):
+        is_early = self.may_run_ahead is not None and self.may_run_ahead()
+        if not (self.check.looked_up_fit() if is_early else self.check.is_unchanged()):
             raise_change(self.check)
 
 

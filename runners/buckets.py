@@ -58,11 +58,8 @@ class TokenBuckets:
         return self.sizes[index] if num_tokens and index < len(self.sizes) else None
 
     def range_for(self, bucket: int) -> tuple[int, int]:
-        """Finds the token counts that `bucket` serves, as (lowest, highest), both inclusive.
-
-        Raises:
-            UnlistedBucket
-        """
+        """Finds the token counts that `bucket` serves, as (lowest, highest), both inclusive; raises
+        `UnlistedBucket`."""
         index = bisect_left(self.sizes, bucket)
         if index == len(self.sizes) or self.sizes[index] != bucket:
             raise UnlistedBucket(bucket=bucket, sizes=list(self.sizes))
@@ -116,11 +113,7 @@ def _problems_of(items: Sequence[Any]) -> Iterator[SizeProblem]:
 
 
 def checked_sizes(sizes: object) -> tuple[int, ...]:
-    """Returns `sizes` as a tuple of Python's ints that is a valid bucket list.
-
-    Raises:
-        InvalidBuckets: about the first problem.
-    """
+    """Returns `sizes` as a tuple of Python's ints; raises `InvalidBuckets` about the first problem."""
     for first in _problems(sizes):
         raise InvalidBuckets(part=first.part, expected=first.expected, got=first.got)
     return plain_sizes(sizes)

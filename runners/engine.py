@@ -1,7 +1,7 @@
-"""Defines what a graph engine does, so that all code above works with any of them.
+"""Defines what a graph engine does, so that all code above works with any of them (`engines.py` lists them).
 
 An engine records the work of a function once and repeats it on the same memory, without running the function.
-The tape needs no GPU, so a machine without one tests the same code. `engines.py` lists the engines.
+The tape needs no GPU, so a machine without one tests the same code.
 """
 
 from __future__ import annotations
@@ -45,11 +45,7 @@ class CapturedGraph:
         return self.num_ops == 0
 
     def replay(self) -> None:
-        """Repeats the recorded work, reading and writing the recorded addresses.
-
-        Raises:
-            ReplayAfterReset, InsideCapture
-        """
+        """Repeats the recorded work at its addresses; raises `ReplayAfterReset` or `InsideCapture`."""
 
     def reset(self) -> None:
         """Drops the recorded work and the outputs. Idempotent."""
@@ -63,10 +59,9 @@ class CapturedGraph:
 
 
 class Streams:
-    """Runs the parallel branches of a function; this base class, for a device without streams, runs them in
-    the order of the calls.
+    """Runs the parallel branches of a function: on stream 0, where the function was called, and side streams.
 
-    Stream 0 is the one that the function was called on, the others are side streams.
+    This base class, for a device without streams, runs them in the order of the calls.
     """
 
     def opened(self) -> AbstractContextManager[None]:
@@ -80,11 +75,7 @@ class Streams:
         """Makes a stream current: what is called from now on runs on it."""
 
     def join(self, *held: Any) -> None:
-        """Makes stream 0 current, behind all work on the others.
-
-        Args:
-            held: values made or read since the fork; they stay alive up to here.
-        """
+        """Makes stream 0 current, behind all work on the others; `held` values live up to here."""
 
 
 class GraphPool:
@@ -127,10 +118,8 @@ class GraphPool:
         """Begins the warm-ups of a bucket."""
 
     def keep_only(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Says that of all outputs captured since `begin_bucket` only these are read from here on.
-
-        Segments captured later may reuse the memory of the others, but need not.
-        """
+        """Says that of all outputs captured since `begin_bucket` only these are read from here on: segments
+        captured later may reuse the memory of the others."""
 
     def end_bucket(self) -> None:
         """Completes a bucket: the next one captured here reuses its memory [I9]."""
@@ -139,11 +128,7 @@ class GraphPool:
         """Overwrites all its memory, to check that no replay reads what an earlier one left there."""
 
     def release(self) -> None:
-        """Gives the memory back; the pool cannot be captured into afterwards. Idempotent.
-
-        Raises:
-            PoolInUse, PoolHasGraphs
-        """
+        """Gives the memory back for good. Idempotent; raises `PoolInUse` or `PoolHasGraphs`."""
         if self._is_released:
             return
         self.check_usable("release")
@@ -190,8 +175,8 @@ class GraphEngine:
     def capture(self, fn: Callable[[], Sequence[Any]], *, pool: Any, segment: str) -> CapturedGraph:
         """Runs `fn` once and records its work into `pool`; `segment` names it in errors.
 
-        Whatever `fn` raises passes through, and then leaves no graph, memory or mode behind [I8]. The RNG
-        moves as in an eager run: putting it back is the caller's business.
+        Whatever `fn` raises passes through, and then leaves no graph, memory or mode behind [I8]. The random
+        state moves as in an eager run.
 
         Raises:
             CaptureError: `fn` did something that a graph cannot repeat.
@@ -200,8 +185,7 @@ class GraphEngine:
         raise NotImplementedError
 
     def free_memory(self, device: torch.device) -> tuple[int, int] | None:
-        """Reads (free, total) bytes of the device, what torch holds unused counted as free; None where the
-        memory is the host's."""
+        """Reads (free, total) bytes of the device, unused memory of torch's included; None for the host's."""
         return None
 
     def synchronize(self, device: torch.device) -> None:
@@ -217,11 +201,7 @@ class GraphEngine:
 
 
 def checked_outputs(outputs: Any, segment: str) -> tuple[Any, ...]:
-    """Returns a captured function's outputs as a tuple.
-
-    Raises:
-        NoOutputSequence
-    """
+    """Returns a captured function's outputs as a tuple; raises `NoOutputSequence` for anything else."""
     if not isinstance(outputs, (tuple, list)):
         raise NoOutputSequence(segment=segment, type=type(outputs).__name__)
     return tuple(outputs)

@@ -43,9 +43,7 @@ def native_engine(device: torch.device | str) -> GraphEngine:
 def engine_for(name: str, device: torch.device | str) -> GraphEngine:
     """Finds the graph engine of that name, one of `ENGINE_NAMES`, for a model on the device.
 
-    Raises:
-        UnknownEngine
-        EngineOfAnotherDevice
+    Raises `UnknownEngine` or `EngineOfAnotherDevice`.
     """
     if name == "auto":
         return native_engine(device)

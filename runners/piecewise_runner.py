@@ -56,7 +56,7 @@ class _Capture(NamedTuple):
 
 
 class PiecewiseRunner:
-    """Runs one segment, from a graph where there is one for the bucket and the arguments lie where it reads.
+    """Runs one segment, from a graph where there is one for the bucket that reads these arguments.
 
     Args:
         fn: ``fn(padded_num_tokens, *args)`` returns the sequence of the segment's outputs.
@@ -108,10 +108,7 @@ class PiecewiseRunner:
         self, padded_num_tokens: int, args: Sequence[Any], *, fn: Callable[..., Sequence[Any]] | None = None
     ) -> tuple[Any, ...]:
         """Runs the segment, or another form `fn` of it, eagerly in the modes of a capture: COLD or WARMING(n)
-        becomes WARMING(n + 1).
-
-        Returns:
-            The outputs, owned by the caller.
+        becomes WARMING(n + 1). Returns the outputs, owned by the caller.
 
         Raises:
             WrongBucketState: the bucket is captured, or its capture failed.
@@ -132,10 +129,7 @@ class PiecewiseRunner:
         self, padded_num_tokens: int, args: Sequence[Any], *, fn: Callable[..., Sequence[Any]] | None = None
     ) -> tuple[Any, ...]:
         """Captures the bucket's graph, of another form `fn` where one is given; later replays read `args` at
-        the addresses they have now.
-
-        Returns:
-            The graph's outputs: static memory, rewritten by each replay.
+        the addresses they have now. Returns the graph's outputs: static memory, rewritten by each replay.
 
         Raises:
             WrongBucketState: too few warm-ups were made, or the bucket was captured or given up before.
@@ -163,13 +157,10 @@ class PiecewiseRunner:
         return graph.outputs
 
     def replay(self, padded_num_tokens: int) -> tuple[Any, ...]:
-        """Replays the bucket's graph on what its arguments hold now.
+        """Replays the bucket's graph on what its arguments hold now; `WrongBucketState` where there is none.
 
         Returns:
             The graph's outputs: static memory, valid until the next replay in this pool.
-
-        Raises:
-            WrongBucketState: the bucket has no graph.
         """
         capture = self._captures.get(padded_num_tokens)
         if capture is None:
@@ -181,7 +172,7 @@ class PiecewiseRunner:
     def __call__(self, padded_num_tokens: int, *args: Any) -> tuple[Any, ...]:
         """Replays where the bucket is captured and `args` are those of the capture; else runs eagerly.
 
-        They are when tensors have the same address, shape, stride and dtype, and other values are equal.
+        Tensors are compared by address, shape, stride and dtype, other values by equality.
         """
         capture = self._captures.get(padded_num_tokens)
         if capture is None or is_eager_only() or capture.arguments != _geometry(args):

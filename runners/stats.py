@@ -1,7 +1,7 @@
-"""What happened to each call: replayed, or run eagerly for exactly one counted reason [I6].
+"""Counts what happened to each call: replayed, or run eagerly for exactly one reason [I6].
 
 `FallbackReason` is closed: a fallback that fits no code here is a defect, and a report can explain every
-code. Warm-up, capture and verification are not calls; who runs them does not count them.
+code. Warm-up, capture and verification are not calls and are not counted.
 """
 
 from __future__ import annotations
@@ -14,11 +14,9 @@ from typing import Any
 
 
 class FallbackReason(str, Enum):
-    """Why a call ran eagerly. A member equals its code, so ``reasons["not_captured"]`` works too.
+    """Says why a call ran eagerly: what was found, and what makes such a call replay.
 
-    Attributes:
-        explanation: one sentence that says what was found.
-        fix: one sentence that says what makes such a call replay.
+    A member equals its code, so ``reasons["not_captured"]`` works too.
     """
 
     explanation: str
@@ -26,9 +24,7 @@ class FallbackReason(str, Enum):
 
     def __new__(cls, code: str, explanation: str, fix: str) -> FallbackReason:
         member = str.__new__(cls, code)
-        member._value_ = code
-        member.explanation = explanation
-        member.fix = fix
+        member._value_, member.explanation, member.fix = code, explanation, fix
         return member
 
     def __str__(self) -> str:
@@ -36,12 +32,12 @@ class FallbackReason(str, Enum):
 
     NOT_CAPTURED = (
         "not_captured",
-        "No graph exists for this bucket: it was never captured, and no capture window was open [I5].",
+        "No graph exists for this bucket: it was never captured, and no capture window was open.",
         "Call capture() at start-up, open piecewise.capture_window(), or configure capture='lazy'.",
     )
     ZERO_TOKENS = (
         "zero_tokens",
-        "The call carries no tokens, so there is nothing to replay [I10].",
+        "The call carries no tokens, so there is nothing to replay.",
         "Nothing to do; skip empty batches to save the call.",
     )
     ABOVE_LARGEST_BUCKET = (
@@ -56,7 +52,7 @@ class FallbackReason(str, Enum):
     )
     UNSEEN_SIGNATURE = (
         "unseen_signature",
-        "Structure, dtypes, devices, static dims, strides, aliasing or non-tensor values are new [I10].",
+        "Structure, dtypes, devices, static dims, strides, aliasing or non-tensor values are new.",
         "Call capture() with an example of this kind; report() lists the unseen signatures.",
     )
     SIGNATURE_LIMIT = (
@@ -86,7 +82,7 @@ class FallbackReason(str, Enum):
     )
     GRAD_ENABLED = (
         "grad_enabled",
-        "Gradients are enabled, and graphs serve no_grad and inference_mode only [I10].",
+        "Gradients are enabled, and graphs serve no_grad and inference_mode only.",
         "Call under torch.no_grad() or torch.inference_mode().",
     )
     EAGER_ONLY = (
@@ -101,32 +97,32 @@ class FallbackReason(str, Enum):
     )
     SHAPE_GUARD = (
         "shape_guard",
-        "The model branches on the token count, and the trace excludes this one or its bucket [I10].",
+        "The model branches on the token count, and the trace excludes this one or its bucket.",
         "Choose buckets on one side of the branch, or let capture() trace that bucket again.",
     )
     ONE_TOKEN_BRANCH = (
         "one_token_branch",
-        "With one token the model runs another program than with several, so the trace is not valid [I10].",
+        "With one token the model runs another program than with several, so the trace is not valid.",
         "Nothing to do; remove the branch on one token to have such calls replayed.",
     )
     MOVED_ADDRESS = (
         "moved_address",
-        "A parameter or buffer that the graphs read lives at another address than at capture [I4].",
+        "A parameter or buffer that the graphs read lives at another address than at capture.",
         "Call refresh() to capture again, or update in place (copy_, plain load_state_dict).",
     )
     MODULE_STATE_CHANGED = (
         "module_state_changed",
-        "A training flag, attribute, hook or submodule that the trace read has another value now [I10].",
+        "A training flag, attribute, hook or submodule that the trace read has another value now.",
         "Restore it, or call capture(), which keeps the graphs of both states, or refresh().",
     )
     GLOBAL_STATE_CHANGED = (
         "global_state_changed",
-        "Autocast, default dtype, tf32, determinism or another global setting differs from capture [I10].",
+        "Autocast, default dtype, tf32, determinism or another global setting differs from capture.",
         "Restore the setting, or capture under the one you serve with.",
     )
     CAPTURE_FAILED = (
         "capture_failed",
-        "Capturing this bucket failed, so it is served eagerly; the report has the error [I8].",
+        "Capturing this bucket failed, so it is served eagerly; the report has the error.",
         "Fix what the error names, then call refresh().",
     )
     CAPTURE_IN_PROGRESS = (
@@ -203,7 +199,7 @@ class CallStats:
         self.reasons[reason] += 1
 
     def place_eager(self, padded_num_tokens: int, reason: FallbackReason) -> None:
-        """Says which bucket an eager call would have been served by; `count_eager` counts the call."""
+        """Notes which bucket would have served an eager call; `count_eager` counts the call."""
         self.eager_by_bucket.setdefault(padded_num_tokens, Counter())[reason] += 1
 
     def reset(self) -> None:

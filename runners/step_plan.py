@@ -20,7 +20,6 @@ from runners.bound_steps import (
     BoundCall,
     BoundOpCall,
     Check,
-    CheckLookedUp,
     CopiedResult,
     CopyIn,
     CopyInputs,
@@ -94,7 +93,7 @@ class CallStep:
 
 @dataclass(frozen=True, slots=True)
 class ResultItem:
-    """Where one leaf of the result comes from.
+    """Says where one leaf of the result comes from.
 
     Attributes:
         kind: "static" (graph memory, narrowed), "slot" (a value of this call), "number" (computed),
@@ -167,7 +166,7 @@ class StepPlan:
         self._binder = _Binder(self)
 
     def replay(self, leaves: list[Any], num_tokens: int) -> list[Any]:
-        """Serves one call: the result's leaves, owned by the caller where `clone` says so.
+        """Serves one call; returns the result's leaves, owned by the caller where `clone` says so.
 
         Raises:
             StateChanged: the model changed; nothing persistent has been written, so the call can run eagerly.
@@ -234,7 +233,7 @@ class _Binder:
             self._steps[plan.check_before : plan.check_before] = [Check(plan.check), *look]
         else:
             self._steps.insert(plan.check_before, Check(plan.check))
-            self._steps[first_call:first_call] = [CheckLookedUp(plan.check, plan.may_run_ahead), *look]
+            self._steps[first_call:first_call] = [Check(plan.check, plan.may_run_ahead), *look]
         self._loads = [LoadStep(metadata) for metadata in plan.step_metadata]
 
     def _with_views(self, inputs: Sequence[StaticInput]) -> list[tuple[StaticInput, int]]:
@@ -268,7 +267,7 @@ class _Binder:
 
     def _call(self, template: _CallTemplate, num_tokens: int, rows: BoundRows) -> BoundCall:
         step, views = template.step, rows.views
-        arguments = [num_tokens, *(views[index] if index >= 0 else None for index in template.views)]
+        arguments = [num_tokens, *(views[index] for index in template.views)]
         dense: list[Dense] = []
         for index in dict.fromkeys(template.views) if rows.other_strides else ():
             if (strides := rows.other_strides.get(index)) is None:

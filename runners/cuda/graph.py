@@ -72,11 +72,7 @@ class CudaEngine(GraphEngine):
     has_triton = dies_of_bad_index = True
 
     def new_pool(self, device: torch.device) -> CudaPool:
-        """Makes an empty pool on a CUDA device.
-
-        Raises:
-            ForeignAllocator
-        """
+        """Makes an empty pool on a CUDA device; raises `ForeignAllocator`."""
         torch.cuda.init()
         backend = torch.cuda.get_allocator_backend()
         if backend != "native":
@@ -85,7 +81,6 @@ class CudaEngine(GraphEngine):
         return CudaPool(torch.device("cuda", torch.cuda.current_device() if index is None else index))
 
     def capture(self, fn: Callable[[], Sequence[Any]], *, pool: CudaPool, segment: str) -> CudaGraph:
-        """Runs `fn` once and captures its work; see `GraphEngine.capture`."""
         pool.check_capture(segment)
         with _one_at_a_time, torch.cuda.device(pool.device), torch.inference_mode(False), torch.no_grad():
             handle = pool.handle_for_capture()

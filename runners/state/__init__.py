@@ -1,6 +1,6 @@
-"""Compares the state that a capture depends on with what is there now.
+"""Compares the Python state and the addresses that a capture depends on with what is there now.
 
-In: references with their expected values.
-Out: the first difference, or none.
-Read first: `state_check.py`.
+In: places (`StateRef`) and what a trace saw of them (`StateFacts`).
+Out: whether all is unchanged, at each call; the first difference in words where it is not.
+Read first: `state_check.py`. `watched_dicts.py` makes it quick, `same_value.py` compares values.
 """

@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import operator
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from typing import Any, TypeAlias
 
 import torch
@@ -108,6 +109,9 @@ class StateChange:
 
     kind: str
     detail: str
+
+
+_state_change = functools.partial(StateChange, "module_state_changed")
 
 
 class StateCheck:
@@ -212,7 +216,8 @@ class StateCheck:
         An equal plain value under another identity is not a difference; it is recorded anew, so that the next
         `is_unchanged` is fast again.
         """
-        return self.find_moved() or self._find_changed_value() or self._find_changed_structure()
+        changes = itertools.chain(self._changed_values(), self._changed_structure())
+        return self.find_moved() or next(map(_state_change, changes), None)
 
     def _add_value(self, ref: StateRef, value: Any) -> tuple[list[Any], int]:
         """Adds a place; returns where the expected object is kept: a list and an index into it."""
@@ -280,48 +285,38 @@ class StateCheck:
         refs = (*self._tensor_refs, *self._looked_up_refs)
         for position, (ref, tensor, kind) in enumerate(zip(refs, now, self._kinds, strict=True)):
             if not isinstance(tensor, torch.Tensor) or kind_of(tensor) != kind:
-                code = "moved_address" if position < len(self._tensors) else "module_state_changed"
                 found = f"{ref.path} was {_described(kind)}, is {_described(kind_of(tensor))}"
-                return StateChange(code, found)
+                is_recorded = position < len(self._tensors)
+                return StateChange("moved_address", found) if is_recorded else _state_change(found)
         count = len(self._tensors)
         if len(set(map(id, now[count:]))) < self._num_looked_up:
-            return StateChange("module_state_changed", _first_met_twice(refs[count:], now[count:]))
+            return _state_change(_first_met_twice(refs[count:], now[count:]))
         if self._kinds:
-            self._guards[torch.is_inference_mode_enabled()] = (
-                tensor_guard(now[:count]),
-                tensor_guard(now[count:]),
-            )
+            guards = tensor_guard(now[:count]), tensor_guard(now[count:])
+            self._guards[torch.is_inference_mode_enabled()] = guards
         return None
 
-    def _find_changed_value(self) -> StateChange | None:
+    def _changed_values(self) -> Iterator[str]:
         for position, (ref, _) in enumerate(self._facts.values):
             now, seen = ref.look(), self._values[position]
-            if now is seen:
-                continue
             if not is_same_value(now, seen):
-                return StateChange("module_state_changed", f"{ref.path} was {_brief(seen)}, is {_brief(now)}")
+                yield f"{ref.path} was {_brief(seen)}, is {_brief(now)}"
             column, index = self._value_columns[position]
             self._values[position] = column[index] = now
-        return None
 
-    def _find_changed_structure(self) -> StateChange | None:
+    def _changed_structure(self) -> Iterator[str]:
         for (item, cls, path), attributes in zip(self._facts.types, self._attributes, strict=True):
             if type(item) is not cls:
-                detail = f"{path} was a {cls.__name__}, is a {type(item).__name__}"
-                return StateChange("module_state_changed", detail)
+                yield f"{path} was a {cls.__name__}, is a {type(item).__name__}"
             if type(attributes) is dict and item.__dict__ is not attributes:
-                detail = f"the attributes of {path} were replaced as a whole"
-                return StateChange("module_state_changed", detail)
+                yield f"the attributes of {path} were replaced as a whole"
         for table, content, path in self._facts.tables:
             if not has_content(table, content):
                 now = _answer(content_like, content, table)
-                detail = f"the contents of {path} were {_brief(content)}, are {_brief(now)}"
-                return StateChange("module_state_changed", detail)
+                yield f"the contents of {path} were {_brief(content)}, are {_brief(now)}"
         for ask, item, what, answer, path in self._facts.answers:
             if _answer(ask, item, what) is not answer:
-                detail = f"{_brief(what)} was {'' if answer else 'not '}in {path}"
-                return StateChange("module_state_changed", detail)
-        return None
+                yield f"{_brief(what)} was {'' if answer else 'not '}in {path}"
 
 
 def _add(columns: _Columns, look: Callable[..., Any], *entry: Any) -> tuple[list[Any], int]:

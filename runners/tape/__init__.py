@@ -1,6 +1,6 @@
-"""Is the engine for machines without a GPU: it records ops and replays them on the same storages.
+"""Records ops and replays them on the same storages: the engine for machines without a GPU.
 
-In: a callable and its static inputs.
-Out: a tape that is as strict as a CUDA graph.
-Read first: `tape.py`, then `recorder.py`.
+In: a function without arguments, and a pool.
+Out: a `CapturedGraph` that refuses what a CUDA graph cannot hold, and poisons its memory at each replay.
+Read first: `tape.py`, then `recorder.py`. A wing: the story of a call does not need this room.
 """

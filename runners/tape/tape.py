@@ -26,7 +26,7 @@ from weakref import WeakSet
 
 import torch
 
-from runners._torch import below_modes, without_torch_function
+from runners._torch import keys_above_kernels, without_keys, without_torch_function
 from runners.engine import CapturedGraph, GraphEngine, GraphPool, Streams, checked_outputs
 from runners.mode import capture_of, capturing
 from runners.opaque_call import recording_calls
@@ -89,12 +89,11 @@ class TapeGraph(CapturedGraph):
     def replay(self) -> None:
         """Fills the tape's memory with garbage and runs the recorded ops on the recorded tensors.
 
-        The caller's grad, inference, autocast and mode settings have no effect, and random ops draw new
-        numbers.
+        The caller's grad, inference, autocast and modes have no effect, and random ops draw anew.
         """
         if self.is_reset or capturing() is not None:
             self.refuse_replay()
-        with below_modes(), without_torch_function():
+        with without_keys(keys_above_kernels()), without_torch_function():
             for step in self._steps:
                 step()
 
@@ -114,7 +113,6 @@ class TapeEngine(GraphEngine):
         return TapePool(torch.empty(0, device=device).device)
 
     def capture(self, fn: Callable[[], Sequence[Any]], *, pool: TapePool, segment: str) -> TapeGraph:
-        """Runs `fn` once and records it; see `GraphEngine.capture`."""
         pool.check_capture(segment)
         mark = pool.arena.begin()
         watch = Watch(segment)

@@ -1,4 +1,4 @@
-"""CUDA lanes on stand-in streams: who waits for whom, and which stream is current afterwards."""
+"""Side streams of CUDA on fake streams: who waits for whom, and which stream is current afterwards."""
 
 from __future__ import annotations
 
@@ -56,22 +56,22 @@ def machine(monkeypatch):
 
 
 def test_each_lane_waits_for_the_fork_and_the_join_for_each_lane(machine):
-    lanes = CudaStreams(DEVICE, Stream("capture", machine.log))
-    with lanes.opened():
-        lanes.fork(3)
+    streams = CudaStreams(DEVICE, Stream("capture", machine.log))
+    with streams.opened():
+        streams.fork(3)
         assert machine.current is machine.caller
-        lanes.enter(2)
+        streams.enter(2)
         second = machine.current
-        lanes.enter(1)
+        streams.enter(1)
         first = machine.current
         assert len({machine.caller, first, second}) == 3
-        lanes.enter(0)
+        streams.enter(0)
         assert machine.current is machine.caller
-        lanes.join(torch.zeros(1))
-        lanes.fork(2)
-        lanes.enter(1)
+        streams.join(torch.zeros(1))
+        streams.fork(2)
+        streams.enter(1)
         assert machine.current is first, "the same streams again [I9]"
-        lanes.join()
+        streams.join()
         assert machine.current is machine.caller
     one, two = first.cuda_stream, second.cuda_stream
     forked = [(one, "waits for", "caller"), (two, "waits for", "caller")]
@@ -80,14 +80,14 @@ def test_each_lane_waits_for_the_fork_and_the_join_for_each_lane(machine):
 
 
 def test_side_streams_are_neither_each_other_nor_the_captures(machine):
-    lanes = CudaStreams(DEVICE, Stream(2, machine.log))
-    with lanes.opened():
-        lanes.fork(4)
+    streams = CudaStreams(DEVICE, Stream(2, machine.log))
+    with streams.opened():
+        streams.fork(4)
         found = []
-        for lane in range(1, 4):
-            lanes.enter(lane)
+        for stream in range(1, 4):
+            streams.enter(stream)
             found.append(machine.current.cuda_stream)
-        lanes.join()
+        streams.join()
     assert sorted(found) == [0, 1, 3]
 
 
@@ -96,10 +96,10 @@ def test_an_error_between_fork_and_join_leaves_the_callers_stream_and_device(mac
     def refuse(other):
         raise RuntimeError("operation failed due to a previous error during capture")
 
-    lanes = CudaStreams(DEVICE, Stream("capture", machine.log))
-    with pytest.raises(ZeroDivisionError), lanes.opened():
-        lanes.fork(2)
-        lanes.enter(1)
+    streams = CudaStreams(DEVICE, Stream("capture", machine.log))
+    with pytest.raises(ZeroDivisionError), streams.opened():
+        streams.fork(2)
+        streams.enter(1)
         machine.log.clear()
         if is_invalidated:
             machine.caller.wait_stream = refuse
@@ -107,14 +107,14 @@ def test_an_error_between_fork_and_join_leaves_the_callers_stream_and_device(mac
     assert machine.current is machine.caller and machine.device == "another"
     assert machine.log == ([] if is_invalidated else [("caller", "waits for", 1)])
     machine.log.clear()
-    with lanes.opened():
+    with streams.opened():
         pass
     assert machine.log == [], "nothing is left open"
 
 
 def test_one_lane_takes_every_command_and_does_nothing():
-    lanes = Streams()
-    with lanes.opened():
-        lanes.fork(3)
-        lanes.enter(2)
-        lanes.join(torch.zeros(1))
+    streams = Streams()
+    with streams.opened():
+        streams.fork(3)
+        streams.enter(2)
+        streams.join(torch.zeros(1))
