@@ -58,7 +58,7 @@ def run(arguments: argparse.Namespace) -> ExitCode:
     result = run_spec(
         arguments.spec, sizes=arguments.tokens, config=arguments.config, buckets=arguments.buckets,
         variants=None if arguments.variants is None else arguments.variants.split(","),
-        peer=arguments.peer, rounds=arguments.rounds,
+        peer=arguments.peer, rounds=arguments.rounds, log=sys.stderr,
     )  # fmt: skip
     print(result)
     if arguments.out is not None:
