@@ -35,7 +35,7 @@ from piecewise.report.startup_times import StartupTimes
 from piecewise.settings.config import PiecewiseConfig
 from piecewise.trace.dynamo.front_end import trace
 from piecewise.trace.trace import ExampleCall, Trace
-from runners.errors import TraceError
+from runners.errors import PiecewiseError
 
 
 @dataclasses.dataclass(slots=True)
@@ -220,7 +220,7 @@ def one_token_refusal(traced: TracedModel, model: nn.Module, *, forward: Any, co
     static |= dict.fromkeys(traced.static_ints, ())
     try:
         single = trace(model, example, forward=forward, static_dims=static, finds_facts=False)
-    except TraceError as error:
+    except PiecewiseError as error:
         return f"it cannot be traced with one: {error.what}"
     single = normalized(single)
     write_captured_forms(single, config)
