@@ -41,12 +41,8 @@ class StepBuffers:
         max_seq_len: context plus new tokens that one sequence may have.
 
     Attributes:
-        cu_seqlens_q: int32 [max_num_seqs + 1]; entries beyond the step's sequences repeat its token count.
-        seq_lens: int32 [max_num_seqs].
-        block_tables: int32 [max_num_seqs, max_blocks].
-        slot_mapping: int64 [max_num_tokens].
-
-    All four belong to the buffers, never move, and hold a step of zero sequences at first.
+        cu_seqlens_q, seq_lens, block_tables, slot_mapping: as `CapturedCall` says; they belong to the
+            buffers, never move, and hold a step of zero sequences at first.
 
     Raises:
         BoundaryOpError: a size or the pools are wrong, or their cache has named a back end without capture.
@@ -96,11 +92,8 @@ class StepBuffers:
         """Copies a step's metadata to the fixed addresses: one copy on the current stream, not waited for.
 
         Args:
-            batch: the step; None for the current one, which then counts as run.
-
-        Raises:
-            BoundaryOpError: no batch is running, or it belongs to another cache or exceeds a bound; nothing
-                has changed.
+            batch: the step; None for the current one, which then counts as run. One of another cache or
+                beyond a bound is refused, and nothing changes.
         """
         batch = PrefillBatch.current("piecewise::attn_captured") if batch is None else batch
         if not self._is_of_the_cache(batch):

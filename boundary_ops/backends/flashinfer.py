@@ -46,8 +46,8 @@ class _Planned:
 class FlashInferAttention:
     """Is FlashInfer's `AttentionLibrary`: owns the workspaces and the plans of one cache.
 
-    A wrapper holds one plan. Steps that run in turn share one per kind of layer, and each step plans it anew;
-    a stream has workspaces of its own, as nothing else orders what two streams write there.
+    A wrapper holds one plan, which each step makes anew, per kind of layer and stream: nothing else orders
+    what two streams write to a workspace.
     """
 
     def __init__(self, pools: PoolSpec) -> None:

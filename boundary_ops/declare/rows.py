@@ -1,9 +1,8 @@
 """Declares how token rows go through an op that nobody can look into, and tests such declarations.
 
-An op between the boundary ops stays in a graph only where it is known that padded rows do not reach real
-ones. torch's own ops have rules for that. For any other op one says which dims carry tokens: the op treats
-each row alone, so that real rows of its results are made of the same rows of its arguments, whatever padded
-rows hold. What is known of ops of libraries is in `library_rows`.
+An op between the boundary ops stays in a graph only where padded rows are known not to reach real ones.
+torch's own ops have rules for that. Of any other op one says which dims carry tokens: it makes each row of
+its results of the same rows of its arguments alone. `library_rows` says so of ops of libraries.
 """
 
 from __future__ import annotations
@@ -67,8 +66,7 @@ def declare_rows(
         name: "lib::op" or "lib::op.overload", of an op that torch knows by now.
         token_args: see `RowsDeclaration`, as for those below. None takes back what was said.
     Raises:
-        BoundaryOpError: there is no such op, argument, result or way to treat padded rows; the op writes, or
-            is torch's own.
+        BoundaryOpError: the op is not there, writes or is torch's own, or the declaration does not fit it.
     """
     for what, value, kinds in (
         ("the name", name, str),
@@ -142,8 +140,7 @@ def check_rows(name: str, example: Sequence[Any] | Mapping[str, Any]) -> None:
     Args:
         example: the op's arguments, in order or by name; two or more token rows.
     Raises:
-        BoundaryOpError: nothing was declared, the example is no call of the op, a declared dim does not
-            exist, or a real row changes.
+        RowsRefuted: the example is no call of the op, a declared dim does not exist, or a real row changes.
     """
     overload = find_overload(name)
     declaration = declared_rows(overload)

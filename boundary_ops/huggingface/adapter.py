@@ -5,8 +5,7 @@ function that makes the mask in `AttentionMaskInterface`. `attach` registers our
 gives each attention module its layer's two pools as plain attributes. So the pools reach the op as tensors
 with a path (`model.layers[3].self_attn.paged_k_cache`), and the state dict does not change.
 
-The model's modules get copies of their configs, because a config is often shared: with a reference model made
-from it, or with the caller's own code, which must not find another attention in it.
+The model's modules get copies of their configs, because a config is often shared with other models.
 """
 
 from __future__ import annotations
@@ -75,8 +74,8 @@ def attach(model: nn.Module, cache: PagedKVCache) -> nn.Module:
         The same model. `detach` undoes everything.
 
     Raises:
-        BoundaryOpError: the model is attached already, has a layer without self attention, an encoder,
-            several stacks, another kind of attention, a head that may pool, or does not fit the cache.
+        BoundaryOpError: the model is attached already, does not fit the cache, or has layers, an attention or
+            a head that the op cannot serve.
     """
     if _find_attachment(model) is not None:
         raise AlreadyAttached(model=type(model).__name__)

@@ -1,9 +1,8 @@
 """Guards an attached decoder's forward: refuses what paged attention would silently ignore.
 
-A mask, a second cache and a batch dimension mean nothing to it. The guard runs in both worlds. Eagerly it
-also looks at the running `PrefillBatch`. In a trace it sees structure only (what is None), no values and no
-batch; what hangs on those is decided by the op at each call (`implied_positions`), or refused in the trace
-(a mask).
+A mask, a second cache and a batch dimension mean nothing to it. Eagerly the guard also looks at the running
+`PrefillBatch`. In a trace it sees structure only (what is None); what hangs on values is decided by the op at
+each call (`implied_positions`), or refused in the trace (a mask).
 """
 
 from __future__ import annotations

@@ -65,9 +65,8 @@ class PrefillBatch:
         query_lens, context_lens: the same numbers on the host, one int per sequence.
         request_ids: one id per sequence.
         cache: the cache that the step was built for.
-        host: the device tensors' values, for who needs them there without waiting for the device.
-        derived: what ops have worked out from the metadata, by keys of their own: made by the first layer,
-            used by all.
+        host: the device tensors' values, for who needs them without waiting for the device.
+        derived: what ops have worked out from the metadata by keys of their own, for the layers to share.
     """
 
     cu_seqlens_q: torch.Tensor

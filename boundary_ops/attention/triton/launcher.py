@@ -1,13 +1,11 @@
 """Launches a compiled Triton program directly, past the JIT's look-up of it by all its arguments.
 
-A JIT launch works out each argument's type and alignment again; with two dozen arguments that takes longer
-than the program runs at small sizes. Here it happens once: the caller keeps the compiled program under a key
-of its own that decides all of it, and later launches go to the program's launcher directly. Addresses are
-passed as ints, which saves a driver query per tensor.
+A JIT launch works out the types and alignments of two dozen arguments again, which takes longer than the
+program runs at small sizes. Here the caller keeps the compiled program under a key that decides all of it,
+and later launches go to its launcher; addresses are ints, which saves a driver query per tensor.
 
 This file alone touches what triton does not promise: `CompiledKernel.run`, `.function`, `.packed_metadata`
-and the order of the launcher's arguments, which triton 3.6 and 3.9 share. Where they are missing,
-`direct_launch` returns None and the JIT launches each time.
+and the order of the launcher's arguments, which triton 3.6 and 3.9 share. Else the JIT launches each time.
 """
 
 from __future__ import annotations
@@ -48,11 +46,9 @@ def compiling_together() -> Iterator[None]:
     """Lets `jit_launch` launch nothing in a block; when the block ends, all its programs are compiled at the
     same time.
 
-    A compile is mostly spent in LLVM and in ptxas, a process of its own, so threads share the processors. One
-    that fails says nothing here: the launch that follows compiles again, and has the error.
-
-    No garbage is collected meanwhile. On Python 3.11 a collection in the midst of a parse may let another
-    thread parse, and one of both then ends in a SystemError about recursion depth.
+    Most of a compile is LLVM and ptxas, so threads share the processors. One that fails says nothing: the
+    launch that follows compiles again, and has the error. No garbage is collected meanwhile: on Python 3.11 a
+    collection during a parse may end another thread's parse in a SystemError about recursion depth.
     """
     collects = gc.isenabled()
     gc.disable()

@@ -46,8 +46,7 @@ def tile_records(
 ) -> np.ndarray:
     """Returns the records of all tiles, int32 [num_tiles, 8], those with the most keys to read first.
 
-    Programs start in this order, so that the long ones do not begin when the others have ended. Equal tiles
-    keep the order of the tokens.
+    Programs start in this order, so that the long ones do not begin when the others have ended.
     """
     parts, row = [], 0
     for sequence, (new, context) in enumerate(zip(query_lens, context_lens, strict=True)):
