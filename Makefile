@@ -40,6 +40,7 @@ lint: $(installed)
 	$(bin)/mypy
 	$(bin)/lint-imports
 	$(bin)/python tests/models/house.py
+	$(bin)/python tests/models/way_of_a_call.py
 
 # On any machine that has a CUDA device and torch: nothing is installed or fetched.
 # RESULTS is where measurements go; ARGS are the measuring script's, such as ARGS="--only llama_1b".

@@ -17,8 +17,7 @@ from runners.errors import (
 )
 
 if TYPE_CHECKING:
-    from piecewise.api import GraphedModule, compile, explain
-    from piecewise.in_place import disable, enable
+    from piecewise.api import GraphedModule, compile, disable, enable, explain
     from piecewise.prefill_case import PrefillCase
     from piecewise.settings.config import PiecewiseConfig
     from piecewise.torch_backend import handle
@@ -26,8 +25,7 @@ if TYPE_CHECKING:
 
 # Where each name is defined.
 _HOMES = {
-    "piecewise.api": ("GraphedModule", "compile", "explain"),
-    "piecewise.in_place": ("disable", "enable"),
+    "piecewise.api": ("GraphedModule", "compile", "disable", "enable", "explain"),
     "piecewise.prefill_case": ("PrefillCase",),
     "piecewise.settings.config": ("PiecewiseConfig",),
     "piecewise.torch_backend": ("handle",),

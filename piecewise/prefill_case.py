@@ -44,33 +44,26 @@ class PrefillCase:
     baseline: PrefillCase | None = None
 
     def __post_init__(self) -> None:
-        is_case = self.baseline is None or isinstance(self.baseline, PrefillCase)
-        _require(isinstance(self.model, nn.Module), "PrefillCase.model", "a torch.nn.Module", self.model)
-        _require(
-            callable(self.make_inputs),
-            "PrefillCase.make_inputs",
-            "a function of num_tokens",
-            self.make_inputs,
-        )
-        _require(is_case, "PrefillCase.baseline", "a PrefillCase or None", self.baseline)
+        model, make, baseline = self.model, self.make_inputs, self.baseline
+        _require(isinstance(model, nn.Module), "PrefillCase.model", "a torch.nn.Module", model)
+        _require(callable(make), "PrefillCase.make_inputs", "a function of num_tokens", make)
+        is_case = baseline is None or isinstance(baseline, PrefillCase)
+        _require(is_case, "PrefillCase.baseline", "a PrefillCase or None", baseline)
 
     @property
     def takes_seed(self) -> bool:
         """Tells whether `make_inputs` makes other values for each seed."""
         try:
-            parameter = inspect.signature(self.make_inputs).parameters.get("seed")
+            seed = inspect.signature(self.make_inputs).parameters.get("seed")
         except (TypeError, ValueError):
             return False
-        kinds = inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
-        return parameter is not None and parameter.kind in kinds
+        return seed is not None and seed.kind in (seed.KEYWORD_ONLY, seed.POSITIONAL_OR_KEYWORD)
 
     def inputs(self, num_tokens: int, *, seed: int = 0) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Makes the arguments of one call with `num_tokens` tokens.
+        """Makes the arguments of one call; `seed` says which values, where `make_inputs` takes one.
 
-        Args:
-            seed: which values, where `make_inputs` takes one.
         Raises:
-            ConfigError: `make_inputs` returned something else than `(args, kwargs)`.
+            WrongCase: `make_inputs` returned something else than `(args, kwargs)`.
         """
         seeded = {"seed": seed} if self.takes_seed else {}
         with user_code():

@@ -14,28 +14,32 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import fx
 
 from boundary_ops.declare.registry import lookup
+from piecewise import torch_api
+from piecewise.calls.binder import CallBinder, bound_call
+from piecewise.calls.structure import Structure, flatten_structure
+from piecewise.capture.analyse import TracedModel, prepare
 from piecewise.capture.call_router import CallRouter
+from piecewise.capture.captured_call import CapturedSignature, Cut, Matched, SignatureList
 from piecewise.capture.store import GraphStore
+from piecewise.errors.api import BackendArguments, ExcludedByDynamo, NoHandle
 from piecewise.errors.report import CoverageError
 from piecewise.ir.array_places import array_source
+from piecewise.ir.plan import ResultLeaf
 from piecewise.report.report import Report
 from piecewise.report.startup_times import StartupTimes
 from piecewise.settings.config import PiecewiseConfig
+from piecewise.trace.dynamo.sources import readable_path
+from piecewise.trace.trace import ExampleCall, Placeholder, Trace
 from runners.collector import paused_collector
-from runners.errors import ConfigError, PiecewiseError, StateError
+from runners.errors import PiecewiseError
+from runners.state.state_check import StateFacts, StateRef
 from runners.stats import FallbackReason
-
-if TYPE_CHECKING:
-    from torch import fx
-
-    from piecewise.capture.analyse import TracedModel
-    from piecewise.capture.captured_call import CapturedSignature
-    from piecewise.trace.trace import Trace
 
 # The model or code that Dynamo compiles → its handle; dies with it.
 _handles: weakref.WeakKeyDictionary[Any, BackendHandle] = weakref.WeakKeyDictionary()
@@ -51,7 +55,7 @@ class BackendHandle:
         self.stats, self.traffic = self.store.stats, self.store.traffic
         self.graphs: list[CompiledGraph] = []
         self.notes: dict[str, int] = {}
-        self.router = CallRouter(self.store)
+        self.router = CallRouter(self.store, captures_calls=True)
 
     def report(self) -> Report:
         """Plans, captures and calls so far; a graph that could not be planned is listed with its reason."""
@@ -97,24 +101,13 @@ def piecewise_backend(
         ConfigError: an option is unknown or wrong; the message lists the valid ones.
     """
     if unknown:
-        raise ConfigError(
-            f"torch.compile argument {', '.join(map(repr, unknown))}",
-            expected="none beside 'options'",
-            rule="the backend is configured by options alone",
-            fix='torch.compile(model, backend="piecewise", options={"buckets": [64, 128]})',
-        )
+        arguments = ", ".join(map(repr, unknown))
+        raise BackendArguments(f"torch.compile argument {arguments}", expected="none beside 'options'")
     odd = [key for key in options or {} if not isinstance(key, str)]
     if odd:
-        raise ConfigError(
-            f"option {odd[0]!r}",
-            expected="the name of a setting",
-            got=type(odd[0]).__name__,
-            rule="options are fields of PiecewiseConfig by name",
-            fix='options={"buckets": [64, 128]}',
-        )
+        kind = type(odd[0]).__name__
+        raise BackendArguments(f"option {odd[0]!r}", expected="the name of a setting", got=kind)
     config = PiecewiseConfig.from_any(None, **dict(options or {}))
-    from piecewise import torch_api
-
     owner = torch_api.compiled_object()
     found = _handles.get(owner) if owner is not None else None
     if found is None or found.asked_for != config:
@@ -144,96 +137,82 @@ def handle(compiled: Any) -> BackendHandle:
                 return _handles[candidate]
         except TypeError:
             continue  # neither hashable nor weakly referable, so never an owner
-    raise StateError(
-        f"no handle for {type(compiled).__name__}",
-        expected='the result of torch.compile(model, backend="piecewise"), after its first call',
-        rule="Dynamo calls the backend at the first call",
-        fix="call it once, then ask again",
-    )
+    raise NoHandle(kind=type(compiled).__name__)
 
 
 class CompiledGraph:
-    """One graph from Dynamo: replays where a bucket is captured, runs the graph itself everywhere else."""
+    """One graph from Dynamo: replays where a bucket is captured, runs the graph itself everywhere else.
+
+    Attributes:
+        signatures: the one of its calls; none before the first call, and where it cannot be planned.
+    """
 
     def __init__(self, graph: fx.GraphModule, owner: BackendHandle) -> None:
-        from piecewise import torch_api
-
         self._eager = graph
         self._owner = owner
-        self._arguments: list[Any] = []
-        self._signature: CapturedSignature | None = None
+        self.signatures = SignatureList()
         self._refused: FallbackReason | None = None
         nodes = graph.graph.find_nodes(op="placeholder")
         self._sources = [torch_api.source_name(node) or node.name for node in nodes]
         self._fakes = [node.meta.get("example_value") for node in nodes]
         # Dynamo passes float attributes as tensors and does not guard their values: position → value seen.
-        self._numbers = {
+        numbers = {
             index: math.nan
             for index, (node, source) in enumerate(zip(nodes, self._sources, strict=True))
             if torch_api.wraps_number(node) and array_source(source) is None
         }
-        self._inputs: list[int] = []
+        self._binder = _ArgumentBinder(len(nodes), numbers)
 
     def __call__(self, *args: Any) -> Any:
-        return self._owner.router.serve(self._find_plan, self._eager, args, {})
+        return self._owner.router.serve(self, self._eager, args, {})
 
     def forget(self) -> None:
         """Drops the plan; the next call makes one again."""
-        self._signature = self._refused = None
-        self._inputs.clear()
+        self.signatures.clear()
+        self._refused = None
+        self._binder.inputs.clear()
 
     def let_go(self) -> None:
         """Holds no argument of the last call any more, weights among them."""
-        self._arguments[:] = [None] * len(self._arguments)
+        self._binder.let_go()
 
-    def _find_plan(self, args: tuple[Any, ...], _: dict[str, Any]) -> Any:
-        if self._refused is not None:
-            return self._refused
-        if self._owner.store.is_suspended:
-            return FallbackReason.SUSPENDED
-        self._arguments[:] = args
-        if self._signature is None and (refused := self._analyse(args)) is not None:
-            return refused
-        assert self._signature is not None
-        if any(args[position].item() != value for position, value in self._numbers.items()):
-            return FallbackReason.UNSEEN_SIGNATURE
-        matched = self._signature.match((tuple(args[position] for position in self._inputs),))
-        if matched is None:
-            return FallbackReason.UNSEEN_SIGNATURE
-        return self._owner.store.plan_for(self._signature, *matched, may_capture=True)
-
-    @paused_collector()
-    def _analyse(self, args: tuple[Any, ...]) -> FallbackReason | None:
+    def new_kind(
+        self, args: tuple[Any, ...], _: dict[str, Any], *, may_capture: bool
+    ) -> tuple[CapturedSignature, Matched] | FallbackReason:
         """Plans the graph with the first call's arguments; a graph that cannot be planned stays eager for
         good."""
-        from piecewise.capture.analyse import prepare
-        from piecewise.capture.captured_call import CapturedSignature, Cut
+        if not self.signatures and self._refused is None:
+            self._plan(args)
+        if self._refused is not None:
+            return self._refused
+        # Dynamo's guards say which calls these are; the choice of a plan says why none serves.
+        signature, bound = self.signatures[0], bound_call(self._binder, args, {})
+        matched = signature.match(bound) if bound is not None else None
+        return (signature, matched) if matched is not None else FallbackReason.UNSEEN_SIGNATURE
 
+    @paused_collector()
+    def _plan(self, args: tuple[Any, ...]) -> None:
         config = self._owner.piecewise_config
         times = StartupTimes()
+        self._binder.take(args)
         try:
             with times.timed("trace"):
                 traced = prepare(self._trace(args), config)
 
             def retrace(bucket: int) -> TracedModel:
-                raise StateError(
-                    f"bucket {bucket}: Dynamo's guards exclude it",
-                    rule="Dynamo alone decides when to trace again",
-                    fix="use piecewise.compile, which traces such buckets at their own size",
-                )
+                raise ExcludedByDynamo(bucket=bucket)
 
             # One token is another graph: Dynamo specialises sizes of 0 and 1.
             one_token = "Dynamo makes a graph of its own for one token"
             cut = Cut(traced, traced.planned(config, times, move_weights=True))
-            self._signature = self._owner.store.add(CapturedSignature([cut], one_token, retrace, times))
+            signature = CapturedSignature([cut], lambda: one_token, retrace, times, one_token=one_token)
+            self.signatures.append(self._owner.store.add(signature))
         except PiecewiseError as error:
             note = str(error).splitlines()[0]
             self._owner.notes[note] = self._owner.notes.get(note, 0) + 1
             self._refused = self._refusal(error)
             if config.strict or self._refused is FallbackReason.LOW_COVERAGE:
                 raise
-            return self._refused
-        return None
 
     def _refusal(self, error: PiecewiseError) -> FallbackReason:
         """The reason under which calls of a graph that cannot be planned are counted."""
@@ -247,46 +226,70 @@ class CompiledGraph:
         return FallbackReason.STATIC_TOKEN_COUNT if is_static else FallbackReason.CAPTURE_FAILED
 
     def _trace(self, args: tuple[Any, ...]) -> Trace:
-        from piecewise import torch_api
-        from piecewise.calls.binder import CallBinder
-        from piecewise.calls.structure import Structure, flatten_structure
-        from piecewise.ir.plan import ResultLeaf
-        from piecewise.trace.dynamo.sources import readable_path
-        from piecewise.trace.trace import ExampleCall, Placeholder, Trace
-        from runners.state.state_check import StateFacts, StateRef
-
+        binder = self._binder
         graph = _copy_graph(self._eager)
         nodes = graph.graph.find_nodes(op="placeholder")
         placeholders = []
         names: dict[int, str] = {}
         for position, (node, source, value) in enumerate(zip(nodes, self._sources, args, strict=True)):
-            if position in self._numbers:
-                self._numbers[position] = value.item()
+            if position in binder.numbers:
+                binder.numbers[position] = value.item()
                 _fix_number(node)
                 placeholders.append(Placeholder(node, "symbol"))
             elif isinstance(value, torch.Tensor) and _is_state(source, value):
-                state = StateRef(self._arguments, position, readable_path(source))
+                state = StateRef(binder.arguments, position, readable_path(source))
                 placeholders.append(Placeholder(node, "state", state=state))
             else:
-                names[len(self._inputs)] = readable_path(source)
-                placeholders.append(Placeholder(node, "input", leaf=len(self._inputs)))
-                self._inputs.append(position)
+                names[len(binder.inputs)] = readable_path(source)
+                placeholders.append(Placeholder(node, "input", leaf=len(binder.inputs)))
+                binder.inputs.append(position)
         outputs = graph.graph.output_node().args[0]
         assert isinstance(outputs, (tuple, list))
         children = tuple(Structure("tensor", index=index) for index in range(len(outputs)))
         leaves = tuple(ResultLeaf("output", index) for index in range(len(outputs)))
-        structure, flat = flatten_structure((tuple(args[position] for position in self._inputs),))
-        example = ExampleCall(CallBinder(lambda *args: None), structure, tuple(flat), names)
+        structure, flat = flatten_structure((tuple(args[position] for position in binder.inputs),))
+        example = ExampleCall(binder, structure, tuple(flat), names)
         shape_env = torch_api.shape_env_of(self._fakes)
         result = Structure("tuple", children=children)
         # No facts: Dynamo's guards compare the module's state before each call.
         return Trace(graph, tuple(placeholders), result, leaves, shape_env, StateFacts(), example)
 
 
+class _ArgumentBinder(CallBinder):
+    """Binds a call of Dynamo's graph: the inputs are its values, and the model's tensors are put where state
+    is looked up.
+
+    Attributes:
+        arguments: of the last call.
+        inputs: positions of what belongs to the call.
+        numbers: position of a number that is passed as a tensor → the value that the plan holds for.
+    """
+
+    def __init__(self, num_arguments: int, numbers: dict[int, float]) -> None:
+        self.arguments: list[Any] = [None] * num_arguments
+        self.inputs: list[int] = []
+        self.numbers = numbers
+        self.bind = self._bind
+
+    def take(self, args: Sequence[Any]) -> None:
+        """Lets state be looked up among these arguments."""
+        self.arguments[:] = args
+
+    def let_go(self) -> None:
+        """Holds no argument any more."""
+        self.take([None] * len(self.arguments))
+
+    def _bind(self, *args: Any) -> tuple:
+        if len(args) != len(self.arguments):  # an example's, which has none
+            raise TypeError("not a call of this graph")
+        self.take(args)
+        if any(args[position].item() != value for position, value in self.numbers.items()):
+            raise TypeError("a number is another one")
+        return (tuple(args[position] for position in self.inputs),)
+
+
 def _copy_graph(graph: fx.GraphModule) -> fx.GraphModule:
     """A copy whose nodes can be rewritten: the original still serves the eager calls."""
-    from torch import fx
-
     copied = fx.Graph()
     output = copied.graph_copy(graph.graph, {})
     copied.output(output)

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch._ops import OpOverload, OpOverloadPacket
-from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from runners.tensors import tensors_in
@@ -23,16 +22,6 @@ without_keys = torch._C._ExcludeDispatchKeyGuard
 current_raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # type: ignore[assignment]
 _TensorGuards = torch._C._dynamo.guards.TensorGuards  # type: ignore[attr-defined]
 _AUTOGRAD = ("AutogradOther", "AutogradCPU", "AutogradCUDA")
-
-
-def is_transforming() -> bool:
-    """Whether a tracer (`torch.jit.trace`), a function transform (`vmap`, `jvp`) or forward-mode
-    differentiation is at work here.
-
-    Its tensors stand for something else, and a replay would be lost to it.
-    """
-    is_tracing = torch._C._get_tracing_state() is not None or forward_ad._current_level >= 0
-    return is_tracing or torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def tensor_guard(tensors: Sequence[torch.Tensor]) -> Any:

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from runners._torch import copy_each
-from runners.rows import Place, RowCopy, fill, num_spanned
+from runners.rows import Place, RowCopy, num_spanned
 from runners.state.state_check import StateChange, StateCheck, StateRef
 
 
@@ -68,7 +68,8 @@ class CopyInputs:
         else:
             copy_each([copy.rows for copy in copies], given)
         for copy in copies:
-            fill(copy.pads)
+            for pad, row in copy.pads:
+                pad.copy_(row) if row is not None else pad.zero_()
 
 
 @dataclass(slots=True)

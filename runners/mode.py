@@ -11,8 +11,6 @@ from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from typing import TypeVar
 
-from runners._torch import is_transforming as is_transforming
-
 T = TypeVar("T")
 _eager_only: ContextVar[bool] = ContextVar("piecewise_eager_only", default=False)
 _capture_window: ContextVar[bool] = ContextVar("piecewise_capture_window", default=False)

@@ -86,12 +86,7 @@ def row_copies(
 
 def repeat_row_(tensor: torch.Tensor, sizes: Sequence[int], units: Sequence[int], *, row: int = 0) -> None:
     """Fills the rows behind the leading part of `sizes` as `row_copies` says."""
-    fill(row_copies(tensor, sizes, units, row=row))
-
-
-def fill(pads: Sequence[RowCopy]) -> None:
-    """Copies what `row_copies` found."""
-    for target, source in pads:
+    for target, source in row_copies(tensor, sizes, units, row=row):
         target.copy_(source) if source is not None else target.zero_()
 
 

@@ -56,12 +56,12 @@ class Verdict:
 
     @classmethod
     def of(cls, code: str, kind: str = "eager", detail: str = "") -> Verdict:
-        """One for a reason, with what is more to say of it."""
+        """Makes one for a reason, with what is more to say of it."""
         return cls(kind, code, ": ".join(filter(None, (REASONS[code], detail))))
 
 
 def kind_outside(fact: NodeFacts) -> str:
-    """What a node runs as that must not be in a graph."""
+    """Returns what a node runs as that must not be in a graph."""
     return "eager" if fact.boundary is None else "boundary"
 
 
@@ -86,7 +86,7 @@ class Classifier:
         self._forced = dict(forced)
 
     def run(self) -> dict[fx.Node, Verdict]:
-        """One verdict per call node; marks the views that are pinned."""
+        """Gives one verdict per call node; marks the views that are pinned."""
         while True:
             self.rows = RowsWalk(self.judge, self.facts)
             for node in self.graph.nodes:
@@ -106,12 +106,12 @@ class Classifier:
         return any(map(self._varies, tensor.shape))
 
     def _varies(self, size: Any) -> bool:
-        """Whether a size or stride follows the token count, or another number that is no constant."""
+        """Tells whether a size or stride follows the token count, or another number that is no constant."""
         known = self.judge.known.of(size)
         return known is None or known.constant is None
 
     def _verdict(self, node: fx.Node, fact: NodeFacts) -> Verdict:
-        """What the node runs as; its rows are noted."""
+        """Returns what the node runs as; its rows are noted."""
         if fact.boundary is not None:
             found = self._forced.get(node) or self._boundary_verdict(node, fact)
             self.rows.boundary(node, in_graph=found.kind == "graph")
@@ -144,7 +144,7 @@ class Classifier:
         return Verdict.of(code, detail=mixes.detail)
 
     def _boundary_verdict(self, node: fx.Node, fact: NodeFacts) -> Verdict:
-        """In a graph where it is asked for and can be; what it writes beside tokens is its own affair."""
+        """Puts it in a graph where asked for and possible; what it writes beside tokens is its own affair."""
         if not self.captures_boundaries or fact.boundary is None:
             return Verdict("boundary")
         if "kept_out" in node.meta:
@@ -178,7 +178,7 @@ class Classifier:
         return "other_dynamic_dim" if is_other else ""
 
     def _uses_count(self, node: fx.Node) -> bool:
-        """Whether a size is among the node's arguments."""
+        """Tells whether a size is among the node's arguments."""
         leaves: list[Any] = []
         fx.node.map_aggregate((node.args, dict(node.kwargs)), leaves.append)
         values = [value_of(leaf) if isinstance(leaf, fx.Node) else leaf for leaf in leaves]
@@ -187,7 +187,7 @@ class Classifier:
         return bool(torch_api.free_symbols(numbers, self.trace.shape_env))
 
     def _shared_writes(self) -> dict[fx.Node, Verdict]:
-        """Graph ops that write memory which an eager op also holds: they become eager."""
+        """Finds graph ops that write memory which an eager op also holds: they become eager."""
         held = storages_of(each.node for each in self.trace.placeholders if each.kind == "input")
         for node, verdict in self.verdicts.items():
             if verdict.kind == "eager" and not self.facts[node].writes:
@@ -199,8 +199,8 @@ class Classifier:
         }
 
     def _shared_copies(self) -> dict[fx.Node, Verdict]:
-        """Memory whose rows lie apart when padded reaches eager ops as dense copies. Where one of them writes
-        it and another one, or another view, reads it, it is made eagerly."""
+        """Finds memory whose rows lie apart when padded: eager ops are given dense copies of it. Where one
+        of them writes it and another one, or another view, reads it, it is made eagerly."""
         written: set[int] = set()
         viewed: dict[int, set[fx.Node]] = {}
         for node, verdict in self.verdicts.items():
@@ -220,12 +220,12 @@ class Classifier:
         }
 
     def is_floating(self, node: fx.Node) -> bool:
-        """A view that each consumer makes for itself from its base, so that it never crosses a border."""
+        """Tells whether a node is a view that each consumer makes for itself: it crosses no border."""
         is_pinned = bool(node.meta.get("pinned"))
         return self._is_in_graph(node) and self.facts[node].is_view and not is_pinned
 
     def view_chain(self, node: fx.Node) -> tuple[fx.Node, tuple[fx.Node, ...]]:
-        """The tensor that a view is made of in each segment, and the views from it to `node`, in order.
+        """Returns the tensor that a view is made of in each segment, and the views from it on, in order.
 
         A getitem on a tuple of views (`split`, `chunk`) is one of them. A node that is no view, or an eager
         one, which is made once, of real rows, is its own base.
@@ -240,7 +240,7 @@ class Classifier:
         return node, tuple(reversed(chain))
 
     def _taken_by(self, *kinds: str) -> Iterable[fx.Node]:
-        """The call nodes that nodes of these kinds, or the caller, take."""
+        """Returns the call nodes that nodes of these kinds, or the caller, take."""
         takers = [node for node, verdict in self.verdicts.items() if verdict.kind in kinds]
         taken = (taken for taker in (*takers, self.graph.output_node()) for taken in taker.all_input_nodes)
         return dict.fromkeys(node for node in taken if node in self.verdicts)

@@ -86,7 +86,7 @@ def _name_of(op: torch_api.OpOverload) -> str:
 
 
 def checks_values(op: torch_api.OpOverload) -> bool:
-    """Whether an op's kernel looks at values on the device, as far as is known."""
+    """Tells whether an op's kernel checks values on the device, as far as is known."""
     name = _name_of(op)
     return op.namespace not in ("aten", "prim", "prims") or name in _OPERANDS or name in _FAILS
 

@@ -49,7 +49,7 @@ _RESHAPE_IN_PLACE = frozenset(
 
 
 def normalized(trace: Trace) -> Trace:
-    """The trace with its graph rewritten, in place; tensor subclasses are the plain tensors inside of them.
+    """Rewrites the trace's graph in place, with tensor subclasses as the plain tensors inside of them.
     Raises what `normalize` does, and TraceError for state of a class that cannot be seen through."""
     mark_subclasses(trace)
     numbers = [leaf.index for leaf in trace.result_leaves if leaf.kind == "output" and leaf.value is float]

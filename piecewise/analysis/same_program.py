@@ -68,7 +68,7 @@ class Program:
         self.result = self._result(trace.result), list(map(self._result_leaf, wrapped)), aliases
 
     def difference(self, now: Program) -> str | None:
-        """The first op in which a later program differs, in words; None where it has the same ops on the same
+        """Names the first op in which a later program differs; None where it has the same ops on the same
         operands, and each write reaches the same tensors."""
         for position, (seen, found) in enumerate(itertools.zip_longest(self.lines, now.lines)):
             if seen != found:
@@ -80,7 +80,7 @@ class Program:
         return None if self.result == now.result else "the result is put together in another way"
 
     def _view(self, node: fx.Node) -> Any:
-        """A name of what an aten view shows: of one row, `slice` is `alias`, `unsqueeze` may be `view`."""
+        """Names what an aten view shows: of one row, `slice` is `alias`, `unsqueeze` may be `view`."""
         fake, given = value_of(node), node.args[0] if node.args else None
         is_view = isinstance(node.target, torch_api.OpOverload) and node.target.is_view
         base = self._names.get(given) if isinstance(given, fx.Node) else None
@@ -99,7 +99,7 @@ class Program:
             self._holders.setdefault(memory, []).append(node)
 
     def _written(self, node: fx.Node) -> Any:
-        """The tensors that a write reaches and that are read later, by the caller if inputs or state:
+        """Returns the tensors that a write reaches and that are read later, by the caller if inputs or state:
         `contiguous()` of one row is no copy."""
         fact, order = self._facts.get(node), self._order
         if fact is None or not fact.writes:
@@ -113,7 +113,7 @@ class Program:
         )
 
     def _result(self, node: Structure) -> Any:
-        """The structure of the result, with each leaf as where it comes from, and numbers by value."""
+        """Writes the structure of the result, with each leaf as where it comes from, numbers by value."""
         if node.kind in ("tensor", "int"):
             return self._result_leaf(self._trace.result_leaves[node.index])
         if node.kind == "const":

@@ -78,7 +78,7 @@ def _symbols_of(tensor: torch.Tensor, trace: Trace) -> set[sympy.Symbol]:
 
 
 def _only(candidates: set[sympy.Symbol], trace: Trace, node: fx.Node) -> sympy.Symbol:
-    """The one candidate; `node` is a call of a boundary op, for the message of the TokenDimError."""
+    """Returns the one candidate; `node` is a call of a boundary op, for the message of the TokenDimError."""
     if len(candidates) == 1:
         return next(iter(candidates))
     # The user's line that calls the op; the frames of the op's own library are left out.
@@ -96,7 +96,7 @@ def _only(candidates: set[sympy.Symbol], trace: Trace, node: fx.Node) -> sympy.S
 
 
 def _ints_in_schema(node: fx.Node) -> str:
-    """What to do about `int` arguments of the op: a trace fixes them, and the count they are made of."""
+    """Says what to do about `int` arguments of the op: a trace fixes what they are computed from."""
     op = boundary_ops.lookup(node.target)
     arguments = op.overload._schema.arguments if op is not None else ()
     listed = ", ".join(repr(argument.name) for argument in arguments if str(argument.type) == "int")

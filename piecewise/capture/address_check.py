@@ -8,19 +8,16 @@ place on record holds: what a function read that Dynamo was told to take for con
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, ClassVar
+from collections.abc import Callable
+from typing import ClassVar
 
 from piecewise.analysis.same_program import Program
+from piecewise.capture.analyse import TracedModel
+from piecewise.capture.captured_call import CapturedSignature, SignatureList
+from piecewise.errors.capture import ModelDiffers
 from piecewise.report.record import Record
-from runners.errors import PiecewiseError, StateError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from piecewise.capture.analyse import TracedModel
-    from piecewise.capture.captured_call import CapturedSignature
-    from piecewise.capture.signature_list import SignatureList
-    from piecewise.trace.trace import ExampleCall
+from piecewise.trace.trace import ExampleCall
+from runners.errors import PiecewiseError
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -47,13 +44,8 @@ class AddressReport(Record):
     def require(self) -> None:
         """Raises StateError where something differs."""
         if not self.ok:
-            raise StateError(
-                f"the model and its graphs:\n{self}\n ",
-                expected="graphs of the model as it is",
-                got=f"{len(self.seen_by_calls) + len(self.unseen_by_calls)} changes",
-                rule="what graphs read and were traced with stays as it was, or is noticed [I4, I10]",
-                fix="call refresh(), or put back what changed",
-            )
+            num_changes = len(self.seen_by_calls) + len(self.unseen_by_calls)
+            raise ModelDiffers(report=self, num_changes=num_changes)
 
     def __str__(self) -> str:
         lines = [

@@ -24,17 +24,18 @@ from piecewise.capture.captured_ops import (
     write_captured_forms,
 )
 from piecewise.capture.faults import LOWERING, MAX_CUTS, FaultFinder, SegmentFault
+from piecewise.capture.placeholders import resize_leaf
 from piecewise.cut.split import Splitter
+from piecewise.errors.capture import SeveralDevices, StrictRefusal
 from piecewise.ir.aten import AtenGraph
 from piecewise.ir.effects import NodeFacts, find_facts, remove_dead_nodes
 from piecewise.ir.nodes import fakes_of, module_path, source_line
-from piecewise.ir.placeholders import resize_leaf
 from piecewise.ir.plan import SegmentPlan
 from piecewise.report.startup_times import StartupTimes
 from piecewise.settings.config import PiecewiseConfig
 from piecewise.trace.dynamo.front_end import trace
 from piecewise.trace.trace import ExampleCall, Trace
-from runners.errors import CaptureError, TraceError
+from runners.errors import TraceError
 
 
 @dataclasses.dataclass(slots=True)
@@ -78,11 +79,7 @@ class TracedModel:
         for node, verdict in self.splitter.verdicts.items() if strict else ():
             if verdict.code in _STRICT:
                 where = f"{module_path(node) or 'forward'} ({source_line(node)})"
-                raise CaptureError(
-                    f"op '{node.name}' in {where} {verdict.detail}",
-                    rule="no padded row reaches a real row, and nothing depends on the padded count [I3]",
-                    fix="rewrite it row by row, declare it (boundary_ops.declare_rows), or drop strict=True",
-                )
+                raise StrictRefusal(op=node.name, where=where, detail=verdict.detail)
         return self.splitter.cut()
 
     def is_the_models(self, fault: SegmentFault, plan: SegmentPlan) -> bool:
@@ -104,7 +101,7 @@ class TracedModel:
         if found is not None:
             wrong = dict([found])
         elif fault.variant is not None:
-            verdict = Verdict("eager", "mixes_tokens", f"{fault.what}: {fault.got}")
+            verdict = Verdict("eager", "mixes_tokens", f"{fault.error.what}: {fault.error.got}")
             wrong = dict.fromkeys(finder.nodes, verdict)
         else:
             return False
@@ -245,10 +242,4 @@ def _check_devices(model: nn.Module, example: ExampleCall) -> None:
             found.setdefault(leaf.device, f"input '{example.names[index]}'")
     if len(found) > 1:
         (first, one), (second, other), *_ = found.items()
-        raise TraceError(
-            f"{other} and {one}",
-            expected="one device",
-            got=f"{second} and {first}",
-            rule="a graph runs on one device",
-            fix="move the model and its inputs to the same device before capture()",
-        )
+        raise SeveralDevices(first=one, other=other, device=first, other_device=second)

@@ -17,10 +17,10 @@ from boundary_ops.declare.boundary_op import StepMetadata
 from boundary_ops.declare.registry import declarations
 from piecewise import torch_api
 from piecewise.capture.faults import SegmentFault
-from piecewise.capture.warm_up import WarmUp, last_uses, state_tensor, static_arguments
+from piecewise.capture.warm_up import WarmUp
 from piecewise.cut.free_strides import op_of, takers_of_any_strides
-from piecewise.ir.placeholders import unchanged_random_state
 from piecewise.ir.plan import ComputedNumber, InputAt, Segment, SegmentPlan, ValueSpec
+from piecewise.ir.run_plan import run_plan, state_tensor
 from piecewise.lowering.lowering import Lowering
 from piecewise.report.startup_times import StartupTimes
 from piecewise.settings.config import PiecewiseConfig
@@ -86,7 +86,6 @@ class PlanAssembler:
         )  # fmt: skip
         read = [plan.values[index] for index in sorted(_read_by_graphs(plan))]
         self.shadowed = [value for value in read if value.origin in ("input", "eager")]
-        self.last_use = last_uses(plan)
         self.graph_memory = {value.memory for value in plan.values if value.origin == "graph"}
 
     def capture(self, bucket: int, real_rows: int) -> StepPlan:
@@ -102,9 +101,10 @@ class PlanAssembler:
         self.pool.begin_bucket()
         shadows = {value.index: self._shadow_buffer(value, bucket) for value in self.shadowed}
         device = next(iter(shadows.values())).device if shadows else torch.device("cpu")
+        random_state = native_engine(device).fork_random_state(device)
         saved = [(tensor, tensor.clone()) for tensor in self._written_state()]
         try:
-            with torch.inference_mode(False), torch.no_grad(), unchanged_random_state(device):
+            with torch.inference_mode(False), torch.no_grad(), random_state:
                 for metadata in self.step_metadata:
                     metadata.clear()
                 with self.times.timed("warm_up"):
@@ -137,29 +137,27 @@ class PlanAssembler:
 
     def _capture_segments(self, bucket: int, shadows: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
         static: dict[int, torch.Tensor] = dict(shadows)
-        values = self.plan.values
         for buffer in shadows.values():
             buffer.zero_()
-        for position, segment in enumerate(self.plan.segments):
-            if segment.kind == "graph":
-                arguments = static_arguments(segment, values, static)
-                if segment.views_only:
-                    outputs = segment.function(bucket, *arguments)
-                else:
-                    function = self.warm_up.function_for(segment, bucket)
-                    try:
-                        outputs = self.runners[segment.index].capture(bucket, arguments, fn=function)
-                    except CaptureError as error:
-                        # What graphs own goes with the bucket, and no graph has written it yet.
-                        given = [
-                            torch.zeros_like(tensor) if values[index].origin == "graph" else tensor
-                            for index, tensor in zip(segment.inputs, arguments, strict=True)
-                        ]
-                        raise SegmentFault(
-                            error, segment, function, given, bucket=bucket, real_rows=bucket, variant=None
-                        ) from error
-                static.update(zip(segment.outputs, outputs, strict=True))
-            self.pool.keep_only(static[index] for index in static if self.last_use[index] > position)
+
+        def capture(segment: Segment, arguments: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+            function = self.warm_up.function_for(segment, bucket)
+            try:
+                return self.runners[segment.index].capture(bucket, arguments, fn=function)
+            except CaptureError as error:
+                # What graphs own goes with the bucket, and no graph has written it yet.
+                given = [
+                    torch.zeros_like(tensor) if self.plan.values[index].origin == "graph" else tensor
+                    for index, tensor in zip(segment.inputs, arguments, strict=True)
+                ]
+                raise SegmentFault(
+                    error, segment, function, given, bucket=bucket, real_rows=bucket, variant=None
+                ) from error
+
+        def keep(live: set[int]) -> None:
+            self.pool.keep_only(static[index] for index in live)
+
+        run_plan(self.plan, static, bucket, on_segment=capture, on_live=keep)
         return static
 
     def _slot(self, index: int) -> int:

@@ -1,96 +1,168 @@
-"""The way of a call through a graphed model: `GraphedModule` and the `torch.compile` handle both have it.
+"""Serves each call: replays a plan where one is proven to give the model's results, else runs the model [I6].
 
-Calls are served one at a time, as they share static memory. Changes of the graphs wait for a running call,
-and calls of other threads for them.
+    bind · match signature · bucket ──▶ StepPlan.replay          (a replay)
+                │
+                └── any doubt ──▶ the model itself, eagerly       (a fallback, counted with its reason)
+
+`GraphedModule` and the `torch.compile` handle both hold one. Calls are served one at a time, as they share
+static memory. Changes of the graphs wait for a running call, and calls of other threads for them.
 """
 
 from __future__ import annotations
 
 import threading
+from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
+from piecewise import torch_api
+from piecewise.capture.captured_call import CapturedSignature, Matched, SignatureList
 from piecewise.capture.store import GraphStore
+from piecewise.capture.traffic_recorder import EXACT_UP_TO
+from piecewise.errors.capture import ChangeInsideCall
 from runners.bound_steps import StateChanged
-from runners.errors import StateError
-from runners.mode import is_eager_only, is_transforming
+from runners.mode import in_capture_window, is_eager_only
 from runners.state.state_check import StateChange
 from runners.stats import FallbackReason
 
 
-def _no_variant(args: Any, kwargs: Any) -> None:
-    """For graphs of which there is one state alone."""
+class Caller(Protocol):
+    """What knows the kinds of calls of one callable."""
+
+    signatures: SignatureList
+
+    def new_kind(
+        self, args: Any, kwargs: Any, *, may_capture: bool
+    ) -> tuple[CapturedSignature, Matched] | FallbackReason:
+        """The signature of a call that none of `signatures` serves, traced now if it may be; else the reason
+        why there is none."""
+        ...
 
 
 class CallRouter:
-    """Replays a call where a plan serves it; else runs the model itself, and counts the reason [I6]."""
+    """Finds what serves a call, and holds calls and changes of the graphs apart.
 
-    def __init__(self, store: GraphStore) -> None:
-        self._store, self._stats = store, store.stats
+    Args:
+        captures_calls: whether any call may be the one that captures its bucket, until a release.
+    Attributes:
+        owner: the thread whose call, or change of the graphs, is in progress; None without one.
+        is_capturing: whether it is a change.
+    """
+
+    def __init__(self, store: GraphStore, *, captures_calls: bool) -> None:
+        self._store, self._stats, self._traffic = store, store.stats, store.traffic
+        self._captures_calls = captures_calls
         self._lock = threading.Lock()
-        self._owner: int | None = None
+        self.owner: int | None = None
         self.is_capturing = False
 
-    def serve(
-        self,
-        find_plan: Callable[[Any, Any], Any],
-        eager: Callable[..., Any],
-        args: Any,
-        kwargs: Any,
-        find_variant: Callable[[Any, Any], Any] = _no_variant,
-    ) -> Any:
-        """The result of `eager(*args, **kwargs)`.
-
-        Args:
-            find_plan: called with `args` and `kwargs`, without gradients: (signature, step plan, token count,
-                leaves) where a plan serves the call, else the reason why not.
-            find_variant: the same where the model is found changed, of graphs that were captured of it as it
-                is now; None where there are none.
-        """
-        if self._owner == threading.get_ident():
+    def serve(self, caller: Caller, eager: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """The result of `eager(*args, **kwargs)`."""
+        if self.owner == threading.get_ident():
             codes = FallbackReason.REENTRANT_CALL, FallbackReason.CAPTURE_IN_PROGRESS
             self._stats.count_eager(codes[self.is_capturing])
             return eager(*args, **kwargs)
         with self._lock:
-            self._owner = threading.get_ident()
+            self.owner = threading.get_ident()
             try:
-                if is_eager_only():
-                    found: Any = FallbackReason.EAGER_ONLY
-                elif torch.is_grad_enabled():
-                    found = FallbackReason.GRAD_ENABLED
-                elif is_transforming():
-                    found = FallbackReason.NESTED_TRACING
-                else:
-                    found = find_plan(args, kwargs)
+                found = self._find_plan(caller, args, kwargs)
+                may_vary = True
                 while not isinstance(found, FallbackReason):
                     signature, steps, num_tokens, leaves = found
                     try:
                         result = signature.rebuild(steps.replay(leaves, num_tokens))
                     except StateChanged as changed:
-                        found = self._after_change(changed.change, find_variant, args, kwargs)
-                        find_variant = _no_variant  # the second one was compared just now
+                        # Nothing that lasts was written. A second one was compared just now.
+                        found = self._after_change(changed.change, caller, args, kwargs, may_vary=may_vary)
+                        may_vary = False
                         if isinstance(found, FallbackReason):
                             self._stats.place_eager(steps.padded_num_tokens, found)
                     else:
-                        self._stats.count_replay(steps.padded_num_tokens)
+                        self._stats.replays += 1
+                        self._stats.calls_by_bucket[steps.padded_num_tokens] += 1
                         return result
                 self._stats.count_eager(found)
             finally:
-                self._owner = None
+                self.owner = None
         return eager(*args, **kwargs)
 
+    def _find_plan(self, caller: Caller, args: Any, kwargs: Any) -> Any:
+        """(signature, step plan, token count, leaves) where a plan serves this call, else the reason why
+        not."""
+        store, signatures = self._store, caller.signatures
+        if is_eager_only():
+            return FallbackReason.EAGER_ONLY
+        if torch.is_grad_enabled():
+            return FallbackReason.GRAD_ENABLED
+        if torch_api.is_transforming():
+            return FallbackReason.NESTED_TRACING
+        if store.is_suspended:
+            return FallbackReason.SUSPENDED
+        in_window = in_capture_window()
+        may_capture = in_window or (self._captures_calls and not store.is_released)
+        if not signatures and not may_capture:
+            return FallbackReason.RELEASED if store.is_released else FallbackReason.NOT_CAPTURED
+        signature, matched = signatures.matching(args, kwargs, current=in_window)
+        if signature is None or (may_capture and not signature.may_serve(*matched)):
+            found = caller.new_kind(args, kwargs, may_capture=may_capture)
+            if isinstance(found, FallbackReason):
+                return found
+            signature, matched = found
+        elif len(signatures) > 1 and not self._has_bucket(signature, matched[0]):
+            if not signature.is_current():  # no replay would tell
+                signature, matched = self._current(signatures, args, kwargs) or (signature, matched)
+        num_tokens = matched[0]
+        if 0 < num_tokens <= EXACT_UP_TO:
+            self._traffic.by_count[num_tokens] += 1
+        else:
+            self._traffic.record(num_tokens)
+        plan = self._plan_for(signature, *matched, may_capture=may_capture)
+        if isinstance(plan, FallbackReason) and (bucket := _bucket_for(self._store, num_tokens)) is not None:
+            self._stats.place_eager(bucket, plan)
+        return plan
+
     def _after_change(
-        self, change: StateChange, find_variant: Callable[[Any, Any], Any], args: Any, kwargs: Any
+        self, change: StateChange, caller: Caller, args: Any, kwargs: Any, *, may_vary: bool
     ) -> Any:
-        """The plan of a variant, or the reason why the call runs eagerly. Nothing that lasts was written."""
-        found = find_variant(args, kwargs)
+        """The plan of a variant that was captured of the model as it is, or the reason why the call runs
+        eagerly."""
+        found: Any = None
+        if may_vary and len(caller.signatures) > 1:
+            variant = self._current(caller.signatures, args, kwargs)
+            if variant is not None:
+                signature, matched = variant
+                found = self._plan_for(signature, *matched, may_capture=in_capture_window())
         if found is None or change.kind == "moved_address":  # what reads moved memory is given up at once
             reason = self._store.note_change(change)
             found = found if found is not None else reason
         return found
+
+    def _current(
+        self, signatures: SignatureList, args: Any, kwargs: Any
+    ) -> tuple[CapturedSignature, Matched] | None:
+        """The signature of a call that was captured of the model as it is, which is tried first from now
+        on."""
+        signature, matched = signatures.matching(args, kwargs, current=True)
+        if signature is None:
+            return None
+        signatures.prefer(signature)
+        return signature, matched
+
+    def _has_bucket(self, signature: CapturedSignature, num_tokens: int) -> bool:
+        """Whether a signature has graphs for a count; true where no bucket is for it, which is no lack."""
+        bucket = _bucket_for(self._store, num_tokens)
+        return bucket is None or bucket in signature.served
+
+    def _plan_for(
+        self, signature: CapturedSignature, num_tokens: int, leaves: list[Any], *, may_capture: bool
+    ) -> Any:
+        """As `choose_plan`; what a suspension left to be captured by a call is captured now."""
+        if signature.suspended is not None and signature.global_state.check():
+            self._store.resume_at_call(signature)
+        return choose_plan(self._store, signature, num_tokens, leaves, may_capture=may_capture)
 
     @contextmanager
     def exclusive(self, what: str) -> Iterator[None]:
@@ -99,15 +171,73 @@ class CallRouter:
         Raises:
             StateError: a call of the same thread is in progress.
         """
-        if self._owner == threading.get_ident():
-            raise StateError(
-                f"{what}() inside a call of the same module",
-                rule="capture replaces the memory that the running call uses",
-                fix="call it between calls",
-            )
+        if self.owner == threading.get_ident():
+            raise ChangeInsideCall(name=what)
         with self._lock:
-            self._owner, self.is_capturing = threading.get_ident(), True
+            self.owner, self.is_capturing = threading.get_ident(), True
             try:
                 yield
             finally:
-                self._owner, self.is_capturing = None, False
+                self.owner, self.is_capturing = None, False
+
+
+def choose_plan(
+    store: GraphStore,
+    signature: CapturedSignature,
+    num_tokens: int,
+    leaves: list[Any],
+    *,
+    may_capture: bool,
+) -> Any:
+    """(signature, step plan, token count, leaves) where a plan serves a call, else the reason why not."""
+    bucket = _bucket_for(store, num_tokens)
+    if bucket is None:
+        if num_tokens > 0:
+            return FallbackReason.ABOVE_LARGEST_BUCKET
+        return FallbackReason.ZERO_TOKENS if num_tokens == 0 else FallbackReason.TOKEN_COUNT_MISMATCH
+    max_ratio = store.config.max_padding_ratio
+    if max_ratio is not None and bucket > max_ratio * num_tokens:
+        return FallbackReason.PADDING_RATIO
+    if not signature.global_state.check():
+        return FallbackReason.GLOBAL_STATE_CHANGED
+    served = signature.served.get(bucket)
+    if served is None:
+        refused = store.refusal(signature, bucket, may_capture=may_capture)
+        if refused is not None:
+            return refused
+        served = signature.served[bucket]
+    if num_tokens == 1:
+        if signature.one_token is None and (change := signature.find_change()) is not None:
+            return store.note_change(change)  # a trace made now would be of another model
+        if signature.one_token_refusal():
+            return FallbackReason.ONE_TOKEN_BRANCH
+    if not served.is_valid(num_tokens, leaves):
+        return FallbackReason.SHAPE_GUARD
+    for metadata in served.steps.step_metadata:
+        mismatch = metadata.mismatch(num_tokens)
+        if mismatch is not None:
+            return store.reason_for(signature, mismatch)
+    return signature, served.steps, num_tokens, leaves
+
+
+def preview(store: GraphStore, args: Any, kwargs: Any) -> tuple[int, Any]:
+    """The token count of a call, 0 where it is not known, and the choice for it, with nothing counted and
+    captured."""
+    signatures = store.signatures
+    if store.is_suspended:
+        return 0, FallbackReason.SUSPENDED
+    if not signatures:
+        return 0, FallbackReason.RELEASED if store.is_released else FallbackReason.NOT_CAPTURED
+    signature, matched = signatures.matching(args, kwargs, current=True)
+    if signature is None:
+        signature, matched = signatures.matching(args, kwargs)
+    if signature is None:
+        return 0, FallbackReason.UNSEEN_SIGNATURE
+    return matched[0], choose_plan(store, signature, *matched, may_capture=False)
+
+
+def _bucket_for(store: GraphStore, num_tokens: int) -> int | None:
+    """The smallest bucket that holds a count, if there is one."""
+    buckets = store.config.buckets
+    at = bisect_left(buckets, num_tokens)
+    return buckets[at] if num_tokens > 0 and at < len(buckets) else None

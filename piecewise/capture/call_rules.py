@@ -12,11 +12,11 @@ import torch
 from piecewise import torch_api
 from piecewise.calls.binder import LeafRule, WrittenMemory, same_count, write_matcher
 from piecewise.capture.analyse import TracedModel
+from piecewise.errors.capture import InputsShareMemory
 from piecewise.ir.effects import written_storages
 from piecewise.ir.plan import SegmentPlan
 from piecewise.ir.tensors import storage_of
 from piecewise.trace.trace import ExampleCall
-from runners.errors import TraceError
 from runners.state.state_check import StateRef
 
 
@@ -149,9 +149,4 @@ def _refuse_shared_memory(example: ExampleCall, written: WrittenMemory) -> None:
         for leaf, other in itertools.product(group, itertools.chain(*groups[at + 1 :])):
             one, two = (example.leaves[index].untyped_storage().data_ptr() for index in (leaf, other))
             if one == two != 0:
-                names = [f"'{example.names[index]}'" for index in (leaf, other)]
-                raise TraceError(
-                    f"inputs {names[0]} and {names[1]} share memory, and forward writes {names[0]}",
-                    rule="what a graph reads was written for this call [I2]",
-                    fix="make both of one torch tensor (views of it), or pass tensors of their own",
-                )
+                raise InputsShareMemory(name=example.names[leaf], other=example.names[other])

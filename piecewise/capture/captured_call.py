@@ -1,46 +1,66 @@
-"""One kind of call that was captured: how to recognise it, and the plan that serves each bucket."""
+"""Holds the kinds of calls that were captured: how each is recognised, and the plan that serves each bucket.
+
+A call does not say in which state the model is: which adapter is active, whether one is merged, a flag. So
+several signatures may match a call, *variants* of one kind of call, each with the check of what its own trace
+read. The one that served last is tried first, so that a call costs no more than with one of them:
+
+    call ─match─▶ variant "a" ─check fails─▶ variant "b" ─check holds─▶ replay; from now on "b" is tried first
+                                                   └─ none holds ─▶ the model itself
+"""
 
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import torch
 from torch import nn
 
 from piecewise import torch_api
-from piecewise.calls.binder import CallBinder
+from piecewise.calls.binder import CallBinder, bound_call
 from piecewise.calls.structure import Namespace, build_source
-from piecewise.capture.analyse import TracedModel, example_of_size, one_token_refusal, trace_model
-from piecewise.capture.build_plan import CaptureContext as CaptureContext
+from piecewise.capture.analyse import TracedModel
 from piecewise.capture.build_plan import PlanAssembler, state_check_of
-from piecewise.capture.call_rules import is_alike, matcher_of
-from piecewise.capture.faults import SegmentFault
-from piecewise.capture.suspension import Suspended
+from piecewise.capture.call_rules import matcher_of
+from piecewise.capture.suspension import TracedState
 from piecewise.ir.plan import SegmentPlan
 from piecewise.lowering.lowering import LoweredPlan
-from piecewise.report.progress import steps_bar
 from piecewise.report.report import BucketReport
 from piecewise.report.startup_times import StartupTimes
-from piecewise.settings.config import PiecewiseConfig
-from piecewise.streams.streams import StreamSchedules
-from piecewise.trace.state.adapters import adapters_in_use
-from piecewise.trace.trace import ExampleCall
-from runners.collector import paused_collector
 from runners.state.state_check import StateChange, StateCheck
 from runners.stats import FallbackReason
 from runners.step_plan import StepPlan
 
+# (token count, leaves) of a call that matched.
+Matched = tuple[int, list[Any]]
+
+# Refusals after which another capture of the same trace may do better.
+_WORTH_ANOTHER_TRY = (
+    FallbackReason.CAPTURE_FAILED,
+    FallbackReason.OUT_OF_MEMORY,
+    FallbackReason.MOVED_ADDRESS,
+    FallbackReason.MODULE_STATE_CHANGED,
+)
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ServedBucket:
-    """A bucket's plan, with the range check of the trace that it was made from."""
+    """A bucket's steps, and the plan that they were made from."""
 
     steps: StepPlan
     plan: SegmentPlan
+    _valid: dict[int, bool] = dataclasses.field(default_factory=dict)
+
+    def is_valid(self, num_tokens: int, leaves: Sequence[Any]) -> bool:
+        """Whether eager would take the traced branches at this real count, with these other sizes."""
+        if self.plan.symbols:
+            return self.plan.holds_at(num_tokens, leaves)
+        known = self._valid.get(num_tokens)
+        if known is None:
+            known = self._valid[num_tokens] = self.plan.is_valid(num_tokens)
+        return known
 
 
 @dataclasses.dataclass(slots=True)
@@ -59,45 +79,49 @@ class Cut:
         self.assembler = self.lowered = None
 
 
-@dataclasses.dataclass(slots=True)
+@dataclasses.dataclass(eq=False, slots=True)
 class CapturedSignature:
     """One signature, its traces and the buckets that it serves.
 
     Attributes:
         cuts: of the first trace, and of traces at other sizes, for buckets that the first trace excludes.
-        one_token: why one token runs eagerly; empty where it may replay.
+        trace_one_token: why one token runs eagerly, from a trace at one token; empty where it may replay.
         retrace: traces again with the example resized, for a bucket that the first trace excludes.
         times: seconds spent on all this.
+        adapters: which ones of the model were active at the trace, in words; empty where it has none.
+        one_token: the answer of `trace_one_token`; None until it was asked for.
         global_state: of now; false from `check()` where grad mode, autocast or the like differ.
         binder: what binds the calls that it may serve.
         match: bound values → (token count, leaves) or None.
         rebuild: result leaves → the result.
+        check: what the trace saw of the model; None while no graph can be made of it: its graphs were given
+            up over a moved address, or it is suspended.
+        state: the model's tensors and objects that the traces hold for.
         served: bucket → plan; `refused`: bucket → why it runs eagerly.
         waiting: bucket → calls that a lazy capture has seen.
-        check: what the trace saw of the model, None once the graphs were given up over a moved address, and
-            while suspended.
-        suspended: what `resume` captures again; None where it is not suspended.
-        adapters: which ones of the model were active at the trace, in words; empty where it has none.
+        bucket_reports: how each bucket went that was asked for.
+        suspended: the buckets to capture again, largest first; None where it is not suspended.
         number: how many were captured before it.
     """
 
     cuts: list[Cut]
-    one_token: str
+    trace_one_token: Callable[[], str]
     retrace: Callable[[int], TracedModel]
     times: StartupTimes
+    adapters: str = ""
+    one_token: str | None = None
     global_state: torch_api.GlobalState = dataclasses.field(default_factory=torch_api.GlobalState)
     binder: CallBinder = dataclasses.field(init=False)
-    match: Callable[[tuple], tuple[int, list[Any]] | None] = dataclasses.field(init=False)
+    match: Callable[[tuple], Matched | None] = dataclasses.field(init=False)
     rebuild: Callable[[list[Any]], Any] = dataclasses.field(init=False)
     check: StateCheck | None = dataclasses.field(init=False)
+    state: TracedState = dataclasses.field(init=False)
     served: dict[int, ServedBucket] = dataclasses.field(default_factory=dict)
-    refused: dict[int, tuple[FallbackReason, str]] = dataclasses.field(default_factory=dict)
+    refused: dict[int, FallbackReason] = dataclasses.field(default_factory=dict)
     bucket_reports: dict[int, BucketReport] = dataclasses.field(default_factory=dict)
     waiting: Counter[int] = dataclasses.field(default_factory=Counter)
-    suspended: Suspended | None = None
-    adapters: str = ""
+    suspended: tuple[int, ...] | None = None
     number: int = 0
-    _valid: dict[tuple[int, int], bool] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.rebuild = _rebuilder(self.traced)
@@ -120,22 +144,28 @@ class CapturedSignature:
     def lowerings(self) -> list[LoweredPlan]:
         return [cut.lowered for cut in self.cuts if cut.lowered is not None]
 
+    @property
+    def buckets(self) -> tuple[int, ...]:
+        """The buckets that were asked for, largest first."""
+        return tuple(sorted(self.bucket_reports, reverse=True))
+
+    def one_token_refusal(self) -> str:
+        """Why one token runs eagerly, empty where it may replay; takes a trace the first time."""
+        if self.one_token is None:
+            self.one_token = self.trace_one_token()
+        return self.one_token
+
     def take_addresses(self) -> None:
         """Lets calls be compared with the model's tensors as they are now."""
         self.check = state_check_of(self.plan)
         # It knows the addresses that graphs write.
         self.match = matcher_of(self.traced, self.plan)
+        self.take_state()
 
-    def is_valid(self, served: ServedBucket, num_tokens: int, leaves: Sequence[Any]) -> bool:
-        """Whether eager would take the traced branches at this real count, with these other sizes."""
-        plan = served.plan
-        if plan.symbols:
-            return plan.holds_at(num_tokens, leaves)
-        key = (served.steps.padded_num_tokens, num_tokens)
-        known = self._valid.get(key)
-        if known is None:
-            known = self._valid[key] = plan.is_valid(num_tokens)
-        return known
+    def take_state(self) -> None:
+        """Notes what the traces hold for."""
+        fixed = [place for cut in self.cuts for made in cut.traced.step_metadata for place in made.places]
+        self.state = TracedState.of([cut.plan for cut in self.cuts], fixed)
 
     def may_serve(self, num_tokens: int, leaves: Sequence[Any]) -> bool:
         """Whether the global state is that of the trace, and sizes that do not follow the token count are not
@@ -147,11 +177,6 @@ class CapturedSignature:
         counts = (num_tokens, *self.buckets)
         return any(cut.plan.holds_at(count, leaves) for count in counts for cut in self.cuts)
 
-    @property
-    def buckets(self) -> tuple[int, ...]:
-        """The buckets that were asked for, served or refused, largest first."""
-        return tuple(sorted({*self.served, *self.refused}, reverse=True))
-
     def find_change(self) -> StateChange | None:
         """What differs from the trace now, so that its graphs, and a capture from it, would be wrong."""
         if self.check is None:
@@ -162,29 +187,37 @@ class CapturedSignature:
         """Whether its traces are of the model as it is."""
         return self.holds() if self.suspended is not None else self.find_change() is None
 
+    def is_of_this_state(self) -> bool:
+        """Whether autocast, default dtype and the like are now what they were for the trace."""
+        with torch.no_grad():
+            return self.global_state.check()
+
+    def is_whole(self) -> bool:
+        """Whether graphs can be captured of the traces now."""
+        return self.is_of_this_state() and self.holds()
+
+    def holds(self) -> bool:
+        """Whether the traces, of which no graph exists now, are of the model as it is."""
+        return self.state.holds() and all(state_check_of(cut.plan).find_change() is None for cut in self.cuts)
+
     def give_up(self, change: StateChange) -> None:
         """Drops the graphs, and with them what holds the old weights; the buckets run eagerly from now on."""
-        reason = FallbackReason.MOVED_ADDRESS
         for bucket in self.buckets:
-            self.refuse(bucket, reason, change.detail)
+            self.refuse(bucket, FallbackReason.MOVED_ADDRESS, change.detail)
         self.reset()
         self.check = None
 
-    def suspend(self) -> None:
-        """Drops the graphs and all that holds the model's tensors; the traces stay. Idempotent."""
+    def suspend(self, again: Sequence[int] | None = None) -> None:
+        """Drops the graphs and all that holds the model's tensors; the traces stay. Idempotent.
+
+        Args:
+            again: the buckets to capture at the end; by default those that were captured, or may be.
+        """
         if self.suspended is not None:
             return
-        again = [b for b in self.buckets if b in self.served or self.refused[b][0] in _WORTH_ANOTHER_TRY]
-        # Where nothing moved, Python state alone may say that the trace is of another state of the model.
-        is_whole = self.check is not None and self.check.find_moved() is None
-        self.suspend_for(again if is_whole else self.buckets)
-
-    def suspend_for(self, again: Sequence[int]) -> None:
-        """As `suspend`, and these are the buckets that `resume` is to capture."""
-        plans = [cut.plan for cut in self.cuts]
-        fixed = [place for cut in self.cuts for made in cut.traced.step_metadata for place in made.places]
-        is_valid = self.check is not None and self.check.find_moved() is None
-        self.suspended = Suspended.of(again, plans, fixed, is_valid=is_valid)
+        if again is None:
+            again = [b for b in self.buckets if self.refused.get(b) in (None, *_WORTH_ANOTHER_TRY)]
+        self.suspended = tuple(again)
         for bucket in again:
             detail = "its memory was given back by suspend(); resume() captures it again"
             self.bucket_reports[bucket] = BucketReport(
@@ -193,41 +226,26 @@ class CapturedSignature:
         self.reset()
         self.check = None
 
-    def is_of_this_state(self) -> bool:
-        """Whether autocast, default dtype and the like are now what they were for the trace."""
-        with torch.no_grad():
-            return self.global_state.check()
-
-    def holds(self) -> bool:
-        """Whether the traces of a suspended signature are of the model as it is."""
-        assert self.suspended is not None
-        return self.suspended.holds() and all(
-            state_check_of(cut.plan).find_change() is None for cut in self.cuts
-        )
-
-    def resume(self) -> list[int]:
-        """Ends the suspension of traces that hold; returns the buckets to capture, largest first."""
-        assert self.suspended is not None
-        again, self.suspended = list(self.suspended.buckets), None
+    def end_suspension(self) -> None:
+        """Lets graphs be captured again of traces that hold."""
+        self.suspended = None
         self.take_addresses()
-        return again
 
     def refuse(self, bucket: int, reason: FallbackReason, detail: str, *, state: str = "eager") -> None:
         """Serves a bucket eagerly from now on."""
-        self.refused[bucket] = (reason, detail)
+        self.refused[bucket] = reason
         self.bucket_reports[bucket] = BucketReport(bucket, state, detail, code=reason.value)
 
     def refuse_after(self, error: BaseException, bucket: int) -> None:
         """Serves a bucket eagerly whose capture failed."""
         detail = str(error) or f"{type(error).__name__} without a message"
-        reason = FallbackReason.OUT_OF_MEMORY if _is_out_of_memory(error) else FallbackReason.CAPTURE_FAILED
+        reason = FallbackReason.OUT_OF_MEMORY if is_out_of_memory(error) else FallbackReason.CAPTURE_FAILED
         self.refuse(bucket, reason, detail, state="failed")
 
     def take_back(self, bucket: int) -> None:
         """Drops a bucket's graphs, and that it was ever asked for."""
-        self.served.pop(bucket, None)
-        self.refused.pop(bucket, None)
-        self.bucket_reports.pop(bucket, None)
+        for table in (self.served, self.refused, self.bucket_reports):
+            table.pop(bucket, None)
         for assembler in self.assemblers:
             assembler.forget(bucket)
 
@@ -238,125 +256,78 @@ class CapturedSignature:
         self.served.clear()
 
 
-# Refusals that are not the model's own: another capture may do better.
-_WORTH_ANOTHER_TRY = (FallbackReason.CAPTURE_FAILED, FallbackReason.OUT_OF_MEMORY)
+class SignatureList(list[CapturedSignature]):
+    """The signatures of one callable, in the order in which they are tried."""
+
+    def matching(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], *, current: bool = False
+    ) -> tuple[CapturedSignature, Matched] | tuple[None, Any]:
+        """The signature of a call, rather one of the present global state whose trace may hold for it, with
+        the call's token count and leaves; gradients must be disabled.
+
+        Args:
+            current: only one of the present global state, that was traced of the model as it is.
+        """
+        found: Any = None, ()
+        binder = bound = None
+        for signature in self:
+            if signature.binder is not binder:
+                binder = signature.binder
+                try:
+                    bound = binder.bind(*args, **kwargs)
+                except TypeError:  # it does not fit
+                    bound = None
+            matched = signature.match(bound) if bound is not None else None
+            if matched is not None:
+                if signature.may_serve(*matched) and (not current or signature.is_current()):
+                    return signature, matched
+                found = found if found[0] is not None or current else (signature, matched)
+        return found
+
+    def prefer(self, signature: CapturedSignature) -> None:
+        """Tries it first from now on."""
+        if self[0] is not signature:
+            self[:] = [signature, *(each for each in self if each is not signature)]
+
+    def captured_order(self) -> list[CapturedSignature]:
+        """For readers: the oldest first."""
+        return sorted(self, key=lambda each: each.number)
+
+    def current_variant(self, signature: CapturedSignature) -> CapturedSignature | None:
+        """The signature that serves the same calls, of the model as it is; it may be the same one."""
+        example = signature.traced.trace.example
+        with torch.no_grad():
+            return self.matching(example.args, example.kwargs, current=True)[0]
+
+    def has_current_variant(self, signature: CapturedSignature) -> bool:
+        """Whether another signature serves the same calls, of the model as it is."""
+        return self.current_variant(signature) not in (None, signature)
+
+    def other_state(self, signature: CapturedSignature) -> str:
+        """What tells a signature's state of the model from that of now, where a variant of it serves; else
+        empty."""
+        change = signature.find_change() if signature.check is not None else None
+        return change.detail if change is not None and self.has_current_variant(signature) else ""
+
+    def to_replace(
+        self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], *, max_kept: int
+    ) -> list[CapturedSignature]:
+        """The variants of a call that give way to a new one: those that cannot serve again, for they hold
+        what is the model's no more, and beyond `max_kept` signatures the one that was used longest ago."""
+        variants = []
+        for signature in self:
+            bound = bound_call(signature.binder, args, kwargs)
+            matched = signature.match(bound) if bound is not None else None
+            if matched is not None and signature.may_serve(*matched) and not signature.is_current():
+                variants.append(signature)
+        if not variants:
+            return []
+        owned = set(map(id, _owned_by(model)))
+        gone = [each for each in variants if not _may_be_current_again(each, owned)]
+        return gone or (variants[-1:] if len(self) >= max_kept else [])
 
 
-@paused_collector()
-def trace_signature(
-    model: nn.Module, example: ExampleCall, *, forward: Any, config: PiecewiseConfig
-) -> CapturedSignature:
-    """Traces and cuts the example's kind of call; captures nothing yet.
-
-    Raises:
-        TraceError, TokenDimError: the model cannot be traced, or its token count not found.
-        CaptureError: with `strict`, an op lets padding reach real rows.
-    """
-    times = StartupTimes()
-    if config.lowering == "inductor":
-        with times.timed("lowering"):
-            torch_api.start_compile_workers(example.leaves)
-    with steps_bar(("tracing", "tracing one token"), enabled=config.progress) as begin:
-        begin()
-        with times.timed("trace"):
-            traced = trace_model(model, example, forward=forward, config=config)
-        begin()
-        with times.timed("trace"):
-            one_token = one_token_refusal(traced, model, forward=forward, config=config)
-
-    def retrace(bucket: int) -> TracedModel:
-        return trace_model(model, example_of_size(traced, bucket), forward=forward, config=config)
-
-    cut = Cut(traced, traced.planned(config, times, move_weights=True))
-    return CapturedSignature([cut], one_token, retrace, times, adapters=adapters_in_use(model))
-
-
-def capture_bucket(context: CaptureContext, signature: CapturedSignature, bucket: int) -> BucketReport:
-    """Captures one bucket, from the signature's trace or, where that excludes the bucket, from one at its
-    size."""
-    began = time.perf_counter()
-    if bucket == 1 and signature.one_token:  # no call could reach its graphs
-        signature.refuse(bucket, FallbackReason.ONE_TOKEN_BRANCH, signature.one_token)
-        return signature.bucket_reports[bucket]
-    before = context.pool.allocated_bytes, context.pool.device_bytes
-    cut: Cut | None = None
-    try:
-        cut, plan = _cut_for(context, signature, bucket), signature.plan
-        if cut is None:
-            detail = "the model branches on the token count, and no trace at this size holds"
-            if plan.max_rows is not None and bucket > plan.max_rows:
-                detail = f"an index of its padded rows would reach beyond a table of {plan.max_rows} rows"
-            signature.refuse(bucket, FallbackReason.SHAPE_GUARD, detail)
-        elif not (assembler := _assembler_of(context, signature, cut)).runners:
-            detail = "no op can be in a graph; explain() has the reason for each"
-            signature.refuse(bucket, FallbackReason.DISABLED, detail)
-        else:
-            plan = cut.plan
-            steps = _captured(cut, assembler, bucket)
-            steps.check.until_stable()
-            signature.served[bucket] = ServedBucket(steps, plan)
-            signature.refused.pop(bucket, None)
-            graphs = [runner.graph_for(bucket) for runner in assembler.runners.values()]
-            signature.bucket_reports[bucket] = BucketReport(
-                bucket, "captured", "", num_graphs=len(assembler.runners),
-                num_ops=sum(graph.num_ops for graph in graphs if graph is not None),
-                grown_bytes=max(context.pool.allocated_bytes - before[0], 0),
-                device_bytes=max(context.pool.device_bytes - before[1], 0),
-                coverage=plan.coverage,
-            )  # fmt: skip
-    except Exception as error:
-        if context.config.strict:
-            raise
-        lost = None
-        try:
-            lost = _cut_again(context, signature, cut, error) if cut is not None else None
-        except Exception as second:
-            error = second
-        if lost is not None:
-            for size in sorted({*lost, bucket}, reverse=True):
-                capture_bucket(context, signature, size)
-            return signature.bucket_reports[bucket]
-        signature.refuse_after(error, bucket)
-    taken_ms = (time.perf_counter() - began) * 1e3
-    report = dataclasses.replace(signature.bucket_reports[bucket], capture_ms=taken_ms)
-    signature.bucket_reports[bucket] = report
-    return report
-
-
-def _captured(cut: Cut, assembler: PlanAssembler, bucket: int) -> StepPlan:
-    """The bucket, warmed up on made-up rows; where these break what the model asks of its inputs, on the
-    example's own."""
-    real, own = _warm_up_rows(cut.plan, bucket, assembler.leaves), cut.traced.token.example_num_tokens
-    try:
-        return assembler.capture(bucket, real)
-    except SegmentFault as fault:
-        may_help = 1 < own <= bucket and own != real and not _is_out_of_memory(fault)
-        if not may_help or not cut.traced.is_the_models(fault, cut.plan):
-            raise
-    return assembler.capture(bucket, own)
-
-
-def _cut_again(
-    context: CaptureContext, signature: CapturedSignature, cut: Cut, error: Exception
-) -> list[int] | None:
-    """Cuts the trace again without what was wrong; the buckets that lost their graphs by that, or None where
-    nothing is to be done about it."""
-    if not isinstance(error, SegmentFault) or cut.assembler is None or _is_out_of_memory(error):
-        return None
-    if not cut.traced.heed(error, cut.plan):
-        return None
-    plan = cut.traced.planned(context.config, signature.times, move_weights=True)
-    lost = [bucket for bucket, served in signature.served.items() if served.plan is cut.plan]
-    for bucket in lost:
-        del signature.served[bucket]
-    cut.reset()
-    cut.plan = plan
-    if cut is signature.cuts[0]:
-        signature.take_addresses()
-    return lost
-
-
-def _is_out_of_memory(error: BaseException | None) -> bool:
+def is_out_of_memory(error: BaseException | None) -> bool:
     """Whether an allocation that failed is behind an error of ours."""
     while error is not None:
         if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
@@ -365,52 +336,24 @@ def _is_out_of_memory(error: BaseException | None) -> bool:
     return False
 
 
-def _cut_for(context: CaptureContext, signature: CapturedSignature, bucket: int) -> Cut | None:
-    """A cut that holds for a bucket: a known one, else of a trace made at its size; None where none holds."""
-    leaves = signature.traced.trace.example.leaves
-    for cut in signature.cuts:
-        if cut.plan.holds_at(bucket, leaves):
-            return cut
-    if bucket <= 1:  # a trace at one token has no symbol for the count
-        return None
-    with signature.times.timed("trace"):
-        traced = signature.retrace(bucket)
-    cut = Cut(traced, traced.planned(context.config, signature.times, move_weights=True))
-    if not cut.plan.holds_at(bucket, leaves) or not is_alike(signature.traced, traced):
-        return None
-    signature.cuts.append(cut)
-    return cut
+def _may_be_current_again(signature: CapturedSignature, owned: Set[int]) -> bool:
+    """Whether the model may come back into the state of the trace: it has all that the trace found.
+
+    Args:
+        owned: ids of the tensors and modules of the model.
+    """
+    if signature.suspended is not None:  # it holds nothing
+        return True
+    change, check = signature.find_change(), signature.check
+    is_state = change is not None and change.kind == "module_state_changed"
+    return is_state and check is not None and check.holds_only(owned)
 
 
-def _assembler_of(context: CaptureContext, signature: CapturedSignature, cut: Cut) -> PlanAssembler:
-    """What captures the buckets of a cut; made for the first of them."""
-    if cut.assembler is not None:
-        return cut.assembler
-    traced, plan = cut.traced, cut.plan
-    leaves = traced.trace.example.leaves
-    check = signature.check if cut is signature.cuts[0] else state_check_of(plan)
-    assert check is not None, "captures follow a trace of the model as it is"
-    served = [size for size in context.config.buckets if plan.holds_at(size, leaves)]
-    with signature.times.timed("lowering"):
-        lowered = cut.lowered = context.lowering.lower(plan, served, traced.graphs)
-        streams = StreamSchedules(
-            plan, lowered.report(), num_rows=max(served, default=0),
-            num_streams=context.config.num_streams,
-        )  # fmt: skip
-    metadata = [made.metadata for made in traced.step_metadata]
-    cut.assembler = PlanAssembler(
-        plan, context, functions=lowered.functions, streams=streams, leaves=leaves, check=check,
-        step_metadata=metadata, times=signature.times,
-    )  # fmt: skip
-    return cut.assembler
-
-
-def _warm_up_rows(plan: SegmentPlan, bucket: int, leaves: Sequence[Any]) -> int:
-    """How many rows of a warm-up are real: about half, where the trace allows that count."""
-    for rows in (bucket // 2 + 1, bucket - 1, bucket):
-        if 1 < rows <= bucket and plan.holds_at(rows, leaves):
-            return rows
-    return bucket
+def _owned_by(model: nn.Module) -> Iterator[Any]:
+    for module in model.modules():
+        yield module
+        for table in (module._parameters, module._buffers, vars(module)):
+            yield from (value for value in table.values() if isinstance(value, torch.Tensor))
 
 
 def _rebuilder(traced: TracedModel) -> Callable[[list[Any]], Any]:

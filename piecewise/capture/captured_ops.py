@@ -17,11 +17,11 @@ from torch import fx
 from boundary_ops.declare.boundary_op import BoundaryOp, CapturedForm, CaptureLimits, StepMetadata
 from boundary_ops.declare.registry import lookup
 from piecewise import torch_api
+from piecewise.errors.capture import MissingCaptureLimit
 from piecewise.ir.effects import NodeFacts
 from piecewise.ir.tensors import bound_arguments, tensors_in
 from piecewise.settings.config import PiecewiseConfig
 from piecewise.trace.trace import Trace
-from runners.errors import ConfigError
 from runners.state.state_check import StateRef
 
 
@@ -114,14 +114,7 @@ def _known_values(trace: Trace, call: Mapping[str, Any]) -> dict[str, Any]:
 def _limits(config: PiecewiseConfig, op: BoundaryOp) -> CaptureLimits:
     missing = [name for name in ("max_num_seqs", "max_seq_len") if getattr(config, name) is None]
     if missing or config.max_num_seqs is None or config.max_seq_len is None:
-        raise ConfigError(
-            f"boundary='captured', op '{op.name}'",
-            expected=f"a value of {' and '.join(missing)}",
-            got="None",
-            rule="a captured step is copied into buffers whose size is fixed when it is captured",
-            fix=f"piecewise.compile(model, boundary='captured', {missing[0]}=...), from the scheduler's "
-            "limits; larger steps run eagerly",
-        )
+        raise MissingCaptureLimit(op=op.name, missing=" and ".join(missing), first=missing[0])
     tokens = config.max_num_tokens if config.max_num_tokens is not None else max(config.buckets)
     return CaptureLimits(config.max_num_seqs, tokens, config.max_seq_len)
 

@@ -8,17 +8,16 @@ no node tells, or after three cuts  ─▶ the whole segment runs eagerly
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import fx
 
 from piecewise.analysis.classify import Verdict
-from piecewise.analysis.index_bounds import CheckedIndices
-from piecewise.capture.poison import poison_padding_
+from piecewise.capture.placeholders import are_same, checked_indices, poison_padding_, real_results
 from piecewise.cut.segment_writer import SegmentWriter
 from piecewise.cut.split import Splitter
 from piecewise.ir.nodes import makes_empty, source_line
@@ -33,29 +32,28 @@ MAX_CUTS = 3
 LOWERING = "padding reached real rows in its compiled, fused or scheduled form"
 
 
-class SegmentFault(CaptureError):
+@dataclasses.dataclass(eq=False)
+class SegmentFault(Exception):
     """A segment that failed in a warm-up or a capture.
 
     Attributes:
+        error: as users are told of it.
         function: the form of the segment that ran.
         arguments: what it was given, at `bucket` rows, of which `real_rows` are real.
         variant: the padding with which it failed; None where it was being recorded.
     """
 
-    def __init__(
-        self,
-        error: CaptureError,
-        segment: Segment,
-        function: Callable[..., Any],
-        arguments: Sequence[torch.Tensor],
-        *,
-        bucket: int,
-        real_rows: int,
-        variant: int | None,
-    ) -> None:
-        super().__init__(error.what, expected=error.expected, got=error.got, rule=error.rule, fix=error.fix)
-        self.segment, self.function, self.arguments = segment, function, tuple(arguments)
-        self.bucket, self.real_rows, self.variant = bucket, real_rows, variant
+    error: CaptureError
+    segment: Segment
+    function: Callable[..., Any]
+    arguments: Sequence[torch.Tensor]
+    _: dataclasses.KW_ONLY
+    bucket: int
+    real_rows: int
+    variant: int | None
+
+    def __str__(self) -> str:
+        return str(self.error)
 
 
 class FaultFinder:
@@ -204,29 +202,3 @@ def _refusal(call: Callable[[], Any], name: str, engine: GraphEngine, pool: Grap
     finally:
         pool.end_bucket()
     return None
-
-
-def checked_indices(arguments: Sequence[Any]) -> Any:
-    """A block in which an index out of range is an error on every device."""
-    devices = {each.device for each in arguments if isinstance(each, torch.Tensor)}
-    is_fatal = any(native_engine(device).dies_of_bad_index for device in devices)
-    return CheckedIndices() if is_fatal else nullcontext()
-
-
-def real_results(
-    segment: Segment, values: Sequence[ValueSpec], outputs: Sequence[torch.Tensor], num_rows: int
-) -> dict[int, torch.Tensor]:
-    """Value index → real rows, of the results whose real rows lead and were written."""
-    return {
-        index: values[index].real_rows(tensor, num_rows)
-        for index, tensor in zip(segment.outputs, outputs, strict=True)
-        if values[index].padded.is_prefix and values[index].memory not in segment.unwritten
-    }
-
-
-def are_same(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """Whether all values are equal; NaN is the same as NaN here."""
-    equal = left == right
-    if left.dtype.is_floating_point:
-        equal |= (left != left) & (right != right)
-    return bool(equal.all())

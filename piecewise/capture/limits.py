@@ -8,9 +8,9 @@ import warnings
 import torch
 
 import boundary_ops
+from piecewise.errors.capture import UnknownBoundaryOp
 from piecewise.settings.config import PiecewiseConfig
 from runners.engines import native_engine
-from runners.errors import ConfigError
 
 # A lazy capture leaves this share of the device's memory alone: a server's own allocations come first.
 _RESERVED_SHARE = 0.05
@@ -35,13 +35,8 @@ def check_boundary_ops(config: PiecewiseConfig) -> None:
     for name in config.boundary_ops or ():
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
-            raise ConfigError(
-                f"boundary op '{name}' in 'boundary_ops'",
-                expected=f"a registered op ({', '.join(known) or 'none is'})",
-                got="an unknown name" + (f"; did you mean '{near[0]}'?" if near else ""),
-                rule="graphs are cut at registered ops",
-                fix="declare it with boundary_ops.define or boundary_ops.register first",
-            )
+            hint = f"; did you mean '{near[0]}'?" if near else ""
+            raise UnknownBoundaryOp(name=name, known=", ".join(known) or "none is", hint=hint)
 
 
 def lack_of_memory(device: torch.device) -> str | None:

@@ -1,40 +1,42 @@
-"""The graphs of one model, their memory, and the decision which plan serves a call.
+"""Keeps the graphs of one model and their memory, from capture over suspension to release.
 
-Both ways in, `GraphedModule` and the `torch.compile` backend, differ in how a call becomes leaves and in who
-traces; from there on they are the same, and that is here.
+    NOT_CAPTURED ──capture──▶ CAPTURED ──suspend──▶ SUSPENDED ──resume──▶ CAPTURED
+         ▲                    │      ▲                  │
+         │            refresh │      │ (suspends, traces again what differs, resumes)
+         └── RELEASED ◀─release      └──────────────────┘
+
+`GraphedModule` and the `torch.compile` backend differ in how a call is recognised and in who traces; what
+follows is the same for both, and is here.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
 
 from boundary_ops.declare.boundary_op import StepMismatch
+from piecewise.capture.bucket_capture import capture_bucket
+from piecewise.capture.build_plan import CaptureContext
+from piecewise.capture.captured_call import CapturedSignature, SignatureList
 from piecewise.capture.limits import capturable, check_boundary_ops, lack_of_memory
-from piecewise.capture.signature_list import SignatureList
 from piecewise.capture.traffic_recorder import TrafficRecorder
+from piecewise.errors.capture import NotSuspended, StillSuspended
 from piecewise.errors.report import CoverageError
+from piecewise.lowering.lowering import Lowering
 from piecewise.report.coverage import require_buckets, require_plan
 from piecewise.report.progress import progress_bar
 from piecewise.report.report import BucketReport, CaptureReport, PlanReport, Report
 from piecewise.settings.config import PiecewiseConfig
-from runners.buckets import TokenBuckets
 from runners.buffers import StaticBuffers
 from runners.collector import paused_collector
 from runners.engine import GraphEngine, GraphPool
 from runners.engines import engine_for
-from runners.errors import StateError
 from runners.mode import in_capture_window
 from runners.state.state_check import StateChange
 from runners.stats import CallStats, FallbackReason
-
-if TYPE_CHECKING:
-    import torch
-
-    from piecewise.capture.captured_call import CaptureContext, CapturedSignature
-    from piecewise.lowering.lowering import Lowering
 
 _CHANGE_REASONS = {
     "moved_address": FallbackReason.MOVED_ADDRESS,
@@ -43,6 +45,9 @@ _CHANGE_REASONS = {
 MAX_LISTED = 16
 # A bucket seen this often is worth its capture.
 _LAZY_CALLS = 3
+
+# Traces a signature's example again, with the model as it is.
+Retrace = Callable[[CapturedSignature], CapturedSignature]
 
 
 class GraphStore:
@@ -73,88 +78,86 @@ class GraphStore:
         self.pool: GraphPool | None = None
         self.buffers = StaticBuffers()
         self.lowering: Lowering | None = None
-        self._buckets = TokenBuckets(self.config.buckets)
+        self._to_refresh: list[CapturedSignature] = []
         self._num_added = 0
 
     @property
     def engine_name(self) -> str:
         return self.engine.name if self.engine is not None else "none yet"
 
-    def plan_for(
-        self,
-        signature: CapturedSignature,
-        num_tokens: int,
-        leaves: list[Any],
-        *,
-        may_capture: bool,
-        is_new: bool = True,
-    ) -> Any:
-        """(signature, step plan, token count, leaves) where a plan serves the call, else the reason why not.
+    @property
+    def state(self) -> str:
+        """Where the graphs are: "suspended", "released", "captured" or "not captured"."""
+        if self.is_suspended or self.is_released:
+            return "suspended" if self.is_suspended else "released"
+        return "captured" if self.stats.captured else "not captured"
 
-        Args:
-            is_new: whether the call was not counted as traffic yet.
+    def missing(self, signature: CapturedSignature) -> list[int]:
+        """Buckets that are not captured, largest first: its memory serves the rest [I9]."""
+        return [size for size in sorted(self.config.buckets, reverse=True) if size not in signature.served]
+
+    def add(
+        self, signature: CapturedSignature, *, instead_of: CapturedSignature | None = None
+    ) -> CapturedSignature:
+        """Adds a traced signature, or puts it in the place of one; returns it.
+
+        Raises:
+            CoverageError: its plan has less than `min_coverage` of the ops in graphs.
         """
-        if is_new:
-            self.traffic.record(num_tokens)
-        if signature.suspended is not None and not self.is_suspended and signature.global_state.check():
-            self._resume_at_call(signature)
-        found = self.choose_plan(signature, num_tokens, leaves, may_capture=may_capture)
-        if isinstance(found, FallbackReason) and is_new:
-            bucket = self._buckets.bucket_for(max(num_tokens, 0))
-            if bucket is not None:
-                self.stats.place_eager(bucket, found)
-        return found
+        require_plan(signature.plan, self.config.min_coverage)
+        signature.number = instead_of.number if instead_of else self._num_added
+        self._num_added += 1
+        if instead_of is None or instead_of not in self.signatures:
+            self.signatures.append(signature)
+        else:
+            self.signatures[self.signatures.index(instead_of)] = signature
+        return signature
 
-    def has_bucket(self, signature: CapturedSignature, num_tokens: int) -> bool:
-        """Whether a signature has graphs for a count; true where no bucket is for it, which is no lack."""
-        bucket = self._buckets.bucket_for(max(num_tokens, 0))
-        return bucket is None or bucket in signature.served
+    def remove(self, signature: CapturedSignature) -> None:
+        """Drops a signature with its graphs, and the pool with the last of them. Idempotent."""
+        signature.reset()
+        self.signatures[:] = [each for each in self.signatures if each is not signature]
+        self._note_captured()
 
-    def choose_plan(
-        self, signature: CapturedSignature, num_tokens: int, leaves: list[Any], *, may_capture: bool
-    ) -> Any:
-        """As `plan_for`, for a call that is not counted as traffic."""
-        if self.is_suspended:
-            return FallbackReason.SUSPENDED
-        if num_tokens <= 0:
-            return FallbackReason.ZERO_TOKENS if num_tokens == 0 else FallbackReason.TOKEN_COUNT_MISMATCH
-        bucket = self._buckets.bucket_for(num_tokens)
-        if bucket is None:
-            return FallbackReason.ABOVE_LARGEST_BUCKET
-        ratio = self.config.max_padding_ratio
-        if ratio is not None and bucket > ratio * num_tokens:
-            return FallbackReason.PADDING_RATIO
-        if not signature.global_state.check():
-            return FallbackReason.GLOBAL_STATE_CHANGED
-        served = signature.served.get(bucket)
-        if served is None:
-            refused = self._refusal(signature, bucket, may_capture=may_capture)
-            if refused is not None:
-                return refused
-            served = signature.served[bucket]
-        if num_tokens == 1 and signature.one_token:
-            return FallbackReason.ONE_TOKEN_BRANCH
-        if not signature.is_valid(served, num_tokens, leaves):
-            return FallbackReason.SHAPE_GUARD
-        for metadata in served.steps.step_metadata:
-            mismatch = metadata.mismatch(num_tokens)
-            if mismatch is not None:
-                return self._mismatch_reason(signature, mismatch)
-        return signature, served.steps, num_tokens, leaves
+    @paused_collector()
+    def capture(
+        self, signature: CapturedSignature, buckets: Sequence[int], *, doing: str = "capturing"
+    ) -> CaptureReport:
+        """Captures `buckets` in this order; one that fails is refused, with its reason in the report.
 
-    def _mismatch_reason(self, signature: CapturedSignature, mismatch: StepMismatch) -> FallbackReason:
-        """Why the running step cannot be loaded; a cache that was replaced is a change of the model."""
-        if mismatch is StepMismatch.TOO_LARGE:
-            return FallbackReason.STEP_LIMIT
-        change = signature.find_change()
-        return self.note_change(change) if change is not None else FallbackReason.STEP_MISMATCH
+        Raises:
+            CoverageError: a bucket has less than `min_coverage` of its ops in graphs; none of these is kept.
+        """
+        context = self._context(signature)
+        bar = progress_bar(len(buckets), enabled=self.config.progress)
+        try:
+            for bucket in buckets:
+                bar.set_description(f"{doing} bucket {bucket}")
+                capture_bucket(context, signature, bucket)
+                bar.set_postfix_str(f"{context.pool.allocated_bytes / 2**20:.0f} MiB")
+                bar.update(1)
+            for assembler in signature.assemblers:
+                assembler.check.until_stable()
+            reports = [signature.bucket_reports[bucket] for bucket in buckets]
+            require_buckets(reports, self.config.min_coverage)
+        except CoverageError:
+            for bucket in buckets:  # nothing is left: no bucket, no signature without one, no memory [I8]
+                signature.take_back(bucket)
+            if not signature.served:
+                self.remove(signature)
+            raise
+        finally:
+            bar.close()
+            self._note_captured()
+        self.is_released = False
+        return self.report_of(signature)
 
-    def _refusal(
+    def refusal(
         self, signature: CapturedSignature, bucket: int, *, may_capture: bool
     ) -> FallbackReason | None:
         """Captures a bucket that is due; why it is not served, or None where it is now."""
         if bucket in signature.refused:
-            return signature.refused[bucket][0]
+            return signature.refused[bucket]
         if not may_capture:
             return FallbackReason.NOT_CAPTURED
         if not in_capture_window():
@@ -177,81 +180,16 @@ class GraphStore:
                     self.signatures.append(signature)
                 signature.refuse(bucket, FallbackReason.LOW_COVERAGE, str(error))
                 raise
-        return None if bucket in signature.served else signature.refused[bucket][0]
-
-    def missing(self, signature: CapturedSignature) -> list[int]:
-        """Buckets that are not captured, largest first: its memory serves the rest [I9]."""
-        return [size for size in sorted(self._buckets.sizes, reverse=True) if size not in signature.served]
-
-    def add(
-        self, signature: CapturedSignature, *, instead_of: CapturedSignature | None = None
-    ) -> CapturedSignature:
-        """Adds a traced signature, or puts it in the place of one; returns it.
-
-        Raises:
-            CoverageError: its plan has less than `min_coverage` of the ops in graphs.
-        """
-        require_plan(signature.plan, self.config.min_coverage)
-        signature.number = instead_of.number if instead_of else self._num_added
-        self._num_added += 1
-        if instead_of is None:
-            self.signatures.append(signature)
-        else:
-            self.signatures[:] = [signature if each is instead_of else each for each in self.signatures]
-        return signature
-
-    @paused_collector()
-    def capture(
-        self, signature: CapturedSignature, buckets: list[int], *, doing: str = "capturing"
-    ) -> CaptureReport:
-        """Captures `buckets` in this order; one that fails is refused, with its reason in the report.
-
-        Raises:
-            CoverageError: a bucket has less than `min_coverage` of its ops in graphs; none of these is kept.
-        """
-        from piecewise.capture.captured_call import capture_bucket
-
-        context = self._context(signature)
-        bar = progress_bar(len(buckets), enabled=self.config.progress)
-        try:
-            for bucket in buckets:
-                bar.set_description(f"{doing} bucket {bucket}")
-                capture_bucket(context, signature, bucket)
-                bar.set_postfix_str(f"{context.pool.allocated_bytes / 2**20:.0f} MiB")
-                bar.update(1)
-            reports = [signature.bucket_reports[bucket] for bucket in buckets]
-            require_buckets(reports, self.config.min_coverage)
-        except CoverageError:
-            for bucket in buckets:  # nothing is left: no bucket, no signature without one, no memory [I8]
-                signature.take_back(bucket)
-            if not signature.served:
-                self.remove(signature)
-            raise
-        finally:
-            bar.close()
-            self._note_captured()
-        self.is_released = False
-        return self.report_of(signature)
-
-    def remove(self, signature: CapturedSignature) -> None:
-        """Drops a signature with its graphs, and the pool with the last of them. Idempotent."""
-        signature.reset()
-        self.signatures[:] = [each for each in self.signatures if each is not signature]
-        if not any(each.served for each in self.signatures):
-            self._release_pool()
-        self._note_captured()
+        return None if bucket in signature.served else signature.refused[bucket]
 
     def suspend(self) -> None:
         """Gives all graph memory back and keeps the traces. Idempotent."""
         for signature in self.signatures:
             signature.suspend()
-        self._release_pool()
-        self._note_captured()
         self.is_suspended = True
+        self._note_captured()
 
-    def resume(
-        self, retrace: Callable[[CapturedSignature], CapturedSignature] | None
-    ) -> CaptureReport | None:
+    def resume(self, retrace: Retrace | None) -> CaptureReport | None:
         """Captures again what `suspend` gave back; a signature whose model changed is traced again first, and
         one that was traced under another global state is captured at its next call. So is each one where
         `retrace` is None.
@@ -262,50 +200,76 @@ class GraphStore:
             called again.
         """
         if not self.is_suspended:
-            raise StateError(
-                "resume()",
-                expected="a model that suspend() was called on",
-                got="one that is not suspended",
-                rule="resume() undoes suspend()",
-                fix="call capture() to capture, or refresh() to capture again",
-            )
+            raise NotSuspended()
         if retrace is None:
             self.is_suspended = False
             return None
-        # A graph is captured under the autocast, default dtype and so on of its trace; where those differ, it
-        # has to wait for a call under them.
         for old in list(self.signatures):
-            assert old.suspended is not None
             if old.is_of_this_state() and not old.holds() and not self.signatures.has_current_variant(old):
-                self.add(retrace(old), instead_of=old).suspend_for(old.suspended.buckets)
+                self._trace_again(old, retrace)
         signatures = list(self.signatures)
-        # Variants of another state of the model than now wait for its return.
-        due = [each for each in signatures if each.is_of_this_state() and each.holds()]
-        resumed = [(each, each.resume()) for each in due]
+        # A graph is captured under the autocast, default dtype and so on of its trace, and of one state of
+        # the model; where these are others now, it waits for a call under them.
+        due = [each for each in signatures if each.is_whole()]
         for each in reversed(due):
             self.signatures.prefer(each)
         self.is_suspended = False
         report = None
         try:
-            for signature, buckets in resumed:
-                report = self.capture(signature, buckets, doing="capturing again:")
+            for each in due:
+                report = self._capture_again(each)
         except BaseException:
             self.signatures[:] = signatures
-            for signature, buckets in resumed:
-                signature.suspend_for(buckets)
             self.suspend()
             raise
         return report
 
-    def _resume_at_call(self, signature: CapturedSignature) -> None:
-        assert signature.suspended is not None
+    def refresh(self, retrace: Retrace) -> CaptureReport | None:
+        """Captures all again with the model as it is; forgets what was captured of it in another state.
+
+        As `suspend` and `resume`, a trace is made again only where the model differs from what it was made
+        of. Where no call would find a difference, all are made again: the one that asks for this is such that
+        no call finds it.
+
+        Raises:
+            Whatever `retrace` or a capture raises: what was not captured by then is by the next refresh.
+        """
+        finds_none = not self._to_refresh and all(each.is_current() for each in self.signatures)
+        self._to_refresh += self.signatures.captured_order()
+        for each in self._to_refresh:
+            each.suspend()
+        self.signatures.clear()
+        self.changes.clear()
+        self._note_captured()
+        kept = {each for each in self._to_refresh if each.is_whole() and not finds_none}
+        self._to_refresh.sort(key=lambda each: each not in kept)  # their variants need no trace then, either
+        report = None
+        while self._to_refresh:
+            old = self._to_refresh[0]
+            variant = self.signatures.current_variant(old)  # variants of one kind of call are one now
+            if variant is not None:
+                buckets = [bucket for bucket in old.buckets if bucket not in variant.served]
+                report = self.capture(variant, buckets)
+            else:
+                new = self.add(old, instead_of=old) if old in kept else self._trace_again(old, retrace)
+                try:
+                    report = self._capture_again(new)
+                except BaseException:
+                    self.remove(new)
+                    raise
+            del self._to_refresh[0]
+        return report
+
+    def resume_at_call(self, signature: CapturedSignature) -> None:
+        """Captures what a suspended signature had at its first call, if the model is what it was made of."""
+        buckets = signature.suspended or ()
         if not signature.holds():
             detail = "the model changed while it was suspended; refresh() captures again"
-            for bucket in signature.suspended.buckets:
+            for bucket in buckets:
                 signature.refuse(bucket, FallbackReason.MODULE_STATE_CHANGED, detail)
             signature.suspended = None
             return
-        buckets = signature.resume()
+        signature.end_suspension()
         try:
             self.capture(signature, buckets, doing="capturing again:")
         except BaseException as error:  # told once, not at each call
@@ -314,31 +278,69 @@ class GraphStore:
                     signature.refuse_after(error, bucket)
             raise
 
+    def _trace_again(self, old: CapturedSignature, retrace: Retrace) -> CapturedSignature:
+        """A signature of a new trace in the place of a suspended one, suspended as that was."""
+        new = self.add(retrace(old), instead_of=old)
+        new.suspend(old.buckets)
+        return new
+
+    def _capture_again(self, signature: CapturedSignature) -> CaptureReport:
+        """Ends the suspension of one signature; one that fails is suspended as before."""
+        buckets = signature.suspended or ()
+        signature.end_suspension()
+        try:
+            return self.capture(signature, buckets, doing="capturing again:")
+        except BaseException:
+            signature.suspend(buckets)
+            raise
+
+    def drop_graphs(self) -> None:
+        """Resets every graph, gives the memory back and forgets the signatures. Ends a suspension."""
+        for signature in self.signatures:
+            signature.reset()
+        for forgotten in (self.signatures, self._to_refresh, self.changes):
+            forgotten.clear()
+        self.is_suspended = False
+        self._note_captured()
+
     def refuse_suspended(self, what: str) -> None:
         """Raises StateError while suspended."""
         if self.is_suspended:
-            raise StateError(
-                f"{what}() while suspended",
-                expected="graphs, or none asked for",
-                got="a model whose graphs wait for resume()",
-                rule="suspend() promised the memory to somebody else until resume()",
-                fix="call resume() first, or release() to give the graphs up for good",
-            )
+            raise StillSuspended(name=what)
+
+    def note_change(self, change: StateChange) -> FallbackReason:
+        """Lists the change; graphs that read moved memory are given up, so that the old weights can go."""
+        if change.detail in self.changes or len(self.changes) < MAX_LISTED:
+            self.changes[change.detail] = None
+        if change.kind == "moved_address":
+            for signature in self.signatures:
+                moved = signature.find_change()
+                if moved is not None and moved.kind == "moved_address":
+                    signature.give_up(moved)
+            self._note_captured()
+        return _CHANGE_REASONS[change.kind]
+
+    def reason_for(self, signature: CapturedSignature, mismatch: StepMismatch) -> FallbackReason:
+        """Why the running step cannot be loaded; a cache that was replaced is a change of the model."""
+        if mismatch is StepMismatch.TOO_LARGE:
+            return FallbackReason.STEP_LIMIT
+        change = signature.find_change()
+        return self.note_change(change) if change is not None else FallbackReason.STEP_MISMATCH
 
     def report_of(self, signature: CapturedSignature) -> CaptureReport:
         """How each advertised bucket of one signature stands, largest first."""
         pool = self.pool
         pool_bytes, device_bytes = (pool.allocated_bytes, pool.device_bytes) if pool is not None else (0, 0)
-        buckets = tuple(self._bucket_report(signature, b) for b in self._advertised)
+        streams = (assembler.streams.report() for assembler in signature.assemblers)
+        one_token = signature.one_token
+        if one_token is None:
+            one_token = "the first such call finds out whether it may replay"
         return CaptureReport(
-            buckets, not signature.one_token, pool_bytes, self.buffers.allocated_bytes, device_bytes,
+            tuple(self._bucket_report(signature, bucket) for bucket in self._advertised),
+            not one_token, pool_bytes, self.buffers.allocated_bytes, device_bytes,
             tuple(lowered.report() for lowered in signature.lowerings), dataclasses.replace(signature.times),
-            signature.plan.fusions, signature.one_token,
-            tuple(
-                report
-                for assembler in signature.assemblers
-                if (report := assembler.streams.report()) is not None
-            ),
+            signature.plan.fusions, one_token,
+            tuple(report for report in streams if report is not None),
             layers=signature.traced.trace.layers,
             adapters=signature.adapters,
             other_state=self.signatures.other_state(signature),
@@ -369,44 +371,14 @@ class GraphStore:
             self.state,
         )
 
-    @property
-    def state(self) -> str:
-        """Where the graphs are: "suspended", "released", "captured" or "not captured"."""
-        if self.is_suspended or self.is_released:
-            return "suspended" if self.is_suspended else "released"
-        return "captured" if self.stats.captured else "not captured"
-
-    def note_change(self, change: StateChange) -> FallbackReason:
-        """Lists the change; graphs that read moved memory are given up, so that the old weights can go."""
-        if change.detail in self.changes or len(self.changes) < MAX_LISTED:
-            self.changes[change.detail] = None
-        if change.kind == "moved_address":
-            for signature in self.signatures:
-                moved = signature.find_change()
-                if moved is not None and moved.kind == "moved_address":
-                    signature.give_up(moved)
-            if not any(signature.served for signature in self.signatures):
-                self._release_pool()
-            self._note_captured()
-        return _CHANGE_REASONS[change.kind]
-
-    def drop_graphs(self) -> None:
-        """Resets every graph, gives the memory back and forgets the signatures. Ends a suspension."""
-        for signature in self.signatures:
-            signature.reset()
-        self.signatures.clear()
-        self.changes.clear()
-        self.is_suspended = False
-        self._release_pool()
-        self._note_captured()
-
     def _note_captured(self) -> None:
+        """Notes which buckets have graphs; the memory goes with what could capture more into it."""
         self.stats.captured = tuple(sorted({b for s in self.signatures for b in s.served}))
+        if self.pool is not None and not any(each.assemblers for each in self.signatures):
+            self.pool.release()
+            self.pool, self.buffers = None, StaticBuffers()
 
     def _context(self, signature: CapturedSignature) -> CaptureContext:
-        from piecewise.capture.captured_call import CaptureContext
-        from piecewise.lowering.lowering import Lowering
-
         device = _device_of(signature)
         if self.engine is None:
             self.engine = engine_for(self.config.engine, device)
@@ -415,12 +387,6 @@ class GraphStore:
         if self.lowering is None:
             self.lowering = Lowering(self.config)
         return CaptureContext(self.config, self.engine, self.pool, self.buffers, self.lowering)
-
-    def _release_pool(self) -> None:
-        if self.pool is not None:
-            self.pool.release()
-        self.pool = None
-        self.buffers = StaticBuffers()
 
 
 def _device_of(signature: CapturedSignature) -> torch.device:

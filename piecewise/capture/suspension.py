@@ -1,13 +1,13 @@
-"""What a suspended signature keeps, and whether its traces still hold when graphs are wanted again.
+"""Tells whether traces still hold when graphs of them are wanted again, without holding the model's tensors.
 
 A trace needs less than graphs do: the same kinds of tensors, tied and sharing memory as before, and the
-Python state that it read. Nothing of the old weights is held meanwhile.
+Python state that it read. So weights may move, or be bound anew, and no trace is made again.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -17,39 +17,40 @@ from runners.state.state_check import StateRef
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Suspended:
-    """What is to be captured again, and what must be found for that to need no trace.
+class TracedState:
+    """The kinds of the model's tensors that traces were made with; the tensors are not held.
 
     Attributes:
-        buckets: largest first.
-        places: of the model's tensors that the traces read; they are not held.
+        places: of the tensors that the traces read.
         fixed: those for which the traces hold step metadata, that knows a KV pool by its address.
-        seen: what `kinds_of` those places were; None where the trace was out of date already.
+        seen: what `kinds_of` those places were.
+        attributes: objects that the traces read, each with the dict of its attributes.
     """
 
-    buckets: tuple[int, ...]
     places: tuple[StateRef, ...]
     fixed: tuple[StateRef, ...]
-    seen: tuple[Any, ...] | None
+    seen: tuple[Any, ...]
+    attributes: tuple[tuple[Any, Any], ...]
 
     @classmethod
-    def of(
-        cls,
-        buckets: Iterable[int],
-        plans: Iterable[SegmentPlan],
-        fixed: Iterable[StateRef],
-        *,
-        is_valid: bool,
-    ) -> Suspended:
-        """The tensors of these plans as they are now."""
+    def of(cls, plans: Sequence[SegmentPlan], fixed: Iterable[StateRef]) -> TracedState:
+        """The state that these plans read, as it is now."""
         states = [value.state for plan in plans for value in plan.values if value.state is not None]
         places = tuple({(id(state.owner), state.key): state for state in states}.values())
+        found = (item for plan in plans for item, *_ in plan.state_facts.types)
+        items = [item for item in found if not isinstance(item, torch.Tensor)]  # held by nothing
         fixed = tuple(fixed)
-        return cls(tuple(buckets), places, fixed, kinds_of(places, fixed) if is_valid else None)
+        return cls(places, fixed, kinds_of(places, fixed), tuple((each, _attributes(each)) for each in items))
 
     def holds(self) -> bool:
-        """Whether the model's tensors are of the kinds that the traces were made with."""
-        return self.seen is not None and kinds_of(self.places, self.fixed) == self.seen
+        """Whether the model's tensors are of these kinds now, and its objects have kept their attributes'
+        dicts, in which all else is compared."""
+        are_kept = all(_attributes(item) is attributes for item, attributes in self.attributes)
+        return are_kept and kinds_of(self.places, self.fixed) == self.seen
+
+
+def _attributes(item: Any) -> Any:
+    return getattr(item, "__dict__", None)
 
 
 def kinds_of(places: Iterable[StateRef], fixed: Iterable[StateRef]) -> tuple[Any, ...]:

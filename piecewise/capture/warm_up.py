@@ -1,29 +1,46 @@
-"""Runs each segment ahead of its capture, on stand-in values, with poison in the padded rows [I3, I8].
+"""Runs each segment ahead of its capture, on placeholder values, with poison in the padded rows [I3, I8].
 
 Several runs per graph segment, on the same real rows and other padding: what was proven for each op has to
-hold for the segment as it was lowered, so the real rows of its results must be the same bits. docs/DESIGN.md
-says what is run of the segments between graphs, and what is made up.
+hold for the segment as it was lowered, so the real rows of its results must be the same bits.
+
+A boundary op between graphs is not called, but its `warm_up` is, if it has one. A boundary op in a graph runs
+on a step of zero sequences, and what it would have left in memory that the graph owns is made up: random
+values, the same in each warm-up, and poison in padded rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
+from functools import lru_cache
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
-from piecewise.capture.boundary_warm_up import BoundaryWarmUp, CapturedWarmUp
-from piecewise.capture.faults import SegmentFault, are_same, checked_indices, real_results
-from piecewise.capture.poison import anything, poison_padding_
-from piecewise.ir.placeholders import placeholder_for, resize_leaf
+import boundary_ops
+from boundary_ops import BoundaryOp
+from piecewise.capture.faults import SegmentFault
+from piecewise.capture.placeholders import (
+    anything,
+    are_same,
+    checked_indices,
+    placeholder,
+    poison_padding_,
+    real_results,
+    resize_leaf,
+)
+from piecewise.errors.capture import PaddingMatters
 from piecewise.ir.plan import Segment, SegmentPlan, ValueSpec
+from piecewise.ir.run_plan import run_plan, state_tensor
+from piecewise.ir.tensors import bound_arguments, storage_of, tensors_in
 from piecewise.streams.streams import StreamSchedules
 from runners.engine import Streams
 from runners.engines import native_engine
 from runners.errors import CaptureError, one_line
 from runners.piecewise_runner import PiecewiseRunner
-from runners.rows import has_strides, narrow_to, padded_parts, repeat_row_
+from runners.rows import has_strides, narrow_to, padded_parts, poison_value, repeat_row_
 
 _INPUTS = ("input", "symbol")
 
@@ -43,7 +60,6 @@ class WarmUp:
     ) -> None:
         self.plan, self.runners, self.leaves, self.num_steps = plan, runners, tuple(leaves), num_steps
         self.streams, self.lanes = streams, lanes
-        self.last_use = last_uses(plan)
         self._warmed_up: set[tuple[Any, ...]] = set()
 
     def function_for(self, segment: Segment, bucket: int) -> Callable[..., Sequence[Any]]:
@@ -57,28 +73,29 @@ class WarmUp:
         Args:
             shadows: value index → static buffer, of inputs and eager results that graphs read; filled here.
         Raises:
-            CaptureError: the real rows of a segment change with its padding.
+            SegmentFault: a segment fails, or its real rows change with its padding.
         """
         self._warmed_up.clear()
         inputs = self._inputs(real_rows)
         self._fill_shadows(shadows, inputs, real_rows)
         made: dict[int, torch.Tensor] = dict(shadows)
         eager: dict[int, Any] = dict(inputs)
-        for position, segment in enumerate(self.plan.segments):
-            if segment.kind == "boundary":
-                self._stand_in_for(segment, made, real_rows)
-                self._warm_up_boundary(segment, made, bucket)
-            elif segment.kind == "eager":
+
+        def on_boundary(segment: Segment) -> None:
+            if segment.kind == "eager":
                 self._run_eager(segment, made, eager, shadows, real_rows)
             else:
-                arguments = static_arguments(segment, self.plan.values, made)
-                if segment.views_only:
-                    outputs: Sequence[torch.Tensor] = segment.function(bucket, *arguments)
-                else:
-                    outputs = self._warm_up_segment(segment, bucket, real_rows, arguments)
-                made.update(zip(segment.outputs, outputs, strict=True))
-            for index in [index for index in made if self.last_use[index] <= position]:
+                self._overwrite(segment, made, real_rows)
+                self._warm_up_boundary(segment, made, bucket)
+
+        def keep(live: set[int]) -> None:
+            for index in made.keys() - live:
                 del made[index]
+
+        run_plan(
+            self.plan, made, bucket, on_boundary=on_boundary, on_live=keep,
+            on_segment=lambda segment, given: self._warm_up_segment(segment, bucket, real_rows, given),
+        )  # fmt: skip
 
     def _inputs(self, real_rows: int) -> dict[int, Any]:
         """Value index → the example's input at `real_rows`; a copy where the call writes it."""
@@ -107,7 +124,7 @@ class WarmUp:
                 buffer.zero_()
                 continue
             sizes = value.sizes(real_rows)
-            rows = inputs[index] if index in inputs else placeholder_for(sizes, buffer, seed=index)
+            rows = inputs[index] if index in inputs else placeholder(sizes, buffer, seed=index)
             narrow_to(buffer, sizes).copy_(rows)
             repeat_row_(buffer, sizes, value.units)
 
@@ -185,13 +202,11 @@ class WarmUp:
                 if step == 0:
                     first = {index: row.clone() for index, row in rows.items()}
                 elif (changed := _first_changed(first, rows)) is not None:
-                    raise CaptureError(
-                        f"{segment.name}, bucket {bucket}, result '{values[changed].name}'",
+                    raise PaddingMatters(
+                        segment=segment.name, bucket=bucket, result=f", result '{values[changed].name}'",
                         expected="real rows that do not depend on what padded rows hold",
                         got=f"other values in warm-up {step + 1} than in warm-up 1",
-                        rule="no padded row reaches a real row [I3]",
-                        fix="leave strict=False, with which the op at fault runs eagerly, and report it",
-                    )
+                    )  # fmt: skip
             except CaptureError as error:
                 for tensor, before in written:
                     tensor.copy_(before)
@@ -210,14 +225,13 @@ class WarmUp:
             with checked_indices(arguments):
                 segment.own_function(bucket, *arguments)
         except Exception as error:
-            raise CaptureError(
-                f"{segment.name}, bucket {bucket}", expected="a segment that runs", got=one_line(error),
-                rule="no padded row is an index that is out of range [I3]",
-                fix="leave strict=False, with which the op at fault runs eagerly, and report it",
+            raise PaddingMatters(
+                segment=segment.name, bucket=bucket, result="",
+                expected="a segment that runs", got=one_line(error),
             ) from error  # fmt: skip
 
-    def _stand_in_for(self, segment: Segment, made: dict[int, torch.Tensor], real_rows: int) -> None:
-        """Fills what a boundary op would write: random real rows, poisoned padding."""
+    def _overwrite(self, segment: Segment, made: dict[int, torch.Tensor], real_rows: int) -> None:
+        """Makes up what a boundary op would write: random real rows, poisoned padding."""
         for index in segment.inputs:
             value = self.plan.values[index]
             if value.origin != "graph" or value.memory not in segment.writes or value.sizes is None:
@@ -225,7 +239,7 @@ class WarmUp:
             tensor, sizes = made[index], value.sizes(real_rows)
             for part in padded_parts(tensor, sizes):
                 part.fill_(anything(tensor, 0))
-            narrow_to(tensor, sizes).copy_(placeholder_for(sizes, tensor, seed=index))
+            narrow_to(tensor, sizes).copy_(placeholder(sizes, tensor, seed=index))
 
     def _warm_up_boundary(self, segment: Segment, made: dict[int, torch.Tensor], bucket: int) -> None:
         """Once per kind of boundary segment: the layers of a model differ in their tensors only."""
@@ -247,32 +261,6 @@ class WarmUp:
                 segment.function(bucket, *arguments)
 
 
-def static_arguments(
-    segment: Segment, values: Sequence[ValueSpec], made: Mapping[int, torch.Tensor]
-) -> list[torch.Tensor]:
-    """What a graph segment takes: value index → static memory, and the model's tensors."""
-    return [made[index] if index in made else state_tensor(values[index]) for index in segment.inputs]
-
-
-def state_tensor(value: ValueSpec) -> torch.Tensor:
-    """The model's tensor behind a value of origin "state", as it is now."""
-    assert value.state is not None
-    return value.state.get().detach()
-
-
-def last_uses(plan: SegmentPlan) -> list[int]:
-    """Per value, the position of the last segment that reads or makes something in its memory; results are
-    read after all segments."""
-    last: dict[int, int] = {}
-    for position, segment in enumerate(plan.segments):
-        for index in (*segment.inputs, *segment.outputs):
-            last[plan.values[index].memory] = position
-    for source in plan.result_values:
-        if isinstance(source, int):
-            last[plan.values[source].memory] = len(plan.segments)
-    return [last.get(value.memory, -1) for value in plan.values]
-
-
 def _first_changed(before: Mapping[int, torch.Tensor], now: Mapping[int, torch.Tensor]) -> int | None:
     """The first value that differs; the device is waited for once, where none does."""
     equal = [(before[index] == rows).all() for index, rows in now.items()]
@@ -280,3 +268,68 @@ def _first_changed(before: Mapping[int, torch.Tensor], now: Mapping[int, torch.T
         return None
     # NaN is the same as NaN here, and takes a second look.
     return next((index for index, rows in now.items() if not are_same(before[index], rows)), None)
+
+
+class BoundaryWarmUp(TorchFunctionMode):
+    """In this block the `warm_up` of each boundary op is called instead of the op.
+
+    Args:
+        num_rows: of tensors that carry tokens.
+    """
+
+    def __init__(self, num_rows: int) -> None:
+        super().__init__()
+        self._num_rows = num_rows
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        op = boundary_ops.lookup(func)
+        return func(*args, **(kwargs or {})) if op is None else self._served(op, args, kwargs or {})
+
+    def _served(self, op: BoundaryOp, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        if op.warm_up is not None:
+            shown = (args, kwargs) if _takes_more(op.warm_up) else ((), {})
+            op.warm_up(self._num_rows, *shown[0], **shown[1])
+
+
+class CapturedWarmUp(BoundaryWarmUp):
+    """In this block boundary ops run, and what they write into the graph's own memory is made up.
+
+    Args:
+        outside: tensors that the graph does not own: their content is left alone.
+        num_rows, real_rows: of tensors that carry tokens.
+        variant: which poison padded rows get, as for `poison_value`.
+    """
+
+    def __init__(
+        self, outside: Iterable[torch.Tensor], *, num_rows: int, real_rows: int, variant: int
+    ) -> None:
+        super().__init__(num_rows)
+        self._outside = {storage_of(tensor) for tensor in outside}
+        self._real_rows, self._variant = real_rows, variant
+
+    def _served(self, op: BoundaryOp, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        if self._variant == 0:
+            super()._served(op, args, kwargs)
+        bound = bound_arguments(op.overload, args, kwargs)
+        for name in op.mutated:
+            for tensor in tensors_in(bound.get(name)):
+                if storage_of(tensor) not in self._outside:
+                    self._make_up(tensor, (op.token_args or {}).get(name))
+        op(*args, **kwargs)
+
+    def _make_up(self, tensor: torch.Tensor, dim: int | None) -> None:
+        tensor.copy_(placeholder(tensor.shape, tensor, seed=0))
+        if tensor.dtype.is_floating_point and dim is not None and tensor.shape[dim] == self._num_rows:
+            padded = tensor.narrow(dim, self._real_rows, self._num_rows - self._real_rows)
+            padded.fill_(poison_value(tensor.dtype, self._variant))
+
+
+@lru_cache(maxsize=64)
+def _takes_more(warm_up: Callable[..., object]) -> bool:
+    try:
+        parameters = inspect.signature(warm_up).parameters.values()
+    except ValueError:  # a builtin without a signature
+        return False
+    return any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters)

@@ -35,22 +35,22 @@ class CutContext:
         return node in self.verdicts and self.verdicts[node].kind == "eager"
 
     def crosses(self, node: fx.Node) -> bool:
-        """Whether the node's value can leave its segment: not a size, nor a tuple."""
+        """Tells whether the node's value can leave its segment: not a size, nor a tuple."""
         value = value_of(node)
         return isinstance(value, torch.Tensor) or (
             self.is_eager(node) and not isinstance(value, (tuple, list))
         )
 
     def memory_of(self, storage: int) -> int:
-        """The number of a memory; values in it have it."""
+        """Returns the number of a memory; values in it have it."""
         return self._memory.setdefault(storage, len(self._memory))
 
     def known_memories(self, storages: set[int]) -> set[int]:
-        """The numbers of those that hold a value."""
+        """Returns the numbers of those that hold a value."""
         return {self._memory[storage] for storage in storages if storage in self._memory}
 
     def value_of(self, node: fx.Node) -> int:
-        """The number of a node's value."""
+        """Returns the number of a node's value."""
         if node not in self._index_of:
             self._index_of[node] = len(self.values)
             self.values.append(self._spec(node, len(self.values)))
@@ -90,7 +90,7 @@ class CutContext:
         return PaddedRows(rows.is_real, bounds, self.classifier.rows.is_prefix(node))
 
     def value_of_symbol(self, symbol: sympy.Symbol) -> int:
-        """The number of a symbol that is not the token count: an int input, or a size of an input."""
+        """Returns the number of a symbol that is not the token count: an int input, or a size of an input."""
         if symbol not in self._index_of:
             source = self.source_of(symbol)
             assert source is not None, f"symbol {symbol} belongs to no input"
@@ -100,16 +100,16 @@ class CutContext:
         return self._index_of[symbol]
 
     def source_of(self, symbol: sympy.Symbol) -> tuple[int, int] | None:
-        """(leaf, dim) of the input that gives the symbol its value; dim −1 for an int."""
+        """Returns (leaf, dim) of the input that gives the symbol its value; dim −1 for an int."""
         sizes = torch_api.symbolic_sizes(self.trace.shape_env)
         return next((place for place, expr in sizes.items() if expr == symbol), None)
 
     def expression(self, value: Any) -> sympy.Expr | None:
-        """As `torch_api.expression`."""
+        """Simplifies, as `torch_api.expression`."""
         return torch_api.expression(value, self.trace.shape_env)
 
     def result_value(self, item: Any) -> int | ComputedNumber:
-        """What an output of the graph is: the number of a value, or a number computed from sizes."""
+        """Returns what an output of the graph is: the number of a value, or a number computed from sizes."""
         value = value_of(item) if isinstance(item, fx.Node) else item
         if isinstance(item, fx.Node) and (isinstance(value, torch.Tensor) or self.is_eager(item)):
             return self.value_of(item)

@@ -14,7 +14,7 @@ from piecewise.ir.plan import InputAt, Segment, ValueSpec
 def with_free_strides(
     values: Sequence[ValueSpec], segments: Sequence[Segment], results: Collection[int]
 ) -> tuple[ValueSpec, ...]:
-    """The values, those that need not have eager's strides without them; the caller is given `results`."""
+    """Frees the values that need not have eager's strides of them; the caller is given `results`."""
     in_memory = Counter(value.memory for value in values)
     taken = {index for segment in segments for index in segment.inputs}
     bound = {index for segment in segments for index in _counted_on(segment)} | set(results)
@@ -37,12 +37,12 @@ def takers_of_any_strides(segments: Sequence[Segment], values: Sequence[ValueSpe
 
 
 def op_of(segment: Segment) -> BoundaryOp | None:
-    """The boundary op that is all the segment does, as it is declared now."""
+    """Returns the boundary op that is all the segment does, as it is declared now."""
     return boundary_ops.lookup(segment.op_call.name) if segment.op_call is not None else None
 
 
 def _counted_on(segment: Segment) -> set[int]:
-    """The inputs whose strides the segment may count on."""
+    """Returns the inputs whose strides the segment may count on."""
     op = op_of(segment)
     if segment.op_call is None or op is None:
         return set(segment.inputs)

@@ -62,7 +62,7 @@ class SegmentWriter:
         self.copies[node] = self.graph.create_node(node.op, node.target, args, kwargs)
 
     def _argument(self, node: Any) -> Any:
-        """What a leaf of the arguments is inside: a copied node, a placeholder, a number, or itself."""
+        """Returns what a leaf of the arguments is inside: a copy, a placeholder, a number, or itself."""
         if not isinstance(node, fx.Node):
             return self._scalar(node) if isinstance(node, torch_api.SYMBOLIC) else node
         if node in self.copies:
@@ -94,7 +94,7 @@ class SegmentWriter:
         return self._last_placeholder
 
     def _scalar(self, value: Any) -> Any:
-        """The number as ops on `num_rows`; a tuple of sizes as a tuple of such numbers."""
+        """Returns the number as ops on `num_rows`; a tuple of sizes as a tuple of such numbers."""
         if isinstance(value, (tuple, list)):
             return tuple(map(self._scalar, value))
         expr: Any = self.context.expression(value)
@@ -125,7 +125,7 @@ class SegmentWriter:
             self.graph.call_method("zero_", (copy,))
 
     def op_call(self) -> BoundaryCall | None:
-        """The one call of a boundary op that the segment is; None where it computes anything beside."""
+        """Returns the one call of a boundary op that the segment is; None where it computes more."""
         op = boundary_ops.lookup(self.nodes[0].target)
         inside = [node for node in self.graph.nodes if node.op not in ("placeholder", "output")]
         call = self.copies[self.nodes[0]]
@@ -162,7 +162,7 @@ class SegmentWriter:
 
 
 def _below_torch_function(function: Callable[..., tuple]) -> Callable[..., tuple]:
-    """The function of ops that a trace has found below the `__torch_function__` of the model's tensors."""
+    """Runs ops that a trace has found below the `__torch_function__` of the model's tensors there."""
 
     def run(*arguments: Any) -> tuple:
         with torch_api.below_torch_function():

@@ -42,7 +42,7 @@ class Splitter:
         self.writers: list[SegmentWriter] = []
 
     def groups(self) -> list[tuple[str, list[fx.Node]]]:
-        """Consecutive nodes of one kind, each boundary op apart; scalars and floating views are in none."""
+        """Groups consecutive nodes of one kind, boundary ops alone, without scalars and floating views."""
         found: list[tuple[str, list[fx.Node]]] = []
         for node, verdict in self.verdicts.items():
             if verdict.kind == "scalar" or self.classifier.is_floating(node):
@@ -84,7 +84,7 @@ class Splitter:
         later: Collection[fx.Node],
         outside: Collection[fx.Node],
     ) -> Segment:
-        """One segment; later ones and the caller take `later`, as all others and the caller do `outside`."""
+        """Makes a segment; later ones and the caller take `later`, all others and the caller `outside`."""
         nodes, facts = writer.nodes, [self.context.facts[node] for node in writer.nodes]
         outputs = [node for node in nodes if node in later and self.context.crosses(node)]
         is_graph = writer.kind == "graph"

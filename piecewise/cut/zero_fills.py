@@ -32,8 +32,8 @@ class ZeroFills:
                 self._readers.update(dict.fromkeys(read, why))
 
     def needs(self, node: fx.Node, *, segment: Sequence[fx.Node], leaving: Collection[int]) -> bool:
-        """Whether the `empty*` node of a graph segment is to start as zeros; counted for the report. What is
-        read or written outside of the segment is `leaving`."""
+        """Tells whether the `empty*` node of a graph segment must start as zeros; counted for the report.
+        What is read or written outside of the segment is `leaving`."""
         memory = self._facts[node].storages
         facts = map(self._facts.__getitem__, segment)
         writers = [fact for fact in facts if not memory.isdisjoint(storages_of(fact.writes))]

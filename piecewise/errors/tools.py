@@ -10,7 +10,7 @@ _MARK = "_passed_through_user_code"
 
 @contextmanager
 def user_code() -> Iterator[None]:
-    """A block that runs what the user wrote; what it raises is marked, and unchanged otherwise."""
+    """Marks what a block raises that runs the user's code; the error is unchanged otherwise."""
     try:
         yield
     except BaseException as error:

@@ -19,7 +19,7 @@ _SOURCE = re.compile(r"___from_numpy\((.+)\)")
 
 
 def array_source(source: str) -> str | None:
-    """The source of the array behind Dynamo's source of a tensor; None for a tensor of another origin."""
+    """Returns the source of the array behind Dynamo's source of a tensor; None for other tensors."""
     found = _SOURCE.fullmatch(source)
     return found[1] if found else None
 
@@ -37,7 +37,7 @@ class ArrayPlace:
 
     @classmethod
     def ref(cls, place: StateRef) -> StateRef:
-        """The tensor of the array at a place, as a place of its own."""
+        """Returns the tensor of the array at a place, as a place of its own."""
         return StateRef(cls(place), 0, place.path)
 
     def __getitem__(self, _: int) -> torch.Tensor | None:
@@ -54,5 +54,5 @@ class ArrayPlace:
 
 
 def is_of_array(place: StateRef) -> bool:
-    """Whether a place gives the tensor over an array's memory, which must stay there."""
+    """Tells whether a place gives the tensor over an array's memory, which must stay there."""
     return isinstance(place.owner, ArrayPlace)

@@ -44,7 +44,7 @@ class AtenGraph:
     is_valid: Callable[[int], bool]
 
     def function(self, graph: fx.Graph | None = None) -> Callable[..., tuple]:
-        """The graph, or another that uses the same constants, as a plain function that holds no FX object."""
+        """Compiles the graph, or another of the same constants, into a function that holds no FX object."""
         nodes = self.module.graph.find_nodes(op="get_attr")
         constants = {str(node.target): getattr(self.module, str(node.target)) for node in nodes}
         return function_of(graph if graph is not None else self.module.graph, constants)
@@ -79,7 +79,7 @@ def trace_aten(segment: Segment, values: Sequence[ValueSpec], *, num_rows: int) 
 
 
 def function_of(graph: fx.Graph, modules: dict[str, Any]) -> Callable[..., tuple]:
-    """A graph as a plain function that holds no FX object; its get_attr nodes name `modules`."""
+    """Returns a graph as a plain function that holds no FX object; its get_attr nodes name `modules`."""
     code = graph.python_code("self")
     names = dict(code.globals)
     # A name of its own, so that an error inside shows the op's line.

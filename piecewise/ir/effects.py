@@ -63,7 +63,7 @@ class NodeFacts:
 
 
 def written_storages(facts: Iterable[NodeFacts]) -> set[int]:
-    """All memory that nodes with these facts write."""
+    """Returns all memory that nodes with these facts write."""
     return storages_of(node for fact in facts for node in fact.writes)
 
 
@@ -110,10 +110,7 @@ def _run_on_fakes(
     written = tuple(index for index, read in enumerate(reads) if recorder.written & storages_of([read]))
     if torch.Tag.nondeterministic_seeded in recorder.tags or _has_dropout(node):
         return written, "random", recording
-    codes = {
-        torch.Tag.data_dependent_output: "reads_back",
-        torch.Tag.dynamic_output_shape: "data_dependent",
-    }
+    codes = {torch.Tag.data_dependent_output: "reads_back", torch.Tag.dynamic_output_shape: "data_dependent"}
     tagged = next((code for tag, code in codes.items() if tag in recorder.tags), "")
     return written, from_host or tagged, recording
 

@@ -26,7 +26,7 @@ _serial = itertools.count()
 
 
 def argument_key(value: Any, *, node: Callable[[fx.Node], Any], number: Callable[[Any], Any]) -> Any:
-    """A node's arguments as a key: nodes, and symbolic or plain numbers, as the two functions write them."""
+    """Writes arguments as a key: nodes, and symbolic or plain numbers, as the two functions say."""
 
     def key(value: Any) -> Any:
         if isinstance(value, fx.Node):
@@ -45,7 +45,7 @@ def argument_key(value: Any, *, node: Callable[[fx.Node], Any], number: Callable
 
 
 def node_key(node: fx.Node) -> Any:
-    """Equal for nodes that do the same on tensors of the same kind: layers of a model repeat them."""
+    """Returns a key, equal for nodes that do the same on tensors of one kind: layers repeat them."""
     places = {argument: place for place, argument in enumerate(node.all_input_nodes)}
 
     def number(value: Any) -> Any:
@@ -74,8 +74,8 @@ def node_key(node: fx.Node) -> Any:
 def graph_key(
     plan: SegmentPlan, segment: Segment, *, what: Literal["program", "inputs"] = "program"
 ) -> tuple[Any, ...]:
-    """What a segment computes and on what, without the tensors themselves: equal in every process. "inputs"
-    says of the results only which may have any strides, but of the inputs also where they come from."""
+    """Says what a segment computes and on what, without the tensors themselves, alike in every process.
+    "inputs" says of results only which may have any strides, but of inputs also where they come from."""
     numbers: dict[int, int] = {}
 
     def described(index: int) -> tuple[Any, ...]:
@@ -96,7 +96,7 @@ def graph_key(
 def code_key(
     kind: str, source: str, names: Mapping[str, Any], modules: Mapping[str, Any], taken: Collection[str]
 ) -> str:
-    """A key of generated code that is not `taken`, and the same in each process where the code uses functions
+    """Makes a key of generated code that is not `taken`, the same in each process where it uses functions
     of torch and Python alone; `names` and `modules` are what globals and attributes of ``self`` stand for.
     What others do is known by no name: their key is new each time."""
     foreign = [f"{name} = {_named(value)}" for name, value in sorted(names.items())]
@@ -112,14 +112,14 @@ def code_key(
 
 
 def _named(value: Any) -> str:
-    """A global of generated code, without its address."""
+    """Returns a global of generated code, without its address."""
     if hasattr(value, "__qualname__"):
         return f"{getattr(value, '__module__', '')}.{value.__qualname__}"
     return re.sub(r" at 0x\w+", "", repr(value))
 
 
 def _is_torchs(value: Any) -> bool:
-    """Whether a global of generated code is torch's, or Python's own, and so the same by its name."""
+    """Tells whether a global of generated code is torch's, or Python's own, and so the same by its name."""
     if isinstance(value, (int, float, complex, str, torch.dtype, torch.device, type(None))):
         return True
     name = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None)

@@ -20,22 +20,22 @@ from piecewise.ir.tensors import storage_of, tensors_in
 
 
 def value_of(node: fx.Node) -> Any:
-    """The node's fakes and sizes; None for a node that was made later, or makes nothing."""
+    """Returns the node's fakes and sizes; None for a node that was made later, or makes nothing."""
     return node.meta.get("example_value")
 
 
 def fakes_of(nodes: Iterable[fx.Node]) -> Iterator[torch.Tensor]:
-    """The fakes of nodes' tensors."""
+    """Returns the fakes of nodes' tensors."""
     return (tensor for node in nodes for tensor in tensors_in(value_of(node)))
 
 
 def has_fakes(*nodes: fx.Node) -> bool:
-    """Whether one of the nodes is a tensor or holds some."""
+    """Tells whether one of the nodes is a tensor or holds some."""
     return any(True for _ in fakes_of(nodes))
 
 
 def storages_of(nodes: Iterable[fx.Node]) -> set[int]:
-    """The memory that nodes' tensors live in."""
+    """Returns the memory that nodes' tensors live in."""
     return set(map(storage_of, fakes_of(nodes)))
 
 
@@ -44,7 +44,7 @@ def is_call(node: fx.Node) -> bool:
 
 
 def is_tuple_item(node: fx.Node) -> bool:
-    """Whether the node takes an item of a tuple that another node makes."""
+    """Tells whether the node takes an item of a tuple that another node makes."""
     return (
         node.op == "call_function"
         and node.target is operator.getitem
@@ -54,12 +54,12 @@ def is_tuple_item(node: fx.Node) -> bool:
 
 
 def makes_empty(node: fx.Node) -> bool:
-    """Whether the node allocates memory without writing it."""
+    """Tells whether the node allocates memory without writing it."""
     return target_name(node).rpartition("::")[2].startswith(("empty", "new_empty"))
 
 
 def target_name(node: fx.Node) -> str:
-    """What the op is called: ``linear``, ``view``, ``toy::attn_inplace``."""
+    """Returns what the op is called: ``linear``, ``view``, ``toy::attn_inplace``."""
     target: Any = node.target
     if isinstance(target, str):
         return target
@@ -71,7 +71,7 @@ def target_name(node: fx.Node) -> str:
 
 
 def module_path(node: fx.Node) -> str:
-    """The innermost module that called this op, as a user writes it: ``layers.0.self_attn``."""
+    """Returns the innermost module that called this op, as a user writes it: ``layers.0.self_attn``."""
     stack = node.meta.get("nn_module_stack")
     if not stack:
         return ""
@@ -82,7 +82,7 @@ def module_path(node: fx.Node) -> str:
 
 
 def source_line(node: fx.Node, *, outside: str | None = None) -> str:
-    """The user's line, ``modeling.py:42, in forward: x = x[-1:]``, with no frame in the folder `outside`."""
+    """Returns the user's line, ``modeling.py:42, in forward: x = x[-1:]``; none of the folder `outside`."""
     lines = [line.strip() for line in (node.meta.get("stack_trace") or "").strip().splitlines()]
     places = [
         index
@@ -96,17 +96,17 @@ def source_line(node: fx.Node, *, outside: str | None = None) -> str:
 
 
 def whereabouts(node: fx.Node) -> str:
-    """The module and the line that call the op, as far as they are known."""
+    """Returns the module and the line that call the op, as far as they are known."""
     return ", ".join(filter(None, (module_path(node), source_line(node))))
 
 
 def call_on_fakes(node: fx.Node, fake_mode: Any) -> Any:
-    """The node's result on its arguments' fakes; no guard or symbol is left behind."""
+    """Returns the node's result on its arguments' fakes; no guard or symbol is left behind."""
     return run_on_fakes(node, fake_mode, nullcontext())[0]
 
 
 def run_on_fakes(node: fx.Node, fake_mode: Any, mode: Any) -> tuple[Any, set[sympy.Basic]]:
-    """The same under `mode`, and what was asked of sizes."""
+    """Returns the same under `mode`, and what was asked of sizes."""
     args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), value_of)
     with (
         autocast_of(node),

@@ -90,12 +90,12 @@ class ValueSpec:
         return self.dtype is not None
 
     def real_rows(self, tensor: torch.Tensor, num_rows: int) -> torch.Tensor:
-        """The leading rows of the value's padded tensor, as a view; all of one that carries no tokens."""
+        """Views the leading rows of the value's padded tensor; all of one that carries no tokens."""
         follows = self.token_dims and self.sizes is not None
         return narrow_to(tensor, self.sizes(num_rows)) if follows else tensor  # type: ignore[misc]
 
     def number_in(self, leaves: Sequence[Any]) -> Any:
-        """What a value of origin "symbol" is for one call's leaves."""
+        """Returns what a value of origin "symbol" is for one call's leaves."""
         return leaves[self.leaf] if self.dim < 0 else leaves[self.leaf].shape[self.dim]
 
 
@@ -263,11 +263,11 @@ class SegmentPlan:
         return tuple(segment for segment in self.segments if segment.kind == "graph")
 
     def computing_segments(self) -> tuple[Segment, ...]:
-        """The graph segments that do more than make views."""
+        """Returns the graph segments that do more than make views."""
         return tuple(segment for segment in self.graph_segments() if not segment.views_only)
 
     def holds_at(self, num_tokens: int, leaves: Sequence[Any]) -> bool:
-        """Whether the trace holds for so many tokens, with the other sizes of a call's leaves."""
+        """Tells whether the trace holds for so many tokens, with the other sizes of a call's leaves."""
         is_within = self.max_rows is None or num_tokens <= self.max_rows
         others = (self.values[index].number_in(leaves) for index in self.symbols)
         return is_within and self.is_valid(num_tokens, *others)

@@ -109,7 +109,7 @@ class OpRecorder(torch_api.TorchDispatchMode):
         return result
 
     def recording(self, value: Any, asked: Collection[sympy.Basic] = ()) -> Recording:
-        """What was noted, for a block whose value this is."""
+        """Returns what was noted, for a block whose value this is."""
         results = tuple(map(self._position_of, tensors_in(value)))
         return Recording(tuple(self._tensors), self._num_given, tuple(self._calls), results, frozenset(asked))
 
@@ -126,7 +126,7 @@ class OpRecorder(torch_api.TorchDispatchMode):
 
 
 def _tags(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> set[torch.Tag]:
-    """The op's tags in this call: not each index is a mask, and no dropout draws no random numbers."""
+    """Returns the tags of this call: not each index is a mask, and no dropout draws no random numbers."""
     tags = set(func.tags)
     if func._schema.name in ("aten::index", "aten::index_put", "aten::index_put_"):
         tags.discard(torch.Tag.dynamic_output_shape)

@@ -35,7 +35,7 @@ class SizeFunctions:
         return self._known[exprs]
 
     def text(self, tensor: torch.Tensor) -> str:
-        """Sizes, strides and offset in words, with `n` for the row count."""
+        """Writes sizes, strides and offset in words, with `n` for the row count."""
         parts = (tensor.shape, tensor.stride(), (tensor.storage_offset(),))
         shown = [[str(expr.xreplace({self._symbol: _ROWS})) for expr in self.exprs(part)] for part in parts]
         return " ".join(f"[{', '.join(part)}]" for part in shown)
@@ -47,7 +47,7 @@ class SizeFunctions:
 
 
 def holds(conditions: Callable[..., tuple]) -> Callable[..., bool]:
-    """Whether all conditions hold; one that cannot be evaluated at these sizes (`n % (n // 4)`) does not."""
+    """Checks that all conditions hold; one that cannot be evaluated (`n % (n // 4)`) does not."""
 
     def check(*sizes: int) -> bool:
         try:
@@ -59,7 +59,7 @@ def holds(conditions: Callable[..., tuple]) -> Callable[..., bool]:
 
 
 def size_node(graph: fx.Graph, expr: sympy.Expr, nodes: dict[sympy.Symbol, fx.Node]) -> Any:
-    """An expression as ops of a graph on the nodes that stand for its symbols; a number where it has none."""
+    """Writes an expression as ops of a graph on the nodes of its symbols; as a number where it has none."""
     tracer = fx.proxy.GraphAppendingTracer(graph)
     proxies = {symbol: fx.Proxy(node, tracer) for symbol, node in nodes.items()}
     found = torch_api.sympy_interp(_RowFormulas, proxies, expr)  # type: ignore[arg-type]
@@ -75,7 +75,7 @@ def _ceil(value: float) -> float:
 
 
 def _recorded(function: Callable[..., Any], num_arguments: int = 1) -> Any:
-    """`function` on its first arguments (the rest is a dtype), noted as one call where one is a proxy."""
+    """Calls `function` on its first arguments (the rest is a dtype); notes one call where one is a proxy."""
 
     def apply(*arguments: Any) -> Any:
         taken = arguments[:num_arguments]

@@ -14,20 +14,20 @@ __all__ = ["bound_arguments", "map_tensors", "storage_of", "tensors_in", "writte
 
 
 def storage_of(tensor: torch.Tensor) -> int:
-    """Identity of the memory behind a (fake) tensor."""
+    """Returns the identity of the memory behind a (fake) tensor."""
     return tensor.untyped_storage()._cdata
 
 
 def bound_arguments(
     op: torch_api.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Argument name → what a call of the op passes, or the default, which is None where there is none."""
+    """Maps argument names to what a call of the op passes, or the default, None where there is none."""
     bound = {argument.name: argument.default_value for argument in op._schema.arguments}
     return bound | dict(zip(bound, args, strict=False)) | dict(kwargs)
 
 
 def written_arguments(op: torch_api.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-    """What a call of the op passes for the arguments that it writes."""
+    """Returns what a call of the op passes for the arguments that it writes."""
     bound = bound_arguments(op, args, kwargs)
     written = (a.name for a in op._schema.arguments if a.alias_info is not None and a.alias_info.is_write)
     return [bound[name] for name in written]

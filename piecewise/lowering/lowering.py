@@ -20,13 +20,13 @@ from piecewise import torch_api
 from piecewise.errors.lowering import SegmentNotLowered
 from piecewise.ir.aten import AtenGraph
 from piecewise.ir.graph_key import graph_key
-from piecewise.ir.placeholders import unchanged_random_state
 from piecewise.ir.plan import Segment, SegmentPlan
 from piecewise.lowering.aten_segment import AtenSegment
 from piecewise.lowering.layout import SegmentLayout, Unlowerable
 from piecewise.report.progress import progress_bar
 from piecewise.report.segments import KeptEager, LoweringReport
 from piecewise.settings.config import PiecewiseConfig
+from runners.engines import native_engine
 from runners.errors import one_line
 from runners.mode import capturing
 from runners.opaque_call import OpaqueCall
@@ -209,7 +209,7 @@ class _Job:
         key = hashlib.sha256("\n".join(map(str, parts)).encode()).hexdigest()
         if key not in self.compiled:
             before = torch_api.inductor_cache_counts()
-            with unchanged_random_state(device):
+            with native_engine(device).fork_random_state(device):
                 self.compiled[key] = self._compile(segment, layout, rows, is_dynamic=is_dynamic)
             found, missed = map(int.__sub__, torch_api.inductor_cache_counts(), before)
             if isinstance(self.compiled[key], _Compiled):

@@ -32,17 +32,21 @@ def sweep(module: fx.GraphModule) -> int:
     return next((count for step in steps if (count := step(module.graph))), 0)
 
 
+def _op_of(node: fx.Node) -> Any:
+    """The op that a node calls; None for a function that is no op, and for what is no call."""
+    is_op = node.op == "call_function" and isinstance(node.target, torch_api.OpOverload)
+    return node.target if is_op else None
+
+
 def is_pure(node: fx.Node) -> bool:
     """Whether nothing but its result tells that the node ran."""
     if node.op != "call_function" or is_mutation_op(node):
         return False
-    target: Any = node.target
-    if isinstance(target, torch_api.OpOverload):
-        if torch.Tag.nondeterministic_seeded in target.tags:
-            return False
-        return bool(target._schema.returns) and "assert" not in target._schema.name
-    # Arithmetic on sizes and items of tuples.
-    return getattr(target, "__module__", "") in ("_operator", "math", "builtins")
+    op = _op_of(node)
+    if op is None:  # arithmetic on sizes and items of tuples
+        return getattr(node.target, "__module__", "") in ("_operator", "math", "builtins")
+    is_random = torch.Tag.nondeterministic_seeded in op.tags
+    return bool(op._schema.returns) and "assert" not in op._schema.name and not is_random
 
 
 def remove_dead_nodes(graph: fx.Graph) -> int:
@@ -81,11 +85,11 @@ def _make_temporaries_plain(graph: fx.Graph) -> int:
 
 
 def _plain_twin_for(node: fx.Node) -> Any:
-    target: Any = node.target
-    if node.op != "call_function" or not isinstance(target, torch_api.OpOverload):
+    op = _op_of(node)
+    if op is None or op.namespace != "aten" or not node.args:
         return None
-    name = target._schema.name
-    if target.namespace != "aten" or not name.endswith("_") or name.endswith("__") or not node.args:
+    name = op._schema.name
+    if not name.endswith("_") or name.endswith("__"):
         return None
     written = node.args[0]
     if not isinstance(written, fx.Node) or len(written.users) > 1 or not _makes_memory(written):
@@ -93,7 +97,7 @@ def _plain_twin_for(node: fx.Node) -> Any:
     if value_of(node) is None:  # behind one that was just made plain
         return None
     packet = getattr(aten, name.removeprefix("aten::")[:-1], None)
-    plain = getattr(packet, target._overloadname, None) if packet is not None else None
+    plain = getattr(packet, op._overloadname, None) if packet is not None else None
     if plain is None or plain._schema.is_mutable:
         return None
     # In place the result has the dtype of what is written; plainly it may be promoted.
@@ -103,8 +107,7 @@ def _plain_twin_for(node: fx.Node) -> Any:
 
 def _makes_memory(node: fx.Node) -> bool:
     """Whether a node's result lives in memory that it made itself."""
-    target: Any = node.target
-    if node.op != "call_function" or not isinstance(target, torch_api.OpOverload) or is_mutation_op(node):
+    if _op_of(node) is None or is_mutation_op(node):
         return False
     mine = memory_of(value_of(node))
     return mine is not None and mine not in {memory_of(value_of(each)) for each in node.all_input_nodes}
@@ -172,10 +175,8 @@ def _share_views(graph: fx.Graph) -> int:
     """The second of two equal views of one tensor becomes the first."""
 
     def memory_viewed(node: fx.Node) -> Any:
-        target: Any = node.target
-        if node.op != "call_function" or not isinstance(target, torch_api.OpOverload):
-            return None
-        if not (target.is_view or target is aten._unsafe_view.default) or is_mutation_op(node):
+        op = _op_of(node)
+        if op is None or not (op.is_view or op is aten._unsafe_view.default) or is_mutation_op(node):
             return None
         memory = memory_of(value_of(node))
         return memory if memory == memory_of(value_of(node.args[0])) else None
@@ -201,7 +202,7 @@ def _share_results(graph: fx.Graph) -> int:
 
 def _is_repeatable(node: fx.Node) -> bool:
     """Whether it makes one tensor, the same one for the same arguments, of torch's own op."""
-    target: Any = node.target
-    is_torchs = isinstance(target, torch_api.OpOverload) and target.namespace == "aten"
-    makes_garbage = is_torchs and "empty" in target._schema.name
-    return is_torchs and not makes_garbage and is_pure(node) and isinstance(value_of(node), torch.Tensor)
+    op = _op_of(node)
+    if op is None or op.namespace != "aten" or "empty" in op._schema.name:
+        return False
+    return is_pure(node) and isinstance(value_of(node), torch.Tensor)

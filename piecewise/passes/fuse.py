@@ -1,4 +1,4 @@
-"""The plan's graph segments rewritten by the passes, once per distinct segment, weights packed on the way.
+"""Rewrites a plan's graph segments by the passes, each distinct one once, and packs weights on the way.
 
 A segment that cannot be traced, or whose rewritten graph would hand out other memory than its own function,
 keeps that one. docs/DESIGN.md says why this runs between the cut and the first look at addresses.
@@ -24,7 +24,6 @@ from piecewise.passes.packed_weights import pack_, why_not_packable
 from piecewise.passes.pipeline import GraphPass, passes_for, passes_named, run_passes
 from piecewise.passes.results import keep_geometry
 from runners.errors import one_line
-from runners.state.state_check import StateRef
 
 # By function of a segment.
 FusedGraphs = Mapping[Callable[..., tuple], AtenGraph]
@@ -57,23 +56,26 @@ class _Fused:
 class _Fusing:
     def __init__(self, plan: SegmentPlan, names: Sequence[str], *, num_rows: int, move_weights: bool) -> None:
         self.plan, self.names, self.num_rows, self.move_weights = plan, tuple(names), num_rows, move_weights
-        self._groups: dict[Any, tuple[LinearGroup, ...] | NotTraceable] = {}
+        self._known: dict[Any, Any] = {}
         self._ready: dict[Any, tuple[AtenGraph, Counter[str]]] = {}
-        self._fused: dict[Any, _Fused | NotTraceable] = {}
         self._notes: dict[str, None] = {}
         self.graphs: dict[Callable[..., tuple], AtenGraph] = {}
 
     def run(self) -> SegmentPlan:
         matches: Counter[str] = Counter()
         expected: dict[str, str] = {}
-        segments = []
-        for segment in self.plan.segments:
-            fused = self._fused_for(segment) if segment.kind == "graph" and not segment.views_only else None
-            if fused is not None:
-                matches += fused.matches
-                expected |= fused.expected
-                segment = dataclasses.replace(segment, function=fused.function, lowering_key=fused.key)
-            segments.append(segment)
+        segments = list(self.plan.segments)
+        for segment in self.plan.computing_segments():
+            try:
+                fused = self._fused(segment)
+            except NotTraceable as reason:
+                self._notes[f"{segment.name} keeps its own ops: {reason}"] = None
+                continue
+            matches += fused.matches
+            expected |= fused.expected
+            segments[segment.index] = dataclasses.replace(
+                segment, function=fused.function, lowering_key=fused.key
+            )
         for name, op in expected.items():
             if not matches[name]:
                 self._notes[f"{name} matched nothing, although there are {op}"] = None
@@ -81,56 +83,49 @@ class _Fusing:
         report = FusionReport(counts, tuple(self._notes))
         return dataclasses.replace(self.plan, segments=tuple(segments), fusions=report)
 
-    def _fused_for(self, segment: Segment) -> _Fused | None:
-        try:
-            if segment.keeps_own:
-                raise NotTraceable(segment.keeps_own)
-            kind = graph_key(self.plan, segment, what="inputs")
-            if kind not in self._groups:
-                self._groups[kind] = self._find_groups(segment, kind)
-            groups = self._groups[kind]
-            if isinstance(groups, NotTraceable):
-                raise groups
-            packed = tuple(group for group in groups if self._pack(segment, group))
-            if (kind, packed) not in self._fused:
-                self._fused[kind, packed] = self._rewrite(segment, kind, packed)
-            fused = self._fused[kind, packed]
-            if isinstance(fused, NotTraceable):
-                raise fused
-        except NotTraceable as reason:
-            self._notes[f"{segment.name} keeps its own ops: {reason}"] = None
-            return None
+    def _fused(self, segment: Segment) -> _Fused:
+        if segment.keeps_own:
+            raise NotTraceable(segment.keeps_own)
+        kind = graph_key(self.plan, segment, what="inputs")
+        groups = self._once(kind, lambda: self._find_groups(segment, kind))
+        packed = tuple(group for group in groups if self._pack(segment, group))
+        fused: _Fused = self._once((kind, packed), lambda: self._rewrite(segment, kind, packed))
         return fused
 
-    def _free_results(self, segment: Segment) -> tuple[int, ...]:
-        """Positions of the results that may have any strides."""
-        made = enumerate(segment.outputs)
-        return tuple(position for position, index in made if self.plan.values[index].any_strides)
+    def _once(self, key: Any, make: Callable[[], Any]) -> Any:
+        """What `make` gives, or the NotTraceable that it raises, made once for a key."""
+        if key not in self._known:
+            try:
+                self._known[key] = make()
+            except NotTraceable as reason:
+                self._known[key] = reason
+        if isinstance(self._known[key], NotTraceable):
+            raise self._known[key]
+        return self._known[key]
 
     def _trace(self, segment: Segment) -> tuple[AtenGraph, Counter[str]]:
         """The segment's aten graph, cleaned up."""
         traced = trace_aten(segment, self.plan.values, num_rows=self.num_rows)
         return traced, _rewritten(traced, passes_named(()))
 
-    def _find_groups(self, segment: Segment, kind: Any) -> tuple[LinearGroup, ...] | NotTraceable:
+    def _find_groups(self, segment: Segment, kind: Any) -> tuple[LinearGroup, ...]:
         if "pack_linears" not in self.names:
             return ()
-        # The row count is placeholder 0.
+        values = [self.plan.values[index] for index in segment.inputs]
         read_only = {
-            position + 1
-            for position, index in enumerate(segment.inputs)
-            if self.plan.values[index].origin == "state"
-            and self.plan.values[index].memory not in segment.writes
+            position  # the row count is placeholder 0
+            for position, value in enumerate(values, start=1)
+            if value.origin == "state" and value.memory not in segment.writes
         }
-        try:
-            self._ready[kind] = self._trace(segment)
-        except NotTraceable as reason:
-            return reason
+        self._ready[kind] = self._trace(segment)
         return tuple(find_groups(self._ready[kind][0].module.graph, read_only))
 
     def _pack(self, segment: Segment, group: LinearGroup) -> bool:
         """Packs the weights of a group, where all of them may be moved."""
-        sets = [self._places(segment, kind) for kind in group.parameters]
+        sets = []
+        for positions in group:
+            values = (self.plan.values[segment.inputs[position - 1]] for position in positions)
+            sets.append([value.state for value in values if value.state is not None])
         for places in sets:
             reason = why_not_packable(places) if places else None
             if reason is not None:
@@ -141,27 +136,20 @@ class _Fusing:
                 pack_(places)
         return True
 
-    def _places(self, segment: Segment, positions: Sequence[int]) -> list[StateRef]:
-        values = [self.plan.values[segment.inputs[position - 1]] for position in positions]
-        return [value.state for value in values if value.state is not None]
-
-    def _rewrite(self, segment: Segment, kind: Any, groups: Sequence[LinearGroup]) -> _Fused | NotTraceable:
+    def _rewrite(self, segment: Segment, kind: Any, groups: Sequence[LinearGroup]) -> _Fused:
         passes = passes_named(self.names, groups=groups)
-        try:
-            traced, matches = self._ready.pop(kind) if kind in self._ready else self._trace(segment)
-            module = traced.module
-            expected = {each.name: op for each in passes if (op := each.trigger(module.graph)) is not None}
-            before = _results(module.graph)
-            matches += _rewritten(traced, passes)
-        except NotTraceable as reason:
-            return reason
-        free = self._free_results(segment)
-        keep_geometry(module.graph, [value for value, _ in before], traced.fake_mode, free=free)
-        if [memory for _, memory in _results(module.graph)] != [memory for _, memory in before]:
-            return NotTraceable("the rewritten graph's results would share memory in another way")
+        traced, matches = self._ready.pop(kind) if kind in self._ready else self._trace(segment)
+        graph = traced.module.graph
+        expected = {each.name: op for each in passes if (op := each.trigger(graph)) is not None}
+        before = _results(graph)
+        matches += _rewritten(traced, passes)
+        made = enumerate(segment.outputs)
+        free = tuple(position for position, index in made if self.plan.values[index].any_strides)
+        keep_geometry(graph, [value for value, _ in before], traced.fake_mode, free=free)
+        if [memory for _, memory in _results(graph)] != [memory for _, memory in before]:
+            raise NotTraceable("the rewritten graph's results would share memory in another way")
         # Nothing in it differs from process to process.
-        packed = [each.parameters for each in groups]
-        key = f"{segment.lowering_key}, {self.names}, {packed}, {free}"
+        key = f"{segment.lowering_key}, {self.names}, {list(groups)}, {free}"
         function = _where_valid(traced.is_valid, traced.function(), segment.function)
         self.graphs[function] = traced
         return _Fused(key, function, matches, expected)

@@ -1,4 +1,4 @@
-"""The product of two int8 matrices in int32, for any number of rows: `piecewise::int8_matmul`.
+"""Multiplies two int8 matrices into int32, for any number of rows: `piecewise::int8_matmul`.
 
 cuBLAS takes 17 rows or more. Fewer are brought to that with zeros, whose rows are cut off, so that a bucket
 of 16 tokens holds the op as a larger one does.

@@ -1,4 +1,4 @@
-"""Linears that read the same input become one, over a weight that holds theirs one after the other.
+"""Packs linears that read the same input into one, over a weight that holds theirs one after the other.
 
     before   mm(x, t(wq)) · mm(x, t(wk)) · mm(x, t(wv))
     after    y = mm(x, t(as_strided(wq, [nq + nk + nv, hidden]))) · y[:, :nq] · y[:, nq:nq + nk] · ...
@@ -15,7 +15,6 @@ what a linear makes of them, column by column, is made of all at once:
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -37,32 +36,15 @@ _LINEARS: dict[Any, tuple[int, ...]] = {
 # Ops that make a column of a column.
 _BY_COLUMN = (aten._to_copy.default, aten.mul.Tensor)
 
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class LinearGroup:
-    """Linears of one input, in the order in which they run.
-
-    Attributes:
-        parameters: per kind, such as weights, biases or scales, one for each linear, as positions among the
-            graph's placeholders.
-    """
-
-    parameters: tuple[tuple[int, ...], ...]
-
-
-def find_groups(graph: fx.Graph, parameters: Collection[int] | None = None) -> list[LinearGroup]:
-    """Groups of two or more linears that could be one.
-
-    Args:
-        parameters: positions of the placeholders that are the model's own tensors; None for all.
-    """
-    return list(_linears(graph, parameters))
+# Linears of one input, in the order in which they run: per kind of tensor, such as weights, biases or scales,
+# one for each linear, as positions among the graph's placeholders.
+LinearGroup = tuple[tuple[int, ...], ...]
 
 
 def sweep(module: fx.GraphModule, groups: Sequence[LinearGroup]) -> int:
     """Packs those of `groups` that the graph has; returns how many."""
     packed = 0
-    for group, nodes in _linears(module.graph, None).items():
+    for group, nodes in find_groups(module.graph).items():
         if group in groups:
             _pack(module.graph, nodes)
             packed += 1
@@ -70,10 +52,17 @@ def sweep(module: fx.GraphModule, groups: Sequence[LinearGroup]) -> int:
 
 
 def trigger(graph: fx.Graph) -> str | None:
-    return "linears of one input" if _linears(graph, None) else None
+    return "linears of one input" if find_groups(graph) else None
 
 
-def _linears(graph: fx.Graph, parameters: Collection[int] | None) -> dict[LinearGroup, list[fx.Node]]:
+def find_groups(
+    graph: fx.Graph, parameters: Collection[int] | None = None
+) -> dict[LinearGroup, list[fx.Node]]:
+    """Finds groups of two or more linears that could be one, each with its nodes.
+
+    Args:
+        parameters: positions of the placeholders that are the model's own tensors; None for all.
+    """
     placeholders = {node: position for position, node in enumerate(graph.find_nodes(op="placeholder"))}
     find_regions(graph)
     together: dict[object, list[fx.Node]] = {}
@@ -86,20 +75,14 @@ def _linears(graph: fx.Graph, parameters: Collection[int] | None) -> dict[Linear
         shared = [argument for place, argument in enumerate(node.args) if place not in places]
         kinds = [(value_of(each).dtype, value_of(each).device, value_of(each).shape[1:]) for each in used]
         made = [_recipe(node.args[place]) for place in places]
-        key = (
-            node.target,
-            frozen(shared),
-            frozen(node.kwargs),
-            *kinds,
-            *made,
-            node.meta["mutation_region_id"],
-        )
+        region = node.meta["mutation_region_id"]
+        key = node.target, frozen(shared), frozen(node.kwargs), *kinds, *made, region
         together.setdefault(key, []).append(node)
-    found = {}
+    found: dict[LinearGroup, list[fx.Node]] = {}
     for nodes in together.values():
         each = [[placeholders[used] for used in _parameters_of(node) or ()] for node in nodes]
-        group = LinearGroup(tuple(zip(*each, strict=True)))
-        if len(nodes) > 1 and all(len(set(kind)) == len(kind) for kind in group.parameters):
+        group = tuple(zip(*each, strict=True))
+        if len(nodes) > 1 and all(len(set(kind)) == len(kind) for kind in group):
             found[group] = nodes
     return found
 

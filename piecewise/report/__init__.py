@@ -2,6 +2,6 @@
 
 In: plans, verdicts, counts and memory.
 Out: tables, JSON and Markdown.
-Read first: `report.py`.
+Read first: `record.py`, what all reports share, then `report.py`.
 A wing: the story of a call can be read without this room.
 """

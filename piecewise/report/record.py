@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 
@@ -38,21 +38,20 @@ def plain(value: Any) -> Any:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def table(rows: Sequence[Sequence[str]], *, markdown: bool = False) -> str:
+def table(rows: Iterable[Sequence[object]], *, markdown: bool = False) -> str:
     """Returns rows in aligned columns, or as Markdown; the first row is the heading."""
+    texts = [list(map(str, row)) for row in rows]
     if markdown:
-        head, *lines = [f"| {' | '.join(row)} |" for row in rows]
-        return "\n".join([head, "|" + "---|" * len(rows[0]), *lines])
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
-    return "\n".join(lines)
+        head, *lines = [f"| {' | '.join(row)} |" for row in texts]
+        return "\n".join([head, "|" + "---|" * len(texts[0]), *lines])
+    widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
+    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in texts)
 
 
 def shown_bytes(count: int) -> str:
     """Returns a size for readers, in binary units."""
-    if count < 1024:
+    if count < 2**10:
         return f"{count} B"
-    for power, unit in ((1, "KiB"), (2, "MiB")):
-        if count < 1024 ** (power + 1):
-            return f"{count / 1024**power:.1f} {unit}"
-    return f"{count / 1024**3:.2f} GiB"
+    if count < 2**20:
+        return f"{count / 2**10:.1f} KiB"
+    return f"{count / 2**20:.1f} MiB" if count < 2**30 else f"{count / 2**30:.2f} GiB"

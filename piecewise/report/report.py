@@ -54,7 +54,7 @@ class SegmentReport:
     captured_ops: int = 0
 
     def notes(self, quote: str = "") -> list[str]:
-        """Why each op is not in a graph, or what is special about the graph; ops between `quote` marks."""
+        """Says why each op is not in a graph, or what is special about it; ops between `quote` marks."""
         if self.kind == "boundary":
             why = f", not captured: {self.reasons[0].detail}" if self.reasons else ""
             return [f"{quote}{self.ops[0]}{quote}: a registered boundary op{why}"]
@@ -65,8 +65,8 @@ class SegmentReport:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PlanReport(Record):
-    """A cut plan: its segments, the share of ops in graphs, which empty memory they fill, what was fused in
-    them, and how they will be lowered and put on streams, where that was asked for."""
+    """A cut plan: its segments, the share of ops in graphs, what was fused, how segments will be lowered and
+    put on streams; `fills` counts, by reason, empty memory that is filled with zeros."""
 
     derived: ClassVar[tuple[str, ...]] = ("eager_shares",)
 
@@ -103,8 +103,7 @@ class PlanReport(Record):
         return Counter(reason.code for segment in self.segments for reason in segment.reasons)
 
     def shares(self) -> dict[str, float]:
-        """Returns by reason code the share of the model's ops that are eager for it; with `coverage` they add
-        up to 1."""
+        """Returns per reason code the share of eager ops; with `coverage` they add up to 1."""
         total = sum(segment.num_ops for segment in self.segments if segment.kind != "boundary")
         found: dict[str, float] = {}
         for segment in self.segments:
@@ -126,37 +125,30 @@ class PlanReport(Record):
         return "\n".join([self._table(), summary + eager, *self._parts()])
 
     def _table(self, *, markdown: bool = False) -> str:
-        rows = [("segment", "kind", "ops", "module path", "reason")]
+        rows: list[tuple[object, ...]] = [("segment", "kind", "ops", "module path", "reason")]
         for segment in self.segments:
             notes = segment.notes("`" if markdown else "")
             if not markdown and notes:
                 more = f" (+{len(notes) - 1})" if len(notes) > 1 else ""
                 source = segment.reasons[0].source if segment.kind == "eager" and segment.reasons else ""
                 notes = [notes[0] + more + (f" at {source}" if source else "")]
-            rows.append(
-                (
-                    str(segment.index),
-                    segment.kind,
-                    str(segment.num_ops),
-                    segment.module_path,
-                    "; ".join(notes),
-                )
-            )
+            what = segment.index, segment.kind, segment.num_ops, segment.module_path
+            rows.append((*what, "; ".join(notes)))
         return table(rows, markdown=markdown)
 
     def _parts(self) -> list[str]:
         counts = ", ".join(
             f"{count} {'' if why == 'needless' else 'kept: '}{why}" for why, count in self.fills.items()
         )
-        fills = f"zero-fills of empty memory: {counts}" if counts else None
+        why = "zeros keep an op from using what padded rows happen to hold"
+        fills = f"zero-fills of empty memory: {counts} ({why})" if counts else None
         return [str(part) for part in (fills, self.fusions, self.lowering, self.streams) if part is not None]
 
     def to_markdown(self) -> str:
         eager = "".join(f" {share:.1%} eager: `{code}`." for code, share in sorted(self.shares().items()))
         lines = [self._table(markdown=True), "", f"{self.coverage:.1%} of ops in graphs.{eager}"]
-        return "\n".join(
-            [*lines, *(f"* {line.strip()}" for part in self._parts() for line in part.splitlines())]
-        )
+        parts = (f"* {line.strip()}" for part in self._parts() for line in part.splitlines())
+        return "\n".join([*lines, *parts])
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -196,24 +188,23 @@ class CaptureReport(Record):
 
     @property
     def ok(self) -> bool:
-        """Whether every bucket that was asked for has graphs."""
+        """Tells whether every bucket that was asked for has graphs."""
         return all(report.status in ("captured", "waiting", "left out") for report in self.buckets)
 
     def state(self) -> str:
-        """The state of the model that the graphs are of, to be put behind a title; empty where there is no
-        more to say than that they were captured."""
+        """Returns the state of the model that the graphs are of, to be put behind a title, if it is known."""
         waits = f"kept for its return: {self.other_state}" if self.other_state else ""
         told = "; ".join(filter(None, (self.adapters, waits)))
         return f" ({told})" if told else ""
 
     def __str__(self) -> str:
-        rows = [("bucket", "status", "graphs", "ops", "in graphs", "ms", "pool grew", "device", "reason")]
+        heads = "bucket", "status", "graphs", "ops", "in graphs", "ms", "pool grew", "device", "reason"
+        rows: list[tuple[object, ...]] = [heads]
         for each in self.buckets:
             sizes = shown_bytes(each.grown_bytes), shown_bytes(each.device_bytes)
-            reason = each.reason.splitlines()[0] if each.reason else ""
             shares = f"{each.coverage:.1%}", f"{each.capture_ms:.0f}"
-            counts = str(each.num_graphs), str(each.num_ops)
-            rows.append((str(each.bucket), each.status, *counts, *shares, *sizes, reason))
+            reason = each.reason.splitlines()[0] if each.reason else ""
+            rows.append((each.bucket, each.status, each.num_graphs, each.num_ops, *shares, *sizes, reason))
         one = "replay" if self.serves_one_token else f"run eagerly: {self.one_token}"
         memory = f"pool {shown_bytes(self.pool_bytes)}, buffers {shown_bytes(self.buffer_bytes)}"
         memory += f", {shown_bytes(self.device_bytes)} of the device in all"
@@ -245,7 +236,7 @@ class Report(Record):
 
     @property
     def coverage(self) -> float:
-        """Share of the first plan's ops that are in graphs."""
+        """Returns the share of the first plan's ops that are in graphs."""
         return self.plans[0].coverage if self.plans else 0.0
 
     def __str__(self) -> str:
@@ -257,15 +248,14 @@ class Report(Record):
 
     @property
     def replayed(self) -> float:
-        """Share of calls that were replayed; 0 where there were none."""
+        """Returns the share of calls that were replayed; 0 where there were none."""
         total = self.stats.replays + self.stats.eager_calls
         return self.stats.replays / total if total else 0.0
 
     def calls_by_bucket(self) -> list[dict[str, Any]]:
-        """Per bucket that a call came to, ascending: counts, shares of all calls, and why calls were eager.
+        """Returns per bucket that a call came to counts, shares of all calls, and why calls were eager.
 
-        `op_coverage` is the share of the model's ops that the bucket's graphs hold, of the signature that has
-        most: what a replay of it replays.
+        `op_coverage` is the share of ops that the bucket's graphs hold, of the signature that has most.
         """
         total = max(self.stats.replays + self.stats.eager_calls, 1)
         reports = [report for capture in self.captures for report in capture.buckets]
@@ -284,7 +274,7 @@ class Report(Record):
         return found
 
     def shares_of_calls(self) -> dict[str, float]:
-        """Reason code → share of all calls that ran eagerly for it; with `replayed` they add up to 1."""
+        """Returns per reason code the share of calls that were eager; with `replayed` they add up to 1."""
         total = self.stats.replays + self.stats.eager_calls
         return {str(code): count / total for code, count in sorted(self.stats.reasons.items())}
 

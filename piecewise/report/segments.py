@@ -1,4 +1,4 @@
-"""How the graph segments of a plan were lowered, and which run on several streams, for reports."""
+"""Reports how the graph segments of a plan were lowered, and which run on several streams."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class LoweringReport:
     is_done: bool = True
 
     def compiles(self, segment: str) -> bool:
-        """Whether the graph segment of this name is, or will be, compiled."""
+        """Tells whether the graph segment of this name is, or will be, compiled."""
         return self.lowering != "eager" and all(kept.segment != segment for kept in self.kept_eager)
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""Where the time before the first replay goes."""
+"""Measures where the time before the first replay goes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a model is to be graphed: one frozen value, checked as a whole, from arguments, environment or TOML.
+"""Says how a model is to be graphed: one frozen value, checked as a whole, from whatever source.
 
 Every field carries its row of the field table: its TOML table and keys, and what it accepts. A value that
 this version cannot honour is refused with what it can do instead: nothing is accepted and then ignored.
@@ -16,7 +16,7 @@ from piecewise.settings import kinds, toml_file
 from piecewise.settings.grids import Grid
 from piecewise.settings.kinds import Check, Kind, Problem, optional, whole
 from piecewise.settings.limits import Clamped, Clipping, Limit, clip, decode_limit, prefill_limit
-from piecewise.settings.sources import Given, Place, Setting, read_environment, read_file
+from piecewise.settings.sources import Given, Setting, named, read_environment, read_file
 from runners.buckets import MAX_BUCKET, MAX_NUM_BUCKETS
 from runners.engines import ENGINE_NAMES
 from runners.errors import shown
@@ -119,7 +119,7 @@ class PiecewiseConfig:
 
     @classmethod
     def from_toml(cls, path: str | os.PathLike[str]) -> PiecewiseConfig:
-        """The settings of a TOML file; what it leaves out is the default. The environment is not read.
+        """Reads a TOML file; what it leaves out is the default. The environment is not read.
 
         Raises:
             ConfigError: the file cannot be read or parsed, is over 256 KiB, or any table, key or value in it
@@ -131,7 +131,7 @@ class PiecewiseConfig:
     def from_any(
         cls, source: PiecewiseConfig | str | os.PathLike[str] | None = None, /, **overrides: Any
     ) -> PiecewiseConfig:
-        """The settings of a call: an argument wins over the environment, then the file, then the default.
+        """Makes the settings of a call: an argument wins over the environment, the file, and the default.
 
         Args:
             source: a finished config, whose settings all count as arguments, so the environment is not read;
@@ -156,21 +156,19 @@ class PiecewiseConfig:
         else:
             fix = "pass settings by name, such as buckets=[64, 128]"
             expected = "a PiecewiseConfig, the path of a TOML file, or None"
-            given.refuse(Place("config"), Problem(expected, shown(source), fix))
+            given.refuse(named("config"), Problem(expected, shown(source), fix))
         for name, value in overrides.items():
             if name in FIELDS:
-                given.add(name, value, Place(name))
+                given.add(name, value, named(name))
             else:
-                given.refuse_unknown(Place(f"option {name!r}"), name, dict(zip(FIELDS, FIELDS, strict=True)))
+                given.refuse_unknown(named(f"option {name!r}"), name, dict(zip(FIELDS, FIELDS, strict=True)))
         return cls(**_checked(given))
 
     def to_toml(self, path: str | os.PathLike[str], *, only: Sequence[str] | None = None) -> None:
-        """Write every setting that is not None; comments and order of a file that is there already are kept.
+        """Writes every setting that is not None, or `only` these; what else a file has is kept, comments too.
 
         A file that spells a setting in another way of equal meaning (`grid`, `max_batch_size`) keeps its own.
 
-        Args:
-            only: the fields to write, by name; the others stay as the file has them. None for all.
         Raises:
             ConfigError: the file that is there is not a valid settings file; it is left as it was.
         """
@@ -185,48 +183,43 @@ class PiecewiseConfig:
             value, rule = getattr(self, name), there.values.get(name)
             if isinstance(rule, Grid) and rule.sizes(self.max_num_tokens) == value:
                 continue
-            keys = list(row.keys)
-            kept = there.where[name].path[-1] if name in there.where and name != "buckets" else keys[0]
+            first = next(iter(row.keys))
             table = tables.setdefault(row.table, {})
-            table.update(dict.fromkeys(keys))
-            table[kept] = list(value) if isinstance(value, tuple) else value
+            table.update(dict.fromkeys(row.keys))
+            table[first if name == "buckets" else there.keys.get(name, first)] = (
+                list(value) if isinstance(value, tuple) else value
+            )
         toml_file.write_tables(target, tables)
 
     def prefill_sizes(self) -> Clipping:
-        """The buckets cut at what one prefill step can hold; `clamped` has the rest, each with its reason."""
+        """Cuts the buckets at what one prefill step can hold."""
         return clip(self.buckets, self.prefill_limit())
 
     def decode_sizes(self, *, tokens_per_request: int = 1) -> Clipping | None:
-        """The decode batch sizes cut at what one decode step can hold; None where none are listed."""
+        """Cuts the decode batch sizes at what one decode step can hold; None where none are listed."""
         if self.decode_batch_sizes is None:
             return None
         return clip(self.decode_batch_sizes, self.decode_limit(tokens_per_request=tokens_per_request))
 
     def prefill_limit(self) -> Limit:
-        """The most tokens of one prefill step under these limits."""
-        return prefill_limit(
-            max_num_tokens=self.max_num_tokens, max_num_seqs=self.max_num_seqs, max_seq_len=self.max_seq_len
-        )
+        """Finds the most tokens of one prefill step."""
+        limits = {"max_num_tokens": self.max_num_tokens, "max_num_seqs": self.max_num_seqs}
+        return prefill_limit(**limits, max_seq_len=self.max_seq_len)
 
     def decode_limit(self, *, tokens_per_request: int = 1) -> Limit:
-        """The most requests of one decode step under these limits."""
-        return decode_limit(
-            max_num_tokens=self.max_num_tokens,
-            max_num_seqs=self.max_num_seqs,
-            tokens_per_request=tokens_per_request,
-        )
+        """Finds the most requests of one decode step."""
+        limits = {"max_num_tokens": self.max_num_tokens, "max_num_seqs": self.max_num_seqs}
+        return decode_limit(**limits, tokens_per_request=tokens_per_request)
 
     def within_limits(self) -> tuple[PiecewiseConfig, tuple[Clamped, ...]]:
-        """These settings with only the sizes that can be reached, and those left out, each with a reason."""
+        """Returns these settings with only the sizes that can be reached, and those left out."""
         prefill, decode = self.prefill_sizes(), self.decode_sizes()
-        sizes, clamped = None, prefill.clamped
-        if decode is not None:
-            sizes, clamped = decode.sizes, clamped + decode.clamped
-        if not clamped:
+        sizes, more = (decode.sizes, decode.clamped) if decode is not None else (None, ())
+        if not prefill.clamped + more:
             return self, ()
         compiled = tuple(size for size in self.compile_sizes if size in prefill.sizes)
         left = replace(self, buckets=prefill.sizes, decode_batch_sizes=sizes, compile_sizes=compiled)
-        return left, clamped
+        return left, prefill.clamped + more
 
 
 def _rows() -> dict[str, Setting]:

@@ -1,4 +1,4 @@
-"""Bucket lists by rule: the fixed grids that engines ship, and equal steps.
+"""Makes bucket lists by rule: the fixed grids that engines ship, and equal steps.
 
 A grid ends at the largest of its sizes that fits the limit; the limit itself is not added.
 """
@@ -28,7 +28,7 @@ class Grid:
     max_size: int | None = None
 
     def sizes(self, limit: int | None = None) -> tuple[int, ...]:
-        """The sizes, ascending; empty where the smallest is above the limit."""
+        """Returns the sizes, ascending; empty where the smallest is above the limit."""
         top = self.max_size if self.max_size is not None else limit
         if self.name == "step":
             assert self.step is not None and top is not None

@@ -47,12 +47,7 @@ class Refused(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """One kind of setting.
-
-    Attributes:
-        check: any value → the normalised one; raises Refused.
-        read: a text, as of a variable or the command line → a value for `check`.
-    """
+    """One kind of setting: `check` normalises any value or raises Refused, `read` makes a value of a text."""
 
     check: Check
     read: Callable[[str], object] = str
@@ -67,7 +62,7 @@ def optional(kind: Kind) -> Kind:
 
 
 def whole(low: int, high: int) -> Kind:
-    """An int in [low, high]."""
+    """Accepts an int in [low, high]."""
 
     def check(value: Any) -> int:
         number = whole_number(value)
@@ -84,7 +79,7 @@ def _read_whole(text: str) -> int | str:
 
 
 def number(expected: str, is_valid: Callable[[float], bool]) -> Kind:
-    """A valid number as a float; True is none, nor is an int too large for a float."""
+    """Accepts a valid number, as a float; True is none, nor is an int too large for a float."""
 
     def check(value: Any) -> float:
         is_float = isinstance(value, float) or _is_scalar_of(value, "float")
@@ -103,7 +98,7 @@ def number(expected: str, is_valid: Callable[[float], bool]) -> Kind:
 
 
 def _is_scalar_of(value: Any, dtype: str) -> bool:
-    """Whether it is a NumPy scalar, or a tensor or array without dims, of such a dtype."""
+    """Tells whether it is a NumPy scalar, or a tensor or array without dims, of such a dtype."""
     return dtype in str(getattr(value, "dtype", "")) and getattr(value, "ndim", -1) == 0
 
 
@@ -113,13 +108,12 @@ def _check_flag(value: Any) -> bool:
     return bool(value)
 
 
-flag = Kind(
-    _check_flag, lambda text: {"true": True, "1": True, "false": False, "0": False}.get(text.lower(), text)
-)
+_FLAGS = {"true": True, "1": True, "false": False, "0": False}
+flag = Kind(_check_flag, lambda text: _FLAGS.get(text.lower(), text))
 
 
 def choice(*available: str, later: tuple[str, ...] = ()) -> Kind:
-    """One of `available`; those in `later` are known names that this version lacks."""
+    """Accepts one of `available`; those in `later` are known names that this version lacks."""
 
     def check(value: Any) -> str:
         if isinstance(value, str) and value in available:
@@ -202,10 +196,9 @@ def _check_fusions(value: Any) -> tuple[str, ...]:
     value = [value] if isinstance(value, str) else value
     if not isinstance(value, (list, tuple)):
         raise Refused(Problem("a list of names of fusions", shown(value)))
-    found = _check_names(value, allowed.__contains__, " or ".join(map(repr, allowed)), allowed)
-    if "auto" in found and len(found) > 1:
+    if "auto" in value and len(value) > 1:
         raise Refused(Problem("'auto' alone, or names", shown(value)))
-    return found
+    return _check_names(value, allowed.__contains__, " or ".join(map(repr, allowed)), allowed)
 
 
 def _check_op_names(value: Any) -> tuple[str, ...]:

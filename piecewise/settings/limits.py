@@ -1,28 +1,25 @@
-"""Which listed sizes a server with these limits can ever record and reach, and why not the rest.
+"""Tells which listed sizes a server with these limits can ever record and reach, and why not the rest.
 
 Two rules, for the two phases of a request. Both only remove sizes: a limit is never made a bucket of its own,
-because every call between the last useful size and the limit would be padded up to it. What is removed is
-returned with its reason, so that a caller can report it.
+because every call between the last useful size and the limit would be padded up to it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from runners.buckets import checked_sizes
 
 
-@dataclass(frozen=True, slots=True)
-class Limit:
+class Limit(NamedTuple):
     """The largest size of use, inclusive, and the settings that it follows from; None where none does."""
 
     size: int | None
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class Clamped:
+class Clamped(NamedTuple):
     """A listed size above the limit."""
 
     size: int
@@ -33,15 +30,8 @@ class Clamped:
         return f"{self.size} is above {self.limit} = {self.reason}"
 
 
-@dataclass(frozen=True, slots=True)
-class Clipping:
-    """A size list cut at a limit.
-
-    Attributes:
-        sizes: the listed sizes up to the limit, ascending; empty where all are above it.
-        clamped: the rest, ascending, each with its reason.
-        limit: what the list was cut at.
-    """
+class Clipping(NamedTuple):
+    """A size list cut at a limit: the sizes up to it, and the rest, each with its reason."""
 
     sizes: tuple[int, ...]
     clamped: tuple[Clamped, ...]
@@ -51,16 +41,14 @@ class Clipping:
 def prefill_limit(
     *, max_num_tokens: int | None = None, max_num_seqs: int | None = None, max_seq_len: int | None = None
 ) -> Limit:
-    """The most tokens that one prefill step can hold.
+    """Finds the most tokens that one prefill step can hold.
 
     A request in flight keeps one token of room for what it generates, so at most `max_seq_len - 1` of its
     tokens are ever prefilled, and a step holds at most `max_num_seqs` requests.
 
     Source: TensorRT-LLM clips the sizes of its piecewise graphs in this way.
     """
-    found = []
-    if max_num_tokens is not None:
-        found.append(Limit(max_num_tokens, "max_num_tokens"))
+    found = [Limit(max_num_tokens, "max_num_tokens")]
     if max_num_seqs is not None and max_seq_len is not None:
         reason = f"max_num_seqs {max_num_seqs} * (max_seq_len {max_seq_len} - 1)"
         found.append(Limit(max_num_seqs * (max_seq_len - 1), reason))
@@ -70,39 +58,35 @@ def prefill_limit(
 def decode_limit(
     *, max_num_tokens: int | None = None, max_num_seqs: int | None = None, tokens_per_request: int = 1
 ) -> Limit:
-    """The most requests that one decode step can hold.
+    """Finds the most requests that one decode step can hold.
 
-    Args:
-        tokens_per_request: tokens that each request adds to a step: 1, and the draft tokens of speculation.
+    Each request adds `tokens_per_request` to a step: 1, and the draft tokens of speculation.
 
     Source: TensorRT-LLM clips the batch sizes of its decode graphs in this way.
     """
     if tokens_per_request < 1:
         raise ValueError(f"tokens_per_request: expected 1 or more, got {tokens_per_request}")
-    found = []
-    if max_num_seqs is not None:
-        found.append(Limit(max_num_seqs, "max_num_seqs"))
+    found = [Limit(max_num_seqs, "max_num_seqs")]
     if max_num_tokens is not None:
-        reason = "max_num_tokens"
-        if tokens_per_request > 1:
-            reason = f"max_num_tokens {max_num_tokens} // {tokens_per_request} tokens per request"
+        reason = f"max_num_tokens {max_num_tokens} // {tokens_per_request} tokens per request"
+        reason = reason if tokens_per_request > 1 else "max_num_tokens"
         found.append(Limit(max_num_tokens // tokens_per_request, reason))
     return _tightest(found)
 
 
 def clip(sizes: Sequence[int], limit: Limit) -> Clipping:
-    """`sizes` without those above the limit, and those.
+    """Cuts a list at a limit.
 
     Raises:
-        ConfigError: `sizes` is not a valid bucket list, as `TokenBuckets` says.
+        InvalidBuckets: `sizes` is not a valid bucket list, as `TokenBuckets` says.
     """
-    checked = checked_sizes(sizes)
-    if limit.size is None:
+    checked, top = checked_sizes(sizes), limit.size
+    if top is None:
         return Clipping(checked, (), limit)
-    top = limit.size
     clamped = tuple(Clamped(size, top, limit.reason) for size in checked if size > top)
-    return Clipping(tuple(size for size in checked if size <= top), clamped, limit)
+    return Clipping(checked[: len(checked) - len(clamped)], clamped, limit)
 
 
 def _tightest(found: list[Limit]) -> Limit:
-    return min(found, key=lambda each: each.size or 0, default=Limit(None, "no limit is set"))
+    known = [each for each in found if each.size is not None]
+    return min(known, key=lambda each: each.size or 0, default=Limit(None, "no limit is set"))

@@ -7,7 +7,7 @@ so that one error lists all of it.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
@@ -15,7 +15,7 @@ from pathlib import Path
 
 from piecewise.errors.settings import WrongSettings
 from piecewise.settings.kinds import Check, Kind, Problem, Refused
-from piecewise.settings.toml_file import TomlLines, read_tables
+from piecewise.settings.toml_file import read_tables
 from runners.errors import shown
 
 ENVIRONMENT_PREFIX = "PIECEWISE_"
@@ -36,39 +36,35 @@ class Setting:
     keys: Mapping[str, Check | None]
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
-    """How and where the user wrote a setting; `path` is its keys in `lines`, where it came from a file."""
+# How and where the user wrote a setting, for a message about a position inside of it, such as "[2]".
+Place = Callable[[str], str]
 
-    label: str
-    file: str = ""
-    path: tuple[str, ...] = ()
-    lines: TomlLines | None = None
 
-    def shown(self, part: str = "") -> str:
-        """Returns it for a message; `part` is the position inside the setting, such as ``[2]``."""
-        line = self.lines.line_of(*self.path, part) if self.lines is not None else None
-        file = f"{self.file}{f':{line}' if line is not None else ''}: " if self.file else ""
-        label = self.label if len(self.label) <= 120 else f"{self.label[:120]}..."
-        return f"{file}{label}{part}"
+def named(label: str) -> Place:
+    """Makes the place of what has no line."""
+    return lambda part: f"{label if len(label) <= 120 else label[:120] + '...'}{part}"
 
 
 @dataclass(slots=True)
 class Given:
-    """Settings by field as the user gave them, where each was written, and what was wrong so far."""
+    """Settings by field as the user gave them, where each was written, and what was wrong so far.
+
+    `keys` has the key of each field that came from a file.
+    """
 
     values: dict[str, object] = field(default_factory=dict)
     where: dict[str, Place] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
+    keys: dict[str, str] = field(default_factory=dict)
 
     def add(self, name: str, value: object, place: Place) -> None:
         self.values[name], self.where[name] = value, place
 
     def place(self, name: str) -> Place:
-        return self.where.get(name, Place(name))
+        return self.where.get(name, named(name))
 
     def refuse(self, place: Place, *problems: Problem) -> None:
-        self.problems += [replace(each, where=place.shown(each.part)) for each in problems]
+        self.problems += [replace(each, where=place(each.part)) for each in problems]
 
     @contextmanager
     def refusing(self, place: Place) -> Iterator[None]:
@@ -114,22 +110,26 @@ def read_file(path: Path, table_of_fields: Mapping[str, Setting]) -> Given:
     valid = {key: f"{key} in [{table}]" for table, key in names} | {name: f"[{name}]" for name in tables}
     given = Given()
     content, lines = read_tables(path)
+
+    def place(label: str, *keys: str) -> Place:
+        shown_part = named(label)
+        return lambda part: f"{path}:{lines.line_of(*keys, part)}: {shown_part(part)}"
+
     for table, keys in content.items():
-        place = Place(f"[{table}]", str(path), (table,), lines)
         if table not in tables:
-            given.refuse_unknown(place, table, valid)
+            given.refuse_unknown(place(f"[{table}]", table), table, valid)
         elif not isinstance(keys, dict):
-            given.refuse(replace(place, label=table), Problem(f"a table, [{table}]", shown(keys)))
+            given.refuse(place(table, table), Problem(f"a table, [{table}]", shown(keys)))
         else:
             for key, value in keys.items():
-                at = Place(f"[{table}] {key}", str(path), (table, key), lines)
-                name = names.get((table, key))
+                at, name = place(f"[{table}] {key}", table, key), names.get((table, key))
                 if name is None:
                     given.refuse_unknown(at, key, valid)
                 elif name in given.values:
                     given.refuse(at, Problem(f"one setting of {name}", "a second one under another key"))
                 else:
                     check = table_of_fields[name].keys[key]
+                    given.keys[name] = key
                     with given.refusing(at):
                         given.add(name, check(value) if check is not None else value, at)
     return given
@@ -143,10 +143,10 @@ def read_environment(table_of_fields: Mapping[str, Setting]) -> Given:
         name = fields.get(variable)
         if name is None:
             same = dict(zip(fields, fields, strict=True))
-            given.refuse_unknown(Place(f"environment variable {variable}"), variable, same)
+            given.refuse_unknown(named(f"environment variable {variable}"), variable, same)
         else:
             text = os.environ[variable].strip()
-            given.add(name, table_of_fields[name].kind.read(text), Place(variable))
+            given.add(name, table_of_fields[name].kind.read(text), named(variable))
     return given
 
 

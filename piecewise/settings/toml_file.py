@@ -59,37 +59,29 @@ def read_tables(path: Path) -> tuple[dict[str, Any], TomlLines]:
 
 
 def write_tables(path: Path, tables: Mapping[str, Mapping[str, object]]) -> None:
-    """Write the tables, over a file that may be there, whose comments, order and formatting stay.
+    """Writes keys and plain values by table; a value of None removes its key.
 
-    Args:
-        path: an existing file must be valid TOML; it is replaced in one step, so a crash leaves the old one.
-        tables: keys and plain values by table; a value of None removes its key.
+    Comments, order and formatting of a file that is there stay; it must be valid TOML.
     """
     # Its import takes as long as the rest of the package; only writing needs it.
     import tomlkit
 
     document = tomlkit.parse(_read_text(path)) if path.exists() else tomlkit.document()
     for name, values in tables.items():
-        if name not in document:
-            if all(value is None for value in values.values()):
-                continue
+        if name not in document and any(value is not None for value in values.values()):
             document[name] = tomlkit.table()
-        table: Any = document[name]
+        table: Any = document.get(name, {})
         for key, value in values.items():
             if value is None:
                 table.pop(key, None)
-            elif key not in table or _differs(table[key], value):
+            elif table.get(key) != value or isinstance(table[key], bool) != isinstance(value, bool):
                 # Assigning an equal value would drop the comments inside a list.
                 table[key] = value
     replace_text(path, tomlkit.dumps(document))
 
 
-def _differs(item: Any, value: object) -> bool:
-    return item != value or isinstance(item, bool) != isinstance(value, bool)
-
-
 def replace_text(path: Path, text: str) -> None:
-    """Write `text` in one step: a crash leaves the old file, or none. A pipe or a device is written to."""
+    """Writes `text` in one step: a crash leaves the old file, or none. A pipe or a device is written to."""
     if path.exists() and not path.is_file():
         path.write_text(text, encoding="utf-8")
         return

@@ -1,4 +1,4 @@
-"""What a command writes: to streams whose reader may go away, and to files that may not be writable."""
+"""Writes what a command says: to streams whose reader may go away, and to files that may not be writable."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from piecewise.errors.tools import UnwritableOutput
 
 @contextmanager
 def lasting_streams() -> Iterator[None]:
-    """A block in which the standard streams outlive their readers; what their encoding lacks is written "?".
+    """Lets the standard streams outlive their readers in a block; what their encoding lacks is written "?".
 
     `piecewise verify SPEC | head` ends with the code of the comparison, so what is written after the reader
     has gone is dropped. Output that cannot be written otherwise (a full disk) is an UnwritableOutput.
@@ -34,11 +34,7 @@ def _finish(stream: TextIO) -> None:
 
 
 class _Stream:
-    """A text stream of the process, all of whose other attributes are the stream's own.
-
-    Args:
-        name: for the error where it cannot be written; None where that is nobody's to know.
-    """
+    """A text stream of the process; `name` is for the error where it cannot be written, if it has one."""
 
     def __init__(self, stream: TextIO, name: str | None = None) -> None:
         self._stream, self._name = stream, name
@@ -67,11 +63,7 @@ class _Stream:
 
 
 def check_writable(option: str, path: str | os.PathLike[str] | None) -> None:
-    """Refuses a path that no file can be written to, before the work whose result it is to hold.
-
-    Raises:
-        UnwritableOutput: it names a folder, or lies where nothing can be made.
-    """
+    """Raises UnwritableOutput for a path that no file can be written to, before the work for it is done."""
     if path is None:
         return
     target = os.path.abspath(path)
@@ -90,11 +82,7 @@ def check_writable(option: str, path: str | os.PathLike[str] | None) -> None:
 
 @contextmanager
 def writing(option: str, path: str | os.PathLike[str]) -> Iterator[None]:
-    """A block that writes the file which an option names.
-
-    Raises:
-        UnwritableOutput: it cannot be written.
-    """
+    """Raises UnwritableOutput where a block cannot write the file which an option names."""
     try:
         yield
     except (OSError, UnicodeEncodeError) as error:

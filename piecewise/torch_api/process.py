@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 from torch.utils._device import DeviceContext
 
 _guards = torch._C._dynamo.guards  # type: ignore[attr-defined]
@@ -39,6 +40,16 @@ def _active_modes() -> tuple[Any, ...]:
     modes += [torch._C._get_dispatch_stack_at(index) for index in range(num_dispatch_modes)]
     # `with torch.device(...)` makes a new mode each time that means the same.
     return tuple(mode.device if isinstance(mode, DeviceContext) else id(mode) for mode in modes)
+
+
+def is_transforming() -> bool:
+    """Whether a tracer (`torch.jit.trace`), a function transform (`vmap`, `jvp`) or forward-mode
+    differentiation is at work here.
+
+    Its tensors stand for something else, and a replay would be lost to it.
+    """
+    is_tracing = torch._C._get_tracing_state() is not None or forward_ad._current_level >= 0
+    return is_tracing or torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def dispatch_keys(tensor: torch.Tensor) -> str:

@@ -17,15 +17,17 @@ import boundary_ops
 from piecewise import torch_api
 from piecewise.capture.build_plan import PlanAssembler
 from piecewise.capture.captured_call import ServedBucket
-from piecewise.capture.poison import AS_SERVED, Poison, replay_with, static_inputs_of
-from piecewise.ir.placeholders import unchanged_random_state
+from piecewise.capture.placeholders import poison_padding_
 from piecewise.ir.plan import Segment, ValueSpec
 from piecewise.ir.run_plan import arguments_of, run_plan, state_tensor
 from piecewise.ir.tensors import bound_arguments, storage_of, tensors_in, written_arguments
 from piecewise.verify.differences import TensorDifference, Tolerance, compare_values
-from runners.bound_steps import copied_together, copy_elements
+from piecewise.verify.poison import AS_SERVED, Poison, static_inputs_of
+from runners.bound_steps import BoundCall, CopyInputs, copied_together, copy_elements
+from runners.engines import native_engine
 from runners.row_views import place_of
 from runners.rows import narrow_to, repeat_row_
+from runners.step_plan import CallStep, ReplayStep, StaticArgument
 
 # In the place of each step that runs a segment: the segment, the call's values, and what runs the step.
 _OnSegment = Callable[[Segment, list[Any], Callable[[], None]], None]
@@ -85,17 +87,37 @@ class SegmentWalk:
             StateChanged: as `StepPlan.replay`.
         """
 
-        def around(env: list[Any], name: str | None, run: Callable[[], None]) -> None:
-            if name is None:
-                run()
-                return
-            segment = self._by_name[name]
-            if segment.kind == "graph" and not poison.uses_graphs:
-                run = partial(self._call_function, segment)
-            on_segment(segment, env, run)
+        steps, num_tokens, env = self.steps, self.num_tokens, list(self.leaves)
+        if steps.begin_call is not None:
+            steps.begin_call()
+        bound = steps._bound.get(num_tokens) or steps._bind(num_tokens)
+        env += [None] * (steps.num_values + len(steps.results))
+        planned = iter(steps.steps)
+        with native_engine(self.device).fork_random_state(self.device):
+            for step in bound.steps:
+                runs_segment = isinstance(step, (ReplayStep, BoundCall))
+                plan_step = next(planned) if runs_segment else None
+                if plan_step is None:
+                    step.replay(env)
+                else:
+                    segment, run = self._by_name[plan_step.name], partial(step.replay, env)
+                    if segment.kind == "graph" and not poison.uses_graphs:
+                        run = partial(self._call_function, segment)
+                    on_segment(segment, env, run)
+                if poison.variant is not None:
+                    for tensor, value in self._set_by(step, plan_step):
+                        poison_padding_(tensor, value, num_tokens, self.bucket, variant=poison.variant)
+            return [read(env) for read in bound.results]
 
-        with unchanged_random_state(self.device):
-            return replay_with(self.steps, self.leaves, self.num_tokens, poison, around=around)
+    def _set_by(self, step: Any, plan_step: Any) -> list[tuple[torch.Tensor, Any]]:
+        """The static tensors whose real rows a step has set."""
+        if isinstance(step, CopyInputs):
+            return [(static.buffer, static.value) for static in self.steps.copy_ins]
+        if not isinstance(plan_step, CallStep):
+            return []
+        taken = (each for each in plan_step.arguments if isinstance(each, StaticArgument) and each.written)
+        copied = [(static.buffer, static.value) for static in plan_step.copies]
+        return copied + [(argument.tensor, argument.value) for argument in taken]
 
     def first_difference(self, poison: Poison, *, by_bits: bool = False) -> LocatedDifference | None:
         """Finds the first segment whose step is not its function on the real rows.
@@ -178,7 +200,7 @@ class SegmentWalk:
         ]
         saved = {value.index: argument.clone() for value, argument in written if value.origin != "graph"}
         try:
-            with unchanged_random_state(self.device):
+            with native_engine(self.device).fork_random_state(self.device):
                 results = segment.function(self.num_tokens, *arguments)
             expected = [
                 (self.plan.values[index], _copied(result), None)

@@ -12,36 +12,34 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 from boundary_ops import PrefillBatch
 from piecewise import torch_api
-from piecewise.capture.poison import (
+from piecewise.capture.call_router import preview
+from piecewise.capture.captured_call import CapturedSignature
+from piecewise.capture.store import GraphStore
+from piecewise.ir.plan import SegmentPlan
+from piecewise.prefill_case import PrefillCase
+from piecewise.trace.subclasses.kinds import plain_tensors
+from piecewise.verify.differences import TensorDifference, Tolerance
+from piecewise.verify.locate_difference import SegmentWalk
+from piecewise.verify.poison import (
     AS_SERVED,
     WITHOUT_GRAPHS,
     Poison,
     overwrite_static_memory,
     poisons_for,
 )
-from piecewise.ir.placeholders import unchanged_random_state
-from piecewise.ir.plan import SegmentPlan
-from piecewise.prefill_case import PrefillCase
-from piecewise.trace.subclasses.kinds import plain_tensors
-from piecewise.verify.differences import TensorDifference, Tolerance
-from piecewise.verify.locate_difference import SegmentWalk
 from piecewise.verify.report import Difference, SizeCheck, VerifyReport
 from piecewise.verify.run_result import RunResult, has_same_bits, stored
 from runners.bound_steps import StateChanged, copy_elements
 from runners.engines import native_engine
 from runners.stats import FallbackReason
-
-if TYPE_CHECKING:
-    from piecewise.capture.captured_call import CapturedSignature
-    from piecewise.capture.store import GraphStore
-    from runners.step_plan import StepPlan
+from runners.step_plan import StepPlan
 
 MakeInputs = Callable[[int], tuple[Sequence[Any], Mapping[str, Any]]]
 
@@ -73,50 +71,22 @@ def verify(
     Args:
         forward: what a call of the model runs eagerly.
     """
-    checks = {}
-    if args or kwargs or make_inputs is None:
-        check = _verified(model, forward, store, args, kwargs)
-        checks[check.num_tokens] = check
+
+    def check(args: Sequence[Any], kwargs: Mapping[str, Any], num_tokens: int = 0) -> SizeCheck:
+        with torch.no_grad(), _uncounted_step():
+            count, found = preview(store, args, kwargs)
+            if isinstance(found, FallbackReason):
+                return SizeCheck(max(num_tokens, count), None, str(found))
+            return _SizeVerifier(model, store, *found).run(lambda: forward(*args, **kwargs))
+
+    checks = [check(args, kwargs)] if args or kwargs or make_inputs is None else []
     if make_inputs is not None:
-        case = PrefillCase(model, make_inputs)
-        for size in edge_sizes(store.config.buckets, store.config.max_padding_ratio):
-            args, kwargs = case.inputs(size)
-            check = _verified(model, forward, store, args, kwargs, num_tokens=size)
-            known = checks.get(size)
-            if known is None or known.difference is None:
-                checks[size] = check
-    return VerifyReport(tuple(checks[size] for size in sorted(checks)))
-
-
-def _verified(
-    model: nn.Module,
-    forward: Callable[..., Any],
-    store: GraphStore,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    *,
-    num_tokens: int = 0,
-) -> SizeCheck:
-    with torch.no_grad(), _uncounted_step():
-        count, found = _find_plan(store, args, kwargs)
-        if isinstance(found, FallbackReason):
-            return SizeCheck(max(num_tokens, count), None, str(found))
-        signature, steps, count, leaves = found
-        verifier = _SizeVerifier(model, store, signature, steps, count, leaves)
-        return verifier.run(lambda: forward(*args, **kwargs))
-
-
-def _find_plan(store: GraphStore, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[int, Any]:
-    """The call's token count, 0 where it is not known, and the decision that it takes, without counters and
-    captures."""
-    if not store.signatures:
-        return 0, FallbackReason.RELEASED if store.is_released else FallbackReason.NOT_CAPTURED
-    signature, matched = store.signatures.matching(args, kwargs, current=True)
-    if signature is None:
-        signature, matched = store.signatures.matching(args, kwargs)
-    if signature is None:
-        return 0, FallbackReason.UNSEEN_SIGNATURE
-    return matched[0], store.choose_plan(signature, *matched, may_capture=False)
+        case, config = PrefillCase(model, make_inputs), store.config
+        for size in edge_sizes(config.buckets, config.max_padding_ratio):
+            checks.append(check(*case.inputs(size), size))
+    # Of two checks of one size, one that found a difference, else the later one.
+    checks.sort(key=lambda each: (each.num_tokens, each.difference is not None))
+    return VerifyReport(tuple({each.num_tokens: each for each in checks}.values()))
 
 
 class _Rehearsal(Exception):
@@ -250,7 +220,7 @@ class _SizeVerifier:
         return self._result_of(lambda: self.signature.rebuild(self.walk.run(run)))
 
     def _result_of(self, call: Callable[[], Any]) -> RunResult:
-        with unchanged_random_state(self.device):
+        with native_engine(self.device).fork_random_state(self.device):
             return RunResult.of(call, self.watched)
 
     def _located(

@@ -26,6 +26,7 @@ from state_models import (
 from torch import nn
 
 import piecewise
+from piecewise.errors.capture import ModelDiffers
 from piecewise.errors.trace import StoresState
 
 
@@ -422,7 +423,7 @@ def test_I10_a_change_that_no_call_finds_is_found_by_check_addresses(what, monke
     assert not report.ok and not report.seen_by_calls
     (told,) = report.unseen_by_calls
     assert op in told and "test_addresses.py" in told
-    with pytest.raises(piecewise.StateError, match=r"(?s)found by no call: .*Rule:.*Fix:.*refresh"):
+    with pytest.raises(ModelDiffers, match=r"(?s)found by no call: .*Rule:.*Fix:.*refresh"):
         report.require()
     assert report.asdict()["ok"] is False and told in json.loads(report.to_json())["unseen_by_calls"]
     graphed.refresh()

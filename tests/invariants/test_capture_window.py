@@ -8,6 +8,7 @@ from inspection import inspect
 from state_models import BUCKETS, graph, new_model, serve, tokens
 
 import piecewise
+from piecewise.errors.capture import ChangeInsideCall
 
 
 def test_I5_nothing_is_captured_by_calls():
@@ -132,10 +133,9 @@ def test_I5_no_capture_inside_a_call(method):
 
     def inside():
         arguments = (tokens(7),) if method in ("capture", "explain") else ()
-        try:
+        with pytest.raises(ChangeInsideCall) as caught:
             getattr(graphed, method)(*arguments)
-        except piecewise.StateError as error:
-            errors.append(str(error))
+        errors.append(str(caught.value))
 
     with before_each_attend(inside), torch.no_grad():
         graphed(tokens(5))

@@ -192,7 +192,7 @@ def failing():
     graphed.capture(tokens(7))
     (signature,) = inspect(graphed).signatures
     signature.served.pop(8)
-    signature.refused[8] = (FallbackReason.CAPTURE_FAILED, "it failed")
+    signature.refuse(8, FallbackReason.CAPTURE_FAILED, "it failed")
     return graphed
 
 

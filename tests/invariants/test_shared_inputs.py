@@ -13,6 +13,7 @@ from torch import nn
 
 import boundary_ops
 import piecewise
+from piecewise.errors.capture import InputsShareMemory
 from piecewise.torch_backend import piecewise_backend
 
 HIDDEN, ROWS, BUCKETS = 8, 64, (8, 16)
@@ -253,7 +254,7 @@ def test_many_caches_in_lists_are_told_apart_by_memory():
 def test_memory_that_only_the_machine_shares_is_an_error_that_says_so():
     array = np.zeros((ROWS, HIDDEN), np.float64)
     graphed = make(reads_after_the_write)
-    with pytest.raises(piecewise.TraceError, match=r"(?s)'k'.*'v'.*share memory.*Fix:.*one torch tensor"):
+    with pytest.raises(InputsShareMemory, match=r"(?s)'k'.*'v'.*share memory.*Fix:.*one torch tensor"):
         graphed.capture(torch.randn(5, HIDDEN), torch.from_numpy(array), torch.from_numpy(array))
     graphed.capture(torch.randn(5, HIDDEN), *pools("apart", "cpu"))
 

@@ -16,6 +16,7 @@ from torch import nn
 from torch.autograd import forward_ad
 
 import piecewise
+from piecewise.errors.capture import TooManySignatures
 from piecewise.errors.trace import CompileIsOff, InputRequiresGrad, MissingArguments
 
 
@@ -1054,7 +1055,7 @@ def test_I10_the_list_of_unseen_signatures_is_bounded():
 def test_I10_signatures_are_bounded_in_number():
     graphed = graph(new_model(), buckets=(8,), max_signatures=2)
     graphed.capture(tokens(7).int())
-    with pytest.raises(piecewise.StateError, match=r"(?s)signature 3.*at most 2.*max_signatures"):
+    with pytest.raises(TooManySignatures, match=r"(?s)signature 3.*at most 2.*max_signatures"):
         graphed.capture(tokens(7)[None])
     with piecewise.capture_window():
         assert serve(graphed, tokens(10)[::2]) == "signature_limit"

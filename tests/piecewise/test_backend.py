@@ -12,6 +12,7 @@ from torch import nn
 
 import boundary_ops
 import piecewise
+from piecewise.errors.api import BackendArguments, ExcludedByDynamo, NoHandle
 from piecewise.torch_backend import piecewise_backend
 from runners.stats import FallbackReason
 
@@ -249,7 +250,21 @@ def test_an_unknown_option_lists_the_valid_ones():
     assert "warmup_steps" in str(raised.value)
 
 
+def test_a_bucket_that_dynamos_guards_exclude_cannot_be_traced():
+    class Branching(Model):
+        def forward(self, ids):
+            found = super().forward(ids)
+            return found if ids.shape[0] <= 10 else {name: x * 2 for name, x in found.items()}
+
+    options = {"buckets": [8, 16], "strict": True}
+    compiled = torch.compile(Branching().eval(), backend=piecewise_backend, options=options)
+    with pytest.raises(ExcludedByDynamo, match="bucket 16"), torch.no_grad(), piecewise.capture_window():
+        compiled(ids_of(5))
+
+
 def test_an_option_that_is_no_name_is_refused():
+    with pytest.raises(BackendArguments, match="Fix:"):
+        piecewise_backend(torch.fx.GraphModule({}, torch.fx.Graph()), [], options={3: 4})
     compiled = torch.compile(Model(), backend=piecewise_backend, options={3: 4})
     with pytest.raises(Exception, match="option 3: expected the name of a setting, got int"), torch.no_grad():
         compiled(ids_of(5))
@@ -262,7 +277,7 @@ def test_a_mode_is_refused():
 
 
 def test_handle_of_something_else_is_an_error():
-    with pytest.raises(piecewise.StateError, match="no handle for Model"):
+    with pytest.raises(NoHandle, match="no handle for Model"):
         piecewise.handle(Model())
 
 

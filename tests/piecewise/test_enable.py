@@ -14,6 +14,8 @@ from state_models import BUCKETS, assert_equal, graph, new_model, serve, tokens
 from torch import nn
 
 import piecewise
+from piecewise.errors.api import AlreadyEnabled, NoModule, NotEnabled
+from piecewise.errors.capture import SeveralDevices, UnknownBoundaryOp
 
 SETTINGS = {"buckets": BUCKETS, "progress": False}
 
@@ -50,10 +52,10 @@ def test_enable_keeps_forwards_signature_and_state_dict():
 def test_enable_twice_and_disable_of_nothing_are_errors():
     model = new_model()
     piecewise.enable(model, **SETTINGS)
-    with pytest.raises(piecewise.StateError, match=r"(?s)enabled already.*Rule:.*Fix:.*disable"):
+    with pytest.raises(AlreadyEnabled, match=r"(?s)enabled already.*Rule:.*Fix:.*disable"):
         piecewise.enable(model, **SETTINGS)
     piecewise.disable(model)
-    with pytest.raises(piecewise.StateError, match=r"(?s)not enabled.*Rule:.*Fix:"):
+    with pytest.raises(NotEnabled, match=r"(?s)not enabled.*Rule:.*Fix:"):
         piecewise.disable(model)
     piecewise.enable(model, **SETTINGS)
     piecewise.disable(model)
@@ -193,5 +195,16 @@ def test_a_shallow_copy_shares_the_model():
 
 
 def test_a_function_is_no_model():
-    with pytest.raises(piecewise.ConfigError, match=r"(?s)argument 'model'.*Module.*Fix:"):
+    with pytest.raises(NoModule, match=r"(?s)argument 'model'.*Module.*Fix:"):
         piecewise.compile(lambda x: x)
+
+
+def test_an_op_that_is_not_registered_is_refused_with_those_that_are():
+    with pytest.raises(UnknownBoundaryOp, match=r"(?s)'state::atend'.*registered op \(.*Fix:"):
+        piecewise.compile(new_model(), boundary_ops=["state::atend"])
+
+
+def test_inputs_on_another_device_than_the_model_are_refused():
+    graphed = piecewise.compile(new_model(), buckets=(8,), progress=False)
+    with pytest.raises(SeveralDevices, match=r"(?s)input.*parameter.*meta and cpu.*Fix:"):
+        graphed.capture(torch.empty(5, dtype=torch.long, device="meta"))

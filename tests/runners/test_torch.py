@@ -16,24 +16,6 @@ def test_copy_each_copies_lists() -> None:
     assert [target.tolist() for target in targets] == [[1.0] * 2, [2.0] * 3]
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.trace. is deprecated")
-def test_transforms_and_tracers_are_seen() -> None:
-    seen: list[bool] = []
-
-    def look(x: torch.Tensor) -> torch.Tensor:
-        seen.append(_torch.is_transforming())
-        return x
-
-    x = torch.ones(2)
-    look(x)
-    torch.func.vmap(look)(x)
-    torch.jit.trace(look, x, check_trace=False)
-    with torch.autograd.forward_ad.dual_level():
-        look(x)
-    look(x)
-    assert seen == [False, True, True, True, False]
-
-
 def test_a_tensor_guard_compares_geometry_and_tells_tensors_apart() -> None:
     one, other = torch.ones(2, 3), torch.ones(2, 3)
     guard = _torch.tensor_guard([one, other])

@@ -53,7 +53,7 @@ class KnownSizes:
         self._settled: dict[Any, bool] = {}
 
     def of(self, size: Any) -> Size | None:
-        """The size of an int, a symbolic int or its expression; None where another symbol decides on it."""
+        """Returns the size of an int, symbolic or not, or an expression; None with another symbol."""
         key = size if isinstance(size, (int, sympy.Basic)) else size.node.expr
         if key not in self._by_expression:
             expr = sympy.Integer(key) if isinstance(key, int) else self._simplified(key)
@@ -68,14 +68,14 @@ class KnownSizes:
         return values_at(expr, self._symbol, counts).astype(np.int64)
 
     def number(self, value: Any) -> float | bool | None:
-        """What a symbolic float or bool is at all counts; None where that differs."""
+        """Returns what a symbolic float or bool is at all counts; None where that differs."""
         found = self._simplified(value.node.expr)
         if found.free_symbols:
             return None
         return bool(found) if isinstance(value, torch.SymBool) else float(found)
 
     def is_settled(self, asked: sympy.Basic) -> bool:
-        """Whether a condition on sizes has one answer at all counts of two or more, as torch takes them."""
+        """Tells whether a condition has one answer at all counts of two or more, as torch takes them."""
         if asked not in self._settled:
             expr = self._simplified(asked)
             self._settled[asked] = not expr.free_symbols
@@ -85,20 +85,20 @@ class KnownSizes:
         return self._settled[asked]
 
     def constant(self, number: int) -> Size:
-        """The size that is `number` at all counts."""
+        """Returns the size that is `number` at all counts."""
         found = self.of(number)
         assert found is not None
         return found
 
     def interned(self, values: Counts) -> Size:
-        """The one size of these values."""
+        """Returns the one size of these values."""
         key = values.tobytes()
         if key not in self._by_values:
             self._by_values[key] = Size(values)
         return self._by_values[key]
 
     def product(self, left: Size, right: Size) -> Size:
-        """`left` times `right`."""
+        """Returns `left` times `right`."""
         if left.constant == 1 or right.constant == 1:
             return left if right.constant == 1 else right
         if (left, right) not in self._products:
@@ -106,7 +106,7 @@ class KnownSizes:
         return self._products[left, right]
 
     def quotient(self, size: Size, divisor: Size) -> Size | None:
-        """`size` divided by `divisor`; None where that leaves a rest at some count."""
+        """Returns `size` divided by `divisor`; None where that leaves a rest at some count."""
         if divisor.constant == 1:
             return size
         if size is divisor:
@@ -117,7 +117,7 @@ class KnownSizes:
 
 
 def valid_counts(shape_env: torch_api.ShapeEnv | None, symbol: sympy.Symbol, largest: int) -> Counts:
-    """The token counts up to `largest` for which the guards on the count alone hold."""
+    """Returns the token counts up to `largest` for which the guards on the count alone hold."""
     counts = np.arange(1, largest + 1, dtype=np.int64)
     valid = np.ones(len(counts), dtype=bool)
     fixed = shape_env.simplify(symbol) if shape_env is not None else symbol
@@ -138,7 +138,7 @@ _DIRECT: dict[Any, Any] = {
 
 
 def values_at(expr: sympy.Basic, symbol: sympy.Symbol, counts: Counts) -> NDArray[Any]:
-    """An expression of `symbol` at each count; a condition is false where it cannot be evaluated."""
+    """Returns an expression of `symbol` at each count; a condition is false where it cannot be evaluated."""
     found = _direct(expr, symbol, counts)
     if found is not None:
         return np.broadcast_to(found, counts.shape)
@@ -161,7 +161,7 @@ def values_at(expr: sympy.Basic, symbol: sympy.Symbol, counts: Counts) -> NDArra
 
 
 def _direct(expr: Any, symbol: sympy.Symbol, counts: Counts) -> Any:
-    """The values of a number, the symbol, or sums, products and comparisons of these; None for others."""
+    """Evaluates numbers, the symbol, and sums, products and comparisons of these; None for others."""
     if expr == symbol:
         return counts
     if isinstance(expr, sympy.Integer):

@@ -61,8 +61,8 @@ class Judge:
         self._judged: dict[tuple[Recording, tuple[Rows, ...], bool], Judged] = {}
 
     def judge(self, recording: Recording, given: tuple[Rows, ...], *, in_graph: bool) -> Judged:
-        """A node on padded rows; one that mixes them is judged as outside of graphs, and says why. There it
-        sees real rows, and copies of its results reach graphs."""
+        """Judges a node on padded rows; one that mixes them is judged as outside of graphs, and says why.
+        There it sees real rows, and copies of its results reach graphs."""
         key = recording, given, in_graph
         if key not in self._judged:
             try:
@@ -143,7 +143,7 @@ class _Judging:
             self._rows[position] = Rows(sizes, layout, dtype, is_real, covers, bounds, why)
 
     def _call(self, noted: AtenCall) -> OpOnRows:
-        """The op as if it wrote nothing."""
+        """Describes the op as if it wrote nothing."""
         schema = noted.op._schema
         arguments = {argument.name: argument.default_value for argument in schema.arguments}
         given = dict(zip(arguments, noted.args, strict=False)) | noted.kwargs
@@ -187,7 +187,7 @@ class _Judging:
         return claim
 
     def _ruled(self, noted: AtenCall, call: OpOnRows) -> Claim | Layout:
-        """What the op's rule says, or its declaration."""
+        """Returns what the op's rule says, or its declaration."""
         for rows in call.tensors():
             if rows.layout is None and not call.name.startswith("_assert"):
                 raise Mixes(rows.why)
@@ -226,7 +226,7 @@ class _Judging:
         self._rows[position] = self._rows[position]._replace(bounds=bounds)
 
     def _bounds(self, noted: AtenCall, call: OpOnRows) -> list[Bounds]:
-        """Of each result; unknown where nobody bounds the op's integers."""
+        """Bounds each result; unknown where nobody bounds the op's integers."""
         is_known = all(self._sizes[at] is not None for at in (*noted.reads, *noted.made))
         is_out = any(argument.is_out for argument in noted.op._schema.arguments)
         function = _entry(table.BOUNDS, call.name) if noted.op.namespace == "aten" else None
@@ -248,7 +248,7 @@ def _entry(entries: Mapping[str, _Found], name: str) -> _Found | None:
 
 
 def _is_real(layout: Layout | None, is_kept: bool) -> bool:
-    """Whether padded rows can repeat a real one: at each count there is one."""
+    """Tells whether padded rows can repeat a real one: at each count there is one."""
     if layout is None:
         return is_kept
     return is_static(layout) or (is_kept and all(f.values.min() > 0 for dim in layout for f in dim.factors))
@@ -259,7 +259,7 @@ def _holds_count(value: Any) -> bool:
 
 
 def _declared(op: Any, call: OpOnRows) -> Claim:
-    """The rows of an op that somebody declared."""
+    """Returns the rows of an op that somebody declared."""
     found = declared_rows(op)
     if found is None:
         raise Mixes(

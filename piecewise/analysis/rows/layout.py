@@ -57,7 +57,7 @@ Layout = tuple[Dim, ...]
 
 
 def prefix(size: Size) -> Dim:
-    """The layout of a dim whose real elements lead; raises `Mixes` where the size ever falls."""
+    """Returns the layout of a dim whose real elements lead; raises `Mixes` where the size ever falls."""
     if size.constant is not None:
         return Dim(size)
     if size.falls:
@@ -66,12 +66,12 @@ def prefix(size: Size) -> Dim:
 
 
 def prefixes(sizes: Iterable[Size]) -> Layout:
-    """The layout of a tensor whose real elements are the leading ones on each dim."""
+    """Returns the layout of a tensor whose real elements are the leading ones on each dim."""
     return tuple(map(prefix, sizes))
 
 
 def prefixes_or_none(sizes: Sequence[Size]) -> Layout | None:
-    """That layout, or None where a size falls."""
+    """Checks that layout, or None where a size falls."""
     return None if any(size.falls for size in sizes) else prefixes(sizes)
 
 
@@ -84,7 +84,7 @@ def is_static(layout: Layout) -> bool:
 
 
 def are_whole_rows(written: Layout | None, other: Layout | None) -> bool:
-    """Whether rows of one layout are whole rows of another at the same memory, not single ones or parts."""
+    """Tells whether rows of one layout are whole rows of another at the same memory, and no parts."""
     left, right = (
         sorted((factor.values // factor.unit).tobytes() for dim in layout or () for factor in dim.factors)
         for layout in (written, other)
@@ -93,7 +93,7 @@ def are_whole_rows(written: Layout | None, other: Layout | None) -> bool:
 
 
 def met(dims: Sequence[Dim], size: Size) -> Dim:
-    """The layout of a dim that is made of equal ones, element by element; those of size 1 are broadcast.
+    """Returns the layout of a dim made of equal ones, element by element; those of size 1 are broadcast.
     Raises `Mixes` where they differ."""
     found: Dim | None = None
     for dim in dims:
@@ -108,7 +108,7 @@ def met(dims: Sequence[Dim], size: Size) -> Dim:
 
 
 def broadcast(layouts: Iterable[Layout], sizes: Sequence[Size]) -> Layout:
-    """The layout of what is made element by element, in the shape `sizes`."""
+    """Returns the layout of what is made element by element, in the shape `sizes`."""
     aligned = [(len(sizes) - len(layout), layout) for layout in layouts]
     return tuple(
         met([layout[at - offset] for offset, layout in aligned if at >= offset], size)
@@ -117,7 +117,7 @@ def broadcast(layouts: Iterable[Layout], sizes: Sequence[Size]) -> Layout:
 
 
 def regrouped(layout: Layout, sizes: Sequence[Size], known: KnownSizes) -> Layout:
-    """The layout of the same elements in the shape `sizes`, as `view` and `reshape` give it. Raises `Mixes`
+    """Regroups the same elements into the shape `sizes`, as `view` and `reshape` do. Raises `Mixes`
     where a new dim would hold rows in another order, or parts of them."""
     made: list[Dim] = []
     old = new = 0

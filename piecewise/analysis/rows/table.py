@@ -59,7 +59,7 @@ class Rows(NamedTuple):
         return self.layout is not None and is_static(self.layout)
 
     def after_write(self, layout: Layout | None, known: KnownSizes, *, is_real: bool) -> Rows:
-        """What is known still when rows of a layout were written to its memory, real ones or not."""
+        """Returns what is known still when rows of a layout were written to its memory, real ones or not."""
         stays = is_real and self.is_real and are_whole_rows(layout, self.layout)
         bounds = bounds_within(self.dtype, UNBOUNDED, known)
         return self._replace(bounds=bounds, is_real=self.is_settled or stays)
@@ -105,17 +105,17 @@ class OpOnRows:
         return self.results[0][0]
 
     def layout(self, name: str = "self") -> Layout:
-        """The layout of a tensor argument."""
+        """Returns the layout of a tensor argument."""
         found: Layout = self[name].layout
         return found
 
     def tensors(self) -> Iterator[Rows]:
-        """All tensor arguments, those in lists included."""
+        """Returns all tensor arguments, those in lists included."""
         for value in self.args.values():
             yield from (x for x in (value if type(value) is list else [value]) if isinstance(x, Rows))
 
     def dims(self, name: str = "dim") -> tuple[int, ...]:
-        """An argument that names dims of `self`, from the front; None and [] name all of them."""
+        """Returns an argument that names dims of `self`, from the front; None and [] name all of them."""
         rank, value = len(self["self"].sizes), self[name]
         if value in (None, []):
             return tuple(range(rank))
@@ -123,11 +123,11 @@ class OpOnRows:
         return tuple(dim % rank if rank else 0 for dim in named)
 
     def dim(self, name: str = "dim") -> int:
-        """An argument that names one dim of `self`, from the front."""
+        """Returns an argument that names one dim of `self`, from the front."""
         return self.dims(name)[0]
 
     def size(self, value: Any) -> Size:
-        """A size argument, constant or not."""
+        """Returns a size argument, constant or not."""
         return value if isinstance(value, Size) else self.known.constant(int(value))
 
     def limit_to(self, holds: Any) -> bool:
@@ -139,7 +139,7 @@ class OpOnRows:
 
 
 def lesser(limit: int | None, other: int | None) -> int | None:
-    """The smaller of two limits, None for none."""
+    """Returns the smaller of two limits, None for none."""
     return min(filter(None, (limit, other)), default=None)
 
 
@@ -186,12 +186,12 @@ def check_static(layout: Layout, dims: Sequence[int], what: str) -> None:
 
 
 def is_inexact(dtype: torch.dtype) -> bool:
-    """Whether it is no type of integers."""
+    """Tells whether it is no type of integers."""
     return dtype.is_floating_point or dtype.is_complex
 
 
 def bounds_within(dtype: torch.dtype, found: Bounds, known: KnownSizes) -> Bounds:
-    """The bounds as far as they hold in a type, and those of the type itself."""
+    """Returns the bounds as far as they hold in a type, and those of the type itself."""
     if is_inexact(dtype):
         return UNBOUNDED
     least, largest = limits(dtype)
@@ -210,12 +210,12 @@ def bounds_within(dtype: torch.dtype, found: Bounds, known: KnownSizes) -> Bound
 
 
 def fits(size: Size, dtype: torch.dtype) -> bool:
-    """Whether an integer type holds it at all counts, with room for sums and products."""
+    """Tells whether an integer type holds it at all counts, with room for sums and products."""
     least, largest = limits(dtype)
     low, high = int(size.values.min()), int(size.values.max())
     return max(least, -_LARGEST) <= low and high <= min(largest, _LARGEST)
 
 
 def limits(dtype: torch.dtype) -> tuple[int, int]:
-    """The least and the largest integer of a type."""
+    """Returns the least and the largest integer of a type."""
     return (0, 1) if dtype is torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)

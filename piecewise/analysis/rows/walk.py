@@ -40,17 +40,17 @@ class RowsWalk:
         self.largest: int | None = None
 
     def rows_of(self, node: fx.Node) -> tuple[Rows, ...]:
-        """Of each tensor in the node's value; inputs and state are prefixes."""
+        """Returns the rows of each tensor in the node's value; inputs and state are prefixes."""
         if node not in self._rows:
             self._note(node, self._outside(node))
         return self._rows[node]
 
     def is_prefix(self, node: fx.Node) -> bool:
-        """Whether real rows lead in all tensors of a value, so that it may leave a graph."""
+        """Tells whether real rows lead in all tensors of a value, so that it may leave a graph."""
         return all(rows.layout is not None and is_prefix(rows.layout) for rows in self.rows_of(node))
 
     def origin(self, node: fx.Node) -> fx.Node:
-        """The node that gave a value which is no prefix its layout."""
+        """Returns the node that gave a value which is no prefix its layout."""
         return self._origins.get(node, node)
 
     def in_graph(self, node: fx.Node) -> MixReason | None:
@@ -108,7 +108,7 @@ class RowsWalk:
         return tuple(rows for read in fact.reads for rows in self.rows_of(read))
 
     def _outside(self, node: fx.Node) -> list[Rows]:
-        """Of a value that graphs do not make: they are given copies, whose padded rows repeat a real one."""
+        """Returns rows of a value from outside: graphs get copies, whose padded rows repeat a real one."""
         found = []
         for fake in fakes_of([node]):
             sizes = self._judge.sizes(fake.shape)
@@ -138,8 +138,8 @@ class RowsWalk:
             self._change(places[position], rows if in_graph else self._after_eager(places[position], rows))
 
     def _after_eager(self, place: _Place, rows: Rows) -> Rows:
-        """What an eager op leaves of a tensor whose real rows are `rows` now. In memory of graphs it writes
-        real rows alone; of any other, graphs are given a new copy with new padding."""
+        """Returns what an eager op leaves of a tensor whose real rows are `rows` now. In memory of graphs it
+        writes real rows alone; of any other, graphs are given a new copy with new padding."""
         before = self.rows_of(place[0])[place[1]]
         memory = self._memory_of(place)
         if memory not in self._in_graphs or before.is_settled:

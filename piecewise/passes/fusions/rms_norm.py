@@ -66,38 +66,29 @@ def rms_norm(patterns: PatternSet) -> None:
 
 def _formulations() -> Iterator[tuple[Any, float, bool]]:
     """(pattern, offset, round_first), the longest first for each kind of last op."""
-    weight = KeywordArg("weight")
-    for widened, squared in itertools.product((True, False), ("pow", "mul")):
+    weight, mul, cast = KeywordArg("weight"), aten.mul.Tensor, aten._to_copy.default
+    wide_weight = CallFunction(cast, weight, dtype=torch.float32, _users=MULTIPLE)
+    raised = [CallFunction(aten.add.Tensor, each, 1.0, _users=MULTIPLE) for each in (wide_weight, weight)]
+    factors = [(each, 1.0) for each in raised] + [(wide_weight, 0.0), (weight, 0.0)]
+    for widened, is_power in itertools.product((True, False), (True, False)):
         wide: Any = KeywordArg("x")
         if widened:
-            wide = CallFunction(aten._to_copy.default, wide, dtype=torch.float32, _users=MULTIPLE)
-
-        def normed(wide: Any = wide, squared: str = squared) -> Any:
-            square = (
-                CallFunction(aten.pow.Tensor_Scalar, wide, 2)
-                if squared == "pow"
-                else CallFunction(aten.mul.Tensor, wide, wide)
-            )
-            mean = CallFunction(aten.mean.dim, square, KeywordArg("dims"), True)
-            root = CallFunction(
-                aten.rsqrt.default, CallFunction([aten.add.Tensor, aten.add.Scalar], mean, KeywordArg("eps"))
-            )
-            return [CallFunction(aten.mul.Tensor, wide, root), CallFunction(aten.mul.Tensor, root, wide)]
-
-        wide_weight = CallFunction(aten._to_copy.default, weight, dtype=torch.float32, _users=MULTIPLE)
-        raised = [CallFunction(aten.add.Tensor, each, 1.0, _users=MULTIPLE) for each in (wide_weight, weight)]
-        for factor, offset in [(each, 1.0) for each in raised] + [(wide_weight, 0.0), (weight, 0.0)]:
-            for core, swapped in itertools.product((0, 1), (False, True)):
-                pair = (normed()[core], factor)
-                product = CallFunction(aten.mul.Tensor, *(reversed(pair) if swapped else pair))
+            wide = CallFunction(cast, wide, dtype=torch.float32, _users=MULTIPLE)
+        square = CallFunction(aten.pow.Tensor_Scalar, wide, 2) if is_power else CallFunction(mul, wide, wide)
+        mean = CallFunction(aten.mean.dim, square, KeywordArg("dims"), True)
+        total = CallFunction([aten.add.Tensor, aten.add.Scalar], mean, KeywordArg("eps"))
+        root = CallFunction(aten.rsqrt.default, total)
+        cores = [CallFunction(mul, wide, root), CallFunction(mul, root, wide)]
+        for (factor, offset), core in itertools.product(factors, cores):
+            for pair in ((core, factor), (factor, core)):
+                product = CallFunction(mul, *pair)
                 if widened:
-                    product = CallFunction(aten._to_copy.default, product, dtype=KeywordArg("dtype"))
+                    product = CallFunction(cast, product, dtype=KeywordArg("dtype"))
                 yield product, offset, False
-        if widened:
-            for core, swapped in itertools.product((0, 1), (False, True)):
-                rounded = CallFunction(aten._to_copy.default, normed()[core], dtype=KeywordArg("dtype"))
-                pair = (rounded, weight)
-                yield CallFunction(aten.mul.Tensor, *(reversed(pair) if swapped else pair)), 0.0, True
+        for core in cores if widened else ():
+            rounded = CallFunction(cast, core, dtype=KeywordArg("dtype"))
+            for pair in ((rounded, weight), (weight, rounded)):
+                yield CallFunction(mul, *pair), 0.0, True
     whole = CallFunction(
         aten._fused_rms_norm.default, KeywordArg("x"), KeywordArg("dims"), weight, KeywordArg("eps")
     )

@@ -1,2 +1,1 @@
-"""Triton programs of the fused ops: the only place in `piecewise` that imports triton, loaded at first use on
-CUDA."""
+"""Holds the Triton programs of the fused ops, a file for each, loaded where one first runs on CUDA."""

@@ -74,7 +74,6 @@ def norm(
     x: torch.Tensor,
     residual: torch.Tensor | None,
     weight: torch.Tensor,
-    *,
     eps: float,
     offset: float,
     round_first: bool,
@@ -114,21 +113,14 @@ def norm(
     return as_made(out, given), as_made(total, given), scales
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float, first: bool) -> torch.Tensor:
+def rms_norm(x: torch.Tensor, *options: Any) -> torch.Tensor:
     """Runs `piecewise::rms_norm`."""
-    return norm(x, None, weight, eps=eps, offset=offset, round_first=first)[0]
+    return norm(x, None, *options)[0]
 
 
-def add_rms_norm(
-    x: torch.Tensor,
-    residual: torch.Tensor,
-    weight: torch.Tensor,
-    eps: float,
-    offset: float,
-    first: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, *options: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Runs `piecewise::add_rms_norm`."""
-    return norm(x, residual, weight, eps=eps, offset=offset, round_first=first)[:2]
+    return norm(x, residual, *options)[:2]
 
 
 def rms_norm_quant(x: torch.Tensor, *options: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -137,21 +129,12 @@ def rms_norm_quant(x: torch.Tensor, *options: Any) -> tuple[torch.Tensor, torch.
 
 
 def add_rms_norm_quant(
-    x: torch.Tensor,
-    residual: torch.Tensor | None,
-    weight: torch.Tensor,
-    eps: float,
-    offset: float,
-    first: bool,
-    scale: torch.Tensor | None,
-    least_peak: float,
-    least_step: float,
-    round_step: bool = False,
+    x: torch.Tensor, residual: torch.Tensor | None, *options: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Runs `piecewise::add_rms_norm_quant`."""
-    quant = 1 if scale is not None else 3 if round_step else 2
+    weight, eps, offset, round_first, scale, least_peak, least_step, *rest = options
+    quant = 1 if scale is not None else 3 if any(rest) else 2
     found, total, scales = norm(
-        x, residual, weight, eps=eps, offset=offset, round_first=first, quant=quant,
-        scale=scale, least_peak=least_peak, least_step=least_step,
-    )  # fmt: skip
+        x, residual, weight, eps, offset, round_first, quant, scale, least_peak, least_step
+    )
     return found, scales if scale is None else x.new_empty(0, dtype=torch.float32), total

@@ -1,4 +1,4 @@
-"""What a call costs on the host, apart from the kernels: measured with everything else taken out.
+"""Measures what a call costs on the host, apart from the kernels, with everything else taken out.
 
 A graphed toy model is captured as usual. Then its segments are replaced by empty ones, so that what is left
 of a call is the product's own work. It is timed in parts: the fixed part (binding, signature, bucket,
@@ -89,7 +89,7 @@ def print_host_overhead(*, num_calls: int) -> ExitCode:
 
 
 def _host_overhead(num_layers: int, *, num_calls: int) -> tuple[str, str, str, str, str] | None:
-    """The row of a model of this depth, on the tape engine with empty segments; None without a replay."""
+    """Measures the row of a model of this depth, on the tape engine; None without a replay."""
     graphed = piecewise.compile(_Toy(num_layers).eval(), buckets=[_BUCKET], engine="tape", progress=False)
     ids, positions = torch.arange(_NUM_TOKENS), torch.arange(_NUM_TOKENS)
     with torch.no_grad():
@@ -124,7 +124,7 @@ def _emptied(step: ReplayStep | CallStep) -> ReplayStep:
 
 
 def _best_us(call: Callable[[], object], num_calls: int) -> float:
-    """The least of several rounds' means: other work on the machine only ever adds."""
+    """Returns the least of several rounds' means: other work on the machine only ever adds."""
     return min(timeit.repeat(call, number=num_calls, repeat=_ROUNDS)) / num_calls * 1e6
 
 

@@ -58,7 +58,7 @@ def run(arguments: argparse.Namespace) -> ExitCode:
     result = run_spec(
         arguments.spec, sizes=arguments.tokens, config=arguments.config, buckets=arguments.buckets,
         variants=None if arguments.variants is None else arguments.variants.split(","),
-        peer=arguments.peer, rounds=arguments.rounds,
+        peer=arguments.peer, rounds=arguments.rounds, log=sys.stderr,
     )  # fmt: skip
     print(result)
     if arguments.out is not None:
@@ -111,17 +111,14 @@ def run_spec(
 
 @dataclass(eq=False)
 class LatencyBench:
-    """One case, measured.
+    """Measures one case.
 
     Args:
-        case: its `baseline`, where it has one, is the unmodified model.
         spec: where the case came from, for the record.
-        sizes: token counts, ascending.
         variants: names as in `variants.py`, in the order of preparation.
-        config: for the graphed variants; its buckets are `sizes`, unless it has others.
+        config: for the graphed variants.
         rounds: how often each variant is timed at each size.
         draws: over how many inputs errors are averaged, where the case makes others for each seed.
-        log: where progress is told.
     """
 
     case: PrefillCase
@@ -143,7 +140,7 @@ class LatencyBench:
         self._skipped: dict[str, str] = {}
 
     def run(self) -> BenchResult:
-        """Everything, under `inference_mode`."""
+        """Measures everything, under `inference_mode`."""
         with torch.inference_mode():
             references = self._references()
             prepared = self._prepare_all()
@@ -167,8 +164,7 @@ class LatencyBench:
         return self.draws if all(source.takes_seed for source in sources) else 1
 
     def _references(self) -> dict[int, list[list[torch.Tensor]]]:
-        """Float results of the baseline in float32, per size and draw; on the CPU, so that they take no
-        device memory."""
+        """Computes the baseline in float32, per size and draw; results wait on the CPU, not on the device."""
         source = self.case.baseline
         if source is None:
             return {}
@@ -237,7 +233,7 @@ class LatencyBench:
         return results, list(_ratios(n, samples, errors))
 
     def _take_turns(self, calls: Mapping[str, Call]) -> dict[str, list[tuple[float, float]]]:
-        """Per variant and round, the medians of a few calls: (latency, host time) in ms."""
+        """Times, per variant and round, a few calls: medians of (latency, host time) in ms."""
         for call in calls.values():
             for _ in range(3):
                 call()
@@ -266,13 +262,12 @@ def _timed(call: Call, device: torch.device) -> tuple[float, float]:
 def _ratios(
     n: int, samples: Mapping[str, list[tuple[float, float]]], errors: Mapping[str, list[float]]
 ) -> Iterator[dict[str, Any]]:
-    """Latency of the graphed variants over the floor, and of all others over graphed; errors over eager's."""
+    """Gives latencies of graphed variants over the floor, of all others over graphed; errors over eager's."""
 
     def line(above: str, below: str) -> dict[str, Any]:
         per_round = [a[0] / b[0] for a, b in zip(samples[above], samples[below], strict=True)]
-        return {"num_tokens": n, "quantity": "latency", "of": above, "over": below} | Spread.of(
-            per_round
-        ).asdict()
+        pair = {"num_tokens": n, "quantity": "latency", "of": above, "over": below}
+        return pair | Spread.of(per_round).asdict()
 
     floors = {graphed: floor for floor, graphed in FLOORS.items()} | {"graphed-fused": "floor-inductor"}
     for name in samples:
@@ -284,14 +279,13 @@ def _ratios(
             yield line(name, "graphed")
     eager = errors.get("eager", [])
     for name in samples:
-        if name.startswith("graphed") and errors[name] and len(errors[name]) == len(eager):
-            if sum(eager):
-                ratio = sum(errors[name]) / sum(eager)
-                yield {"num_tokens": n, "quantity": "error", "of": name, "over": "eager", "median": ratio}
+        if name.startswith("graphed") and len(errors[name]) == len(eager) and any(eager):
+            ratio = sum(errors[name]) / sum(eager)
+            yield {"num_tokens": n, "quantity": "error", "of": name, "over": "eager", "median": ratio}
 
 
 def _memory(prepared: Sequence[Prepared]) -> dict[str, Any]:
-    """Of all buckets, and of the largest alone, which was captured first; of the second capture."""
+    """Returns what the second capture took: all buckets, and the largest alone, which was captured first."""
     capture = next((v.capture for v in prepared if v.name == "graphed"), None)
     if capture is None:
         return {}
@@ -314,13 +308,10 @@ def _to_float32(value: Any) -> Any:
 
 
 def _distance(result: Any, reference: list[torch.Tensor]) -> float:
-    """The largest absolute difference; infinite where a value is not finite or a shape differs."""
-    worst = 0.0
+    """Returns the largest absolute difference; infinite where a value is not finite or a shape differs."""
     found = _float_leaves(result)
-    if len(found) != len(reference):
+    same = [x.shape for x in found] == [x.shape for x in reference]
+    if not same or not all(bool(x.isfinite().all()) for x in found):
         return float("inf")
-    for left, right in zip(found, reference, strict=True):
-        if left.shape != right.shape or not bool(left.isfinite().all()):
-            return float("inf")
-        worst = max(worst, float((left.cpu().float() - right).abs().max()) if left.numel() else 0.0)
-    return worst
+    pairs = [(x.cpu().float(), y) for x, y in zip(found, reference, strict=True) if x.numel()]
+    return max((float((x - y).abs().max()) for x, y in pairs), default=0.0)

@@ -80,7 +80,7 @@ class BenchResult(Record):
 
     @property
     def has_measured_nothing(self) -> bool:
-        """Whether no variant was measured, or none of the graphed ones that were asked for."""
+        """Tells whether no variant was measured, or none of the graphed ones that were asked for."""
         asked = {*self.variants, *(name.split(",")[0] for name in self.skipped)}
         graphed = {name for name in asked if name.startswith("graphed")}
         return not (graphed or asked) & {line["variant"] for line in self.results}
@@ -97,7 +97,7 @@ class BenchResult(Record):
         return next((line["median"] for line in self.ratios if wanted.items() <= line.items()), None)
 
     def __str__(self) -> str:
-        """Median latency and host time in ms per size and variant, and the ratios, as Markdown."""
+        """Shows median latency and host time in ms per size and variant, and the ratios, as Markdown."""
         names = [name for name in self.variants if any(line["variant"] == name for line in self.results)]
         cells = {(line["num_tokens"], line["variant"]): line for line in self.results}
         rows = [["tokens", *(f"{name}, ms (host)" for name in names)]]

@@ -166,7 +166,7 @@ class VariantMaker:
         def prepare(n: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
             # Taking a call apart needs what the public interface hides.
             (signature,) = graphed._graphs.signatures
-            matched = signature.match(graphed._binder.bind(*args, **kwargs))
+            matched = signature.match(signature.binder.bind(*args, **kwargs))
             if matched is None or n not in signature.served:
                 raise Unavailable(f"{n} is no captured bucket")
             plan, leaves = signature.served[n].plan, matched[1]

@@ -302,13 +302,14 @@ class _Planner:
 
 def _shown(lines: list[_Comparison], cost: StepCost, unit: str) -> str:
     mean = "ms/step" if cost.unit == "ms" else f"{unit}/step"
-    rows = [("", "graphs", "up to", "padding", "worst", "steps graphed", f"{unit} graphed", mean, "memory")]
+    heads = "", "graphs", "up to", "padding", "worst", "steps graphed", f"{unit} graphed", mean, "memory"
+    rows: list[tuple[object, ...]] = [heads]
     for name, buckets, found in lines:
         padding = f"{found.padding:.3%}", f"{found.worst_padding:.2f}x"
         graphed = f"{found.graphed_steps:.1%}", f"{found.graphed_tokens:.1%}"
         price = f"{found.cost:.3f}" if cost.unit == "ms" else f"{found.cost:.1f}"
         memory = shown_bytes(found.memory_bytes) if found.memory_bytes is not None else "-"
-        rows.append((name, str(found.num_graphs), str(buckets[-1]), *padding, *graphed, price, memory))
+        rows.append((name, found.num_graphs, buckets[-1], *padding, *graphed, price, memory))
     return table(rows)
 
 

@@ -54,7 +54,7 @@ class BucketPlans:
 
     @property
     def num_candidates(self) -> int:
-        """How many sizes a list may be made of."""
+        """Counts the sizes that a list may be made of."""
         return len(self._sizes)
 
     def of(self, max_graphs: int, *, watch: Callable[[range], Iterable[int]] = iter) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""`piecewise buckets check` and `show`: what a bucket file says, and what of it can take effect."""
+"""Runs `piecewise buckets check` and `show`: what a bucket file says, and what of it can take effect."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from runners.buckets import TokenBuckets
 
 
 def run_check(arguments: argparse.Namespace) -> ExitCode:
-    """Print what cannot take effect, or that all is well; an invalid file is a `ConfigError`."""
+    """Prints what cannot take effect, or that all is well; an invalid file is a `ConfigError`."""
     path, config = arguments.file, PiecewiseConfig.from_toml(arguments.file)
     clipped = _clipped(config, arguments.tokens_per_request)
     found = [f"{path}: {name} {each}" for name, clipping in clipped.items() for each in clipping.clamped]
@@ -27,7 +27,7 @@ def run_check(arguments: argparse.Namespace) -> ExitCode:
 
 
 def run_show(arguments: argparse.Namespace) -> ExitCode:
-    """Print a row per bucket; an invalid file is a `ConfigError`."""
+    """Prints a row per bucket; an invalid file is a `ConfigError`."""
     config = PiecewiseConfig.from_toml(arguments.file)
     for name, clipping in _clipped(config, arguments.tokens_per_request).items():
         # The ratio is a rule for prefill calls.
@@ -45,8 +45,8 @@ def _clipped(config: PiecewiseConfig, tokens_per_request: int) -> dict[str, Clip
     return found
 
 
-def _rows(name: str, clipping: Clipping, ratio: float | None) -> list[tuple[str, ...]]:
-    rows: list[tuple[str, ...]] = [(name, "serves", "worst padding", "reachable")]
+def _rows(name: str, clipping: Clipping, ratio: float | None) -> list[tuple[object, ...]]:
+    rows: list[tuple[object, ...]] = [(name, "serves", "worst padding", "reachable")]
     buckets = TokenBuckets(clipping.sizes)
     for size in buckets.sizes:
         low, high = buckets.range_for(size)
@@ -54,9 +54,9 @@ def _rows(name: str, clipping: Clipping, ratio: float | None) -> list[tuple[str,
         reach = "yes"
         if within > low:
             reach = f"yes; {_span(low, within - 1)} eager: beyond max_padding_ratio {ratio:g}"
-        rows.append((str(size), _span(within, high), f"{size / within:.2f}x", reach))
+        rows.append((size, _span(within, high), f"{size / within:.2f}x", reach))
     for clamped in clipping.clamped:
-        rows.append((str(clamped.size), "-", "-", f"no: {clamped}"))
+        rows.append((clamped.size, "-", "-", f"no: {clamped}"))
     return rows
 
 

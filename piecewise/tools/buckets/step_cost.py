@@ -28,23 +28,19 @@ class PaddedTokens:
     knots: Ints = np.zeros(0, np.int64)
 
     def graphed(self, buckets: Ints) -> Floats:
-        """Of a replay of each bucket, which each step pays that the bucket serves."""
+        """Returns the cost of a replay of each bucket, which each step pays that the bucket serves."""
         return buckets.astype(np.float64)
 
     def eager(self, num_tokens: Ints) -> Floats:
-        """Of an eager step of each token count."""
+        """Returns the cost of an eager step of each token count."""
         return num_tokens.astype(np.float64)
 
 
 class MeasuredCost:
-    """Milliseconds, interpolated between measured sizes.
+    """Milliseconds, interpolated between measured sizes, which ascend strictly.
 
     Below the smallest measured size the latency is taken as constant, above the largest it continues with the
     slope of the last two, or flat where they fall.
-
-    Args:
-        num_tokens: int64, [num_points], strictly ascending.
-        graphed_ms, eager_ms: float64, [num_points], above 0.
     """
 
     unit = "ms"
@@ -67,7 +63,7 @@ class MeasuredCost:
         return inside + slope * np.maximum(sizes - self.knots[-1], 0)
 
     def break_even(self) -> int | None:
-        """The smallest size from which on, up to the largest measured one, a graph is no faster than eager.
+        """Finds the smallest size from which on, up to the largest measured one, graphs are no faster.
 
         None where the graph of the largest measured size is faster.
         """
@@ -99,10 +95,7 @@ class GraphMemory:
         return round(self.bytes_per_token * max(buckets, default=0) + self.bytes_per_graph * len(buckets))
 
     def most_graphs(self, *, largest: int, budget_bytes: int) -> int:
-        """How many graphs fit, of which one is `largest`; 0 where not even that one does.
-
-        A budget that no number of graphs uses up gives a very large number.
-        """
+        """Counts the graphs that fit, of which one is `largest`; 0 where not even that one does."""
         left = budget_bytes - self.bytes_per_token * largest
         if left < self.bytes_per_graph:
             return 0

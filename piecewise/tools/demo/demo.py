@@ -41,13 +41,9 @@ class StepResult:
     """One packed call, compared.
 
     Attributes:
-        num_tokens: real tokens of the call.
-        bucket: the bucket that holds it, or None.
         path: "graph", or the code of the fallback's reason.
         logits_error, cache_error: largest difference from the reference, as a share of its largest value.
-        same_next_tokens: whether every sequence's most likely next token is the reference's.
         check: how the call compares with the graphed model's own eager run.
-        next_tokens: each sequence's next token id.
     """
 
     num_tokens: int
@@ -61,7 +57,7 @@ class StepResult:
 
     @property
     def is_unserved(self) -> bool:
-        """Whether it ran eagerly although a bucket holds it."""
+        """Tells whether it ran eagerly although a bucket holds it."""
         return self.bucket is not None and self.path != "graph"
 
     def differences(self) -> list[str]:
@@ -75,31 +71,26 @@ class StepResult:
             "not bit for bit its own eager run at bucket size": is_exact,
             str(self.check.difference): self.check.difference is None,
         }
-        return [
-            f"{self.num_tokens} tokens: {problem}" for problem, is_right in checks.items() if not is_right
-        ]
+        wrong = (problem for problem, is_right in checks.items() if not is_right)
+        return [f"{self.num_tokens} tokens: {problem}" for problem in wrong]
 
-    def row(self) -> tuple[str, ...]:
+    def row(self) -> tuple[object, ...]:
         """Returns its line of the table of sizes."""
         errors = f"{self.logits_error:.1e}", f"{self.cache_error:.1e}"
         words = "same" if self.same_next_tokens else "DIFFERENT"
         bits = "equal" if self.check.identical else "to rounding" if self.check.path == "graph" else "-"
-        return str(self.num_tokens), str(self.bucket or "-"), self.path, *errors, words, bits
+        return self.num_tokens, self.bucket or "-", self.path, *errors, words, bits
 
     def __str__(self) -> str:
         bucket = "no bucket" if self.bucket is None else f"bucket {self.bucket}"
-        return (
-            f"{self.num_tokens} tokens, {bucket}, {self.path}; logits within {self.logits_error:.1e}, "
-            f"KV cache within {self.cache_error:.1e}"
-        )
+        errors = f"logits within {self.logits_error:.1e}, KV cache within {self.cache_error:.1e}"
+        return f"{self.num_tokens} tokens, {bucket}, {self.path}; {errors}"
 
 
 class SideBySide:
     """Feeds the graphed model with its paged cache and the reference with its own the same tokens.
 
-    Args:
-        demo: the two models; `demo.model` is attached and graphed here.
-        num_tokens: the most tokens that all live requests hold together.
+    `num_tokens` is the most that all live requests, at most `num_requests`, hold together.
     """
 
     def __init__(
@@ -136,10 +127,8 @@ class SideBySide:
         """Runs each request's next tokens in one packed call, and compares everything; notes problems."""
         requests, lens = list(chunks), [len(chunk) for chunk in chunks.values()]
         batch = boundary_ops.PrefillBatch.build(self.cache, requests, lens)
-        inputs: dict[str, Any] = {
-            "input_ids": batch.pack(list(chunks.values())),
-            "position_ids": batch.positions,
-        }
+        ids = batch.pack(list(chunks.values()))
+        inputs: dict[str, Any] = {"input_ids": ids, "position_ids": batch.positions}
         # Entering the batch again runs the same step again, over the same slots.
         with batch:
             (check,) = self.graphed.verify(**inputs).checks
@@ -173,10 +162,8 @@ class SideBySide:
 
     def _cached(self, requests: Sequence[str]) -> list[torch.Tensor]:
         """Copies K and V, [tokens, heads, head_dim], by request, layer and K before V."""
-        layers = range(self.cache.num_layers)
-        return [
-            pool for request in requests for layer in layers for pool in self.cache.gather(layer, request)
-        ]
+        pairs = ((layer, request) for request in requests for layer in range(self.cache.num_layers))
+        return [pool for pair in pairs for pool in self.cache.gather(*pair)]
 
     def _expected(self, chunks: Mapping[str, Sequence[int]]) -> tuple[torch.Tensor, list[torch.Tensor]]:
         from transformers import DynamicCache
@@ -214,9 +201,8 @@ class SideBySide:
         """Runs each size around a bucket's edge, as up to three sequences."""
         text = self._demo.encode(" ".join(map("".join, PROMPTS)))
         edges = {size for bucket in self._buckets.sizes for size in (bucket - 1, bucket, bucket + 1)}
-        rows: list[tuple[str, ...]] = [
-            ("tokens", "bucket", "path", "logits", "KV cache", "next tokens", "eager run")
-        ]
+        heads = "tokens", "bucket", "path", "logits", "KV cache", "next tokens", "eager run"
+        rows: list[tuple[object, ...]] = [heads]
         for size in sorted({1, 2, *edges} - {0}):
             ids = [text[at % len(text)] for at in range(size)]
             cuts = [0, size // 2, size // 2 + size // 3, size]
@@ -253,26 +239,19 @@ def run(arguments: argparse.Namespace) -> ExitCode:
     pair = SideBySide(demo, config, num_tokens=2 * largest + len(FRANCE), num_requests=2 * len(PROMPTS))
     with torch.no_grad():
         started = time.perf_counter()
-        captured = pair.capture(chunks[0]["0"] + chunks[0]["1"])
-        print(f"\nTraced and captured in {time.perf_counter() - started:.1f} s\n{captured}\n")
-        for plan in pair.graphed.report().plans:
-            print(f"{plan}\n")
+        pair.capture(chunks[0]["0"] + chunks[0]["1"])
+        print(f"\nTraced and captured in {time.perf_counter() - started:.1f} s\n")
         pair.run_prompts(chunks)
         pair.run_sizes()
-    stats = pair.graphed.stats
-    print(f"\nCoverage {pair.graphed.report().coverage:.1%} of ops in graphs")
-    print(f"Calls    {stats.replays} replayed, {stats.eager_calls} eager")
-    for bucket, count in sorted(stats.calls_by_bucket.items()):
-        print(f"         {count} in bucket {bucket}")
-    for reason, count in stats.reasons.most_common():
-        print(f"         {count} eager, {reason}: {reason.explanation}")
+    print(f"\n{pair.graphed.report()}")
     print(*[f"\nDIFFERENT: {problem}" for problem in pair.problems], sep="")
     print(*[f"\nNOT REPLAYED: {call}" for call in pair.unserved], sep="")
     if not pair.problems:
         print("Everything agrees with the unmodified model.")
-    if pair.problems or pair.unserved and stats.replays:
+    replays = pair.graphed.stats.replays
+    if pair.problems or pair.unserved and replays:
         return ExitCode.DIFFERENT
-    return ExitCode.RIGHT if stats.replays else ExitCode.NOTHING
+    return ExitCode.RIGHT if replays else ExitCode.NOTHING
 
 
 def _fitting_chunks(demo: DemoModel, largest: int) -> list[dict[str, list[int]]]:

@@ -33,15 +33,9 @@ PROMPTS = (
 
 @dataclass(frozen=True, slots=True)
 class DemoModel:
-    """A causal transformers model twice over, with its way from text to tokens.
+    """A causal transformers model twice over, unmodified and to be graphed, with its way from text to tokens.
 
-    Attributes:
-        name: for the printed heading.
-        reference: the unmodified model, with the attention it came with.
-        model: an equal one of its own storage, to be attached and graphed.
-        encode: text to token ids.
-        decode: token ids to text.
-        knows_paris: whether the weights are real, so that answers can be checked.
+    `knows_paris`: whether the weights are real, so that answers can be checked.
     """
 
     name: str

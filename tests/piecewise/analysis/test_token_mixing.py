@@ -15,8 +15,9 @@ import torch.nn.functional as F
 from toy_models import HIDDEN, Toy, check_sizes, compare, kinds, make_ids, mix, reasons
 
 import piecewise
-from piecewise import CaptureError, TraceError
+from piecewise import TraceError
 from piecewise.errors.analysis import FixedTokenCount
+from piecewise.errors.capture import StrictRefusal
 
 EAGER_ONE = "gbgeg"
 
@@ -299,9 +300,9 @@ def test_I10_a_count_that_the_model_fixes_is_an_error_that_names_the_line(head):
 
 def test_I3_strict_names_the_op_and_its_line():
     graphed = piecewise.compile(toy(lambda m, x: x.flip(0)), buckets=(8,), progress=False, strict=True)
-    with pytest.raises(CaptureError, match="flip") as error:
+    with pytest.raises(StrictRefusal, match="flip") as error:
         graphed.capture(make_ids(5), torch.arange(5))
-    assert "test_token_mixing.py" in str(error.value) and "[I3]" in str(error.value)
+    assert "test_token_mixing.py" in str(error.value) and "Rule: no padded row" in str(error.value)
 
 
 # Memory: what a padded run writes, or looks at, where no row of the result shows it.

@@ -18,6 +18,7 @@ import piecewise
 from piecewise.analysis.rows import rules  # noqa: F401 - fills the table
 from piecewise.analysis.rows.layout import Layout
 from piecewise.analysis.rows.table import BOUNDS, RULES, Bounds, Entry
+from piecewise.errors.capture import PaddingMatters
 from piecewise.lowering.lowering import Lowering
 from piecewise.passes import fuse as fusions
 from runners.piecewise_runner import PiecewiseRunner
@@ -108,7 +109,7 @@ def test_I6_strict_is_an_error_that_names_what_changed(monkeypatch):
     graphed = piecewise.compile(
         Toy(lambda m, x: x.flip(0), num_blocks=1).eval(), buckets=(8,), progress=False, strict=True
     )
-    with pytest.raises(piecewise.CaptureError, match="real rows that do not depend on what padded rows hold"):
+    with pytest.raises(PaddingMatters, match="real rows that do not depend on what padded rows hold"):
         graphed.capture(make_ids(5), torch.arange(5))
     assert inspect(graphed).pool.allocated_bytes == 0
 

@@ -15,7 +15,8 @@ from state_models import BUCKETS, HIDDEN, assert_equal, before_each_attend, grap
 from torch import nn
 
 import piecewise
-from piecewise.capture import captured_call as signatures
+from piecewise.capture import model_calls as signatures
+from piecewise.errors.capture import NotSuspended, StillSuspended
 from runners.piecewise_runner import PiecewiseRunner
 
 CALLS = (1, 3, 4, 5, 12, 16)
@@ -206,7 +207,7 @@ def test_suspend_twice_is_suspend_once_and_resume_twice_is_an_error(model):
     graphed.suspend()
     graphed.suspend()
     assert graphed.resume().captured == BUCKETS
-    with pytest.raises(piecewise.StateError, match=r"(?s)resume\(\).*not suspended.*Rule:.*Fix:"):
+    with pytest.raises(NotSuspended, match=r"(?s)resume\(\).*not suspended.*Rule:.*Fix:"):
         graphed.resume()
     assert serve(graphed, tokens(5)) == "replay"
 
@@ -224,7 +225,7 @@ def test_suspend_before_any_capture(model):
 def test_a_capture_while_suspended_is_an_error(model, method):
     graphed = graph(model)
     graphed.suspend()
-    with pytest.raises(piecewise.StateError, match=rf"(?s){method}\(\) while suspended.*Rule:.*Fix:.*resume"):
+    with pytest.raises(StillSuspended, match=rf"(?s){method}\(\) while suspended.*Rule:.*Fix:.*resume"):
         getattr(graphed, method)(*([tokens(7)] if method == "capture" else []))
     assert inspect(graphed).pool is None
     assert graphed.resume().captured == BUCKETS
@@ -235,7 +236,7 @@ def test_release_while_suspended_gives_the_traces_up_too(model):
     graphed.suspend()
     graphed.release()
     assert serve(graphed, tokens(5)) == "released" and graphed.report().plans == ()
-    with pytest.raises(piecewise.StateError, match="not suspended"):
+    with pytest.raises(NotSuspended):
         graphed.resume()
     assert graphed.capture(tokens(7)).ok and serve(graphed, tokens(5)) == "replay"
 
@@ -272,7 +273,7 @@ def test_an_enabled_model_is_suspended_in_place_and_disable_ends_it(model):
         assert graphed.stats.replays == 1
     graphed.suspend()
     piecewise.disable(model)
-    with pytest.raises(piecewise.StateError, match="not suspended"):
+    with pytest.raises(NotSuspended):
         graphed.resume()
 
 
@@ -471,3 +472,39 @@ def test_I10_what_waits_for_a_call_and_changed_meanwhile_is_not_captured_from_th
     change_a_flag(model)
     assert serve(graphed, tokens(5)) == "module_state_changed"
     assert graphed.capture(tokens(7)).captured == BUCKETS and serve(graphed, tokens(5)) == "replay"
+
+
+def test_I10_a_module_whose_attributes_were_replaced_as_a_whole_is_traced_again(model, traces):
+    graphed = graph(model)
+    before = len(traces)
+    graphed.suspend()
+    model.projection.__dict__ = dict(model.projection.__dict__)
+    assert graphed.resume().ok and len(traces) == before + 1
+    model.projection.train()
+    assert serve(graphed, tokens(5)) == "module_state_changed"
+
+
+@pytest.mark.parametrize("noticed", [False, True], ids=["before any call", "after a call"])
+def test_refresh_makes_no_trace_where_weights_moved_alone(model, traces, noticed):
+    graphed = graph(model)
+    graphed.capture(tokens(7).int())
+    before = len(traces)
+    model.projection.weight = torch.nn.Parameter(model.projection.weight.detach() * 2)
+    if noticed:
+        assert serve(graphed, tokens(5)) == "moved_address"
+    assert graphed.refresh().captured == BUCKETS and len(traces) == before
+    assert [serve(graphed, ids) for ids in (tokens(5), tokens(5).int())] == ["replay", "replay"]
+
+
+def test_refresh_traces_again_what_reads_a_changed_flag(model, traces):
+    graphed = graph(model)
+    before = len(traces)
+    change_a_flag(model)
+    assert graphed.refresh().captured == BUCKETS and len(traces) == before + 1
+    assert serve(graphed, tokens(5)) == "replay"
+
+
+def test_refresh_traces_again_where_no_call_finds_a_change(model, traces):
+    graphed = graph(model)
+    before = len(traces)
+    assert graphed.refresh().captured == BUCKETS and len(traces) == before + 1

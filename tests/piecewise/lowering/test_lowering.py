@@ -18,6 +18,7 @@ from toy_models import HIDDEN, Toy, make_ids, mix, shift
 
 import piecewise
 from piecewise import torch_api
+from piecewise.errors.lowering import SegmentNotLowered
 from piecewise.ir.graph_key import graph_key
 from piecewise.lowering import lowering
 from piecewise.lowering.lowering import FIELDS_IN_KEY, Lowering
@@ -294,7 +295,7 @@ def test_I6_a_segment_that_cannot_be_compiled_keeps_eager_kernels_alone(monkeypa
 def test_with_strict_it_is_an_error_that_names_it(monkeypatch):
     monkeypatch.setattr(torch_api, "compile_aten_graph", refuse_tanh)
     graphed = piecewise.compile(Tanh().eval(), buckets=[4], lowering="inductor", strict=True, progress=False)
-    with pytest.raises(CaptureError, match="segment 2(.|\n)*no tanh here"):
+    with pytest.raises(SegmentNotLowered, match="segment 2(.|\n)*no tanh here"):
         graphed.capture(*rows_of(3))
 
 

@@ -197,8 +197,17 @@ def test_a_kind_of_call_beyond_the_limit_says_so():
 )
 def test_one_token_says_why_it_runs_eagerly(model, config, said):
     graphed = graph(model(), **config)
+    serve(graphed, tokens(1))
     assert not graphed.report().captures[0].serves_one_token and everywhere(graphed, said)
-    assert "calls of one token replay" in str(graph(new_model()).report())
+
+
+def test_one_token_is_tried_at_the_first_such_call():
+    graphed = graph(new_model())
+    assert not graphed.report().captures[0].serves_one_token
+    assert everywhere(graphed, "the first such call finds out whether it may replay")
+    assert serve(graphed, tokens(1)) == "replay"
+    assert graphed.report().captures[0].serves_one_token
+    assert "calls of one token replay" in str(graphed.report())
 
 
 def test_shares_of_ops_and_calls_per_bucket_and_per_reason():

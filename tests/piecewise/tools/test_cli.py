@@ -94,8 +94,8 @@ def test_the_demo_agrees_on_a_random_model(capsys, buckets):
         if str(size) in buckets.split(","):
             assert row[-1] == "equal"
     # The two prompt chunks are replayed too; only the size above the largest bucket is not.
-    assert f"Calls    {len(by_size) + 1} replayed, 1 eager" in printed
-    assert "Coverage 100.0% of ops in graphs" in printed
+    assert f"calls: {len(by_size) + 1} replayed of {len(by_size) + 2}" in printed
+    assert "0 eager segments; 100.0% of ops in graphs" in printed
     assert "Everything agrees with the unmodified model." in printed
     assert "DIFFERENT" not in printed
 

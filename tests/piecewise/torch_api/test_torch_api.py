@@ -697,6 +697,24 @@ def test_which_classes_say_what_is_inside():
     assert not torch_api.has_own_torch_function(plain.as_subclass(Kin))
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit.trace. is deprecated")
+def test_transforms_and_tracers_are_seen() -> None:
+    seen: list[bool] = []
+
+    def look(x: torch.Tensor) -> torch.Tensor:
+        seen.append(torch_api.is_transforming())
+        return x
+
+    x = torch.ones(2)
+    look(x)
+    torch.func.vmap(look)(x)
+    torch.jit.trace(look, x, check_trace=False)
+    with torch.autograd.forward_ad.dual_level():
+        look(x)
+    look(x)
+    assert seen == [False, True, True, True, False]
+
+
 def test_einsums_are_chosen_again_after_the_last_of_several_blocks():
     settings = torch.backends.opt_einsum
     before = settings.enabled

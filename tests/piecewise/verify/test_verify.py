@@ -19,10 +19,10 @@ import boundary_ops
 import piecewise
 from boundary_ops import PrefillBatch
 from piecewise.analysis.rows.table import RULES, Entry
-from piecewise.capture import poison
-from piecewise.capture.poison import poison_padding_
+from piecewise.capture.placeholders import poison_padding_
 from piecewise.ir.plan import PaddedRows, ValueSpec
 from piecewise.tools import cli
+from piecewise.verify import poison
 from piecewise.verify.differences import Tolerance, compare_values
 from piecewise.verify.verify import edge_sizes
 from runners.bound_steps import BoundCall, CopyInputs

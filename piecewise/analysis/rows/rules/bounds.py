@@ -19,7 +19,7 @@ _LARGEST = float(1 << 62)
 
 
 def _of(call: OpOnRows, value: Any) -> Bounds:
-    """The bounds of an operand, tensor or number, in the type in which the op computes."""
+    """Returns the bounds of an operand, tensor or number, in the type in which the op computes."""
     found, own = UNBOUNDED, None
     if isinstance(value, Rows):
         found, own = value.bounds._replace(permutes=False), value.dtype
@@ -40,7 +40,7 @@ def _made(call: OpOnRows, low: Ends, high: Ends) -> Bounds:
 
 
 def _ends(found: Bounds) -> tuple[Ends, Ends]:
-    """The least and the largest integer at each count; infinite where they are not known."""
+    """Returns the least and the largest integer at each count; infinite where they are not known."""
     low, high = found[:2]
     return (low.values * 1.0 if low else np.array(-np.inf)), (high.values * 1.0 if high else np.array(np.inf))
 
@@ -62,7 +62,7 @@ def _constant(found: Bounds) -> int | None:
 
 
 def _below(call: OpOnRows, size: Size) -> Bounds:
-    """0 .. size-1."""
+    """Bounds by 0 .. size-1."""
     return _made(call, 0.0 * size.values, np.maximum(size.values - 1.0, 0))
 
 
@@ -72,7 +72,7 @@ def _united(call: OpOnRows, *given: Bounds) -> Bounds:
 
 
 def _searched(call: OpOnRows, dim: int | None) -> Size:
-    """How many elements there are to choose from."""
+    """Counts how many elements there are to choose from."""
     sizes = call["self"].sizes
     if dim is not None:
         sizes = sizes[dim % len(sizes) :][:1] if sizes else ()
@@ -80,7 +80,7 @@ def _searched(call: OpOnRows, dim: int | None) -> Size:
 
 
 def _corners(call: OpOnRows, function: Any, *operands: Bounds) -> Bounds:
-    """Of a function that rises or falls all the way in each operand: its extremes are at their ends."""
+    """Bounds a function that rises or falls all the way in each operand: its extremes are at their ends."""
     ends = [function(*each) for each in itertools.product(*map(_ends, operands))]
     return _made(call, functools.reduce(np.minimum, ends), functools.reduce(np.maximum, ends))
 
@@ -121,7 +121,7 @@ _KEEPING = "alias detach clone view _unsafe_view _to_copy copy"
     "unfold diagonal flip roll rot90 repeat index index_select gather take amax amin max min median"
 )
 def chosen(call: OpOnRows) -> Bounds:
-    """Some of the elements, or all of them in their order."""
+    """Returns some of the elements, or all of them in their order."""
     rows: Rows = call["src"] if call.name == "copy" else call["self"]
     keeps = call.name in _KEEPING.split() and call.sizes == rows.sizes
     return rows.bounds._replace(permutes=rows.bounds.permutes and keeps)

@@ -16,7 +16,7 @@ from piecewise.analysis.rows.table import Claim, OpOnRows, Rows, check_static, r
 
 
 def _check_index(call: OpOnRows, index: Rows, dim: Dim, *, wraps: bool = False) -> None:
-    """That padded rows of an index are in range of a dim, and real ones among those that agree."""
+    """Checks that padded rows of an index are in range of a dim, and real ones among those that agree."""
     if dim.is_static and (index.is_real or index.is_settled):
         return
     low, high, size = index.bounds.low, index.bounds.high, dim.size.values
@@ -42,7 +42,7 @@ def indexed(call: OpOnRows) -> Layout:
 
 
 def _looked_up(layout: Layout, indices: Sequence[Rows | None]) -> Layout:
-    """The layout of `self[indices]`."""
+    """Returns the layout of `self[indices]`."""
     places = [at for at, index in enumerate(indices) if index is not None]
     found = [index.layout or () for index in indices if index is not None]
     rank = max(map(len, found))
@@ -72,7 +72,7 @@ def gathered(call: OpOnRows) -> Layout:
 
 
 def _check_others(layout: Layout, index: Layout, at: int) -> None:
-    """That rows of an index belong to the same rows of a tensor."""
+    """Checks that rows of an index belong to the same rows of a tensor."""
     for other, (dim, own) in enumerate(zip(layout, index, strict=False)):
         if other != at and (dim.factors or own.factors) and dim != own:
             raise Mixes("its index is of other rows")

@@ -37,7 +37,7 @@ def element_by_element(call: OpOnRows) -> Claim:
 
 @rule("div floor_divide fmod remainder")
 def divided(call: OpOnRows) -> Claim:
-    """A CPU ends the process, or raises, where integers are divided by 0 or the least one by −1."""
+    """Returns a CPU ends the process, or raises, where integers are divided by 0 or the least one by −1."""
     by, (_, dtype) = call["other"], call.results[0]
     low = by.bounds.low if isinstance(by, Rows) else call.size(by) if isinstance(by, int) else None
     is_positive = low is not None and bool((low.values > 0).all())

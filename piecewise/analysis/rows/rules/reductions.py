@@ -28,7 +28,7 @@ def tested(call: OpOnRows) -> Claim:
 
 
 def _without(call: OpOnRows) -> Claim:
-    """The layout without the dims that are named, or with these of size 1."""
+    """Returns the layout without the dims that are named, or with these of size 1."""
     layout, dims, one = call.layout(), call.dims(), Dim(call.known.constant(1))
     kept = tuple(one if at in dims else dim for at, dim in enumerate(layout))
     left = tuple(dim for at, dim in enumerate(layout) if at not in dims)
@@ -44,7 +44,7 @@ _SCANS = frozenset({"cumsum", "cumprod", "cummax", "cummin", "logcumsumexp"})
     "_safe_softmax"
 )
 def along(call: OpOnRows) -> Claim:
-    """A dim that stays, perhaps at another size."""
+    """Returns a dim that stays, perhaps at another size."""
     layout, name = call.layout(), call.name.partition(".")[0]
     dims = call.dims("dims") if name in ("flip", "roll") else (call.dim(),)
     if name == "renorm":
@@ -90,7 +90,7 @@ def normed_by_channel(call: OpOnRows) -> Claim:
 
 
 def _summed(call: OpOnRows, equation: str, *names: str) -> Layout:
-    """The layout of what an `einsum` makes: letters that operands alone have are of fixed size, and dims in
+    """Lays out what an `einsum` makes: letters that operands alone have are of fixed size, and dims in
     front of all letters are broadcast."""
     *given, made = re.split(",|->", equation)
     dims: dict[str, list[Dim]] = {}
@@ -139,7 +139,7 @@ def packed_product(call: OpOnRows) -> Layout:
 
 
 def _check_weights(call: OpOnRows) -> None:
-    """That no operand but the first one carries tokens."""
+    """Checks that no operand but the first one carries tokens."""
     others = [value for name, value in call.args.items() if isinstance(value, Rows) and name != "self"]
     if not all(rows.is_settled for rows in others):
         raise Mixes("weights carry tokens")

@@ -80,7 +80,7 @@ def sliced(call: OpOnRows) -> Claim:
 
 
 def _part(call: OpOnRows, dim: Dim, size: Size, start: int | Size, step: int) -> tuple[Dim, bool, bool]:
-    """Every `step`-th of `size` elements from `start` on; whether padded rows stay real, and cover."""
+    """Takes every `step`-th of `size` elements from `start` on; whether padded rows stay real, and cover."""
     if size is dim.size:
         return dim, True, True
     if not isinstance(start, Size) and start < 0 and dim.is_static:
@@ -106,7 +106,7 @@ def _part(call: OpOnRows, dim: Dim, size: Size, start: int | Size, step: int) ->
 
 
 def _blocks(call: OpOnRows, dim: Dim, size: Size, begin: Size) -> Dim | None:
-    """The part as whole blocks, where it is."""
+    """Returns the part as whole blocks, where it is."""
     block = call.known.quotient(dim.size, call.known.constant(dim.blocks))
     count, first = (call.known.quotient(each, block) if block is not None else None for each in (size, begin))
     if count is None or first is None or not count.constant or first.constant is None or first.constant < 0:
@@ -191,7 +191,7 @@ def joined(call: OpOnRows) -> Claim:
 
 
 def _row(dims: Sequence[Dim], size: Size) -> tuple[Dim, bool]:
-    """The dims behind one another, and whether padded rows stay real."""
+    """Returns the dims behind one another, and whether padded rows stay real."""
     growing = [dim for dim in dims if dim.factors]
     if not growing:
         return Dim(size), True

@@ -1,0 +1,183 @@
+"""Knows the kinds of calls of one model: binds them, and traces those that are new."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from piecewise import torch_api
+from piecewise.calls.binder import CallBinder, bound_call, describe_call, is_plain_leaf
+from piecewise.calls.form import Binders
+from piecewise.calls.structure import flatten_structure
+from piecewise.calls.unseen import UnseenCalls
+from piecewise.capture.analyse import TracedModel, example_of_size, one_token_refusal, trace_model
+from piecewise.capture.captured_call import CapturedSignature, Cut, Matched
+from piecewise.capture.store import GraphStore
+from piecewise.errors.capture import TooManySignatures
+from piecewise.errors.report import CoverageError
+from piecewise.report.progress import steps_bar
+from piecewise.report.report import CaptureReport
+from piecewise.report.startup_times import StartupTimes
+from piecewise.trace.state.adapters import adapters_in_use
+from piecewise.trace.trace import ExampleCall
+from runners.collector import paused_collector
+from runners.errors import PiecewiseError
+from runners.mode import in_capture_window
+from runners.stats import FallbackReason
+
+
+class ModelCalls:
+    """Traces the calls of a model, within the limits of its settings.
+
+    Attributes:
+        signatures: those that were traced.
+        unseen: kinds of call that none of them serves.
+    """
+
+    def __init__(self, model: nn.Module, forward: Callable[..., Any], store: GraphStore) -> None:
+        self._model, self._forward, self._store = model, forward, store
+        self._config = store.config
+        self.signatures = store.signatures
+        self.unseen = UnseenCalls(self._config.max_signatures)
+        self._binders: Binders | None = None
+
+    @property
+    def _binder(self) -> CallBinder:
+        """What binds calls that are traced now: hooks may have come or gone."""
+        if self._binders is None:
+            self._binders = Binders(self._model, self._forward)
+        return self._binders.for_now()
+
+    def example(self, args: Any, kwargs: Any) -> ExampleCall:
+        """A call, bound and taken apart."""
+        return ExampleCall.from_call(self._binder, args, kwargs)
+
+    def trace(self, example: ExampleCall) -> TracedModel:
+        """Traces an example as it is."""
+        return trace_model(self._model, example, forward=self._forward, config=self._config)
+
+    def new_kind(
+        self, args: Any, kwargs: Any, *, may_capture: bool
+    ) -> tuple[CapturedSignature, Matched] | FallbackReason:
+        """A new signature for the call, captured inside a capture window, or why there is none."""
+        if bound_call(self._binder, args, kwargs) is None:
+            return FallbackReason.UNSEEN_SIGNATURE  # the model says what is wrong with the call
+        limit = self._config.max_signatures
+        outdated = self._outdated(args, kwargs) if may_capture else []
+        is_full = not outdated and len(self.signatures) >= limit
+        text = describe_call(args, kwargs)
+        self.unseen.note(text, f"beyond max_signatures = {limit}" if is_full else "")
+        if not all(map(is_plain_leaf, flatten_structure((args, kwargs))[1])):
+            return FallbackReason.UNSUPPORTED_INPUT
+        if not may_capture:
+            return FallbackReason.UNSEEN_SIGNATURE if self.signatures else FallbackReason.NOT_CAPTURED
+        refused = FallbackReason.SIGNATURE_LIMIT if is_full else self.unseen.refusal_for(text)
+        if refused is not None:
+            return refused
+        try:
+            signature = self._added(args, kwargs, instead_of=outdated)
+        except CoverageError as error:
+            self.unseen.refuse(text, FallbackReason.LOW_COVERAGE, error)
+            raise
+        except PiecewiseError as error:
+            if self._config.strict:
+                raise
+            self.unseen.refuse(text, FallbackReason.CAPTURE_FAILED, error)
+            return FallbackReason.CAPTURE_FAILED
+        if in_capture_window():
+            self._store.capture(signature, self._store.missing(signature))
+        matched = signature.match(signature.binder.bind(*args, **kwargs))
+        return (signature, matched) if matched is not None else FallbackReason.UNSEEN_SIGNATURE
+
+    def capture(self, args: Any, kwargs: Any) -> CaptureReport:
+        """Captures every bucket that the call's signature does not have yet, traced now where it is new."""
+        with torch.no_grad():
+            signature, _ = self.signatures.matching(args, kwargs, current=True)
+            outdated = self._outdated(args, kwargs) if signature is None else []
+        if signature is None:
+            limit = self._config.max_signatures
+            if not outdated and len(self.signatures) >= limit:
+                raise TooManySignatures(number=len(self.signatures) + 1, limit=limit)
+            signature = self._added(args, kwargs, instead_of=outdated)
+        elif signature.suspended is not None:  # it waited for this state of the model
+            signature.end_suspension()
+        self.signatures.prefer(signature)
+        return self._store.capture(signature, self._store.missing(signature))
+
+    def refresh(self) -> CaptureReport | None:
+        """As `GraphStore.refresh`; kinds of call that were refused may be tried again."""
+        self.forget()
+        return self._store.refresh(self._retraced)
+
+    def resume(self) -> CaptureReport | None:
+        """As `GraphStore.resume`."""
+        self._binders = None  # forward's defaults may be others now
+        return self._store.resume(self._retraced)
+
+    def forget(self) -> None:
+        """Lets every kind be tried again, with forward as it is then."""
+        self._binders = None
+        self.unseen.forget_refusals()
+
+    def _retraced(self, old: CapturedSignature) -> CapturedSignature:
+        """A signature of the same example, traced with the model as it is."""
+        example = old.traced.trace.example
+        if example.binder is not self._binder:  # hooks came or went since it was made
+            example = self.example(example.args, example.kwargs)
+        return self._signature(example)
+
+    def _outdated(self, args: Any, kwargs: Any) -> list[CapturedSignature]:
+        """The signatures that give way to a new one for the call."""
+        limit = self._config.max_signatures
+        return self.signatures.to_replace(self._model, args, kwargs, max_kept=limit)
+
+    def _added(self, args: Any, kwargs: Any, *, instead_of: list[CapturedSignature]) -> CapturedSignature:
+        """A new signature for the call; graphs that it replaces go first."""
+        self._binders = None  # forward's defaults may be others now
+        example = self.example(args, kwargs)
+        for old in instead_of:
+            old.reset()
+            old.check = None  # it holds the weights, which may be laid out anew
+        try:
+            return self._store.add(self._signature(example))
+        finally:
+            for old in instead_of:
+                self._store.remove(old)
+
+    @paused_collector()
+    def _signature(self, example: ExampleCall) -> CapturedSignature:
+        """Traces and cuts the example's kind of call; captures nothing yet.
+
+        Raises:
+            TraceError, TokenDimError: the model cannot be traced, or its token count not found.
+            CaptureError: with `strict`, an op lets padding reach real rows.
+        """
+        config, times = self._config, StartupTimes()
+        if config.lowering == "inductor":
+            with times.timed("lowering"):
+                torch_api.start_compile_workers(example.leaves)
+        ratio = config.max_padding_ratio
+        is_asked = config.buckets[0] == 1 or (ratio is not None and config.buckets[0] > ratio)
+        steps = ("tracing", "tracing one token") if is_asked else ("tracing",)
+        with steps_bar(steps, enabled=config.progress) as begin:
+            begin()
+            with times.timed("trace"):
+                traced = self.trace(example)
+
+            def trace_one_token() -> str:
+                with times.timed("trace"):
+                    return one_token_refusal(traced, self._model, forward=self._forward, config=config)
+
+            if is_asked:
+                begin()
+            one_token = trace_one_token() if is_asked else None
+
+        def retrace(bucket: int) -> TracedModel:
+            return self.trace(example_of_size(traced, bucket))
+
+        cut = Cut(traced, traced.planned(config, times, move_weights=True))
+        adapters = adapters_in_use(self._model)
+        return CapturedSignature([cut], trace_one_token, retrace, times, adapters, one_token)

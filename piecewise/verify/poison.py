@@ -1,0 +1,67 @@
+"""Says what static memory and padding hold in a run of a call, to see whether anything depends on them.
+
+Before a replay all static memory is overwritten: a replay that reads what an earlier one left there shows
+[I2]. During it each padded row is overwritten as soon as it is set, by what was proven of it [I3]. Weights,
+state and inputs are never touched.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, cast
+
+from piecewise.capture.placeholders import OTHER_ROWS
+from piecewise.ir.plan import ValueSpec
+from runners.rows import poison_value
+from runners.step_plan import CallStep, StaticInput, StepPlan
+
+
+@dataclass(frozen=True, slots=True)
+class Poison:
+    """Describes one run of a call: what padded rows hold, and whether its graphs are replayed.
+
+    Attributes:
+        variant: as for `poison_padding_`, None for what the plan itself puts there.
+        uses_graphs: without them each graph segment's function is called.
+    """
+
+    name: str
+    variant: int | None
+    uses_graphs: bool = True
+
+
+AS_SERVED = Poison("padding as served", None)
+WITHOUT_GRAPHS = Poison("no graphs, padding as served", None, uses_graphs=False)
+_FINITE = (
+    Poison("padding of 1e4", 1),
+    Poison("padding of -1e4", 2),
+    Poison("padding of other rows", OTHER_ROWS),
+)
+
+
+def poisons_for(engine: str, *, is_padded: bool) -> tuple[Poison, ...]:
+    """The replays of one call: as it is served, then with poison; NaN on the tape alone, since one that
+    becomes an index ends all use of a CUDA device."""
+    if not is_padded:
+        return (AS_SERVED,)
+    nan = (Poison("padding of nan", 0),) if engine == "tape" else ()
+    return (AS_SERVED, *nan, *_FINITE)
+
+
+def static_inputs_of(steps: StepPlan) -> dict[int, StaticInput]:
+    """Value index → the static buffer that graphs read in its place."""
+    calls = (step for step in steps.steps if isinstance(step, CallStep))
+    inputs = [*steps.copy_ins, *(each for step in calls for each in step.copies)]
+    return {cast(ValueSpec, each.value).index: each for each in inputs}
+
+
+def overwrite_static_memory(steps: StepPlan, pool: Any, poison: Poison) -> None:
+    """Overwrites the pool and the plan's static buffers; the next replay must write all that it reads."""
+    pool.overwrite_with_garbage()
+    for metadata in steps.step_metadata:
+        metadata.clear()
+    variant = poison.variant if poison.variant is not None else 1
+    for shadow in static_inputs_of(steps).values():
+        dtype = shadow.buffer.dtype
+        is_float = dtype.is_floating_point or dtype.is_complex
+        shadow.buffer.fill_(poison_value(dtype, variant) if is_float else 0)
