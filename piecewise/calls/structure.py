@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -60,30 +60,37 @@ def flatten_structure(
         leaves.append(value)
         return Structure(kind, index=len(leaves) - 1)
 
-    def walk(value: Any) -> Structure:
-        cls = type(value)
-        if isinstance(value, torch.Tensor):
-            return leaf("tensor", value)
-        if cls is int or is_leaf(value):
-            return leaf("int", value)
-        if isinstance(value, PLAIN):
-            return Structure("const", value=value)
-        if cls in (list, tuple):
-            return Structure(cls.__name__, children=tuple(map(walk, value)))
-        if isinstance(value, tuple) and hasattr(cls, "_fields"):
-            return Structure("namedtuple", type=cls, keys=cls._fields, children=tuple(map(walk, value)))
-        if cls is dict:
-            return Structure("dict", keys=tuple(value), children=tuple(map(walk, value.values())))
-        if dataclasses.is_dataclass(value) and not isinstance(value, (type, dict)):
-            keys = tuple(field.name for field in dataclasses.fields(value))
-            children = tuple(walk(getattr(value, key)) for key in keys)
-            return Structure("dataclass", type=cls, keys=keys, children=children)
-        if cls in torch_api.SUPPORTED_NODES:
-            flat, spec = torch_api.tree_flatten(value)
-            return Structure("pytree", type=cls, children=tuple(map(walk, flat)), spec=spec)
-        return Structure("const", value=value)
+    return _structure_of(value, leaf, is_leaf), leaves
 
-    return walk(value), leaves
+
+def _structure_of(
+    value: Any, leaf: Callable[[str, Any], Structure], is_leaf: Callable[[Any], bool]
+) -> Structure:
+    # A function inside of another that calls itself would hold the leaves until a collection.
+    def walk_all(values: Iterable[Any]) -> tuple[Structure, ...]:
+        return tuple(_structure_of(each, leaf, is_leaf) for each in values)
+
+    cls = type(value)
+    if isinstance(value, torch.Tensor):
+        return leaf("tensor", value)
+    if cls is int or is_leaf(value):
+        return leaf("int", value)
+    if isinstance(value, PLAIN):
+        return Structure("const", value=value)
+    if cls in (list, tuple):
+        return Structure(cls.__name__, children=walk_all(value))
+    if isinstance(value, tuple) and hasattr(cls, "_fields"):
+        return Structure("namedtuple", type=cls, keys=cls._fields, children=walk_all(value))
+    if cls is dict:
+        return Structure("dict", keys=tuple(value), children=walk_all(value.values()))
+    if dataclasses.is_dataclass(value) and not isinstance(value, (type, dict)):
+        keys = tuple(field.name for field in dataclasses.fields(value))
+        children = walk_all(getattr(value, key) for key in keys)
+        return Structure("dataclass", type=cls, keys=keys, children=children)
+    if cls in torch_api.SUPPORTED_NODES:
+        flat, spec = torch_api.tree_flatten(value)
+        return Structure("pytree", type=cls, children=walk_all(flat), spec=spec)
+    return Structure("const", value=value)
 
 
 def rebuild_dataclass(cls: type, keys: Sequence[str], values: Sequence[Any]) -> Any:

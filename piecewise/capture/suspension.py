@@ -36,6 +36,8 @@ class TracedState:
     def of(cls, plans: Sequence[SegmentPlan], fixed: Iterable[StateRef]) -> TracedState:
         """The state that these plans read, as it is now."""
         states = [value.state for plan in plans for value in plan.values if value.state is not None]
+        # Forward may ask of tensors of which it reads no element whether they are one tensor.
+        states += [state for plan in plans for state in plan.state_facts.tensor_places()]
         places = tuple({(id(state.owner), state.key): state for state in states}.values())
         found = (item for plan in plans for item, *_ in plan.state_facts.types)
         items = [item for item in found if not isinstance(item, torch.Tensor)]  # held by nothing

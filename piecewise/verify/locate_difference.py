@@ -49,12 +49,7 @@ class _Found(Exception):
 
 class SegmentWalk:
     """Walks one call's plan, with the replay of its graphs or, where a run is without them, with a call of
-    their functions on the same padded memory. A walk leaves random numbers as they are.
-
-    Args:
-        prepare: makes state and inputs what they were before the call; called before each walk of
-            `first_difference`.
-    """
+    their functions on the same padded memory. A walk leaves random numbers as they are."""
 
     def __init__(
         self,
@@ -64,10 +59,9 @@ class SegmentWalk:
         leaves: Sequence[Any],
         num_tokens: int,
         tolerance: Tolerance,
-        prepare: Callable[[Poison], None],
     ) -> None:
         self.plan, self.steps, self.assembler = served.plan, served.steps, assembler
-        self.leaves, self.num_tokens, self.prepare = list(leaves), num_tokens, prepare
+        self.leaves, self.num_tokens = list(leaves), num_tokens
         self.bucket = served.steps.padded_num_tokens
         self.device = leaves[served.plan.token_dim.leaf].device
         self.tolerance = replace(tolerance, num_segments=1)  # each alone, on equal inputs
@@ -119,10 +113,13 @@ class SegmentWalk:
         copied = [(static.buffer, static.value) for static in plan_step.copies]
         return copied + [(argument.tensor, argument.value) for argument in taken]
 
-    def first_difference(self, poison: Poison, *, by_bits: bool = False) -> LocatedDifference | None:
+    def first_difference(
+        self, poison: Poison, prepare: Callable[[Poison], None], *, by_bits: bool = False
+    ) -> LocatedDifference | None:
         """Finds the first segment whose step is not its function on the real rows.
 
         Args:
+            prepare: makes state and inputs what they were before the call; called before each walk.
             by_bits: find instead the first one whose real rows change by any bit with what padded rows hold.
         """
         tolerance = None if by_bits else self.tolerance
@@ -147,17 +144,17 @@ class SegmentWalk:
                     raise _Found(LocatedDifference(segment, _maker(segment, value.name), name, found))
 
         if by_bits:
-            self.prepare(poison)
+            prepare(poison)
             self.run(AS_SERVED, note)
-        located: LocatedDifference | None = self._search(poison, compare)
+        located: LocatedDifference | None = self._search(poison, prepare, compare)
         if located is None or located.segment.kind != "graph":
             return located
-        op = self._search(poison, partial(self._find_mixing_op, located.segment, tolerance))
+        op = self._search(poison, prepare, partial(self._find_mixing_op, located.segment, tolerance))
         return located if op is None else replace(located, op=op)
 
-    def _search(self, poison: Poison, on_segment: _OnSegment) -> Any:
+    def _search(self, poison: Poison, prepare: Callable[[Poison], None], on_segment: _OnSegment) -> Any:
         """Walks until something is found; None where nothing is."""
-        self.prepare(poison)
+        prepare(poison)
         try:
             self.run(poison, on_segment)
         except _Found as found:

@@ -123,7 +123,7 @@ class _SizeVerifier:
         self.before = {name: stored(tensor) for name, tensor in self.watched.items()}
         self.walk = SegmentWalk(
             served, next(each for each in signature.assemblers if each.plan is self.plan),
-            leaves=leaves, num_tokens=num_tokens, tolerance=self.tolerance, prepare=self._prepare,
+            leaves=leaves, num_tokens=num_tokens, tolerance=self.tolerance,
         )  # fmt: skip
 
     def _find_watched(self) -> dict[str, torch.Tensor]:
@@ -233,7 +233,7 @@ class _SizeVerifier:
                 the replay with other padding.
         """
         try:
-            located = self.walk.first_difference(run, by_bits=eager is None)
+            located = self.walk.first_difference(run, self._prepare, by_bits=eager is None)
         except Exception:
             if not math.isnan(difference.size):
                 raise

@@ -102,6 +102,10 @@ class StateFacts:
         seen = ((ref, _TensorOf(v) if isinstance(v, torch.Tensor) else v) for ref, v in self.values)
         object.__setattr__(self, "values", tuple(seen))
 
+    def tensor_places(self) -> list[StateRef]:
+        """The places at which a tensor was found."""
+        return [ref for ref, _ in self.tensors] + [ref for ref, v in self.values if isinstance(v, _TensorOf)]
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StateChange:

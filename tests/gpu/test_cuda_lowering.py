@@ -11,8 +11,8 @@ from inspection import inspect
 from torch import Tensor, nn
 
 import piecewise
-import piecewise.capture.captured_call
 from piecewise import torch_api
+from piecewise.capture import model_calls
 from piecewise.prefill_case import PrefillCase
 from piecewise.tools.bench.variants import VariantMaker
 
@@ -73,7 +73,7 @@ def test_the_processes_that_compile_kernels_start_before_the_trace(monkeypatch: 
         monkeypatch.setattr(owner, name, lambda *a, **k: (asked.append(name), original(*a, **k))[1])
 
     noting(AsyncCompile, "wakeup")
-    noting(piecewise.capture.captured_call, "trace_model")
+    noting(model_calls, "trace_model")
     compiled(make(num_layers=1), lowering="inductor")
     assert asked.index("wakeup") < asked.index("trace_model")
     asked.clear()

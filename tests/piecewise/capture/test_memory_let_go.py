@@ -124,3 +124,23 @@ def test_I10_weights_that_came_while_suspended_are_asked_for_their_attributes(lo
     model.projection.weight.other = 5
     graphed.resume()
     assert serve(graphed, tokens(5)) == "replay"
+
+
+def test_I9_a_comparison_and_a_suspension_leave_no_tensor_to_the_collector():
+    def num_tensors():
+        return sum(type(each) in (torch.Tensor, nn.Parameter) for each in gc.get_objects())
+
+    graphed = graph(new_model(), buckets=(8,))
+    gc.collect()
+    gc.disable()
+    try:
+        found = []
+        for _ in range(4):
+            with torch.no_grad():
+                assert graphed.verify(tokens(5)).ok
+            graphed.suspend()
+            found.append(num_tensors())
+            graphed.resume()
+    finally:
+        gc.enable()
+    assert len(set(found[1:])) == 1
