@@ -1,4 +1,4 @@
-"""`compile`, `enable`, `explain` and `GraphedModule`: an existing model in, a drop-in replacement out."""
+"""Makes drop-in replacements of models: `compile`, `enable`, `disable`, `explain` and `GraphedModule`."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The `torch.compile` backend "piecewise": Dynamo traces, guards and binds the arguments, graphs serve the
-calls.
+"""Serves `torch.compile(model, backend="piecewise")`: Dynamo traces and guards, graphs serve the calls.
 
     compiled = torch.compile(model, backend="piecewise", options={"buckets": [64, 128]})
 

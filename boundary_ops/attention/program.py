@@ -58,7 +58,6 @@ def warm_up(num_tokens: int, *args: Any, **kwargs: Any) -> None:
         return
     # A machine that has a CUDA device may serve a model on the CPU, too.
     is_on_cuda = torch.cuda.is_available() if call is None else call.q.is_cuda
-    if is_on_cuda and find_program() is not None:
-        from boundary_ops.attention.triton.warm_up import compile_ahead
-
-        compile_ahead(num_tokens, call)
+    program = find_program() if is_on_cuda else None
+    if program is not None:
+        program.compile_ahead(num_tokens, call)

@@ -1,8 +1,7 @@
-"""`check_addresses()`: what the comparison on each call finds, and what only a new trace can find.
+"""Compares a model with what was captured of it, by a new trace where the comparison of calls finds nothing.
 
-On each call, the places that Dynamo guards are compared, and what `unguarded.py` adds. A trace made now reads
-everything that forward reads. Where it is another program than the recorded one, something changed that no
-place on record holds: what a function read that Dynamo was told to take for constant, or not to look into.
+A trace made now reads all that forward reads. Where it is another program than the recorded one, something
+changed that no call compares: what a function read that Dynamo was told to take for constant.
 """
 
 from __future__ import annotations

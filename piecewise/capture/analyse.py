@@ -1,4 +1,4 @@
-"""From one example call to a cut plan: trace, normalize, find the token symbol, classify, cut."""
+"""Makes a cut plan of one example call: traces, normalizes, finds the token symbol, classifies, cuts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import fx, nn
 
-from piecewise import torch_api
+from piecewise import passes, torch_api
 from piecewise.analysis.classify import Classifier, Verdict, kind_outside
 from piecewise.analysis.normalize import normalized
 from piecewise.analysis.rows.counts import KnownSizes, valid_counts
@@ -35,7 +35,7 @@ from piecewise.report.startup_times import StartupTimes
 from piecewise.settings.config import PiecewiseConfig
 from piecewise.trace.dynamo.front_end import trace
 from piecewise.trace.trace import ExampleCall, Trace
-from runners.errors import TraceError
+from runners.errors import PiecewiseError
 
 
 @dataclasses.dataclass(slots=True)
@@ -121,13 +121,11 @@ class TracedModel:
         if not config.fusions:
             return plan
         with times.timed("lowering"):
-            from piecewise.passes.fuse import fuse  # loads Inductor's pattern matcher
-
             # What is compiled for any count is compiled as for the largest.
             leaves = self.trace.example.leaves
             counts = [size for size in config.buckets if size > 1 and plan.holds_at(size, leaves)]
             num_rows = max(counts, default=self.token.example_num_tokens)
-            plan, self.graphs = fuse(
+            plan, self.graphs = passes.fuse_segments(
                 plan, config.fusions, lowering=config.lowering, num_rows=num_rows, move_weights=move_weights
             )
             return plan
@@ -222,7 +220,7 @@ def one_token_refusal(traced: TracedModel, model: nn.Module, *, forward: Any, co
     static |= dict.fromkeys(traced.static_ints, ())
     try:
         single = trace(model, example, forward=forward, static_dims=static, finds_facts=False)
-    except TraceError as error:
+    except PiecewiseError as error:
         return f"it cannot be traced with one: {error.what}"
     single = normalized(single)
     write_captured_forms(single, config)

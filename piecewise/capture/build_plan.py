@@ -1,4 +1,4 @@
-"""Where compile time meets run time: a cut plan and a bucket in, a `StepPlan` that serves the bucket out.
+"""Builds the `StepPlan` that serves a bucket from a cut plan: here compile time meets run time.
 
 For each bucket, in this order [I8, I9]: static buffers for what graphs read and do not make; warm-ups
 (`warm_up.py`); capture of each graph segment on static memory; and what graph and eager segments have written
@@ -79,13 +79,9 @@ class PlanAssembler:
             for segment in plan.graph_segments()
             if not segment.views_only
         }  # fmt: skip
-        self.streams = streams
-        self.warm_up = WarmUp(
-            plan, self.runners, leaves=self.leaves, num_steps=warmup_steps, streams=streams,
-            lanes=context.pool.streams,
-        )  # fmt: skip
+        self.streams, self.num_warm_ups = streams, warmup_steps
         read = [plan.values[index] for index in sorted(_read_by_graphs(plan))]
-        self.shadowed = [value for value in read if value.origin in ("input", "eager")]
+        self.copied_in = [value for value in read if value.origin in ("input", "eager")]
         self.graph_memory = {value.memory for value in plan.values if value.origin == "graph"}
 
     def capture(self, bucket: int, real_rows: int) -> StepPlan:
@@ -99,8 +95,8 @@ class PlanAssembler:
         """
         self.forget(bucket)  # it may have failed before
         self.pool.begin_bucket()
-        shadows = {value.index: self._shadow_buffer(value, bucket) for value in self.shadowed}
-        device = next(iter(shadows.values())).device if shadows else torch.device("cpu")
+        static_inputs = {value.index: self._static_buffer(value, bucket) for value in self.copied_in}
+        device = next(iter(static_inputs.values())).device if static_inputs else torch.device("cpu")
         random_state = native_engine(device).fork_random_state(device)
         saved = [(tensor, tensor.clone()) for tensor in self._written_state()]
         try:
@@ -108,9 +104,12 @@ class PlanAssembler:
                 for metadata in self.step_metadata:
                     metadata.clear()
                 with self.times.timed("warm_up"):
-                    self.warm_up.run(bucket, real_rows, shadows)
+                    WarmUp(
+                        self.plan, self.runners, self.leaves, self.function_for, self.num_warm_ups,
+                        bucket, real_rows, static_inputs,
+                    ).run()  # fmt: skip
                 with self.times.timed("capture"):
-                    static = self._capture_segments(bucket, shadows)
+                    static = self._capture_segments(bucket, static_inputs)
         except BaseException as error:
             for runner in self.runners.values():
                 runner.discard(bucket, str(error))
@@ -120,9 +119,14 @@ class PlanAssembler:
                 for tensor, before in saved:
                     tensor.copy_(before)
             self.pool.end_bucket()
-        return self._step_plan(bucket, shadows, static)
+        return self._step_plan(bucket, static_inputs, static)
 
-    def _shadow_buffer(self, value: ValueSpec, bucket: int) -> torch.Tensor:
+    def function_for(self, segment: Segment, bucket: int) -> Callable[..., Sequence[Any]]:
+        """What is warmed up and captured of a graph segment at a bucket."""
+        on_streams = self.streams.form_for(segment, bucket, self.pool.streams)
+        return on_streams or self.functions[segment.index]
+
+    def _static_buffer(self, value: ValueSpec, bucket: int) -> torch.Tensor:
         assert value.sizes is not None and value.dtype is not None and value.device is not None
         sizes = value.sizes(bucket)
         strides = value.strides(bucket) if value.strides is not None else ()
@@ -135,13 +139,15 @@ class PlanAssembler:
         memories = {memory for segment in segments for memory in segment.writes} - self.plan.step_memory
         return [state_tensor(v) for v in self.plan.values if v.origin == "state" and v.memory in memories]
 
-    def _capture_segments(self, bucket: int, shadows: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
-        static: dict[int, torch.Tensor] = dict(shadows)
-        for buffer in shadows.values():
+    def _capture_segments(
+        self, bucket: int, static_inputs: dict[int, torch.Tensor]
+    ) -> dict[int, torch.Tensor]:
+        static: dict[int, torch.Tensor] = dict(static_inputs)
+        for buffer in static_inputs.values():
             buffer.zero_()
 
         def capture(segment: Segment, arguments: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-            function = self.warm_up.function_for(segment, bucket)
+            function = self.function_for(segment, bucket)
             try:
                 return self.runners[segment.index].capture(bucket, arguments, fn=function)
             except CaptureError as error:
@@ -167,12 +173,12 @@ class PlanAssembler:
         return self.num_leaves + index
 
     def _step_plan(
-        self, bucket: int, shadows: dict[int, torch.Tensor], static: dict[int, torch.Tensor]
+        self, bucket: int, static_inputs: dict[int, torch.Tensor], static: dict[int, torch.Tensor]
     ) -> StepPlan:
         values = self.plan.values
         steps: list[ReplayStep | CallStep] = []
         taken: list[Segment] = []
-        available = {value.index for value in self.shadowed if value.origin == "input"}
+        available = {value.index for value in self.copied_in if value.origin == "input"}
         for segment in self.plan.segments:
             if segment.kind == "graph":
                 graph = None if segment.views_only else self.runners[segment.index].graph_for(bucket)
@@ -181,12 +187,12 @@ class PlanAssembler:
                     taken.append(segment)
                 continue
             taken.append(segment)
-            steps.append(self._call_step(segment, shadows, static, available))
-            available |= {index for index in segment.outputs if index in shadows}
+            steps.append(self._call_step(segment, static_inputs, static, available))
+            available |= {index for index in segment.outputs if index in static_inputs}
         outside = (values[i] for segment in taken if segment.kind != "graph" for i in segment.inputs)
         looked_up = {self._slot(v.index): v.state for v in outside if v.origin == "state" and v.state}
-        inputs = [value.index for value in self.shadowed if value.origin == "input"]
-        copy_ins = self._shadows(inputs, shadows)
+        inputs = [value.index for value in self.copied_in if value.origin == "input"]
+        copy_ins = self._static_inputs(inputs, static_inputs)
         symbols = (value for value in values if value.origin == "symbol" and value.dim >= 0)
         return StepPlan(
             bucket, self.num_leaves, len(values), copy_ins, tuple(steps),
@@ -197,15 +203,15 @@ class PlanAssembler:
             copier=_copier_for(copy_ins[0].buffer.device) if copy_ins else None,
         )  # fmt: skip
 
-    def _shadows(
-        self, indices: Sequence[int], shadows: Mapping[int, torch.Tensor]
+    def _static_inputs(
+        self, indices: Sequence[int], static_inputs: Mapping[int, torch.Tensor]
     ) -> tuple[StaticInput, ...]:
-        return tuple(StaticInput(self._slot(i), shadows[i], self.plan.values[i]) for i in indices)
+        return tuple(StaticInput(self._slot(i), static_inputs[i], self.plan.values[i]) for i in indices)
 
     def _call_step(
         self,
         segment: Segment,
-        shadows: dict[int, torch.Tensor],
+        static_inputs: dict[int, torch.Tensor],
         static: dict[int, torch.Tensor],
         available: set[int],
     ) -> CallStep:
@@ -216,9 +222,9 @@ class PlanAssembler:
             else self._slot(value.index)
             for value in (values[index] for index in segment.inputs)
         )
-        renewed = [index for index in segment.outputs if index in shadows]
+        renewed = [index for index in segment.outputs if index in static_inputs]
         renewed += [i for i in sorted(available - {*renewed}) if values[i].memory in segment.writes]
-        copies = self._shadows(renewed, shadows)
+        copies = self._static_inputs(renewed, static_inputs)
         results = tuple(self._slot(index) for index in segment.outputs)
         taken = {values[index].memory for index in segment.inputs}
         made = enumerate(values[index] for index in segment.outputs)

@@ -1,4 +1,4 @@
-"""Which calls a trace is valid for: what each leaf must be, as the matcher of its signature [I10]."""
+"""Writes the matcher of the calls that a trace is valid for: what each leaf of a call must be [I10]."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Boundary ops inside graphs: writes the captured form of each op that can be captured in its place.
+"""Writes the captured form of each boundary op that can be inside a graph, in the place of its call.
 
 The metadata tensors that the form takes enter the graph as constants that it owns; docs/DESIGN.md says what
 follows from that. A node that stays as it is says why in `meta["kept_out"]`.

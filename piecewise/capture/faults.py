@@ -1,4 +1,4 @@
-"""What a warm-up or a capture has shown to be wrong with a segment, and what is done about it:
+"""Finds what is wrong with a segment that failed in a warm-up or a capture, so that the plan is cut anew:
 
 own kernels agree on all paddings   ─▶ the segment keeps its own kernels
 a node's real rows change           ─▶ that node runs eagerly, and the graph is cut again

@@ -1,4 +1,4 @@
-"""What of the settings this version and this process can capture: told once, and kept for the report."""
+"""Leaves out of the settings what cannot be captured here, and says so once and in the report."""
 
 from __future__ import annotations
 

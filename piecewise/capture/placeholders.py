@@ -34,7 +34,7 @@ def resize_leaf(value: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
     return value
 
 
-def placeholder(sizes: Sequence[int], like: torch.Tensor, *, seed: int) -> torch.Tensor:
+def placeholder_for(sizes: Sequence[int], like: torch.Tensor, *, seed: int) -> torch.Tensor:
     """Values that an op outside the graphs might have left: random floats, the index 0."""
     if not like.dtype.is_floating_point:
         return torch.zeros(tuple(sizes), dtype=like.dtype, device=like.device)

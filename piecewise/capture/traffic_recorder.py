@@ -1,4 +1,4 @@
-"""The token counts that a running server saw, in bounded memory, for its own next bucket file."""
+"""Records the token counts that a running server sees, in bounded memory, for its own next bucket file."""
 
 from __future__ import annotations
 

@@ -10,6 +10,7 @@ values, the same in each warm-up, and poison in padded rows.
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
@@ -26,7 +27,7 @@ from piecewise.capture.placeholders import (
     anything,
     are_same,
     checked_indices,
-    placeholder,
+    placeholder_for,
     poison_padding_,
     real_results,
     resize_leaf,
@@ -35,8 +36,6 @@ from piecewise.errors.capture import PaddingMatters
 from piecewise.ir.plan import Segment, SegmentPlan, ValueSpec
 from piecewise.ir.run_plan import run_plan, state_tensor
 from piecewise.ir.tensors import bound_arguments, storage_of, tensors_in
-from piecewise.streams.streams import StreamSchedules
-from runners.engine import Streams
 from runners.engines import native_engine
 from runners.errors import CaptureError, one_line
 from runners.piecewise_runner import PiecewiseRunner
@@ -45,61 +44,55 @@ from runners.rows import has_strides, narrow_to, padded_parts, poison_value, rep
 _INPUTS = ("input", "symbol")
 
 
+@dataclasses.dataclass(slots=True)
 class WarmUp:
-    """Warm-ups of one plan; one `run` per bucket, of `num_steps` (one or more) runs of each segment."""
+    """Warms up the segments of a plan for one bucket.
 
-    def __init__(
-        self,
-        plan: SegmentPlan,
-        runners: Mapping[int, PiecewiseRunner],
-        *,
-        leaves: Sequence[Any],
-        num_steps: int,
-        streams: StreamSchedules,
-        lanes: Streams,
-    ) -> None:
-        self.plan, self.runners, self.leaves, self.num_steps = plan, runners, tuple(leaves), num_steps
-        self.streams, self.lanes = streams, lanes
-        self._warmed_up: set[tuple[Any, ...]] = set()
+    Attributes:
+        leaves: of the example.
+        function_for: (segment, bucket) → the form of a graph segment that is warmed up and captured.
+        num_steps: runs of each graph segment, one or more.
+        real_rows: how many of the bucket's rows are real.
+        static_inputs: value index → static buffer, of inputs and eager results that graphs read; filled here.
+    """
 
-    def function_for(self, segment: Segment, bucket: int) -> Callable[..., Sequence[Any]]:
-        """What is warmed up and captured of a graph segment at a bucket."""
-        on_lanes = self.streams.form_for(segment, bucket, self.lanes)
-        return on_lanes or self.runners[segment.index].function
+    plan: SegmentPlan
+    runners: Mapping[int, PiecewiseRunner]
+    leaves: Sequence[Any]
+    function_for: Callable[[Segment, int], Callable[..., Sequence[Any]]]
+    num_steps: int
+    bucket: int
+    real_rows: int
+    static_inputs: Mapping[int, torch.Tensor]
+    _made: dict[int, torch.Tensor] = dataclasses.field(init=False)
+    _eager: dict[int, Any] = dataclasses.field(init=False)
+    _warmed_up: set[tuple[Any, ...]] = dataclasses.field(default_factory=set)
 
-    def run(self, bucket: int, real_rows: int, shadows: dict[int, torch.Tensor]) -> None:
-        """Warms up every segment at `bucket` rows, `real_rows` of them real.
+    def run(self) -> None:
+        """Warms up every segment.
 
-        Args:
-            shadows: value index → static buffer, of inputs and eager results that graphs read; filled here.
         Raises:
             SegmentFault: a segment fails, or its real rows change with its padding.
         """
-        self._warmed_up.clear()
-        inputs = self._inputs(real_rows)
-        self._fill_shadows(shadows, inputs, real_rows)
-        made: dict[int, torch.Tensor] = dict(shadows)
-        eager: dict[int, Any] = dict(inputs)
-
-        def on_boundary(segment: Segment) -> None:
-            if segment.kind == "eager":
-                self._run_eager(segment, made, eager, shadows, real_rows)
-            else:
-                self._overwrite(segment, made, real_rows)
-                self._warm_up_boundary(segment, made, bucket)
-
-        def keep(live: set[int]) -> None:
-            for index in made.keys() - live:
-                del made[index]
-
+        self._made, self._eager = dict(self.static_inputs), self._inputs()
+        for index, buffer in self.static_inputs.items():
+            value = self.plan.values[index]
+            assert value.sizes is not None
+            if value.origin == "input" and value.leaf in self.plan.metadata_leaves:
+                buffer.zero_()
+                continue
+            rows = self._eager.get(index)
+            if rows is None:
+                rows = placeholder_for(value.sizes(self.real_rows), buffer, seed=index)
+            self._fill(value, rows)
         run_plan(
-            self.plan, made, bucket, on_boundary=on_boundary, on_live=keep,
-            on_segment=lambda segment, given: self._warm_up_segment(segment, bucket, real_rows, given),
+            self.plan, self._made, self.bucket, on_segment=self._warm_up_segment,
+            on_boundary=self._run_between, on_live=self._keep,
         )  # fmt: skip
 
-    def _inputs(self, real_rows: int) -> dict[int, Any]:
-        """Value index → the example's input at `real_rows`; a copy where the call writes it."""
-        found = {v.index: self._input(v, real_rows) for v in self.plan.values if v.origin in _INPUTS}
+    def _inputs(self) -> dict[int, Any]:
+        """Value index → the example's input at the real rows; a copy where the call writes it."""
+        found = {v.index: self._input(v, self.real_rows) for v in self.plan.values if v.origin in _INPUTS}
         for index, given in found.items():
             if isinstance(given, torch.Tensor) and self.plan.values[index].leaf in self.plan.written_leaves:
                 found[index] = given.clone()
@@ -114,34 +107,32 @@ class WarmUp:
             return leaf
         return resize_leaf(leaf.detach(), value.sizes(num_rows))
 
-    def _fill_shadows(
-        self, shadows: Mapping[int, torch.Tensor], inputs: Mapping[int, Any], real_rows: int
-    ) -> None:
-        for index, buffer in shadows.items():
-            value = self.plan.values[index]
-            assert value.sizes is not None
-            if value.origin == "input" and value.leaf in self.plan.metadata_leaves:
-                buffer.zero_()
-                continue
-            sizes = value.sizes(real_rows)
-            rows = inputs[index] if index in inputs else placeholder(sizes, buffer, seed=index)
-            narrow_to(buffer, sizes).copy_(rows)
-            repeat_row_(buffer, sizes, value.units)
+    def _fill(self, value: ValueSpec, rows: torch.Tensor) -> None:
+        """Copies real rows into the static buffer of a value; padded rows repeat one."""
+        assert value.sizes is not None
+        buffer, sizes = self.static_inputs[value.index], value.sizes(self.real_rows)
+        narrow_to(buffer, sizes).copy_(rows)
+        repeat_row_(buffer, sizes, value.units)
 
-    def _run_eager(
-        self,
-        segment: Segment,
-        made: Mapping[int, torch.Tensor],
-        eager: dict[int, Any],
-        shadows: Mapping[int, torch.Tensor],
-        real_rows: int,
-    ) -> None:
+    def _keep(self, live: set[int]) -> None:
+        for index in self._made.keys() - live:
+            del self._made[index]
+
+    def _run_between(self, segment: Segment) -> None:
+        """Runs an eager segment, or what stands for a boundary op."""
+        if segment.kind == "eager":
+            self._run_eager(segment)
+        else:
+            self._overwrite(segment)
+            self._warm_up_boundary(segment)
+
+    def _run_eager(self, segment: Segment) -> None:
         arguments: list[Any] = []
         copied_back: list[tuple[torch.Tensor, torch.Tensor]] = []
         for value in (self.plan.values[index] for index in segment.inputs):
             if value.origin == "graph":
-                rows = value.real_rows(made[value.index], real_rows)
-                wanted = tuple(value.strides(real_rows)) if value.strides is not None else rows.stride()
+                rows = value.real_rows(self._made[value.index], self.real_rows)
+                wanted = tuple(value.strides(self.real_rows)) if value.strides is not None else rows.stride()
                 if not has_strides(rows, wanted):
                     dense = rows.new_empty(0).new_empty_strided(tuple(rows.shape), wanted).copy_(rows)
                     copied_back.append((rows, dense))
@@ -149,35 +140,26 @@ class WarmUp:
                 arguments.append(rows)
             elif value.origin == "state":
                 arguments.append(state_tensor(value))
-            elif value.index in eager:
-                arguments.append(eager[value.index])
+            elif value.index in self._eager:
+                arguments.append(self._eager[value.index])
             else:
                 return  # made by an eager segment that was left out
         try:
             with checked_indices(arguments):
-                results = segment.function(real_rows, *arguments)
-        except Exception:  # the stand-ins do not suit it; the call itself will say what is wrong, if anything
+                results = segment.function(self.real_rows, *arguments)
+        except Exception:  # placeholders do not suit it; the call itself will say what is wrong, if anything
             return
         for rows, dense in copied_back:
             rows.copy_(dense)
-        eager.update(zip(segment.outputs, results, strict=True))
-        for index, buffer in shadows.items():
+        self._eager.update(zip(segment.outputs, results, strict=True))
+        for index in self.static_inputs.keys() & self._eager.keys():
             value = self.plan.values[index]
-            renewed = index in segment.outputs or value.memory in segment.writes
-            if renewed and index in eager and value.sizes is not None:
-                sizes = value.sizes(real_rows)
-                narrow_to(buffer, sizes).copy_(eager[index])
-                repeat_row_(buffer, sizes, value.units)
+            if index in segment.outputs or value.memory in segment.writes:
+                self._fill(value, self._eager[index])
 
-    def _warm_up_segment(
-        self,
-        segment: Segment,
-        bucket: int,
-        real_rows: int,
-        arguments: Sequence[torch.Tensor],
-    ) -> Sequence[torch.Tensor]:
+    def _warm_up_segment(self, segment: Segment, arguments: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Runs what serves a segment with one padding after the other."""
-        runner, values = self.runners[segment.index], self.plan.values
+        values, bucket, real_rows = self.plan.values, self.bucket, self.real_rows
         taken = [(values[index], tensor) for index, tensor in zip(segment.inputs, arguments, strict=True)]
         written = [(tensor, tensor.clone()) for value, tensor in taken if value.memory in segment.writes]
         first: dict[int, torch.Tensor] = {}
@@ -185,19 +167,17 @@ class WarmUp:
         function = self.function_for(segment, bucket)
         own = function is segment.own_function
         for step in range(self.num_steps):
-            for tensor, before in written:
-                tensor.copy_(before)
+            _put_back(written)
             for value, tensor in taken:
                 poison_padding_(tensor, value, real_rows, bucket, variant=step)
             made_up = CapturedWarmUp(arguments, num_rows=bucket, real_rows=real_rows, variant=step)
             try:
                 with made_up if segment.captured_ops else nullcontext():
                     if not own and segment.checks_values:  # what is compiled or fused trusts its indices
-                        self._run_own(segment, bucket, arguments)
-                        for tensor, before in written:
-                            tensor.copy_(before)
+                        self._run_own(segment, arguments)
+                        _put_back(written)
                     with checked_indices(arguments) if own else nullcontext():
-                        outputs = runner.warm_up(bucket, arguments, fn=function)
+                        outputs = self.runners[segment.index].warm_up(bucket, arguments, fn=function)
                 rows = real_results(segment, values, outputs, real_rows)
                 if step == 0:
                     first = {index: row.clone() for index, row in rows.items()}
@@ -208,14 +188,13 @@ class WarmUp:
                         got=f"other values in warm-up {step + 1} than in warm-up 1",
                     )  # fmt: skip
             except CaptureError as error:
-                for tensor, before in written:
-                    tensor.copy_(before)
+                _put_back(written)
                 raise SegmentFault(
                     error, segment, function, arguments, bucket=bucket, real_rows=real_rows, variant=step
                 ) from error
         return outputs
 
-    def _run_own(self, segment: Segment, bucket: int, arguments: Sequence[torch.Tensor]) -> None:
+    def _run_own(self, segment: Segment, arguments: Sequence[torch.Tensor]) -> None:
         """Runs a segment as the model has it; only on a device that an index out of range would end."""
         if segment.own_function is None or not any(
             native_engine(tensor.device).dies_of_bad_index for tensor in arguments
@@ -223,42 +202,47 @@ class WarmUp:
             return
         try:
             with checked_indices(arguments):
-                segment.own_function(bucket, *arguments)
+                segment.own_function(self.bucket, *arguments)
         except Exception as error:
             raise PaddingMatters(
-                segment=segment.name, bucket=bucket, result="",
+                segment=segment.name, bucket=self.bucket, result="",
                 expected="a segment that runs", got=one_line(error),
             ) from error  # fmt: skip
 
-    def _overwrite(self, segment: Segment, made: dict[int, torch.Tensor], real_rows: int) -> None:
+    def _overwrite(self, segment: Segment) -> None:
         """Makes up what a boundary op would write: random real rows, poisoned padding."""
         for index in segment.inputs:
             value = self.plan.values[index]
             if value.origin != "graph" or value.memory not in segment.writes or value.sizes is None:
                 continue
-            tensor, sizes = made[index], value.sizes(real_rows)
+            tensor, sizes = self._made[index], value.sizes(self.real_rows)
             for part in padded_parts(tensor, sizes):
                 part.fill_(anything(tensor, 0))
-            narrow_to(tensor, sizes).copy_(placeholder(sizes, tensor, seed=index))
+            narrow_to(tensor, sizes).copy_(placeholder_for(sizes, tensor, seed=index))
 
-    def _warm_up_boundary(self, segment: Segment, made: dict[int, torch.Tensor], bucket: int) -> None:
+    def _warm_up_boundary(self, segment: Segment) -> None:
         """Once per kind of boundary segment: the layers of a model differ in their tensors only."""
         arguments: list[Any] = []
         for value in (self.plan.values[index] for index in segment.inputs):
-            if value.index in made:
-                arguments.append(made[value.index])
+            if value.index in self._made:
+                arguments.append(self._made[value.index])
             elif value.state is not None:
                 arguments.append(value.state.get())
             elif value.origin in _INPUTS:
-                arguments.append(self._input(value, bucket))
+                arguments.append(self._input(value, self.bucket))
             else:
                 return  # made by an eager segment
         kinds = ((a.shape, a.dtype) if isinstance(a, torch.Tensor) else a for a in arguments)
         key = segment.lowering_key, *kinds
         if key not in self._warmed_up:
             self._warmed_up.add(key)
-            with BoundaryWarmUp(bucket):
-                segment.function(bucket, *arguments)
+            with BoundaryWarmUp(self.bucket):
+                segment.function(self.bucket, *arguments)
+
+
+def _put_back(written: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    for tensor, before in written:
+        tensor.copy_(before)
 
 
 def _first_changed(before: Mapping[int, torch.Tensor], now: Mapping[int, torch.Tensor]) -> int | None:
@@ -320,7 +304,7 @@ class CapturedWarmUp(BoundaryWarmUp):
         op(*args, **kwargs)
 
     def _make_up(self, tensor: torch.Tensor, dim: int | None) -> None:
-        tensor.copy_(placeholder(tensor.shape, tensor, seed=0))
+        tensor.copy_(placeholder_for(tensor.shape, tensor, seed=0))
         if tensor.dtype.is_floating_point and dim is not None and tensor.shape[dim] == self._num_rows:
             padded = tensor.narrow(dim, self._real_rows, self._num_rows - self._real_rows)
             padded.fill_(poison_value(tensor.dtype, self._variant))

@@ -5,3 +5,14 @@ Out: another graph that computes the same, and counts of what matched.
 Read first: `pipeline.py`, then `fusions/silu_and_mul.py` as an example.
 A wing: the story of a call can be read without this room.
 """
+
+from typing import Any
+
+
+def __getattr__(name: str) -> Any:
+    """Loads the passes at their first use: they bring Inductor's pattern matcher with them."""
+    if name != "fuse_segments":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from piecewise.passes.fuse import fuse
+
+    return fuse

@@ -47,7 +47,7 @@ boundary_ops.declare_rows("cuda_streams::slow", token_args={"x": 0})
 
 @torch.library.custom_op("cuda_streams::fails", mutates_args=())
 def fails(x: Tensor) -> Tensor:
-    raise ValueError("not on this lane")
+    raise ValueError("not on this stream")
 
 
 @fails.register_fake
@@ -79,13 +79,13 @@ def check_verified(made: Any) -> None:
 
 
 class Trial:
-    """A function's graph on one stream and the one on lanes, captured into one pool."""
+    """A function's graph on one stream and the one on several, captured into one pool."""
 
     def __init__(self, function: Any, *tensors: Tensor, num_streams: int = 2) -> None:
         self.segment, values = segment_of(function, tensors)
         self.tensors = tensors
         self.made = ScheduledFunction.of(self.segment, values, num_rows=ROWS, num_streams=num_streams)
-        assert self.made.run is not None, "no branches"
+        assert self.made.schedule.regions, "no branches"
         self.engine = engine_for("cuda", tensors[0].device)
         self.pool = self.engine.new_pool(tensors[0].device)
         self.pool.begin_bucket()
@@ -93,13 +93,12 @@ class Trial:
             self.segment.function(ROWS, *tensors)
             self.made.run(self.pool.streams, ROWS, *tensors)
         # First, while the pool has no free blocks: which ones it then takes is known.
-        self.lanes = self.engine.capture(self.on_lanes, pool=self.pool, segment="lanes")
+        self.parallel = self.engine.capture(self.on_streams, pool=self.pool, segment="several streams")
         self.serial = self.engine.capture(
             lambda: self.segment.function(ROWS, *tensors), pool=self.pool, segment="one stream"
         )
 
-    def on_lanes(self) -> Any:
-        assert self.made.run is not None
+    def on_streams(self) -> Any:
         return self.made.run(self.pool.streams, ROWS, *self.tensors)
 
     def results(self, graph: Any) -> list[Tensor]:
@@ -109,7 +108,7 @@ class Trial:
         return [output.clone() for output in graph.outputs]
 
     def close(self) -> None:
-        for graph in (self.serial, self.lanes):
+        for graph in (self.serial, self.parallel):
             graph.reset()
         self.pool.release()
 
@@ -149,9 +148,9 @@ def test_q_k_v_and_gate_up_have_the_bits_and_the_nodes_of_one_stream(num_streams
     with trial(block, rows(dtype=dtype), norm, *weights, num_streams=num_streams) as made:
         assert made.made.schedule.num_branches == (3, 2)
         for _ in range(5):
-            for one, other in zip(made.results(made.serial), made.results(made.lanes), strict=True):
+            for one, other in zip(made.results(made.serial), made.results(made.parallel), strict=True):
                 assert torch.equal(one, other)
-        assert made.lanes.num_ops == made.serial.num_ops, "forks and joins are edges, not nodes"
+        assert made.parallel.num_ops == made.serial.num_ops, "forks and joins are edges, not nodes"
 
 
 def late_read(x, a, b, c):
@@ -163,18 +162,20 @@ def late_read(x, a, b, c):
     return first, second
 
 
-def test_memory_that_a_lane_still_reads_is_not_handed_out():
+def test_memory_that_a_stream_still_reads_is_not_handed_out():
     with trial(late_read, rows(), *(weight() for _ in range(3))) as made:
         (region,) = made.made.schedule.regions
-        assert len(region.lanes[0]) > len(region.lanes[1]), "the slow branch is the one on the side stream"
-        for one, other in zip(made.results(made.serial), made.results(made.lanes), strict=True):
+        assert len(region.streams[0]) > len(region.streams[1]), (
+            "the slow branch is the one on the side stream"
+        )
+        for one, other in zip(made.results(made.serial), made.results(made.parallel), strict=True):
             assert torch.equal(one, other)
 
 
 def test_the_test_above_sees_memory_that_is_freed_too_early(monkeypatch):
     monkeypatch.setattr(stream_graph, "_has_memory", lambda node: False)
     with trial(late_read, rows(), *(weight() for _ in range(3))) as made:
-        expected, found = made.results(made.serial), made.results(made.lanes)
+        expected, found = made.results(made.serial), made.results(made.parallel)
         assert not all(map(torch.equal, expected, found))
 
 
@@ -183,7 +184,7 @@ def test_warm_ups_run_on_real_streams_and_come_back_to_the_callers():
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            found = made.on_lanes()
+            found = made.on_streams()
             assert torch.cuda.current_stream() == stream
         torch.cuda.synchronize()
         assert all(map(torch.equal, found, made.results(made.serial)))
@@ -205,10 +206,10 @@ def test_I8_an_error_between_fork_and_join_ends_the_capture_and_the_next_one_wor
             return run(made.pool.streams, ROWS, *tensors)
 
         for _ in range(2):
-            with pytest.raises((ValueError, CaptureError), match="not on this lane"):
+            with pytest.raises((ValueError, CaptureError), match="not on this stream"):
                 made.engine.capture(broken, pool=made.pool, segment="broken")
             assert torch.cuda.current_stream() == before and not torch.cuda.is_current_stream_capturing()
-        again = made.engine.capture(made.on_lanes, pool=made.pool, segment="again")
+        again = made.engine.capture(made.on_streams, pool=made.pool, segment="again")
         assert all(map(torch.equal, made.results(again), made.results(made.serial)))
         again.reset()
 
@@ -217,7 +218,7 @@ def test_each_capture_of_a_pool_takes_the_same_streams():
     with trial(late_read, rows(), *(weight() for _ in range(3))) as made:
         sides = list(made.pool.streams._sides)
         assert len(sides) == 1 and sides[0] != made.pool.stream
-        made.on_lanes()
+        made.on_streams()
         assert made.pool.streams._sides == sides
 
 
@@ -295,13 +296,13 @@ class Wide(nn.Module):
         return x + self.down(F.silu(self.gate(x)) * self.up(x))
 
 
-def test_I9_the_pool_is_that_of_the_largest_bucket_and_not_doubled_by_lanes(monkeypatch):
+def test_I9_the_pool_is_that_of_the_largest_bucket_and_not_doubled_by_streams(monkeypatch):
     """Each stream has a cuBLAS workspace of its own, of some 32 MiB; activations are far more."""
     monkeypatch.setattr(streams, "MAX_ROWS", 8192)
 
     def pool_bytes(num_streams: int, buckets: tuple[int, ...]) -> int:
         made, report = graphed(on_cuda(Wide(), torch.bfloat16), num_streams, buckets=buckets)
-        print(num_streams, buckets, report, sep="\n")  # with -s: what the lanes cost
+        print(num_streams, buckets, report, sep="\n")  # with -s: what the streams cost
         found = report.pool_bytes
         made.release()
         return found
@@ -346,7 +347,7 @@ class Two(nn.Module):
         return out * 2
 
 
-def test_branches_run_at_small_buckets_on_lanes_and_at_large_ones_on_one_stream():
+def test_branches_run_at_small_buckets_on_several_streams_and_at_large_ones_on_one_stream():
     made, report = graphed(on_cuda(Two(slow)), buckets=(16, 4096))
     first = report.streams[0].segments[0]
     assert first.branches == (2,), report

@@ -17,7 +17,7 @@ from boundary_ops.attention import attention, captured
 from boundary_ops.attention.checks import CapturedCall
 from boundary_ops.attention.program import warn_slow
 from boundary_ops.attention.step_buffers import StepBuffers
-from boundary_ops.attention.triton import prefill, warm_up
+from boundary_ops.attention.triton import prefill
 from boundary_ops.attention.triton.configs import BlockConfig
 from boundary_ops.attention.triton.launcher import is_interpreted
 from boundary_ops.attention.triton.programs import prefill_program
@@ -374,12 +374,12 @@ def test_I8_warm_up_leaves_no_trace(monkeypatch):
     prefill.plans.by_key.clear()
     prefill.plans.geometries.clear()
     state = torch.get_rng_state()
-    warm_up.compile_ahead(33, AttentionCall(*arguments, **layer.options))
+    prefill.compile_ahead(33, AttentionCall(*arguments, **layer.options))
     geometries = list(prefill.plans.geometries)
     assert [(g.heads, g.head_dim, g.window, g.softcap, g.sinks) for g in geometries] == [
         (2, 64, True, True, torch.float32)
     ]
-    warm_up.compile_ahead(5)  # without arguments: whatever was seen before
+    prefill.compile_ahead(5)  # without arguments: whatever was seen before
     assert list(prefill.plans.geometries) == geometries
     assert torch.equal(torch.get_rng_state(), state)
     assert all((tensor == 7).all() for tensor in arguments[3:])

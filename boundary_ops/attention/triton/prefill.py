@@ -15,14 +15,22 @@ from typing import Any
 import torch
 
 from boundary_ops.attention.checks import CapturedCall, check_batch
-from boundary_ops.attention.triton.launcher import current_device, current_stream, jit_launch
+from boundary_ops.attention.scratch import ScratchLayer
+from boundary_ops.attention.triton.configs import BlockConfig, Geometry
+from boundary_ops.attention.triton.launcher import (
+    compiling_together,
+    current_device,
+    current_stream,
+    is_interpreted,
+    jit_launch,
+)
 from boundary_ops.attention.triton.plans import Plan, Plans
 from boundary_ops.attention.triton.programs import prefill_program
 from boundary_ops.attention.triton.tiles import tiles_of
 from boundary_ops.backends.library import NAME, AttentionCall
 from boundary_ops.step.batch import PrefillBatch
 
-__all__ = ["attend", "attend_captured", "bind", "plans"]
+__all__ = ["attend", "attend_captured", "bind", "compile_ahead", "plans"]
 
 # The one state of this module: programs are compiled once per process, whoever calls the op.
 plans = Plans()
@@ -128,3 +136,36 @@ def _launch(
     # A program compiled for arguments that are not all aligned serves only those.
     if compiled is not None and is_aligned:
         plans.compiled[geometry, config, has_context, max_seqs] = (compiled, constants)
+
+
+def compile_ahead(num_tokens: int, call: AttentionCall | None = None) -> None:
+    """Compiles all that a step of up to `num_tokens` new tokens launches, with and without context.
+
+    Args:
+        call: looked at and not touched; without one, every layer shape seen so far.
+    """
+    for geometry in [Geometry.of(call)] if call is not None else list(plans.geometries):
+        # A smaller step may take other block sizes; each choice holds for some power of two.
+        counts = sorted({1 << bit for bit in range(num_tokens.bit_length())} | {num_tokens} - {0})
+        chosen: dict[BlockConfig, int] = {}
+        for count in counts:
+            chosen.setdefault(plans.config_for(geometry, count), count)
+        missing = [
+            (count, has_context)
+            for config, count in chosen.items()
+            for has_context in (False, True)
+            if (geometry, config, has_context, 0) not in plans.compiled
+        ]
+        scratches = {count: ScratchLayer(geometry, count) for count, _ in missing}
+        runs = [(scratches[count], has_context) for count, has_context in missing]
+        if not is_interpreted(prefill_program):
+            with compiling_together():
+                for scratch, has_context in runs:
+                    _run(scratch, has_context)
+        for scratch, has_context in runs:
+            _run(scratch, has_context)
+
+
+def _run(scratch: ScratchLayer, has_context: bool) -> None:
+    with torch.no_grad():
+        attend(scratch.new_step(has_context=has_context), scratch.call)

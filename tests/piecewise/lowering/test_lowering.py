@@ -685,4 +685,4 @@ def test_progress_names_each_part_and_is_silent_when_asked(compiles, monkeypatch
     assert said == []
     loud = piecewise.compile(Toy(num_blocks=1).eval(), buckets=[4], lowering="inductor")
     loud.capture(*arguments)
-    assert said == ["tracing", "tracing one token", "capturing bucket 4", "lowering segments"]
+    assert said == ["tracing", "capturing bucket 4", "lowering segments"]

@@ -330,3 +330,11 @@ def test_inductor_compiles_the_rewritten_segments(fusions):
         assert made.verify(ids).ok
         model.layers[0].v.weight.mul_(-1)
     torch.testing.assert_close(replayed(made, ids), eagerly(model, ids), **CLOSE)
+
+
+def test_one_token_is_compared_after_its_weights_were_packed():
+    model = Plain()
+    made, report = graphed(model, "pack_linears")
+    assert matches(report)["pack_linears"] == 4 and not made.report().captures[0].serves_one_token
+    torch.testing.assert_close(replayed(made, make_ids(1)), eagerly(model, make_ids(1)), **CLOSE)
+    assert made.report().captures[0].serves_one_token

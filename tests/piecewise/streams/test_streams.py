@@ -215,7 +215,7 @@ def test_small_is_up_to_512_rows():
         assert [(each.bucket, each.kept) for each in kind.buckets] == [(513, False), (512, True)]
 
 
-def test_I8_a_form_on_lanes_leaves_no_graph_and_no_change_of_state():
+def test_I8_a_form_on_streams_leaves_no_graph_and_no_change_of_state():
     model = Plain(3)
     before = {name: tensor.clone() for name, tensor in [*model.named_parameters()]}
     caches = [layer.cache.clone() for layer in model.layers]

@@ -151,7 +151,7 @@ def test_the_floor_runs_the_plans_kernels() -> None:
         graphed, _ = maker._captured("graphed")
         args, kwargs = case.inputs(4)
         (signature,) = inspect(graphed).signatures
-        _, leaves = signature.match(graphed._binder.bind(*args, **kwargs))
+        _, leaves = signature.match(signature.binder.bind(*args, **kwargs))
         functions = signature.assemblers[0].functions
         (found,) = run_floor(signature.served[4].plan, functions, leaves, 4)
         assert torch.equal(found, case.model(*args, **kwargs)["y"])

@@ -19,6 +19,7 @@ import boundary_ops
 import piecewise
 from boundary_ops import PrefillBatch
 from piecewise.analysis.rows.table import RULES, Entry
+from piecewise.capture.build_plan import PlanAssembler
 from piecewise.capture.placeholders import poison_padding_
 from piecewise.ir.plan import PaddedRows, ValueSpec
 from piecewise.tools import cli
@@ -26,7 +27,6 @@ from piecewise.verify import poison
 from piecewise.verify.differences import Tolerance, compare_values
 from piecewise.verify.verify import edge_sizes
 from runners.bound_steps import BoundCall, CopyInputs
-from runners.piecewise_runner import PiecewiseRunner
 
 BUCKETS = (8, 16)
 
@@ -334,12 +334,13 @@ def test_a_boundary_op_that_writes_other_kv_rows_is_found_and_named(name):
 
 def capture_with(monkeypatch, segment, change):
     """Captures with `change(function)` in the place of a segment's function; the plan keeps the true one."""
-    made = PiecewiseRunner.__init__
+    right = PlanAssembler.function_for
 
-    def init(self, fn, *, name, **options):
-        made(self, change(fn) if name == f"segment {segment}" else fn, name=name, **options)
+    def function_for(self, each, bucket):
+        function = right(self, each, bucket)
+        return change(function) if each.index == segment else function
 
-    monkeypatch.setattr(PiecewiseRunner, "__init__", init)
+    monkeypatch.setattr(PlanAssembler, "function_for", function_for)
 
 
 def test_a_difference_tells_a_wrong_plan_from_a_wrong_replay(monkeypatch):

@@ -261,7 +261,7 @@ def test_a_program_that_fails_to_compile_with_others_is_compiled_by_its_launch(m
 
 @needs_triton
 def test_a_warm_up_compiles_all_programs_before_it_launches_one(monkeypatch):
-    from boundary_ops.attention.triton import warm_up
+    from boundary_ops.attention.triton import prefill
 
     geometry = Geometry(torch.float32, -1, 4, 2, 64, 16)
     runs, blocks = [], []
@@ -286,15 +286,15 @@ def test_a_warm_up_compiles_all_programs_before_it_launches_one(monkeypatch):
         runs.append((len(blocks), num_tokens, has_context))
 
     for name, placeholder in (("ScratchLayer", Scratch), ("compiling_together", together), ("attend", run)):
-        monkeypatch.setattr(warm_up, name, placeholder)
-    monkeypatch.setattr(warm_up, "is_interpreted", lambda program: False)
-    monkeypatch.setattr(warm_up.plans, "geometries", {geometry: None})
-    warm_up.compile_ahead(1000)
+        monkeypatch.setattr(prefill, name, placeholder)
+    monkeypatch.setattr(prefill, "is_interpreted", lambda program: False)
+    monkeypatch.setattr(prefill.plans, "geometries", {geometry: None})
+    prefill.compile_ahead(1000)
     assert blocks == [len(runs) // 2] and len(runs) == len(set(runs)) >= 4
     assert [run[1:] for run in runs[: blocks[0]]] == [run[1:] for run in runs[blocks[0] :]]
     runs.clear()
-    monkeypatch.setattr(warm_up, "is_interpreted", lambda program: True)
-    warm_up.compile_ahead(1000)
+    monkeypatch.setattr(prefill, "is_interpreted", lambda program: True)
+    prefill.compile_ahead(1000)
     assert len(runs) == blocks[0] and len(blocks) == 1
 
 
