@@ -1,4 +1,4 @@
-"""The examples of CONTRIBUTING.md are whole: each file, put where the example says, and no other one changed."""
+"""The examples of CONTRIBUTING.md are whole: their files are put in their places, and no other one changes."""
 
 from __future__ import annotations
 
