@@ -1,7 +1,7 @@
 """Lists the graph engines, and finds the one that serves a device.
 
-An engine for another kind of device is a folder beside `cuda/` and one entry in `_HOMES`. An engine is imported when
-it is first used, so that settings can name engines without torch.
+An engine for another kind of device is a folder beside `cuda/` and one entry in `_HOMES`. An engine is
+imported when it is first used, so that settings can name engines without torch.
 """
 
 from __future__ import annotations

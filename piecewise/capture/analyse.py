@@ -215,13 +215,11 @@ def one_token_refusal(traced: TracedModel, model: nn.Module, *, forward: Any, co
     ratio = config.max_padding_ratio
     if ratio is not None and config.buckets[0] > ratio:
         return f"max_padding_ratio = {ratio:g} excludes it from the smallest bucket, {config.buckets[0]}"
-    example = example_of_size(traced, 1)
+    trace, example = front_end(config.frontend), example_of_size(traced, 1)
     static: dict[int, tuple[int, ...]] = {c.leaf: tuple(c.dims) for c in traced.token.inputs}
     static |= dict.fromkeys(traced.static_ints, ())
     try:
-        single = front_end(config.frontend)(
-            model, example, forward=forward, static_dims=static, finds_facts=False
-        )
+        single = trace(model, example, forward=forward, static_dims=static, finds_facts=False)
     except PiecewiseError as error:
         return f"it cannot be traced with one: {error.what}"
     single = normalized(single)

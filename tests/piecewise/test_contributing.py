@@ -1,4 +1,4 @@
-"""The examples of CONTRIBUTING.md are whole: their files are put in their places, and no other one changes."""
+"""The examples of CONTRIBUTING.md are whole: their files are put in their places, and no other changes."""
 
 from __future__ import annotations
 
