@@ -57,5 +57,73 @@ def test_an_example_passes_its_own_test_in_its_places(section, checkout):
     assert not [line for line in broken.splitlines() if any(path in line for path in files)]
 
 
+ENGINE = """from runners.engine import GraphEngine
+from runners.tape.tape import TapeEngine
+
+
+class PretendEngine(GraphEngine):
+    name = "pretend"
+
+    def new_pool(self, device):
+        return TapeEngine().new_pool(device)
+
+    def capture(self, fn, *, pool, segment):
+        return TapeEngine().capture(fn, pool=pool, segment=segment)
+"""
+FRONT_END = """from piecewise.trace.dynamo.front_end import trace_with_dynamo
+
+
+def record(model, example, *, forward, static_dims={}, finds_facts=True):
+    model.num_records += 1
+    return trace_with_dynamo(
+        model, example, forward=forward, static_dims=static_dims, finds_facts=finds_facts
+    )
+"""
+USE = """import torch
+from toy_models import Toy, make_ids
+
+import piecewise
+
+model = Toy(num_blocks=1).eval()
+model.num_records = 0
+graphed = piecewise.compile(model, buckets=[4, 8], progress=False, engine="pretend", frontend="recorded")
+arguments = make_ids(5), torch.arange(5)
+with torch.no_grad():
+    assert graphed.capture(*arguments).ok
+    graphed(*arguments)
+    assert graphed.stats.replays == 1 and model.num_records == 1
+    found = graphed.verify(*arguments)
+assert found.ok and "padding of nan" in found.checks[0].runs
+assert str(graphed.report()).startswith("engine: pretend; captured")
+"""
+
+
+def test_an_engine_and_a_front_end_are_a_folder_and_one_entry_each(checkout):
+    """Both work by their names in settings, captures, replays, verify and the report."""
+    for path, entries, entry, text in (
+        ("runners/pretend", "runners/engines.py", '_Home("runners.pretend.room", "PretendEngine")', ENGINE),
+        (
+            "piecewise/trace/recorded",
+            "piecewise/settings/front_ends.py",
+            '"piecewise.trace.recorded.room:record"',
+            FRONT_END,
+        ),
+    ):
+        (checkout / path).mkdir()
+        (checkout / path / "__init__.py").touch()
+        (checkout / path / "room.py").write_text(text)
+        table = checkout / entries
+        name = path.rpartition("/")[2]
+        changed, count = re.subn(
+            r"^(_HOMES|FRONT_ENDS) = \{", rf'\g<0>"{name}": {entry}, ', table.read_text(), flags=re.MULTILINE
+        )
+        assert count == 1
+        table.write_text(changed)
+    output_of("-c", USE, cwd=checkout)
+    broken = output_of("-c", BROKEN, cwd=checkout).split("\n")
+    assert [line.partition(":")[0] for line in broken if line] == ["runners/pretend/room.py"]
+    assert any("imports runners.tape.tape, of another engine" in line for line in broken)
+
+
 def test_two_examples_are_shown():
     assert {"A boundary op", "A fusion pass"} <= {section.splitlines()[0] for section in EXAMPLES}
