@@ -1,11 +1,12 @@
 """Lists the graph engines, and finds the one that serves a device.
 
-An engine for another kind of device is a folder beside `cuda/` and one entry here. An engine is imported when
-it is first used, so that settings can name engines without torch.
+An engine for another kind of device is a folder beside `cuda/` and one entry in `_HOMES`. An engine is
+imported when it is first used, so that settings can name engines without torch.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from importlib import import_module
 from typing import TYPE_CHECKING, NamedTuple
@@ -48,16 +49,23 @@ def engine_for(name: str, device: torch.device | str) -> GraphEngine:
     if name == "auto":
         return native_engine(device)
     if name not in _HOMES:
-        *others, last = map(repr, ENGINE_NAMES)
-        raise UnknownEngine(name=name, names=f"{', '.join(others)} or {last}")
-    needed = _HOMES[name].device_type
-    if needed not in (None, _kind_of(device)):
-        raise EngineOfAnotherDevice(name=name, device=device, device_type=needed)
+        raise UnknownEngine(name=name, names=_either(ENGINE_NAMES))
+    kind, needed = _kind_of(device), _HOMES[name].device_type
+    if needed not in (None, kind):
+        fitting = [each for each, home in _HOMES.items() if home.device_type in (None, kind)]
+        raise EngineOfAnotherDevice(
+            name=name, names=_either(["auto", *fitting]), device=device, device_type=needed
+        )
     return _engine(name)
 
 
 def _kind_of(device: torch.device | str) -> str:
     return str(device).partition(":")[0]
+
+
+def _either(names: Sequence[str]) -> str:
+    *others, last = map(repr, names)
+    return f"{', '.join(others)} or {last}"
 
 
 @cache

@@ -161,7 +161,7 @@ class EngineOfAnotherDevice(ConfigError):
     """The graph engine is for another kind of device than the model's."""
 
     what = "field 'engine', device {device}"
-    expected = "'auto' or 'tape'"
+    expected = "{names}"
     got = "{name!r}"
     rule = "graphs of the engine {name!r} hold work of a {device_type} device"
     fix = "move the model to a {device_type} device, or use engine='auto'"

@@ -33,8 +33,7 @@ from piecewise.ir.nodes import fakes_of, module_path, source_line
 from piecewise.ir.plan import SegmentPlan
 from piecewise.report.startup_times import StartupTimes
 from piecewise.settings.config import PiecewiseConfig
-from piecewise.trace.dynamo.front_end import trace
-from piecewise.trace.trace import ExampleCall, Trace
+from piecewise.trace.trace import ExampleCall, Trace, front_end
 from runners.errors import PiecewiseError
 
 
@@ -149,6 +148,7 @@ def trace_model(
             that `config` leaves out.
     """
     _check_devices(model, example)
+    trace = front_end(config.frontend)
     traced = trace(model, example, forward=forward)
     static = dict.fromkeys(_ints_that_decide(traced), ())
     if static:
@@ -215,7 +215,7 @@ def one_token_refusal(traced: TracedModel, model: nn.Module, *, forward: Any, co
     ratio = config.max_padding_ratio
     if ratio is not None and config.buckets[0] > ratio:
         return f"max_padding_ratio = {ratio:g} excludes it from the smallest bucket, {config.buckets[0]}"
-    example = example_of_size(traced, 1)
+    trace, example = front_end(config.frontend), example_of_size(traced, 1)
     static: dict[int, tuple[int, ...]] = {c.leaf: tuple(c.dims) for c in traced.token.inputs}
     static |= dict.fromkeys(traced.static_ints, ())
     try:

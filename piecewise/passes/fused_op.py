@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+
+from runners.engines import native_engine
+from runners.tensors import tensors_in
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MAX_FLOAT8 = 448.0  # the largest float8_e4m3fn
@@ -30,17 +33,23 @@ def fused_op(
         schema: as `torch.library` takes it, without a namespace.
         reference: computes it with torch operators.
         fake: makes results of the right sizes and strides.
-        kernel: "package.module:function", with the op's arguments: what runs on CUDA, imported when it first
-            does; where that fails, as without triton, the reference runs.
+        kernel: "package.module:function", with the op's arguments: what runs where Triton does, imported when
+            it first does; where that fails, as without triton, the reference runs.
     """
     name = schema.partition("(")[0]
     # torch's operators inside would record a gradient of their own, behind the op's, which has none.
     plain = torch.no_grad()(reference)
     _library.define(schema)
     _library.impl(name, plain, "CPU")
-    _library.impl(name, lambda *args: (_kernel(kernel) or plain)(*args), "CUDA")
+    # On any other device; which ones have Triton, their engines know.
+    _library.impl(name, lambda *args: _on_device(kernel, plain, args)(*args), "CompositeExplicitAutograd")
     torch.library.register_fake(f"piecewise::{name}", fake, lib=_library)
     return getattr(torch.ops.piecewise, name).default
+
+
+def _on_device(kernel: str | None, plain: Callable[..., Any], arguments: Sequence[Any]) -> Callable[..., Any]:
+    device = next(tensors_in(arguments)).device
+    return (native_engine(device).has_triton and _kernel(kernel)) or plain
 
 
 @functools.cache

@@ -25,7 +25,7 @@ def _on_cuda(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return torch_api.int_mm(padded, b)[: a.shape[0]].clone()
 
 
-_library.impl("int8_matmul", torch_api.int_mm, "CPU")
+_library.impl("int8_matmul", torch_api.int_mm, "CompositeExplicitAutograd")
 _library.impl("int8_matmul", _on_cuda, "CUDA")
 torch.library.register_fake(
     "piecewise::int8_matmul",

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from piecewise.settings import kinds, toml_file
+from piecewise.settings.front_ends import FRONT_ENDS, LATER
 from piecewise.settings.grids import Grid
 from piecewise.settings.kinds import Check, Kind, Problem, optional, whole
 from piecewise.settings.limits import Clamped, Clipping, Limit, clip, decode_limit, prefill_limit
@@ -99,7 +100,7 @@ class PiecewiseConfig:
     engine: str = _setting("auto", "capture", kinds.choice(*ENGINE_NAMES))
     num_streams: int = _setting(1, "capture", whole(1, 8))
     progress: bool = _setting(True, "capture", kinds.flag)
-    frontend: str = _setting("trace", "compile", kinds.choice("trace", later=("record",)))
+    frontend: str = _setting("trace", "compile", kinds.choice(*FRONT_ENDS, later=LATER))
     lowering: str = _setting("eager", "compile", kinds.choice("eager", "inductor"))
     compile_sizes: tuple[int, ...] = _setting((), "compile", kinds.some_sizes)
     fusions: tuple[str, ...] = _setting((), "compile", kinds.fusions)

@@ -12,7 +12,6 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import fx
 from torch._inductor.pattern_matcher import (
     MULTIPLE,
@@ -28,7 +27,6 @@ from torch._inductor.pattern_matcher import (
 )
 
 Rewrite = Callable[[Match], None]
-_NAMED: dict[Any, frozenset[str]] = {torch.ops.aten._to_copy.default: frozenset({"dtype"})}
 
 
 class PatternSet:
@@ -58,9 +56,13 @@ class PatternSet:
 
 
 def _says_all(match: Match) -> bool:
-    """Whether no node has a keyword argument that patterns do not name, such as the `alpha` of a sum: torch's
-    matcher looks at those alone that are named. Ours name the dtype of casts, and no other."""
-    return all(set(node.kwargs) <= _NAMED.get(node.target, frozenset()) for node in match.nodes)
+    """Whether no node has a keyword argument that its pattern does not name, such as the `alpha` of a sum:
+    torch's matcher looks at those alone that are named."""
+    return all(
+        set(node.kwargs) <= set(pattern.kwargs)
+        for pattern, node in match.ctx.pattern_to_node.items()
+        if isinstance(pattern, CallFunction) and node is not None
+    )
 
 
 def find_regions(graph: fx.Graph) -> None:

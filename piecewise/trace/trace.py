@@ -1,12 +1,14 @@
 """Says what a trace is, whoever makes it: a model and an example call become one flat graph.
 
-`FrontEnd` makes one without running the model, as `dynamo/front_end.py` does; later rooms know a `Trace`
-alone.
+`FrontEnd` makes one without running the model, as `dynamo/front_end.py` does; `front_end` finds the one of a
+name. Later rooms know a `Trace` alone.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import pkgutil
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
@@ -20,6 +22,7 @@ from piecewise.calls.structure import Structure, flatten_structure
 from piecewise.errors.trace import MissingArguments
 from piecewise.ir.plan import ResultLeaf, WrappedLeaf
 from piecewise.report.startup_times import LayerReuse
+from piecewise.settings.front_ends import FRONT_ENDS
 from runners.state.state_check import StateFacts, StateRef
 
 
@@ -126,3 +129,10 @@ class FrontEnd(Protocol):
         Raises:
             TraceError: forward cannot be one graph, has side effects, or returns what cannot be rebuilt.
         """
+
+
+@functools.cache
+def front_end(name: str) -> FrontEnd:
+    """Loads the front end of that name, a key of `FRONT_ENDS`."""
+    found: FrontEnd = pkgutil.resolve_name(FRONT_ENDS[name])
+    return found

@@ -12,6 +12,7 @@ from typing import Any, cast
 
 from piecewise.capture.placeholders import OTHER_ROWS
 from piecewise.ir.plan import ValueSpec
+from runners.engine import GraphEngine
 from runners.rows import poison_value
 from runners.step_plan import CallStep, StaticInput, StepPlan
 
@@ -39,12 +40,12 @@ _FINITE = (
 )
 
 
-def poisons_for(engine: str, *, is_padded: bool) -> tuple[Poison, ...]:
-    """The replays of one call: as it is served, then with poison; NaN on the tape alone, since one that
-    becomes an index ends all use of a CUDA device."""
+def poisons_for(engine: GraphEngine, *, is_padded: bool) -> tuple[Poison, ...]:
+    """The replays of one call: as it is served, then with poison; NaN only where one that becomes an index
+    does not end all use of the device."""
     if not is_padded:
         return (AS_SERVED,)
-    nan = (Poison("padding of nan", 0),) if engine == "tape" else ()
+    nan = (Poison("padding of nan", 0),) if not engine.dies_of_bad_index else ()
     return (AS_SERVED, *nan, *_FINITE)
 
 

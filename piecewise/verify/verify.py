@@ -152,10 +152,9 @@ class _SizeVerifier:
         return dict(unique.values())
 
     def run(self, forward: Callable[[], Any]) -> SizeCheck:
-        runs = [
-            WITHOUT_GRAPHS,
-            *poisons_for(self.store.engine_name, is_padded=self.num_tokens < self.bucket),
-        ]
+        assert self.store.engine is not None  # there is a plan
+        is_padded = self.num_tokens < self.bucket
+        runs = [WITHOUT_GRAPHS, *poisons_for(self.store.engine, is_padded=is_padded)]
         try:
             eager = self._result_of(forward)
             served, difference = self._compare_runs(runs, eager)

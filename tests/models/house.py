@@ -2,8 +2,8 @@
 what breaks them, and how many lines there are.
 
 `import-linter` (pyproject.toml) says which room may import which. These rules are beside it: no circle of
-modules, no import inside of a function, private torch and the name of a device in their own places only, and
-one class of a name.
+modules, no import inside of a function, no engine that knows another one, private torch and the name of a
+device in their own places only, and one class of a name.
 """
 
 from __future__ import annotations
@@ -62,8 +62,7 @@ HALL = {
 
 # Where private torch may be used, and where a device may be told by its name.
 PRIVATE_TORCH = ("piecewise/torch_api/", "runners/_torch.py", "boundary_ops/_torch.py")
-CUDA_BY_NAME = (
-    "runners/cuda/",
+DEVICE_BY_NAME = (
     "runners/engines.py",
     "boundary_ops/declare/",
     "boundary_ops/attention/",
@@ -196,17 +195,45 @@ def private_torch() -> list[str]:
     return found
 
 
-def devices_by_name() -> list[str]:
-    """Comparisons with the string "cuda" outside of their places."""
+@cache
+def engines() -> dict[str, str | None]:
+    """The folder of each graph engine, and the kind of device that it is for, None for any."""
+    found: dict[str, str | None] = {}
+    for path, tree in sources().items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef) and "GraphEngine" in map(ast.unparse, node.bases):
+                room = path.rpartition("/")[0]
+                found.setdefault(room, None)
+                for stmt in node.body:
+                    if isinstance(stmt, ast.Assign) and "device_type" in map(ast.unparse, stmt.targets):
+                        found[room] = getattr(stmt.value, "value", None)
+    return found
+
+
+def engines_apart() -> list[str]:
+    """Imports of one engine's modules in another one."""
     found = []
     for path, tree in sources().items():
-        if path.startswith(CUDA_BY_NAME):
+        own = path.rpartition("/")[0]
+        for name, stmt in imports(tree, modules()) if own in engines() else ():
+            room = name.replace(".", "/")
+            if any(f"{room}/".startswith(f"{other}/") for other in engines() if other != own):
+                found.append(f"{path}:{stmt.lineno} imports {name}, of another engine")
+    return found
+
+
+def devices_by_name() -> list[str]:
+    """Comparisons with the name of an engine's kind of device outside of their places."""
+    found = []
+    kinds = {kind for kind in engines().values() if kind is not None}
+    places = (*DEVICE_BY_NAME, *(f"{room}/" for room in engines()))
+    for path, tree in sources().items():
+        if path.startswith(places):
             continue
         for node in ast.walk(tree):
             if isinstance(node, ast.Compare):
                 texts = [each.value for each in ast.walk(node) if isinstance(each, ast.Constant)]
-                if "cuda" in texts:
-                    found.append(f'{path}:{node.lineno} tests for "cuda"')
+                found += [f'{path}:{node.lineno} tests for "{kind}"' for kind in kinds & {*texts}]
     return found
 
 
@@ -245,7 +272,15 @@ def lines() -> tuple[int, int]:
     return num_lines(list(sources())), num_lines([path for stop in HALL.values() for path in stop])
 
 
-RULES = (circles, late_imports, private_torch, devices_by_name, classes_of_one_name, errors_in_place)
+RULES = (
+    circles,
+    late_imports,
+    engines_apart,
+    private_torch,
+    devices_by_name,
+    classes_of_one_name,
+    errors_in_place,
+)
 
 
 def main() -> int:

@@ -14,6 +14,7 @@ from types import FrameType
 from typing import Any
 from unittest import mock
 
+import house
 import torch
 from toy_models import Toy
 
@@ -22,7 +23,7 @@ from piecewise.capture import store
 
 ROOT = Path(piecewise.__file__).resolve().parents[1]
 PACKAGES = ("piecewise", "runners", "boundary_ops")
-ENGINES = ("runners/tape/", "runners/cuda/")
+ENGINES = tuple(f"{room}/" for room in house.engines())
 MAX_FILES_OF_A_CALL, MAX_FILES_OF_A_BUCKET = 8, 25
 
 

@@ -1,4 +1,3 @@
-# mypy: allow-untyped-defs, allow-incomplete-defs
 """Computes the attention ops in one launch of a Triton program: attention, KV write and result.
 
 A program owns one tile: consecutive new tokens of one sequence, times the query heads that share one K/V

@@ -1,4 +1,3 @@
-# mypy: allow-untyped-defs, allow-incomplete-defs
 """Copies a call's inputs into their static buffers, padding included, in one launch [I2]."""
 
 from __future__ import annotations

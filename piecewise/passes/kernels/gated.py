@@ -1,4 +1,3 @@
-# mypy: allow-untyped-defs, allow-incomplete-defs
 """Multiplies silu of one tensor with another: computes in float32 and rounds as the unfused ops do."""
 
 from __future__ import annotations

@@ -1,4 +1,3 @@
-# mypy: allow-untyped-defs, allow-incomplete-defs
 """Norms rows, with a sum before and a rounding to float8 behind, in one program.
 
 It computes in float32 and rounds where the references in `piecewise/passes/fusions` do.

@@ -1,4 +1,3 @@
-# mypy: allow-untyped-defs, allow-incomplete-defs
 """Rotates one or two tensors by the same cos and sin in one program; it rounds as the unfused ops do."""
 
 from __future__ import annotations

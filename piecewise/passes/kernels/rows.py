@@ -1,4 +1,3 @@
-# mypy: allow-untyped-defs, allow-incomplete-defs
 """Finds where a tensor's rows begin, for programs that read and write whole rows.
 
 A tensor's rows are its last dim, which is dense. Where row `i` begins is told by three numbers per tensor:

@@ -22,7 +22,7 @@ from piecewise.trace.dynamo.run import DynamoRun, run_dynamo
 from piecewise.trace.layers.layer_reuse import run_in_layers
 from piecewise.trace.state.state import FactFinder
 from piecewise.trace.state.unguarded import add_unguarded, names_read, reads_flags
-from piecewise.trace.trace import ExampleCall, FrontEnd, Trace
+from piecewise.trace.trace import ExampleCall, Trace
 from runners.state.state_check import StateFacts
 
 # What to do about state that the modules of a library change, by package.
@@ -56,9 +56,6 @@ def trace_with_dynamo(
     if reads_flags(names_read(seen.code)):
         _refuse_flags(example)
     return _finished(seen, example, layers, finds_facts=finds_facts)
-
-
-trace: FrontEnd = trace_with_dynamo
 
 
 def _finished(run: DynamoRun, example: ExampleCall, layers: LayerReuse | None, *, finds_facts: bool) -> Trace:

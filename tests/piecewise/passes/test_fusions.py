@@ -102,11 +102,14 @@ def test_plain_models_give_the_results_of_eager(bias):
         assert made.verify(make_ids(7)).ok
 
 
+FOUND_IN_PLAIN = ("clean_up", "pack_linears", "rms_norm", "add_rms_norm", "silu_and_mul")
+
+
 @pytest.mark.parametrize("name", PASS_NAMES)
 def test_each_fusion_alone_passes_verify(name):
     model = Plain()
     made, report = graphed(model, name)
-    assert report.ok and (matches(report)[name] > 0) is (name not in ("rotary", "add_rms_norm_quant"))
+    assert report.ok and (matches(report)[name] > 0 or name not in FOUND_IN_PLAIN)
     with torch.no_grad():
         found = made.verify(make_ids(7))
     assert found.ok, str(found)

@@ -8,6 +8,7 @@ from aten_segments import ROWS, Rewritten, segment_of
 from torch.nn import functional as F
 
 from piecewise.ir.aten import NotTraceable, trace_aten
+from piecewise.passes.fusion_pass import FUSIONS
 from piecewise.passes.packed_weights import are_packed, pack_, why_not_packable
 from piecewise.passes.pipeline import passes_for, passes_named
 from piecewise.settings.fusions import PASS_NAMES
@@ -28,13 +29,21 @@ def assert_equal(rewritten, tensors):
 
 
 def test_passes_run_in_their_order_whatever_order_they_are_named_in():
-    fusions = ["rms_norm", "add_rms_norm", "add_rms_norm_quant", "rotary", "silu_and_mul"]
-    for names in (PASS_NAMES, PASS_NAMES[::-1]):
-        assert [each.name for each in passes_named(names)] == ["clean_up", "pack_linears", *fusions]
-    assert [each.name for each in passes_named(("add_rms_norm_quant",))] == ["clean_up", *fusions[:3]]
-    assert sorted(passes_for(("auto",), "eager")) == sorted(PASS_NAMES)
-    assert passes_for(("auto",), "inductor") == ("clean_up", "pack_linears", "rotary")
+    norms = ["rms_norm", "add_rms_norm", "add_rms_norm_quant"]
+    in_order = [each.name for each in passes_named(PASS_NAMES)]
+    assert in_order[:2] == ["clean_up", "pack_linears"] and sorted(in_order) == sorted(PASS_NAMES)
+    assert [name for name in in_order if name in norms] == norms
+    assert [each.name for each in passes_named(PASS_NAMES[::-1])] == in_order
+    assert [each.name for each in passes_named(norms[2:])] == ["clean_up", *norms]
     assert [each.name for each in passes_named(("pack_linears",))] == ["clean_up", "pack_linears"]
+
+
+def test_auto_has_the_passes_that_say_so_for_the_lowering():
+    for lowering in ("eager", "inductor"):
+        names = [name for name, each in FUSIONS.items() if lowering in each.auto]
+        assert sorted(passes_for(("auto",), lowering)) == sorted(["clean_up", "pack_linears", *names])
+    assert "rotary" in passes_for(("auto",), "inductor") and "rms_norm" in passes_for(("auto",), "eager")
+    assert "rms_norm" not in passes_for(("auto",), "inductor")
 
 
 # --- tracing

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 import boundary_ops
 from piecewise.errors.settings import UnreadableSettingsFile, WrongSettings
 from piecewise.settings.config import PiecewiseConfig
+from piecewise.settings.front_ends import FRONT_ENDS, LATER
 from piecewise.settings.toml_file import MAX_FILE_BYTES
 from runners.errors import ConfigError
 
@@ -196,15 +197,11 @@ def test_a_wrong_value_is_named(name, value, says):
     assert message.startswith(name) and says in message
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "available"),
-    [
-        ("frontend", "record", "'trace'"),
-    ],
-)
-def test_a_value_for_later_is_refused_with_what_is_available(name, value, available):
-    message = refusal(PiecewiseConfig, **{name: value})
-    assert message.startswith(f"{name}: expected {available}") and "this version" in message
+def test_each_front_end_can_be_named_and_one_for_later_is_refused_with_what_is_available():
+    assert [PiecewiseConfig(frontend=name).frontend for name in FRONT_ENDS] == [*FRONT_ENDS]
+    for name in set(LATER) - set(FRONT_ENDS):
+        message = refusal(PiecewiseConfig, frontend=name)
+        assert message.startswith("frontend: expected 'trace'") and "does not have yet" in message
 
 
 @pytest.mark.parametrize("value", [0, 0.0, -0.1, 1.01, True, "0.9", float("nan"), float("inf")])
@@ -324,7 +321,7 @@ def test_writing_over_a_file_that_is_not_ours_changes_nothing(tmp_path, text):
         ("[" + "a." * 20_000 + "a]\n", "nesting deeper|unknown"),
         ("[limits]\nmax_batch_size = '4'\n", "[limits] max_batch_size: expected an int"),
         ("[limits]\nmax_batch_size = 4\nmax_num_seqs = 4\n", "one setting of max_num_seqs"),
-        ("[compile]\nfrontend = 'record'\n", "does not have yet"),
+        ("[compile]\nfrontend = 'tracer'\n", "[compile] frontend: expected 'trace'"),
         ("[compile]\ncompile_sizes = [8]\n", "[compile] compile_sizes: expected () where lowering"),
         ("[capture]\nprogress = 'yes'\n", "true or false"),
         ("# " + "x" * MAX_FILE_BYTES, f"more than {MAX_FILE_BYTES} bytes"),
@@ -515,7 +512,7 @@ def test_environment_values(monkeypatch, variable, text, field, value):
         ("PIECEWISE_STRICT", "maybe", "'maybe' (str)"),
         ("PIECEWISE_WARMUP_STEPS", "9" * 5000, "PIECEWISE_WARMUP_STEPS"),
         ("PIECEWISE_MAX_PADDING_RATIO", "nan", "finite"),
-        ("PIECEWISE_FRONTEND", "record", "does not have yet"),
+        ("PIECEWISE_FRONTEND", "tracer", "expected 'trace'"),
     ],
 )
 def test_a_wrong_variable_is_named(monkeypatch, variable, text, says):

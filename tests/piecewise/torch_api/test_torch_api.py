@@ -471,6 +471,26 @@ def test_no_pattern_matches_across_an_op_that_writes():
     assert swept(written_between) == 0
 
 
+def test_a_pattern_matches_the_keywords_that_it_names_and_no_others():
+    from piecewise.torch_api.pattern_matcher import CallFunction, KeywordArg, PatternSet
+
+    gelu = torch.ops.aten.gelu.default
+
+    def num_matches(function, **named):
+        patterns = PatternSet("gelus")
+        patterns.add(CallFunction(gelu, KeywordArg("x"), **named), lambda match: True, lambda match: None)
+        fake_mode = torch_api.new_fake_mode()
+        with fake_mode:
+            x = torch.empty(4)
+        return patterns.sweep(torch_api.trace_aten(lambda x: (function(x),), (x,), fake_mode))
+
+    def by_tanh(x):
+        return nn.functional.gelu(x, approximate="tanh")
+
+    assert num_matches(by_tanh, approximate="tanh") == num_matches(nn.functional.gelu) == 1
+    assert num_matches(nn.functional.gelu, approximate="tanh") == num_matches(by_tanh) == 0
+
+
 def test_a_symbolic_count_is_named_by_its_name_and_starts_at_two():
     modes = [torch_api.new_fake_mode() for _ in range(2)]
     first, second = (torch_api.symbolic_count(mode, "num_rows", 8) for mode in modes)

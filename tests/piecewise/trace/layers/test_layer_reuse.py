@@ -99,7 +99,7 @@ def new_stack(*args, **kwargs):
 
 def traced(model, num_tokens=6, **options):
     example = ExampleCall.from_call(CallBinder(model.forward), (make_ids(num_tokens),), {})
-    return front_end.trace(model, example, forward=model, **options)
+    return front_end.trace_with_dynamo(model, example, forward=model, **options)
 
 
 @contextlib.contextmanager
