@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from piecewise import torch_api
 from piecewise.ir.plan import SegmentPlan
 from runners.state.state_check import StateRef
 
@@ -66,7 +67,8 @@ def kinds_of(places: Iterable[StateRef], fixed: Iterable[StateRef]) -> tuple[Any
         if not isinstance(tensor, torch.Tensor):
             found.append(None)
             continue
-        memory = tensor.untyped_storage().data_ptr()
+        # A subclass has no memory of its own; the tensors inside of it have places of theirs.
+        memory = 0 if torch_api.is_wrapper(tensor) else tensor.untyped_storage().data_ptr()
         same = tensors.setdefault(id(tensor), len(tensors)), memories.setdefault(memory, len(memories))
         geometry = tuple(tensor.shape), tensor.stride(), tensor.storage_offset()
         found.append((type(tensor), tensor.dtype, tensor.device, geometry, same))
