@@ -1,6 +1,6 @@
-"""Decides where each node of a normalized graph runs: in a graph, as the boundary, or eagerly with a reason.
+"""Decides where each node of a normalized graph runs: in a CUDA graph, as a boundary op, or eagerly.
 
-What an op does to token rows decides, whatever the op is called.
+The verdict follows from what the op does to token rows, never from its name.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ REASONS: Mapping[str, str] = {
     "view_for_boundary": "is a view of a tensor that graphs do not own",
 }
 
-# torch.distributed's, by namespace.
+# Namespaces of torch.distributed's ops.
 _COLLECTIVES = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd", "symm_mem"})
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Verdict:
-    """`kind` is "graph", "boundary", "eager" or "scalar"; an eager one has a code of `REASONS` and a
-    detail, and so has a boundary op that is not in a graph where it might have been."""
+    """Holds where a node runs: "graph", "boundary", "eager" or "scalar". An eager node, and a boundary op
+    that might have been in a graph, also has a code of `REASONS` and a detail."""
 
     kind: str
     code: str = ""
@@ -56,17 +56,16 @@ class Verdict:
 
     @classmethod
     def of(cls, code: str, kind: str = "eager", detail: str = "") -> Verdict:
-        """Makes one for a reason, with what is more to say of it."""
+        """Makes the verdict for a code of `REASONS`, whose text `detail` completes."""
         return cls(kind, code, ": ".join(filter(None, (REASONS[code], detail))))
 
 
 def kind_outside(fact: NodeFacts) -> str:
-    """Returns what a node runs as that must not be in a graph."""
     return "eager" if fact.boundary is None else "boundary"
 
 
 class Classifier:
-    """Classifies the nodes of one graph; `rows` is what is known of the rows of each value."""
+    """Classifies the nodes of one graph; `rows` holds what is known of each value's rows."""
 
     def __init__(
         self,
@@ -86,7 +85,7 @@ class Classifier:
         self._forced = dict(forced)
 
     def run(self) -> dict[fx.Node, Verdict]:
-        """Gives one verdict per call node; marks the views that are pinned."""
+        """Returns one verdict per call node, and marks pinned views in `node.meta["pinned"]`."""
         while True:
             self.rows = RowsWalk(self.judge, self.facts)
             for node in self.graph.nodes:
@@ -106,12 +105,11 @@ class Classifier:
         return any(map(self._varies, tensor.shape))
 
     def _varies(self, size: Any) -> bool:
-        """Tells whether a size or stride follows the token count, or another number that is no constant."""
+        """Whether a size or stride is not a constant: it follows the token count or another symbol."""
         known = self.judge.known.of(size)
         return known is None or known.constant is None
 
     def _verdict(self, node: fx.Node, fact: NodeFacts) -> Verdict:
-        """Returns what the node runs as; its rows are noted."""
         if fact.boundary is not None:
             found = self._forced.get(node) or self._boundary_verdict(node, fact)
             self.rows.boundary(node, in_graph=found.kind == "graph")
@@ -144,7 +142,7 @@ class Classifier:
         return Verdict.of(code, detail=mixes.detail)
 
     def _boundary_verdict(self, node: fx.Node, fact: NodeFacts) -> Verdict:
-        """Puts it in a graph where asked for and possible; what it writes beside tokens is its own affair."""
+        """Returns "graph" where capturing was asked for and is possible; the op may write any state."""
         if not self.captures_boundaries or fact.boundary is None:
             return Verdict("boundary")
         if "kept_out" in node.meta:
@@ -162,7 +160,7 @@ class Classifier:
             return "collective"
         values = [value, *map(value_of, node.all_input_nodes)]
         sizes = [*values, *(size for tensor in tensors_in(values) for size in tensor.shape)]
-        # To simplify an expression takes long, and few have such a symbol.
+        # Simplifying is slow, and few expressions have such a symbol.
         numbers = [size for size in sizes if isinstance(size, torch_api.SYMBOLIC)]
         by_data = [number for number in numbers if torch_api.is_unbacked(number.node.expr)]
         left = torch_api.free_symbols(by_data, self.trace.shape_env)
@@ -170,15 +168,13 @@ class Classifier:
 
     def _by_symbols(self, fact: NodeFacts, value: Any) -> str:
         tensors = [*tensors_in(value), *fakes_of(fact.reads)]
-        # Scalars too: a kernel takes a 0-dim CPU tensor's value when it is launched, and a graph would
-        # keep it.
+        # 0-dim tensors too: kernels take a CPU scalar's value at launch, and a graph would keep it.
         if self._device.type != "cpu" and any(tensor.device.type == "cpu" for tensor in tensors):
             return "cpu"
         is_other = any(self.judge.sizes(tensor.shape) is None for tensor in tensors)
         return "other_dynamic_dim" if is_other else ""
 
     def _uses_count(self, node: fx.Node) -> bool:
-        """Tells whether a size is among the node's arguments."""
         leaves: list[Any] = []
         fx.node.map_aggregate((node.args, dict(node.kwargs)), leaves.append)
         values = [value_of(leaf) if isinstance(leaf, fx.Node) else leaf for leaf in leaves]
@@ -187,7 +183,7 @@ class Classifier:
         return bool(torch_api.free_symbols(numbers, self.trace.shape_env))
 
     def _shared_writes(self) -> dict[fx.Node, Verdict]:
-        """Finds graph ops that write memory which an eager op also holds: they become eager."""
+        """Finds graph ops that write memory which an eager op also holds; these ops become eager."""
         held = storages_of(each.node for each in self.trace.placeholders if each.kind == "input")
         for node, verdict in self.verdicts.items():
             if verdict.kind == "eager" and not self.facts[node].writes:
@@ -199,8 +195,8 @@ class Classifier:
         }
 
     def _shared_copies(self) -> dict[fx.Node, Verdict]:
-        """Finds memory whose rows lie apart when padded: eager ops are given dense copies of it. Where one
-        of them writes it and another one, or another view, reads it, it is made eagerly."""
+        """Finds values with padding between their rows, of which eager ops get separate dense copies: such a
+        value is made eagerly where an eager op writes its memory and another op, or view, reads it."""
         written: set[int] = set()
         viewed: dict[int, set[fx.Node]] = {}
         for node, verdict in self.verdicts.items():
@@ -220,27 +216,26 @@ class Classifier:
         }
 
     def is_floating(self, node: fx.Node) -> bool:
-        """Tells whether a node is a view that each consumer makes for itself: it crosses no border."""
+        """Whether a node is a view that each consumer makes for itself: it crosses no segment border."""
         is_pinned = bool(node.meta.get("pinned"))
         return self._is_in_graph(node) and self.facts[node].is_view and not is_pinned
 
     def view_chain(self, node: fx.Node) -> tuple[fx.Node, tuple[fx.Node, ...]]:
-        """Returns the tensor that a view is made of in each segment, and the views from it on, in order.
+        """Returns the base from which each segment makes a view, and the views from the base on, in order.
 
-        A getitem on a tuple of views (`split`, `chunk`) is one of them. A node that is no view, or an eager
-        one, which is made once, of real rows, is its own base.
+        A getitem on a tuple of views (`split`, `chunk`) counts as a view. An eager view is made once, of real
+        rows, and is its own base, as is any node that is no view.
         """
         chain: list[fx.Node] = []
         memory = self.facts[node].storages if node in self.facts else frozenset()
         while self._is_in_graph(node) and self.facts[node].is_view:
             chain.append(node)
-            # Of operands that share the memory any one leads to it: `broadcast_tensors(x, x[:, :1])`.
+            # Any operand that shares the memory leads to the base: `broadcast_tensors(x, x[:, :1])`.
             reads = self.facts[node].reads
             node = next(read for read in reads if not memory.isdisjoint(storages_of([read])))
         return node, tuple(reversed(chain))
 
     def _taken_by(self, *kinds: str) -> Iterable[fx.Node]:
-        """Returns the call nodes that nodes of these kinds, or the caller, take."""
         takers = [node for node, verdict in self.verdicts.items() if verdict.kind in kinds]
         taken = (taken for taker in (*takers, self.graph.output_node()) for taken in taker.all_input_nodes)
         return dict.fromkeys(node for node in taken if node in self.verdicts)
@@ -249,8 +244,8 @@ class Classifier:
         return node in self.verdicts and self.verdicts[node].kind == "graph"
 
     def _pinned_views(self) -> dict[fx.Node, Verdict]:
-        """Pins the views that a boundary op or the caller takes: they are made once, where their base lives,
-        and so eagerly where graphs do not own that."""
+        """Pins views that a boundary op or the caller takes: each is made once, beside its base, and so
+        eagerly where graphs do not own that base."""
         found = {}
         for taken in filter(self.is_floating, self._taken_by("boundary")):
             base, _ = self.view_chain(taken)
@@ -260,7 +255,8 @@ class Classifier:
         return found
 
     def _borders(self) -> dict[fx.Node, Verdict]:
-        """Values that leave a graph and whose real rows do not lead: what made them so becomes eager [I1]."""
+        """Finds values whose real rows do not lead where they leave a graph; the op that moved them becomes
+        eager [I1]."""
         verdict = Verdict.of("mixes_tokens", detail="its real rows do not lead where it leaves the graph")
         found = {}
         for taken in self._taken_by("eager", "boundary"):

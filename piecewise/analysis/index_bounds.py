@@ -1,8 +1,7 @@
 """Checks index operands before the kernels that trust them.
 
-On a CPU an index out of range is an `IndexError`. On a CUDA device it is an assertion that ends the whole
-process' use of the device. Warm-ups run ops on placeholder values, so on CUDA they check the indices first,
-and raise what a CPU would.
+An index out of range is an `IndexError` on a CPU, but on CUDA a device-side assertion, after which the
+process cannot use the device. Warm-ups run ops on placeholder values, so on CUDA they check indices first.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from piecewise import torch_api
 from piecewise.ir.tensors import bound_arguments
 from runners._torch import call_kernel
 
-# (indices, how many there are to choose from, whether negative ones count from the end)
+# (indices, number of entries to choose from, whether negative indices count from the end)
 Operand = tuple[Tensor, int, bool]
 Arguments = Mapping[str, Any]
 
@@ -50,7 +49,7 @@ def _loss_target(arguments: Arguments) -> list[Operand]:
     return [(counted, scores.shape[1 if scores.dim() > 1 else 0], False)]
 
 
-# By the names without an underscore at the end, which says that an op writes.
+# By op name, without the trailing underscore of in-place ops.
 _OPERANDS: dict[str, Callable[[Arguments], Iterable[Operand]]] = {
     name: operands
     for names, operands in {
@@ -70,7 +69,7 @@ def _is_no_share(values: Any) -> Tensor:
     return ~((torch.as_tensor(values) >= 0) & (torch.as_tensor(values) <= 1)).all()
 
 
-# Other ops that check values on the device: whether they would end its use.
+# Other ops that check values on the device: whether the check would fail.
 _FAILS: dict[str, Callable[[Arguments], Tensor]] = {
     "_assert_async": lambda a: ~a["self"].bool().all(),
     "bernoulli": lambda a: _is_no_share(a["self"] if a.get("p") is None else a["p"]),
@@ -86,14 +85,14 @@ def _name_of(op: torch_api.OpOverload) -> str:
 
 
 def checks_values(op: torch_api.OpOverload) -> bool:
-    """Tells whether an op's kernel checks values on the device, as far as is known."""
+    """Whether an op's kernel may check values on the device; true for every custom op."""
     name = _name_of(op)
     return op.namespace not in ("aten", "prim", "prims") or name in _OPERANDS or name in _FAILS
 
 
 def check_indices(op: torch_api.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Raises IndexError where an index operand of this call of an aten op is out of range, and RuntimeError
-    where a kernel's own check of values would fail; reads the operands' extremes back to the host."""
+    """Raises IndexError where an index of an aten op's call is out of range, RuntimeError where a kernel's
+    own check of values would fail; reads the operands' extremes back to the host."""
     if op.namespace != "aten" or not checks_values(op):
         return
     name, bound = _name_of(op), bound_arguments(op, args, kwargs)
@@ -109,8 +108,7 @@ def check_indices(op: torch_api.OpOverload, args: Sequence[Any], kwargs: Mapping
 
 
 class CheckedIndices(torch_api.TorchDispatchMode):
-    """Calls `check_indices` before each aten op in its block, those that custom ops call in Python
-    included."""
+    """Calls `check_indices` before each aten op in its block, also inside Python kernels of custom ops."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -1,20 +1,16 @@
 """Rewrites a traced graph into the form that the splitter reads, without changing what it computes.
 
-1. Nested graph modules that only wrap (activation checkpointing, `invoke_subgraph`) are inlined, so that
-   boundary ops inside them are found.
-2. What lies between the entry and the exit of a `vmap` becomes one node: its tensors exist inside alone.
-3. Autocast regions become `meta["autocast"]` on each node inside them: a region may span segments, and
-   each segment re-opens it for itself. Grad-mode switches are dropped, since captures serve calls without
-   grad.
-4. Tensor subclasses are seen through: the ops below them, on the plain tensors inside, take the place of
-   theirs (`trace/subclasses`).
+1. Nested graph modules that only wrap (activation checkpointing, `invoke_subgraph`) are inlined, which
+   uncovers the boundary ops inside them.
+2. The nodes between the entry and the exit of a `vmap` become one node: their tensors exist only inside.
+3. Autocast regions become `meta["autocast"]` on each node: a region may span segments, and each segment
+   re-opens it. Grad-mode switches are dropped, since captures serve calls without grad.
+4. Ops on tensor subclasses become the ops below them, on the plain inner tensors (`trace/subclasses`).
 5. A `getitem` on a tuple moves next to its producer, so that tuples never cross a segment border.
-6. A number computed from sizes that the result holds is a number, not the 0-dim tensor that Dynamo carries
-   it in.
-7. The value of a float attribute that Dynamo carries in a tensor (`dynamic=True`) is that number, where the
-   trace has fixed it.
-8. Uses of a dropout that drops nothing become uses of what it was given: eager returns that very tensor, but
-   its fake is a copy.
+6. Numbers that the model returns, and that Dynamo carries in 0-dim tensors, become numbers again.
+7. Float attributes that Dynamo carries in tensors (`dynamic=True`) become numbers where the trace fixed them.
+8. Uses of a dropout that drops nothing become uses of its input: eager returns that very tensor, while
+   the fake is a copy.
 9. Uses of an in-place op's result become uses of the tensor that it wrote: one name per memory.
 """
 
@@ -42,15 +38,15 @@ _REGIONS = ("_enter_autocast", "_exit_autocast", *_GRAD_SWITCHES)
 # Higher-order ops that run their first graph module on the remaining arguments, unconditionally and once.
 _WRAPPERS = "wrap tag_activation_checkpoint invoke_subgraph inline_asm wrap_with_set_grad_enabled".split()
 _DROPOUTS = (F.dropout, torch.dropout, torch.dropout_, torch.ops.aten.dropout, torch.ops.aten.dropout.default)
-# They change what an earlier name of the tensor looks like, so one name would stand for two shapes.
+# These change the geometry of a tensor that has a name already: one name would have two shapes.
 _RESHAPE_IN_PLACE = frozenset(
     "unsqueeze_ squeeze_ t_ transpose_ swapaxes_ swapdims_ as_strided_ resize_ resize_as_ set_".split()
 )
 
 
 def normalized(trace: Trace) -> Trace:
-    """Rewrites the trace's graph in place, with tensor subclasses as the plain tensors inside of them.
-    Raises what `normalize` does, and TraceError for state of a class that cannot be seen through."""
+    """Rewrites the trace's graph in place, and replaces tensor subclasses by their plain inner tensors.
+    Raises as `normalize`, and TraceError for state of an unsupported subclass."""
     mark_subclasses(trace)
     numbers = [leaf.index for leaf in trace.result_leaves if leaf.kind == "output" and leaf.value is float]
     return open_state(trace, normalize(trace.graph, shape_env=trace.shape_env, numbers=numbers))
@@ -62,13 +58,13 @@ def normalize(
     """Applies the rewrites above in place; the module stays runnable but for its autocast regions.
 
     Args:
-        shape_env: where symbols are simplified.
+        shape_env: simplifies symbols.
         numbers: positions of outputs that the model returns as plain numbers.
     Returns:
         The outputs that are tensor subclasses, by position.
     Raises:
         SplitError: an op changes the shape or strides of a tensor in place.
-        TraceError: a tensor subclass cannot be seen through.
+        TraceError: a tensor subclass cannot be replaced by its inner tensors.
     """
     _inline_wrappers(graph)
     _refuse_reshaping_in_place(graph.graph)
@@ -108,7 +104,7 @@ def _inline_wrappers(graph: fx.GraphModule) -> None:
 
 
 def _copy_inner(graph: fx.GraphModule, node: fx.Node, inner: fx.GraphModule, arguments: list[Any]) -> Any:
-    """Copies `inner`'s nodes in front of `node`; returns what stands for inner's output."""
+    """Copies `inner`'s nodes in front of `node`; returns the copy of `inner`'s output."""
     values: dict[fx.Node, Any] = dict(zip(inner.graph.find_nodes(op="placeholder"), arguments, strict=True))
     with graph.graph.inserting_before(node):
         for held in inner.graph.find_nodes(op="get_attr"):
@@ -141,7 +137,7 @@ def _refuse_reshaping_in_place(graph: fx.Graph) -> None:
 
 
 class _Joined:
-    """The nodes of a `vmap` as one function; equal programs have equal names."""
+    """Runs the nodes of a `vmap` as one function; equal programs have equal names."""
 
     def __init__(self, module: fx.GraphModule) -> None:
         self._module = module
@@ -235,7 +231,7 @@ def _fold_fixed_floats(graph: fx.Graph, shape_env: torch_api.ShapeEnv | None) ->
         value = value_of(node)
         if node.op != "call_method" or node.target != "item" or not isinstance(value, torch.SymFloat):
             continue
-        # What data decides stays: eager would check it on each call.
+        # A data-dependent number stays: eager would check it on each call.
         if isinstance(value.node._expr, sympy.Expr) and torch_api.is_unbacked(value.node._expr):
             continue
         fixed = torch_api.expression(value, shape_env)
@@ -254,7 +250,7 @@ def _unwrap_idle_dropout(graph: fx.Graph) -> None:
             copied = storages_of([node])
             node.replace_all_uses_with(given["input"])  # type: ignore[arg-type]
             graph.erase_node(node)
-            # What lies in the copy is made again, from the fakes of its arguments as they are now.
+            # Fakes of views into the copy are made again, from those of their new base.
             fake_mode = torch_api.fake_mode_of(list(map(value_of, graph.nodes)))
             for view in graph.nodes:
                 if is_call(view) and not copied.isdisjoint(storages_of([view])):
@@ -265,7 +261,7 @@ def _rename_in_place_results(graph: fx.Graph) -> None:
     for node in list(graph.nodes):
         written = node.args[0] if is_call(node) and node.args else None
         if isinstance(written, fx.Node) and _writes_first_argument(node):
-            # Compared as text, no guard on their sizes is made.
+            # Comparing as text adds no guard on sizes.
             views = [
                 f"{storage_of(fake)} {[*fake.shape]} {[*fake.stride()]} {fake.storage_offset()}"
                 for fake in map(value_of, (written, node))

@@ -1,5 +1,4 @@
-"""Tells whether two traces are the same program, op by op: a static one at one token and a symbolic one, or a
-trace of now and an earlier one."""
+"""Compares two traces op by op: one at one token with a symbolic one, or a new one with an earlier one."""
 
 from __future__ import annotations
 
@@ -25,13 +24,13 @@ _VIEW = "view of"
 
 
 class Program:
-    """A graph as lines that compare: op, operands by position, numbers by value, result shapes.
+    """Describes a graph as comparable lines: op, operands by position, numbers by value, result shapes.
 
     Args:
-        symbol: of the token count, None for a static trace; sizes are compared at `num_tokens`.
+        symbol: the token count's; None for a static trace. Sizes are compared at `num_tokens`.
     Attributes:
-        lines, nodes: one per op that makes or writes tensors, but for views, which are named by their base.
-        result: how the result is put together, and which of its tensors share memory.
+        lines, nodes: one per op that makes or writes tensors; views have none, their base names them.
+        result: the structure of the result, and which of its tensors share memory.
     """
 
     def __init__(
@@ -68,8 +67,7 @@ class Program:
         self.result = self._result(trace.result), list(map(self._result_leaf, wrapped)), aliases
 
     def difference(self, now: Program) -> str | None:
-        """Names the first op in which a later program differs; None where it has the same ops on the same
-        operands, and each write reaches the same tensors."""
+        """Names the first op in which a later program differs, or writes other tensors; None without any."""
         for position, (seen, found) in enumerate(itertools.zip_longest(self.lines, now.lines)):
             if seen != found:
                 node = (now if found is not None else self).nodes[position]
@@ -80,7 +78,7 @@ class Program:
         return None if self.result == now.result else "the result is put together in another way"
 
     def _view(self, node: fx.Node) -> Any:
-        """Names what an aten view shows: of one row, `slice` is `alias`, `unsqueeze` may be `view`."""
+        """Names a view by base and geometry: on one row `slice` equals `alias`, `unsqueeze` maybe `view`."""
         fake, given = value_of(node), node.args[0] if node.args else None
         is_view = isinstance(node.target, torch_api.OpOverload) and node.target.is_view
         base = self._names.get(given) if isinstance(given, fx.Node) else None
@@ -99,8 +97,7 @@ class Program:
             self._holders.setdefault(memory, []).append(node)
 
     def _written(self, node: fx.Node) -> Any:
-        """Returns the tensors that a write reaches and that are read later, by the caller if inputs or state:
-        `contiguous()` of one row is no copy."""
+        """Returns the changed tensors that are read later: `contiguous()` of one row is no copy."""
         fact, order = self._facts.get(node), self._order
         if fact is None or not fact.writes:
             return ()
@@ -113,7 +110,6 @@ class Program:
         )
 
     def _result(self, node: Structure) -> Any:
-        """Writes the structure of the result, with each leaf as where it comes from, numbers by value."""
         if node.kind in ("tensor", "int"):
             return self._result_leaf(self._trace.result_leaves[node.index])
         if node.kind == "const":

@@ -1,7 +1,4 @@
-"""Finds the symbol that is the token count: never "the first SymInt", never by an argument's name.
-
-docs/DESIGN.md has the reasons.
-"""
+"""Finds the token count's symbol, never as "the first SymInt" or by argument name; see docs/DESIGN.md."""
 
 from __future__ import annotations
 
@@ -25,7 +22,7 @@ from piecewise.trace.trace import Trace
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TokenSymbol:
-    """The token count's symbol, its value in the example, the inputs that carry it, and the (leaf, dim) whose
+    """Holds the token count's symbol, its example value, the inputs that carry it, and the (leaf, dim) whose
     size is exactly the count."""
 
     symbol: sympy.Symbol
@@ -61,7 +58,7 @@ def find_token_symbol(trace: Trace, facts: Mapping[fx.Node, NodeFacts]) -> Token
 
 
 def _symbols_carried(node: fx.Node, fact: NodeFacts, trace: Trace, outside: set[int]) -> set[sympy.Symbol]:
-    """Symbols that this boundary call's tokens may have: one where an argument's dim is declared."""
+    """Returns the symbols that may count this boundary call's tokens: one where a dim is declared."""
     assert fact.boundary is not None
     bound = bound_arguments(fact.boundary.overload, node.args, node.kwargs)
     for name, dim in (fact.boundary.token_args or {}).items():
@@ -78,7 +75,6 @@ def _symbols_of(tensor: torch.Tensor, trace: Trace) -> set[sympy.Symbol]:
 
 
 def _only(candidates: set[sympy.Symbol], trace: Trace, node: fx.Node) -> sympy.Symbol:
-    """Returns the one candidate; `node` is a call of a boundary op, for the message of the TokenDimError."""
     if len(candidates) == 1:
         return next(iter(candidates))
     # The user's line that calls the op; the frames of the op's own library are left out.
@@ -96,7 +92,7 @@ def _only(candidates: set[sympy.Symbol], trace: Trace, node: fx.Node) -> sympy.S
 
 
 def _ints_in_schema(node: fx.Node) -> str:
-    """Says what to do about `int` arguments of the op: a trace fixes what they are computed from."""
+    """Returns a hint on the op's `int` arguments: a trace specialises the sizes they are computed from."""
     op = boundary_ops.lookup(node.target)
     arguments = op.overload._schema.arguments if op is not None else ()
     listed = ", ".join(repr(argument.name) for argument in arguments if str(argument.type) == "int")
@@ -129,7 +125,7 @@ def _inputs_carrying(trace: Trace, symbol: sympy.Symbol) -> tuple[InputRule, ...
 
 
 def _make_the_rest_static(trace: Trace, symbol: sympy.Symbol) -> None:
-    """Fixes the 3 of a [3, n] or the hidden size of [1, n, hidden], so that the token count alone varies."""
+    """Specialises the 3 of a [3, n] or the hidden size of [1, n, hidden]; the token count stays dynamic."""
     for placeholder in trace.placeholders:
         value = value_of(placeholder.node)
         if not isinstance(value, torch.Tensor) or symbol not in _symbols_of(value, trace):

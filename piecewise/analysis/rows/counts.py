@@ -1,6 +1,6 @@
-"""Evaluates sizes at the token counts for which a trace is valid, as vectors.
+"""Evaluates sizes at all token counts for which a trace is valid, as vectors.
 
-Comparisons of these are exact there, whatever sympy makes of `m // (m // 8)` or `Min(4, n)`.
+Comparing these vectors is exact, while sympy may not simplify `m // (m // 8)` or `Min(4, n)`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Counts = NDArray[np.int64]
 
 
 class Size:
-    """A size at each count; `constant` where it is one number. Equal ones of a `KnownSizes` are one."""
+    """Holds a size's value at each token count; `constant` where all are equal. Equal sizes are identical."""
 
     __slots__ = ("constant", "values")
 
@@ -30,12 +30,12 @@ class Size:
 
     @property
     def unit(self) -> int:
-        """The largest number that divides it at every count: k for n·k."""
+        """The largest number that divides the size at every count: k for n·k."""
         return max(int(np.gcd.reduce(self.values)), 1)
 
     @property
     def falls(self) -> bool:
-        """Whether it is smaller at some larger count."""
+        """Whether the size is smaller at some larger count."""
         return self.constant is None and bool((np.diff(self.values) < 0).any())
 
     def __repr__(self) -> str:
@@ -43,7 +43,7 @@ class Size:
 
 
 class KnownSizes:
-    """The sizes of one trace at the token counts for which it is valid, ascending, one or more."""
+    """Holds the sizes of one trace at its valid token counts, which are ascending and at least one."""
 
     def __init__(self, counts: Counts, symbol: sympy.Symbol, shape_env: torch_api.ShapeEnv | None) -> None:
         self.counts, self._symbol, self._shape_env = counts, symbol, shape_env
@@ -53,7 +53,7 @@ class KnownSizes:
         self._settled: dict[Any, bool] = {}
 
     def of(self, size: Any) -> Size | None:
-        """Returns the size of an int, symbolic or not, or an expression; None with another symbol."""
+        """Returns the size of an int, symbolic int or expression; None where it depends on another symbol."""
         key = size if isinstance(size, (int, sympy.Basic)) else size.node.expr
         if key not in self._by_expression:
             expr = sympy.Integer(key) if isinstance(key, int) else self._simplified(key)
@@ -68,14 +68,14 @@ class KnownSizes:
         return values_at(expr, self._symbol, counts).astype(np.int64)
 
     def number(self, value: Any) -> float | bool | None:
-        """Returns what a symbolic float or bool is at all counts; None where that differs."""
+        """Returns the value of a symbolic float or bool; None where it is not the same at all counts."""
         found = self._simplified(value.node.expr)
         if found.free_symbols:
             return None
         return bool(found) if isinstance(value, torch.SymBool) else float(found)
 
     def is_settled(self, asked: sympy.Basic) -> bool:
-        """Tells whether a condition has one answer at all counts of two or more, as torch takes them."""
+        """Whether a condition has one answer at all counts of two or more: torch specialises 0 and 1."""
         if asked not in self._settled:
             expr = self._simplified(asked)
             self._settled[asked] = not expr.free_symbols
@@ -85,20 +85,17 @@ class KnownSizes:
         return self._settled[asked]
 
     def constant(self, number: int) -> Size:
-        """Returns the size that is `number` at all counts."""
         found = self.of(number)
         assert found is not None
         return found
 
     def interned(self, values: Counts) -> Size:
-        """Returns the one size of these values."""
         key = values.tobytes()
         if key not in self._by_values:
             self._by_values[key] = Size(values)
         return self._by_values[key]
 
     def product(self, left: Size, right: Size) -> Size:
-        """Returns `left` times `right`."""
         if left.constant == 1 or right.constant == 1:
             return left if right.constant == 1 else right
         if (left, right) not in self._products:
@@ -106,7 +103,7 @@ class KnownSizes:
         return self._products[left, right]
 
     def quotient(self, size: Size, divisor: Size) -> Size | None:
-        """Returns `size` divided by `divisor`; None where that leaves a rest at some count."""
+        """Returns `size` divided by `divisor`; None where a remainder is left at some count."""
         if divisor.constant == 1:
             return size
         if size is divisor:
@@ -138,7 +135,7 @@ _DIRECT: dict[Any, Any] = {
 
 
 def values_at(expr: sympy.Basic, symbol: sympy.Symbol, counts: Counts) -> NDArray[Any]:
-    """Returns an expression of `symbol` at each count; a condition is false where it cannot be evaluated."""
+    """Evaluates an expression at each count; a condition is false where it cannot be evaluated."""
     found = _direct(expr, symbol, counts)
     if found is not None:
         return np.broadcast_to(found, counts.shape)
@@ -161,7 +158,7 @@ def values_at(expr: sympy.Basic, symbol: sympy.Symbol, counts: Counts) -> NDArra
 
 
 def _direct(expr: Any, symbol: sympy.Symbol, counts: Counts) -> Any:
-    """Evaluates numbers, the symbol, and sums, products and comparisons of these; None for others."""
+    """Evaluates numbers, the symbol, and sums, products and comparisons of these; else returns None."""
     if expr == symbol:
         return counts
     if isinstance(expr, sympy.Integer):

@@ -1,4 +1,4 @@
-"""Judges by the table what the ops of a recording do with the rows of its operands."""
+"""Judges what the ops of a recording do to the rows of its operands, by the rules of `table.py`."""
 
 from __future__ import annotations
 
@@ -29,22 +29,22 @@ from piecewise.ir.recording import AtenCall, Recording, Ref
 __all__ = ["Judge", "Judged", "rules"]
 
 _TORCHS = ("aten", "prim", "prims")
-# They reach elements of the memory that the tensor does not show.
+# These ops reach memory outside of the tensor's elements.
 _REACHING = frozenset("as_strided as_strided_copy as_strided_scatter resize resize_as set".split())
-# An op of somebody's may look rows up by them.
+# Dtypes by which a custom op may look rows up.
 _INDICES = (torch.int32, torch.int64)
 _Found = TypeVar("_Found")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Judged:
-    """What a node does.
+    """Describes a node's effect on rows.
 
     Attributes:
-        results: rows of each tensor in its value.
-        written: position of an operand whose memory it writes → its rows afterwards.
-        largest: the largest row count for which it holds; None for any.
-        mixes: why it runs eagerly; None in a graph.
+        results: rows of each tensor in the node's value.
+        written: position of an operand whose memory is written → its rows afterwards.
+        largest: the largest row count for which the verdict holds; None for any.
+        mixes: why the node runs eagerly; None in a graph.
     """
 
     results: tuple[Rows, ...]
@@ -54,15 +54,15 @@ class Judged:
 
 
 class Judge:
-    """Judges recordings of one trace; those that are alike, on operands that are alike, once."""
+    """Judges the recordings of one trace; equal recordings on equal operands are judged once."""
 
     def __init__(self, known: KnownSizes) -> None:
         self.known = known
         self._judged: dict[tuple[Recording, tuple[Rows, ...], bool], Judged] = {}
 
     def judge(self, recording: Recording, given: tuple[Rows, ...], *, in_graph: bool) -> Judged:
-        """Judges a node on padded rows; one that mixes them is judged as outside of graphs, and says why.
-        There it sees real rows, and copies of its results reach graphs."""
+        """Judges a node on padded rows. One that mixes them into real rows is judged as an eager node, with
+        the reason in `mixes`: it runs on real rows, and graphs read copies of its results."""
         key = recording, given, in_graph
         if key not in self._judged:
             try:
@@ -76,13 +76,13 @@ class Judge:
         return self._judged[key]
 
     def sizes(self, sizes: Sequence[Any]) -> tuple[Size, ...] | None:
-        """Sizes of a tensor; None where another symbol decides on one."""
+        """Returns a tensor's sizes; None where one depends on another symbol."""
         found = tuple(map(self.known.of, sizes))
         return found if None not in found else None  # type: ignore[return-value]
 
 
 class _Judging:
-    """One recording on given operands. Outside of graphs layouts play no part; integers keep their bounds."""
+    """Judges one recording. Outside of graphs only the bounds of integers matter, not layouts."""
 
     def __init__(
         self, judge: Judge, recording: Recording, given: tuple[Rows, ...], *, in_graph: bool
@@ -109,7 +109,7 @@ class _Judging:
     def _at(self, position: int) -> Rows:
         if position in self._rows:
             return self._rows[position]
-        # A constant that the code holds: it asked nothing of the token count.
+        # A constant in the code does not depend on the token count.
         sizes, dtype = self._sizes_of(position), self._tensors[position].dtype
         is_fixed = all(size.constant is not None for size in sizes)
         if self.in_graph and not is_fixed:
@@ -124,7 +124,6 @@ class _Judging:
         return sizes or ()
 
     def _judge(self, noted: AtenCall) -> None:
-        """Notes what an op makes, and what it leaves of what it writes."""
         call = self._call(noted)
         claim = self._claim(noted, call)
         is_kept = claim.keeps_real and all(rows.is_real for rows in call.tensors())
@@ -143,7 +142,7 @@ class _Judging:
             self._rows[position] = Rows(sizes, layout, dtype, is_real, covers, bounds, why)
 
     def _call(self, noted: AtenCall) -> OpOnRows:
-        """Describes the op as if it wrote nothing."""
+        """Describes the op by its functional form: `add` for `add_` and for out variants."""
         schema = noted.op._schema
         arguments = {argument.name: argument.default_value for argument in schema.arguments}
         given = dict(zip(arguments, noted.args, strict=False)) | noted.kwargs
@@ -187,7 +186,6 @@ class _Judging:
         return claim
 
     def _ruled(self, noted: AtenCall, call: OpOnRows) -> Claim | Layout:
-        """Returns what the op's rule says, or its declaration."""
         for rows in call.tensors():
             if rows.layout is None and not call.name.startswith("_assert"):
                 raise Mixes(rows.why)
@@ -226,7 +224,7 @@ class _Judging:
         self._rows[position] = self._rows[position]._replace(bounds=bounds)
 
     def _bounds(self, noted: AtenCall, call: OpOnRows) -> list[Bounds]:
-        """Bounds each result; unknown where nobody bounds the op's integers."""
+        """Returns bounds for each result, UNBOUNDED where no rule bounds the op's integers."""
         is_known = all(self._sizes[at] is not None for at in (*noted.reads, *noted.made))
         is_out = any(argument.is_out for argument in noted.op._schema.arguments)
         function = _entry(table.BOUNDS, call.name) if noted.op.namespace == "aten" else None
@@ -237,7 +235,7 @@ class _Judging:
         each = [found] * len(call.results) if isinstance(found, Bounds) else found
         types = {rows.dtype for rows in call.tensors()}
         return [
-            # What one side alone bounds wraps in another type.
+            # Bounded on one side only, a value may wrap in another dtype.
             bounds_within(dtype, UNBOUNDED if None in item[:2] and types != {dtype} else item, self.known)
             for item, (_, dtype) in zip(each, call.results, strict=True)
         ]
@@ -248,7 +246,7 @@ def _entry(entries: Mapping[str, _Found], name: str) -> _Found | None:
 
 
 def _is_real(layout: Layout | None, is_kept: bool) -> bool:
-    """Tells whether padded rows can repeat a real one: at each count there is one."""
+    """Whether padded rows can repeat a real row: there is one at each count."""
     if layout is None:
         return is_kept
     return is_static(layout) or (is_kept and all(f.values.min() > 0 for dim in layout for f in dim.factors))
@@ -259,7 +257,6 @@ def _holds_count(value: Any) -> bool:
 
 
 def _declared(op: Any, call: OpOnRows) -> Claim:
-    """Returns the rows of an op that somebody declared."""
     found = declared_rows(op)
     if found is None:
         raise Mixes(

@@ -1,10 +1,10 @@
-"""Where in a padded tensor its real elements lie; docs/DESIGN.md has the claim that is made, and examples.
+"""Describes where the real elements of a padded tensor lie; docs/DESIGN.md has the claim and examples.
 
-    static     a size that is the same at all counts: all of it is real
+    static     a size that is the same at all counts: every element is real
     growing    blocks × factor × factor ... (tail)
 
-Each factor grows with the count, is embedded as a prefix, and takes in what is static inside it. `blocks` lie
-outermost: [4, n] flat has 4 of n, [n, n] flat two factors. The last `tail` elements agree with nothing.
+Each factor grows with the count, its real elements lead, and it includes the static dims inside it. `blocks`
+are outermost: [4, n] flat has 4 of n, [n, n] flat has two factors. The last `tail` elements are unknown.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from piecewise.analysis.rows.counts import KnownSizes, Size
 
 
 class MixReason(NamedTuple):
-    """Why no layout can be given: a code as in `classify.REASONS`, and words."""
+    """Holds why no layout can be given: a code of `classify.REASONS`, and a detail."""
 
     code: str
     detail: str
 
 
 class Mixes(Exception):
-    """No layout can be given: padding may reach real rows. `refusal` is kept; tracebacks hold tensors."""
+    """Says that padding may reach real rows. Keep `refusal` alone: an exception's traceback holds tensors."""
 
     def __init__(self, detail: str, *, code: str = "mixes_tokens") -> None:
         super().__init__(detail)
@@ -31,7 +31,7 @@ class Mixes(Exception):
 
 
 class Dim(NamedTuple):
-    """The layout of one dim; `factors` is empty for a static one."""
+    """Describes the layout of one dim; `factors` is empty for a static dim."""
 
     size: Size
     blocks: int = 1
@@ -44,12 +44,11 @@ class Dim(NamedTuple):
 
     @property
     def is_single(self) -> bool:
-        """Whether element i of the real ones is element i of the padded ones."""
+        """Whether real element i is padded element i."""
         return self.blocks == 1 and len(self.factors) <= 1
 
     @property
     def is_prefix(self) -> bool:
-        """Whether the real elements are the leading ones."""
         return self.is_static or (self.is_single and not self.tail)
 
 
@@ -66,12 +65,12 @@ def prefix(size: Size) -> Dim:
 
 
 def prefixes(sizes: Iterable[Size]) -> Layout:
-    """Returns the layout of a tensor whose real elements are the leading ones on each dim."""
+    """Returns the layout of a tensor whose real elements lead in each dim; raises as `prefix`."""
     return tuple(map(prefix, sizes))
 
 
 def prefixes_or_none(sizes: Sequence[Size]) -> Layout | None:
-    """Checks that layout, or None where a size falls."""
+    """Returns `prefixes(sizes)`; None where a size falls."""
     return None if any(size.falls for size in sizes) else prefixes(sizes)
 
 
@@ -84,7 +83,7 @@ def is_static(layout: Layout) -> bool:
 
 
 def are_whole_rows(written: Layout | None, other: Layout | None) -> bool:
-    """Tells whether rows of one layout are whole rows of another at the same memory, and no parts."""
+    """Whether rows of one layout are whole rows, not parts, of another layout of the same memory."""
     left, right = (
         sorted((factor.values // factor.unit).tobytes() for dim in layout or () for factor in dim.factors)
         for layout in (written, other)
@@ -93,8 +92,7 @@ def are_whole_rows(written: Layout | None, other: Layout | None) -> bool:
 
 
 def met(dims: Sequence[Dim], size: Size) -> Dim:
-    """Returns the layout of a dim made of equal ones, element by element; those of size 1 are broadcast.
-    Raises `Mixes` where they differ."""
+    """Returns one dim's layout of elementwise operands, broadcasting size 1; else raises `Mixes`."""
     found: Dim | None = None
     for dim in dims:
         if dim.size is not size:
@@ -108,7 +106,7 @@ def met(dims: Sequence[Dim], size: Size) -> Dim:
 
 
 def broadcast(layouts: Iterable[Layout], sizes: Sequence[Size]) -> Layout:
-    """Returns the layout of what is made element by element, in the shape `sizes`."""
+    """Returns the layout of an elementwise result of shape `sizes`."""
     aligned = [(len(sizes) - len(layout), layout) for layout in layouts]
     return tuple(
         met([layout[at - offset] for offset, layout in aligned if at >= offset], size)
@@ -117,8 +115,8 @@ def broadcast(layouts: Iterable[Layout], sizes: Sequence[Size]) -> Layout:
 
 
 def regrouped(layout: Layout, sizes: Sequence[Size], known: KnownSizes) -> Layout:
-    """Regroups the same elements into the shape `sizes`, as `view` and `reshape` do. Raises `Mixes`
-    where a new dim would hold rows in another order, or parts of them."""
+    """Returns the layout after `view` or `reshape` to `sizes`. Raises `Mixes` where a new dim would hold
+    parts of rows, or rows in another order."""
     made: list[Dim] = []
     old = new = 0
     one = known.constant(1)
@@ -137,8 +135,8 @@ def regrouped(layout: Layout, sizes: Sequence[Size], known: KnownSizes) -> Layou
 
 
 def _cut(dims: Layout, sizes: Sequence[Size], known: KnownSizes) -> list[Dim]:
-    """Dims of these sizes for the elements of `dims`, which are counted through what is static in front, then
-    through factors, each with what is static behind it; a new dim takes what it can from the front."""
+    """Splits the elements of `dims` into dims of `sizes`. Each takes what it can from the front: the static
+    lead first, then factors, each with the static dims inside it."""
     wide = [dim for dim in dims if dim.size.constant != 1]
     if len(wide) == 1 and sum(size.constant != 1 for size in sizes) == 1:
         return [wide[0] if size.constant != 1 else Dim(size) for size in sizes]

@@ -1,11 +1,10 @@
-"""The table of rules: how rows travel through an op, and between which bounds its integers lie.
+"""Holds the table of rules: how rows travel through an op, and how an op bounds the integers it makes.
 
-A rule keeps one claim, agreement: where the inputs agree with eager's at the places that their layouts name,
-*whatever lies elsewhere, NaN included*, so do the outputs, at the places that the rule names. It raises
-`Mixes` where no layout can be given. What lies in padded rows is another matter, of which `is_real` and the
-bounds tell:
+A rule keeps one claim, agreement: where inputs equal eager's at the places that their layouts name, *whatever
+lies elsewhere, NaN included*, outputs do at the places that the rule names. It raises `Mixes` where no layout
+can be given. Two more facts describe what lies in padded rows:
 
-    is_real    each padded row is what one real row gives, the same one in all tensors of a call
+    is_real    each padded row is computed from one real row, the same one in all tensors of a call
     low, high  integers, the real ones at n and all of them at N, lie within [low(n), high(n)]
 """
 
@@ -26,8 +25,8 @@ _LARGEST = 1 << 31
 
 
 class Bounds(NamedTuple):
-    """The least and the largest integer of a tensor, None where that is not known; `permutes` where the real
-    ones are 0, 1, 2 ... in some order."""
+    """Holds a tensor's least and largest integer, None where unknown; `permutes` where the real ones are 0,
+    1, 2 ... in some order."""
 
     low: Size | None = None
     high: Size | None = None
@@ -38,11 +37,11 @@ UNBOUNDED = Bounds()
 
 
 class Rows(NamedTuple):
-    """What is known of a tensor's rows.
+    """Describes what is known of a tensor's rows.
 
     Attributes:
-        layout: None where nothing is known to agree, for the reason `why`.
-        covers: whether its padded elements are padded ones in all views of its memory.
+        layout: None where nothing is known to agree with eager, for the reason `why`.
+        covers: whether its padded elements are padded in all views of its memory.
     """
 
     sizes: tuple[Size, ...]
@@ -55,23 +54,23 @@ class Rows(NamedTuple):
 
     @property
     def is_settled(self) -> bool:
-        """Whether all its elements agree: it has no padded rows."""
+        """Whether all elements agree with eager: there are no padded rows."""
         return self.layout is not None and is_static(self.layout)
 
     def after_write(self, layout: Layout | None, known: KnownSizes, *, is_real: bool) -> Rows:
-        """Returns what is known still when rows of a layout were written to its memory, real ones or not."""
+        """Returns what stays known after rows of `layout`, real ones or not, were written to the memory."""
         stays = is_real and self.is_real and are_whole_rows(layout, self.layout)
         bounds = bounds_within(self.dtype, UNBOUNDED, known)
         return self._replace(bounds=bounds, is_real=self.is_settled or stays)
 
 
 class Claim(NamedTuple):
-    """What a rule claims of an op's results.
+    """Describes what a rule claims of an op's results.
 
     Attributes:
-        layouts: one per result, None for one of which nothing is known.
-        keeps_real: whether padded rows of the results are real ones where those of all operands are.
-        keeps_cover: whether a view's padded elements are padded ones of what it views.
+        layouts: one per result, None where unknown.
+        keeps_real: whether padded rows of the results are real where those of all operands are.
+        keeps_cover: whether a view's padded elements are padded elements of its base.
     """
 
     layouts: Sequence[Layout | None]
@@ -81,12 +80,12 @@ class Claim(NamedTuple):
 
 @dataclasses.dataclass(slots=True, eq=False)
 class OpOnRows:
-    """An op as rules see it.
+    """Describes an op's call as rules see it.
 
     Attributes:
-        name: without namespace, such as "sum" and, with its overload, "max.dim".
-        args: by name, defaults included; with `Rows` for tensors, `Size` for sizes that follow the count.
-        results: sizes and dtype of each tensor that it returns.
+        name: without namespace, such as "sum" or, with its overload, "max.dim".
+        args: by name, defaults included; `Rows` for tensors, `Size` for sizes that follow the count.
+        results: sizes and dtype of each returned tensor.
         largest: the largest row count for which its indices are in range; None for any.
     """
 
@@ -101,21 +100,19 @@ class OpOnRows:
 
     @property
     def sizes(self) -> tuple[Size, ...]:
-        """Those of the first result."""
         return self.results[0][0]
 
     def layout(self, name: str = "self") -> Layout:
-        """Returns the layout of a tensor argument."""
         found: Layout = self[name].layout
         return found
 
     def tensors(self) -> Iterator[Rows]:
-        """Returns all tensor arguments, those in lists included."""
+        """Yields all tensor arguments, those in lists included."""
         for value in self.args.values():
             yield from (x for x in (value if type(value) is list else [value]) if isinstance(x, Rows))
 
     def dims(self, name: str = "dim") -> tuple[int, ...]:
-        """Returns an argument that names dims of `self`, from the front; None and [] name all of them."""
+        """Returns dims of `self` named by an argument, non-negative; None and [] name all dims."""
         rank, value = len(self["self"].sizes), self[name]
         if value in (None, []):
             return tuple(range(rank))
@@ -123,15 +120,13 @@ class OpOnRows:
         return tuple(dim % rank if rank else 0 for dim in named)
 
     def dim(self, name: str = "dim") -> int:
-        """Returns an argument that names one dim of `self`, from the front."""
         return self.dims(name)[0]
 
     def size(self, value: Any) -> Size:
-        """Returns a size argument, constant or not."""
         return value if isinstance(value, Size) else self.known.constant(int(value))
 
     def limit_to(self, holds: Any) -> bool:
-        """Lets the call hold up to the first row count at which `holds` is false; false if none is left."""
+        """Limits the call to row counts below the first where `holds` is false; false if none is left."""
         good = self.known.counts[holds.cumprod().astype(bool)]
         if len(good) and len(good) < len(holds):
             self.largest = lesser(self.largest, int(good[-1]))
@@ -139,7 +134,7 @@ class OpOnRows:
 
 
 def lesser(limit: int | None, other: int | None) -> int | None:
-    """Returns the smaller of two limits, None for none."""
+    """Returns the smaller of two limits; None means no limit."""
     return min(filter(None, (limit, other)), default=None)
 
 
@@ -150,7 +145,7 @@ _AnyRule = TypeVar("_AnyRule", bound=Callable[..., Any])
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Entry:
-    """A rule, and which arguments of its op are sizes: they may follow the count. Others would be values."""
+    """Holds a rule, and the names of its op's arguments that are sizes, which may follow the token count."""
 
     rule: Rule
     sizes: frozenset[str] = frozenset()
@@ -161,8 +156,7 @@ BOUNDS: dict[str, BoundsRule] = {}
 
 
 def rule(names: str, *, sizes: str = "", of_bounds: bool = False) -> Callable[[_AnyRule], _AnyRule]:
-    """Enters a rule for aten ops, or overloads of them, by their names: of where rows lie, or `of_bounds` of
-    the integers that the ops make."""
+    """Registers a rule for aten ops or overloads, of layouts or, with `of_bounds`, of integer bounds."""
 
     def enter(function: _AnyRule) -> _AnyRule:
         entry = Entry(function, frozenset(sizes.split()))
@@ -186,12 +180,11 @@ def check_static(layout: Layout, dims: Sequence[int], what: str) -> None:
 
 
 def is_inexact(dtype: torch.dtype) -> bool:
-    """Tells whether it is no type of integers."""
     return dtype.is_floating_point or dtype.is_complex
 
 
 def bounds_within(dtype: torch.dtype, found: Bounds, known: KnownSizes) -> Bounds:
-    """Returns the bounds as far as they hold in a type, and those of the type itself."""
+    """Returns bounds as they hold in a dtype: integers may wrap, and narrow types bound by themselves."""
     if is_inexact(dtype):
         return UNBOUNDED
     least, largest = limits(dtype)
@@ -210,12 +203,11 @@ def bounds_within(dtype: torch.dtype, found: Bounds, known: KnownSizes) -> Bound
 
 
 def fits(size: Size, dtype: torch.dtype) -> bool:
-    """Tells whether an integer type holds it at all counts, with room for sums and products."""
+    """Whether an integer type holds the size at all counts, with room for sums and products."""
     least, largest = limits(dtype)
     low, high = int(size.values.min()), int(size.values.max())
     return max(least, -_LARGEST) <= low and high <= min(largest, _LARGEST)
 
 
 def limits(dtype: torch.dtype) -> tuple[int, int]:
-    """Returns the least and the largest integer of a type."""
     return (0, 1) if dtype is torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)

@@ -1,7 +1,7 @@
-"""Follows the rows of each value of a traced graph from the inputs on, as it is decided what runs where.
+"""Follows the rows of each value through a traced graph while it is decided which node runs where.
 
-Nodes come one by one, in order, as what they run as: `in_graph` (which may refuse), `eager` or `boundary`.
-What a write does to other views of the same memory is noted as it happens.
+Nodes come in order, each as what it runs as: `in_graph` (which may refuse), `eager` or `boundary`. A write
+updates all views of the same memory.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from piecewise.ir.nodes import fakes_of, makes_empty, storages_of, value_of
 from piecewise.ir.recording import Ref
 from piecewise.ir.tensors import map_tensors, storage_of
 
-# A tensor of a node's value, by its position there.
+# A node, and the position of a tensor in its value.
 _Place = tuple[fx.Node, int]
 
 
 class RowsWalk:
-    """One walk over one graph; `largest` is the largest row count with all indices in range, None for any."""
+    """Walks over one graph; `largest` is the largest row count with all indices in range, None for any."""
 
     def __init__(self, judge: Judge, facts: Mapping[fx.Node, NodeFacts]) -> None:
         self._judge, self._facts = judge, facts
         self._rows: dict[fx.Node, tuple[Rows, ...]] = {}
         self._origins: dict[fx.Node, fx.Node] = {}
-        # Memory → who views it, its maker first; and whether graphs own it.
+        # Memory → its views, the maker first; then the memories that graphs own.
         self._holders: dict[int, list[_Place]] = {}
         self._in_graphs: set[int] = set()
         # Memory of integers that nobody has written yet: its padded rows start as zeros.
@@ -46,15 +46,15 @@ class RowsWalk:
         return self._rows[node]
 
     def is_prefix(self, node: fx.Node) -> bool:
-        """Tells whether real rows lead in all tensors of a value, so that it may leave a graph."""
+        """Whether real rows lead in all tensors of a value, as they must where it leaves a graph."""
         return all(rows.layout is not None and is_prefix(rows.layout) for rows in self.rows_of(node))
 
     def origin(self, node: fx.Node) -> fx.Node:
-        """Returns the node that gave a value which is no prefix its layout."""
+        """Returns the node that moved the real rows of a value that is no prefix."""
         return self._origins.get(node, node)
 
     def in_graph(self, node: fx.Node) -> MixReason | None:
-        """Runs a node in a graph; why it must not be there, where nothing is noted."""
+        """Runs a node in a graph, or returns why it must not be there and notes nothing."""
         fact = self._facts[node]
         if fact.recording is None:
             return MixReason("unknown_op", "nobody has looked into it")
@@ -73,7 +73,6 @@ class RowsWalk:
         return None
 
     def eager(self, node: fx.Node) -> None:
-        """Runs a node on real rows."""
         fact = self._facts[node]
         found = self._outside(node)
         if fact.recording is None:
@@ -87,7 +86,7 @@ class RowsWalk:
         self._note(node, found)
 
     def boundary(self, node: fx.Node, *, in_graph: bool) -> None:
-        """Notes that nothing is known any more of what an op writes; its own value is nothing."""
+        """Forgets what was known of the memory that a boundary op writes; the op returns nothing."""
         fact = self._facts[node]
         self._fresh -= storages_of(fact.writes)  # padding may hold anything now
         for target in fact.writes:
@@ -96,7 +95,6 @@ class RowsWalk:
                 self._change((target, at), left if in_graph else self._after_eager((target, at), left))
 
     def item(self, node: fx.Node) -> None:
-        """Notes an item of a tuple."""
         source: Any = node.args[0]
         numbers = itertools.count()
         picked = map_tensors(value_of(source), lambda tensor: Ref(next(numbers)))[node.args[1]]
@@ -108,7 +106,7 @@ class RowsWalk:
         return tuple(rows for read in fact.reads for rows in self.rows_of(read))
 
     def _outside(self, node: fx.Node) -> list[Rows]:
-        """Returns rows of a value from outside: graphs get copies, whose padded rows repeat a real one."""
+        """Returns the rows of a value from outside: graphs read a copy whose padding repeats a real row."""
         found = []
         for fake in fakes_of([node]):
             sizes = self._judge.sizes(fake.shape)
@@ -138,8 +136,8 @@ class RowsWalk:
             self._change(places[position], rows if in_graph else self._after_eager(places[position], rows))
 
     def _after_eager(self, place: _Place, rows: Rows) -> Rows:
-        """Returns what an eager op leaves of a tensor whose real rows are `rows` now. In memory of graphs it
-        writes real rows alone; of any other, graphs are given a new copy with new padding."""
+        """Returns a tensor's rows after an eager op wrote it: memory of graphs keeps its padding, other
+        memory is copied for graphs with new padding."""
         before = self.rows_of(place[0])[place[1]]
         memory = self._memory_of(place)
         if memory not in self._in_graphs or before.is_settled:
@@ -158,7 +156,6 @@ class RowsWalk:
         return storage_of(list(fakes_of([place[0]]))[place[1]])
 
     def _change(self, place: _Place, rows: Rows) -> None:
-        """Notes what a write leaves of a tensor, and of other views of its memory."""
         for node, at in self._holders[self._memory_of(place)]:
             found = list(self._rows[node])
             left = found[at].after_write(rows.layout, self._judge.known, is_real=rows.is_real)

@@ -1,4 +1,4 @@
-"""The rules, by what an op does with dims. Importing this package fills the table."""
+"""Holds the rules, by what an op does with dims. Importing this package fills the table."""
 
 from piecewise.analysis.rows.rules import bounds, lookups, pointwise, reductions, views
 

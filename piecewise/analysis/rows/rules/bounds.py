@@ -1,4 +1,4 @@
-"""Bounds the integers that an op makes, whatever the floats are, and with them its indices."""
+"""Bounds the integers that an op makes, indices among them; floats are not looked at."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from piecewise.analysis.rows.counts import Size
 from piecewise.analysis.rows.table import UNBOUNDED, Bounds, OpOnRows, Rows, bounds, fits, is_inexact
 
 Ends = NDArray[Any]
-# Where sums over all elements end, so that they do not overflow.
+# The largest bound of a sum, so that no int64 overflows.
 _LARGEST = float(1 << 62)
 
 
 def _of(call: OpOnRows, value: Any) -> Bounds:
-    """Returns the bounds of an operand, tensor or number, in the type in which the op computes."""
+    """Returns an operand's bounds (tensor or number) in the dtype in which the op computes."""
     found, own = UNBOUNDED, None
     if isinstance(value, Rows):
         found, own = value.bounds._replace(permutes=False), value.dtype
@@ -33,14 +33,12 @@ def _of(call: OpOnRows, value: Any) -> Bounds:
 
 
 def _made(call: OpOnRows, low: Ends, high: Ends) -> Bounds:
-    """Bounds of these ends, as far as they are finite."""
     known = [np.broadcast_to(end, call.known.counts.shape) for end in (low, high)]
     sides = [call.known.interned(end.astype(np.int64)) if np.isfinite(end).all() else None for end in known]
     return Bounds(sides[0], sides[1])
 
 
 def _ends(found: Bounds) -> tuple[Ends, Ends]:
-    """Returns the least and the largest integer at each count; infinite where they are not known."""
     low, high = found[:2]
     return (low.values * 1.0 if low else np.array(-np.inf)), (high.values * 1.0 if high else np.array(np.inf))
 
@@ -62,7 +60,6 @@ def _constant(found: Bounds) -> int | None:
 
 
 def _below(call: OpOnRows, size: Size) -> Bounds:
-    """Bounds by 0 .. size-1."""
     return _made(call, 0.0 * size.values, np.maximum(size.values - 1.0, 0))
 
 
@@ -72,7 +69,7 @@ def _united(call: OpOnRows, *given: Bounds) -> Bounds:
 
 
 def _searched(call: OpOnRows, dim: int | None) -> Size:
-    """Counts how many elements there are to choose from."""
+    """Returns the number of elements that an index along `dim` chooses from."""
     sizes = call["self"].sizes
     if dim is not None:
         sizes = sizes[dim % len(sizes) :][:1] if sizes else ()
@@ -80,7 +77,7 @@ def _searched(call: OpOnRows, dim: int | None) -> Size:
 
 
 def _corners(call: OpOnRows, function: Any, *operands: Bounds) -> Bounds:
-    """Bounds a function that rises or falls all the way in each operand: its extremes are at their ends."""
+    """Bounds a function that is monotonic in each operand by its values at the operands' ends."""
     ends = [function(*each) for each in itertools.product(*map(_ends, operands))]
     return _made(call, functools.reduce(np.minimum, ends), functools.reduce(np.maximum, ends))
 
@@ -121,7 +118,6 @@ _KEEPING = "alias detach clone view _unsafe_view _to_copy copy"
     "unfold diagonal flip roll rot90 repeat index index_select gather take amax amin max min median"
 )
 def chosen(call: OpOnRows) -> Bounds:
-    """Returns some of the elements, or all of them in their order."""
     rows: Rows = call["src"] if call.name == "copy" else call["self"]
     keeps = call.name in _KEEPING.split() and call.sizes == rows.sizes
     return rows.bounds._replace(permutes=rows.bounds.permutes and keeps)
@@ -217,7 +213,7 @@ def summed(call: OpOnRows) -> Bounds:
 
 @bounds("index_put scatter")
 def put(call: OpOnRows) -> Bounds:
-    """Where a permutation says the places, each is written: the memory may have held anything."""
+    """Bounds writes by index; a permutation writes each place, so that the old values do not count."""
     target: Rows = call["self"]
     if call["accumulate"] or call["reduce"]:
         return UNBOUNDED

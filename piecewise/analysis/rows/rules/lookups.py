@@ -1,8 +1,8 @@
-"""Ops that look up or write rows by an index, or search in a table.
+"""Judges ops that look up or write rows by an index, or search in a table.
 
-An index is in range in padded rows where these repeat a real row, which eager's own check lets pass, or where
-the op that made the integers bounds them. A lookup in rows that carry tokens reads real rows alone where the
-index is bound by their number: not so an input's, which may be −1 or beyond the real rows, and so in padding.
+A padded row's index is in range where it repeats a real row's, which passed eager's own check, or where the
+op that made the integers bounds them. A lookup in rows that carry tokens reads only real rows where the index
+is bounded by the token count. An input's index is not: it may be −1 or too large, and so in padding.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from piecewise.analysis.rows.table import Claim, OpOnRows, Rows, check_static, r
 
 
 def _check_index(call: OpOnRows, index: Rows, dim: Dim, *, wraps: bool = False) -> None:
-    """Checks that padded rows of an index are in range of a dim, and real ones among those that agree."""
+    """Checks that padded rows' indices are in range of `dim`, and real ones among elements that agree."""
     if dim.is_static and (index.is_real or index.is_settled):
         return
     low, high, size = index.bounds.low, index.bounds.high, dim.size.values
@@ -42,7 +42,6 @@ def indexed(call: OpOnRows) -> Layout:
 
 
 def _looked_up(layout: Layout, indices: Sequence[Rows | None]) -> Layout:
-    """Returns the layout of `self[indices]`."""
     places = [at for at, index in enumerate(indices) if index is not None]
     found = [index.layout or () for index in indices if index is not None]
     rank = max(map(len, found))
@@ -50,7 +49,7 @@ def _looked_up(layout: Layout, indices: Sequence[Rows | None]) -> Layout:
     for at in range(rank):
         dims = [each[at - rank] for each in found if at >= rank - len(each)]
         rows.append(met(dims, next((dim.size for dim in dims if dim.size.constant != 1), dims[0].size)))
-    # Indices that do not lie side by side put their dims in front.
+    # Indices that are not adjacent put their dims in front.
     front = places[0] if places == list(range(places[0], places[0] + len(places))) else 0
     kept = [dim for at, dim in enumerate(layout) if at not in places]
     return (*kept[:front], *rows, *kept[front:])
@@ -72,7 +71,7 @@ def gathered(call: OpOnRows) -> Layout:
 
 
 def _check_others(layout: Layout, index: Layout, at: int) -> None:
-    """Checks that rows of an index belong to the same rows of a tensor."""
+    """Checks that index and tensor have the same rows in all dims but `at`."""
     for other, (dim, own) in enumerate(zip(layout, index, strict=False)):
         if other != at and (dim.factors or own.factors) and dim != own:
             raise Mixes("its index is of other rows")
@@ -92,7 +91,6 @@ def scattered(call: OpOnRows) -> Layout:
 
 @rule("searchsorted bucketize")
 def searched(call: OpOnRows) -> Layout:
-    """In a table that is the same for all rows, or in each row's own."""
     table = call.layout("sorted_sequence" if call["sorted_sequence"] is not None else "boundaries")
     check_static(table, [-1], "it searches")
     made: Layout = (call["self"].layout or ()) if isinstance(call["self"], Rows) else ()
@@ -113,7 +111,7 @@ def found_in(call: OpOnRows) -> Layout:
 
 @rule("_assert_async")
 def asserted(call: OpOnRows) -> Claim:
-    """It ends all use of a CUDA device where padded rows fail it."""
+    """Judges an assertion, which ends the use of a CUDA device where padded rows fail it."""
     (rows,) = call.tensors()
     holds = rows.bounds.low is not None and (rows.bounds.low.values >= 1).all()
     if not (rows.is_settled or rows.is_real or holds):
@@ -143,8 +141,7 @@ def put_along(call: OpOnRows) -> Claim:
 
 
 def _check_places(call: OpOnRows, indices: Sequence[Rows | None]) -> bool:
-    """Checks that the same places are written in all buckets, and of rows real ones alone; tells whether
-    padded rows stay real."""
+    """Checks that all buckets write the same places, in real rows; returns whether padding stays real."""
     named = [(index, dim) for index, dim in zip(indices, call.layout(), strict=False) if index is not None]
     for index, dim in named:
         if not index.is_settled:

@@ -1,4 +1,4 @@
-"""Ops that work element by element: operands are broadcast, and dims that meet lie alike."""
+"""Judges elementwise ops: operands are broadcast, and dims that meet must have one layout."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TAGGED = """
     neg nextafter pow rad2deg reciprocal relu remainder round rsqrt rsub.Scalar sgn sigmoid sign signbit
     silu sin sinc sinh softplus sqrt sub tan tanh threshold trunc where xlogy
 """
-# So do these, and torch does not say it.
+# Pointwise ops that torch does not tag.
 UNTAGGED = """
     _to_copy complex copy fill floor_divide hardswish log_sigmoid_forward masked_fill.Tensor polar
     rsub.Tensor zero
@@ -29,7 +29,7 @@ def element_by_element(call: OpOnRows) -> Claim:
     layouts = [rows.layout for rows in call.tensors() if rows.layout is not None]
 
     def is_gone(sizes: tuple) -> bool:
-        """Of what is kept for a gradient nothing may be left."""
+        """Whether a result kept only for a gradient is empty."""
         return len(call.results) > 1 and [size.constant for size in sizes] == [0]
 
     return Claim([prefixes(x) if is_gone(x) else broadcast(layouts, x) for x, _ in call.results])
@@ -37,7 +37,7 @@ def element_by_element(call: OpOnRows) -> Claim:
 
 @rule("div floor_divide fmod remainder")
 def divided(call: OpOnRows) -> Claim:
-    """Returns a CPU ends the process, or raises, where integers are divided by 0 or the least one by −1."""
+    """Judges division: on a CPU an integer by 0, or the least integer by −1, raises or ends the process."""
     by, (_, dtype) = call["other"], call.results[0]
     low = by.bounds.low if isinstance(by, Rows) else call.size(by) if isinstance(by, int) else None
     is_positive = low is not None and bool((low.values > 0).all())

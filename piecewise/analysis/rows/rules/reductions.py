@@ -1,4 +1,4 @@
-"""Ops that reduce, sum or work along some dims: those must be of fixed size, the others keep their layout.
+"""Judges ops that reduce, sum or work along some dims: those must be static, the others keep their layout.
 
 A mask of zeros excuses nothing, as 0·NaN is NaN.
 """
@@ -22,20 +22,19 @@ def reduced(call: OpOnRows) -> Claim:
 
 @rule("all any all.dim any.dim all.dims any.dims")
 def tested(call: OpOnRows) -> Claim:
-    """Over tokens nothing is known of the answer, until a check alone asks for it."""
+    """Judges `all` and `any`; over tokens the result is unknown, which only a reader of it minds."""
     layout = call.layout()
     return Claim([None]) if any(layout[dim].factors for dim in call.dims()) else _without(call)
 
 
 def _without(call: OpOnRows) -> Claim:
-    """Returns the layout without the dims that are named, or with these of size 1."""
     layout, dims, one = call.layout(), call.dims(), Dim(call.known.constant(1))
     kept = tuple(one if at in dims else dim for at, dim in enumerate(layout))
     left = tuple(dim for at, dim in enumerate(layout) if at not in dims)
     return Claim([kept if len(sizes) == len(layout) else left for sizes, _ in call.results])
 
 
-# Each element is made of those before it.
+# Each element depends on those before it.
 _SCANS = frozenset({"cumsum", "cumprod", "cummax", "cummin", "logcumsumexp"})
 
 
@@ -44,7 +43,6 @@ _SCANS = frozenset({"cumsum", "cumprod", "cummax", "cummin", "logcumsumexp"})
     "_safe_softmax"
 )
 def along(call: OpOnRows) -> Claim:
-    """Returns a dim that stays, perhaps at another size."""
     layout, name = call.layout(), call.name.partition(".")[0]
     dims = call.dims("dims") if name in ("flip", "roll") else (call.dim(),)
     if name == "renorm":
@@ -62,7 +60,6 @@ def along(call: OpOnRows) -> Claim:
 
 @rule("native_layer_norm _fused_rms_norm")
 def normed_in_rows(call: OpOnRows) -> Claim:
-    """Over dims that numbers name, and so of fixed size."""
     layout = call.layout("input")
     stats = layout[: len(layout) - len(call["normalized_shape"])]
     one = Dim(call.known.constant(1))
@@ -79,7 +76,7 @@ def normed_in_groups(call: OpOnRows) -> Claim:
 
 @rule("_native_batch_norm_legit_no_training _native_batch_norm_legit.no_stats")
 def normed_by_channel(call: OpOnRows) -> Claim:
-    """By what was gathered before, or each channel alone: `instance_norm` makes channels of rows."""
+    """Judges batch norms by running or own statistics: `instance_norm` makes channels of rows."""
     layout: Layout = call.layout("input")
     rest = [at for at in range(len(layout)) if at != 1]
     check_static(layout, rest if call["training"] else [1], "it normalises")
@@ -90,8 +87,7 @@ def normed_by_channel(call: OpOnRows) -> Claim:
 
 
 def _summed(call: OpOnRows, equation: str, *names: str) -> Layout:
-    """Lays out what an `einsum` makes: letters that operands alone have are of fixed size, and dims in
-    front of all letters are broadcast."""
+    """Returns an `einsum`'s layout: summed letters must be static, dims in front of letters broadcast."""
     *given, made = re.split(",|->", equation)
     dims: dict[str, list[Dim]] = {}
     for letters, name in zip(given, names, strict=True):
@@ -139,7 +135,6 @@ def packed_product(call: OpOnRows) -> Layout:
 
 
 def _check_weights(call: OpOnRows) -> None:
-    """Checks that no operand but the first one carries tokens."""
     others = [value for name, value in call.args.items() if isinstance(value, Rows) and name != "self"]
     if not all(rows.is_settled for rows in others):
         raise Mixes("weights carry tokens")
@@ -147,7 +142,7 @@ def _check_weights(call: OpOnRows) -> None:
 
 @rule("_grouped_mm")
 def grouped_product(call: OpOnRows) -> Claim:
-    """Rows in groups, which offsets end: those behind the last one are never written."""
+    """Judges a product of groups of rows, which offsets end: rows behind the last group are never written."""
     layout, weight = call.layout(), call.layout("mat2")
     if len(layout) != 2 or len(weight) != 3 or call["offs"] is None or not layout[0].is_prefix:
         raise Mixes("groups that are no groups of rows")
@@ -160,7 +155,7 @@ def grouped_product(call: OpOnRows) -> Claim:
     "_scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention"
 )
 def attention(call: OpOnRows) -> Claim:
-    """Within rows: keys and heads are of fixed size. Over tokens kernels may multiply what is masked by 0."""
+    """Judges attention within rows; over tokens kernels may multiply masked values, maybe NaN, by 0."""
     made = _summed(call, "qd,kd,kv->qv", "query", "key", "value")
     check_static(call.layout("value"), [-1], "it attends")
     if call["is_causal"]:
@@ -171,7 +166,7 @@ def attention(call: OpOnRows) -> Claim:
     for name in ("attn_mask", "attn_bias"):
         if call[name] is not None:
             broadcast([scores, call.layout(name)], [dim.size for dim in scores])
-    # The others are for gradients.
+    # The other results are for gradients.
     return Claim([made, *[None] * (len(call.results) - 1)])
 
 
@@ -185,10 +180,10 @@ def convolution(call: OpOnRows) -> Claim:
         if dim.is_static:
             made.append(Dim(size))
             continue
-        # One number stands for all dims.
+        # A list of one number holds for all dims.
         stride, padding = (call[name][at % len(call[name])] for name in ("stride", "padding"))
         if call["transposed"] or stride != 1 or not dim.is_single:
             raise Mixes("it strides over rows")
-        # The last results reach into what lies behind the rows: as many as are padded there.
+        # The last `padding` results reach into what lies behind the rows.
         made.append(prefix(size)._replace(tail=dim.tail + padding))
     return Claim([tuple(made)], keeps_real=all(dim.is_static for dim in layout[2:]))

@@ -1,5 +1,4 @@
-"""Ops that view the elements of one tensor in another shape, make tensors of sizes, or put tensors, or copies
-of one, beside each other."""
+"""Judges ops that view elements in another shape, make tensors from sizes, or join and repeat tensors."""
 
 from __future__ import annotations
 
@@ -80,7 +79,7 @@ def sliced(call: OpOnRows) -> Claim:
 
 
 def _part(call: OpOnRows, dim: Dim, size: Size, start: int | Size, step: int) -> tuple[Dim, bool, bool]:
-    """Takes every `step`-th of `size` elements from `start` on; whether padded rows stay real, and cover."""
+    """Takes every `step`-th of `size` elements from `start` on; returns dim, `keeps_real`, `keeps_cover`."""
     if size is dim.size:
         return dim, True, True
     if not isinstance(start, Size) and start < 0 and dim.is_static:
@@ -94,7 +93,7 @@ def _part(call: OpOnRows, dim: Dim, size: Size, start: int | Size, step: int) ->
         raise Mixes("it takes rows from where the token count says")
     if not dim.is_single:
         raise Mixes("it takes a part of rows that do not lie in their order")
-    # The last of the real elements that are taken, and how far it lies in front of those that do not agree.
+    # The last element taken, and its distance from the elements that do not agree.
     last = start + (size.values - 1) * step
     room = dim.size.values - dim.tail - 1 - last
     if size.constant is not None:
@@ -106,7 +105,6 @@ def _part(call: OpOnRows, dim: Dim, size: Size, start: int | Size, step: int) ->
 
 
 def _blocks(call: OpOnRows, dim: Dim, size: Size, begin: Size) -> Dim | None:
-    """Returns the part as whole blocks, where it is."""
     block = call.known.quotient(dim.size, call.known.constant(dim.blocks))
     count, first = (call.known.quotient(each, block) if block is not None else None for each in (size, begin))
     if count is None or first is None or not count.constant or first.constant is None or first.constant < 0:
@@ -170,7 +168,6 @@ def triangle(call: OpOnRows) -> Claim:
 @rule("empty empty_strided new_empty arange eye", sizes="size stride end n m")
 @rule("empty_like")
 def unlike(call: OpOnRows) -> Claim:
-    """Rows of which none is like another."""
     return Claim(
         [call.layout() if call.name == "empty_like" else layouts.prefixes(call.sizes)], keeps_real=False
     )
@@ -191,7 +188,7 @@ def joined(call: OpOnRows) -> Claim:
 
 
 def _row(dims: Sequence[Dim], size: Size) -> tuple[Dim, bool]:
-    """Returns the dims behind one another, and whether padded rows stay real."""
+    """Returns the concatenation of dims, and whether padded rows stay real."""
     growing = [dim for dim in dims if dim.factors]
     if not growing:
         return Dim(size), True
