@@ -1,9 +1,9 @@
-"""Makes of a graph segment the functional graph of aten ops that a compiler is given.
+"""Converts a graph segment to the functional graph of aten ops that a compiler takes.
 
-The graph takes the row count first (where it is a symbol) and then tensors that share no memory, whether they
-are weights or activations; it returns what it makes, as a tuple. `node.meta["val"]` has each node's fake.
-Autocast and sizes are resolved: only aten ops (and custom ones) on tensors, and on numbers computed from the
-row count, are left. Writes into arguments are one `aten.copy_` each, at the end.
+Its placeholders are the row count, where that is a symbol, and tensors that share no memory, weights
+included; it returns what it makes, as a tuple. Autocast and sizes are resolved: only aten and custom ops on
+tensors, and arithmetic on the row count, are left. Each write into an argument is one `aten.copy_` at the
+end.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from runners.row_views import place_of
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AtenSegment:
-    """Holds one segment's graph, for any row count or for one.
+    """Holds a segment's graph, with fakes in ``meta["val"]``, for one row count or any.
 
     Attributes:
-        rows: the row count: a symbol, which is then the first placeholder, or a number.
+        rows: the row count: the symbol of the first placeholder, or a number.
         arguments: the fakes of all placeholders.
     """
 
@@ -39,11 +39,8 @@ class AtenSegment:
 
     @classmethod
     def of(cls, segment: Segment, layout: SegmentLayout, *, rows: int, is_dynamic: bool) -> AtenSegment:
-        """Traces the segment on fakes, for `rows` rows, or for any count of which `rows` is one.
-
-        Raises:
-            Exception: of any kind, where the segment cannot be traced.
-        """
+        """Traces the segment on fakes for `rows` rows, or for any count with `rows` as the hint. A trace may
+        raise any error."""
         fake_mode = torch_api.new_fake_mode()
         count = torch_api.symbolic_count(fake_mode, "num_rows", rows) if is_dynamic else rows
         tensors = []
@@ -63,8 +60,7 @@ class AtenSegment:
 
     @classmethod
     def of_graph(cls, graph: AtenGraph, layout: SegmentLayout) -> AtenSegment | None:
-        """Takes the graph that a segment's function was made of, without another trace; None where it writes
-        something, which a trace resolves."""
+        """Reuses the graph of a segment's function; None where it writes, which only a trace resolves."""
         if not all(map(_is_functional, graph.module.graph.nodes)):
             return None
         copied = fx.Graph()
@@ -75,11 +71,7 @@ class AtenSegment:
         return cls(fx.GraphModule(nn.Module(), copied), graph.rows, placeholders, graph.fake_mode)
 
     def compiled(self) -> Callable[..., Any]:
-        """Compiles the graph, which the compiler takes over: `function(rows, *tensors)`.
-
-        Raises:
-            Exception: of any kind, where it cannot be compiled.
-        """
+        """Compiles the graph, and takes it over, to `function(rows, *tensors)`; may raise any error."""
         function = torch_api.compile_aten_graph(self.module, self.arguments, self.fake_mode)
         if isinstance(self.rows, int):
             return lambda rows, *tensors: function(*tensors)

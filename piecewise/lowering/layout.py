@@ -1,8 +1,8 @@
-"""Makes the results of a graph segment from those of a function that knows no aliases.
+"""Makes the results of a graph segment from those of a compiled function that knows no aliases.
 
-A compiler sees each tensor as memory of its own. Where a segment's tensors share memory, that is settled
-here, outside of what is compiled, from the sizes, strides and offsets of the plan. A segment that writes
-memory in which several of its inputs lie is not compiled.
+A compiler takes each tensor for memory of its own. Aliasing is restored here, outside of the compiled code,
+from the sizes, strides and offsets of the plan. A segment that writes memory of several of its inputs is not
+compiled.
 
 =============================  =========================================================================
 results in an input's memory   views of the input, made afterwards
@@ -10,7 +10,7 @@ results of one memory that     one result that covers the others, which become v
 somebody writes, or that the   does, each is copied into one memory
 caller is given
 all other results              the function's own, with the plan's strides, no two in one memory; any
-                               strides where only boundary ops read it that take any
+                               strides where only stride-agnostic boundary ops read them
 =============================  =========================================================================
 """
 
@@ -31,12 +31,12 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 
 class Unlowerable(Exception):
-    """A segment that keeps eager kernels; the text says why."""
+    """Says why a segment keeps eager kernels."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SegmentResult:
-    """Where one result of a segment comes from.
+    """Describes the source of one result of a segment.
 
     Attributes:
         source: "made" (the function's result `index`), "input" (a view of input `index`), "cover" (a view of
@@ -51,7 +51,7 @@ class SegmentResult:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SegmentLayout:
-    """Says how arguments and results of a segment lie in memory, and makes the results.
+    """Describes how a segment's arguments and results lie in memory, and makes the results.
 
     Attributes:
         inputs, outputs: the segment's values; each input is an argument.
@@ -66,11 +66,7 @@ class SegmentLayout:
 
     @classmethod
     def of(cls, plan: SegmentPlan, segment: Segment, row_counts: Sequence[int]) -> SegmentLayout:
-        """Finds the layout that holds for each of `row_counts`.
-
-        Raises:
-            Unlowerable: the segment has tensors that cannot be told apart in this way.
-        """
+        """Finds the layout that holds at each of `row_counts`; raises `Unlowerable` where there is none."""
         inputs = tuple(plan.values[index] for index in segment.inputs)
         outputs = tuple(plan.values[index] for index in segment.outputs)
         for value in (*inputs, *outputs):
@@ -83,7 +79,7 @@ class SegmentLayout:
         shared = [f"'{v.name}'" for v in inputs if v.memory in segment.writes and memories[v.memory] > 1]
         if shared:
             raise Unlowerable(f"{', '.join(shared)} share memory that it writes")
-        # Views into these must stay views of one memory.
+        # Views into these memories must stay views of one memory.
         given = Counter(plan.values[index].memory for index in plan.result_values if isinstance(index, int))
         kept = {memory for other in plan.segments if other is not segment for memory in other.writes}
         kept |= {memory for memory, count in given.items() if count > 1}
@@ -92,7 +88,7 @@ class SegmentLayout:
     def results_of(
         self, rows: int, inputs: Sequence[torch.Tensor], made: Sequence[torch.Tensor]
     ) -> tuple[torch.Tensor, ...]:
-        """Makes the segment's results of its inputs and of what the function made."""
+        """Makes the segment's results from its inputs and the function's results."""
         own = self._own(rows, inputs, made)
         copies = self._copies(rows, own)
         found = []
@@ -109,8 +105,8 @@ class SegmentLayout:
     def _own(
         self, rows: int, inputs: Sequence[torch.Tensor], made: Sequence[torch.Tensor]
     ) -> list[torch.Tensor]:
-        """What was made, with the plan's strides, if there are any, and in memory that neither inputs nor
-        results of another memory have."""
+        """Returns the function's results with the plan's strides, if any, copied where a result shares memory
+        with an input or with a result of another memory."""
         owners: dict[int, int] = {tensor.untyped_storage().data_ptr(): -1 for tensor in inputs}
         found = []
         for position, tensor in zip(self.made, made, strict=True):
@@ -126,7 +122,7 @@ class SegmentLayout:
         return found
 
     def _copies(self, rows: int, own: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
-        """Results that share memory and of which none covers the rest: by index in `made`."""
+        """Copies results that share memory, where none covers the rest; returns them by index in `made`."""
         groups: dict[int, list[tuple[ValueSpec, int]]] = {}
         for value, result in zip(self.outputs, self.results, strict=True):
             if result.source == "copy":
@@ -142,11 +138,7 @@ class SegmentLayout:
 def _results(
     inputs: Sequence[ValueSpec], outputs: Sequence[ValueSpec], kept: set[int], row_counts: Sequence[int]
 ) -> tuple[tuple[int, ...], tuple[SegmentResult, ...]]:
-    """`made` and `results` of a layout.
-
-    Args:
-        kept: memories into which views must stay views of one memory.
-    """
+    """Returns `made` and `results` of a layout; `kept` are memories into which views must stay views."""
     given: dict[int, int] = {}
     for position, value in enumerate(inputs):
         given.setdefault(value.memory, position)
@@ -175,7 +167,7 @@ def _results(
 
 
 def _cover_of(members: Sequence[int], outputs: Sequence[ValueSpec], row_counts: Sequence[int]) -> int | None:
-    """The output whose memory holds all the others', at each row count; None where there is none."""
+    """Returns the output whose memory holds all the others' at each row count; None without one."""
     if len({outputs[member].dtype for member in members}) > 1:
         raise Unlowerable(f"'{outputs[members[0]].name}' shares its memory with a result of another dtype")
 

@@ -1,8 +1,8 @@
 """Lowers graph segments to callables: torch's own kernels, or Inductor's, compiled once per distinct segment.
 
 Each is compiled for any row count, and again for single counts that `compile_sizes` names or that the first
-compile excluded. One that cannot be compiled keeps eager kernels, alone, with its reason. What was compiled
-is kept for the next capture of the same model; over processes Inductor's own cache on disk does that.
+compile excluded. One that cannot be compiled keeps eager kernels, alone, with its reason. Compiled functions
+are kept for the next capture of the same model, and across processes by Inductor's cache on disk.
 """
 
 from __future__ import annotations
@@ -31,18 +31,17 @@ from runners.errors import one_line
 from runners.mode import capturing
 from runners.opaque_call import OpaqueCall
 
-# Settings on which the code of a segment depends, and which are not in its key in another way: the row count
-# that something was compiled for, and the program that fusions have made, are.
+# Settings on which a segment's code depends and which its key does not hold in another way, as it does the row
+# count that the code is for, and the fused program.
 FIELDS_IN_KEY = frozenset({"lowering"})
 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class LoweredSegment:
-    """Calls a segment's compiled functions, and makes its results of what they return.
+    """Calls a segment's compiled functions, and makes its results from what they return.
 
-    What a compiler has made may still fail where it first runs, as a kernel that needs more shared memory
-    than there is. A warm-up that sees that goes on with the segment's own function, for that row count,
-    unless memory was written by then.
+    A kernel may still fail at its first run, as where it needs more shared memory than there is. In a warm-up
+    such a row count falls back to the segment's own function, unless the segment writes memory.
 
     Attributes:
         by_rows: row count → `function(num_rows, *arguments)`.
@@ -75,7 +74,7 @@ class LoweredPlan:
 
     Attributes:
         functions: segment index → `function(num_rows, *inputs)`.
-        lowered: those among them that were compiled, without what records them.
+        lowered: the compiled ones, without the wrapper that records their calls.
     """
 
     functions: Mapping[int, Callable[..., Sequence[torch.Tensor]]]
@@ -83,7 +82,7 @@ class LoweredPlan:
     at_first: LoweringReport
 
     def report(self) -> LoweringReport:
-        """Reports how it went, the first runs included."""
+        """Reports how lowering went, first runs included."""
         failed = [
             KeptEager(lowered.segment.name, f"at {rows} rows, when it ran: {reason}")
             for lowered in self.lowered
@@ -94,18 +93,15 @@ class LoweredPlan:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Compiled:
-    """`function(num_rows, *arguments)`, and for which row counts it holds."""
+    """Holds `function(num_rows, *arguments)`, and for which row counts it is valid."""
 
     function: Callable[..., Any]
     holds_for: Callable[[int], bool]
 
 
 class Lowering:
-    """Lowers the plans of one graphed model, and keeps what it compiled.
-
-    Args:
-        config: of which `lowering`, `compile_sizes`, `strict` and `progress` count here.
-    """
+    """Lowers the plans of one graphed model, and keeps the compiled functions. Of `config` it reads
+    `lowering`, `compile_sizes`, `strict` and `progress`."""
 
     def __init__(self, config: PiecewiseConfig) -> None:
         self.config = config
@@ -117,10 +113,9 @@ class Lowering:
         buckets: Sequence[int],
         graphs: Mapping[Callable[..., tuple], AtenGraph] = {},
     ) -> LoweredPlan:
-        """Lowers a plan's graph segments for these buckets.
+        """Lowers a plan's graph segments for these buckets; `graphs` has the graphs of functions that need no
+        trace.
 
-        Args:
-            graphs: functions of segments that are there as graphs, too, and need no trace.
         Raises:
             CaptureError: with `strict`, a segment cannot be lowered.
         """
@@ -151,7 +146,7 @@ class Lowering:
         return LoweredPlan(functions, tuple(lowered), report)
 
     def preview(self, plan: SegmentPlan, buckets: Sequence[int]) -> LoweringReport:
-        """Reports what can be said before anything is compiled."""
+        """Reports what is known before anything is compiled."""
         kept = []
         for segment in plan.computing_segments() if self.config.lowering != "eager" else ():
             try:
@@ -168,7 +163,7 @@ class Lowering:
 
 @dataclasses.dataclass(slots=True, eq=False)
 class _Job:
-    """Lowers the segments of one plan; `compiled` outlives it."""
+    """Lowers the segments of one plan; `compiled` is shared by all plans."""
 
     config: PiecewiseConfig
     compiled: dict[str, _Compiled | Unlowerable]
@@ -181,14 +176,10 @@ class _Job:
     used: set[str] = dataclasses.field(default_factory=set)
 
     def lower(self, segment: Segment) -> LoweredSegment:
-        """Compiles a segment for each bucket: one function for all, where that holds.
-
-        Raises:
-            Unlowerable: it cannot be compiled.
-        """
+        """Compiles one function for all buckets, and others where it does not hold; raises `Unlowerable`."""
         layout = _layout_of(self.plan, segment, self.buckets)
         largest = self.buckets[-1]
-        # torch knows no symbol that may be 1.
+        # A symbolic size of torch is never 1.
         dynamic = self._compiled(segment, layout, largest, is_dynamic=True) if largest > 1 else None
         by_rows = {}
         for rows in self.buckets:
@@ -199,8 +190,8 @@ class _Job:
         return LoweredSegment(segment, layout, by_rows, self.config.strict)
 
     def _compiled(self, segment: Segment, layout: SegmentLayout, rows: int, *, is_dynamic: bool) -> _Compiled:
-        """The function for `rows` rows, or for any count of which `rows` is the likeliest; one that is known,
-        where there is one."""
+        """Returns the function, compiled or known, for `rows` rows or for any count with `rows` as the
+        hint."""
         device = next((v.device for v in (*layout.outputs, *layout.inputs) if v.device), torch.device("cpu"))
         settings = ", ".join(f"{name}={getattr(self.config, name)!r}" for name in sorted(FIELDS_IN_KEY))
         count = f"any count such as {rows}" if is_dynamic else f"{rows} rows"
@@ -235,19 +226,15 @@ class _Job:
             function = aten.compiled()
         except Exception as error:  # whatever it is, the segment's own kernels do without
             return Unlowerable(one_line(error))
-        # Of what was assumed about the row count while tracing and compiling.
+        # The condition holds what tracing and compiling assumed about the row count.
         return _Compiled(function, torch_api.row_condition(aten.fake_mode, aten.rows))
 
 
 def _layout_of(plan: SegmentPlan, segment: Segment, buckets: Sequence[int]) -> SegmentLayout:
-    """The layout of a segment that may be compiled.
-
-    Raises:
-        Unlowerable: it may not, or has no layout.
-    """
+    """Returns the layout of a segment that may be compiled, else raises `Unlowerable`."""
     if segment.keeps_own:
         raise Unlowerable(segment.keeps_own)
     if segment.captured_ops:
-        # Functional graphs copy what an op writes, and that would be whole KV pools.
+        # Functional graphs copy what an op writes: here whole KV pools.
         raise Unlowerable("it holds captured boundary ops, which write memory that must not be copied")
     return SegmentLayout.of(plan, segment, buckets)

@@ -10,7 +10,6 @@ from typing import Any
 
 
 def __getattr__(name: str) -> Any:
-    """Loads the passes at their first use: they bring Inductor's pattern matcher with them."""
     if name != "fuse_segments":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from piecewise.passes.fuse import fuse

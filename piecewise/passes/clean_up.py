@@ -1,7 +1,7 @@
-"""Removes what computes nothing: dead code, casts and copies without effect, views that are there twice.
+"""Removes dead code, casts and copies without effect, and duplicate views and results.
 
-Temporaries that are made and then written in place once (`mean.add_(eps)`) become plain results, as the
-writing op would otherwise be a wall that no pattern looks across.
+A temporary that is written in place once (`mean.add_(eps)`) becomes a functional result, since patterns do
+not match across ops that write.
 """
 
 from __future__ import annotations
@@ -23,23 +23,22 @@ _CAST_OPTIONS = frozenset({"dtype", "layout", "device"})
 
 
 def sweep(module: fx.GraphModule) -> int:
-    """Makes all changes of the first kind that finds any; returns how many nodes it removed or replaced."""
+    """Applies the first rewrite that finds anything; returns how many nodes it removed or replaced."""
     steps = (
         *(remove_dead_nodes, _drop_needless_options, _make_temporaries_plain, _remove_no_ops),
         *(_share_views, _share_results),
     )
-    # One kind at a time: fakes are only true again when this returns.
+    # One kind at a time: the caller updates fakes after each.
     return next((count for step in steps if (count := step(module.graph))), 0)
 
 
 def _op_of(node: fx.Node) -> Any:
-    """The op that a node calls; None for a function that is no op, and for what is no call."""
     is_op = node.op == "call_function" and isinstance(node.target, torch_api.OpOverload)
     return node.target if is_op else None
 
 
 def is_pure(node: fx.Node) -> bool:
-    """Whether nothing but its result tells that the node ran."""
+    """Whether a node has no effect but its result."""
     if node.op != "call_function" or is_mutation_op(node):
         return False
     op = _op_of(node)
@@ -60,7 +59,7 @@ def remove_dead_nodes(graph: fx.Graph) -> int:
 
 
 def _drop_needless_options(graph: fx.Graph) -> int:
-    """A cast that names the layout and device that its input has (`type_as`) becomes a plain cast."""
+    """Makes a cast that names its input's own layout and device (`type_as`) a plain cast."""
     changed = 0
     for node in graph.find_nodes(op="call_function", target=aten._to_copy.default):
         value, kwargs = value_of(node.args[0]), dict(node.kwargs)
@@ -73,7 +72,7 @@ def _drop_needless_options(graph: fx.Graph) -> int:
 
 
 def _make_temporaries_plain(graph: fx.Graph) -> int:
-    """`t = op(...); t.add_(x)`, with no other user of `t`, becomes `t.add(x)`."""
+    """Rewrites `t = op(...); t.add_(x)`, with no other user of `t`, to `t.add(x)`."""
     changed = 0
     for node in list(graph.nodes):
         plain = _plain_twin_for(node)
@@ -100,13 +99,12 @@ def _plain_twin_for(node: fx.Node) -> Any:
     plain = getattr(packet, op._overloadname, None) if packet is not None else None
     if plain is None or plain._schema.is_mutable:
         return None
-    # In place the result has the dtype of what is written; plainly it may be promoted.
+    # An in-place op keeps the dtype of what it writes, a functional one may promote it.
     result = run_node(node, value_of(node).fake_mode, target=plain)
     return plain if geometry(result) == geometry(value_of(node)) else None
 
 
 def _makes_memory(node: fx.Node) -> bool:
-    """Whether a node's result lives in memory that it made itself."""
     if _op_of(node) is None or is_mutation_op(node):
         return False
     mine = memory_of(value_of(node))
@@ -123,7 +121,7 @@ def _remove_no_ops(graph: fx.Graph) -> int:
         source = _source_of_no_op(node)
         if source is None:
             continue
-        # A copy has memory of its own: that must matter to nobody.
+        # A copy owns its memory, which matters where something is written or returned.
         if node.target in _COPIES and (writes or memory_of(value_of(node)) in outputs):
             continue
         node.replace_all_uses_with(source)
@@ -133,7 +131,7 @@ def _remove_no_ops(graph: fx.Graph) -> int:
 
 
 def _source_of_no_op(node: fx.Node) -> fx.Node | None:
-    """The node that has the same values in the same geometry, if this op adds nothing to it."""
+    """Returns the input with the same values and geometry as the node's result; None without one."""
     if node.target not in _COPIES and node.target not in _SAME:
         return None
     source: Any = node.args[0]
@@ -151,12 +149,12 @@ def _widens(cast: fx.Node) -> bool:
     before, after = value_of(cast.args[0]).dtype, value_of(cast).dtype
     if not before.is_floating_point or not after.is_floating_point:
         return False
-    # Types of one byte are not promoted.
+    # torch does not promote one-byte floats.
     return min(before.itemsize, after.itemsize) > 1 and torch.promote_types(before, after) == after
 
 
 def _share_equal(graph: fx.Graph, key_of: Callable[[fx.Node], Any]) -> int:
-    """Nodes of equal arguments and equal keys become the first of them; a node without a key stays."""
+    """Replaces nodes with equal arguments and keys by the first of them; a node whose key is None stays."""
     known: dict[Any, fx.Node] = {}
     shared = 0
     for node in list(graph.nodes):
@@ -172,8 +170,6 @@ def _share_equal(graph: fx.Graph, key_of: Callable[[fx.Node], Any]) -> int:
 
 
 def _share_views(graph: fx.Graph) -> int:
-    """The second of two equal views of one tensor becomes the first."""
-
     def memory_viewed(node: fx.Node) -> Any:
         op = _op_of(node)
         if op is None or not (op.is_view or op is aten._unsafe_view.default) or is_mutation_op(node):
@@ -185,10 +181,8 @@ def _share_views(graph: fx.Graph) -> int:
 
 
 def _share_results(graph: fx.Graph) -> int:
-    """The second of two equal ops on equal tensors becomes the first: three linears quantise one input.
-
-    No write lies between them, and nobody writes what they make, or is given it as memory of its own.
-    """
+    """Replaces the second of two equal ops on equal tensors by the first: three linears may quantise one
+    input. No write lies between the ops, and nobody writes or owns their results."""
     find_regions(graph)
     takers = [graph.output_node(), *filter(is_mutation_op, graph.nodes)]
     owned = {memory_of(value_of(each)) for taker in takers for each in taker.all_input_nodes}
@@ -201,7 +195,7 @@ def _share_results(graph: fx.Graph) -> int:
 
 
 def _is_repeatable(node: fx.Node) -> bool:
-    """Whether it makes one tensor, the same one for the same arguments, of torch's own op."""
+    """Whether a node is an aten op that returns one tensor, the same for the same arguments."""
     op = _op_of(node)
     if op is None or op.namespace != "aten" or "empty" in op._schema.name:
         return False

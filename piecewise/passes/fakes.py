@@ -13,17 +13,17 @@ from piecewise.ir.tensors import storage_of
 
 aten = torch.ops.aten
 
-# Views that need memory which allows them; after a rewrite their input may be a slice that does not.
+# Views that fail on some strides; after a rewrite their input may be a slice with such strides.
 _STRICT_VIEWS = (aten.view.default, aten._unsafe_view.default)
 
 
 def value_of(node: Any) -> Any:
-    """The fake behind a node, or the constant itself."""
+    """Returns a node's fake, or a constant as it is."""
     return node.meta.get("val") if isinstance(node, fx.Node) else node
 
 
 def run_node(node: fx.Node, fake_mode: Any, *, target: Any = None) -> Any:
-    """The result of a node for its inputs' fakes, or the one that another op would have."""
+    """Computes the node's result on its inputs' fakes, with its own op or with `target`."""
     args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), value_of)
     with fake_mode, torch_api.python_dispatcher(), torch.no_grad():
         call: Any = target or node.target
@@ -31,7 +31,7 @@ def run_node(node: fx.Node, fake_mode: Any, *, target: Any = None) -> Any:
 
 
 def propagate(graph: fx.Graph, fake_mode: Any) -> None:
-    """Gives new nodes, and all that is computed from them, their fakes.
+    """Updates the fakes of new nodes and of all that depends on them.
 
     A view that its input's new strides do not allow becomes a reshape, which copies.
     """
@@ -52,7 +52,7 @@ def propagate(graph: fx.Graph, fake_mode: Any) -> None:
 
 
 def geometry(value: Any) -> Any:
-    """What an op may decide on: dtype, device, sizes and strides of a tensor, a scalar's expression."""
+    """Returns a tensor's dtype, device, sizes and strides, or a scalar's expression, as comparable values."""
     if isinstance(value, torch.Tensor):
         return (value.dtype, value.device, sizes(value.shape), sizes(value.stride()))
     if isinstance(value, (tuple, list)):
@@ -61,12 +61,12 @@ def geometry(value: Any) -> Any:
 
 
 def sizes(values: Any) -> tuple[Any, ...]:
-    """Ints and symbolic ints in a form that compares without adding a guard."""
+    """Returns ints and symbolic ints as values whose comparison adds no guard."""
     return tuple(value.node.expr if isinstance(value, torch.SymInt) else value for value in values)
 
 
 def frozen(value: Any) -> Any:
-    """Arguments of a node in a form that compares, by value: 0.0 is not -0.0, and 1 neither 1.0 nor True."""
+    """Returns a node's arguments as comparable values: 0.0 differs from -0.0, and 1 from 1.0 and True."""
 
     def number(value: Any) -> Any:
         return value.node.expr if isinstance(value, torch_api.SYMBOLIC) else (type(value), repr(value))
@@ -75,5 +75,5 @@ def frozen(value: Any) -> Any:
 
 
 def memory_of(value: Any) -> int | None:
-    """Identity of the memory behind a fake tensor; None for anything else."""
+    """Returns the identity of a fake tensor's storage; None for anything else."""
     return storage_of(value) if isinstance(value, torch.Tensor) else None

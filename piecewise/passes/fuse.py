@@ -1,7 +1,7 @@
-"""Rewrites a plan's graph segments by the passes, each distinct one once, and packs weights on the way.
+"""Rewrites a plan's graph segments by the passes, each distinct segment once, and packs weights for them.
 
-A segment that cannot be traced, or whose rewritten graph would hand out other memory than its own function,
-keeps that one. docs/DESIGN.md says why this runs between the cut and the first look at addresses.
+A segment keeps its own function where it cannot be traced, or where the rewritten graph's results would share
+memory in another way. docs/DESIGN.md says why fusing runs between the cut and the first use of addresses.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from piecewise.passes.pipeline import GraphPass, passes_for, passes_named, run_p
 from piecewise.passes.results import keep_geometry
 from runners.errors import one_line
 
-# By function of a segment.
+# Segment function → the graph it runs.
 FusedGraphs = Mapping[Callable[..., tuple], AtenGraph]
 
 
@@ -35,9 +35,9 @@ def fuse(
     """Rewrites a plan's graph segments; returns the new plan, and the graphs of their functions.
 
     Args:
-        fusions, lowering: as the settings have them.
+        fusions, lowering: the settings of these names.
         num_rows: a row count of two or more for which the plan is valid.
-        move_weights: lay out the weights of packed linears in one storage now. Without it the plan is for
+        move_weights: move the weights of packed linears into one storage now; else the plan is for
             reading only.
     """
     names = passes_for(fusions, lowering)
@@ -93,7 +93,7 @@ class _Fusing:
         return fused
 
     def _once(self, key: Any, make: Callable[[], Any]) -> Any:
-        """What `make` gives, or the NotTraceable that it raises, made once for a key."""
+        """Returns what `make` returned, or raises the NotTraceable it raised, at the key's first use."""
         if key not in self._known:
             try:
                 self._known[key] = make()
@@ -104,7 +104,7 @@ class _Fusing:
         return self._known[key]
 
     def _trace(self, segment: Segment) -> tuple[AtenGraph, Counter[str]]:
-        """The segment's aten graph, cleaned up."""
+        """Traces the segment and cleans up its graph."""
         traced = trace_aten(segment, self.plan.values, num_rows=self.num_rows)
         return traced, _rewritten(traced, passes_named(()))
 
@@ -148,7 +148,7 @@ class _Fusing:
         keep_geometry(graph, [value for value, _ in before], traced.fake_mode, free=free)
         if [memory for _, memory in _results(graph)] != [memory for _, memory in before]:
             raise NotTraceable("the rewritten graph's results would share memory in another way")
-        # Nothing in it differs from process to process.
+        # A lowering key is the same in every process.
         key = f"{segment.lowering_key}, {self.names}, {list(groups)}, {free}"
         function = _where_valid(traced.is_valid, traced.function(), segment.function)
         self.graphs[function] = traced
@@ -156,7 +156,7 @@ class _Fusing:
 
 
 def _rewritten(traced: AtenGraph, passes: Sequence[GraphPass]) -> Counter[str]:
-    """Matches per pass; a fault of a pass is no reason to be without graphs."""
+    """Runs the passes; an error in one leaves the segment unfused (NotTraceable), not without a graph."""
     try:
         return run_passes(traced.module, passes, traced.fake_mode)
     except Exception as error:
@@ -166,12 +166,12 @@ def _rewritten(traced: AtenGraph, passes: Sequence[GraphPass]) -> Counter[str]:
 def _where_valid(
     is_valid: Callable[[int], bool], fused: Callable[..., tuple], own: Callable[..., tuple]
 ) -> Callable[..., tuple]:
-    """The fused function for row counts that its graph holds for, the segment's own for others."""
+    """Dispatches to the segment's own function at row counts for which the fused graph does not hold."""
 
     def run(num_rows: int, *inputs: torch.Tensor) -> tuple:
         if not is_valid(num_rows):
             return own(num_rows, *inputs)
-        # Its casts are in the graph.
+        # Autocast's casts are in the graph.
         with torch_api.without_autocast():
             return fused(num_rows, *inputs)
 
@@ -179,7 +179,7 @@ def _where_valid(
 
 
 def _results(graph: fx.Graph) -> list[tuple[Any, int]]:
-    """Each result's fake, and the first placeholder or result in whose memory it lies."""
+    """Returns each result's fake, and the first placeholder or result that lies in the same memory."""
     known: dict[int | None, int] = {}
     for position, node in enumerate(graph.find_nodes(op="placeholder")):
         known.setdefault(memory_of(node.meta["val"]), -1 - position)

@@ -1,8 +1,8 @@
-"""Defines the ops that fusions make, such as `piecewise::rms_norm`, with a reference, a fake and a kernel.
+"""Defines the ops that fusions make, such as `piecewise::rms_norm`: a reference, a fake and a kernel each.
 
-The reference, in torch operators, is what runs without a GPU or without triton, and the tests' oracle; it
-rounds where the unfused model does, so that fusing adds no error. Results are always memory of their own,
-with the strides that `empty_like` of the first input gives.
+The reference, in torch operators, is the tests' oracle and runs where there is no GPU or no triton; it rounds
+where the unfused model does, so that fusing adds no error. Results own their memory, with the strides that
+`empty_like` of the first input gives.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ _library = torch.library.Library("piecewise", "FRAGMENT")
 def fused_op(
     schema: str, *, reference: Callable[..., Any], fake: Callable[..., Any], kernel: str | None = None
 ) -> Any:
-    """Defines `piecewise::<schema>`, and returns the op.
+    """Defines and returns the op `piecewise::<schema>`.
 
     Args:
         schema: as `torch.library` takes it, without a namespace.
-        reference: computes it with torch operators.
+        reference: computes the op with torch operators.
         fake: makes results of the right sizes and strides.
-        kernel: "package.module:function", with the op's arguments: what runs where Triton does, imported when
-            it first does; where that fails, as without triton, the reference runs.
+        kernel: "package.module:function" with the op's arguments, imported at its first run on a device that
+            has Triton; where the import fails, the reference runs.
     """
     name = schema.partition("(")[0]
-    # torch's operators inside would record a gradient of their own, behind the op's, which has none.
+    # The op has no gradient, so the torch operators inside must record none.
     plain = torch.no_grad()(reference)
     _library.define(schema)
     _library.impl(name, plain, "CPU")
-    # On any other device; which ones have Triton, their engines know.
+    # On any other device, whose engine knows whether it has Triton.
     _library.impl(name, lambda *args: _on_device(kernel, plain, args)(*args), "CompositeExplicitAutograd")
     torch.library.register_fake(f"piecewise::{name}", fake, lib=_library)
     return getattr(torch.ops.piecewise, name).default

@@ -1,4 +1,4 @@
-"""Declares a fusion pass: patterns of aten ops, each with what takes its place."""
+"""Declares a fusion pass: patterns of aten ops and their replacements."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FUSIONS: dict[str, FusionPass] = {}
 
 @dataclasses.dataclass(frozen=True)
 class FusionPass:
-    """Holds what `fusion_pass` was given; see there."""
+    """Holds the arguments of `fusion_pass`."""
 
     name: str
     fill: Callable[[PatternSet], None]
@@ -35,14 +35,14 @@ class FusionPass:
         return made
 
     def sweep(self, module: fx.GraphModule) -> int:
-        """Rewrites what it finds in one walk; returns the number of matches. It changes the graph only."""
+        """Rewrites all matches of one walk; returns their number."""
         found = self.patterns.sweep(module)
         if found:
             self.then(module.graph)
         return found
 
     def trigger(self, graph: fx.Graph) -> str | None:
-        """Names the ops for which a reader would expect a match, where the graph has them; else None."""
+        """Returns `expects` where the graph has ops that one would expect to match; else None."""
         found = any(node.target in self.ops and self.where(node) for node in graph.nodes)
         return self.expects if found else None
 
@@ -57,15 +57,15 @@ def fusion_pass(
     auto: Collection[str] = ("eager",),
     then: Callable[[fx.Graph], None] = lambda graph: None,
 ) -> Callable[[Callable[[PatternSet], None]], FusionPass]:
-    """Declares the function below it, which adds its patterns to a `PatternSet`, as the pass of this name.
+    """Declares the decorated function, which adds its patterns to a `PatternSet`, as the pass of this name.
 
     Args:
-        expects: names in words the ops for which a reader would expect a match, for a note where there is
-            none: nodes that call one of `ops`, and of which `where` is true.
-        needs: passes that must have run before this one finds anything.
-        auto: the values of `lowering` for which ``fusions=("auto",)`` has this pass. Inductor joins the ops
-            of norms and gated units with what is around them, which fused ops would hide from it.
-        then: is called on the graph after each walk that found something.
+        expects: names the ops that one would expect to match, for a note where nothing does: nodes that call
+            one of `ops` and satisfy `where`.
+        needs: passes that must run before this one.
+        auto: the values of `lowering` for which ``fusions=("auto",)`` has this pass. Inductor fuses norms and
+            gated units with the ops around them, which a fused op would prevent.
+        then: called on the graph after each walk that found a match.
     """
 
     def declare(fill: Callable[[PatternSet], None]) -> FusionPass:

@@ -1,7 +1,7 @@
 """Multiplies two int8 matrices into int32, for any number of rows: `piecewise::int8_matmul`.
 
-cuBLAS takes 17 rows or more. Fewer are brought to that with zeros, whose rows are cut off, so that a bucket
-of 16 tokens holds the op as a larger one does.
+cuBLAS takes 17 rows or more. Fewer rows are padded with zeros, which are cut off again, so that a bucket of
+16 tokens holds the same op as a larger one.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""Packs linears that read the same input into one, over a weight that holds theirs one after the other.
+"""Packs linears that read the same input into one linear, over weights that lie in one storage.
 
     before   mm(x, t(wq)) · mm(x, t(wk)) · mm(x, t(wv))
     after    y = mm(x, t(as_strided(wq, [nq + nk + nv, hidden]))) · y[:, :nq] · y[:, nq:nq + nk] · ...
 
-The graph keeps reading the model's own weights: `packed_weights.py` has laid them out one after the other in
-one storage, and the first one is looked at beyond its end. So there is no second copy of a weight, what is
-written into one is seen, and the addresses of all of them are compared on each call [I4].
+The graph keeps reading the model's own weights: `packed_weights.py` has laid them out one after the other,
+and the packed linear reads the first one beyond its end. So no weight is copied, writes into one are seen,
+and the addresses of all of them are compared on each call [I4].
 
 A quantised weight is several tensors: integers or float8, and scales. Each kind is laid out in this way, and
-what a linear makes of them, column by column, is made of all at once:
+the ops that a linear applies column by column are applied to all columns at once:
 
     mm(x, cast(t(w)) * t(s))      _scaled_mm(x, t(w), scale of x, t(s))      _int_mm(x, t(w))
 """
@@ -25,7 +25,7 @@ from piecewise.passes.fakes import aten, frozen, value_of
 from piecewise.passes.int8_matmul import int8_matmul
 from piecewise.torch_api.pattern_matcher import find_regions, same_mutation_regions
 
-# Positions of the arguments that have a column, or an entry, per column of the result.
+# Positions of the arguments with a column, or an element, per column of the result.
 _LINEARS: dict[Any, tuple[int, ...]] = {
     aten.mm.default: (1,),
     aten.addmm.default: (2, 0),
@@ -33,7 +33,7 @@ _LINEARS: dict[Any, tuple[int, ...]] = {
     int8_matmul: (1,),
     aten._scaled_mm.default: (1, 3),
 }
-# Ops that make a column of a column.
+# Ops that compute each column from the same column.
 _BY_COLUMN = (aten._to_copy.default, aten.mul.Tensor)
 
 # Linears of one input, in the order in which they run: per kind of tensor, such as weights, biases or scales,
@@ -42,7 +42,7 @@ LinearGroup = tuple[tuple[int, ...], ...]
 
 
 def sweep(module: fx.GraphModule, groups: Sequence[LinearGroup]) -> int:
-    """Packs those of `groups` that the graph has; returns how many."""
+    """Packs the linears of `groups` that the graph has; returns how many groups."""
     packed = 0
     for group, nodes in find_groups(module.graph).items():
         if group in groups:
@@ -88,8 +88,7 @@ def find_groups(
 
 
 def _parameters_of(node: fx.Node) -> list[fx.Node] | None:
-    """The placeholders of which the linear makes its columns, its weight first; None where it makes them of
-    anything else."""
+    """Returns the placeholders of which a linear makes its columns, weight first; None with other inputs."""
     found: list[fx.Node] = []
     columns = value_of(node).shape[1]
     for place in _LINEARS[node.target]:
@@ -100,7 +99,7 @@ def _parameters_of(node: fx.Node) -> list[fx.Node] | None:
 
 
 def _add_parameters(node: fx.Node, columns: Any, found: list[fx.Node]) -> bool:
-    """Adds the placeholders behind a value of `columns` columns; false where they are not made one by one."""
+    """Adds the placeholders behind a value of `columns` columns; false where columns depend on others."""
     if node.target in _BY_COLUMN:
         operands = node.all_input_nodes
         wide = all(value_of(each).dim() == 2 and value_of(each).shape[1] == columns for each in operands)
@@ -116,7 +115,7 @@ def _add_parameters(node: fx.Node, columns: Any, found: list[fx.Node]) -> bool:
 
 
 def _recipe(node: Any) -> Any:
-    """How columns are made, whatever the parameters."""
+    """Returns a comparable form of the ops that make columns, whatever the parameters."""
     if not isinstance(node, fx.Node):
         return frozen(node)
     if node.op == "placeholder":
@@ -130,7 +129,6 @@ def _pack(graph: fx.Graph, nodes: Sequence[fx.Node]) -> None:
     packed: dict[fx.Node, fx.Node] = {}
 
     def made(node: fx.Node) -> fx.Node:
-        """What a value of the first linear is, for all."""
         if node in packed:
             return packed[node]
         copy = graph.node_copy(node, made)

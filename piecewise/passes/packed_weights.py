@@ -1,7 +1,7 @@
 """Packs several weights into one storage; the parameters become views of it.
 
-The tensors stay the same objects, so optimizers, tied modules, `load_state_dict` and in-place updates go on
-as before, and a copy of the model has its own. The layout is kept for good: it changes addresses alone.
+The tensors stay the same objects, so optimizers, tied modules, `load_state_dict`, copies of the model and
+in-place updates work as before. The layout is permanent: only addresses change.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from piecewise.ir.array_places import is_of_array
 from piecewise.ir.tensors import storage_of
 from runners.state.state_check import InnerRef, StateRef
 
-# Kernels read weights in pieces of this size.
+# Kernels load weights in vectors of this size.
 _ALIGNMENT_BYTES = 16
 
 
 def why_not_packable(places: Sequence[StateRef]) -> str | None:
-    """Why these tensors cannot lie in one storage, in this order; None where they can, or do already."""
+    """Returns why these tensors cannot lie in one storage, in order; None where they can or already do."""
     tensors = [place.get() for place in places]
     for place, tensor in zip(places, tensors, strict=True):
         if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
@@ -52,7 +52,7 @@ def why_not_packable(places: Sequence[StateRef]) -> str | None:
     storages = {storage_of(each): each.untyped_storage() for each in tensors}
     members = Counter(map(storage_of, tensors))
     for key, storage in storages.items():
-        # Somebody else would keep looking at the old memory: a view, or graphs that were captured before.
+        # Another user would keep the old memory: a view, or a graph captured before.
         if torch_api.num_storage_users(storage) > members[key]:
             held = (place for place, each in zip(places, tensors, strict=True) if storage_of(each) == key)
             return f"{next(held).path} shares its memory with another tensor, or is in use by other graphs"
@@ -60,8 +60,8 @@ def why_not_packable(places: Sequence[StateRef]) -> str | None:
 
 
 def _may_move(place: StateRef, moved: Mapping[int, int]) -> bool:
-    """Whether the subclass around a place can be made of its tensors where they will lie: eager makes it anew
-    of them in each op, and a class may ask for equal offsets."""
+    """Whether a subclass accepts its inner tensors at new offsets: eager makes it anew of them in each op,
+    and a class may ask for equal offsets."""
     while isinstance(place, InnerRef):
         place = place.owner
     try:
@@ -95,10 +95,8 @@ def are_packed(tensors: Sequence[torch.Tensor]) -> bool:
 
 
 def pack_(places: Sequence[StateRef]) -> None:
-    """Moves the tensors into one storage, one after the other; values and objects stay.
-
-    For a moment both the new storage and what was not moved yet exist. `why_not_packable` must be None.
-    """
+    """Moves tensors for which `why_not_packable` is None into one storage, in order; objects and values stay.
+    The peak is one more copy of them: an old storage goes with its last tensor."""
     tensors: list[Any] = [place.get() for place in places]
     if are_packed(tensors):
         return

@@ -1,8 +1,8 @@
-"""Says which passes there are and in which order they run: each to a fixed point, then all again.
+"""Orders the passes, and runs each to a fixed point, then all again until none finds a match.
 
-`clean_up` is first, and again with all others: patterns are written for graphs without no-ops, and dead code
-goes before anything could make an op's only effect a write. `pack_linears` is next, before what reads the
-results of linears, which become slices of one tensor. Then come the fusions, each behind those that it needs.
+`clean_up` comes first: patterns are written for graphs without no-ops, and dead code must go before a write
+could become an op's only effect. `pack_linears` comes before the passes that read the results of linears,
+which become slices of one tensor. Each fusion follows those that it needs.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _MAX_SWEEPS = 100
 
 
 class GraphPass(NamedTuple):
-    """Describes one rewrite; `sweep` and `trigger` are as those of `FusionPass`."""
+    """Describes one rewrite; `sweep` and `trigger` are as in `FusionPass`."""
 
     name: str
     sweep: Callable[[fx.GraphModule], int]
@@ -32,17 +32,17 @@ class GraphPass(NamedTuple):
 
 
 def passes_for(fusions: Sequence[str], lowering: str) -> tuple[str, ...]:
-    """Lists the passes that the setting `fusions` asks for."""
+    """Lists the passes for the settings `fusions` and `lowering`."""
     if tuple(fusions) != ("auto",):
         return tuple(fusions)
     return ("clean_up", "pack_linears", *(each for each in sorted(FUSIONS) if lowering in FUSIONS[each].auto))
 
 
 def passes_named(names: Sequence[str], *, groups: Sequence[pack_linears.LinearGroup] = ()) -> list[GraphPass]:
-    """Returns the passes of these names and those that they need, in their order; `clean_up` is always one.
+    """Returns `clean_up`, the passes of these names and those that they need, in order.
 
     Args:
-        groups: the linears that may be packed, for `pack_linears`.
+        groups: the linears that `pack_linears` may pack.
     """
     found = {"clean_up": GraphPass("clean_up", clean_up.sweep, lambda graph: None)}
     if "pack_linears" in names:
@@ -61,12 +61,10 @@ def passes_named(names: Sequence[str], *, groups: Sequence[pack_linears.LinearGr
 
 
 def run_passes(module: fx.GraphModule, passes: Sequence[GraphPass], fake_mode: Any) -> Counter[str]:
-    """Rewrites `module` until no pass finds a match.
+    """Rewrites an aten graph in place until no pass finds a match; returns the matches per pass.
 
     Args:
-        module: an aten graph whose nodes carry fakes in ``meta["val"]``; changed in place.
-    Returns:
-        Matches per pass.
+        module: its nodes carry fakes in ``meta["val"]``, which are kept true.
     """
     found: Counter[str] = Counter()
     while True:

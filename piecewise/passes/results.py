@@ -1,4 +1,4 @@
-"""Gives the results of a rewritten graph the strides that they had before."""
+"""Restores the strides of a rewritten graph's results."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from piecewise.passes.fakes import aten, geometry, memory_of, propagate, value_o
 def keep_geometry(
     graph: fx.Graph, wanted: Sequence[Any], fake_mode: Any, *, free: Collection[int] = ()
 ) -> None:
-    """Copies results whose strides a rewrite changed: what reads a segment's results may count on them.
+    """Copies results whose strides a rewrite changed, since readers of a segment's results may rely on them.
 
     Args:
         wanted: a fake of each result before the rewrite.
-        free: positions of results of which nobody counts on more than that the last stride is 1.
+        free: positions of results of which readers need only that the last stride is 1.
     """
     output = graph.output_node()
     results = list(output.args[0])  # type: ignore[arg-type]
@@ -41,12 +41,12 @@ def _is_alone(graph: fx.Graph, node: fx.Node, results: Sequence[Any]) -> bool:
     """Whether no input and no other result lies in the memory of a result."""
     others = [*graph.find_nodes(op="placeholder"), *(each for each in results if isinstance(each, fx.Node))]
     memory = memory_of(value_of(node))
-    # A result that is there twice stands in the list twice.
+    # A result that is returned twice is in the list twice.
     return sum(memory_of(other.meta.get("val")) == memory for other in others) == 1
 
 
 def _as_argument(graph: fx.Graph, size: Any) -> Any:
-    """A size as an argument: a number, or ops on the row count, which is the first placeholder."""
+    """Returns a size as a number, or as ops on the row count, the first placeholder."""
     if not isinstance(size, torch.SymInt):
         return size
     rows = next(iter(graph.nodes))

@@ -1,4 +1,5 @@
-"""Finds independent branches in a list of ops, and puts them on parallel streams; pure: numbers in and out.
+"""Finds independent branches in a list of ops and puts them on parallel streams; knows positions, not
+tensors.
 
     before      norm · q matmul · q rotary · k matmul · k rotary · v matmul · stack
     after       norm ─fork─┬─ q matmul · q rotary ─┬─join─ stack        stream 0, the caller's
@@ -16,15 +17,15 @@ from collections.abc import Iterator, Sequence
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class OpFacts:
-    """Describes one op of a list, as far as its order matters.
+    """Describes what orders one op of a list.
 
     Attributes:
-        takes: positions of the ops whose results it takes, all before its own.
-        reads, writes: memories that it touches while it runs; what it makes is written too. Empty for an op
-            that only makes a view.
-        weight: what it costs, in any unit.
-        is_heavy: whether a branch is worth a stream for it.
-        is_barrier: it must stay where it is, for another reason than what it touches.
+        takes: positions of the earlier ops whose results it takes.
+        reads, writes: memories, its results included in `writes`; both are empty for an op that only
+            makes a view.
+        weight: its cost, in any unit.
+        is_heavy: whether its branch is worth a stream.
+        is_barrier: whether it must keep its place whatever its reads and writes.
     """
 
     takes: tuple[int, ...]
@@ -37,22 +38,20 @@ class OpFacts:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Fork:
-    """Begins streams 1 to `num_streams` - 1, after all that ran on stream 0 so far."""
+    """Starts streams 1 to `num_streams` - 1 behind all that stream 0 runs so far."""
 
     num_streams: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RunOp:
-    """Runs the op at this position on this stream."""
-
     op: int
     stream: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Join:
-    """Lets stream 0 go on after all that ran on the others."""
+    """Makes stream 0 wait for all other streams."""
 
 
 Command = Fork | RunOp | Join
@@ -60,10 +59,10 @@ Command = Fork | RunOp | Join
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Region:
-    """Describes a stretch of ops with independent branches.
+    """Describes a range of ops with independent branches.
 
     Attributes:
-        start, stop: the stretch, `stop` not included.
+        start, stop: the range, `stop` excluded.
         before, after: ops that run ahead of the fork and behind the join, ascending.
         streams: the ops of each stream, ascending; stream 0 has the heaviest.
     """
@@ -85,21 +84,17 @@ class StreamSchedule:
 
     @property
     def num_streams(self) -> int:
-        """The most streams of any region; 1 where there is none."""
+        """The most streams of any region; 1 without regions."""
         return max((len(region.streams) for region in self.regions), default=1)
 
     @property
     def num_branches(self) -> tuple[int, ...]:
-        """Branches of each region."""
         return tuple(region.num_branches for region in self.regions)
 
     def commands(self) -> Iterator[Command]:
-        """Lists the order in which the host issues it all.
-
-        Of several streams the one that began last comes first. On a device that makes no difference; in a run
-        on one stream it turns the order of the branches around, so that a dependency between them that was
-        missed gives another result.
-        """
+        """Lists the commands as the host issues them, per region the last stream first: a device does not
+        care, but a run on one stream executes the branches in reverse, so that a missed dependency changes
+        the result."""
         position = 0
         for region in self.regions:
             yield from map(RunOp, range(position, region.start))
@@ -114,7 +109,7 @@ class StreamSchedule:
 
 
 def schedule(ops: Sequence[OpFacts], num_streams: int) -> StreamSchedule:
-    """Finds the regions of a list of ops, with no more than `num_streams` streams each."""
+    """Finds the regions of a list of ops, with at most `num_streams` streams each."""
     after = _predecessors(ops)
     marks = [position for position, op in enumerate(ops) if op.is_heavy or op.is_barrier]
     regions: list[Region] = []
@@ -133,7 +128,7 @@ def schedule(ops: Sequence[OpFacts], num_streams: int) -> StreamSchedule:
 
 
 def _predecessors(ops: Sequence[OpFacts]) -> list[int]:
-    """Per op, a bit for each op that it has to come after, directly or not."""
+    """Returns per op a bit set of the ops that must come before it, directly or not."""
     found: list[int] = []
     for later, op in enumerate(ops):
         bits = 0
@@ -145,7 +140,7 @@ def _predecessors(ops: Sequence[OpFacts]) -> list[int]:
 
 
 def _must_wait(later: OpFacts, earlier: OpFacts) -> bool:
-    """Whether an op has to come after an earlier one whose result it does not take."""
+    """Whether an op must come after an earlier one whose result it does not take."""
     if later.is_barrier or earlier.is_barrier:
         return True
     reads_or_writes = later.reads | later.writes
@@ -157,7 +152,7 @@ def _are_ordered(after: Sequence[int], one: int, other: int) -> bool:
 
 
 def _branches(group: Sequence[int], after: Sequence[int]) -> list[list[int]]:
-    """The heavy ops of a group, put together where one has to come after another."""
+    """Groups the heavy ops that depend on each other."""
     branches: list[list[int]] = []
     for op in group:
         joined = [branch for branch in branches if any(_are_ordered(after, other, op) for other in branch)]
@@ -197,14 +192,14 @@ def _region(
 def _dealt(
     ops: Sequence[OpFacts], branches: Sequence[Sequence[int]], num_streams: int
 ) -> tuple[tuple[int, ...], ...]:
-    """Deals the branches to streams, the heaviest first, each to the stream that has least to do."""
+    """Assigns the branches to streams, the heaviest first, each to the stream with the least weight."""
 
     def weight(ops_of_it: Sequence[int]) -> float:
         return sum(ops[op].weight for op in ops_of_it)
 
     streams: list[list[int]] = [[] for _ in range(min(num_streams, len(branches)))]
     for branch in sorted(branches, key=weight, reverse=True):
-        # Of equal loads an empty stream comes first.
+        # Among equal weights an empty stream comes first.
         lightest = min(streams, key=lambda stream: (weight(stream), len(stream)))
         lightest += branch
     return tuple(tuple(sorted(stream)) for stream in sorted(streams, key=weight, reverse=True))

@@ -1,7 +1,6 @@
 """Schedules a graph segment's function on parallel streams: the same ops in another order.
 
-What an op touches is read from its schema and from the storages of its fakes; two inputs of the segment that
-share memory are one.
+Schemas and the storages of fakes say what an op reads and writes; inputs that share memory count as one.
 """
 
 from __future__ import annotations
@@ -25,12 +24,7 @@ from runners.engine import Streams
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ScheduledFunction:
-    """Holds a segment's function on several streams.
-
-    Attributes:
-        run: `run(streams, num_rows, *inputs)`.
-        is_valid: row count → whether it holds for it.
-    """
+    """Holds a segment's function on several streams: `run(streams, num_rows, *inputs)` where `is_valid`."""
 
     schedule: StreamSchedule
     run: Callable[..., tuple]
@@ -40,13 +34,11 @@ class ScheduledFunction:
     def of(
         cls, segment: Segment, values: Sequence[ValueSpec], *, num_rows: int, num_streams: int
     ) -> ScheduledFunction:
-        """Schedules a graph segment on at most `num_streams` streams; nothing is computed.
+        """Schedules a graph segment on at most `num_streams` streams, without computing. Raises as
+        `trace_aten`.
 
         Args:
-            values: the plan's.
-            num_rows: a row count of two or more for which the plan is valid; branches are weighed at it.
-        Raises:
-            NotTraceable: as `trace_aten`.
+            num_rows: a row count of two or more for which the plan is valid; weighs the branches.
         """
         traced = trace_aten(segment, values, num_rows=num_rows)
         graph = traced.module.graph
@@ -54,7 +46,7 @@ class ScheduledFunction:
         function = traced.function(_on_streams(graph, made))
 
         def run(streams: Streams, num_rows: int, *inputs: torch.Tensor) -> tuple:
-            # Casts of autocast are in the graph.
+            # Autocast's casts are in the graph.
             with torch_api.without_autocast(), streams.opened():
                 return function(streams, num_rows, *inputs)
 
@@ -62,13 +54,8 @@ class ScheduledFunction:
 
 
 def facts_of(graph: fx.Graph, segment: Segment, values: Sequence[ValueSpec]) -> list[OpFacts]:
-    """Lists what each of a segment's ops takes, reads and writes.
-
-    Args:
-        graph: the segment's aten graph, whose placeholders are the row count and the segment's inputs.
-        values: the plan's.
-    """
-    # Each input has a fake of its own; which of them are one memory, the plan knows.
+    """Lists what each op of a segment's aten graph takes, reads and writes; `values` are the plan's."""
+    # Each input has its own fake; the plan knows which share memory.
     shared: dict[int | None, int] = {}
     placeholders = list(graph.find_nodes(op="placeholder"))[1:]
     for placeholder, index in zip(placeholders, segment.inputs, strict=True):
@@ -91,13 +78,13 @@ def _facts(node: fx.Node, positions: Mapping[fx.Node, int], memories: Callable[[
     given = [value_of(each) for each in node.all_input_nodes]
     held, made = memories(given), memories(value_of(node))
     if not isinstance(node.target, torch_api.OpOverload):
-        # Constants, items of tuples and sizes; whatever else there is may do anything.
+        # Constants, items of tuples and sizes are known; any other node may do anything.
         is_known = node.op == "get_attr" or made <= held
         return OpFacts(takes, is_barrier=not is_known)
     args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), value_of)
     written = memories(written_arguments(node.target, args, kwargs))
     if not written and made <= held:
-        # A view or a size; or, where it returns nothing, a check.
+        # A view or a size; an op that returns nothing is a check.
         return OpFacts(takes, is_barrier=not node.target._schema.returns)
     tensors = list(tensors_in([*given, value_of(node)]))
     weight = sum(torch_api.size_hint(tensor.numel()) * tensor.element_size() for tensor in tensors)
@@ -108,13 +95,13 @@ def _facts(node: fx.Node, positions: Mapping[fx.Node, int], memories: Callable[[
 
 
 def is_heavy(op: torch_api.OpOverload) -> bool:
-    """Whether an op is worth a stream: torch has a formula for its FLOPs, or it is named as a matmul is."""
+    """Whether an op is worth a stream: torch has a formula for its FLOPs, or its name ends in "mm"."""
     name = op._schema.name.rpartition("::")[2]
     return op.overloadpacket in flop_registry or name.rstrip("_").endswith("mm")
 
 
 def _on_streams(graph: fx.Graph, made: StreamSchedule) -> fx.Graph:
-    """The graph in the schedule's order, with its forks and joins; its first placeholder is the streams."""
+    """Returns the graph in the schedule's order, with forks and joins; the streams are its first input."""
     nodes, written = _ops_of(graph), fx.Graph()
     streams = written.placeholder("streams")
     copies = {node: written.node_copy(node) for node in graph.find_nodes(op="placeholder")}

@@ -1,7 +1,7 @@
-"""Says which graph segments run on several streams, and at which buckets.
+"""Decides which graph segments run on several streams, and at which buckets.
 
-A segment's function is scheduled once per distinct program (`stream_graph.py`); at buckets of up to
-`MAX_ROWS` rows that form is what is warmed up and captured. docs/DESIGN.md has the reasons.
+Each distinct program is scheduled once; at buckets of up to `MAX_ROWS` rows the schedule is what is warmed up
+and captured. docs/DESIGN.md has the reasons.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MAX_ROWS = 512
 
 @dataclasses.dataclass(slots=True)
 class _Kind:
-    """Holds equal segments: scheduled, or with the reason why not; and what was chosen, by bucket."""
+    """Holds what equal segments share: a schedule, or the reason against one, and the choice by bucket."""
 
     first: Segment
     reason: str
@@ -45,9 +45,9 @@ class StreamSchedules:
     """Schedules the graph segments of one plan, each distinct program once.
 
     Args:
-        lowering: which of them are, or will be, compiled: those have no ops that could be scheduled.
-        num_rows: a row count for which the plan is valid, at which branches are weighed.
-        num_streams: at most so many at the same time; with 1 nothing is looked at.
+        lowering: says which segments Inductor compiles; these have no ops to schedule.
+        num_rows: a row count for which the plan is valid; weighs the branches.
+        num_streams: the most streams at a time; 1 schedules nothing.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class StreamSchedules:
     def form_for(
         self, segment: Segment, bucket: int, streams: Streams
     ) -> Callable[..., Sequence[Any]] | None:
-        """The segment's function on several streams, where it is to run so at this bucket; else None."""
+        """Returns the segment's function on several streams; None where it runs on one at this bucket."""
         kind = self._kind_of.get(segment.index)
         if kind is None or kind.scheduled is None:
             return None
@@ -83,7 +83,7 @@ class StreamSchedules:
         return None if reason else partial(kind.scheduled.run, streams)
 
     def report(self) -> StreamReport | None:
-        """Reports what was scheduled and chosen so far; None where several streams were not asked for."""
+        """Reports the schedules and choices so far; None where one stream was asked for."""
         if self.num_streams == 1:
             return None
         return StreamReport(self.num_streams, tuple(kind.report() for kind in self._kinds.values()))

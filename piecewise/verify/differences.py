@@ -1,12 +1,12 @@
-"""Compares two values, and says how far they are apart and how much of that rounding explains.
+"""Compares two values: how far they are apart, and how much of that rounding explains.
 
 The bound for a value of dtype `t` behind `S` graph segments whose longest reduction has `K` terms:
 
     tolerance = sqrt(S) * (8 * eps(t) + sqrt(K) * eps(sums)) * largest eager value
 
-Each op rounds its result to `t` and sums in float32 (float64 for float64; TF32 where torch allows it), and
-another kernel choice orders the sum in another way; independent roundings grow with the square root of their
-number. It follows from the model and the call alone. Integers, bools and plain numbers must be equal.
+Each op rounds its result to `t` and sums in float32 (float64 for float64; TF32 where torch allows it),
+another kernel sums in another order, and independent roundings grow with the square root of their number. The
+bound follows from the model and the call alone. Integers, bools and plain numbers must be equal.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Tolerance:
     has_tf32: bool = False
 
     def relative(self, dtype: torch.dtype) -> float:
-        """Returns the share of the largest eager value by which a value of `dtype` may differ."""
+        """Returns the bound for `dtype` as a share of the largest eager value."""
         if not (dtype.is_floating_point or dtype.is_complex):
             return 0.0
         eps = torch.finfo(dtype).eps
@@ -49,16 +49,15 @@ class Tolerance:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorDifference:
-    """Says how two values differ by more than allowed.
+    """Describes how two values differ by more than the tolerance.
 
     Attributes:
         dim, rows, num_rows: the first rows that differ, along a dim, and how many do.
         position: index of the largest difference.
         size, allowed: the largest difference, infinite where only one of the two is finite, and the bound.
-        written, num_written, left_alone, num_left_alone: for a tensor that existed before the call, the rows
-            that differ and that eager writes in this call (in a KV cache: rows put in use), and those that it
-            leaves alone (rows of others, or in nobody's use).
-        detail: what is wrong in words, where no number says it (an error, another shape); empty otherwise.
+        written, num_written: as rows, those that eager writes in this call (in a KV cache: rows put in use).
+        left_alone, num_left_alone: as rows, those that eager leaves alone (rows of others, or not in use).
+        detail: the difference in words where no number says it (an error, another shape); else empty.
     """
 
     dim: int = 0
@@ -82,12 +81,12 @@ def compare_values(
     dim: int = 0,
     before: torch.Tensor | None = None,
 ) -> TensorDifference | None:
-    """Finds where a value is not the expected one to rounding; None where it is nowhere.
+    """Finds where a value differs from the expected one by more than rounding; None where it does not.
 
     Args:
         tolerance: None for equal bits (NaNs of any payload are equal).
-        dim: which dim counts rows.
-        before: what both were before the call, to tell rows that `expected` writes from those that it leaves.
+        dim: the dim that counts rows.
+        before: both values before the call, to tell rows that `expected` writes from those that it leaves.
     """
     if not (isinstance(expected, torch.Tensor) and isinstance(found, torch.Tensor)):
         if expected == found or (expected != expected and found != found):
@@ -104,7 +103,7 @@ def compare_values(
     is_float = expected.dtype.is_floating_point or expected.dtype.is_complex
     distance, allowed = (left - right).abs(), 0.0
     if is_float:
-        # Equal infinities and NaNs on both sides agree; a value that only one side has as a number does not.
+        # Equal infinities agree, and NaNs on both sides; a number against NaN or infinity does not.
         agree = (left == right) | (left.isnan() & right.isnan())
         distance = distance.masked_fill(agree, 0.0).nan_to_num_(math.inf, math.inf)
         if tolerance is not None:
@@ -135,7 +134,6 @@ def compare_values(
 
 
 def _first_rows(wrong: torch.Tensor, dim: int) -> tuple[tuple[int, ...], int]:
-    """The first indices along `dim` at which something is wrong, and how many there are."""
     found = wrong.movedim(dim, 0).flatten(1).any(1) if wrong.dim() > 1 else wrong
     rows = found.nonzero().reshape(-1).tolist()
     return tuple(rows[:_MAX_ROWS]), len(rows)

@@ -1,7 +1,6 @@
-"""Finds the first segment of a plan that differs: from its own function on the real rows, or with padding.
+"""Finds the first segment of a plan that differs from its function on the real rows, or depends on padding.
 
-Both begin from equal inputs, so the rounding of earlier segments plays no part, and a fault shows in the
-segment that makes it.
+Both runs of a segment begin from equal inputs, so that rounding of earlier segments plays no part.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from runners.row_views import place_of
 from runners.rows import narrow_to, repeat_row_
 from runners.step_plan import CallStep, ReplayStep, StaticArgument
 
-# In the place of each step that runs a segment: the segment, the call's values, and what runs the step.
+# Called instead of each step that runs a segment: (segment, the call's values, runs the step).
 _OnSegment = Callable[[Segment, list[Any], Callable[[], None]], None]
 
 
@@ -44,12 +43,12 @@ class LocatedDifference:
 
 
 class _Found(Exception):
-    """Ends a walk with what it looked for."""
+    """Ends a walk with its finding."""
 
 
 class SegmentWalk:
-    """Walks one call's plan, with the replay of its graphs or, where a run is without them, with a call of
-    their functions on the same padded memory. A walk leaves random numbers as they are."""
+    """Runs one call's plan step by step: it replays graphs, or calls their functions on the same padded
+    memory. Random states are restored afterwards."""
 
     def __init__(
         self,
@@ -66,7 +65,7 @@ class SegmentWalk:
         self.device = leaves[served.plan.token_dim.leaf].device
         self.tolerance = replace(tolerance, num_segments=1)  # each alone, on equal inputs
         self._by_name = {segment.name: segment for segment in self.plan.segments}
-        # Value index → what graphs read or made, as at the capture.
+        # Value index → the tensors that graphs read or made at capture.
         self._static = {index: static.buffer for index, static in static_inputs_of(self.steps).items()}
         run_plan(self.plan, self._static, self.bucket, on_segment=self._graph_outputs)
 
@@ -75,11 +74,7 @@ class SegmentWalk:
         return graph.outputs if graph is not None else None
 
     def run(self, poison: Poison, on_segment: _OnSegment = lambda segment, env, run: run()) -> list[Any]:
-        """Serves the call by a walk; returns the result's leaves.
-
-        Raises:
-            StateChanged: as `StepPlan.replay`.
-        """
+        """Serves the call; returns the result's leaves. Raises StateChanged as `StepPlan.replay`."""
 
         steps, num_tokens, env = self.steps, self.num_tokens, list(self.leaves)
         if steps.begin_call is not None:
@@ -104,7 +99,7 @@ class SegmentWalk:
             return [read(env) for read in bound.results]
 
     def _set_by(self, step: Any, plan_step: Any) -> list[tuple[torch.Tensor, Any]]:
-        """The static tensors whose real rows a step has set."""
+        """Returns the static tensors whose real rows a step has set."""
         if isinstance(step, CopyInputs):
             return [(static.buffer, static.value) for static in self.steps.copy_ins]
         if not isinstance(plan_step, CallStep):
@@ -116,11 +111,12 @@ class SegmentWalk:
     def first_difference(
         self, poison: Poison, prepare: Callable[[Poison], None], *, by_bits: bool = False
     ) -> LocatedDifference | None:
-        """Finds the first segment whose step is not its function on the real rows.
+        """Finds the first segment whose step differs from its function on the real rows.
 
         Args:
-            prepare: makes state and inputs what they were before the call; called before each walk.
-            by_bits: find instead the first one whose real rows change by any bit with what padded rows hold.
+            prepare: restores state and inputs to those before the call; called before each walk.
+            by_bits: find the first segment whose real rows change by any bit with the padding's values
+                instead.
         """
         tolerance = None if by_bits else self.tolerance
         as_served: list[list[tuple[ValueSpec, Any, None]]] = []
@@ -153,7 +149,6 @@ class SegmentWalk:
         return located if op is None else replace(located, op=op)
 
     def _search(self, poison: Poison, prepare: Callable[[Poison], None], on_segment: _OnSegment) -> Any:
-        """Walks until something is found; None where nothing is."""
         prepare(poison)
         try:
             self.run(poison, on_segment)
@@ -162,7 +157,7 @@ class SegmentWalk:
         return None
 
     def _call_function(self, segment: Segment) -> None:
-        """Does what the segment's graph does by its function: reads and writes static memory."""
+        """Calls the segment's function in place of its graph, on the same static memory."""
         results = segment.function(self.bucket, *arguments_of(segment, self.plan.values, self._static))
         for index, made in zip(segment.outputs, results, strict=True):
             static = self._static[index]
@@ -170,13 +165,13 @@ class SegmentWalk:
                 copy_elements(static, made)
 
     def _changed(self, segment: Segment) -> list[ValueSpec]:
-        """What a segment makes or writes, each tensor once."""
+        """Lists the values that a segment makes or writes, once each."""
         values = [self.plan.values[index] for index in (*segment.outputs, *segment.inputs)]
         made = {v.index for v in values[: len(segment.outputs)] if v.memory not in segment.unwritten}
         return [v for v in values if v.index in made or (v.is_tensor and v.memory in segment.writes)]
 
     def _now(self, value: ValueSpec, env: list[Any]) -> Any:
-        """The value's real rows as the plan holds them."""
+        """Returns the real rows of a value as the plan holds them."""
         if value.origin == "graph":
             return value.real_rows(self._static[value.index], self.num_tokens)
         if value.origin == "state":
@@ -186,8 +181,8 @@ class SegmentWalk:
         return env[self.assembler._slot(value.index)]
 
     def _reference(self, segment: Segment, env: list[Any]) -> list[tuple[ValueSpec, Any, Any]]:
-        """What the segment's function makes and writes on the real rows, and what state and inputs that it
-        writes were before, None for others; these are put back."""
+        """Runs the segment's function on the real rows, and restores the state and inputs that it writes.
+        Returns (value, its expected rows, its rows before or None)."""
         arguments = self._arguments(segment, env)
         values = [self.plan.values[index] for index in segment.inputs]
         written = [
@@ -211,8 +206,7 @@ class SegmentWalk:
                     argument.copy_(saved[value.index])
 
     def _arguments(self, segment: Segment, env: list[Any]) -> list[Any]:
-        """The real rows of what graphs made, in memory laid out as eager's: those that share memory there
-        share it here."""
+        """Copies the real rows of graphs' values into memory laid out as eager's, aliases included."""
         inputs = [self.plan.values[index] for index in segment.inputs]
         groups: dict[Any, list[ValueSpec]] = {}
         for value in inputs:
@@ -237,8 +231,8 @@ class SegmentWalk:
         env: list[Any],
         run: Callable[[], None],
     ) -> None:
-        """Finds the first op of a graph segment whose real rows are others on padded rows than alone, or,
-        without a tolerance, than on padding of a repeated row: kernels may round by the number of rows."""
+        """Finds the first op of a graph segment whose real rows change with padding. Without a tolerance the
+        comparison is with padding that repeats a row, as kernels may round by the number of rows."""
         if segment is not wanted:
             run()
             return
@@ -264,7 +258,7 @@ class SegmentWalk:
 
 
 class _OpResults(torch_api.TorchDispatchMode):
-    """Notes what each op returns, and what a boundary op writes of the tokens."""
+    """Records each op's results, and the token arguments that boundary ops write."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -297,7 +291,7 @@ def _op_results(segment: Segment, num_rows: int, arguments: list[Any]) -> list[t
 
 
 def _maker(segment: Segment, name: str) -> str:
-    """The op that made a tensor of this name, or all ops of the segment where no name tells."""
+    """Returns the op that made the tensor of this name, or all ops of the segment."""
     if len(segment.op_names) == 1:
         return segment.op_names[0]
     stem = name.rstrip("0123456789").rstrip("_")

@@ -1,8 +1,8 @@
-"""Says what static memory and padding hold in a run of a call, to see whether anything depends on them.
+"""Says what static memory and padding hold in a run of a call, to see whether results depend on them.
 
-Before a replay all static memory is overwritten: a replay that reads what an earlier one left there shows
-[I2]. During it each padded row is overwritten as soon as it is set, by what was proven of it [I3]. Weights,
-state and inputs are never touched.
+Before a replay all static memory is overwritten, which shows a replay that reads what an earlier one left
+[I2]. During it each padded row is overwritten as soon as it is set, within what was proven of it [I3].
+Weights, state and inputs are never overwritten.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from runners.step_plan import CallStep, StaticInput, StepPlan
 
 @dataclass(frozen=True, slots=True)
 class Poison:
-    """Describes one run of a call: what padded rows hold, and whether its graphs are replayed.
+    """Describes one run of a call.
 
     Attributes:
-        variant: as for `poison_padding_`, None for what the plan itself puts there.
-        uses_graphs: without them each graph segment's function is called.
+        variant: what padded rows hold, as for `poison_padding_`; None for the plan's own padding.
+        uses_graphs: whether graphs are replayed; else each graph segment's function is called.
     """
 
     name: str
@@ -41,8 +41,7 @@ _FINITE = (
 
 
 def poisons_for(engine: GraphEngine, *, is_padded: bool) -> tuple[Poison, ...]:
-    """The replays of one call: as it is served, then with poison; NaN only where one that becomes an index
-    does not end all use of the device."""
+    """Returns one call's replays: as served, then with poison; NaN only where a bad index is harmless."""
     if not is_padded:
         return (AS_SERVED,)
     nan = (Poison("padding of nan", 0),) if not engine.dies_of_bad_index else ()
@@ -50,14 +49,14 @@ def poisons_for(engine: GraphEngine, *, is_padded: bool) -> tuple[Poison, ...]:
 
 
 def static_inputs_of(steps: StepPlan) -> dict[int, StaticInput]:
-    """Value index → the static buffer that graphs read in its place."""
+    """Returns value index → the static buffer that graphs read in its place."""
     calls = (step for step in steps.steps if isinstance(step, CallStep))
     inputs = [*steps.copy_ins, *(each for step in calls for each in step.copies)]
     return {cast(ValueSpec, each.value).index: each for each in inputs}
 
 
 def overwrite_static_memory(steps: StepPlan, pool: Any, poison: Poison) -> None:
-    """Overwrites the pool and the plan's static buffers; the next replay must write all that it reads."""
+    """Overwrites the pool and the plan's static buffers, so that a replay must write all that it reads."""
     pool.overwrite_with_garbage()
     for metadata in steps.step_metadata:
         metadata.clear()

@@ -19,19 +19,19 @@ _CAUSES = {
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Difference(TensorDifference):
-    """Names the first thing in which a replay is not the eager call.
+    """Names the first difference between a replay and the eager call.
 
     Attributes:
-        num_tokens, bucket: the call.
         run: what padded rows held: "padding of zeros", "padding of nan", ...
         what: the result leaf, state tensor or input that differs, as a user writes it.
-        segment: the first segment that differs by itself, on equal inputs; empty where none does.
-        kind: its kind: "graph", "boundary" or "eager".
-        op: the op in it: the boundary op, or the first op of a graph whose real rows change with padding, or
-            else the op that made the tensor.
-        tensor: what differs first, in that segment; how, say the attributes of `TensorDifference`.
-        cause: "plan" where the same padded call without graphs differs, too: the plan, an op that it calls or
-            what padded rows do in it is at fault; "graphs" where it does not: lowering, capture or replay is.
+        segment, kind: the first segment that differs on equal inputs, "" without one; "graph", "boundary"
+            or "eager".
+        op: the boundary op, the first op of a graph whose real rows change with padding, or else the op
+            that made
+            the tensor.
+        tensor: the first tensor of the segment that differs, as the attributes of `TensorDifference` say.
+        cause: "plan" where the same padded call without graphs differs, too: the plan, one of its ops or the
+            padding is at fault; "graphs" where it does not: lowering, capture or replay is.
     """
 
     num_tokens: int
@@ -70,17 +70,15 @@ def _listed(rows: tuple[int, ...], num_rows: int) -> str:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SizeCheck:
-    """Says how the runs of one token count compare.
+    """Describes how the runs of one token count compare.
 
     Attributes:
-        bucket: what served it, or None.
-        path: "graph", or the code of the reason why the call runs eagerly: then there is nothing to compare.
-        runs: what was compared with eager: the plan on padded rows without graphs, then replays, by what
-            padded rows held.
-        num_tensors: results, state and inputs that were compared in each.
-        identical: whether the call as it is served equals eager bit for bit.
+        bucket: the bucket that served it, or None.
+        path: "graph", or the code of the reason why the call runs eagerly and nothing is compared.
+        runs: the runs compared with eager, by their padding: the plan without graphs, then replays.
+        num_tensors: results, state and inputs compared in each run.
+        identical: whether the served call equals eager bit for bit.
         tolerance: dtype → the share of the largest value that rounding explains.
-        difference: what differs, or None.
     """
 
     num_tokens: int
@@ -93,7 +91,6 @@ class SizeCheck:
     difference: Difference | None = None
 
     def cells(self) -> tuple[str, ...]:
-        """The check as a row of the report's table."""
         result = "-" if self.path != "graph" else "identical" if self.identical else "to rounding"
         return (
             str(self.num_tokens), str(self.bucket or "-"), self.path, str(len(self.runs)),
@@ -104,7 +101,7 @@ class SizeCheck:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class VerifyReport(Record):
-    """Holds a check for every size that was looked at."""
+    """Holds a check for every size."""
 
     checks: tuple[SizeCheck, ...]
 
@@ -114,12 +111,12 @@ class VerifyReport(Record):
 
     @property
     def first_difference(self) -> Difference | None:
-        """Of the smallest size that has one."""
+        """The difference at the smallest size that has one."""
         return next((check.difference for check in self.checks if check.difference is not None), None)
 
     @property
     def num_compared(self) -> int:
-        """Sizes that were replayed and compared."""
+        """The number of sizes that were replayed and compared."""
         return sum(check.path == "graph" for check in self.checks)
 
     @property

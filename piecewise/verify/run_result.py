@@ -1,4 +1,4 @@
-"""Copies what a run of a call leaves behind, so that several runs can be compared."""
+"""Copies the result and state of a run, so that several runs can be compared."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from runners.engines import native_engine
 
 @dataclass(frozen=True, slots=True)
 class RunResult:
-    """The result's structure and leaves, and the watched tensors by name: copies of all.
+    """Holds copies of a result's structure and leaves, and of the watched tensors by name.
 
-    A tensor subclass in the result is its class, in the structure, and the tensors inside of it, as leaves.
+    A tensor subclass counts as its class, in the structure, and its inner tensors, as leaves.
     """
 
     structure: tuple[Structure, tuple[tuple[type, int], ...]]
@@ -29,9 +29,9 @@ class RunResult:
 
     @classmethod
     def of(cls, call: Callable[[], Any], watched: Mapping[str, torch.Tensor]) -> RunResult:
-        """Runs `call()`; copies, since the next run may overwrite what a result is a view of."""
+        """Runs `call()`, and copies its result, which the next run may overwrite."""
         structure, leaves = flatten_structure(call())
-        # Comparisons of a subclass are its own class's: of what is inside, all of it.
+        # A subclass defines its own comparisons, so all of its inner tensors are compared.
         opened = [list(plain_tensors(leaf)) if torch_api.is_wrapper(leaf) else [leaf] for leaf in leaves]
         kinds = tuple(
             (type(leaf), len(parts))
@@ -49,7 +49,7 @@ class RunResult:
         *,
         before: Mapping[str, torch.Tensor] | None = None,
     ) -> tuple[str, TensorDifference] | None:
-        """Finds the first thing in which `found` differs, results before watched tensors: its name, and how.
+        """Finds the name and kind of the first difference of `found`, results before watched tensors.
 
         Args:
             tolerance: None for equal bits.
@@ -69,14 +69,14 @@ class RunResult:
 
 
 def stored(tensor: torch.Tensor) -> torch.Tensor:
-    """Copies a tensor; to the host where the device has too little room left for four of it."""
+    """Copies a tensor, to the host where the device has no room for four of it."""
     memory = native_engine(tensor.device).free_memory(tensor.device)
     has_room = memory is None or 4 * tensor.numel() * tensor.element_size() <= memory[0]
     return tensor.clone() if has_room else tensor.cpu()
 
 
 def has_same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """Whether two tensors of one shape and dtype are the same; a NaN is never."""
+    """Whether two tensors of one shape and dtype have equal bits; false for any NaN."""
     right = right.to(left.device)
     if not torch.equal(left, right):
         return False

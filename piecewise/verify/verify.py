@@ -1,9 +1,8 @@
 """Compares replays with the model: each captured bucket at the sizes around its edge, with poisoned padding.
 
-For each size the model itself, the plan on padded rows with a call of each graph segment's function in place
-of its graph, and replays with several paddings run from the same state, inputs and random numbers.
-docs/DESIGN.md says what is compared and how a fault is told from another. All is put back afterwards, and no
-call is counted.
+At each size the model, the plan on padded rows with graph segments' functions instead of graphs, and replays
+with several paddings run from the same state, inputs and random numbers. docs/DESIGN.md says what is compared
+and how faults are told apart. All state is restored afterwards, and no call is counted.
 """
 
 from __future__ import annotations
@@ -45,8 +44,7 @@ MakeInputs = Callable[[int], tuple[Sequence[Any], Mapping[str, Any]]]
 
 
 def edge_sizes(buckets: Sequence[int], max_padding_ratio: float | None = None) -> list[int]:
-    """Lists token counts around the edges of each bucket: itself, one less, the smallest that it serves and
-    one more than that."""
+    """Lists token counts at each bucket's edges: itself, one less, the smallest served and one more."""
     found: set[int] = set()
     below = 0
     for bucket in sorted(buckets):
@@ -66,11 +64,7 @@ def verify(
     kwargs: Mapping[str, Any],
     make_inputs: MakeInputs | None,
 ) -> VerifyReport:
-    """Does what `GraphedModule.verify` says, which holds the module's lock around this.
-
-    Args:
-        forward: what a call of the model runs eagerly.
-    """
+    """Implements `GraphedModule.verify`, which holds its lock meanwhile; `forward` is the eager call."""
 
     def check(args: Sequence[Any], kwargs: Mapping[str, Any], num_tokens: int = 0) -> SizeCheck:
         with torch.no_grad(), _uncounted_step():
@@ -90,12 +84,12 @@ def verify(
 
 
 class _Rehearsal(Exception):
-    """Leaves a batch's block in such a way that its tokens do not count as written."""
+    """Leaves a batch's block so that its tokens do not count as written."""
 
 
 @contextmanager
 def _uncounted_step() -> Iterator[None]:
-    """A block of the current `PrefillBatch`, if there is one, that leaves its cache's counts alone."""
+    """Enters the current `PrefillBatch`, if any, without changing its cache's counts."""
     with suppress(_Rehearsal), PrefillBatch.peek() or nullcontext():
         yield
         raise _Rehearsal
@@ -127,7 +121,7 @@ class _SizeVerifier:
         )  # fmt: skip
 
     def _find_watched(self) -> dict[str, torch.Tensor]:
-        """By name: inputs, state that the plan writes, and all tensors of the model but its parameters."""
+        """Returns by name: inputs, state that the plan writes, and the model's tensors but its parameters."""
         names = self.signature.traced.trace.example.names
         found = {
             f"input '{names.get(index, index)}'": leaf
@@ -174,7 +168,7 @@ class _SizeVerifier:
     def _compare_runs(
         self, runs: Sequence[Poison], eager: RunResult
     ) -> tuple[RunResult | None, Difference | None]:
-        """The replay as it is served, where it came so far, and the first difference."""
+        """Returns the served replay, None where none ran, and the first difference."""
         served: RunResult | None = None
         for run in runs:
             try:
@@ -193,19 +187,19 @@ class _SizeVerifier:
                 served is not None
                 and (bits := served.difference(found, None, before=self.before)) is not None
             ):
-                # With an op that sums in another order each time bits say nothing.
+                # Bits say nothing where an op sums in another order each time.
                 if served.difference(self._result(AS_SERVED), None) is None:
                     return served, self._located(run, *bits)
         return served, None
 
     def _restore(self) -> None:
-        """Puts inputs and state back to what they were; random numbers are, after each run."""
+        """Restores inputs and state; random states are restored after each run."""
         for name, tensor in self.watched.items():
             if not has_same_bits(tensor, self.before[name]):
                 copy_elements(tensor, self.before[name])
 
     def _prepare(self, poison: Poison) -> None:
-        """Makes all as before the call, but for static memory, which is overwritten."""
+        """Restores all but static memory, which is overwritten."""
         self._restore()
         overwrite_static_memory(self.steps, self.store.pool, poison)
         self._restore()  # an input may lie in static memory, where outputs="view"
@@ -225,11 +219,11 @@ class _SizeVerifier:
     def _located(
         self, run: Poison, what: str, difference: TensorDifference, *, eager: RunResult | None = None
     ) -> Difference:
-        """Says where a difference begins, if a segment shows that.
+        """Describes a difference and the segment where it begins, if one shows it alone.
 
         Args:
-            eager: what the run should have left; None where it is right to rounding and differs by bits from
-                the replay with other padding.
+            eager: the expected result; None where the run is right to rounding but differs in bits from the
+                replay with other padding.
         """
         try:
             located = self.walk.first_difference(run, self._prepare, by_bits=eager is None)
@@ -254,7 +248,7 @@ class _SizeVerifier:
         )  # fmt: skip
 
     def _cause(self, run: Poison, eager: RunResult) -> str:
-        """Whether the run's difference shows without graphs, too."""
+        """Returns "graphs" where the difference goes away without graphs, else "plan"."""
         if not run.uses_graphs:
             return "plan"
         try:

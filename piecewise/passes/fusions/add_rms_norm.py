@@ -1,4 +1,4 @@
-"""Fuses an RMS norm, as `rms_norm` leaves it, and the sum that it norms into one op, which returns both.
+"""Fuses an RMS norm, as `rms_norm` leaves it, with the sum before it into one op, which returns both.
 
 before   h = a + b · rms_norm(h, weight, eps) · h is read again
 after    normed, h = add_rms_norm(a, b, weight, eps)
@@ -20,8 +20,7 @@ from piecewise.torch_api.pattern_matcher import MULTIPLE, CallFunction, KeywordA
 
 
 def reference(x: torch.Tensor, residual: torch.Tensor, *options: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """(norm of x + residual, x + residual): the sum is rounded to x's dtype, and that is what is normed;
-    `options` are those of `rms_norm`."""
+    """Returns (norm of x + residual, x + residual); the sum is rounded to x's dtype before it is normed."""
     total = x + residual
     return rms_norm.reference(total, *options), total
 
@@ -55,7 +54,7 @@ def _is_norm_of_sum(match: Match) -> bool:
         return False
     same = geometry(x)[0:3] == geometry(residual)[0:3] == geometry(total)[0:3]
     weight, added = match.kwargs["weight"], match.output_node().args[0]
-    # Both results are made where the sum was: all inputs must be there already.
+    # The fused op takes the sum's place in the graph, so all its inputs must come before.
     return same and weight < added
 
 

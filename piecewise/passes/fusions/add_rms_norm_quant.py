@@ -1,10 +1,10 @@
-"""Fuses an RMS norm whose result is only ever rounded to float8 into one op that writes float8.
+"""Fuses an RMS norm whose only reader rounds it to float8 into one op that writes float8.
 
     before   normed = rms_norm(x, ...) · (normed.float() / scale).clamp(-448, 448).to(float8_e4m3fn)
     after    rms_norm_quant(x, ..., scale)
 
-The scale is a tensor of one value, or made for each row as ``amax(abs(normed)) / 448``, with a least value
-before or after the division, or in the norm's own dtype (torchao); then it is a result of the op, too. Behind
+The scale is a tensor of one value, or ``amax(abs(normed)) / 448`` per row, with a least value before or after
+the division, or in the norm's own dtype (torchao). Scales per row are a second result of the op, and behind
 `add_rms_norm` the sum is the third.
 """
 
@@ -38,11 +38,10 @@ def reference(
     least_step: float,
     round_step: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(the norm in float8, the scale of each row [..., 1] in float32); no such scales where one is given.
+    """Returns (the norm in float8, the scale per row [..., 1] in float32, empty where `scale` is given).
 
     The normed value is rounded to x's dtype, divided by the scale in float32, clamped to float8's range and
-    rounded. A row's scale is made from its largest value, in float32 or, with `round_step`, rounded to x's
-    dtype (torchao's float8 rows).
+    rounded. Scales per row are float32, with `round_step` rounded to x's dtype (torchao's float8 rows).
     """
     wide = rms_norm.reference(x, weight, eps, offset, round_first).float()
     step, scales = scale, x.new_empty(0, dtype=torch.float32)
@@ -56,7 +55,7 @@ def reference(
 def sum_reference(
     x: torch.Tensor, residual: torch.Tensor, *options: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(as `reference` of x + residual, x + residual); `options` are those of `reference`."""
+    """Returns the results of `reference` for x + residual, and x + residual."""
     total = x + residual
     return (*reference(total, *options), total)
 
@@ -96,7 +95,7 @@ def add_rms_norm_quant(patterns: PatternSet) -> None:
 
 
 def _quantised(with_sum: bool, widened: bool, kind: str | None) -> Any:
-    """`kind` is None for a given scale, else where the least value is applied."""
+    """Makes a pattern; `kind` is None for a given scale, else says where the least value is applied."""
     users = 1 if kind is None or (widened and kind != "rounded") else 2
     options = map(KeywordArg, _OPTIONS)
     if with_sum:
@@ -156,7 +155,7 @@ def _replace(with_sum: bool, kind: str | None, match: Match) -> None:
     arguments = (*(found[name] for name in inputs), scale)
     arguments += (least if kind == "peak" else 0.0, least if kind == "step" else 0.0, kind == "rounded")
     graph = last.graph
-    # Where the norm was: its sum and the scales may be read before the float8 values are.
+    # In the norm's place: readers of its sum and scales may come before the cast to float8.
     with graph.inserting_before(norm):
         made = graph.call_function(sum_op if with_sum else op, arguments)
         items = [

@@ -3,8 +3,8 @@
     before   t = x.float() · s = pow(t, 2) · m = mean(s) · r = rsqrt(m + eps) · (t * r).to(x) * weight
     after    rms_norm(x, weight, eps)
 
-The formulations differ in where they round and in what they multiply with; each that is known is a pattern
-below. The statistics must be in float32.
+Formulations differ in where they round and in the factor; each known one is a pattern. All compute the
+statistics in float32.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from piecewise.torch_api.pattern_matcher import (
     replace_output,
 )
 
-# The statistics of a norm, or all of one.
+# Ops that a norm contains, or that are a whole norm.
 NORMS = (aten.rsqrt.default, aten._fused_rms_norm.default)
 
 
 def reference(
     x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float, round_first: bool
 ) -> torch.Tensor:
-    """[..., width] normed over its last dim, in x's dtype: statistics in float32 on the values as they are.
+    """Norms x [..., width] over its last dim, in x's dtype, with statistics in float32.
 
     Args:
         offset: the factor is `weight + offset` in float32 (Gemma: 1).
-        round_first: the normed value is rounded to x's dtype before it is multiplied with the weight
-            (transformers' Llama and Qwen3); else there is one rounding, at the end (`torch.nn.RMSNorm`).
+        round_first: round the normed value to x's dtype before the product with the weight (transformers'
+            Llama and Qwen3); else round once, at the end (`torch.nn.RMSNorm`).
     """
     wide = x.float()
     normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
@@ -65,7 +65,7 @@ def rms_norm(patterns: PatternSet) -> None:
 
 
 def _formulations() -> Iterator[tuple[Any, float, bool]]:
-    """(pattern, offset, round_first), the longest first for each kind of last op."""
+    """Yields (pattern, offset, round_first), the longest first for each kind of last op."""
     weight, mul, cast = KeywordArg("weight"), aten.mul.Tensor, aten._to_copy.default
     wide_weight = CallFunction(cast, weight, dtype=torch.float32, _users=MULTIPLE)
     raised = [CallFunction(aten.add.Tensor, each, 1.0, _users=MULTIPLE) for each in (wide_weight, weight)]
@@ -105,7 +105,7 @@ def _is_norm(match: Match) -> bool:
     width = x.shape[-1]
     if isinstance(width, torch.SymInt) or not 1 < width <= MAX_WIDTH or x.dtype not in DTYPES:
         return False
-    # The one op takes the sizes that it norms over, a mean takes dims.
+    # `_fused_rms_norm` takes the sizes of the normed dims, `mean` takes dims.
     is_whole = any(node.target is aten._fused_rms_norm.default for node in match.nodes)
     over_last = list(dims or ()) in ([[width]] if is_whole else [[-1], [x.dim() - 1]])
     return (
@@ -119,10 +119,10 @@ def _is_norm(match: Match) -> bool:
 
 
 def _computes_in_float32(match: Match) -> bool:
-    """Whether all that the match computes with is float32 up to the rounding of the normed value."""
+    """Whether the statistics and the factor of a match are float32."""
     weight = match.kwargs["weight"]
     for node in match.nodes:
-        # `1 + weight` in a narrow dtype rounds.
+        # `1 + weight` would round in a narrow dtype.
         is_factor = node.target is aten.add.Tensor and node.args[0] is weight
         is_statistic = node.target in (aten.rsqrt.default, aten.pow.Tensor_Scalar, aten.mean.dim)
         if (is_factor or is_statistic) and value_of(node).dtype is not torch.float32:

@@ -31,8 +31,8 @@ from piecewise.torch_api.pattern_matcher import (
 
 
 def reference(tensors: Sequence[torch.Tensor], cos: torch.Tensor, sin: torch.Tensor) -> list[torch.Tensor]:
-    """Each tensor [..., width], halves turned by cos and sin, which expand to it; both products and their sum
-    are rounded, as transformers' `rotate_half` formulation has it."""
+    """Rotates each tensor [..., width] by cos and sin, which expand to it. Both products and their sum are
+    rounded, as in transformers' `rotate_half` formulation."""
 
     def turned(x: torch.Tensor) -> torch.Tensor:
         left, right = x.chunk(2, dim=-1)
@@ -54,7 +54,6 @@ def _is_turned(cat: fx.Node) -> bool:
 
 
 def _join_pairs(graph: fx.Graph) -> None:
-    """Joins two rotations of one tensor each by the same cos and sin."""
     find_regions(graph)
     alone: dict[Any, fx.Node] = {}
     for node in list(graph.find_nodes(op="call_function", target=op)):
@@ -120,5 +119,5 @@ def _replace(match: Match) -> None:
 
 
 def _can_move(first: fx.Node, second: fx.Node) -> bool:
-    """Whether all that reads the first rotation comes after the second one."""
+    """Whether all readers of the first rotation come after the second one."""
     return all(second < reader for item in first.users for reader in item.users)

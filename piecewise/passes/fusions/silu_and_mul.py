@@ -11,7 +11,7 @@ from piecewise.torch_api.pattern_matcher import CallFunction, KeywordArg, Match,
 
 
 def reference(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """silu in float32, rounded, times `up`, rounded."""
+    """Returns silu(gate) * up: silu in float32, both results rounded."""
     return torch.nn.functional.silu(gate) * up
 
 

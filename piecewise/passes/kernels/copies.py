@@ -17,15 +17,14 @@ constexpr: Any = tl.constexpr
 
 MAX_COPIES = 4
 _BLOCK = 1024
-# They change from call to call: nothing may be compiled into the program.
+# These change from call to call, so Triton must not specialise on them.
 _GIVEN = [f"{name}{number}" for number in range(MAX_COPIES) for name in ("buffer", "source")]
 _SIZES = [f"{name}{at}" for at in range(MAX_COPIES) for name in ("total", "real", "padded", "inner", "unit")]
 
 
 @triton.jit
 def _copy(buffer, source, total, real, padded, inner, unit, BLOCK: constexpr):
-    """Elements [outer, padded, inner] of a buffer from [outer, real, inner]: row `i` behind the real ones is
-    row `i % unit`."""
+    """Copies [outer, real, inner] into [outer, padded, inner]; padded row `i` repeats row `i % unit`."""
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     line = place // inner
     row = line % padded
@@ -42,7 +41,6 @@ def copies_program(
     buffer3, source3, total3, real3, padded3, inner3, unit3,
     COUNT: constexpr, BLOCK: constexpr,
 ):  # fmt: skip
-    """Copy number `program_id(1)` of `COUNT`."""
     which = tl.program_id(1)
     if which == 0:
         _copy(buffer0, source0, total0, real0, padded0, inner0, unit0, BLOCK)
@@ -54,15 +52,13 @@ def copies_program(
         _copy(buffer3, source3, total3, real3, padded3, inner3, unit3, BLOCK)
 
 
-# Dtypes of the buffers → the compiled program, with how it is launched.
+# Dtypes of the buffers → the compiled program's launch.
 _launches: dict[tuple[torch.dtype, ...], DirectLaunch | None] = {}
 
 
 def copier(copies: Sequence[CopyIn]) -> CopyLaunch | None:
-    """One launch that makes these copies; None where their buffers are not laid out for it.
-
-    The launch refuses a call whose tensors are not dense; then they are copied one by one.
-    """
+    """Returns a launch that makes these copies, or None where their buffers do not allow one. The launch
+    returns false for tensors that are not dense, which are then copied one by one."""
     sizes = [_sizes(copy) for copy in copies]
     if len(copies) > MAX_COPIES or None in sizes:
         return None
@@ -98,7 +94,7 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _sizes(copy: CopyIn) -> tuple[int, int, int, int, int] | None:
-    """(elements of the buffer, real and padded rows, elements of a row, rows that are one unit)."""
+    """Returns (elements of the buffer, real rows, padded rows, elements of a row, rows of one unit)."""
     buffer, shape = copy.buffer, copy.buffer.shape
     grown = [dim for dim, size in enumerate(copy.rows.shape) if size != shape[dim]]
     if len(grown) > 1 or not buffer.is_contiguous() or buffer.is_complex() or 0 in copy.rows.shape:

@@ -1,4 +1,4 @@
-"""Multiplies silu of one tensor with another: computes in float32 and rounds as the unfused ops do."""
+"""Multiplies silu of one tensor with another, in float32, rounding as the unfused ops do."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ def gated_program(
     out_inner, out_outer_step, out_inner_step,
     BLOCK: constexpr,
 ):  # fmt: skip
-    """silu(gate) * up for `BLOCK` columns of one row."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
@@ -38,7 +37,7 @@ def gated_program(
 
 
 def silu_and_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """silu(gate) * up, [..., width] each."""
+    """Returns silu(gate) * up; both are [..., width]."""
     given, out = gate, output_like(gate)
     (gate, gate_steps), (up, up_steps) = addressable(gate), addressable(up)
     width = gate.shape[-1]

@@ -1,6 +1,6 @@
-"""Norms rows, with a sum before and a rounding to float8 behind, in one program.
+"""Norms rows in one program, with an optional sum before and float8 rounding after.
 
-It computes in float32 and rounds where the references in `piecewise/passes/fusions` do.
+The program computes in float32 and rounds where the references in `piecewise/passes/fusions` do.
 """
 
 from __future__ import annotations
@@ -28,8 +28,7 @@ def norm_program(
     out_inner, out_outer_step, out_inner_step, total_inner, total_outer_step, total_inner_step,
     ROWS: constexpr, WIDTH: constexpr, HAS_RESIDUAL: constexpr, ROUND_FIRST: constexpr, QUANT: constexpr,
 ):  # fmt: skip
-    """`ROWS` rows: residual add, RMS norm, rounding to float8 by one scale (QUANT 1) or one per row (2, and 3
-    where that is rounded to x's dtype)."""
+    """Norms `ROWS` rows, rounding to float8 by one scale (QUANT 1) or a scale per row (2, 3 in x's dtype)."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, WIDTH)[None, :]
     inside = (row < num_rows)[:, None] & (column < width)
@@ -63,7 +62,7 @@ def norm_program(
                 step = step.to(dtype).to(tl.float32)
             tl.store(scales + row, step, row < num_rows)
             wide = wide / step[:, None]
-        # A row of zeros has a scale of zero, and is NaN in the model, too.
+        # A row of zeros has a scale of zero and becomes NaN, as in the model.
         wide = tl.maximum(wide, -quant_max, propagate_nan=tl.PropagateNan.ALL)
         wide = tl.minimum(wide, quant_max, propagate_nan=tl.PropagateNan.ALL)
         tl.store(out + place, wide.to(out.dtype.element_ty), inside)
@@ -81,14 +80,14 @@ def norm(
     least_peak: float = 0.0,
     least_step: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(normed, x + residual, scale per row); the last two are made where they are asked for.
+    """Returns (normed, x + residual, scale per row); the sum needs a residual, scales a `quant` of 2 or 3.
 
     Args:
         x, residual: [..., width], width at most `MAX_WIDTH`.
         weight: [width], dense.
-        quant: 0 for x's dtype, 1 for float8 by `scale`, 2 for float8 by a scale per row, which is made from
-            the row's peak, of at least `least_peak`, and is at least `least_step`; 3 as 2, and that scale is
-            rounded to x's dtype.
+        quant: 0 for x's dtype, 1 for float8 by `scale`, 2 for float8 by a scale per row, of a peak of at
+            least
+            `least_peak` and itself at least `least_step`; 3 as 2, with the scale rounded to x's dtype.
     """
     width = x.shape[-1]
     assert width <= MAX_WIDTH
@@ -113,24 +112,20 @@ def norm(
 
 
 def rms_norm(x: torch.Tensor, *options: Any) -> torch.Tensor:
-    """Runs `piecewise::rms_norm`."""
     return norm(x, None, *options)[0]
 
 
 def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, *options: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Runs `piecewise::add_rms_norm`."""
     return norm(x, residual, *options)[:2]
 
 
 def rms_norm_quant(x: torch.Tensor, *options: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Runs `piecewise::rms_norm_quant`."""
     return add_rms_norm_quant(x, None, *options)[:2]
 
 
 def add_rms_norm_quant(
     x: torch.Tensor, residual: torch.Tensor | None, *options: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Runs `piecewise::add_rms_norm_quant`."""
     weight, eps, offset, round_first, scale, least_peak, least_step, *rest = options
     quant = 1 if scale is not None else 3 if any(rest) else 2
     found, total, scales = norm(

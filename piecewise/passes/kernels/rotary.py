@@ -1,4 +1,4 @@
-"""Rotates one or two tensors by the same cos and sin in one program; it rounds as the unfused ops do."""
+"""Rotates one or two tensors by the same cos and sin in one program, rounding as the unfused ops do."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def rotary_program(
     sin2_inner, sin2_outer_step, sin2_inner_step, out2_inner, out2_outer_step, out2_inner_step,
     ROWS: constexpr, HALF: constexpr,
 ):  # fmt: skip
-    """`ROWS` rows of x, or in the blocks from `num_blocks` on, of x2."""
+    """Rotates `ROWS` rows of x, or of x2 in the blocks from `num_blocks` on."""
     block = tl.program_id(0)
     if block < num_blocks:
         _rotate(
@@ -70,7 +70,7 @@ def _rotate(
 
 
 def rotate(tensors: Sequence[torch.Tensor], cos: torch.Tensor, sin: torch.Tensor) -> list[torch.Tensor]:
-    """Each of one or two tensors, rotated; [..., width] with cos and sin that expand to them."""
+    """Rotates one or two tensors [..., width]; cos and sin expand to them."""
     half = tensors[0].shape[-1] // 2
     columns = triton.next_power_of_2(half)
     rows = max(TILE // (2 * columns), 1)

@@ -1,9 +1,8 @@
 """Finds where a tensor's rows begin, for programs that read and write whole rows.
 
-A tensor's rows are its last dim, which is dense. Where row `i` begins is told by three numbers per tensor:
-``(i // inner) * outer_step + (i % inner) * inner_step``. That covers slices of packed projections and heads
-that lie in another order than they are counted in. Tensors with other strides are copied. Results have the
-strides of `empty_like` of the first input, as unfused elementwise ops give them.
+A row is the last dim, which is dense. Row `i` begins at ``(i // inner) * outer_step + (i % inner) *
+inner_step``, which covers slices of packed projections and permuted heads. Tensors with other strides are
+copied. Results have the strides of `empty_like` of the first input, as from unfused elementwise ops.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import torch
 import triton
 import triton.language as tl  # noqa: F401  (the interpreter looks for it)
 
-# Elements that one program holds, where rows are short.
+# Elements per program where rows are short.
 TILE = 2048
 
 
@@ -22,7 +21,7 @@ def row_begin(row, inner, outer_step, inner_step):
 
 
 def row_steps(tensor: torch.Tensor) -> tuple[int, int, int] | None:
-    """(inner, outer step, inner step) of a tensor's rows; None where these do not address them."""
+    """Returns (inner, outer step, inner step) of a tensor's rows; None where these cannot address them."""
     if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
         return None
     dims: list[tuple[int, int]] = []
@@ -51,13 +50,13 @@ def addressable(tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[int, int, int
 
 
 def output_like(like: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Memory of `like`'s strides to write rows into, or a dense one where those do not address rows."""
+    """Allocates a result with the strides of `like`, or a dense one where these do not address rows."""
     made = torch.empty_like(like, dtype=dtype)
     return made if row_steps(made) is not None else made.new_empty(like.shape)
 
 
 def as_made(written: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """What was written into an `_output`, with the strides of `empty_like`."""
+    """Returns the result of an `output_like`, copied to the strides of `empty_like` where they differ."""
     if (
         row_steps(like) is not None
         or row_steps(made := torch.empty_like(like, dtype=written.dtype)) is not None
