@@ -221,11 +221,9 @@ class Classifier:
         return self._is_in_graph(node) and self.facts[node].is_view and not is_pinned
 
     def view_chain(self, node: fx.Node) -> tuple[fx.Node, tuple[fx.Node, ...]]:
-        """Returns the base from which each segment makes a view, and the views from the base on, in order.
-
-        A getitem on a tuple of views (`split`, `chunk`) counts as a view. An eager view is made once, of real
-        rows, and is its own base, as is any node that is no view.
-        """
+        """Returns the base from which each segment makes a view, and the views from the base on, in order. A
+        getitem on a tuple of views (`split`, `chunk`) counts as a view. An eager view is made once, of real
+        rows, and is its own base, as is any node that is no view."""
         chain: list[fx.Node] = []
         memory = self.facts[node].storages if node in self.facts else frozenset()
         while self._is_in_graph(node) and self.facts[node].is_view:
@@ -255,8 +253,8 @@ class Classifier:
         return found
 
     def _borders(self) -> dict[fx.Node, Verdict]:
-        """Finds values whose real rows do not lead where they leave a graph; the op that moved them becomes
-        eager [I1]."""
+        """Finds values whose real rows do not lead where they leave a graph; their origin becomes eager
+        [I1]."""
         verdict = Verdict.of("mixes_tokens", detail="its real rows do not lead where it leaves the graph")
         found = {}
         for taken in self._taken_by("eager", "boundary"):

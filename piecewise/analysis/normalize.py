@@ -55,13 +55,10 @@ def normalized(trace: Trace) -> Trace:
 def normalize(
     graph: fx.GraphModule, *, shape_env: torch_api.ShapeEnv | None = None, numbers: Collection[int] = ()
 ) -> dict[int, Wrapped]:
-    """Applies the rewrites above in place; the module stays runnable but for its autocast regions.
+    """Applies the rewrites above in place; the module stays runnable but for its autocast regions. Symbols
+    are simplified by `shape_env`, and `numbers` are positions of outputs that the model returns as plain
+    numbers. Returns the outputs that are tensor subclasses, by position.
 
-    Args:
-        shape_env: simplifies symbols.
-        numbers: positions of outputs that the model returns as plain numbers.
-    Returns:
-        The outputs that are tensor subclasses, by position.
     Raises:
         SplitError: an op changes the shape or strides of a tensor in place.
         TraceError: a tensor subclass cannot be replaced by its inner tensors.
@@ -104,7 +101,6 @@ def _inline_wrappers(graph: fx.GraphModule) -> None:
 
 
 def _copy_inner(graph: fx.GraphModule, node: fx.Node, inner: fx.GraphModule, arguments: list[Any]) -> Any:
-    """Copies `inner`'s nodes in front of `node`; returns the copy of `inner`'s output."""
     values: dict[fx.Node, Any] = dict(zip(inner.graph.find_nodes(op="placeholder"), arguments, strict=True))
     with graph.graph.inserting_before(node):
         for held in inner.graph.find_nodes(op="get_attr"):

@@ -26,11 +26,9 @@ _VIEW = "view of"
 class Program:
     """Describes a graph as comparable lines: op, operands by position, numbers by value, result shapes.
 
-    Args:
-        symbol: the token count's; None for a static trace. Sizes are compared at `num_tokens`.
-    Attributes:
-        lines, nodes: one per op that makes or writes tensors; views have none, their base names them.
-        result: the structure of the result, and which of its tensors share memory.
+    There is one line, and one entry of `nodes`, per op that makes or writes tensors, but for views, which
+    their base names. `result` is the structure of the result, and which of its tensors share memory. Sizes
+    are compared at `num_tokens` of `symbol`, which is None for a static trace.
     """
 
     def __init__(

@@ -25,12 +25,8 @@ from runners.row_views import place_of
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AtenSegment:
-    """Holds a segment's graph, with fakes in ``meta["val"]``, for one row count or any.
-
-    Attributes:
-        rows: the row count: the symbol of the first placeholder, or a number.
-        arguments: the fakes of all placeholders.
-    """
+    """Holds a segment's graph, with fakes in ``meta["val"]`` and as `arguments`. Its row count `rows` is a
+    number, or the symbol of the first placeholder."""
 
     module: fx.GraphModule
     rows: Any
@@ -39,8 +35,7 @@ class AtenSegment:
 
     @classmethod
     def of(cls, segment: Segment, layout: SegmentLayout, *, rows: int, is_dynamic: bool) -> AtenSegment:
-        """Traces the segment on fakes for `rows` rows, or for any count with `rows` as the hint. A trace may
-        raise any error."""
+        """Traces the segment for `rows` rows, or for any count with that hint; may raise any error."""
         fake_mode = torch_api.new_fake_mode()
         count = torch_api.symbolic_count(fake_mode, "num_rows", rows) if is_dynamic else rows
         tensors = []
@@ -79,7 +74,6 @@ class AtenSegment:
 
 
 def _is_functional(node: fx.Node) -> bool:
-    """Whether the node is an input, the output, or an op that writes nothing."""
     if node.op != "call_function":
         return node.op in ("placeholder", "output")
     if isinstance(node.target, torch_api.OpOverload):

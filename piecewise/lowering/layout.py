@@ -51,13 +51,8 @@ class SegmentResult:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SegmentLayout:
-    """Describes how a segment's arguments and results lie in memory, and makes the results.
-
-    Attributes:
-        inputs, outputs: the segment's values; each input is an argument.
-        made: positions of the outputs that the function makes.
-        results: one per output.
-    """
+    """Describes how a segment's arguments and results lie in memory, and makes the results; `made` are the
+    positions of the outputs that the function makes."""
 
     inputs: tuple[ValueSpec, ...]
     outputs: tuple[ValueSpec, ...]
@@ -122,7 +117,7 @@ class SegmentLayout:
         return found
 
     def _copies(self, rows: int, own: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
-        """Copies results that share memory, where none covers the rest; returns them by index in `made`."""
+        """Copies results that share memory where none covers the rest; returns them by index in `made`."""
         groups: dict[int, list[tuple[ValueSpec, int]]] = {}
         for value, result in zip(self.outputs, self.results, strict=True):
             if result.source == "copy":

@@ -31,8 +31,8 @@ from runners.errors import one_line
 from runners.mode import capturing
 from runners.opaque_call import OpaqueCall
 
-# Settings on which a segment's code depends and which its key does not hold in another way, as it does the row
-# count that the code is for, and the fused program.
+# Settings on which a segment's code depends, but for those that its key holds through the row count or the
+# fused program.
 FIELDS_IN_KEY = frozenset({"lowering"})
 
 
@@ -41,11 +41,8 @@ class LoweredSegment:
     """Calls a segment's compiled functions, and makes its results from what they return.
 
     A kernel may still fail at its first run, as where it needs more shared memory than there is. In a warm-up
-    such a row count falls back to the segment's own function, unless the segment writes memory.
-
-    Attributes:
-        by_rows: row count → `function(num_rows, *arguments)`.
-        failed: row count → why its function is not used.
+    such a row count falls back to the segment's own function (`failed` has the reason), unless the segment
+    writes memory.
     """
 
     segment: Segment
@@ -70,19 +67,14 @@ class LoweredSegment:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LoweredPlan:
-    """Holds the functions of one plan's graph segments.
-
-    Attributes:
-        functions: segment index → `function(num_rows, *inputs)`.
-        lowered: the compiled ones, without the wrapper that records their calls.
-    """
+    """Holds the functions `(num_rows, *inputs)` of one plan's graph segments, by index; `lowered` are the
+    compiled ones, without the wrapper that records their calls."""
 
     functions: Mapping[int, Callable[..., Sequence[torch.Tensor]]]
     lowered: tuple[LoweredSegment, ...]
     at_first: LoweringReport
 
     def report(self) -> LoweringReport:
-        """Reports how lowering went, first runs included."""
         failed = [
             KeptEager(lowered.segment.name, f"at {rows} rows, when it ran: {reason}")
             for lowered in self.lowered
@@ -113,8 +105,7 @@ class Lowering:
         buckets: Sequence[int],
         graphs: Mapping[Callable[..., tuple], AtenGraph] = {},
     ) -> LoweredPlan:
-        """Lowers a plan's graph segments for these buckets; `graphs` has the graphs of functions that need no
-        trace.
+        """Lowers a plan's graph segments for these buckets; functions that are in `graphs` need no trace.
 
         Raises:
             CaptureError: with `strict`, a segment cannot be lowered.
@@ -163,8 +154,6 @@ class Lowering:
 
 @dataclasses.dataclass(slots=True, eq=False)
 class _Job:
-    """Lowers the segments of one plan; `compiled` is shared by all plans."""
-
     config: PiecewiseConfig
     compiled: dict[str, _Compiled | Unlowerable]
     plan: SegmentPlan
@@ -190,8 +179,7 @@ class _Job:
         return LoweredSegment(segment, layout, by_rows, self.config.strict)
 
     def _compiled(self, segment: Segment, layout: SegmentLayout, rows: int, *, is_dynamic: bool) -> _Compiled:
-        """Returns the function, compiled or known, for `rows` rows or for any count with `rows` as the
-        hint."""
+        """Returns the function, compiled or known, for `rows` rows or any count with `rows` as the hint."""
         device = next((v.device for v in (*layout.outputs, *layout.inputs) if v.device), torch.device("cpu"))
         settings = ", ".join(f"{name}={getattr(self.config, name)!r}" for name in sorted(FIELDS_IN_KEY))
         count = f"any count such as {rows}" if is_dynamic else f"{rows} rows"

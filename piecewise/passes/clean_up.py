@@ -49,7 +49,7 @@ def is_pure(node: fx.Node) -> bool:
 
 
 def remove_dead_nodes(graph: fx.Graph) -> int:
-    """Erases nodes without users and without effects, last first; returns how many."""
+    """Erases nodes without users and effects, last first; returns how many."""
     removed = 0
     for node in reversed(list(graph.nodes)):
         if not node.users and is_pure(node):
@@ -145,7 +145,6 @@ def _source_of_no_op(node: fx.Node) -> fx.Node | None:
 
 
 def _widens(cast: fx.Node) -> bool:
-    """Whether a cast keeps every value exactly."""
     before, after = value_of(cast.args[0]).dtype, value_of(cast).dtype
     if not before.is_floating_point or not after.is_floating_point:
         return False

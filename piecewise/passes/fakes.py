@@ -31,10 +31,8 @@ def run_node(node: fx.Node, fake_mode: Any, *, target: Any = None) -> Any:
 
 
 def propagate(graph: fx.Graph, fake_mode: Any) -> None:
-    """Updates the fakes of new nodes and of all that depends on them.
-
-    A view that its input's new strides do not allow becomes a reshape, which copies.
-    """
+    """Updates the fakes of new nodes and of all that depends on them; a view that its input's new strides do
+    not allow becomes a reshape, which copies."""
     changed: set[fx.Node] = set()
     for node in graph.nodes:
         if node.op != "call_function":

@@ -35,7 +35,6 @@ def fuse(
     """Rewrites a plan's graph segments; returns the new plan, and the graphs of their functions.
 
     Args:
-        fusions, lowering: the settings of these names.
         num_rows: a row count of two or more for which the plan is valid.
         move_weights: move the weights of packed linears into one storage now; else the plan is for
             reading only.
@@ -104,7 +103,6 @@ class _Fusing:
         return self._known[key]
 
     def _trace(self, segment: Segment) -> tuple[AtenGraph, Counter[str]]:
-        """Traces the segment and cleans up its graph."""
         traced = trace_aten(segment, self.plan.values, num_rows=self.num_rows)
         return traced, _rewritten(traced, passes_named(()))
 
@@ -121,7 +119,7 @@ class _Fusing:
         return tuple(find_groups(self._ready[kind][0].module.graph, read_only))
 
     def _pack(self, segment: Segment, group: LinearGroup) -> bool:
-        """Packs the weights of a group, where all of them may be moved."""
+        """Packs a group's weights; returns false where one of them may not be moved."""
         sets = []
         for positions in group:
             values = (self.plan.values[segment.inputs[position - 1]] for position in positions)

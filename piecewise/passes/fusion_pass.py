@@ -17,8 +17,6 @@ FUSIONS: dict[str, FusionPass] = {}
 
 @dataclasses.dataclass(frozen=True)
 class FusionPass:
-    """Holds the arguments of `fusion_pass`."""
-
     name: str
     fill: Callable[[PatternSet], None]
     needs: Sequence[str]
@@ -35,7 +33,6 @@ class FusionPass:
         return made
 
     def sweep(self, module: fx.GraphModule) -> int:
-        """Rewrites all matches of one walk; returns their number."""
         found = self.patterns.sweep(module)
         if found:
             self.then(module.graph)

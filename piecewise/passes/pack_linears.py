@@ -58,11 +58,8 @@ def trigger(graph: fx.Graph) -> str | None:
 def find_groups(
     graph: fx.Graph, parameters: Collection[int] | None = None
 ) -> dict[LinearGroup, list[fx.Node]]:
-    """Finds groups of two or more linears that could be one, each with its nodes.
-
-    Args:
-        parameters: positions of the placeholders that are the model's own tensors; None for all.
-    """
+    """Finds groups of two or more linears that could be one, each with its nodes; `parameters` are the
+    positions of the placeholders that are the model's own tensors, None for all."""
     placeholders = {node: position for position, node in enumerate(graph.find_nodes(op="placeholder"))}
     find_regions(graph)
     together: dict[object, list[fx.Node]] = {}

@@ -39,11 +39,8 @@ def passes_for(fusions: Sequence[str], lowering: str) -> tuple[str, ...]:
 
 
 def passes_named(names: Sequence[str], *, groups: Sequence[pack_linears.LinearGroup] = ()) -> list[GraphPass]:
-    """Returns `clean_up`, the passes of these names and those that they need, in order.
-
-    Args:
-        groups: the linears that `pack_linears` may pack.
-    """
+    """Returns `clean_up`, the passes of these names and those that they need, in order; `pack_linears` packs
+    only linears of `groups`."""
     found = {"clean_up": GraphPass("clean_up", clean_up.sweep, lambda graph: None)}
     if "pack_linears" in names:
         sweep = partial(pack_linears.sweep, groups=groups)
@@ -61,11 +58,7 @@ def passes_named(names: Sequence[str], *, groups: Sequence[pack_linears.LinearGr
 
 
 def run_passes(module: fx.GraphModule, passes: Sequence[GraphPass], fake_mode: Any) -> Counter[str]:
-    """Rewrites an aten graph in place until no pass finds a match; returns the matches per pass.
-
-    Args:
-        module: its nodes carry fakes in ``meta["val"]``, which are kept true.
-    """
+    """Rewrites an aten graph in place, fakes included, until no pass matches; returns matches per pass."""
     found: Counter[str] = Counter()
     while True:
         before = found.total()

@@ -15,12 +15,8 @@ from piecewise.passes.fakes import aten, geometry, memory_of, propagate, value_o
 def keep_geometry(
     graph: fx.Graph, wanted: Sequence[Any], fake_mode: Any, *, free: Collection[int] = ()
 ) -> None:
-    """Copies results whose strides a rewrite changed, since readers of a segment's results may rely on them.
-
-    Args:
-        wanted: a fake of each result before the rewrite.
-        free: positions of results of which readers need only that the last stride is 1.
-    """
+    """Copies results whose strides a rewrite changed from those of `wanted`: a segment's readers may rely on
+    them. Readers of the results at positions in `free` need only that the last stride is 1."""
     output = graph.output_node()
     results = list(output.args[0])  # type: ignore[arg-type]
     for position, (node, fake) in enumerate(zip(results, wanted, strict=True)):
@@ -38,7 +34,6 @@ def keep_geometry(
 
 
 def _is_alone(graph: fx.Graph, node: fx.Node, results: Sequence[Any]) -> bool:
-    """Whether no input and no other result lies in the memory of a result."""
     others = [*graph.find_nodes(op="placeholder"), *(each for each in results if isinstance(each, fx.Node))]
     memory = memory_of(value_of(node))
     # A result that is returned twice is in the list twice.

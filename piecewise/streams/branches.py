@@ -1,5 +1,4 @@
-"""Finds independent branches in a list of ops and puts them on parallel streams; knows positions, not
-tensors.
+"""Finds independent branches in a list of ops and puts them on parallel streams, without looking at tensors.
 
     before      norm · q matmul · q rotary · k matmul · k rotary · v matmul · stack
     after       norm ─fork─┬─ q matmul · q rotary ─┬─join─ stack        stream 0, the caller's
@@ -23,7 +22,6 @@ class OpFacts:
         takes: positions of the earlier ops whose results it takes.
         reads, writes: memories, its results included in `writes`; both are empty for an op that only
             makes a view.
-        weight: its cost, in any unit.
         is_heavy: whether its branch is worth a stream.
         is_barrier: whether it must keep its place whatever its reads and writes.
     """
@@ -59,13 +57,8 @@ Command = Fork | RunOp | Join
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Region:
-    """Describes a range of ops with independent branches.
-
-    Attributes:
-        start, stop: the range, `stop` excluded.
-        before, after: ops that run ahead of the fork and behind the join, ascending.
-        streams: the ops of each stream, ascending; stream 0 has the heaviest.
-    """
+    """Describes ops `start` to `stop` (excluded) with independent branches: those `before` the fork and
+    `after` the join, and those of each stream, all ascending; stream 0 has the heaviest branch."""
 
     start: int
     stop: int
@@ -84,7 +77,6 @@ class StreamSchedule:
 
     @property
     def num_streams(self) -> int:
-        """The most streams of any region; 1 without regions."""
         return max((len(region.streams) for region in self.regions), default=1)
 
     @property
@@ -92,9 +84,8 @@ class StreamSchedule:
         return tuple(region.num_branches for region in self.regions)
 
     def commands(self) -> Iterator[Command]:
-        """Lists the commands as the host issues them, per region the last stream first: a device does not
-        care, but a run on one stream executes the branches in reverse, so that a missed dependency changes
-        the result."""
+        """Lists commands as the host issues them, per region the last stream first. A device does not care,
+        but one stream alone runs the branches in reverse, so that a missed dependency changes the result."""
         position = 0
         for region in self.regions:
             yield from map(RunOp, range(position, region.start))

@@ -34,8 +34,7 @@ class ScheduledFunction:
     def of(
         cls, segment: Segment, values: Sequence[ValueSpec], *, num_rows: int, num_streams: int
     ) -> ScheduledFunction:
-        """Schedules a graph segment on at most `num_streams` streams, without computing. Raises as
-        `trace_aten`.
+        """Schedules a segment on at most `num_streams` streams, without computing; raises NotTraceable.
 
         Args:
             num_rows: a row count of two or more for which the plan is valid; weighs the branches.
@@ -101,7 +100,7 @@ def is_heavy(op: torch_api.OpOverload) -> bool:
 
 
 def _on_streams(graph: fx.Graph, made: StreamSchedule) -> fx.Graph:
-    """Returns the graph in the schedule's order, with forks and joins; the streams are its first input."""
+    """Returns the graph in the schedule's order, with forks and joins; its first input is the streams."""
     nodes, written = _ops_of(graph), fx.Graph()
     streams = written.placeholder("streams")
     copies = {node: written.node_copy(node) for node in graph.find_nodes(op="placeholder")}

@@ -42,10 +42,9 @@ class _Kind:
 
 
 class StreamSchedules:
-    """Schedules the graph segments of one plan, each distinct program once.
+    """Schedules a plan's graph segments, each distinct program once, but for those that Inductor compiles.
 
     Args:
-        lowering: says which segments Inductor compiles; these have no ops to schedule.
         num_rows: a row count for which the plan is valid; weighs the branches.
         num_streams: the most streams at a time; 1 schedules nothing.
     """
@@ -83,7 +82,6 @@ class StreamSchedules:
         return None if reason else partial(kind.scheduled.run, streams)
 
     def report(self) -> StreamReport | None:
-        """Reports the schedules and choices so far; None where one stream was asked for."""
         if self.num_streams == 1:
             return None
         return StreamReport(self.num_streams, tuple(kind.report() for kind in self._kinds.values()))

@@ -34,8 +34,6 @@ _OnSegment = Callable[[Segment, list[Any], Callable[[], None]], None]
 
 @dataclass(frozen=True, slots=True)
 class LocatedDifference:
-    """Names the first segment that differs; `op` and `tensor` are as in `Difference`."""
-
     segment: Segment
     op: str
     tensor: str
@@ -165,13 +163,11 @@ class SegmentWalk:
                 copy_elements(static, made)
 
     def _changed(self, segment: Segment) -> list[ValueSpec]:
-        """Lists the values that a segment makes or writes, once each."""
         values = [self.plan.values[index] for index in (*segment.outputs, *segment.inputs)]
         made = {v.index for v in values[: len(segment.outputs)] if v.memory not in segment.unwritten}
         return [v for v in values if v.index in made or (v.is_tensor and v.memory in segment.writes)]
 
     def _now(self, value: ValueSpec, env: list[Any]) -> Any:
-        """Returns the real rows of a value as the plan holds them."""
         if value.origin == "graph":
             return value.real_rows(self._static[value.index], self.num_tokens)
         if value.origin == "state":

@@ -19,12 +19,8 @@ from runners.step_plan import CallStep, StaticInput, StepPlan
 
 @dataclass(frozen=True, slots=True)
 class Poison:
-    """Describes one run of a call.
-
-    Attributes:
-        variant: what padded rows hold, as for `poison_padding_`; None for the plan's own padding.
-        uses_graphs: whether graphs are replayed; else each graph segment's function is called.
-    """
+    """Describes one run of a call: what padded rows hold, as `variant` of `poison_padding_` or as the plan
+    pads them (None), and whether graphs are replayed or their segments' functions called."""
 
     name: str
     variant: int | None

@@ -101,8 +101,6 @@ class SizeCheck:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class VerifyReport(Record):
-    """Holds a check for every size."""
-
     checks: tuple[SizeCheck, ...]
 
     derived: ClassVar = ("format", "version", "ok", "num_compared", "first_difference")
@@ -116,7 +114,6 @@ class VerifyReport(Record):
 
     @property
     def num_compared(self) -> int:
-        """The number of sizes that were replayed and compared."""
         return sum(check.path == "graph" for check in self.checks)
 
     @property

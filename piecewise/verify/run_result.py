@@ -18,10 +18,8 @@ from runners.engines import native_engine
 
 @dataclass(frozen=True, slots=True)
 class RunResult:
-    """Holds copies of a result's structure and leaves, and of the watched tensors by name.
-
-    A tensor subclass counts as its class, in the structure, and its inner tensors, as leaves.
-    """
+    """Holds copies of a result's structure and leaves, and of the watched tensors by name. A tensor subclass
+    counts as its class, in the structure, and its inner tensors, as leaves."""
 
     structure: tuple[Structure, tuple[tuple[type, int], ...]]
     leaves: list[Any]
@@ -49,12 +47,8 @@ class RunResult:
         *,
         before: Mapping[str, torch.Tensor] | None = None,
     ) -> tuple[str, TensorDifference] | None:
-        """Finds the name and kind of the first difference of `found`, results before watched tensors.
-
-        Args:
-            tolerance: None for equal bits.
-            before: the watched tensors before the call.
-        """
+        """Finds the name and kind of the first difference of `found`, results before watched tensors, which
+        were `before` the call; without a tolerance bits must be equal."""
         if self.structure != found.structure:
             return "the result", TensorDifference(detail="its structure is not eager's")
         for index, (left, right) in enumerate(zip(self.leaves, found.leaves, strict=True)):

@@ -96,8 +96,6 @@ def _uncounted_step() -> Iterator[None]:
 
 
 class _SizeVerifier:
-    """Compares the runs of one call."""
-
     def __init__(
         self,
         model: nn.Module,
@@ -193,7 +191,6 @@ class _SizeVerifier:
         return served, None
 
     def _restore(self) -> None:
-        """Restores inputs and state; random states are restored after each run."""
         for name, tensor in self.watched.items():
             if not has_same_bits(tensor, self.before[name]):
                 copy_elements(tensor, self.before[name])
@@ -219,12 +216,8 @@ class _SizeVerifier:
     def _located(
         self, run: Poison, what: str, difference: TensorDifference, *, eager: RunResult | None = None
     ) -> Difference:
-        """Describes a difference and the segment where it begins, if one shows it alone.
-
-        Args:
-            eager: the expected result; None where the run is right to rounding but differs in bits from the
-                replay with other padding.
-        """
+        """Describes a difference and the segment where it begins, if one shows it alone. Without `eager` the
+        run is right to rounding but differs in bits from the replay with other padding."""
         try:
             located = self.walk.first_difference(run, self._prepare, by_bits=eager is None)
         except Exception:

@@ -38,14 +38,9 @@ _Found = TypeVar("_Found")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Judged:
-    """Describes a node's effect on rows.
-
-    Attributes:
-        results: rows of each tensor in the node's value.
-        written: position of an operand whose memory is written → its rows afterwards.
-        largest: the largest row count for which the verdict holds; None for any.
-        mixes: why the node runs eagerly; None in a graph.
-    """
+    """Describes a node's effect: rows per result, rows afterwards by position of a written operand, the
+    `largest` row count for which they hold (None for any), and why the node runs eagerly (None in a
+    graph)."""
 
     results: tuple[Rows, ...]
     written: Mapping[int, Rows]

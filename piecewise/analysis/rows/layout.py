@@ -65,12 +65,10 @@ def prefix(size: Size) -> Dim:
 
 
 def prefixes(sizes: Iterable[Size]) -> Layout:
-    """Returns the layout of a tensor whose real elements lead in each dim; raises as `prefix`."""
     return tuple(map(prefix, sizes))
 
 
 def prefixes_or_none(sizes: Sequence[Size]) -> Layout | None:
-    """Returns `prefixes(sizes)`; None where a size falls."""
     return None if any(size.falls for size in sizes) else prefixes(sizes)
 
 
@@ -106,7 +104,6 @@ def met(dims: Sequence[Dim], size: Size) -> Dim:
 
 
 def broadcast(layouts: Iterable[Layout], sizes: Sequence[Size]) -> Layout:
-    """Returns the layout of an elementwise result of shape `sizes`."""
     aligned = [(len(sizes) - len(layout), layout) for layout in layouts]
     return tuple(
         met([layout[at - offset] for offset, layout in aligned if at >= offset], size)

@@ -37,12 +37,8 @@ UNBOUNDED = Bounds()
 
 
 class Rows(NamedTuple):
-    """Describes what is known of a tensor's rows.
-
-    Attributes:
-        layout: None where nothing is known to agree with eager, for the reason `why`.
-        covers: whether its padded elements are padded in all views of its memory.
-    """
+    """Describes what is known of a tensor's rows: `layout` is None where nothing need agree with eager, for
+    the reason `why`; `covers` is whether its padded elements are padded in all views of its memory."""
 
     sizes: tuple[Size, ...]
     layout: Layout | None
@@ -65,13 +61,8 @@ class Rows(NamedTuple):
 
 
 class Claim(NamedTuple):
-    """Describes what a rule claims of an op's results.
-
-    Attributes:
-        layouts: one per result, None where unknown.
-        keeps_real: whether padded rows of the results are real where those of all operands are.
-        keeps_cover: whether a view's padded elements are padded elements of its base.
-    """
+    """Describes what a rule claims of results: a layout each, None where unknown; whether padded rows stay
+    real where those of all operands are; whether a view's padded elements are padded ones of its base."""
 
     layouts: Sequence[Layout | None]
     keeps_real: bool = True
@@ -85,7 +76,6 @@ class OpOnRows:
     Attributes:
         name: without namespace, such as "sum" or, with its overload, "max.dim".
         args: by name, defaults included; `Rows` for tensors, `Size` for sizes that follow the count.
-        results: sizes and dtype of each returned tensor.
         largest: the largest row count for which its indices are in range; None for any.
     """
 
@@ -107,7 +97,6 @@ class OpOnRows:
         return found
 
     def tensors(self) -> Iterator[Rows]:
-        """Yields all tensor arguments, those in lists included."""
         for value in self.args.values():
             yield from (x for x in (value if type(value) is list else [value]) if isinstance(x, Rows))
 
@@ -174,7 +163,6 @@ bounds = functools.partial(rule, of_bounds=True)
 
 
 def check_static(layout: Layout, dims: Sequence[int], what: str) -> None:
-    """Raises `Mixes` where one of the dims grows with the count."""
     if any(layout[dim].factors for dim in dims):
         raise Mixes(f"{what} over a dim that carries tokens")
 

@@ -41,7 +41,7 @@ def reference(
     """Returns (the norm in float8, the scale per row [..., 1] in float32, empty where `scale` is given).
 
     The normed value is rounded to x's dtype, divided by the scale in float32, clamped to float8's range and
-    rounded. Scales per row are float32, with `round_step` rounded to x's dtype (torchao's float8 rows).
+    rounded. With `round_step` the scales per row are rounded to x's dtype (torchao's float8 rows).
     """
     wide = rms_norm.reference(x, weight, eps, offset, round_first).float()
     step, scales = scale, x.new_empty(0, dtype=torch.float32)

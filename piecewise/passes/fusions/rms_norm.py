@@ -119,7 +119,6 @@ def _is_norm(match: Match) -> bool:
 
 
 def _computes_in_float32(match: Match) -> bool:
-    """Whether the statistics and the factor of a match are float32."""
     weight = match.kwargs["weight"]
     for node in match.nodes:
         # `1 + weight` would round in a narrow dtype.
