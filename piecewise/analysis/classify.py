@@ -253,8 +253,7 @@ class Classifier:
         return found
 
     def _borders(self) -> dict[fx.Node, Verdict]:
-        """Finds values whose real rows do not lead where they leave a graph; their origin becomes eager
-        [I1]."""
+        """Finds values that leave a graph though real rows do not lead; their origin runs eagerly [I1]."""
         verdict = Verdict.of("mixes_tokens", detail="its real rows do not lead where it leaves the graph")
         found = {}
         for taken in self._taken_by("eager", "boundary"):

@@ -65,7 +65,7 @@ class Program:
         self.result = self._result(trace.result), list(map(self._result_leaf, wrapped)), aliases
 
     def difference(self, now: Program) -> str | None:
-        """Names the first op in which a later program differs, or writes other tensors; None without any."""
+        """Names the first op that differs, or writes other tensors, in a later program; None if none does."""
         for position, (seen, found) in enumerate(itertools.zip_longest(self.lines, now.lines)):
             if seen != found:
                 node = (now if found is not None else self).nodes[position]
@@ -95,7 +95,7 @@ class Program:
             self._holders.setdefault(memory, []).append(node)
 
     def _written(self, node: fx.Node) -> Any:
-        """Returns the changed tensors that are read later: `contiguous()` of one row is no copy."""
+        """Returns the written tensors that are read later; of one row `contiguous()` is no copy."""
         fact, order = self._facts.get(node), self._order
         if fact is None or not fact.writes:
             return ()

@@ -1,9 +1,8 @@
 """Converts a graph segment to the functional graph of aten ops that a compiler takes.
 
-Its placeholders are the row count, where that is a symbol, and tensors that share no memory, weights
-included; it returns what it makes, as a tuple. Autocast and sizes are resolved: only aten and custom ops on
-tensors, and arithmetic on the row count, are left. Each write into an argument is one `aten.copy_` at the
-end.
+Its inputs are the row count, where that is a symbol, and tensors that share no memory, weights included; it
+returns what it makes, as a tuple. Autocast and sizes are resolved: aten and custom ops on tensors, and
+numbers computed from the row count, are left. Each write into an argument is one `aten.copy_` at the end.
 """
 
 from __future__ import annotations

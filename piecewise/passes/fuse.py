@@ -36,8 +36,7 @@ def fuse(
 
     Args:
         num_rows: a row count of two or more for which the plan is valid.
-        move_weights: move the weights of packed linears into one storage now; else the plan is for
-            reading only.
+        move_weights: pack weights into one storage now; without it the plan is for reading only.
     """
     names = passes_for(fusions, lowering)
     fusing = _Fusing(plan, names, num_rows=num_rows, move_weights=move_weights)

@@ -1,7 +1,7 @@
 """Packs several weights into one storage; the parameters become views of it.
 
-The tensors stay the same objects, so optimizers, tied modules, `load_state_dict`, copies of the model and
-in-place updates work as before. The layout is permanent: only addresses change.
+The tensors stay the same objects, so optimizers, tied modules, `load_state_dict` and in-place updates work as
+before; a copy of the model gets a storage of its own. The layout is permanent: only addresses change.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def why_not_packable(places: Sequence[StateRef]) -> str | None:
 
 
 def _may_move(place: StateRef, moved: Mapping[int, int]) -> bool:
-    """Whether a subclass accepts its inner tensors at new offsets: eager makes it anew of them in each op,
+    """Whether a subclass accepts its inner tensors at new offsets: eager rebuilds it from them in each op,
     and a class may ask for equal offsets."""
     while isinstance(place, InnerRef):
         place = place.owner

@@ -20,8 +20,7 @@ class OpFacts:
 
     Attributes:
         takes: positions of the earlier ops whose results it takes.
-        reads, writes: memories, its results included in `writes`; both are empty for an op that only
-            makes a view.
+        reads, writes: memories, `writes` with its results; both are empty for an op that only makes a view.
         is_heavy: whether its branch is worth a stream.
         is_barrier: whether it must keep its place whatever its reads and writes.
     """

@@ -24,7 +24,7 @@ from runners.engine import Streams
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ScheduledFunction:
-    """Holds a segment's function on several streams: `run(streams, num_rows, *inputs)` where `is_valid`."""
+    """Holds a segment's function on several streams, `run(streams, num_rows, *inputs)`."""
 
     schedule: StreamSchedule
     run: Callable[..., tuple]

@@ -113,8 +113,7 @@ class SegmentWalk:
 
         Args:
             prepare: restores state and inputs to those before the call; called before each walk.
-            by_bits: find the first segment whose real rows change by any bit with the padding's values
-                instead.
+            by_bits: find instead the first segment whose real rows change by any bit with the padding.
         """
         tolerance = None if by_bits else self.tolerance
         as_served: list[list[tuple[ValueSpec, Any, None]]] = []

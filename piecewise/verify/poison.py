@@ -37,7 +37,7 @@ _FINITE = (
 
 
 def poisons_for(engine: GraphEngine, *, is_padded: bool) -> tuple[Poison, ...]:
-    """Returns one call's replays: as served, then with poison; NaN only where a bad index is harmless."""
+    """Returns one call's replays, as served and poisoned; no NaN where a bad index ends a device's use."""
     if not is_padded:
         return (AS_SERVED,)
     nan = (Poison("padding of nan", 0),) if not engine.dies_of_bad_index else ()

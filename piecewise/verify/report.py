@@ -24,11 +24,9 @@ class Difference(TensorDifference):
     Attributes:
         run: what padded rows held: "padding of zeros", "padding of nan", ...
         what: the result leaf, state tensor or input that differs, as a user writes it.
-        segment, kind: the first segment that differs on equal inputs, "" without one; "graph", "boundary"
-            or "eager".
-        op: the boundary op, the first op of a graph whose real rows change with padding, or else the op
-            that made
-            the tensor.
+        segment: the first segment that differs on equal inputs; empty without one.
+        kind: the segment's: "graph", "boundary" or "eager".
+        op: the boundary op, the first op of a graph whose rows change with padding, or the tensor's maker.
         tensor: the first tensor of the segment that differs, as the attributes of `TensorDifference` say.
         cause: "plan" where the same padded call without graphs differs, too: the plan, one of its ops or the
             padding is at fault; "graphs" where it does not: lowering, capture or replay is.
@@ -101,6 +99,8 @@ class SizeCheck:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class VerifyReport(Record):
+    """Holds a check for every size that was compared or served eagerly."""
+
     checks: tuple[SizeCheck, ...]
 
     derived: ClassVar = ("format", "version", "ok", "num_compared", "first_difference")

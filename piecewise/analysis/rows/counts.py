@@ -19,7 +19,8 @@ Counts = NDArray[np.int64]
 
 
 class Size:
-    """Holds a size's value at each token count; `constant` where all are equal. Equal sizes are identical."""
+    """Holds a size's value at each token count, `constant` where all are equal. Equal sizes are one
+    object."""
 
     __slots__ = ("constant", "values")
 
@@ -126,7 +127,7 @@ def valid_counts(shape_env: torch_api.ShapeEnv | None, symbol: sympy.Symbol, lar
     return counts[valid]
 
 
-# Most of what is asked; the general way takes long to compile.
+# Covers most expressions; `compile_expressions` takes long.
 _DIRECT: dict[Any, Any] = {
     sympy.Add: lambda *parts: sum(parts), sympy.Mul: lambda *parts: math.prod(parts),
     sympy.Eq: np.equal, sympy.Ne: np.not_equal, sympy.Lt: np.less, sympy.Le: np.less_equal,

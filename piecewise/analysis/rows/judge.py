@@ -38,9 +38,8 @@ _Found = TypeVar("_Found")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Judged:
-    """Describes a node's effect: rows per result, rows afterwards by position of a written operand, the
-    `largest` row count for which they hold (None for any), and why the node runs eagerly (None in a
-    graph)."""
+    """Describes a node's effect: rows per result, later rows by position of a written operand, the `largest`
+    row count for which they hold (None for any), and why the node runs eagerly (None in a graph)."""
 
     results: tuple[Rows, ...]
     written: Mapping[int, Rows]

@@ -90,7 +90,7 @@ def are_whole_rows(written: Layout | None, other: Layout | None) -> bool:
 
 
 def met(dims: Sequence[Dim], size: Size) -> Dim:
-    """Returns one dim's layout of elementwise operands, broadcasting size 1; else raises `Mixes`."""
+    """Returns the layout that dims of elementwise operands have in common; size 1 is broadcast."""
     found: Dim | None = None
     for dim in dims:
         if dim.size is not size:

@@ -172,7 +172,7 @@ def is_inexact(dtype: torch.dtype) -> bool:
 
 
 def bounds_within(dtype: torch.dtype, found: Bounds, known: KnownSizes) -> Bounds:
-    """Returns bounds as they hold in a dtype: integers may wrap, and narrow types bound by themselves."""
+    """Returns bounds valid in a dtype, whose integers may wrap; narrow dtypes bound by their limits."""
     if is_inexact(dtype):
         return UNBOUNDED
     least, largest = limits(dtype)

@@ -87,7 +87,7 @@ def norm(
         weight: [width], dense.
         quant: 0 for x's dtype, 1 for float8 by `scale`, 2 for float8 by a scale per row, of a peak of at
             least
-            `least_peak` and itself at least `least_step`; 3 as 2, with the scale rounded to x's dtype.
+            `least_peak` and itself at least `least_step`; 3 as 2, with that scale in x's dtype.
     """
     width = x.shape[-1]
     assert width <= MAX_WIDTH

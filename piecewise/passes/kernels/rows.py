@@ -2,7 +2,7 @@
 
 A row is the last dim, which is dense. Row `i` begins at ``(i // inner) * outer_step + (i % inner) *
 inner_step``, which covers slices of packed projections and permuted heads. Tensors with other strides are
-copied. Results have the strides of `empty_like` of the first input, as from unfused elementwise ops.
+copied. Results have the strides of `empty_like` of the first input.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ def reduced(call: OpOnRows) -> Claim:
 
 @rule("all any all.dim any.dim all.dims any.dims")
 def tested(call: OpOnRows) -> Claim:
-    """Judges `all` and `any`; over tokens the result is unknown, which only a reader of it minds."""
+    """Judges `all` and `any`; over tokens the result has no layout, which matters once an op reads it."""
     layout = call.layout()
     return Claim([None]) if any(layout[dim].factors for dim in call.dims()) else _without(call)
 
