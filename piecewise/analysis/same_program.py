@@ -36,6 +36,7 @@ class Program:
     ) -> None:
         self._trace, self._symbol, self._facts, self._num_tokens = trace, symbol, facts, num_tokens
         self._names: dict[fx.Node, Any] = {}
+        self._roots: dict[fx.Node, fx.Node] = {}
         self._holders: dict[int, list[fx.Node]] = {}
         self._known: dict[Any, Any] = {}
         graph = trace.graph.graph
@@ -79,12 +80,14 @@ class Program:
         """Names a view by base and geometry: on one row `slice` equals `alias`, `unsqueeze` maybe `view`."""
         fake, given = value_of(node), node.args[0] if node.args else None
         is_view = isinstance(node.target, torch_api.OpOverload) and node.target.is_view
-        base = self._names.get(given) if isinstance(given, fx.Node) else None
-        if not is_view or not isinstance(fake, torch.Tensor) or base is None:
+        if not is_view or not isinstance(fake, torch.Tensor) or not isinstance(given, fx.Node):
             return None
+        base = self._names[given]
         sizes, strides = self._sizes(fake.shape), self._sizes(fake.stride())
         steps = tuple(stride for size, stride in zip(sizes, strides, strict=True) if size != 1)
-        offset = self._number(fake.storage_offset())
+        # Packed weights lie at other places of one storage: offsets count from the base's.
+        root = self._roots[node] = self._roots.get(given, given)
+        offset = self._number(fake.storage_offset() - value_of(root).storage_offset())
         place = sizes, steps, offset, str(fake.dtype), fake.is_conj(), fake.is_neg()
         is_chain = isinstance(base, tuple) and base[0] == _VIEW
         return _VIEW, base[1] if is_chain else base, place

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from boundary_ops.declare.registry import declarations
+from boundary_ops.declare.rows import row_declarations
 from piecewise import torch_api
 from piecewise.ir.plan import SegmentPlan
 from runners.state.state_check import StateRef
@@ -26,12 +28,14 @@ class TracedState:
         fixed: those for which the traces hold step metadata, that knows a KV pool by its address.
         seen: what `kinds_of` those places were.
         attributes: objects that the traces read, each with the dict of its attributes.
+        declared: what was declared of ops: boundary ops, and rows of other ones.
     """
 
     places: tuple[StateRef, ...]
     fixed: tuple[StateRef, ...]
     seen: tuple[Any, ...]
     attributes: tuple[tuple[Any, Any], ...]
+    declared: tuple[tuple[str, Any], ...]
 
     @classmethod
     def of(cls, plans: Sequence[SegmentPlan], fixed: Iterable[StateRef]) -> TracedState:
@@ -43,13 +47,18 @@ class TracedState:
         found = (item for plan in plans for item, *_ in plan.state_facts.types)
         items = [item for item in found if not isinstance(item, torch.Tensor)]  # held by nothing
         fixed = tuple(fixed)
-        return cls(places, fixed, kinds_of(places, fixed), tuple((each, _attributes(each)) for each in items))
+        attributes = tuple((each, _attributes(each)) for each in items)
+        return cls(places, fixed, kinds_of(places, fixed), attributes, _declared())
 
     def holds(self) -> bool:
-        """Whether the model's tensors are of these kinds now, and its objects have kept their attributes'
-        dicts, in which all else is compared."""
+        """Whether the model's tensors are of these kinds now, its objects have kept their attributes' dicts,
+        in which all else is compared, and no op was declared anew."""
         are_kept = all(_attributes(item) is attributes for item, attributes in self.attributes)
-        return are_kept and kinds_of(self.places, self.fixed) == self.seen
+        return are_kept and kinds_of(self.places, self.fixed) == self.seen and _declared() == self.declared
+
+
+def _declared() -> tuple[tuple[str, Any], ...]:
+    return (*declarations().items(), *row_declarations().items())
 
 
 def _attributes(item: Any) -> Any:
