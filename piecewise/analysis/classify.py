@@ -56,7 +56,7 @@ class Verdict:
 
     @classmethod
     def of(cls, code: str, kind: str = "eager", detail: str = "") -> Verdict:
-        """Makes the verdict for a code of `REASONS`, whose text `detail` completes."""
+        """Makes the verdict for a code of `REASONS`; `detail` is appended to its text."""
         return cls(kind, code, ": ".join(filter(None, (REASONS[code], detail))))
 
 
@@ -122,7 +122,7 @@ class Classifier:
             code = self._unrecordable(node, fact, value_of(node))
             is_checked = fact.recording is not None and bool(fact.recording.calls)
             if not (code or fact.writes or is_checked or has_fakes(node)):
-                return Verdict("scalar")  # it makes no tensor and does nothing to one
+                return Verdict("scalar")  # it neither makes nor changes a tensor
             code = code or self._by_symbols(fact, value_of(node))
             verdict = Verdict.of(code) if code else self._by_rows(node, fact)
         if verdict.kind != "graph":

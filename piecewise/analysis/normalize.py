@@ -194,7 +194,7 @@ def _lift_regions(graph: fx.Graph) -> None:
             open_regions.pop(node.args[0], None)  # type: ignore[call-overload]
         elif name not in _GRAD_SWITCHES and is_call(node):
             node.meta["autocast"] = tuple(open_regions.values())
-    for node in reversed(list(graph.nodes)):  # an exit takes what its entry has made
+    for node in reversed(list(graph.nodes)):  # an exit takes its entry's result
         if _function_name(node) in _REGIONS:
             graph.erase_node(node)
 

@@ -65,7 +65,7 @@ class AtenSegment:
         return cls(fx.GraphModule(nn.Module(), copied), graph.rows, placeholders, graph.fake_mode)
 
     def compiled(self) -> Callable[..., Any]:
-        """Compiles the graph, and takes it over, to `function(rows, *tensors)`; may raise any error."""
+        """Compiles the graph to `function(rows, *tensors)`, consuming it; may raise any error."""
         function = torch_api.compile_aten_graph(self.module, self.arguments, self.fake_mode)
         if isinstance(self.rows, int):
             return lambda rows, *tensors: function(*tensors)

@@ -92,8 +92,7 @@ class _Compiled:
 
 
 class Lowering:
-    """Lowers the plans of one graphed model, and keeps the compiled functions. Of `config` it reads
-    `lowering`, `compile_sizes`, `strict` and `progress`."""
+    """Lowers the plans of one graphed model, and keeps the compiled functions."""
 
     def __init__(self, config: PiecewiseConfig) -> None:
         self.config = config
@@ -212,7 +211,7 @@ class _Job:
             if aten is None:
                 aten = AtenSegment.of(segment, layout, rows=rows, is_dynamic=is_dynamic)
             function = aten.compiled()
-        except Exception as error:  # whatever it is, the segment's own kernels do without
+        except Exception as error:  # a compiler may raise anything; eager kernels still run
             return Unlowerable(one_line(error))
         # The condition holds what tracing and compiling assumed about the row count.
         return _Compiled(function, torch_api.row_condition(aten.fake_mode, aten.rows))

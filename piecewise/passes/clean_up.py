@@ -93,7 +93,7 @@ def _plain_twin_for(node: fx.Node) -> Any:
     written = node.args[0]
     if not isinstance(written, fx.Node) or len(written.users) > 1 or not _makes_memory(written):
         return None
-    if value_of(node) is None:  # behind one that was just made plain
+    if value_of(node) is None:  # follows a node that was just made functional
         return None
     packet = getattr(aten, name.removeprefix("aten::")[:-1], None)
     plain = getattr(packet, op._overloadname, None) if packet is not None else None

@@ -66,7 +66,7 @@ def _may_move(place: StateRef, moved: Mapping[int, int]) -> bool:
         place = place.owner
     try:
         _made_on_meta(place.get(), moved)
-    except Exception:  # whatever the class says
+    except Exception:  # a class may raise anything
         return False
     return True
 
@@ -107,5 +107,5 @@ def pack_(places: Sequence[StateRef]) -> None:
         for each in tensors:
             part = packed.narrow(0, begin, each.shape[0])
             part.copy_(each)
-            each.data = part  # the old memory goes here, before the next one is copied
+            each.data = part  # frees the old memory before the next copy
             begin += each.shape[0]

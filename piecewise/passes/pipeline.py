@@ -39,8 +39,7 @@ def passes_for(fusions: Sequence[str], lowering: str) -> tuple[str, ...]:
 
 
 def passes_named(names: Sequence[str], *, groups: Sequence[pack_linears.LinearGroup] = ()) -> list[GraphPass]:
-    """Returns `clean_up`, the passes of these names and those that they need, in order; `pack_linears` packs
-    only linears of `groups`."""
+    """Returns `clean_up`, the passes of these names and those that they need, in order."""
     found = {"clean_up": GraphPass("clean_up", clean_up.sweep, lambda graph: None)}
     if "pack_linears" in names:
         sweep = partial(pack_linears.sweep, groups=groups)

@@ -162,7 +162,7 @@ def _region(
     before: list[int] = []
     behind: list[int] = []
     members: list[list[int]] = [[] for _ in branches]
-    place: dict[int, int | None] = {}  # op → its branch, None for behind the join
+    place: dict[int, int | None] = {}  # op → its branch, None behind the join
     branch_of = {op: number for number, branch in enumerate(branches) for op in branch}
     for op in range(start, stop):
         needs = {number for other, number in place.items() if after[op] >> other & 1}

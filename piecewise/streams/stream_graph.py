@@ -34,11 +34,8 @@ class ScheduledFunction:
     def of(
         cls, segment: Segment, values: Sequence[ValueSpec], *, num_rows: int, num_streams: int
     ) -> ScheduledFunction:
-        """Schedules a segment on at most `num_streams` streams, without computing; raises NotTraceable.
-
-        Args:
-            num_rows: a row count of two or more for which the plan is valid; weighs the branches.
-        """
+        """Schedules a segment on at most `num_streams` streams, without computing; raises NotTraceable. The
+        plan must be valid for `num_rows`, two or more, at which branches are weighed."""
         traced = trace_aten(segment, values, num_rows=num_rows)
         graph = traced.module.graph
         made = schedule(facts_of(graph, segment, values), num_streams)

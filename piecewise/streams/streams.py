@@ -43,11 +43,7 @@ class _Kind:
 
 class StreamSchedules:
     """Schedules a plan's graph segments, each distinct program once, but for those that Inductor compiles.
-
-    Args:
-        num_rows: a row count for which the plan is valid; weighs the branches.
-        num_streams: the most streams at a time; 1 schedules nothing.
-    """
+    Branches are weighed at `num_rows` rows; a `num_streams` of 1 schedules nothing."""
 
     def __init__(
         self, plan: SegmentPlan, lowering: LoweringReport, *, num_rows: int, num_streams: int

@@ -258,7 +258,7 @@ class _OpResults(torch_api.TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.results: list[tuple[str, torch.Tensor]] = []
-        self._unwritten: dict[int, torch.Tensor] = {}  # held, so that no other memory gets its place
+        self._unwritten: dict[int, torch.Tensor] = {}  # held, so that no other memory gets its address
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -19,8 +19,7 @@ Counts = NDArray[np.int64]
 
 
 class Size:
-    """Holds a size's value at each token count, `constant` where all are equal. Equal sizes are one
-    object."""
+    """Holds a size at each token count; `constant` where it is one number. Equal sizes are one object."""
 
     __slots__ = ("constant", "values")
 
@@ -119,7 +118,7 @@ def valid_counts(shape_env: torch_api.ShapeEnv | None, symbol: sympy.Symbol, lar
     counts = np.arange(1, largest + 1, dtype=np.int64)
     valid = np.ones(len(counts), dtype=bool)
     fixed = shape_env.simplify(symbol) if shape_env is not None else symbol
-    if fixed.is_Integer:  # with it guards are true
+    if fixed.is_Integer:  # a fixed count makes every guard true
         valid = counts == int(fixed)
     for guard in torch_api.guard_expressions(shape_env):
         if guard.free_symbols == {symbol}:
@@ -147,7 +146,7 @@ def values_at(expr: sympy.Basic, symbol: sympy.Symbol, counts: Counts) -> NDArra
         if found.dtype.kind in "bi":
             return np.broadcast_to(found, counts.shape)
     except (ArithmeticError, TypeError, ValueError):
-        pass  # what Python has for conditions, minima and roots takes one number at a time
+        pass  # Python's conditions, minima and roots take one number at a time
 
     def value_at(count: int) -> int:
         try:

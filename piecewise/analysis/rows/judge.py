@@ -200,7 +200,7 @@ class _Judging:
             return entry.rule(call) if entry is not None else _declared(noted.op, call)
         except Mixes:
             raise
-        except Exception as error:  # a form of the op that the rule was not written for
+        except Exception as error:  # a form of the op that the rule does not know
             raise Mixes(f"its rule fails: {type(error).__name__}: {error}", code="unknown_op") from error
 
     def _write(self, position: int, layout: Layout | None, bounds: Bounds, *, is_kept: bool) -> None:
@@ -224,7 +224,7 @@ class _Judging:
         function = _entry(table.BOUNDS, call.name) if noted.op.namespace == "aten" else None
         found: Any = UNBOUNDED
         if function is not None and is_known and not (is_out or all(is_inexact(d) for _, d in call.results)):
-            with contextlib.suppress(Exception):  # a form of the op that was not thought of
+            with contextlib.suppress(Exception):  # a form of the op that the rule does not know
                 found = function(call)
         each = [found] * len(call.results) if isinstance(found, Bounds) else found
         types = {rows.dtype for rows in call.tensors()}

@@ -140,7 +140,7 @@ _ARITHMETIC = {"add": np.add, "sub": np.subtract, "rsub": lambda a, b: b - a, "m
 @bounds("add sub rsub mul")
 def arithmetic(call: OpOnRows) -> Bounds:
     if call["alpha"] not in (None, 1) or not all(map(_is_known, _pair(call))):
-        return UNBOUNDED  # what is not known may wrap
+        return UNBOUNDED  # an unknown operand may wrap
     return _corners(call, _ARITHMETIC[call.name.partition(".")[0]], *_pair(call))
 
 
