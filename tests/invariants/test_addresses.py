@@ -347,7 +347,7 @@ def test_I4_old_weights_are_not_held_after_a_move(model, then):
     assert all(storage.expired() for storage in old)
 
 
-def test_I4_two_pools_never_exist_at_once(model):
+def test_I4_two_pools_never_exist_at_once(model, monkeypatch):
     graphed = graph(model)
     pools = [inspect(graphed).pool]
     live = []
@@ -358,7 +358,7 @@ def test_I4_two_pools_never_exist_at_once(model):
         pools.append(make(device))
         return pools[-1]
 
-    inspect(graphed).engine.new_pool = new_pool
+    monkeypatch.setattr(inspect(graphed).engine, "new_pool", new_pool)
     graphed.refresh()
     rebind(model)
     serve(graphed, tokens(5))
@@ -548,7 +548,7 @@ def test_I9_refresh_after_a_move_never_holds_two_pools(model, move):
         held.append(old.allocated_bytes)
         return make(device)
 
-    inspect(graphed).engine.new_pool = new_pool
+    monkeypatch.setattr(inspect(graphed).engine, "new_pool", new_pool)
     graphed.refresh()
     assert held == [0] and inspect(graphed).pool is not old
 
