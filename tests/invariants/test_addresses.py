@@ -537,7 +537,7 @@ def test_I4_a_buffer_reassigned_in_forward_is_refused_with_what_to_write_instead
 
 
 @pytest.mark.parametrize("move", MOVES, ids=lambda move: move.__name__)
-def test_I9_refresh_after_a_move_never_holds_two_pools(model, move):
+def test_I9_refresh_after_a_move_never_holds_two_pools(model, move, monkeypatch):
     graphed = graph(model)
     old = inspect(graphed).pool
     with torch.no_grad():
