@@ -36,6 +36,7 @@ from runners.step_plan import StepPlan
 # (token count, leaves) of a call that matched.
 Matched = tuple[int, list[Any]]
 
+_NO_FACTS = StateFacts()
 # Refusals after which another capture of the same trace may do better.
 _WORTH_ANOTHER_TRY = (
     FallbackReason.CAPTURE_FAILED,
@@ -111,7 +112,7 @@ class CapturedSignature:
     times: StartupTimes
     adapters: str = ""
     one_token: str | None = None
-    one_token_facts: StateFacts = StateFacts()  # noqa: RUF009
+    one_token_facts: StateFacts = _NO_FACTS
     global_state: torch_api.GlobalState = dataclasses.field(default_factory=torch_api.GlobalState)
     binder: CallBinder = dataclasses.field(init=False)
     match: Callable[[tuple], Matched | None] = dataclasses.field(init=False)
@@ -160,7 +161,7 @@ class CapturedSignature:
 
     def find_one_token_change(self) -> StateChange | None:
         """What differs from the trace at one token, of what the first trace did not see."""
-        if self.one_token_facts == StateFacts():
+        if self.one_token_facts == _NO_FACTS:
             return None
         if self._one_token_check is None:
             versions = torch_api.dict_versions if torch_api.dict_versions_tell() else None
@@ -251,7 +252,7 @@ class CapturedSignature:
         self.suspended = None
         self.take_addresses()
         if self.find_one_token_change() is not None:
-            self.one_token, self.one_token_facts, self._one_token_check = None, StateFacts(), None
+            self.one_token, self.one_token_facts, self._one_token_check = None, _NO_FACTS, None
 
     def refuse(self, bucket: int, reason: FallbackReason, detail: str, *, state: str = "eager") -> None:
         """Serves a bucket eagerly from now on."""

@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import gc
 import itertools
 import operator
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from types import MappingProxyType
 from typing import Any, TypeAlias
 
 import torch
@@ -68,9 +70,16 @@ class InnerRef(StateRef):
             return NOTHING
 
 
+def _identity(item: Any) -> int:
+    """Tells objects apart; a view of a class's names, which each trace makes anew, is what it shows."""
+    while isinstance(item, MappingProxyType):
+        item = gc.get_referents(item)[0]
+    return id(item)
+
+
 def _place_key(ref: StateRef) -> tuple[int, Any, bool]:
     """Tells places apart."""
-    return id(ref.owner), ref.key, ref.is_attribute
+    return _identity(ref.owner), ref.key, ref.is_attribute
 
 
 class _TensorOf:
@@ -110,14 +119,14 @@ class StateFacts:
     def beyond(self, others: StateFacts) -> StateFacts:
         """The facts of places, containers, objects and questions of which `others` has none."""
         known = {_place_key(ref) for ref, _ in (*others.values, *others.tensors)}
-        tables, types = ({id(each[0]) for each in column} for column in (others.tables, others.types))
-        asked = {(ask, id(item), what) for ask, item, what, *_ in others.answers}
+        tables, types = ({_identity(each[0]) for each in column} for column in (others.tables, others.types))
+        asked = {(ask, _identity(item), what) for ask, item, what, *_ in others.answers}
         return StateFacts(
             tuple(each for each in self.values if _place_key(each[0]) not in known),
             tuple(each for each in self.tensors if _place_key(each[0]) not in known),
-            tuple(each for each in self.tables if id(each[0]) not in tables),
-            tuple(each for each in self.types if id(each[0]) not in types),
-            tuple(each for each in self.answers if (each[0], id(each[1]), each[2]) not in asked),
+            tuple(each for each in self.tables if _identity(each[0]) not in tables),
+            tuple(each for each in self.types if _identity(each[0]) not in types),
+            tuple(each for each in self.answers if (each[0], _identity(each[1]), each[2]) not in asked),
         )
 
     def tensor_places(self) -> list[StateRef]:

@@ -20,6 +20,7 @@ from boundary_ops.declare import registry, rows
 from piecewise.capture import model_calls as signatures
 from piecewise.errors.capture import NotSuspended, StillSuspended
 from runners.piecewise_runner import PiecewiseRunner
+from runners.state.state_check import StateFacts
 
 CALLS = (1, 3, 4, 5, 12, 16)
 
@@ -599,3 +600,10 @@ def test_I10_what_a_branch_of_one_token_alone_asks_for_is_compared(again):
         assert getattr(graphed, again)().captured == BUCKETS
         assert serve(graphed, tokens(1)) == outcome
         assert serve(graphed, tokens(5)) == "replay"
+
+
+def test_one_token_compares_nothing_that_is_compared_already(model):
+    graphed = graph(model)
+    assert serve(graphed, tokens(1)) == "replay"
+    (signature,) = inspect(graphed).store.signatures
+    assert signature.one_token == "" and signature.one_token_facts == StateFacts()
