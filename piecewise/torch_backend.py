@@ -204,7 +204,9 @@ class CompiledGraph:
             # One token is another graph: Dynamo specialises sizes of 0 and 1.
             one_token = "Dynamo makes a graph of its own for one token"
             cut = Cut(traced, traced.planned(config, times, move_weights=True))
-            signature = CapturedSignature([cut], lambda: one_token, retrace, times, one_token=one_token)
+            signature = CapturedSignature(
+                [cut], lambda: (one_token, StateFacts()), retrace, times, one_token=one_token
+            )
             self.signatures.append(self._owner.store.add(signature))
         except PiecewiseError as error:
             note = str(error).splitlines()[0]

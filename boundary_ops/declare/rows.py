@@ -21,7 +21,7 @@ from boundary_ops.declare.library_rows import LIBRARY_ROWS
 from boundary_ops.declare.schema import OpSchema, find_overload, near, qualified
 from boundary_ops.errors import declare as errors
 
-__all__ = ["RowsDeclaration", "check_rows", "declare_rows", "declared_rows", "row_declarations", "token_dims"]
+__all__ = ["RowsDeclaration", "check_rows", "declare_rows", "declared_rows", "token_dims"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,11 +115,6 @@ def declared_rows(op: OpOverload) -> RowsDeclaration | None:
     names = {argument.name for argument in schema.arguments}
     is_known = found is not None and names >= {*found.token_args, *found.only} and not schema.is_mutable
     return found if is_known else None
-
-
-def row_declarations() -> Mapping[str, RowsDeclaration]:
-    """Returns the declarations by op, as a table that changes with them; not to be written."""
-    return _declared
 
 
 def is_shipped(op: OpOverload) -> bool:

@@ -35,6 +35,7 @@ from piecewise.report.startup_times import StartupTimes
 from piecewise.settings.config import PiecewiseConfig
 from piecewise.trace.trace import ExampleCall, Trace, front_end
 from runners.errors import PiecewiseError
+from runners.state.state_check import StateFacts
 
 
 @dataclasses.dataclass(slots=True)
@@ -206,28 +207,35 @@ def example_of_size(traced: TracedModel, num_tokens: int) -> ExampleCall:
     return traced.trace.example.with_leaves(leaves)
 
 
-def one_token_refusal(traced: TracedModel, model: nn.Module, *, forward: Any, config: PiecewiseConfig) -> str:
-    """Why one token does not run the same program as several; empty where it does [I10].
+def one_token_refusal(
+    traced: TracedModel, model: nn.Module, *, forward: Any, config: PiecewiseConfig
+) -> tuple[str, StateFacts]:
+    """Why one token does not run the same program as several, empty where it does [I10], and the state that
+    this depends on and the trace of several did not see: a branch of one token alone may ask for a flag.
 
     torch assumes two or more and records no guard for it, so `if n > 1`, `squeeze(0)` and broadcasts leave
     no mark. A second trace, at one token and static, is compared op by op.
     """
     ratio = config.max_padding_ratio
     if ratio is not None and config.buckets[0] > ratio:
-        return f"max_padding_ratio = {ratio:g} excludes it from the smallest bucket, {config.buckets[0]}"
+        return (
+            f"max_padding_ratio = {ratio:g} excludes it from the smallest bucket, {config.buckets[0]}",
+            StateFacts(),
+        )
     trace, example = front_end(config.frontend), example_of_size(traced, 1)
     static: dict[int, tuple[int, ...]] = {c.leaf: tuple(c.dims) for c in traced.token.inputs}
     static |= dict.fromkeys(traced.static_ints, ())
     try:
-        single = trace(model, example, forward=forward, static_dims=static, finds_facts=False)
+        single = trace(model, example, forward=forward, static_dims=static)
     except PiecewiseError as error:
-        return f"it cannot be traced with one: {error.what}"
+        return f"it cannot be traced with one: {error.what}", StateFacts()
     single = normalized(single)
     write_captured_forms(single, config)
     facts = _living_facts(single, config)
     several = Program(traced.trace, traced.facts, symbol=traced.token.symbol)
     is_same = several.difference(Program(single, facts)) is None
-    return "" if is_same else "the model runs another program with one token than with several"
+    refusal = "" if is_same else "the model runs another program with one token than with several"
+    return refusal, single.state_facts.beyond(traced.trace.state_facts)
 
 
 def _check_devices(model: nn.Module, example: ExampleCall) -> None:

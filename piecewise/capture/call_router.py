@@ -211,6 +211,8 @@ def choose_plan(
             return store.note_change(change)  # a trace made now would be of another model
         if signature.one_token_refusal():
             return FallbackReason.ONE_TOKEN_BRANCH
+        if (change := signature.find_one_token_change()) is not None:
+            return store.note_change(change)
     if not served.is_valid(num_tokens, leaves):
         return FallbackReason.SHAPE_GUARD
     for metadata in served.steps.step_metadata:

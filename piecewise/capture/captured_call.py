@@ -29,13 +29,14 @@ from piecewise.ir.plan import SegmentPlan
 from piecewise.lowering.lowering import LoweredPlan
 from piecewise.report.report import BucketReport
 from piecewise.report.startup_times import StartupTimes
-from runners.state.state_check import StateChange, StateCheck
+from runners.state.state_check import StateChange, StateCheck, StateFacts
 from runners.stats import FallbackReason
 from runners.step_plan import StepPlan
 
 # (token count, leaves) of a call that matched.
 Matched = tuple[int, list[Any]]
 
+_NO_FACTS = StateFacts()
 # Refusals after which another capture of the same trace may do better.
 _WORTH_ANOTHER_TRY = (
     FallbackReason.CAPTURE_FAILED,
@@ -85,11 +86,12 @@ class CapturedSignature:
 
     Attributes:
         cuts: of the first trace, and of traces at other sizes, for buckets that the first trace excludes.
-        trace_one_token: why one token runs eagerly, from a trace at one token; empty where it may replay.
+        trace_one_token: why one token runs eagerly, from a trace at one token; empty where it may replay; and
+            the state that this depends on beside that of the first trace.
         retrace: traces again with the example resized, for a bucket that the first trace excludes.
         times: seconds spent on all this.
         adapters: which ones of the model were active at the trace, in words; empty where it has none.
-        one_token: the answer of `trace_one_token`; None until it was asked for.
+        one_token, one_token_facts: the answer of `trace_one_token`; None until it was asked for.
         global_state: of now; false from `check()` where grad mode, autocast or the like differ.
         binder: what binds the calls that it may serve.
         match: bound values → (token count, leaves) or None.
@@ -105,11 +107,12 @@ class CapturedSignature:
     """
 
     cuts: list[Cut]
-    trace_one_token: Callable[[], str]
+    trace_one_token: Callable[[], tuple[str, StateFacts]]
     retrace: Callable[[int], TracedModel]
     times: StartupTimes
     adapters: str = ""
     one_token: str | None = None
+    one_token_facts: StateFacts = _NO_FACTS
     global_state: torch_api.GlobalState = dataclasses.field(default_factory=torch_api.GlobalState)
     binder: CallBinder = dataclasses.field(init=False)
     match: Callable[[tuple], Matched | None] = dataclasses.field(init=False)
@@ -122,6 +125,7 @@ class CapturedSignature:
     waiting: Counter[int] = dataclasses.field(default_factory=Counter)
     suspended: tuple[int, ...] | None = None
     number: int = 0
+    _one_token_check: StateCheck | None = None
 
     def __post_init__(self) -> None:
         self.rebuild = _rebuilder(self.traced)
@@ -152,8 +156,18 @@ class CapturedSignature:
     def one_token_refusal(self) -> str:
         """Why one token runs eagerly, empty where it may replay; takes a trace the first time."""
         if self.one_token is None:
-            self.one_token = self.trace_one_token()
+            self.one_token, self.one_token_facts = self.trace_one_token()
         return self.one_token
+
+    def find_one_token_change(self) -> StateChange | None:
+        """What differs from the trace at one token, of what the first trace did not see."""
+        if self.one_token_facts == _NO_FACTS:
+            return None
+        if self._one_token_check is None:
+            versions = torch_api.dict_versions if torch_api.dict_versions_tell() else None
+            self._one_token_check = StateCheck(facts=self.one_token_facts, dict_versions=versions)
+        check = self._one_token_check
+        return None if check.is_unchanged() else check.find_change()
 
     def take_addresses(self) -> None:
         """Lets calls be compared with the model's tensors as they are now."""
@@ -165,7 +179,14 @@ class CapturedSignature:
     def take_state(self) -> None:
         """Notes what the traces hold for."""
         fixed = [place for cut in self.cuts for made in cut.traced.step_metadata for place in made.places]
-        self.state = TracedState.of([cut.plan for cut in self.cuts], fixed)
+        graphs = [cut.traced.trace.graph.graph for cut in self.cuts]
+        ops = [
+            node.target
+            for graph in graphs
+            for node in graph.nodes
+            if isinstance(node.target, torch_api.OpOverload)
+        ]
+        self.state = TracedState.of([cut.plan for cut in self.cuts], fixed, ops)
 
     def may_serve(self, num_tokens: int, leaves: Sequence[Any]) -> bool:
         """Whether the global state is that of the trace, and sizes that do not follow the token count are not
@@ -230,6 +251,8 @@ class CapturedSignature:
         """Lets graphs be captured again of traces that hold."""
         self.suspended = None
         self.take_addresses()
+        if self.find_one_token_change() is not None:
+            self.one_token, self.one_token_facts, self._one_token_check = None, _NO_FACTS, None
 
     def refuse(self, bucket: int, reason: FallbackReason, detail: str, *, state: str = "eager") -> None:
         """Serves a bucket eagerly from now on."""
@@ -254,6 +277,7 @@ class CapturedSignature:
         for cut in self.cuts:
             cut.reset()
         self.served.clear()
+        self._one_token_check = None  # it holds tensors of the model
 
 
 class SignatureList(list[CapturedSignature]):

@@ -26,6 +26,7 @@ from piecewise.trace.trace import ExampleCall
 from runners.collector import paused_collector
 from runners.errors import PiecewiseError
 from runners.mode import in_capture_window
+from runners.state.state_check import StateFacts
 from runners.stats import FallbackReason
 
 
@@ -167,7 +168,7 @@ class ModelCalls:
             with times.timed("trace"):
                 traced = self.trace(example)
 
-            def trace_one_token() -> str:
+            def trace_one_token() -> tuple[str, StateFacts]:
                 with times.timed("trace"):
                     return one_token_refusal(traced, self._model, forward=self._forward, config=config)
 
@@ -180,4 +181,4 @@ class ModelCalls:
 
         cut = Cut(traced, traced.planned(config, times, move_weights=True))
         adapters = adapters_in_use(self._model)
-        return CapturedSignature([cut], trace_one_token, retrace, times, adapters, one_token)
+        return CapturedSignature([cut], trace_one_token, retrace, times, adapters, *(one_token or ()))

@@ -79,6 +79,7 @@ class GraphStore:
         self.buffers = StaticBuffers()
         self.lowering: Lowering | None = None
         self._to_refresh: list[CapturedSignature] = []
+        self._keeps_no_trace = False  # of those to refresh
         self._num_added = 0
 
     @property
@@ -234,14 +235,15 @@ class GraphStore:
         Raises:
             Whatever `retrace` or a capture raises: what was not captured by then is by the next refresh.
         """
-        finds_none = not self._to_refresh and all(each.is_current() for each in self.signatures)
+        if not self._to_refresh:  # one that failed has found that already
+            self._keeps_no_trace = all(each.is_current() for each in self.signatures)
         self._to_refresh += self.signatures.captured_order()
         for each in self._to_refresh:
             each.suspend()
         self.signatures.clear()
         self.changes.clear()
         self._note_captured()
-        kept = {each for each in self._to_refresh if each.is_whole() and not finds_none}
+        kept = {each for each in self._to_refresh if each.is_whole() and not self._keeps_no_trace}
         self._to_refresh.sort(key=lambda each: each not in kept)  # their variants need no trace then, either
         report = None
         while self._to_refresh:

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from boundary_ops.declare.registry import declarations
-from boundary_ops.declare.rows import row_declarations
+from boundary_ops.declare.registry import lookup
+from boundary_ops.declare.rows import declared_rows
 from piecewise import torch_api
 from piecewise.ir.plan import SegmentPlan
 from runners.state.state_check import StateRef
@@ -27,18 +27,18 @@ class TracedState:
         places: of the tensors that the traces read.
         fixed: those for which the traces hold step metadata, that knows a KV pool by its address.
         seen: what `kinds_of` those places were.
+        declared: what was declared of the ops in them, which may be declared anew.
         attributes: objects that the traces read, each with the dict of its attributes.
-        declared: what was declared of ops: boundary ops, and rows of other ones.
     """
 
     places: tuple[StateRef, ...]
     fixed: tuple[StateRef, ...]
     seen: tuple[Any, ...]
     attributes: tuple[tuple[Any, Any], ...]
-    declared: tuple[tuple[str, Any], ...]
+    declared: tuple[tuple[Any, Any], ...]
 
     @classmethod
-    def of(cls, plans: Sequence[SegmentPlan], fixed: Iterable[StateRef]) -> TracedState:
+    def of(cls, plans: Sequence[SegmentPlan], fixed: Iterable[StateRef], ops: Iterable[Any]) -> TracedState:
         """The state that these plans read, as it is now."""
         states = [value.state for plan in plans for value in plan.values if value.state is not None]
         # Forward may ask of tensors of which it reads no element whether they are one tensor.
@@ -48,17 +48,24 @@ class TracedState:
         items = [item for item in found if not isinstance(item, torch.Tensor)]  # held by nothing
         fixed = tuple(fixed)
         attributes = tuple((each, _attributes(each)) for each in items)
-        return cls(places, fixed, kinds_of(places, fixed), attributes, _declared())
+        declared = tuple((op, _declared_of(op)) for op in dict.fromkeys(ops))
+        return cls(places, fixed, kinds_of(places, fixed), attributes, declared)
 
     def holds(self) -> bool:
-        """Whether the model's tensors are of these kinds now, its objects have kept their attributes' dicts,
-        in which all else is compared, and no op was declared anew."""
+        """Whether the model's tensors are of these kinds now, and its objects have kept their attributes'
+        dicts, in which all else is compared."""
         are_kept = all(_attributes(item) is attributes for item, attributes in self.attributes)
-        return are_kept and kinds_of(self.places, self.fixed) == self.seen and _declared() == self.declared
+        are_declared = all(_declared_of(op) == declared for op, declared in self.declared)
+        return are_kept and are_declared and kinds_of(self.places, self.fixed) == self.seen
 
 
-def _declared() -> tuple[tuple[str, Any], ...]:
-    return (*declarations().items(), *row_declarations().items())
+def _declared_of(op: torch_api.OpOverload) -> tuple[Any, ...]:
+    """What a cut follows of an op's declarations; a new implementation alone is no other declaration."""
+    boundary, rows = lookup(op), declared_rows(op)
+    if boundary is None:
+        return None, rows
+    said = boundary.token_args, boundary.capture_safe, boundary.captured_form, boundary.any_strides
+    return (*said, boundary.repeatable), rows
 
 
 def _attributes(item: Any) -> Any:
@@ -80,7 +87,8 @@ def kinds_of(places: Iterable[StateRef], fixed: Iterable[StateRef]) -> tuple[Any
         memory = 0 if torch_api.is_wrapper(tensor) else tensor.untyped_storage().data_ptr()
         same = tensors.setdefault(id(tensor), len(tensors)), memories.setdefault(memory, len(memories))
         geometry = tuple(tensor.shape), tensor.stride(), tensor.storage_offset()
-        found.append((type(tensor), tensor.dtype, tensor.device, geometry, same))
+        bits = tensor.is_conj(), tensor.is_neg()
+        found.append((type(tensor), tensor.dtype, tensor.device, geometry, bits, same))
     pools = [place.get() for place in fixed]
     found += [pool.data_ptr() if isinstance(pool, torch.Tensor) else None for pool in pools]
     return tuple(found)

@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import gc
 import itertools
 import operator
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from types import MappingProxyType
 from typing import Any, TypeAlias
 
 import torch
@@ -68,6 +70,18 @@ class InnerRef(StateRef):
             return NOTHING
 
 
+def _identity(item: Any) -> int:
+    """Tells objects apart; a view of a class's names, which each trace makes anew, is what it shows."""
+    while isinstance(item, MappingProxyType):
+        item = gc.get_referents(item)[0]
+    return id(item)
+
+
+def _place_key(ref: StateRef) -> tuple[int, Any, bool]:
+    """Tells places apart."""
+    return _identity(ref.owner), ref.key, ref.is_attribute
+
+
 class _TensorOf:
     """Stands for a tensor that was at a place, by its `kind_of`: facts outlive graphs, and hold none."""
 
@@ -101,6 +115,19 @@ class StateFacts:
     def __post_init__(self) -> None:
         seen = ((ref, _TensorOf(v) if isinstance(v, torch.Tensor) else v) for ref, v in self.values)
         object.__setattr__(self, "values", tuple(seen))
+
+    def beyond(self, others: StateFacts) -> StateFacts:
+        """The facts of places, containers, objects and questions of which `others` has none."""
+        known = {_place_key(ref) for ref, _ in (*others.values, *others.tensors)}
+        tables, types = ({_identity(each[0]) for each in column} for column in (others.tables, others.types))
+        asked = {(ask, _identity(item), what) for ask, item, what, *_ in others.answers}
+        return StateFacts(
+            tuple(each for each in self.values if _place_key(each[0]) not in known),
+            tuple(each for each in self.tensors if _place_key(each[0]) not in known),
+            tuple(each for each in self.tables if _identity(each[0]) not in tables),
+            tuple(each for each in self.types if _identity(each[0]) not in types),
+            tuple(each for each in self.answers if (each[0], _identity(each[1]), each[2]) not in asked),
+        )
 
     def tensor_places(self) -> list[StateRef]:
         """The places at which a tensor was found."""
@@ -374,7 +401,9 @@ def kind_of(tensor: Any) -> Any:
         return None
     try:
         strides = tensor.stride() if tensor.layout is torch.strided else None
-        return type(tensor), tensor.dtype, tensor.device, tensor.shape, strides
+        # What is conjugated or negated only where it is read has the memory of what is not.
+        bits = tensor.is_conj(), tensor.is_neg()
+        return type(tensor), tensor.dtype, tensor.device, tensor.shape, strides, bits
     except Exception:  # a subclass without a shape
         return None
 
@@ -382,8 +411,11 @@ def kind_of(tensor: Any) -> Any:
 def _described(kind: Any) -> str:
     if kind is None:
         return "gone"
-    _, dtype, device, shape, strides = kind
-    return f"{str(dtype).removeprefix('torch.')}{list(shape)} on {device} with strides {strides}"
+    _, dtype, device, shape, strides, bits = kind
+    lazily = "".join(
+        f", {word}" for word, is_set in zip(("conjugated", "negated"), bits, strict=True) if is_set
+    )
+    return f"{str(dtype).removeprefix('torch.')}{list(shape)} on {device} with strides {strides}{lazily}"
 
 
 def _brief(value: Any) -> str:

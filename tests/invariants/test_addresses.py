@@ -95,8 +95,14 @@ def replace_attributes_as_a_whole(model):
     model.projection.__dict__ = names
 
 
+def set_data_to_its_negative(model):
+    """The same memory, negated where it is read."""
+    model.projection.weight.data = torch._neg_view(model.projection.weight.data)
+
+
 MOVES = [
     rebind,
+    set_data_to_its_negative,
     rebind_through_the_table,
     swap,
     set_data,

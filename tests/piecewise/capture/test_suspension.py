@@ -14,10 +14,13 @@ from inspection import inspect
 from state_models import BUCKETS, HIDDEN, assert_equal, before_each_attend, graph, new_model, serve, tokens
 from torch import nn
 
+import boundary_ops
 import piecewise
+from boundary_ops.declare import registry, rows
 from piecewise.capture import model_calls as signatures
 from piecewise.errors.capture import NotSuspended, StillSuspended
 from runners.piecewise_runner import PiecewiseRunner
+from runners.state.state_check import StateFacts
 
 CALLS = (1, 3, 4, 5, 12, 16)
 
@@ -508,3 +511,99 @@ def test_refresh_traces_again_where_no_call_finds_a_change(model, traces):
     graphed = graph(model)
     before = len(traces)
     assert graphed.refresh().captured == BUCKETS and len(traces) == before + 1
+
+
+def test_a_refresh_that_found_no_change_and_failed_keeps_no_trace_when_repeated(model, traces, monkeypatch):
+    graphed = graph(model)
+    with monkeypatch.context() as patch:
+        failing_captures(patch, KeyboardInterrupt())
+        with pytest.raises(KeyboardInterrupt):
+            graphed.refresh()
+    before = len(traces)
+    assert graphed.refresh().captured == BUCKETS and len(traces) == before + 1
+
+
+@torch.library.custom_op("test_suspension::twice", mutates_args=())
+def twice(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+twice.register_fake(torch.empty_like)
+
+
+@torch.library.custom_op("test_suspension::sum_before", mutates_args=("out",))
+def sum_before(x: torch.Tensor, out: torch.Tensor) -> None:
+    out.copy_(x.cumsum(0))
+
+
+def calls_twice(model, x):
+    return twice(x)
+
+
+def calls_sum_before(model, x):
+    out = torch.empty_like(x)
+    sum_before(x, out)
+    return out
+
+
+@pytest.fixture
+def undeclared(monkeypatch):
+    monkeypatch.setattr(rows, "_declared", dict(rows._declared))
+    monkeypatch.setattr(registry, "_registered", dict(registry._registered))
+
+
+DECLARED = {
+    "rows": (calls_twice, lambda: boundary_ops.declare_rows("test_suspension::twice", token_args={"x": 0})),
+    "a boundary op": (calls_sum_before, lambda: boundary_ops.register("test_suspension::sum_before")),
+}
+
+
+@pytest.mark.parametrize("what", DECLARED)
+@pytest.mark.parametrize("again", ["resume", "refresh"])
+@pytest.mark.usefixtures("undeclared")
+def test_what_is_declared_of_an_op_takes_effect_where_weights_moved_too(what, again):
+    after, declare = DECLARED[what]
+    model = new_model(after=after)
+    graphed = graph(model)
+    (before,) = graphed.report().plans
+    assert "eager" in {segment.kind for segment in before.segments}
+    if again == "resume":
+        graphed.suspend()
+    model.projection.weight = nn.Parameter(model.projection.weight.detach() * 2)
+    declare()
+    assert getattr(graphed, again)().captured == BUCKETS
+    (plan,) = graphed.report().plans
+    assert "eager" not in {segment.kind for segment in plan.segments}
+    assert serve(graphed, tokens(5)) == "replay"
+
+
+def triples_one_token(model, x):
+    return x * 3 if x.shape[0] == 1 and model.triples else x
+
+
+@pytest.mark.parametrize("again", ["resume", "refresh"])
+def test_I10_what_a_branch_of_one_token_alone_asks_for_is_compared(again):
+    model = new_model(after=triples_one_token)
+    model.triples = False
+    graphed = graph(model)
+    assert serve(graphed, tokens(1)) == "replay"
+    model.triples = True
+    assert serve(graphed, tokens(1)) == "module_state_changed"
+    assert serve(graphed, tokens(5)) == "replay"
+    model.triples = False
+    assert serve(graphed, tokens(1)) == "replay"
+    for triples, outcome in ((True, "one_token_branch"), (False, "replay")):
+        if again == "resume":
+            graphed.suspend()
+        model.triples = triples
+        model.projection.weight = nn.Parameter(model.projection.weight.detach() * 2)
+        assert getattr(graphed, again)().captured == BUCKETS
+        assert serve(graphed, tokens(1)) == outcome
+        assert serve(graphed, tokens(5)) == "replay"
+
+
+def test_one_token_compares_nothing_that_is_compared_already(model):
+    graphed = graph(model)
+    assert serve(graphed, tokens(1)) == "replay"
+    (signature,) = inspect(graphed).store.signatures
+    assert signature.one_token == "" and signature.one_token_facts == StateFacts()
