@@ -104,10 +104,10 @@ def _add_bench(commands: _Commands) -> None:
     _add_spec(add, parser.add_mutually_exclusive_group(required=True), buckets="default: --tokens")
     _add_count(add, "--calls", 2000, "calls per measurement of --host-overhead")
     add("--tokens", type=_sizes, metavar="N,N,...", help="token counts (default: 16,128,512,1024,2048)")
-    add("--variants", metavar="NAME,...", help="what to measure (default: all but peers); see variants.py")
+    add("--variants", metavar="NAME,...", help="what to measure (default: all but peers): bench/variants.py")
     add("--peer", choices=("breakable",), help="measure this package too, where it can be imported")
     _add_count(add, "--rounds", 25, "samples per variant and size")
-    add("--out", metavar="FILE", help="write the JSON here; its schema is in result.py")
+    add("--out", metavar="FILE", help="write the JSON here; its schema is in bench/result.py")
     add("--plot", metavar="FILE", help="draw latency over tokens into this image")
 
 
