@@ -221,7 +221,9 @@ def _sizes(text: str) -> object:
     """Reads numbers or a grid's name, as the setting `buckets` does, which says later what is valid."""
     value = kinds.buckets.read(text)
     if isinstance(value, list) and (not value or any(isinstance(part, str) for part in value)):
-        raise argparse.ArgumentTypeError(f"expected whole numbers separated by commas, got {text[:80]!r}")
+        raise argparse.ArgumentTypeError(
+            f"expected whole numbers up to {MAX_BUCKET}, separated by commas, got {text[:80]!r}"
+        )
     return value
 
 
