@@ -52,3 +52,7 @@ def __getattr__(name: str) -> Any:
     if name == "huggingface":
         return importlib.import_module("boundary_ops.huggingface")
     raise AttributeError(f"module 'boundary_ops' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -26,6 +26,10 @@ class WrongPoolDtype(BoundaryOpError):
 class CacheExhaustedError(BoundaryOpError):
     """A `PagedKVCache` has too few free blocks; nothing was reserved and nothing was lost."""
 
+
+class TooFewBlocks(CacheExhaustedError):
+    """A `PagedKVCache` has fewer free blocks than the tokens of a call need."""
+
     what = "PagedKVCache, room for {requests}"
     expected = "{needed} free blocks of {block_size} tokens"
     got = "{free} free of {num_blocks}, held by {holders} requests"

@@ -99,7 +99,7 @@ class PrefillBatch:
             query_lens: new tokens per sequence, one or more each.
 
         Raises:
-            CacheExhaustedError: no room for all of them; nothing has changed.
+            TooFewBlocks: no room for all of them; nothing has changed.
             BoundaryOpError: a length is wrong, an id comes twice, or the two lists differ in length.
         """
         ids = tuple(map(plain_id, listed(request_ids)))

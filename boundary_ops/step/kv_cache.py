@@ -164,7 +164,7 @@ class PagedKVCache:
         """Gives a request room for `num_tokens` more tokens than it has now; a new id opens a request.
 
         Raises:
-            CacheExhaustedError: too few free blocks; nothing has changed.
+            TooFewBlocks: too few free blocks; nothing has changed.
         """
         num_tokens = _check_count("allocate", request_id, num_tokens)
         request = self._requests.get(plain_id(request_id))
@@ -174,14 +174,14 @@ class PagedKVCache:
         """Makes sure that each request has room for so many tokens in all; for all requests, or for none.
 
         Raises:
-            CacheExhaustedError: too few free blocks for all of them together; nothing has changed.
+            TooFewBlocks: too few free blocks for all of them together; nothing has changed.
         """
         needed = []
         for request_id, room in zip(request_ids, rooms, strict=True):
             request = self._requests.get(request_id)
             needed.append(max(0, -(-room // self.block_size) - (len(request.blocks) if request else 0)))
         if sum(needed) > len(self._free):
-            raise errors.CacheExhaustedError(
+            raise errors.TooFewBlocks(
                 requests=", ".join(map(repr, request_ids)), needed=sum(needed), block_size=self.block_size,
                 free=len(self._free), num_blocks=self.num_blocks, holders=len(self._requests),
             )  # fmt: skip

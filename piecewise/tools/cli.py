@@ -104,10 +104,10 @@ def _add_bench(commands: _Commands) -> None:
     _add_spec(add, parser.add_mutually_exclusive_group(required=True), buckets="default: --tokens")
     _add_count(add, "--calls", 2000, "calls per measurement of --host-overhead")
     add("--tokens", type=_sizes, metavar="N,N,...", help="token counts (default: 16,128,512,1024,2048)")
-    add("--variants", metavar="NAME,...", help="what to measure (default: all but peers); see variants.py")
+    add("--variants", metavar="NAME,...", help="what to measure (default: all but peers): bench/variants.py")
     add("--peer", choices=("breakable",), help="measure this package too, where it can be imported")
     _add_count(add, "--rounds", 25, "samples per variant and size")
-    add("--out", metavar="FILE", help="write the JSON here; its schema is in result.py")
+    add("--out", metavar="FILE", help="write the JSON here; its schema is in bench/result.py")
     add("--plot", metavar="FILE", help="draw latency over tokens into this image")
 
 
@@ -221,7 +221,9 @@ def _sizes(text: str) -> object:
     """Reads numbers or a grid's name, as the setting `buckets` does, which says later what is valid."""
     value = kinds.buckets.read(text)
     if isinstance(value, list) and (not value or any(isinstance(part, str) for part in value)):
-        raise argparse.ArgumentTypeError(f"expected whole numbers separated by commas, got {text[:80]!r}")
+        raise argparse.ArgumentTypeError(
+            f"expected whole numbers up to {MAX_BUCKET}, separated by commas, got {text[:80]!r}"
+        )
     return value
 
 

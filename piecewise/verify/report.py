@@ -85,7 +85,7 @@ class SizeCheck:
     runs: tuple[str, ...] = ()
     num_tensors: int = 0
     identical: bool = False
-    tolerance: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    tolerance: Mapping[str, float] = dataclasses.field(default_factory=dict, hash=False)
     difference: Difference | None = None
 
     def cells(self) -> tuple[str, ...]:

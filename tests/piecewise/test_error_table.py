@@ -11,6 +11,9 @@ from pathlib import Path
 import error_table
 import pytest
 
+import boundary_ops
+import piecewise
+import runners
 from boundary_ops.errors import BoundaryOpError
 from runners.errors import ConfigError
 
@@ -78,3 +81,17 @@ def test_templates_are_filled_once_and_a_copy_says_the_same(copied):
     assert type(other) is NoSuchThing and str(other) == str(error) and other.fix == "take a"
     op = copied(NoSuchOp(name="y", fix="declare it"))
     assert type(op) is NoSuchOp and str(op) == "op 'y'\n  Rule: an op is registered\n  Fix:  declare it"
+
+
+PUBLIC = dict.fromkeys(
+    kind
+    for package in (boundary_ops, piecewise, runners)
+    for kind in (getattr(package, name) for name in package.__all__)
+    if isinstance(kind, type) and issubclass(kind, Exception)
+)
+
+
+@pytest.mark.parametrize("kind", PUBLIC, ids=lambda each: each.__name__)
+def test_an_error_with_a_public_name_can_be_raised_with_words_of_the_callers_own(kind):
+    assert str(kind("no room for {x}")) == "no room for {x}"
+    assert str(kind("no room", got="{x}", fix="wait")) == "no room: got {x}\n  Fix:  wait"

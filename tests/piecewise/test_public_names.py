@@ -13,6 +13,7 @@ from pkgutil import resolve_name
 import pytest
 from torch import nn
 
+import boundary_ops
 import piecewise
 import runners
 from piecewise.settings.config import PiecewiseConfig
@@ -107,8 +108,12 @@ def test_a_graphed_module_has_its_names():
     assert all(hasattr(graphed.report(), name) for name in ("to_json", "to_markdown"))
 
 
-@pytest.mark.parametrize("package", [piecewise, runners], ids=["piecewise", "runners"])
-def test_names_that_are_imported_late_are_as_good_as_others(package):
+@pytest.mark.parametrize("package", [piecewise, runners, boundary_ops], ids=lambda each: each.__name__)
+def test_names_that_are_imported_late_are_as_good_as_others(package, monkeypatch):
+    late = {"piecewise": "compile", "runners": "StepPlan", "boundary_ops": "huggingface"}[package.__name__]
+    with monkeypatch.context() as before_its_use:
+        before_its_use.delattr(package, late, raising=False)
+        assert late in dir(package)
     found: dict = {}
     exec(f"from {package.__name__} import *", found)
     assert set(package.__all__) <= set(found) and set(package.__all__) <= set(dir(package))

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from boundary_ops import BoundaryOpError, CacheExhaustedError, PagedKVCache, PrefillBatch
 from boundary_ops.errors.step import (
     NoRoom,
+    TooFewBlocks,
     UnknownLayer,
     UnknownRequest,
     WrongPoolDtype,
@@ -92,14 +93,15 @@ def test_exhaustion_is_an_error_that_loses_nothing():
     cache = make()
     cache.allocate("a", 9)
     before = account(cache)
-    with pytest.raises(CacheExhaustedError) as error:
+    with pytest.raises(TooFewBlocks) as error:
         cache.allocate("b", 13)
     assert (
         "'b'" in str(error.value)
         and "4 free blocks" in str(error.value)
         and "3 free of 6" in str(error.value)
     )
-    assert str(error.value).count("\n") == 2 and isinstance(error.value, BoundaryOpError)
+    assert str(error.value).count("\n") == 2 and isinstance(error.value, CacheExhaustedError)
+    assert isinstance(error.value, BoundaryOpError)
     with pytest.raises(CacheExhaustedError):
         cache.allocate("a", 16)
     assert account(cache) == before and cache.request_ids == ("a",)

@@ -180,6 +180,7 @@ def test_what_is_wrong_ends_with_2_and_says_so(case_folder, capsys, argv, says):
         ["demo", "--model", "gpt"],
         ["demo", "--buckets", "a,b"],
         ["demo", "--buckets", ""],
+        ["demo", "--buckets", "9" * 40],
         ["demo", "--bucket", "8"],
         ["explain"],
         ["explain", "a:b", "--tokens", "0"],

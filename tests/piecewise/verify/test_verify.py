@@ -628,4 +628,4 @@ def test_the_report_is_plain_data():
     report = graphed.verify(*arguments(3)[0])
     assert json.loads(report.to_json()) == json.loads(json.dumps(report.asdict()))
     copied = copy.deepcopy(report)
-    assert copied == report and copied.ok
+    assert copied == report and copied.ok and len({report, copied}) == 1
