@@ -25,8 +25,7 @@ _AUTOGRAD = ("AutogradOther", "AutogradCPU", "AutogradCUDA")
 
 
 def tensor_guard(tensors: Sequence[torch.Tensor]) -> Any:
-    """Makes Dynamo's own guard of tensors: its `check` compares type, dispatch keys, dtype, device, sizes and
-    strides of all in one call, and fails where two are one; None for no tensors."""
+    """Makes Dynamo's guard: `check` compares tensors' metadata, fails where two are one; None for none."""
     return _TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None) if tensors else None
 
 

@@ -14,7 +14,7 @@ from runners.state.state_check import StateChange, StateCheck, StateRef
 
 
 class StateChanged(Exception):
-    """The check between two steps found that the model is no longer what was recorded."""
+    """Reports a check between two steps that found the model changed since it was recorded."""
 
     def __init__(self, change: StateChange) -> None:
         super().__init__(change)
@@ -23,11 +23,10 @@ class StateChanged(Exception):
 
 @dataclass(slots=True)
 class CopyIn:
-    """A value of this call and its static buffer, whose padded rows repeat a real one [I2].
+    """Copies a value of this call into its static buffer, whose padded rows repeat a real one [I2].
 
     Attributes:
         slot: the value's place in `env`.
-        rows: the real rows of the buffer.
         pads: fill the padded rows; see `row_copies`.
         units: per dim, how many elements are one row.
     """
@@ -148,8 +147,7 @@ class Measure:
 
 @dataclass(slots=True)
 class Dense:
-    """An argument whose narrowed view has other strides than eager's tensor: it is passed as a dense copy,
-    one for all positions that take it."""
+    """Makes one dense copy of an argument whose narrowed view has other strides than eager's tensor."""
 
     positions: tuple[int, ...]
     rows: torch.Tensor
@@ -239,8 +237,7 @@ class BoundOpCall(BoundCall):
 
 @dataclass(frozen=True, slots=True)
 class CopiedResult:
-    """One result that shares memory: `rows` of static memory, or the value in the slot `source` where that is
-    None; `place` is that of eager's own tensor."""
+    """Describes a result that shares memory: static `rows`, or the slot `source`; `place` is eager's."""
 
     target: int
     rows: torch.Tensor | None

@@ -46,11 +46,9 @@ class TokenBuckets:
         return self.sizes[-1]
 
     def bucket_for(self, num_tokens: int) -> int | None:
-        """Finds the smallest bucket that holds `num_tokens`, in O(log buckets); None for 0 tokens and for
-        more than `max`.
+        """Finds the smallest bucket that holds `num_tokens`, in O(log buckets); None for 0 or above `max`.
 
-        Raises:
-            ValueError: `num_tokens` is negative.
+        Raises ValueError where `num_tokens` is negative.
         """
         if num_tokens < 0:
             raise ValueError(f"num_tokens: expected 0 or more, got {num_tokens}")
@@ -58,8 +56,7 @@ class TokenBuckets:
         return self.sizes[index] if num_tokens and index < len(self.sizes) else None
 
     def range_for(self, bucket: int) -> tuple[int, int]:
-        """Finds the token counts that `bucket` serves, as (lowest, highest), both inclusive; raises
-        `UnlistedBucket`."""
+        """Returns the inclusive range of token counts that `bucket` serves; raises `UnlistedBucket`."""
         index = bisect_left(self.sizes, bucket)
         if index == len(self.sizes) or self.sizes[index] != bucket:
             raise UnlistedBucket(bucket=bucket, sizes=list(self.sizes))
@@ -70,7 +67,7 @@ class TokenBuckets:
 
 
 class SizeProblem(NamedTuple):
-    """What is wrong with a size list; `part` is the position, such as ``[2]``, or empty for the whole."""
+    """Describes a fault of a size list; `part` is the position, such as ``[2]``, or empty for the whole."""
 
     part: str
     expected: str

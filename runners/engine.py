@@ -118,8 +118,7 @@ class GraphPool:
         """Begins the warm-ups of a bucket."""
 
     def keep_only(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Says that of all outputs captured since `begin_bucket` only these are read from here on: segments
-        captured later may reuse the memory of the others."""
+        """Frees for later captures all outputs captured since `begin_bucket` but these."""
 
     def end_bucket(self) -> None:
         """Completes a bucket: the next one captured here reuses its memory [I9]."""

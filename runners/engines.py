@@ -42,10 +42,7 @@ def native_engine(device: torch.device | str) -> GraphEngine:
 
 
 def engine_for(name: str, device: torch.device | str) -> GraphEngine:
-    """Finds the graph engine of that name, one of `ENGINE_NAMES`, for a model on the device.
-
-    Raises `UnknownEngine` or `EngineOfAnotherDevice`.
-    """
+    """Finds the engine of that name for a device; raises `UnknownEngine` or `EngineOfAnotherDevice`."""
     if name == "auto":
         return native_engine(device)
     if name not in _HOMES:

@@ -29,7 +29,7 @@ from runners.mode import is_eager_only
 
 
 class BucketPhase(Enum):
-    """How far a bucket has come."""
+    """Tells how far a bucket has come."""
 
     COLD = "cold"
     WARMING = "warming"
@@ -39,7 +39,7 @@ class BucketPhase(Enum):
 
 @dataclass(frozen=True, slots=True)
 class BucketState:
-    """How far one bucket has come: the warm-ups made while WARMING, why it is EAGER_ONLY."""
+    """Describes one bucket: its phase, the warm-ups made while WARMING, why it is EAGER_ONLY."""
 
     phase: BucketPhase
     num_warmups: int = 0
@@ -92,15 +92,15 @@ class PiecewiseRunner:
 
     @property
     def captured(self) -> tuple[int, ...]:
-        """The buckets that have a graph, in the order of capture."""
+        """Returns the buckets that have a graph, in the order of capture."""
         return tuple(self._captures)
 
     def state_for(self, padded_num_tokens: int) -> BucketState:
-        """The state of a bucket; COLD for one never seen."""
+        """Returns the state of a bucket; COLD for one never seen."""
         return self._states.get(padded_num_tokens, COLD)
 
     def graph_for(self, padded_num_tokens: int) -> CapturedGraph | None:
-        """The bucket's graph, or None."""
+        """Returns the bucket's graph, or None."""
         capture = self._captures.get(padded_num_tokens)
         return capture.graph if capture else None
 
@@ -157,10 +157,9 @@ class PiecewiseRunner:
         return graph.outputs
 
     def replay(self, padded_num_tokens: int) -> tuple[Any, ...]:
-        """Replays the bucket's graph on what its arguments hold now; `WrongBucketState` where there is none.
+        """Replays the bucket's graph on its arguments' values of now; `WrongBucketState` without one.
 
-        Returns:
-            The graph's outputs: static memory, valid until the next replay in this pool.
+        The returned outputs are static memory, valid until the next replay in this pool.
         """
         capture = self._captures.get(padded_num_tokens)
         if capture is None:
@@ -221,8 +220,7 @@ class PiecewiseRunner:
 
 
 def _geometry(args: Sequence[Any]) -> list[Any]:
-    """Describes arguments, tensors by address, shape, stride and dtype: a graph that was captured with some
-    serves all that are described alike."""
+    """Describes arguments, tensors by address, shape, stride and dtype, for comparison with a capture's."""
     return [
         (each.data_ptr(), each.shape, each.stride(), each.dtype)
         if isinstance(each, Tensor)

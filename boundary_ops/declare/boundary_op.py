@@ -146,11 +146,7 @@ class BoundaryOp:
         self.overload(*args, **kwargs)
 
     def bind(self, *args: Any) -> BoundOp:
-        """Returns the op made ready for calls that repeat with arguments of the geometry of these.
-
-        Args:
-            args: the schema's arguments, all positional, of a call that the op has just served.
-        """
+        """Returns the op made ready for repeats of a call just served; `args` are all its arguments."""
         if self.definition is None:
             return BoundOp(self.overload)
         bound = BoundOp(self.definition.bound_function(args))

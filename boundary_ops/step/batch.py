@@ -147,7 +147,7 @@ class PrefillBatch:
 
     @property
     def num_seqs(self) -> int:
-        """Sequences in this step."""
+        """Returns the number of sequences in this step."""
         return len(self.request_ids)
 
     @property
@@ -158,9 +158,7 @@ class PrefillBatch:
     def pack(self, prompts: Sequence[Sequence[int] | torch.Tensor]) -> torch.Tensor:
         """Returns the step's token ids as a model's `input_ids`, int64 [1, num_tokens], a new tensor.
 
-        Args:
-            prompts: one list or tensor ([q] or [1, q]) of new tokens per sequence, in the order of
-                `request_ids`, on any device.
+        `prompts` are lists or tensors ([q] or [1, q]) in the order of `request_ids`, on any device.
         """
         if len(prompts) != self.num_seqs:
             expected = f"{self.num_seqs} prompts, one per request {self.request_ids}"
@@ -180,10 +178,7 @@ class PrefillBatch:
 
     @staticmethod
     def current(op: str | None = None) -> PrefillBatch:
-        """Returns the batch whose `with` block is running in this thread or task: what a boundary op reads.
-
-        Args:
-            op: who asks, for the error's text.
+        """Returns the batch whose `with` block is running in this thread or task, for the boundary op `op`.
 
         Raises:
             NoRunningBatch: no block is running here.

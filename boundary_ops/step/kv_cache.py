@@ -128,7 +128,6 @@ class PagedKVCache:
         return choose(self.attention_backend, spec)
 
     def _claim_pools(self) -> None:
-        """Makes the pools known as this cache's."""
         for pool in (*self.k, *self.v):
             setattr(pool.untyped_storage(), _OWNER, weakref.ref(self))
         self.pool_addresses = frozenset(pool.data_ptr() for pool in (*self.k, *self.v))
@@ -152,7 +151,7 @@ class PagedKVCache:
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks per layer that no request holds."""
+        """Returns the blocks per layer that no request holds."""
         return len(self._free)
 
     @property
@@ -161,20 +160,18 @@ class PagedKVCache:
         return tuple(self._requests)
 
     def allocate(self, request_id: RequestId, num_tokens: int) -> None:
-        """Gives a request room for `num_tokens` more tokens than it has now; a new id opens a request.
+        """Gives a request, new or known, room for `num_tokens` more tokens.
 
-        Raises:
-            CacheExhaustedError: too few free blocks; nothing has changed.
+        Raises CacheExhaustedError, with nothing changed, where too few blocks are free.
         """
         num_tokens = _check_count("allocate", request_id, num_tokens)
         request = self._requests.get(plain_id(request_id))
         self.reserve([plain_id(request_id)], [(request.room if request else 0) + num_tokens])
 
     def reserve(self, request_ids: Sequence[RequestId], rooms: Sequence[int]) -> None:
-        """Makes sure that each request has room for so many tokens in all; for all requests, or for none.
+        """Makes sure that each request has room for so many tokens in all.
 
-        Raises:
-            CacheExhaustedError: too few free blocks for all of them together; nothing has changed.
+        Raises CacheExhaustedError, with nothing changed, where too few blocks are free for all of them.
         """
         needed = []
         for request_id, room in zip(request_ids, rooms, strict=True):
@@ -191,10 +188,9 @@ class PagedKVCache:
             request.room = max(request.room, room)
 
     def append(self, request_id: RequestId, num_tokens: int) -> None:
-        """Counts `num_tokens` more tokens as written. For ops that write the pools without a `PrefillBatch`.
+        """Counts `num_tokens` more tokens as written, for ops that write the pools without a `PrefillBatch`.
 
-        Raises:
-            NoRoom: the request has less room than that.
+        Raises NoRoom.
         """
         num_tokens = _check_count("append", request_id, num_tokens)
         request = self.find_request(request_id)
@@ -218,11 +214,11 @@ class PagedKVCache:
         self._free.extend(reversed(request.blocks))
 
     def context_len(self, request_id: RequestId) -> int:
-        """Tokens written so far: the context of the request's next step."""
+        """Returns the tokens written so far: the context of the request's next step."""
         return self.find_request(request_id).written
 
     def room(self, request_id: RequestId) -> int:
-        """Tokens that the request has room for, written ones included."""
+        """Returns the tokens that the request has room for, written ones included."""
         return self.find_request(request_id).room
 
     def block_table(self, request_id: RequestId) -> tuple[int, ...]:

@@ -43,12 +43,11 @@ def is_interpreted(program: Any) -> bool:
 
 @contextmanager
 def compiling_together() -> Iterator[None]:
-    """Lets `jit_launch` launch nothing in a block; when the block ends, all its programs are compiled at the
-    same time.
+    """Postpones the launches of `jit_launch` in a block, then compiles all its programs at the same time.
 
-    Most of a compile is LLVM and ptxas, so threads share the processors. One that fails says nothing: the
-    launch that follows compiles again, and has the error. No garbage is collected meanwhile: on Python 3.11 a
-    collection during a parse may end another thread's parse in a SystemError about recursion depth.
+    Most of a compile is LLVM and ptxas, so threads share the processors. A failed compile is silent here: the
+    next launch compiles again and raises. The garbage collector is off: on Python 3.11 a collection during a
+    parse may end another thread's parse in a SystemError about recursion depth.
     """
     collects = gc.isenabled()
     gc.disable()

@@ -63,11 +63,9 @@ def tile_records(
 
 
 def tiles_of(batch: PrefillBatch, tile_tokens: int, window: int, stream: int) -> StepTiles:
-    """Returns the batch's tiles of that size; made on first use, then the same object for each layer.
+    """Returns the batch's tiles of that size, made on first use and shared by the layers.
 
-    Args:
-        stream: the current stream's number. The copy to the device is ordered on it, so another stream gets
-            a copy of its own.
+    The copy to the device is ordered on `stream`, so another stream gets a copy of its own.
     """
     key = ("tiles", tile_tokens, window, stream)
     found: StepTiles | None = batch.derived.get(key)
