@@ -109,7 +109,7 @@ class Load:
 
 
 class Loadable(Protocol):
-    """A step's metadata at fixed addresses, which ops in graphs read."""
+    """Holds a step's metadata at fixed addresses, which ops in graphs read."""
 
     def mismatch(self, num_tokens: int) -> Any:
         """Says why the running step cannot be loaded for a call of so many tokens; None where it can."""
@@ -186,13 +186,10 @@ class BoundCall:
 
 @dataclass(frozen=True, slots=True)
 class DirectCall:
-    """An op's call without the segment's function around it.
+    """Describes an op's call without the segment's function around it.
 
-    Attributes:
-        bind: the op's arguments of a call that was served → the op, ready for more of them: its attribute
-            `function`, to be read anew for each.
-        arguments: the op's, None where `places` has them.
-        places: (argument, index of the segment's input).
+    `bind` makes the op ready for repeats of a served call: read its `function` anew for each. `places` are
+    (argument, index of the segment's input); `arguments` are None there.
     """
 
     bind: Callable[..., Any]
@@ -202,7 +199,7 @@ class DirectCall:
 
 @dataclass(slots=True)
 class BoundOpCall(BoundCall):
-    """A boundary op whose arguments look the same at each call of this row count: bound after the first."""
+    """Calls a boundary op whose arguments keep their geometry at one row count: bound after the first."""
 
     direct: DirectCall
     op: Any = None

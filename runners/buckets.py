@@ -42,7 +42,7 @@ class TokenBuckets:
 
     @property
     def max(self) -> int:
-        """The largest bucket; calls with more tokens run eagerly."""
+        """Returns the largest bucket; calls with more tokens run eagerly."""
         return self.sizes[-1]
 
     def bucket_for(self, num_tokens: int) -> int | None:

@@ -15,7 +15,7 @@ from runners.rows import is_dense
 
 
 class StaticBuffers:
-    """The static buffers of one graphed module; dropping all references to it frees them."""
+    """Owns the static buffers of one graphed module; dropping all references to it frees them."""
 
     def __init__(self) -> None:
         self._storages: dict[Hashable, torch.Tensor] = {}

@@ -79,15 +79,14 @@ class Streams:
 
 
 class GraphPool:
-    """Memory that the graphs of one module share, all buckets and signatures [I9].
+    """Owns the memory that the graphs of one module share, all buckets and signatures [I9].
 
     Attributes:
         kind: as errors name it.
-        streams: what functions with parallel branches run on, in warm-ups and in captures into this pool.
-        begin_call: to be called before each replay of a plan: makes the caller's stream wait for that of the
-            last call. None where there is nothing to do.
+        streams: run parallel branches of functions, in warm-ups and in captures into this pool.
+        begin_call: called before each replay of a plan, makes the caller's stream wait for that of the last
+            call. None where there is nothing to do.
         graphs: those captured here, as long as somebody holds them.
-        is_recording: whether a capture into it is under way.
     """
 
     kind: str
@@ -101,17 +100,17 @@ class GraphPool:
 
     @property
     def allocated_bytes(self) -> int:
-        """Bytes held now: the peak over buckets, not their sum."""
+        """Returns the bytes held now: the peak over buckets, not their sum."""
         raise NotImplementedError
 
     @property
     def device_bytes(self) -> int:
-        """Bytes that the buckets captured so far took from the device, where that can be measured."""
+        """Returns the bytes that captured buckets took from the device, where that can be measured."""
         return self.allocated_bytes
 
     @property
     def num_live(self) -> int:
-        """Graphs that were not reset."""
+        """Counts the graphs that were not reset."""
         return sum(not graph.is_reset for graph in self.graphs)
 
     def begin_bucket(self) -> None:
@@ -157,7 +156,6 @@ class GraphEngine:
     """Makes pools and graphs, and knows its kind of device; this base class knows a CPU.
 
     Attributes:
-        name: the engine's name in a configuration.
         device_type: the kind of device whose work it records; None for any.
         has_triton: whether Triton's kernels run there.
         dies_of_bad_index: whether an index out of range makes the device unusable for the process.

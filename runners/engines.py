@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class _Home(NamedTuple):
-    """Where an engine's class is, and the kind of device whose work it records; None for any."""
+    """Names an engine's class, its module, and the kind of device whose work it records; None for any."""
 
     module: str
     class_name: str

@@ -46,7 +46,7 @@ def is_dense(sizes: Sequence[int], strides: Sequence[int]) -> bool:
 
 
 def num_spanned(sizes: Sequence[int], strides: Sequence[int]) -> int:
-    """Elements from the first to the last, gaps included."""
+    """Counts elements from the first to the last, gaps included."""
     if 0 in sizes:
         return 0
     return 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))

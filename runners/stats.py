@@ -210,11 +210,11 @@ class CallStats:
         self.eager_by_bucket.clear()
 
     def snapshot(self) -> CallStats:
-        """A copy that later calls do not change."""
+        """Returns a copy that later calls do not change."""
         return copy.deepcopy(self)
 
     def asdict(self) -> dict[str, Any]:
-        """Plain values for JSON; buckets are strings there, as JSON's keys are."""
+        """Returns plain values for JSON; buckets are strings there, as JSON's keys are."""
         return {
             "replays": self.replays,
             "eager_calls": self.eager_calls,

@@ -43,7 +43,7 @@ from runners.state.state_check import StateCheck, StateRef
 
 @dataclass(frozen=True, slots=True)
 class StaticInput:
-    """A static buffer, padded to the bucket, that graphs read in place of the value at `slot` of `env`."""
+    """Describes a static buffer, padded to the bucket, that graphs read in place of `env[slot]`."""
 
     slot: int
     buffer: torch.Tensor
@@ -52,7 +52,7 @@ class StaticInput:
 
 @dataclass(frozen=True, slots=True)
 class StaticArgument:
-    """An argument of an eager call that graphs own, narrowed to the real rows; whether the call writes it."""
+    """Describes a graph-owned argument of an eager call, on the real rows; whether the call writes it."""
 
     tensor: torch.Tensor
     value: SizedValue
@@ -61,7 +61,7 @@ class StaticArgument:
 
 @dataclass(frozen=True, slots=True)
 class ReplayStep:
-    """A captured segment."""
+    """Replays a captured segment."""
 
     graph: CapturedGraph
     name: str
@@ -72,13 +72,12 @@ class ReplayStep:
 
 @dataclass(frozen=True, slots=True)
 class CallStep:
-    """A boundary op or an eager segment, called as `function(num_tokens, *arguments)`.
+    """Calls a boundary op or an eager segment as `function(num_tokens, *arguments)`.
 
     Attributes:
         arguments: per position, what graphs own or a slot of `env`.
-        results: slots of the results.
         copies: results and written values that graphs read later.
-        direct: how to call the op itself, where all its arguments look the same at each call.
+        direct: how to call the op itself, where all its arguments have one geometry at each call.
         owned: positions in `results` of tensors that the plan has in memory of their own.
     """
 
@@ -117,7 +116,7 @@ class ResultItem:
 
 
 class _Bound(NamedTuple):
-    """The steps for one `num_tokens`, and how to read the results."""
+    """Holds the steps for one `num_tokens`, and how to read the results."""
 
     steps: list[Any]
     results: list[Callable[[list[Any]], Any]]
@@ -168,8 +167,7 @@ class StepPlan:
     def replay(self, leaves: list[Any], num_tokens: int) -> list[Any]:
         """Serves one call; returns the result's leaves, owned by the caller where `clone` says so.
 
-        Raises:
-            StateChanged: the model changed; nothing persistent has been written, so the call can run eagerly.
+        Raises `StateChanged` before anything persistent is written, so the call can run eagerly.
         """
         if self.begin_call is not None:
             self.begin_call()
@@ -199,7 +197,7 @@ class StepPlan:
 
 
 class _CallTemplate(NamedTuple):
-    """A call step and what does not depend on the row count; `views` are indices into the row views."""
+    """Holds a call step and what does not depend on the row count; `views` index the row views."""
 
     step: CallStep
     views: list[int]
@@ -306,8 +304,7 @@ class _Binder:
 
 
 def _with_own_memory(step: CallStep) -> Callable[..., Any]:
-    """Wraps the step's function: results that the plan has in memory of their own are copied where they lie
-    in what graphs own, which may reuse it before a later step, or the caller, reads the result."""
+    """Wraps a step so that owned results in graph memory are copied before a later step reuses it."""
     taken = enumerate(step.arguments, start=1)
     static = [at for at, argument in taken if isinstance(argument, StaticArgument)]
 

@@ -34,12 +34,9 @@ SCHEMA = (
 
 
 def attend_inplace(*args: Any, **kwargs: Any) -> None:
-    """Writes the step's K and V to the pages and its attention to `out`; the implementation of the op.
+    """Writes the step's K and V to the pages and its attention to `out`: the implementation of the op.
 
     The same inputs give the same bits at each call. Nothing is written when an argument is wrong.
-
-    Args:
-        args, kwargs: those of an `AttentionCall`.
 
     Raises:
         BoundaryOpError: no batch is running, an argument does not fit the batch, the cache or the others, or

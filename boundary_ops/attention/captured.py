@@ -35,11 +35,7 @@ _CHUNK_ELEMENTS = 1 << 22
 
 
 def attend_captured(*args: Any, **kwargs: Any) -> None:
-    """Does what `attend_inplace` does, for the leading `cu_seqlens_q[-1]` rows; all other rows stay.
-
-    Args:
-        args, kwargs: those of a `CapturedCall`, which must fit each other.
-    """
+    """Attends as `attend_inplace` does for the leading `cu_seqlens_q[-1]` rows; other rows stay."""
     call = CapturedCall(*args, **kwargs)
     program = find_program() if call.q.is_cuda else None
     if program is not None:

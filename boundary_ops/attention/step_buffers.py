@@ -77,7 +77,7 @@ class StepBuffers:
 
     @property
     def tensors(self) -> Mapping[str, torch.Tensor]:
-        """The metadata by the names of the op's arguments."""
+        """Returns the metadata by the names of the op's arguments."""
         names = ("slot_mapping", "cu_seqlens_q", "seq_lens", "block_tables")
         return {name: getattr(self, name) for name in names}
 

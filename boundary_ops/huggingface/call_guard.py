@@ -58,7 +58,7 @@ def _with_implied_positions(attachment: Any, arguments: dict[str, Any]) -> Any:
 
 
 def is_guarded(forward: Any) -> bool:
-    """Says whether a forward was made by `guarded`."""
+    """Whether a forward was made by `guarded`."""
     return hasattr(getattr(forward, "__func__", None), "_paged_guard")
 
 

@@ -152,7 +152,7 @@ class PrefillBatch:
 
     @property
     def last_token_indices(self) -> torch.Tensor:
-        """int64 [B]: the row of each sequence's last token, whose logits give the next one. A new tensor."""
+        """Returns each sequence's last row, whose logits give the next token: int64 [B], a new tensor."""
         return self.cu_seqlens_q[1:].to(torch.int64) - 1
 
     def pack(self, prompts: Sequence[Sequence[int] | torch.Tensor]) -> torch.Tensor:
@@ -219,7 +219,7 @@ class PrefillBatch:
 
 
 def send_to_device(arrays: Sequence[np.ndarray], device: torch.device) -> list[torch.Tensor]:
-    """Copies of the arrays on the device, each with a storage of its own; nobody waits for the copies."""
+    """Copies arrays to the device, each to a storage of its own, without waiting."""
     # Outside inference mode, so that the tensors can be used in and out of it.
     with torch.inference_mode(False):
         tensors = [torch.from_numpy(array) for array in arrays]

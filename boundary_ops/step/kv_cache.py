@@ -156,7 +156,7 @@ class PagedKVCache:
 
     @property
     def request_ids(self) -> tuple[RequestId, ...]:
-        """The requests that hold room, oldest first."""
+        """Returns the requests that hold room, oldest first."""
         return tuple(self._requests)
 
     def allocate(self, request_id: RequestId, num_tokens: int) -> None:
@@ -226,7 +226,7 @@ class PagedKVCache:
         return tuple(self.find_request(request_id).blocks)
 
     def gather(self, layer: int, request_id: RequestId) -> tuple[torch.Tensor, torch.Tensor]:
-        """Copies of the K and V that a request has written in a layer, [written, num_kv_heads, head_dim]."""
+        """Copies the K and V that a request has written in a layer, [written, num_kv_heads, head_dim]."""
         at = check_whole(
             layer, errors.UnknownLayer, low=0, high=self.num_layers - 1, last=self.num_layers - 1
         )
@@ -243,7 +243,7 @@ class PagedKVCache:
         return request
 
     def has_request(self, request_id: RequestId) -> bool:
-        """Says whether a request of that id holds room now."""
+        """Whether a request of that id holds room now."""
         return plain_id(request_id) in self._requests
 
     def add_step_buffers(self, buffers: Any) -> None:
@@ -257,7 +257,7 @@ class PagedKVCache:
                 buffers.prepare(batch)
 
     def owns_pool(self, pool: torch.Tensor) -> bool:
-        """Says whether a tensor is one of this cache's pools, told by its address."""
+        """Whether a tensor is one of this cache's pools, told by its address."""
         return pool.data_ptr() in self.pool_addresses
 
 

@@ -59,7 +59,7 @@ class AliasBook:
         return empty.set_(self._aliases[address], value.storage_offset(), value.shape, value.stride())
 
     def keep_only(self, tensors: Iterable[Tensor]) -> None:
-        """Frees all outputs but those whose memory one of `tensors` looks at."""
+        """Frees all outputs but those whose memory one of `tensors` shares."""
         kept = {tensor.untyped_storage().data_ptr() for tensor in tensors}
         for address in [address for address in self._owners if address not in kept]:
             del self._owners[address], self._aliases[address]
@@ -98,7 +98,7 @@ class CudaPool(GraphPool):
 
     @property
     def allocated_bytes(self) -> int:
-        """Bytes that torch's allocator holds for this pool: the peak over buckets."""
+        """Returns the bytes that torch's allocator holds for this pool: the peak over buckets."""
         return sum(end - start for start, end in self._segments())
 
     @property

@@ -100,7 +100,7 @@ class StateFacts:
         object.__setattr__(self, "values", tuple(seen))
 
     def tensor_places(self) -> list[StateRef]:
-        """The places at which a tensor was found."""
+        """Returns the places at which a tensor was found."""
         return [ref for ref, _ in self.tensors] + [ref for ref, v in self.values if isinstance(v, _TensorOf)]
 
 

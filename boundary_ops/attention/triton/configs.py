@@ -82,11 +82,11 @@ class Geometry:
 
     @property
     def group(self) -> int:
-        """Query heads per K/V head."""
+        """Returns the query heads per K/V head."""
         return self.heads // self.kv_heads
 
     def programs_per_tile(self, config: BlockConfig) -> int:
-        """Programs that share a tile's tokens: one per K/V head, more for groups of more heads than rows."""
+        """Counts programs that share a tile's tokens: one per K/V head, more where a group exceeds it."""
         return self.kv_heads * -(-self.group // config.tile_heads(self.group))
 
     def constants(self, config: BlockConfig, *, has_context: bool, max_seqs: int) -> tuple[Any, ...]:

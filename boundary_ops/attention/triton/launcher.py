@@ -37,7 +37,7 @@ _compiles_only: ContextVar[bool] = ContextVar("compiles_only", default=False)
 
 
 def is_interpreted(program: Any) -> bool:
-    """Says whether triton was imported with TRITON_INTERPRET=1 and runs the program on the CPU."""
+    """Whether triton was imported with TRITON_INTERPRET=1 and runs the program on the CPU."""
     return not isinstance(program, triton.runtime.JITFunction)
 
 
@@ -66,10 +66,7 @@ def jit_launch(
 ) -> DirectLaunch | None:
     """Launches through the JIT, compiling where needed; returns how to launch the same program directly.
 
-    In a block of `compiling_together` it returns None: then the next launch will tell.
-
-    Args:
-        arguments: one per parameter of the program, tensors as tensors.
+    In a block of `compiling_together` it returns None: the next launch will tell. Tensors come as tensors.
     """
     # Fused multiply-add was always on up to triton 3.9; the softmax's exponent wants it.
     options = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": True}

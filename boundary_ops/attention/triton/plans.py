@@ -57,9 +57,8 @@ class Plans:
     """Keeps plans by the keys of calls, and compiled programs by what they were compiled for.
 
     Attributes:
-        by_key: the plans, bounded.
-        compiled: the compiled programs, by (geometry, block sizes, has context, max_num_seqs).
-        geometries: each geometry that was planned, oldest first; what a warm-up without arguments warms.
+        compiled: by (geometry, block sizes, has context, max_num_seqs).
+        geometries: each planned geometry, oldest first; a warm-up without arguments compiles for these.
     """
 
     def __init__(self) -> None:
@@ -144,7 +143,7 @@ def _why_unsupported(geometry: Geometry, call: AttentionCall) -> str | None:
 
 @functools.cache
 def device_limits(device_index: int) -> tuple[int, int]:
-    """(multiprocessors, bytes of shared memory that one program may have)."""
+    """Returns (multiprocessors, bytes of shared memory that one program may have)."""
     if device_index < 0:
         return 1, 2**31
     properties: Any = torch.cuda.get_device_properties(device_index)

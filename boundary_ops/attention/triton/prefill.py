@@ -37,10 +37,7 @@ plans = Plans()
 
 
 def attend(batch: PrefillBatch, call: AttentionCall) -> str | None:
-    """Serves a call of `attn_inplace` on CUDA; returns why the program cannot, which has then done nothing.
-
-    Effects and errors are those of the implementation in torch operators.
-    """
+    """Serves a call of `attn_inplace` on CUDA, or does nothing and returns why the program cannot."""
     plan = plans.plan_for(call)
     if plan.unsupported is not None:
         return plan.unsupported
