@@ -73,10 +73,7 @@ class CopyInputs:
 
 @dataclass(slots=True)
 class Check:
-    """Raises `StateChanged` where the model is no longer what was recorded.
-
-    While `may_run_ahead` is true, only what is looked up next is compared: another check comes later.
-    """
+    """Raises `StateChanged` on a changed model; while `may_run_ahead`, compares only the next look-ups."""
 
     check: StateCheck
     may_run_ahead: Callable[[], bool] | None = None

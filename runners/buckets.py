@@ -1,7 +1,6 @@
-"""Finds the bucket that serves a call, among the token counts for which graphs exist.
+"""Finds the smallest captured bucket that holds a call's tokens.
 
-A call of `num_tokens` tokens runs in the smallest bucket that holds it; nothing above the largest bucket is
-ever captured, and zero tokens have nothing to replay.
+Nothing above the largest bucket is ever captured, and zero tokens have nothing to replay.
 """
 
 from __future__ import annotations
@@ -24,15 +23,14 @@ MAX_BUCKET = 2**31 - 1
 
 @dataclass(frozen=True, slots=True)
 class TokenBuckets:
-    """An ascending set of token counts with a search that never picks a bucket smaller than the call.
+    """Holds ascending token counts, and finds the bucket of a call.
 
     Args:
-        sizes: the buckets as a list, tuple, range, array or tensor of ints, strictly ascending, each in
-            [1, 2**31 - 1], at most `MAX_NUM_BUCKETS` of them.
+        sizes: a list, tuple, range, array or tensor of ints, strictly ascending, each in [1, 2**31 - 1],
+            at most `MAX_NUM_BUCKETS` of them.
 
     Raises:
-        InvalidBuckets: the list is empty, too long or of another type, or an entry is not an int, out of
-            range, a duplicate or out of order; the message names the entry and its position.
+        InvalidBuckets: `sizes` is anything else; the message names the entry and its position.
     """
 
     sizes: Sequence[int]
@@ -46,10 +44,7 @@ class TokenBuckets:
         return self.sizes[-1]
 
     def bucket_for(self, num_tokens: int) -> int | None:
-        """Finds the smallest bucket that holds `num_tokens`, in O(log buckets); None for 0 or above `max`.
-
-        Raises ValueError where `num_tokens` is negative.
-        """
+        """Finds a call's smallest bucket, in O(log buckets); None for 0 or above `max`, ValueError below."""
         if num_tokens < 0:
             raise ValueError(f"num_tokens: expected 0 or more, got {num_tokens}")
         index = bisect_left(self.sizes, num_tokens)

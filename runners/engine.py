@@ -1,7 +1,6 @@
-"""Defines what a graph engine does, so that all code above works with any of them (`engines.py` lists them).
+"""Defines what a graph engine does: it records a function's work once and repeats it on the same memory.
 
-An engine records the work of a function once and repeats it on the same memory, without running the function.
-The tape needs no GPU, so a machine without one tests the same code.
+`engines.py` lists the engines. The tape needs no GPU, so a machine without one tests the same code.
 """
 
 from __future__ import annotations
@@ -28,11 +27,9 @@ class CapturedGraph:
     """Holds the recorded work of one segment at one bucket; this base class holds none.
 
     Attributes:
-        segment: as errors name it.
         outputs: the function's results: tensors in pool memory, rewritten by each replay; inputs, parameters,
             views of them, None and numbers are passed through. Empty after `reset`.
         num_ops: recorded ops, or nodes of a CUDA graph.
-        is_reset: whether `reset` was called.
     """
 
     def __init__(self, segment: str, outputs: tuple[Any, ...], num_ops: int) -> None:
@@ -59,7 +56,7 @@ class CapturedGraph:
 
 
 class Streams:
-    """Runs the parallel branches of a function: on stream 0, where the function was called, and side streams.
+    """Runs a function's parallel branches on stream 0, where it was called, and on side streams.
 
     This base class, for a device without streams, runs them in the order of the calls.
     """
@@ -172,8 +169,8 @@ class GraphEngine:
     def capture(self, fn: Callable[[], Sequence[Any]], *, pool: Any, segment: str) -> CapturedGraph:
         """Runs `fn` once and records its work into `pool`; `segment` names it in errors.
 
-        Whatever `fn` raises passes through, and then leaves no graph, memory or mode behind [I8]. The random
-        state moves as in an eager run.
+        Whatever `fn` raises passes through and leaves no graph, memory or mode behind [I8]. The random state
+        moves as in an eager run.
 
         Raises:
             CaptureError: `fn` did something that a graph cannot repeat.

@@ -1,7 +1,7 @@
 """Lists the graph engines, and finds the one that serves a device.
 
-An engine for another kind of device is a folder beside `cuda/` and one entry in `_HOMES`. An engine is
-imported when it is first used, so that settings can name engines without torch.
+Another engine is a folder beside `cuda/` and an entry in `_HOMES`. Engines are imported when first used, so
+that settings can name them without torch.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Tells the caller's mode: eager only, capture window open, or in the middle of a capture.
 
-One `ContextVar` per mode and no other state, so that a mode ends with its block whatever is raised in it, and
-threads and tasks do not see each other's. Reading one costs well under 0.2 us, since each call reads two.
+Each mode is one `ContextVar`, so it ends with its block whatever is raised, and threads and tasks have their
+own. Reading one costs well under 0.2 us, since each call reads two.
 """
 
 from __future__ import annotations

@@ -61,14 +61,9 @@ class PiecewiseRunner:
     Args:
         fn: ``fn(padded_num_tokens, *args)`` returns the sequence of the segment's outputs.
         name: the segment in errors, such as ``"segment 3"``.
-        engine: records and replays.
-        pool: one of that engine's, shared with the other segments of the module.
+        pool: one of the engine's, shared with the other segments of the module.
         warmup_steps: warm-ups that a bucket needs before its capture, 0 or more.
         module_path: where the segment begins in the model, for errors; may be empty.
-
-    Attributes:
-        function: `fn`.
-        num_captures, num_replays: so far.
     """
 
     def __init__(
@@ -107,8 +102,9 @@ class PiecewiseRunner:
     def warm_up(
         self, padded_num_tokens: int, args: Sequence[Any], *, fn: Callable[..., Sequence[Any]] | None = None
     ) -> tuple[Any, ...]:
-        """Runs the segment, or another form `fn` of it, eagerly in the modes of a capture: COLD or WARMING(n)
-        becomes WARMING(n + 1). Returns the outputs, owned by the caller.
+        """Runs the segment, or its form `fn`, eagerly in a capture's modes, and counts a warm-up.
+
+        Returns the outputs, owned by the caller.
 
         Raises:
             WrongBucketState: the bucket is captured, or its capture failed.
@@ -169,10 +165,7 @@ class PiecewiseRunner:
         return capture.graph.outputs
 
     def __call__(self, padded_num_tokens: int, *args: Any) -> tuple[Any, ...]:
-        """Replays where the bucket is captured and `args` are those of the capture; else runs eagerly.
-
-        Tensors are compared by address, shape, stride and dtype, other values by equality.
-        """
+        """Replays where args equal the capture's (tensors by address and geometry); else runs eagerly."""
         capture = self._captures.get(padded_num_tokens)
         if capture is None or is_eager_only() or capture.arguments != _geometry(args):
             return tuple(self.function(padded_num_tokens, *args))

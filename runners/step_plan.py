@@ -99,7 +99,7 @@ class ResultItem:
             "state" or "const".
         clone: whether the caller must be given memory of its own.
         number_type: `int` or `float` for a number that a tensor carries.
-        memory: results of one number that are cloned share memory for the caller as they do here.
+        memory: cloned results with the same number share memory for the caller as they do here.
     """
 
     kind: str
@@ -124,7 +124,7 @@ class _Bound(NamedTuple):
 
 @dataclass(slots=True)
 class StepPlan:
-    """The steps that serve one bucket.
+    """Holds the steps that serve one bucket.
 
     Attributes:
         padded_num_tokens: the bucket.
@@ -132,11 +132,8 @@ class StepPlan:
         copy_ins: static inputs that are filled before the first step.
         state_slots: (slot, place) of tensors that only eager steps read.
         size_slots: (slot, leaf, dim) of sizes that eager steps read.
-        results: one per leaf of the result.
-        check: what is compared on each call, before the step at `check_before`: the first that leaves
-            something which a call that runs eagerly after all would not write anew. As late as that, so that
-            the device has work meanwhile.
-        begin_call: `GraphPool.begin_call`.
+        check: what is compared on each call before the step at `check_before`, the first whose effects
+            an eager run of the call would not overwrite. So late, because the device then has work meanwhile.
         may_run_ahead: whether calls may still be made before the check, as they could when this was planned.
         step_metadata: loaded before each replay, for ops in graphs that read it at fixed addresses.
         max_bound: how many row counts keep their views.

@@ -77,11 +77,11 @@ class _TensorOf:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StateFacts:
-    """What a trace saw of the model's Python state.
+    """Holds what a trace saw of the model's Python state.
 
     Attributes:
-        values: places of plain values, functions and containers, each with what was there; of tensors its
-            kind, and a `StateCheck` takes the tensor that it finds.
+        values: places of plain values, functions and containers, each with what was there; of tensors the
+            `kind_of`, as a `StateCheck` takes the tensor that it finds.
         tensors: places of tensors of which forward read no element, each with its `kind_of`.
         tables: containers whose keys (a mapping or a set) or length (a sequence) decided something, each
             with its `table_content`, or just its length, and its path.

@@ -86,7 +86,7 @@ class TapeGraph(CapturedGraph):
         self._steps = [*fills, *calls]
 
     def replay(self) -> None:
-        """Fills the tape's memory with garbage and runs the recorded ops on the recorded tensors.
+        """Runs the recorded ops on the recorded tensors, behind fills of the tape's memory with garbage.
 
         The caller's grad, inference, autocast and modes have no effect, and random ops draw anew.
         """

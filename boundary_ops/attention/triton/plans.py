@@ -31,14 +31,14 @@ Compiled = tuple[DirectLaunch, tuple[Any, ...]]
 
 @dataclass(slots=True, eq=False)
 class Plan:
-    """Says how calls of one geometry are launched.
+    """Describes how calls of one geometry are launched.
 
     Attributes:
         unsupported: why the program cannot run them, or None; torch operators do it then.
         programs_per_tile: the grid's first size.
         tail: the program's arguments after `num_rows`: strides, then options.
-        bits: all strides or-ed together. With the addresses or-ed in, the low four bits say whether the
-            compiled program's assumption, all divisible by 16, holds.
+        bits: all strides or-ed together. With the addresses or-ed in, the low four bits tell whether all are
+            divisible by 16, as the compiled program assumes.
         launches: the compiled programs that these calls have used, by (has context, max_num_seqs).
     """
 
