@@ -81,8 +81,8 @@ class GraphPool:
     Attributes:
         kind: as errors name it.
         streams: run parallel branches of functions, in warm-ups and in captures into this pool.
-        begin_call: called before each replay of a plan, makes the caller's stream wait for that of the last
-            call. None where there is nothing to do.
+        begin_call: called before each replay of a plan, makes the caller's stream wait for the last call's;
+            None where there is nothing to do.
         graphs: those captured here, as long as somebody holds them.
     """
 

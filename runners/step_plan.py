@@ -164,7 +164,7 @@ class StepPlan:
     def replay(self, leaves: list[Any], num_tokens: int) -> list[Any]:
         """Serves one call; returns the result's leaves, owned by the caller where `clone` says so.
 
-        Raises `StateChanged` before anything persistent is written, so the call can run eagerly.
+        Raises `StateChanged` before anything is left that an eager run of the call would not write anew.
         """
         if self.begin_call is not None:
             self.begin_call()

@@ -48,7 +48,7 @@ class Arena:
         self._spans = []
 
     def restart(self) -> None:
-        """Goes back to the first byte."""
+        """Goes back to the arena's first byte."""
         self._chunk = self._offset = 0
 
     def clear(self) -> None:
