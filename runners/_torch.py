@@ -25,8 +25,7 @@ _AUTOGRAD = ("AutogradOther", "AutogradCPU", "AutogradCUDA")
 
 
 def tensor_guard(tensors: Sequence[torch.Tensor]) -> Any:
-    """Makes Dynamo's own guard of tensors: its `check` compares type, dispatch keys, dtype, device, sizes and
-    strides of all in one call, and fails where two are one; None for no tensors."""
+    """Makes Dynamo's guard: `check` compares tensors' metadata, fails where two are one; None for none."""
     return _TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None) if tensors else None
 
 
@@ -82,8 +81,8 @@ def call_kernel(op: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 
 
 def decomposes(op: OpOverload) -> bool:
-    """Whether an op is no more than the ops it calls, which are then what to look at.
+    """Whether an op is composed of other ops alone, which are then inspected in its place.
 
-    Above autograd torch takes such an op apart itself; inference tensors and kernels are below.
+    Above autograd torch decomposes such an op itself; inference tensors and kernels are below.
     """
     return torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd")

@@ -14,7 +14,7 @@ from runners.state.state_check import StateChange, StateCheck, StateRef
 
 
 class StateChanged(Exception):
-    """The check between two steps found that the model is no longer what was recorded."""
+    """Reports a check between two steps that found the model changed since it was recorded."""
 
     def __init__(self, change: StateChange) -> None:
         super().__init__(change)
@@ -23,11 +23,10 @@ class StateChanged(Exception):
 
 @dataclass(slots=True)
 class CopyIn:
-    """A value of this call and its static buffer, whose padded rows repeat a real one [I2].
+    """Copies a value of this call into its static buffer, whose padded rows repeat a real one [I2].
 
     Attributes:
         slot: the value's place in `env`.
-        rows: the real rows of the buffer.
         pads: fill the padded rows; see `row_copies`.
         units: per dim, how many elements are one row.
     """
@@ -74,10 +73,7 @@ class CopyInputs:
 
 @dataclass(slots=True)
 class Check:
-    """Raises `StateChanged` where the model is no longer what was recorded.
-
-    While `may_run_ahead` is true, only what is looked up next is compared: another check comes later.
-    """
+    """Raises `StateChanged` on a changed model; while `may_run_ahead`, compares only the next look-ups."""
 
     check: StateCheck
     may_run_ahead: Callable[[], bool] | None = None
@@ -110,7 +106,7 @@ class Load:
 
 
 class Loadable(Protocol):
-    """A step's metadata at fixed addresses, which ops in graphs read."""
+    """Holds a step's metadata at fixed addresses, which ops in graphs read."""
 
     def mismatch(self, num_tokens: int) -> Any:
         """Says why the running step cannot be loaded for a call of so many tokens; None where it can."""
@@ -148,8 +144,7 @@ class Measure:
 
 @dataclass(slots=True)
 class Dense:
-    """An argument whose narrowed view has other strides than eager's tensor: it is passed as a dense copy,
-    one for all positions that take it."""
+    """Makes one dense copy of an argument whose narrowed view has other strides than eager's tensor."""
 
     positions: tuple[int, ...]
     rows: torch.Tensor
@@ -188,13 +183,10 @@ class BoundCall:
 
 @dataclass(frozen=True, slots=True)
 class DirectCall:
-    """An op's call without the segment's function around it.
+    """Describes an op's call without the segment's function around it.
 
-    Attributes:
-        bind: the op's arguments of a call that was served → the op, ready for more of them: its attribute
-            `function`, to be read anew for each.
-        arguments: the op's, None where `places` has them.
-        places: (argument, index of the segment's input).
+    `bind` makes the op ready for repeats of a served call: read its `function` anew for each. `places` are
+    (argument, index of the segment's input); `arguments` are None there.
     """
 
     bind: Callable[..., Any]
@@ -204,7 +196,7 @@ class DirectCall:
 
 @dataclass(slots=True)
 class BoundOpCall(BoundCall):
-    """A boundary op whose arguments look the same at each call of this row count: bound after the first."""
+    """Calls a boundary op whose arguments keep their geometry at one row count: bound after the first."""
 
     direct: DirectCall
     op: Any = None
@@ -239,8 +231,7 @@ class BoundOpCall(BoundCall):
 
 @dataclass(frozen=True, slots=True)
 class CopiedResult:
-    """One result that shares memory: `rows` of static memory, or the value in the slot `source` where that is
-    None; `place` is that of eager's own tensor."""
+    """Describes a result that shares memory: static `rows`, or the slot `source`; `place` is eager's."""
 
     target: int
     rows: torch.Tensor | None

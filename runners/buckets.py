@@ -1,7 +1,6 @@
-"""Finds the bucket that serves a call, among the token counts for which graphs exist.
+"""Finds the smallest captured bucket that holds a call's tokens.
 
-A call of `num_tokens` tokens runs in the smallest bucket that holds it; nothing above the largest bucket is
-ever captured, and zero tokens have nothing to replay.
+Nothing above the largest bucket is ever captured, and zero tokens have nothing to replay.
 """
 
 from __future__ import annotations
@@ -24,15 +23,14 @@ MAX_BUCKET = 2**31 - 1
 
 @dataclass(frozen=True, slots=True)
 class TokenBuckets:
-    """An ascending set of token counts with a search that never picks a bucket smaller than the call.
+    """Holds ascending token counts, and finds the bucket of a call.
 
     Args:
-        sizes: the buckets as a list, tuple, range, array or tensor of ints, strictly ascending, each in
-            [1, 2**31 - 1], at most `MAX_NUM_BUCKETS` of them.
+        sizes: a list, tuple, range, array or tensor of ints, strictly ascending, each in [1, 2**31 - 1],
+            at most `MAX_NUM_BUCKETS` of them.
 
     Raises:
-        InvalidBuckets: the list is empty, too long or of another type, or an entry is not an int, out of
-            range, a duplicate or out of order; the message names the entry and its position.
+        InvalidBuckets: `sizes` is anything else; the message names the entry and its position.
     """
 
     sizes: Sequence[int]
@@ -42,24 +40,18 @@ class TokenBuckets:
 
     @property
     def max(self) -> int:
-        """The largest bucket; calls with more tokens run eagerly."""
+        """Returns the largest bucket; calls with more tokens run eagerly."""
         return self.sizes[-1]
 
     def bucket_for(self, num_tokens: int) -> int | None:
-        """Finds the smallest bucket that holds `num_tokens`, in O(log buckets); None for 0 tokens and for
-        more than `max`.
-
-        Raises:
-            ValueError: `num_tokens` is negative.
-        """
+        """Finds a call's smallest bucket, in O(log buckets); None for 0 or above `max`, ValueError below."""
         if num_tokens < 0:
             raise ValueError(f"num_tokens: expected 0 or more, got {num_tokens}")
         index = bisect_left(self.sizes, num_tokens)
         return self.sizes[index] if num_tokens and index < len(self.sizes) else None
 
     def range_for(self, bucket: int) -> tuple[int, int]:
-        """Finds the token counts that `bucket` serves, as (lowest, highest), both inclusive; raises
-        `UnlistedBucket`."""
+        """Returns the inclusive range of token counts that `bucket` serves; raises `UnlistedBucket`."""
         index = bisect_left(self.sizes, bucket)
         if index == len(self.sizes) or self.sizes[index] != bucket:
             raise UnlistedBucket(bucket=bucket, sizes=list(self.sizes))
@@ -70,7 +62,7 @@ class TokenBuckets:
 
 
 class SizeProblem(NamedTuple):
-    """What is wrong with a size list; `part` is the position, such as ``[2]``, or empty for the whole."""
+    """Describes a fault of a size list; `part` is the position, such as ``[2]``, or empty for the whole."""
 
     part: str
     expected: str

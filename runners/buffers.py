@@ -1,7 +1,7 @@
 """Holds static buffers: memory at fixed addresses that graphs read their inputs from.
 
-One storage per value serves all buckets: the largest bucket, which is captured first, decides its size, and
-the smaller ones look at its beginning.
+One storage per value serves all buckets: the largest, captured first, decides its size; smaller ones use its
+beginning.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from runners.rows import is_dense
 
 
 class StaticBuffers:
-    """The static buffers of one graphed module; dropping all references to it frees them."""
+    """Owns the static buffers of one graphed module; dropping all references to it frees them."""
 
     def __init__(self) -> None:
         self._storages: dict[Hashable, torch.Tensor] = {}

@@ -1,4 +1,4 @@
-"""Python's garbage collector, out of the way for a while."""
+"""Pauses Python's garbage collector."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ from contextlib import contextmanager
 
 @contextmanager
 def paused_collector() -> Iterator[None]:
-    """A block in which no collection starts by itself; what reference counts free is freed as ever.
+    """Keeps the collector from starting in a block, for all threads; reference counts free as ever.
 
-    A trace makes a million objects that live on, and each full collection on the way looks at all of them:
-    a tenth of the start-up. In a capture one could destroy CUDA objects, which a capture forbids. It counts
-    for all threads, as the collector does.
+    A trace makes a million objects that live on; full collections of them take a tenth of the start-up. In a
+    capture, a collection could destroy CUDA objects, which a capture forbids.
     """
     was_enabled = gc.isenabled()
     gc.disable()

@@ -1,7 +1,6 @@
-"""Defines what a graph engine does, so that all code above works with any of them (`engines.py` lists them).
+"""Defines what a graph engine does: it records a function's work once and repeats it on the same memory.
 
-An engine records the work of a function once and repeats it on the same memory, without running the function.
-The tape needs no GPU, so a machine without one tests the same code.
+`engines.py` lists the engines. The tape needs no GPU, so a machine without one tests the same code.
 """
 
 from __future__ import annotations
@@ -28,11 +27,9 @@ class CapturedGraph:
     """Holds the recorded work of one segment at one bucket; this base class holds none.
 
     Attributes:
-        segment: as errors name it.
         outputs: the function's results: tensors in pool memory, rewritten by each replay; inputs, parameters,
             views of them, None and numbers are passed through. Empty after `reset`.
         num_ops: recorded ops, or nodes of a CUDA graph.
-        is_reset: whether `reset` was called.
     """
 
     def __init__(self, segment: str, outputs: tuple[Any, ...], num_ops: int) -> None:
@@ -59,7 +56,7 @@ class CapturedGraph:
 
 
 class Streams:
-    """Runs the parallel branches of a function: on stream 0, where the function was called, and side streams.
+    """Runs a function's parallel branches on stream 0, where it was called, and on side streams.
 
     This base class, for a device without streams, runs them in the order of the calls.
     """
@@ -79,15 +76,14 @@ class Streams:
 
 
 class GraphPool:
-    """Memory that the graphs of one module share, all buckets and signatures [I9].
+    """Owns the memory that the graphs of one module share, all buckets and signatures [I9].
 
     Attributes:
         kind: as errors name it.
-        streams: what functions with parallel branches run on, in warm-ups and in captures into this pool.
-        begin_call: to be called before each replay of a plan: makes the caller's stream wait for that of the
-            last call. None where there is nothing to do.
+        streams: run parallel branches of functions, in warm-ups and in captures into this pool.
+        begin_call: called before each replay of a plan, makes the caller's stream wait for the last call's;
+            None where there is nothing to do.
         graphs: those captured here, as long as somebody holds them.
-        is_recording: whether a capture into it is under way.
     """
 
     kind: str
@@ -101,25 +97,24 @@ class GraphPool:
 
     @property
     def allocated_bytes(self) -> int:
-        """Bytes held now: the peak over buckets, not their sum."""
+        """Returns the bytes held now: the peak over buckets, not their sum."""
         raise NotImplementedError
 
     @property
     def device_bytes(self) -> int:
-        """Bytes that the buckets captured so far took from the device, where that can be measured."""
+        """Returns the bytes that captured buckets took from the device, where that can be measured."""
         return self.allocated_bytes
 
     @property
     def num_live(self) -> int:
-        """Graphs that were not reset."""
+        """Counts the graphs that were not reset."""
         return sum(not graph.is_reset for graph in self.graphs)
 
     def begin_bucket(self) -> None:
         """Begins the warm-ups of a bucket."""
 
     def keep_only(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Says that of all outputs captured since `begin_bucket` only these are read from here on: segments
-        captured later may reuse the memory of the others."""
+        """Frees for later captures all outputs captured since `begin_bucket` but these."""
 
     def end_bucket(self) -> None:
         """Completes a bucket: the next one captured here reuses its memory [I9]."""
@@ -158,7 +153,6 @@ class GraphEngine:
     """Makes pools and graphs, and knows its kind of device; this base class knows a CPU.
 
     Attributes:
-        name: the engine's name in a configuration.
         device_type: the kind of device whose work it records; None for any.
         has_triton: whether Triton's kernels run there.
         dies_of_bad_index: whether an index out of range makes the device unusable for the process.
@@ -175,8 +169,8 @@ class GraphEngine:
     def capture(self, fn: Callable[[], Sequence[Any]], *, pool: Any, segment: str) -> CapturedGraph:
         """Runs `fn` once and records its work into `pool`; `segment` names it in errors.
 
-        Whatever `fn` raises passes through, and then leaves no graph, memory or mode behind [I8]. The random
-        state moves as in an eager run.
+        Whatever `fn` raises passes through and leaves no graph, memory or mode behind [I8]. The random state
+        moves as in an eager run.
 
         Raises:
             CaptureError: `fn` did something that a graph cannot repeat.

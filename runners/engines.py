@@ -1,7 +1,7 @@
 """Lists the graph engines, and finds the one that serves a device.
 
-An engine for another kind of device is a folder beside `cuda/` and one entry in `_HOMES`. An engine is
-imported when it is first used, so that settings can name engines without torch.
+Another engine is a folder beside `cuda/` and an entry in `_HOMES`. Engines are imported when first used, so
+that settings can name them without torch.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class _Home(NamedTuple):
-    """Where an engine's class is, and the kind of device whose work it records; None for any."""
+    """Names an engine's class, its module, and the kind of device whose work it records; None for any."""
 
     module: str
     class_name: str
@@ -42,10 +42,7 @@ def native_engine(device: torch.device | str) -> GraphEngine:
 
 
 def engine_for(name: str, device: torch.device | str) -> GraphEngine:
-    """Finds the graph engine of that name, one of `ENGINE_NAMES`, for a model on the device.
-
-    Raises `UnknownEngine` or `EngineOfAnotherDevice`.
-    """
+    """Finds the engine of that name for a device; raises `UnknownEngine` or `EngineOfAnotherDevice`."""
     if name == "auto":
         return native_engine(device)
     if name not in _HOMES:

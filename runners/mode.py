@@ -1,7 +1,7 @@
-"""Which mode the caller is in: eager only, capture window open, or in the middle of a capture.
+"""Tells the caller's mode: eager only, capture window open, or in the middle of a capture.
 
-One `ContextVar` per mode and no other state, so that a mode ends with its block whatever is raised in it, and
-threads and tasks do not see each other's. Reading one costs well under 0.2 us, since each call reads two.
+Each mode is one `ContextVar`, so it ends with its block whatever is raised, and threads and tasks have their
+own. Reading one costs well under 0.2 us, since each call reads two.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ def _set(mode: ContextVar[T], value: T) -> Iterator[None]:
 
 
 def eager_only() -> AbstractContextManager[None]:
-    """No graph is replayed in this block: every call runs eagerly, with the reason ``eager_only``."""
+    """Runs every call of a block eagerly, with the reason ``eager_only``."""
     return _set(_eager_only, True)
 
 
 def capture_window() -> AbstractContextManager[None]:
-    """Shapes seen in this block may be captured [I5]; outside of one, an unseen shape runs eagerly."""
+    """Lets shapes seen in a block be captured [I5]; outside of one, an unseen shape runs eagerly."""
     return _set(_capture_window, True)
 
 

@@ -27,11 +27,10 @@ def recording_calls(record: CallRecorder) -> Iterator[None]:
 
 
 class OpaqueCall:
-    """A function of numbers and tensors that is recorded as one step.
+    """Wraps a function of numbers and tensors that is recorded as one step.
 
-    Args:
-        function: returns a sequence of tensors: new ones, or views of its arguments. It may write its
-            arguments. It reads no other tensor, and does the same on each call with equal shapes.
+    It returns a sequence of new tensors or views of its arguments, may write its arguments, reads no other
+    tensor, and does the same on each call with equal shapes.
     """
 
     def __init__(self, function: Callable[..., Sequence[Any]]) -> None:

@@ -29,7 +29,7 @@ from runners.mode import is_eager_only
 
 
 class BucketPhase(Enum):
-    """How far a bucket has come."""
+    """Tells how far a bucket has come."""
 
     COLD = "cold"
     WARMING = "warming"
@@ -39,7 +39,7 @@ class BucketPhase(Enum):
 
 @dataclass(frozen=True, slots=True)
 class BucketState:
-    """How far one bucket has come: the warm-ups made while WARMING, why it is EAGER_ONLY."""
+    """Describes one bucket: its phase, the warm-ups made while WARMING, why it is EAGER_ONLY."""
 
     phase: BucketPhase
     num_warmups: int = 0
@@ -61,14 +61,9 @@ class PiecewiseRunner:
     Args:
         fn: ``fn(padded_num_tokens, *args)`` returns the sequence of the segment's outputs.
         name: the segment in errors, such as ``"segment 3"``.
-        engine: records and replays.
-        pool: one of that engine's, shared with the other segments of the module.
+        pool: one of the engine's, shared with the other segments of the module.
         warmup_steps: warm-ups that a bucket needs before its capture, 0 or more.
         module_path: where the segment begins in the model, for errors; may be empty.
-
-    Attributes:
-        function: `fn`.
-        num_captures, num_replays: so far.
     """
 
     def __init__(
@@ -92,23 +87,24 @@ class PiecewiseRunner:
 
     @property
     def captured(self) -> tuple[int, ...]:
-        """The buckets that have a graph, in the order of capture."""
+        """Returns the buckets that have a graph, in the order of capture."""
         return tuple(self._captures)
 
     def state_for(self, padded_num_tokens: int) -> BucketState:
-        """The state of a bucket; COLD for one never seen."""
+        """Returns the state of a bucket; COLD for one never seen."""
         return self._states.get(padded_num_tokens, COLD)
 
     def graph_for(self, padded_num_tokens: int) -> CapturedGraph | None:
-        """The bucket's graph, or None."""
+        """Returns the bucket's graph, or None."""
         capture = self._captures.get(padded_num_tokens)
         return capture.graph if capture else None
 
     def warm_up(
         self, padded_num_tokens: int, args: Sequence[Any], *, fn: Callable[..., Sequence[Any]] | None = None
     ) -> tuple[Any, ...]:
-        """Runs the segment, or another form `fn` of it, eagerly in the modes of a capture: COLD or WARMING(n)
-        becomes WARMING(n + 1). Returns the outputs, owned by the caller.
+        """Runs the segment, or its form `fn`, eagerly in a capture's modes, and counts a warm-up.
+
+        Returns the outputs, owned by the caller.
 
         Raises:
             WrongBucketState: the bucket is captured, or its capture failed.
@@ -157,10 +153,9 @@ class PiecewiseRunner:
         return graph.outputs
 
     def replay(self, padded_num_tokens: int) -> tuple[Any, ...]:
-        """Replays the bucket's graph on what its arguments hold now; `WrongBucketState` where there is none.
+        """Replays the bucket's graph on its arguments' values of now; `WrongBucketState` without one.
 
-        Returns:
-            The graph's outputs: static memory, valid until the next replay in this pool.
+        The returned outputs are static memory, valid until the next replay in this pool.
         """
         capture = self._captures.get(padded_num_tokens)
         if capture is None:
@@ -170,10 +165,7 @@ class PiecewiseRunner:
         return capture.graph.outputs
 
     def __call__(self, padded_num_tokens: int, *args: Any) -> tuple[Any, ...]:
-        """Replays where the bucket is captured and `args` are those of the capture; else runs eagerly.
-
-        Tensors are compared by address, shape, stride and dtype, other values by equality.
-        """
+        """Replays where args equal the capture's (tensors by address and geometry); else runs eagerly."""
         capture = self._captures.get(padded_num_tokens)
         if capture is None or is_eager_only() or capture.arguments != _geometry(args):
             return tuple(self.function(padded_num_tokens, *args))
@@ -221,8 +213,7 @@ class PiecewiseRunner:
 
 
 def _geometry(args: Sequence[Any]) -> list[Any]:
-    """Describes arguments, tensors by address, shape, stride and dtype: a graph that was captured with some
-    serves all that are described alike."""
+    """Describes arguments, tensors by address, shape, stride and dtype, for comparison with a capture's."""
     return [
         (each.data_ptr(), each.shape, each.stride(), each.dtype)
         if isinstance(each, Tensor)

@@ -17,7 +17,7 @@ Sizes = Callable[[int], Sequence[int]]
 
 
 class SizedValue(Protocol):
-    """What run time needs to know of a value: its sizes and strides as functions of the row count."""
+    """Describes a value's sizes and strides as functions of the row count."""
 
     @property
     def dtype(self) -> torch.dtype | None: ...
@@ -47,11 +47,9 @@ class _SameGeometry(NamedTuple):
 
 
 class BoundRows(NamedTuple):
-    """Views for one row count.
+    """Holds the views for one row count.
 
-    Attributes:
-        views: per index, the view; the last entry is None, for the index −1.
-        other_strides: index → eager's strides, of a view that has others.
+    `views` ends with None, for the index −1; `other_strides`: index → eager's strides where they differ.
     """
 
     views: list[Any]

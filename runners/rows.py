@@ -46,7 +46,7 @@ def is_dense(sizes: Sequence[int], strides: Sequence[int]) -> bool:
 
 
 def num_spanned(sizes: Sequence[int], strides: Sequence[int]) -> int:
-    """Elements from the first to the last, gaps included."""
+    """Counts elements from the first to the last, gaps included."""
     if 0 in sizes:
         return 0
     return 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
@@ -60,12 +60,9 @@ def padded_parts(tensor: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tenso
 def row_copies(
     tensor: torch.Tensor, sizes: Sequence[int], units: Sequence[int], *, row: int = 0
 ) -> list[RowCopy]:
-    """Finds views of `tensor` that, copied in this order, let each row behind the leading part of `sizes`
-    repeat one of the leading rows, the same one in all tensors [I2].
+    """Finds views whose copies, in order, repeat one leading row behind the leading part of `sizes` [I2].
 
-    Args:
-        units: per dim, how many elements are one row.
-        row: which of the leading rows it is.
+    `units` is how many elements are one row, per dim; `row` is the leading row, the same in all tensors.
     """
     found: list[RowCopy] = []
     inner = tensor

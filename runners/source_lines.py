@@ -15,11 +15,7 @@ _STANDARD_LIBRARY = os.path.dirname(os.__file__) + os.sep
 
 
 def source_line() -> str:
-    """Finds the innermost line of the recorded function outside torch and this package.
-
-    Returns:
-        What an error says of it, such as ", at model.py:3: `x.item()`"; empty where there is none.
-    """
+    """Returns the innermost user's line, such as ", at model.py:3: `x.item()`"; empty where there is none."""
     for frame, line in traceback.walk_stack(sys._getframe(1)):
         code = frame.f_code
         if code.co_name == "capture" and code.co_filename.startswith(_NOT_USERS[0]):

@@ -14,10 +14,7 @@ from typing import Any
 
 
 class FallbackReason(str, Enum):
-    """Says why a call ran eagerly: what was found, and what makes such a call replay.
-
-    A member equals its code, so ``reasons["not_captured"]`` works too.
-    """
+    """Says why a call ran eagerly, and what makes such a call replay; a member equals its code."""
 
     explanation: str
     fix: str
@@ -169,14 +166,10 @@ class FallbackReason(str, Enum):
 
 @dataclass(slots=True)
 class CallStats:
-    """Counters of one graphed module; the sum of `reasons` is `eager_calls`, of `calls_by_bucket` `replays`.
+    """Holds counters of one graphed module; `reasons` sums to `eager_calls`, `calls_by_bucket` to `replays`.
 
     Attributes:
-        replays: calls served by replaying a plan.
-        eager_calls: calls that ran eagerly.
-        reasons: one count per eager call, by `FallbackReason`.
         captured: the buckets that have graphs, in the order of capture.
-        calls_by_bucket: replays per bucket.
         eager_by_bucket: per bucket, one count by reason of each eager call that it would have served. Calls
             whose token count was not looked at (gradients on, an unseen signature) are in `reasons` only.
     """
@@ -210,11 +203,11 @@ class CallStats:
         self.eager_by_bucket.clear()
 
     def snapshot(self) -> CallStats:
-        """A copy that later calls do not change."""
+        """Returns a copy that later calls do not change."""
         return copy.deepcopy(self)
 
     def asdict(self) -> dict[str, Any]:
-        """Plain values for JSON; buckets are strings there, as JSON's keys are."""
+        """Returns plain values for JSON; buckets are strings there, as JSON's keys are."""
         return {
             "replays": self.replays,
             "eager_calls": self.eager_calls,

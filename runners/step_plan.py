@@ -43,7 +43,7 @@ from runners.state.state_check import StateCheck, StateRef
 
 @dataclass(frozen=True, slots=True)
 class StaticInput:
-    """A static buffer, padded to the bucket, that graphs read in place of the value at `slot` of `env`."""
+    """Describes a static buffer, padded to the bucket, that graphs read in place of `env[slot]`."""
 
     slot: int
     buffer: torch.Tensor
@@ -52,7 +52,7 @@ class StaticInput:
 
 @dataclass(frozen=True, slots=True)
 class StaticArgument:
-    """An argument of an eager call that graphs own, narrowed to the real rows; whether the call writes it."""
+    """Describes a graph-owned argument of an eager call, on the real rows; whether the call writes it."""
 
     tensor: torch.Tensor
     value: SizedValue
@@ -61,7 +61,7 @@ class StaticArgument:
 
 @dataclass(frozen=True, slots=True)
 class ReplayStep:
-    """A captured segment."""
+    """Replays a captured segment."""
 
     graph: CapturedGraph
     name: str
@@ -72,13 +72,12 @@ class ReplayStep:
 
 @dataclass(frozen=True, slots=True)
 class CallStep:
-    """A boundary op or an eager segment, called as `function(num_tokens, *arguments)`.
+    """Calls a boundary op or an eager segment as `function(num_tokens, *arguments)`.
 
     Attributes:
         arguments: per position, what graphs own or a slot of `env`.
-        results: slots of the results.
         copies: results and written values that graphs read later.
-        direct: how to call the op itself, where all its arguments look the same at each call.
+        direct: how to call the op itself, where all its arguments have one geometry at each call.
         owned: positions in `results` of tensors that the plan has in memory of their own.
     """
 
@@ -100,7 +99,7 @@ class ResultItem:
             "state" or "const".
         clone: whether the caller must be given memory of its own.
         number_type: `int` or `float` for a number that a tensor carries.
-        memory: results of one number that are cloned share memory for the caller as they do here.
+        memory: cloned results with the same number share memory for the caller as they do here.
     """
 
     kind: str
@@ -117,7 +116,7 @@ class ResultItem:
 
 
 class _Bound(NamedTuple):
-    """The steps for one `num_tokens`, and how to read the results."""
+    """Holds the steps for one `num_tokens`, and how to read the results."""
 
     steps: list[Any]
     results: list[Callable[[list[Any]], Any]]
@@ -125,7 +124,7 @@ class _Bound(NamedTuple):
 
 @dataclass(slots=True)
 class StepPlan:
-    """The steps that serve one bucket.
+    """Holds the steps that serve one bucket.
 
     Attributes:
         padded_num_tokens: the bucket.
@@ -133,11 +132,8 @@ class StepPlan:
         copy_ins: static inputs that are filled before the first step.
         state_slots: (slot, place) of tensors that only eager steps read.
         size_slots: (slot, leaf, dim) of sizes that eager steps read.
-        results: one per leaf of the result.
-        check: what is compared on each call, before the step at `check_before`: the first that leaves
-            something which a call that runs eagerly after all would not write anew. As late as that, so that
-            the device has work meanwhile.
-        begin_call: `GraphPool.begin_call`.
+        check: what is compared on each call before the step at `check_before`, the first whose effects
+            an eager run of the call would not overwrite. So late, because the device then has work meanwhile.
         may_run_ahead: whether calls may still be made before the check, as they could when this was planned.
         step_metadata: loaded before each replay, for ops in graphs that read it at fixed addresses.
         max_bound: how many row counts keep their views.
@@ -168,8 +164,7 @@ class StepPlan:
     def replay(self, leaves: list[Any], num_tokens: int) -> list[Any]:
         """Serves one call; returns the result's leaves, owned by the caller where `clone` says so.
 
-        Raises:
-            StateChanged: the model changed; nothing persistent has been written, so the call can run eagerly.
+        Raises `StateChanged` before anything is left that an eager run of the call would not write anew.
         """
         if self.begin_call is not None:
             self.begin_call()
@@ -199,7 +194,7 @@ class StepPlan:
 
 
 class _CallTemplate(NamedTuple):
-    """A call step and what does not depend on the row count; `views` are indices into the row views."""
+    """Holds a call step and what does not depend on the row count; `views` index the row views."""
 
     step: CallStep
     views: list[int]
@@ -306,8 +301,7 @@ class _Binder:
 
 
 def _with_own_memory(step: CallStep) -> Callable[..., Any]:
-    """Wraps the step's function: results that the plan has in memory of their own are copied where they lie
-    in what graphs own, which may reuse it before a later step, or the caller, reads the result."""
+    """Wraps a step so that owned results in graph memory are copied before a later step reuses it."""
     taken = enumerate(step.arguments, start=1)
     static = [at for at, argument in taken if isinstance(argument, StaticArgument)]
 

@@ -1,4 +1,4 @@
-"""Tensors inside of values."""
+"""Finds and replaces tensors inside values."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """The tensors of a value, in order; tuples and lists are looked into."""
+    """Returns the tensors of a value, in order; tuples and lists are looked into."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, (tuple, list)):
@@ -18,7 +18,7 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def map_tensors(value: Any, function: Callable[[Tensor], Any]) -> Any:
-    """`value` with each tensor in its lists, tuples and dicts replaced by `function` of it."""
+    """Replaces each tensor in a value's lists, tuples and dicts by `function` of it."""
     if isinstance(value, Tensor):
         return function(value)
     if isinstance(value, dict):

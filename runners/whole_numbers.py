@@ -1,4 +1,4 @@
-"""Ints as callers have them: Python's, NumPy's and those of tensors, alone and in lists and arrays."""
+"""Reads ints as callers have them: Python's, NumPy's and those of tensors, alone and in lists and arrays."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def whole_number(value: Any) -> int | None:
-    """The int that a value is, of whatever integer type; None for all else: True, 8.0 and text are none."""
+    """Returns a value of any integer type as an int; None for all else: True, 8.0 and text are none."""
     if type(value) is int:
         return value
     is_flag = isinstance(value, bool) or str(getattr(value, "dtype", "")).endswith("bool")
@@ -20,7 +20,7 @@ def whole_number(value: Any) -> int | None:
 
 
 def listed(values: Any) -> list[Any] | None:
-    """A list's, tuple's or range's items, or those of an array or tensor of one dim; None for all else."""
+    """Returns the items of a list, tuple or range, or of an array or tensor of one dim; None for all else."""
     if isinstance(values, (list, tuple, range)):
         return list(values)
     if getattr(values, "ndim", 1) == 1 and hasattr(values, "tolist"):

@@ -34,12 +34,9 @@ SCHEMA = (
 
 
 def attend_inplace(*args: Any, **kwargs: Any) -> None:
-    """Writes the step's K and V to the pages and its attention to `out`; the implementation of the op.
+    """Writes the step's K and V to the pages and its attention to `out`: the implementation of the op.
 
     The same inputs give the same bits at each call. Nothing is written when an argument is wrong.
-
-    Args:
-        args, kwargs: those of an `AttentionCall`.
 
     Raises:
         BoundaryOpError: no batch is running, an argument does not fit the batch, the cache or the others, or
@@ -58,7 +55,6 @@ def attend_inplace(*args: Any, **kwargs: Any) -> None:
 
 
 def _program_for(cache: PagedKVCache) -> Any:
-    """Returns the Triton program's module where the cache's calls go there, else None."""
     goes_there = cache.library is None and cache.attention_backend != "torch"
     return find_program() if goes_there and cache.device.type == "cuda" else None
 
@@ -106,7 +102,6 @@ def attend_by_torch(batch: PrefillBatch, call: AttentionCall) -> None:
 
 
 def _write_pages(batch: PrefillBatch, call: AttentionCall) -> None:
-    """Writes one layer's new K and V to the step's slots of its pools."""
     for pool, rows in ((call.k_cache, call.k), (call.v_cache, call.v)):
         pool.view(-1, *rows.shape[1:]).index_copy_(0, batch.slot_mapping, rows)
 

@@ -35,11 +35,7 @@ _CHUNK_ELEMENTS = 1 << 22
 
 
 def attend_captured(*args: Any, **kwargs: Any) -> None:
-    """Does what `attend_inplace` does, for the leading `cu_seqlens_q[-1]` rows; all other rows stay.
-
-    Args:
-        args, kwargs: those of a `CapturedCall`, which must fit each other.
-    """
+    """Attends as `attend_inplace` does for the leading `cu_seqlens_q[-1]` rows; other rows stay."""
     call = CapturedCall(*args, **kwargs)
     program = find_program() if call.q.is_cuda else None
     if program is not None:
@@ -92,8 +88,7 @@ def attend_by_torch(call: CapturedCall) -> None:
 
 
 def _write_rows(pool: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor, is_real: torch.Tensor) -> None:
-    """Writes real rows to their slots. The others repeat what the first row writes, which without any real
-    row is what its slot holds already."""
+    """Writes real rows to their slots; others repeat the first row's write, or its slot's content."""
     lines = pool.view(-1, *pool.shape[2:])
     first = torch.where(is_real[:1, None, None], rows[:1], lines[slots[:1]])
     lines.index_copy_(
@@ -104,10 +99,7 @@ def _write_rows(pool: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor, is_
 def _attend_rows(
     q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, seen: torch.Tensor, call: CapturedCall
 ) -> torch.Tensor:
-    """Attends from each row to keys of its own, float32 [rows, heads, head_dim]; NaN where none is seen.
-
-    keys and values are float32 [rows, width, kv_heads, head_dim], seen is [rows, width].
-    """
+    """Attends float32 rows to keys [rows, width, kv_heads, head_dim] of their own; NaN where none is seen."""
     rows, heads, dim = q.shape
     kv_heads = keys.shape[2]
     queries = q.float().view(rows, kv_heads, heads // kv_heads, dim)

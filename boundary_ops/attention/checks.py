@@ -43,12 +43,12 @@ class CapturedCall(NamedTuple):
 
     @property
     def metadata(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Slots, starts, lengths and block tables."""
+        """Returns slots, starts, lengths and block tables."""
         return self.slot_mapping, self.cu_seqlens_q, self.seq_lens, self.block_tables
 
     @property
     def layer(self) -> AttentionCall:
-        """The same without the metadata."""
+        """Returns the arguments without the metadata."""
         return AttentionCall(*self[:6], *self[10:])  # type: ignore[arg-type]
 
 

@@ -30,17 +30,15 @@ def find_program() -> Any:
 
 @functools.cache
 def warn_slow(why: str) -> None:
-    """Says once for each reason that torch operators serve calls which the program cannot run."""
+    """Warns once for each reason that torch operators serve calls which the program cannot run."""
     _log.warning("%s runs as torch operators, which is slow: %s", NAME, why)
 
 
 def warm_up(num_tokens: int, *args: Any, **kwargs: Any) -> None:
     """Compiles what a call with `num_tokens` new tokens launches on CUDA, so that no later call does.
 
-    Args:
-        args, kwargs: the arguments of such a call, looked at and not touched; the back end is that of the
-            cache that `k_cache` belongs to. Without them, every layer shape that the Triton program has been
-            called or warmed up with is warmed up.
+    Such a call's arguments are inspected, not written. Without them, every layer shape is compiled that the
+    Triton program has served or warmed up.
 
     Raises:
         BoundaryOpError: the cache has named a back end that cannot serve such a call.

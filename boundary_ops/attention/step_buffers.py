@@ -77,7 +77,7 @@ class StepBuffers:
 
     @property
     def tensors(self) -> Mapping[str, torch.Tensor]:
-        """The metadata by the names of the op's arguments."""
+        """Returns the metadata by the names of the op's arguments."""
         names = ("slot_mapping", "cu_seqlens_q", "seq_lens", "block_tables")
         return {name: getattr(self, name) for name in names}
 
@@ -89,11 +89,9 @@ class StepBuffers:
         return None if self._excess(batch) is None else StepMismatch.TOO_LARGE
 
     def load(self, batch: PrefillBatch | None = None) -> None:
-        """Copies a step's metadata to the fixed addresses: one copy on the current stream, not waited for.
+        """Copies a step to the fixed addresses without waiting; None is the current one, which counts as run.
 
-        Args:
-            batch: the step; None for the current one, which then counts as run. One of another cache or
-                beyond a bound is refused, and nothing changes.
+        A step of another cache or beyond a bound is refused, and nothing changes.
         """
         batch = PrefillBatch.current("piecewise::attn_captured") if batch is None else batch
         if not self._is_of_the_cache(batch):
@@ -149,7 +147,6 @@ class StepBuffers:
 
 
 def _check_backend(pool: torch.Tensor) -> None:
-    """Raises where the captured op is another program than the one that the pool's cache has named."""
     cache = PagedKVCache.owner_of(pool)
     if cache is None:
         return

@@ -26,8 +26,7 @@ def choose(name: str, pools: PoolSpec) -> AttentionLibrary | None:
     """Returns the library that attends for a cache with such pools; None where code of this package does.
 
     Raises:
-        BoundaryOpError: there is no back end of that name, it is not available here, or it cannot serve such
-            pools.
+        BoundaryOpError: the back end is unknown, not available here, or cannot serve such pools.
     """
     if not isinstance(name, str) or name not in NAMES:
         raise UnknownBackend(names=", ".join(map(repr, NAMES)), got=repr(name), fix=near(str(name), NAMES))

@@ -31,11 +31,9 @@ MIN_VERSION, MIN_CAPABILITY = (0, 2), (8, 0)
 
 @dataclass(slots=True, eq=False)
 class _Planned:
-    """Holds a wrapper, and the step that it is planned for.
+    """Holds a wrapper and the step that it is planned for.
 
-    Attributes:
-        step: what the step's batch keeps under the same key; None before the first plan.
-        sent: reached when the device has read the plan from the wrapper's pinned memory; None on the CPU.
+    `sent` is reached when the device has read the plan from the wrapper's pinned memory; None on the CPU.
     """
 
     wrapper: Any
@@ -123,7 +121,6 @@ class FlashInferAttention:
 
 
 def _check_pools(pools: PoolSpec) -> None:
-    """Raises unless FlashInfer has kernels for the device, dtype and head size."""
     device = pools.device
     if device.type not in DEVICE_TYPES:
         raise BackendUnavailable(name=NAME, expected="a CUDA device", got=str(device))
@@ -138,8 +135,7 @@ def _check_pools(pools: PoolSpec) -> None:
 
 
 def _page_lists(step: StepView, block_size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Returns where each sequence's pages begin in the list of all, [B + 1]; that list; and the tokens in the
-    last page of each, [B]. All int32."""
+    """Returns int32 page offsets [B + 1], the list of pages, and the tokens in each last page [B]."""
     lens, tables = step.host.seq_lens, step.host.block_tables
     counts = -(-lens // block_size)
     starts = np.concatenate(([0], np.cumsum(counts))).astype(np.int32)

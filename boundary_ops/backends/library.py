@@ -78,10 +78,7 @@ class StepView(Protocol):
 
 
 class AttentionLibrary(Protocol):
-    """Attends for one cache. Making it raises where the library or the pools do not fit.
-
-    All calls get arguments that fit each other and the step.
-    """
+    """Attends for one cache, with arguments checked by the caller; making it raises where it does not fit."""
 
     def check_call(self, call: AttentionCall) -> None:
         """Raises where the library lacks what a layer asks for. Depends on the call's geometry alone."""

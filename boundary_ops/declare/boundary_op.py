@@ -34,13 +34,7 @@ class StepMismatch(Enum):
 
 @dataclass(frozen=True, slots=True)
 class CaptureLimits:
-    """Bounds a captured step, inclusive.
-
-    Attributes:
-        max_num_seqs: sequences of one step.
-        max_num_tokens: new tokens of one step.
-        max_seq_len: context plus new tokens of one sequence.
-    """
+    """Bounds a captured step, inclusive; `max_seq_len` is context plus new tokens of one sequence."""
 
     max_num_seqs: int
     max_num_tokens: int
@@ -52,7 +46,7 @@ class StepMetadata(Protocol):
 
     @property
     def tensors(self) -> Mapping[str, torch.Tensor]:
-        """Argument name of the captured form's op → the tensor that it is given; none of them ever moves."""
+        """Maps argument names of the captured form's op to its tensors, none of which ever moves."""
         ...
 
     def mismatch(self, num_tokens: int) -> StepMismatch | None:
@@ -87,16 +81,14 @@ class CapturedForm:
 
 
 class BoundOp:
-    """Serves calls of one op that repeat with arguments of equal geometry: shapes, strides, dtypes, devices
-    and all that is no tensor.
+    """Serves repeated calls of one op with equal shapes, strides, dtypes, devices and non-tensors.
 
-    A call through the dispatcher boxes every argument, enters Python again, finds the device and looks the
-    call up among those seen before: more host time than the launch itself takes.
+    A call through the dispatcher boxes every argument, enters Python again, finds the device and looks up the
+    call: more host time than the launch itself takes.
 
     Attributes:
-        function: called with the arguments that `BoundaryOp.bind` was given, in the same places; tensors may
-            be others of the same geometry. To be read anew for each call: defining the op again replaces it.
-            Grad mode must be off.
+        function: takes the arguments that `BoundaryOp.bind` was given, in the same places. Read it anew for
+            each call: defining the op again replaces it. Grad mode must be off.
     """
 
     __slots__ = ("__weakref__", "function")
@@ -146,11 +138,7 @@ class BoundaryOp:
         self.overload(*args, **kwargs)
 
     def bind(self, *args: Any) -> BoundOp:
-        """Returns the op made ready for calls that repeat with arguments of the geometry of these.
-
-        Args:
-            args: the schema's arguments, all positional, of a call that the op has just served.
-        """
+        """Returns the op made ready for repeats of a call just served; `args` are all its arguments."""
         if self.definition is None:
             return BoundOp(self.overload)
         bound = BoundOp(self.definition.bound_function(args))
@@ -162,9 +150,7 @@ class BoundaryOp:
 class Definition:
     """Keeps an op that `define` made alive, and holds what its one kernel and its fake read at each call.
 
-    Attributes:
-        names: the schema's arguments in order.
-        bound: ops bound to the present implementation.
+    `names` are the schema's arguments in order, `bound` the ops bound to the present implementation.
     """
 
     op: str

@@ -129,9 +129,8 @@ def registered() -> tuple[BoundaryOp, ...]:
 def lookup(target: object) -> BoundaryOp | None:
     """Returns the declared op that an FX node's target or a name stands for, or None.
 
-    Args:
-        target: an `OpOverload`, an `OpOverloadPacket` (its default overload, else the first one declared), a
-            `BoundaryOp`, or a name: "ns::op", "ns::op.overload". Anything else is no boundary op.
+    `target` is an `OpOverload`, an `OpOverloadPacket` (its default overload, else the first one declared), a
+    `BoundaryOp`, or a name: "ns::op", "ns::op.overload".
     """
     if isinstance(target, OpOverload):
         return _registered.get(qualified(target._schema.name, target._schema.overload_name))
@@ -152,10 +151,9 @@ def declarations() -> Mapping[str, BoundaryOp]:
 
 
 def unregister(name: str) -> None:
-    """Takes a declaration back. The op stays callable, and can be defined again with the same schema.
+    """Takes a declaration back; the op stays callable and can be defined again with the same schema.
 
-    Raises:
-        BoundaryOpError: no op of that name is declared.
+    Raises BoundaryOpError where no op of that name is declared.
     """
     op = lookup(name)
     if op is None:

@@ -118,7 +118,7 @@ def declared_rows(op: OpOverload) -> RowsDeclaration | None:
 
 
 def is_shipped(op: OpOverload) -> bool:
-    """Says whether an op's rows are as shipped here: none of these ops looks anything up by integers."""
+    """Whether an op's rows are as shipped here: none of these ops looks anything up by integers."""
     name = qualified(op._schema.name, op._schema.overload_name)
     return name in LIBRARY_ROWS and _declared.get(name) == RowsDeclaration(*LIBRARY_ROWS[name])
 
@@ -258,7 +258,7 @@ def _filled(rows: torch.Tensor, number: float) -> torch.Tensor:
 
 
 def _arranged(count: int, *, is_alone: bool) -> Iterator[list[int]]:
-    """Rows of a call: numbers of real ones, and −1 for others; in their order, or in any."""
+    """Returns the rows of a call: numbers of real ones, and −1 for others; in their order, or in any."""
     real = list(range(count))
     yield real[: count // 2] + [-1] * (count - count // 2)
     yield from (real + [-1] * number for number in (1, 3, count, 3 * count + 2, 257))

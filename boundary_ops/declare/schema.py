@@ -20,11 +20,7 @@ Implementation = Callable[..., object]
 class OpSchema:
     """Reads an op's schema, and checks what is declared about its arguments.
 
-    Attributes:
-        parsed: the schema as torch reads it.
-        name: the op's name as the registry spells it.
-        arguments: argument name → its type, as text.
-        tensors: names of the arguments that are tensors.
+    `arguments` maps names to types as text; `tensors` names the arguments that are tensors.
     """
 
     def __init__(self, parsed: Any) -> None:
@@ -49,7 +45,7 @@ class OpSchema:
 
     @property
     def overload(self) -> OpOverload:
-        """The op itself, which exists."""
+        """Returns the op itself, which exists."""
         return overload_of(self.parsed.name, self.parsed.overload_name)
 
     def find_written(self) -> tuple[str, ...]:

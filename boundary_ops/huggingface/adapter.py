@@ -102,10 +102,8 @@ def attach(model: nn.Module, cache: PagedKVCache) -> nn.Module:
 def detach(model: nn.Module) -> nn.Module:
     """Undoes `attach` and returns the model; forward, generate, configs and attributes are what they were.
 
-    The names stay registered with transformers; no model uses them unless it is attached.
-
-    Raises:
-        BoundaryOpError: the model is not attached, or the decoder's forward was replaced since.
+    The names stay registered with transformers. Raises BoundaryOpError where the model is not attached or
+    its decoder's forward was replaced since.
     """
     attachment = _find_attachment(model)
     if attachment is None:

@@ -27,10 +27,7 @@ CACHE_ARGUMENTS = ("past_key_values", "past_key_value", "cache", "cache_params")
 
 
 def guarded(inner_forward: Any) -> Any:
-    """Makes a forward, to be bound to the decoder, that checks its arguments and calls the attached one's.
-
-    It keeps `inner_forward`'s signature; what it calls is found in the decoder's attachment.
-    """
+    """Makes a forward with `inner_forward`'s signature that checks and calls the attached one's."""
 
     @functools.wraps(getattr(inner_forward, "__func__", inner_forward))
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -61,7 +58,7 @@ def _with_implied_positions(attachment: Any, arguments: dict[str, Any]) -> Any:
 
 
 def is_guarded(forward: Any) -> bool:
-    """Says whether a forward was made by `guarded`."""
+    """Whether a forward was made by `guarded`."""
     return hasattr(getattr(forward, "__func__", None), "_paged_guard")
 
 

@@ -25,8 +25,7 @@ LAYER_TYPES = ("full_attention", "sliding_attention")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DecoderLayer:
-    """Names one layer's attention: its path in the model, the module, and the type that the config gives the
-    layer, if any."""
+    """Describes one layer's attention: its path, its module, and its type in the config, if any."""
 
     path: str
     attention: Any
@@ -34,11 +33,7 @@ class DecoderLayer:
 
 
 def find_decoder(model: nn.Module, cache: PagedKVCache) -> tuple[nn.Module, tuple[DecoderLayer, ...]]:
-    """Returns the owner of the one stack of decoder layers, and the layers, checked against the cache.
-
-    Raises:
-        BoundaryOpError: see `boundary_ops.huggingface.attach`.
-    """
+    """Returns the owner of the one stack of decoder layers, and the layers; raises as `attach` does."""
     name = type(model).__name__
     if not isinstance(cache, PagedKVCache):
         raise NotACache(model=name, got=type(cache).__name__)

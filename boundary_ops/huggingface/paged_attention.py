@@ -66,16 +66,10 @@ def paged_attention(
 ) -> tuple[torch.Tensor, None]:
     """Attends as transformers asks an attention function to.
 
-    Args:
-        module: the attention module, with the attributes that `attach` set.
-        query: [1, heads, num_tokens, head_dim].
-        key, value: [1, kv_heads, num_tokens, head_dim].
+    Takes `query` [1, heads, num_tokens, head_dim], `key` and `value` [1, kv_heads, num_tokens, head_dim] and
+    the module that `attach` changed; returns a new [1, num_tokens, heads, head_dim], and no weights.
 
-    Returns:
-        [1, num_tokens, heads, head_dim], allocated here, and no weights.
-
-    Raises:
-        BoundaryOpError: the model asks for something that the op does not do.
+    Raises BoundaryOpError where the model asks for something that the op does not do.
     """
     if not hasattr(module, "paged_k_cache"):
         refuse(errors.NameWithoutAttach, layer=type(module).__name__, name=NAME)

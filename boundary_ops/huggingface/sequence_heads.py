@@ -39,15 +39,9 @@ _library.define(
 
 
 def _last_tokens(rows: torch.Tensor, ids: torch.Tensor | None, pad_token_id: int | None) -> torch.Tensor:
-    """Picks one row per sequence of the running step: that of its last token that is no padding, or of its
-    first one where all are, as transformers picks it.
+    """Picks each sequence's last token that is no padding, or its first where all are, as transformers does.
 
-    Args:
-        rows: [1, num_tokens, ...].
-        ids: int64 [1, num_tokens]; None, or no `pad_token_id`: every token counts.
-
-    Returns:
-        [num_seqs, ...], a new tensor.
+    rows are [1, num_tokens, ...], ids int64 [1, num_tokens]; without ids or pad_token_id every token counts.
     """
     batch, num_tokens = PrefillBatch.peek(), rows.shape[1]
     if batch is None or batch.num_tokens != num_tokens:
@@ -73,11 +67,7 @@ torch.library.register_fake(NAME, _last_tokens_on_fakes, lib=_library)
 
 
 def find_pooling_head(model: nn.Module, decoder: nn.Module) -> nn.Module | None:
-    """Returns the head around the decoder that pools, to be given `pooled`'s forward; or None.
-
-    Raises:
-        BoundaryOpError: what is around the decoder, or in it, may pool in another way.
-    """
+    """Returns the pooling head around the decoder, or None; raises BoundaryOpError for unknown pooling."""
     path = next(path for path, module in model.named_modules() if module is decoder)
     names = path.split(".") if path else []
     around = [model.get_submodule(".".join(names[:depth])) for depth in range(len(names))]
@@ -117,8 +107,7 @@ def _generic_forward() -> Any:
 
 
 def pooled(inner_forward: Any) -> Any:
-    """Makes a forward, for a head with `GenericForSequenceClassification`'s, that gives one row of scores per
-    sequence of the running step. It keeps the signature of that."""
+    """Makes a pooling head's forward that gives one row of scores per sequence of the running step."""
     function = getattr(inner_forward, "__func__", inner_forward)
     parameters = list(inspect.signature(function).parameters.values())[1:]
     names = tuple(each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD)

@@ -147,20 +147,18 @@ class PrefillBatch:
 
     @property
     def num_seqs(self) -> int:
-        """Sequences in this step."""
+        """Returns the number of sequences in this step."""
         return len(self.request_ids)
 
     @property
     def last_token_indices(self) -> torch.Tensor:
-        """int64 [B]: the row of each sequence's last token, whose logits give the next one. A new tensor."""
+        """Returns each sequence's last row, whose logits give the next token: int64 [B], a new tensor."""
         return self.cu_seqlens_q[1:].to(torch.int64) - 1
 
     def pack(self, prompts: Sequence[Sequence[int] | torch.Tensor]) -> torch.Tensor:
         """Returns the step's token ids as a model's `input_ids`, int64 [1, num_tokens], a new tensor.
 
-        Args:
-            prompts: one list or tensor ([q] or [1, q]) of new tokens per sequence, in the order of
-                `request_ids`, on any device.
+        `prompts` are lists or tensors ([q] or [1, q]) in the order of `request_ids`, on any device.
         """
         if len(prompts) != self.num_seqs:
             expected = f"{self.num_seqs} prompts, one per request {self.request_ids}"
@@ -180,10 +178,7 @@ class PrefillBatch:
 
     @staticmethod
     def current(op: str | None = None) -> PrefillBatch:
-        """Returns the batch whose `with` block is running in this thread or task: what a boundary op reads.
-
-        Args:
-            op: who asks, for the error's text.
+        """Returns the batch whose `with` block is running in this thread or task, for the boundary op `op`.
 
         Raises:
             NoRunningBatch: no block is running here.
@@ -224,7 +219,7 @@ class PrefillBatch:
 
 
 def send_to_device(arrays: Sequence[np.ndarray], device: torch.device) -> list[torch.Tensor]:
-    """Copies of the arrays on the device, each with a storage of its own; nobody waits for the copies."""
+    """Copies arrays to the device, each to a storage of its own, without waiting."""
     # Outside inference mode, so that the tensors can be used in and out of it.
     with torch.inference_mode(False):
         tensors = [torch.from_numpy(array) for array in arrays]

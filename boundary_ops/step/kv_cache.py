@@ -128,7 +128,6 @@ class PagedKVCache:
         return choose(self.attention_backend, spec)
 
     def _claim_pools(self) -> None:
-        """Makes the pools known as this cache's."""
         for pool in (*self.k, *self.v):
             setattr(pool.untyped_storage(), _OWNER, weakref.ref(self))
         self.pool_addresses = frozenset(pool.data_ptr() for pool in (*self.k, *self.v))
@@ -152,29 +151,27 @@ class PagedKVCache:
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks per layer that no request holds."""
+        """Returns the blocks per layer that no request holds."""
         return len(self._free)
 
     @property
     def request_ids(self) -> tuple[RequestId, ...]:
-        """The requests that hold room, oldest first."""
+        """Returns the requests that hold room, oldest first."""
         return tuple(self._requests)
 
     def allocate(self, request_id: RequestId, num_tokens: int) -> None:
-        """Gives a request room for `num_tokens` more tokens than it has now; a new id opens a request.
+        """Gives a request, new or known, room for `num_tokens` more tokens.
 
-        Raises:
-            TooFewBlocks: too few free blocks; nothing has changed.
+        Raises CacheExhaustedError, with nothing changed, where too few blocks are free.
         """
         num_tokens = _check_count("allocate", request_id, num_tokens)
         request = self._requests.get(plain_id(request_id))
         self.reserve([plain_id(request_id)], [(request.room if request else 0) + num_tokens])
 
     def reserve(self, request_ids: Sequence[RequestId], rooms: Sequence[int]) -> None:
-        """Makes sure that each request has room for so many tokens in all; for all requests, or for none.
+        """Makes sure that each request has room for so many tokens in all.
 
-        Raises:
-            TooFewBlocks: too few free blocks for all of them together; nothing has changed.
+        Raises CacheExhaustedError, with nothing changed, where too few blocks are free for all of them.
         """
         needed = []
         for request_id, room in zip(request_ids, rooms, strict=True):
@@ -191,10 +188,9 @@ class PagedKVCache:
             request.room = max(request.room, room)
 
     def append(self, request_id: RequestId, num_tokens: int) -> None:
-        """Counts `num_tokens` more tokens as written. For ops that write the pools without a `PrefillBatch`.
+        """Counts `num_tokens` more tokens as written, for ops that write the pools without a `PrefillBatch`.
 
-        Raises:
-            NoRoom: the request has less room than that.
+        Raises NoRoom.
         """
         num_tokens = _check_count("append", request_id, num_tokens)
         request = self.find_request(request_id)
@@ -218,11 +214,11 @@ class PagedKVCache:
         self._free.extend(reversed(request.blocks))
 
     def context_len(self, request_id: RequestId) -> int:
-        """Tokens written so far: the context of the request's next step."""
+        """Returns the tokens written so far: the context of the request's next step."""
         return self.find_request(request_id).written
 
     def room(self, request_id: RequestId) -> int:
-        """Tokens that the request has room for, written ones included."""
+        """Returns the tokens that the request has room for, written ones included."""
         return self.find_request(request_id).room
 
     def block_table(self, request_id: RequestId) -> tuple[int, ...]:
@@ -230,7 +226,7 @@ class PagedKVCache:
         return tuple(self.find_request(request_id).blocks)
 
     def gather(self, layer: int, request_id: RequestId) -> tuple[torch.Tensor, torch.Tensor]:
-        """Copies of the K and V that a request has written in a layer, [written, num_kv_heads, head_dim]."""
+        """Copies the K and V that a request has written in a layer, [written, num_kv_heads, head_dim]."""
         at = check_whole(
             layer, errors.UnknownLayer, low=0, high=self.num_layers - 1, last=self.num_layers - 1
         )
@@ -247,7 +243,7 @@ class PagedKVCache:
         return request
 
     def has_request(self, request_id: RequestId) -> bool:
-        """Says whether a request of that id holds room now."""
+        """Whether a request of that id holds room now."""
         return plain_id(request_id) in self._requests
 
     def add_step_buffers(self, buffers: Any) -> None:
@@ -261,7 +257,7 @@ class PagedKVCache:
                 buffers.prepare(batch)
 
     def owns_pool(self, pool: torch.Tensor) -> bool:
-        """Says whether a tensor is one of this cache's pools, told by its address."""
+        """Whether a tensor is one of this cache's pools, told by its address."""
         return pool.data_ptr() in self.pool_addresses
 
 

@@ -1,4 +1,4 @@
-"""The few calls of the CUDA driver that torch has no name for: the state of a capture, and a graph's nodes.
+"""Wraps CUDA driver calls that torch has no name for: the state of a capture, and a graph's nodes.
 
 torch ends a capture only by way of `CUDAGraph.capture_end`, which raises on a capture that CUDA has
 invalidated and, depending on its version, leaves its allocator, its pinned-memory allocator or its random
@@ -20,7 +20,7 @@ _THREAD_LOCAL = 1
 
 
 class StreamCapture(IntEnum):
-    """CUstreamCaptureStatus."""
+    """Lists the values of CUstreamCaptureStatus."""
 
     NONE = 0
     ACTIVE = 1
@@ -70,7 +70,7 @@ def restart_capture(stream: int) -> None:
 
 
 def num_nodes(graph: int) -> int:
-    """Nodes of a raw graph: kernels, copies, fills and joins."""
+    """Counts the nodes of a raw graph: kernels, copies, fills and joins."""
     count = ctypes.c_size_t(0)
     _checked("cuGraphGetNodes", ctypes.c_void_p(graph), None, ctypes.byref(count))
     return count.value

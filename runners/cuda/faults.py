@@ -1,4 +1,4 @@
-"""What a failed CUDA capture says, in words: the kind of fault, the op and the user's source line.
+"""Translates a failed CUDA capture into words: the kind of fault, the op and the user's source line.
 
 Only what is recognised is translated; any other error passes through as it is. CUDA's texts are matched,
 since torch gives the codes in some of its versions only.

@@ -42,7 +42,7 @@ _one_at_a_time = threading.RLock()
 
 
 class CudaGraph(CapturedGraph):
-    """One captured segment at one bucket."""
+    """Holds one captured segment at one bucket."""
 
     def __init__(self, segment: str, graph: torch.cuda.CUDAGraph, *, num_ops: int, pool: CudaPool) -> None:
         super().__init__(segment, (), num_ops)
@@ -176,8 +176,7 @@ def _abandon(graph: torch.cuda.CUDAGraph, pool: CudaPool, handle: Any) -> None:
 def _end_unjoined(graph: torch.cuda.CUDAGraph, pool: CudaPool, handle: Any) -> None:
     """Closes torch's account of a capture that CUDA has ended with an error.
 
-    Older versions have kept the account open, and close it over an empty capture. Newer ones have closed
-    it but for their hold on the pool.
+    Older versions keep it open and close it over an empty capture; newer ones only keep the pool held.
     """
     raw = pool.stream.cuda_stream
     try:

@@ -29,11 +29,7 @@ _GARBAGE_WORD = 0x461C
 
 
 class AliasBook:
-    """Holds the owners of one bucket's outputs, and the aliases that were handed out for them.
-
-    Args:
-        is_ours: whether an address lies in the pool.
-    """
+    """Holds the owners of one bucket's outputs, and their aliases; `is_ours` tells addresses of the pool."""
 
     def __init__(self, is_ours: Callable[[int], bool]) -> None:
         self._is_ours = is_ours
@@ -45,10 +41,7 @@ class AliasBook:
         return len(self._owners)
 
     def aliased(self, value: Any) -> Any:
-        """Replaces a tensor that owns memory of the pool by an alias; anything else passes through.
-
-        Outputs that share a storage share one here too.
-        """
+        """Replaces a tensor that owns memory of the pool by an alias; shared storages stay shared."""
         is_plain = type(value) is Tensor and value.layout is torch.strided
         if not is_plain or value.is_conj() or value.is_neg():
             return value
@@ -66,7 +59,7 @@ class AliasBook:
         return empty.set_(self._aliases[address], value.storage_offset(), value.shape, value.stride())
 
     def keep_only(self, tensors: Iterable[Tensor]) -> None:
-        """Frees all outputs but those whose memory one of `tensors` looks at."""
+        """Frees all outputs but those whose memory one of `tensors` shares."""
         kept = {tensor.untyped_storage().data_ptr() for tensor in tensors}
         for address in [address for address in self._owners if address not in kept]:
             del self._owners[address], self._aliases[address]
@@ -78,11 +71,7 @@ class AliasBook:
 
 
 class CudaPool(GraphPool):
-    """Memory, capture stream and scratch generator that the graphs of one module share.
-
-    Args:
-        device: a CUDA device with an index.
-    """
+    """Owns the memory, capture stream and scratch generator that the graphs of one module share."""
 
     kind = "graph"
 
@@ -109,7 +98,7 @@ class CudaPool(GraphPool):
 
     @property
     def allocated_bytes(self) -> int:
-        """Bytes that torch's allocator holds for this pool: the peak over buckets."""
+        """Returns the bytes that torch's allocator holds for this pool: the peak over buckets."""
         return sum(end - start for start, end in self._segments())
 
     @property
@@ -136,8 +125,7 @@ class CudaPool(GraphPool):
     def handle_for_capture(self) -> Any:
         """Returns the pool's handle; a new one where no graph is left, since such a handle is dead.
 
-        Before a bucket's first capture the caches of the warm-ups are given up: during a capture the
-        allocator cannot free them to make room.
+        The warm-ups' caches are emptied first: during a capture the allocator cannot free them to make room.
         """
         if not self._is_open:
             torch.cuda.synchronize(self.device)

@@ -21,12 +21,7 @@ from runners.engine import Streams
 
 
 class CudaStreams(Streams):
-    """The streams of one pool on a CUDA device.
-
-    Args:
-        device: with an index.
-        capture_stream: the stream of the pool's captures; no side stream is this one.
-    """
+    """Holds the streams of one pool on a CUDA device; no side stream is `capture_stream`."""
 
     def __init__(self, device: torch.device, capture_stream: torch.cuda.Stream) -> None:
         self._device, self._capture_stream = device, capture_stream

@@ -17,8 +17,7 @@ _BY_EQUALITY = (bool, int, str, bytes, torch.dtype, torch.device, torch.layout, 
 
 
 def is_same_value(now: Any, seen: Any) -> bool:
-    """Whether both are one object, or plain values of one type that are equal; tuples, slices and frozen sets
-    are compared item by item."""
+    """Whether both are one object or equal plain values of one type; tuples, slices, frozen sets by item."""
     if now is seen:
         return True
     try:
@@ -43,7 +42,6 @@ def _is_equal(now: Any, seen: Any) -> bool:
 
 
 def _told_apart(item: Any) -> Any:
-    """Makes a hashable key that tells items of a set apart."""
     is_plain = isinstance(item, (*_BY_REPR, *_BY_EQUALITY)) and getattr(item, "__dict__", None) is None
     return (type(item), repr(item)) if is_plain else id(item)
 

@@ -36,10 +36,7 @@ _Columns: TypeAlias = dict[Callable[..., Any], tuple[list[Any], ...]]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StateRef:
-    """A place that holds a value, with the path that a reader would write.
-
-    `owner[key]`, or for a place without a dict, such as a slot or a closure's cell, the attribute `key`.
-    """
+    """Names a place that holds a value: `owner[key]`, or the attribute `key` of an owner without a dict."""
 
     owner: Any = dataclasses.field(repr=False)
     key: Any
@@ -61,7 +58,7 @@ class StateRef:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class InnerRef(StateRef):
-    """An attribute of the tensor subclass that is found at the place `owner` at each look."""
+    """Names an attribute of the tensor subclass that is found at the place `owner` at each look."""
 
     def look(self) -> Any:
         try:
@@ -94,11 +91,11 @@ class _TensorOf:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StateFacts:
-    """What a trace saw of the model's Python state.
+    """Holds what a trace saw of the model's Python state.
 
     Attributes:
-        values: places of plain values, functions and containers, each with what was there; of tensors its
-            kind, and a `StateCheck` takes the tensor that it finds.
+        values: places of plain values, functions and containers, each with what was there; of tensors the
+            `kind_of`, as a `StateCheck` takes the tensor that it finds.
         tensors: places of tensors of which forward read no element, each with its `kind_of`.
         tables: containers whose keys (a mapping or a set) or length (a sequence) decided something, each
             with its `table_content`, or just its length, and its path.
@@ -130,13 +127,13 @@ class StateFacts:
         )
 
     def tensor_places(self) -> list[StateRef]:
-        """The places at which a tensor was found."""
+        """Returns the places at which a tensor was found."""
         return [ref for ref, _ in self.tensors] + [ref for ref, v in self.values if isinstance(v, _TensorOf)]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StateChange:
-    """The first thing found that differs: `kind` is "moved_address" or "module_state_changed"."""
+    """Describes the first difference: `kind` is "moved_address" or "module_state_changed"."""
 
     kind: str
     detail: str
@@ -204,13 +201,12 @@ class StateCheck:
 
     @property
     def num_entries(self) -> int:
-        """How many places are compared."""
+        """Counts the places compared."""
         facts = self._facts
         return len([*self._kinds, *facts.values, *facts.tables, *facts.types, *facts.answers])
 
     def is_unchanged(self) -> bool:
-        """Whether every entry is as recorded; values are compared by identity, so a miss calls for
-        `find_change`."""
+        """Whether every entry is as recorded, compared by identity: after a miss call `find_change`."""
         try:
             return (
                 self._dicts.are_unchanged()
@@ -226,8 +222,7 @@ class StateCheck:
             return False
 
     def looked_up_fit(self) -> bool:
-        """Whether each tensor that is read anew on each call is there and of its kind: all that a call relies
-        on whose results are thrown away if `is_unchanged` turns out false."""
+        """Whether each tensor read anew is there and of its kind: enough where results may be dropped."""
         if not self._looked_up_refs:
             return True
         guards = self._guards.get(torch.is_inference_mode_enabled())
@@ -242,11 +237,7 @@ class StateCheck:
             self.is_unchanged()
 
     def find_change(self) -> StateChange | None:
-        """Finds the first entry that differs, or None.
-
-        An equal plain value under another identity is not a difference; it is recorded anew, so that the next
-        `is_unchanged` is fast again.
-        """
+        """Finds the first entry that differs, or None; records equal values of another identity anew."""
         changes = itertools.chain(self._changed_values(), self._changed_structure())
         return self.find_moved() or next(map(_state_change, changes), None)
 

@@ -34,12 +34,10 @@ _LONGEST_WAIT = 1023
 
 
 class WatchedDicts:
-    """Compares values, keys and members of plain dicts, and objects with the attributes that they have now.
+    """Compares values, keys and members of plain dicts, and objects with their present attributes.
 
-    All dicts and objects are held. Nothing is compared when it is added.
-
-    Args:
-        dict_versions: how to compare dicts by version; None where values have to be compared.
+    All dicts and objects are held; nothing is compared when it is added. Without `dict_versions`, values are
+    compared each time.
     """
 
     def __init__(self, dict_versions: DictVersions | None) -> None:
@@ -57,8 +55,7 @@ class WatchedDicts:
     def add_value(self, owner: dict, key: Any, value: Any) -> tuple[list[Any], int]:
         """Adds a value: `owner.get(key, NOTHING)` must stay this very object.
 
-        Returns:
-            Where the object is kept: a list and an index into it.
+        Returns where the object is kept: a list and an index into it.
         """
         group = self._group(owner)
         for column, item in zip((group.owners, group.keys, group.values), (owner, key, value), strict=True):
@@ -88,7 +85,7 @@ class WatchedDicts:
 
 
 class _DictGroup:
-    """Some dicts, what is expected in them, and once that was found, how to compare their versions."""
+    """Holds some dicts, what is expected in them, and once that was found, how to compare their versions."""
 
     def __init__(self, dict_versions: DictVersions | None) -> None:
         self._dict_versions = dict_versions

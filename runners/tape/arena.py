@@ -20,7 +20,7 @@ ArenaMark = tuple[int, int, int]
 
 
 class Arena:
-    """Bump-allocated memory on one device."""
+    """Owns bump-allocated memory on one device."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -33,7 +33,7 @@ class Arena:
 
     @property
     def allocated_bytes(self) -> int:
-        """Bytes of all chunks."""
+        """Returns the bytes of all chunks."""
         return sum(chunk.numel() for chunk in self._chunks)
 
     def begin(self) -> ArenaMark:
@@ -48,7 +48,7 @@ class Arena:
         self._spans = []
 
     def restart(self) -> None:
-        """Goes back to the first byte."""
+        """Goes back to the arena's first byte."""
         self._chunk = self._offset = 0
 
     def clear(self) -> None:
@@ -57,10 +57,9 @@ class Arena:
         self.restart()
 
     def allocate(self, num_bytes: int) -> Tensor:
-        """Hands out uint8 [num_bytes], a storage of its own that keeps its chunk alive.
+        """Hands out uint8 [num_bytes], with a storage of its own that keeps its chunk alive.
 
-        Its own storage tells one recorded tensor's memory from its neighbour's by identity, and bounds it: no
-        view or resize can reach beyond.
+        The storage identifies one recorded tensor's memory and bounds it: no view or resize reaches beyond.
         """
         size = -(-max(num_bytes, 1) // self._alignment) * self._alignment
         while self._chunk < len(self._chunks) and self._offset + size > self._chunks[self._chunk].numel():
@@ -75,7 +74,7 @@ class Arena:
         return torch.from_dlpack(self._chunks[self._chunk][start : start + num_bytes])
 
     def overwrite_with_garbage(self) -> None:
-        """Fills everything with garbage."""
+        """Overwrites all chunks with garbage."""
         for chunk in self._chunks:
             fill_with_garbage_(chunk[: chunk.numel() // 2 * 2].view(torch.int16))
 

@@ -96,8 +96,7 @@ def _is_on(device: torch.device, target: torch.device) -> bool:
 def refusal_for_op(
     func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], host_scalars: dict[int, Tensor]
 ) -> Refusal | None:
-    """Says why a call of an op, as the dispatcher sees it below autograd, cannot be recorded; None where it
-    can. `host_scalars` are those of `Watch`: not values of the device."""
+    """Says why an op's call below autograd cannot be recorded, or None; `host_scalars` are `Watch`'s."""
     name, tags = func._schema.name, func.tags
     if torch.Tag.data_dependent_output in tags:
         return ReadBack
@@ -126,13 +125,9 @@ def refusal_for_op(
 
 
 class Watch:
-    """Refuses what a recording cannot hold, and remembers it: a model that swallows the error is not recorded
-    half.
+    """Refuses what a recording cannot hold, and keeps the refusal should the model swallow the error.
 
-    Attributes:
-        segment: as errors name it, such as ``"segment 3"``.
-        error: the first refusal.
-        host_scalars: 0-dim tensors that torch made from Python numbers, by storage.
+    `host_scalars` are 0-dim tensors that torch made from Python numbers, by storage.
     """
 
     def __init__(self, segment: str) -> None:
@@ -180,8 +175,7 @@ class HostReads(TorchFunctionMode):
 
 
 class WatchedOps(TorchDispatchMode):
-    """Refuses ops which a recording cannot hold. This class, for the inside of a custom op's kernel, records
-    nothing."""
+    """Refuses ops that a recording cannot hold; records nothing, for use inside a custom op's kernel."""
 
     def __init__(self, watch: Watch) -> None:
         super().__init__()

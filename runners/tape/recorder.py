@@ -48,8 +48,7 @@ class Recorder(WatchedOps):
     def steps(self) -> tuple[list[Step], list[Step]]:
         """Returns fills that overwrite all recorded memory with garbage, and the recorded ops.
 
-        Raises:
-            CaptureError: something was refused, and the recorded function swallowed the error.
+        Raises CaptureError where the recorded function swallowed a refusal.
         """
         if self._watch.error is not None:
             raise self._watch.error
@@ -119,8 +118,7 @@ class Recorder(WatchedOps):
         return _replaced(result, outputs)
 
     def _moved(self, fresh: Sequence[tuple[int, Tensor]]) -> list[_Output]:
-        """Gives each tensor an arena tensor of the same sizes and strides; those that share a storage share
-        one there too."""
+        """Gives each tensor an arena tensor of the same sizes and strides; shared storages stay shared."""
         bounds: dict[int, tuple[int, int]] = {}
         for _, leaf in fresh:
             start = int(leaf.storage_offset()) * leaf.element_size()
@@ -172,7 +170,6 @@ def _place(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def _aliased(value: Any) -> Any:
-    """Replaces each tensor of a value by a plain alias of its memory."""
     return map_tensors(value, Tensor.detach)
 
 

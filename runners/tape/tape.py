@@ -36,7 +36,7 @@ from runners.tape.recorder import Recorder, Step
 
 
 class TapePool(GraphPool):
-    """Arena memory shared by the tapes of one module, all buckets and signatures [I9].
+    """Owns arena memory shared by the tapes of one module, all buckets and signatures [I9].
 
     Within a bucket no memory is reused, so that a late reader is not fooled.
     """
@@ -65,8 +65,7 @@ class TapePool(GraphPool):
         self._of_bucket.add(tape)
 
     def end_bucket(self) -> None:
-        """The next capture begins at the arena's first byte again [I9]; a bucket that failed leaves no
-        memory [I8]."""
+        """Returns to the arena's first byte [I9]; a bucket that failed leaves no memory [I8]."""
         self.check_usable("end a bucket of")
         if all(tape.is_reset for tape in self._of_bucket):
             self.arena.rewind(self._before_bucket)
@@ -80,14 +79,14 @@ class TapePool(GraphPool):
 
 
 class TapeGraph(CapturedGraph):
-    """The recorded ops of one segment at one bucket, as argumentless calls."""
+    """Holds the recorded ops of one segment at one bucket, as argumentless calls."""
 
     def __init__(self, segment: str, outputs: tuple[Any, ...], fills: list[Step], calls: list[Step]) -> None:
         super().__init__(segment, outputs, len(calls))
         self._steps = [*fills, *calls]
 
     def replay(self) -> None:
-        """Fills the tape's memory with garbage and runs the recorded ops on the recorded tensors.
+        """Runs the recorded ops on the recorded tensors, behind fills of the tape's memory with garbage.
 
         The caller's grad, inference, autocast and modes have no effect, and random ops draw anew.
         """
@@ -109,7 +108,7 @@ class TapeEngine(GraphEngine):
     name = "tape"
 
     def new_pool(self, device: torch.device) -> TapePool:
-        """An empty arena on `device`."""
+        """Makes an empty arena on `device`."""
         return TapePool(torch.empty(0, device=device).device)
 
     def capture(self, fn: Callable[[], Sequence[Any]], *, pool: TapePool, segment: str) -> TapeGraph:

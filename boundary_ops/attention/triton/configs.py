@@ -14,16 +14,14 @@ __all__ = ["BlockConfig", "Geometry", "default_config", "fitted", "power_of_two"
 
 @dataclass(frozen=True, slots=True)
 class BlockConfig:
-    """Says how one program cuts its work.
+    """Describes how one program cuts its work.
 
     Attributes:
         block_m: rows of a tile, (token, head) pairs; a power of two, 16 or more.
         block_n: keys per step of the loop; a power of two, 16 or more.
-        num_warps: warps of a program.
         num_stages: K and V blocks in flight.
-        split_diagonal: blocks that are visible to all rows run in a loop of their own, without masks. One
-            masked loop costs more arithmetic and saves the second loop's start, which counts where
-            sequences are short.
+        split_diagonal: blocks that all rows see run in a loop of their own, without masks. One masked loop
+            costs more arithmetic and saves the second loop's start, which counts for short sequences.
     """
 
     block_m: int
@@ -82,11 +80,11 @@ class Geometry:
 
     @property
     def group(self) -> int:
-        """Query heads per K/V head."""
+        """Returns the query heads per K/V head."""
         return self.heads // self.kv_heads
 
     def programs_per_tile(self, config: BlockConfig) -> int:
-        """Programs that share a tile's tokens: one per K/V head, more for groups of more heads than rows."""
+        """Counts programs that share a tile's tokens: one per K/V head, more where a group exceeds it."""
         return self.kv_heads * -(-self.group // config.tile_heads(self.group))
 
     def constants(self, config: BlockConfig, *, has_context: bool, max_seqs: int) -> tuple[Any, ...]:

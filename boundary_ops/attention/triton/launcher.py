@@ -37,18 +37,17 @@ _compiles_only: ContextVar[bool] = ContextVar("compiles_only", default=False)
 
 
 def is_interpreted(program: Any) -> bool:
-    """Says whether triton was imported with TRITON_INTERPRET=1 and runs the program on the CPU."""
+    """Whether triton was imported with TRITON_INTERPRET=1 and runs the program on the CPU."""
     return not isinstance(program, triton.runtime.JITFunction)
 
 
 @contextmanager
 def compiling_together() -> Iterator[None]:
-    """Lets `jit_launch` launch nothing in a block; when the block ends, all its programs are compiled at the
-    same time.
+    """Postpones the launches of `jit_launch` in a block, then compiles all its programs at the same time.
 
-    Most of a compile is LLVM and ptxas, so threads share the processors. One that fails says nothing: the
-    launch that follows compiles again, and has the error. No garbage is collected meanwhile: on Python 3.11 a
-    collection during a parse may end another thread's parse in a SystemError about recursion depth.
+    Most of a compile is LLVM and ptxas, so threads share the processors. A failed compile is silent here: the
+    next launch compiles again and raises. The garbage collector is off: on Python 3.11 a collection during a
+    parse may end another thread's parse in a SystemError about recursion depth.
     """
     collects = gc.isenabled()
     gc.disable()
@@ -67,10 +66,7 @@ def jit_launch(
 ) -> DirectLaunch | None:
     """Launches through the JIT, compiling where needed; returns how to launch the same program directly.
 
-    In a block of `compiling_together` it returns None: then the next launch will tell.
-
-    Args:
-        arguments: one per parameter of the program, tensors as tensors.
+    In a block of `compiling_together` it returns None: the next launch will tell. Tensors come as tensors.
     """
     # Fused multiply-add was always on up to triton 3.9; the softmax's exponent wants it.
     options = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": True}

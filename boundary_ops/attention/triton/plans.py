@@ -31,14 +31,14 @@ Compiled = tuple[DirectLaunch, tuple[Any, ...]]
 
 @dataclass(slots=True, eq=False)
 class Plan:
-    """Says how calls of one geometry are launched.
+    """Describes how calls of one geometry are launched.
 
     Attributes:
         unsupported: why the program cannot run them, or None; torch operators do it then.
         programs_per_tile: the grid's first size.
         tail: the program's arguments after `num_rows`: strides, then options.
-        bits: all strides or-ed together. With the addresses or-ed in, the low four bits say whether the
-            compiled program's assumption, all divisible by 16, holds.
+        bits: all strides or-ed together. With the addresses or-ed in, the low four bits tell whether all are
+            divisible by 16, as the compiled program assumes.
         launches: the compiled programs that these calls have used, by (has context, max_num_seqs).
     """
 
@@ -57,9 +57,8 @@ class Plans:
     """Keeps plans by the keys of calls, and compiled programs by what they were compiled for.
 
     Attributes:
-        by_key: the plans, bounded.
-        compiled: the compiled programs, by (geometry, block sizes, has context, max_num_seqs).
-        geometries: each geometry that was planned, oldest first; what a warm-up without arguments warms.
+        compiled: by (geometry, block sizes, has context, max_num_seqs).
+        geometries: each planned geometry, oldest first; a warm-up without arguments compiles for these.
     """
 
     def __init__(self) -> None:
@@ -144,7 +143,7 @@ def _why_unsupported(geometry: Geometry, call: AttentionCall) -> str | None:
 
 @functools.cache
 def device_limits(device_index: int) -> tuple[int, int]:
-    """(multiprocessors, bytes of shared memory that one program may have)."""
+    """Returns (multiprocessors, bytes of shared memory that one program may have)."""
     if device_index < 0:
         return 1, 2**31
     properties: Any = torch.cuda.get_device_properties(device_index)

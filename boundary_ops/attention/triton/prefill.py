@@ -37,10 +37,7 @@ plans = Plans()
 
 
 def attend(batch: PrefillBatch, call: AttentionCall) -> str | None:
-    """Serves a call of `attn_inplace` on CUDA; returns why the program cannot, which has then done nothing.
-
-    Effects and errors are those of the implementation in torch operators.
-    """
+    """Serves a call of `attn_inplace` on CUDA, or does nothing and returns why the program cannot."""
     plan = plans.plan_for(call)
     if plan.unsupported is not None:
         return plan.unsupported
@@ -54,11 +51,10 @@ def attend(batch: PrefillBatch, call: AttentionCall) -> str | None:
 
 
 def bind(call: AttentionCall, backend: str, general: Callable[..., None]) -> Callable[..., None] | None:
-    """Returns `attend` for calls that repeat with the geometry of this one: what is left of it checks the
-    batch, the pools and the addresses. None where torch operators serve them.
+    """Returns `attend` for calls that repeat with this geometry, or None where torch operators serve them.
 
     Args:
-        backend: the one that the pools' cache has named; a step of a cache with another one is `general`'s.
+        backend: the one that the cache has named; a step of a cache with another one goes to `general`.
         general: the op's implementation, for calls that differ in what the program depends on.
     """
     plan = plans.plan_for(call)
@@ -139,11 +135,7 @@ def _launch(
 
 
 def compile_ahead(num_tokens: int, call: AttentionCall | None = None) -> None:
-    """Compiles all that a step of up to `num_tokens` new tokens launches, with and without context.
-
-    Args:
-        call: looked at and not touched; without one, every layer shape seen so far.
-    """
+    """Compiles all that a step of up to `num_tokens` new tokens launches, for one call or all shapes seen."""
     for geometry in [Geometry.of(call)] if call is not None else list(plans.geometries):
         # A smaller step may take other block sizes; each choice holds for some power of two.
         counts = sorted({1 << bit for bit in range(num_tokens.bit_length())} | {num_tokens} - {0})

@@ -29,7 +29,6 @@ RECORD = tl.constexpr(8)
 
 @triton.jit
 def _load_rows(pointers, rows, dims, MASK_ROWS: tl.constexpr, MASK_DIMS: tl.constexpr):
-    """Loads [rows, dims], zero where a mask says so."""
     if MASK_ROWS:
         if MASK_DIMS:
             return tl.load(pointers, mask=rows[:, None] & dims[None, :], other=0.0)

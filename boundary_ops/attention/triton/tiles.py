@@ -44,10 +44,7 @@ class StepTiles:
 def tile_records(
     query_lens: Sequence[int], context_lens: Sequence[int], tile_tokens: int, window: int = 0
 ) -> np.ndarray:
-    """Returns the records of all tiles, int32 [num_tiles, 8], those with the most keys to read first.
-
-    Programs start in this order, so that the long ones do not begin when the others have ended.
-    """
+    """Returns all tiles' records, int32 [num_tiles, 8], longest first, so that long programs start early."""
     parts, row = [], 0
     for sequence, (new, context) in enumerate(zip(query_lens, context_lens, strict=True)):
         first = np.arange(0, new, tile_tokens, dtype=np.int32)
@@ -63,11 +60,9 @@ def tile_records(
 
 
 def tiles_of(batch: PrefillBatch, tile_tokens: int, window: int, stream: int) -> StepTiles:
-    """Returns the batch's tiles of that size; made on first use, then the same object for each layer.
+    """Returns the batch's tiles of that size, made on first use and shared by the layers.
 
-    Args:
-        stream: the current stream's number. The copy to the device is ordered on it, so another stream gets
-            a copy of its own.
+    The copy to the device is ordered on `stream`, so another stream gets a copy of its own.
     """
     key = ("tiles", tile_tokens, window, stream)
     found: StepTiles | None = batch.derived.get(key)
