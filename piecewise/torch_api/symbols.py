@@ -92,7 +92,7 @@ def holds_as_guard(shape_env: ShapeEnv | None, condition: sympy.Basic) -> bool:
 
 @contextmanager
 def asked_of_sizes(shape_env: ShapeEnv | None) -> Iterator[set[sympy.Basic]]:
-    """Collects what code in this block asks of sizes, answered as for the example; adds no guard or symbol."""
+    """Collects what code in this block asks of sizes, answered for the example; adds no guard or symbol."""
     asked: set[sympy.Basic] = set()
     if shape_env is None:
         yield asked

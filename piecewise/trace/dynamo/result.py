@@ -135,7 +135,6 @@ def _with_class(cls: type, given: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _state_of(run: DynamoRun, leaf: torch.Tensor, placeholders: Sequence[Placeholder]) -> StateRef | None:
-    """Finds the place of a model's tensor that forward returns unchanged."""
     for placeholder, argument in zip(placeholders, run.arguments, strict=True):
         if leaf is argument:
             return placeholder.state

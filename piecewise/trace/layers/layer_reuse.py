@@ -1,7 +1,7 @@
 """Traces one layer, and uses its graph for other layers that Dynamo would trace to the same graph.
 
-`layer_run.py` decides whether one graph serves another layer; docs/DESIGN.md lists what a layer could see only
-in its place. Anything unusual makes the whole model be traced at once.
+`layer_run.py` decides whether one graph serves another layer; docs/DESIGN.md lists what a layer could see
+only in its place. If anything is unusual, the whole model is traced at once.
 """
 
 from __future__ import annotations
@@ -115,10 +115,7 @@ class _Inliner:
         return LayerReuse(num_calls, len(self.runs))
 
     def _sized_by_data_apart(self) -> set[fx.Node]:
-        """Finds nodes with data-dependent sizes in memory of their own.
-
-        The first run's sizes of such nodes hold whichever layers came before; another run would name them anew.
-        """
+        """Finds nodes with data-dependent sizes and own memory; another run would rename their symbols."""
         holders: dict[int, fx.Node] = {}
         found = set()
         for node in self.graph.nodes:
@@ -130,7 +127,6 @@ class _Inliner:
         return found
 
     def _check_rest(self) -> None:
-        """Checks that layers can be traced apart from the rest."""
         if self.fake_mode is None or any(written is None for written in self.whole.written):
             raise NotReused("forward writes state that is not found again")
         if self.whole.marks_tensors:
@@ -228,7 +224,6 @@ class _Inliner:
         return values
 
     def _state(self, tensor: Any, source: str) -> fx.Node:
-        """Finds or adds the placeholder of a layer's tensor."""
         if not isinstance(tensor, torch.Tensor) or torch_api.has_dynamic_dims(tensor):
             raise NotReused("the state of a layer is no tensor of a fixed size")
         if id(tensor) not in self.held:
@@ -237,7 +232,6 @@ class _Inliner:
         return self.held[id(tensor)]
 
     def _size(self, node: fx.Node, dim: int) -> Any:
-        """Finds the size of a tensor for an op: a number, or its node."""
         size = node.meta["example_value"].shape[dim]
         expr = torch_api.expression(size, self.shape_env)
         if expr is None or expr.is_Integer:

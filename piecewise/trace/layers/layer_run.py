@@ -164,7 +164,7 @@ class LayerRun:
         return self.read({"model": layer.module})
 
     def check_reads(self, written: Sequence[Any]) -> None:
-        """Checks that the layer reads nothing that the rest writes before: traced alone, it saw the old state."""
+        """Checks that the rest writes nothing that the layer reads later: traced alone, it saw old state."""
         ids, scope = set(map(id, written)), self.run.scope()
         for guard in (*self.own_guards, *self.shared_guards) if ids else ():
             if any(id(step.value) in ids for step in scope.steps_to(looked_at(guard)[0])):
@@ -203,7 +203,7 @@ class LayerRun:
         return all(map(is_same_to, self.own_guards, seen[1:], found[1:]))
 
     def reads_one_of(self, tensors: Sequence[Any], layer: RepeatedLayer) -> bool:
-        """Whether `layer` itself leads to one of these tensors, which a run over it takes for different ones."""
+        """Whether `layer` leads to one of these tensors, which a run over it cannot recognise."""
         read = set(map(id, itertools.chain(*self.read_in(layer))))
         return any(id(tensor) in read for tensor in tensors)
 

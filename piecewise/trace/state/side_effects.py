@@ -1,7 +1,7 @@
 """Finds the Python state that a trace changed, by comparison, and restores it.
 
-Dynamo repeats forward's writes to attributes, containers and globals after the traced call, with the backend's
-results. A replay would repeat none, so a forward with such writes is refused.
+Dynamo repeats forward's writes to attributes, containers and globals after the traced call, with the
+backend's results. A replay would repeat none, so a forward with such writes is refused.
 """
 
 from __future__ import annotations

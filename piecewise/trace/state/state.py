@@ -45,7 +45,7 @@ _CLOSED = (int, *PLAIN, type, ModuleType, FunctionType, MethodType, torch.Tensor
 
 
 class FactFinder:
-    """Collects facts, each place once, beginning with the module tree (without the root's call if `skip_root`).
+    """Collects facts, each place once; starts with the module tree, without the root's call if `skip_root`.
 
     `classes` holds the classes of all objects on the way to what was read and of the model's modules;
     `functions` holds the functions that were read.
@@ -111,7 +111,6 @@ class FactFinder:
             forward = getattr(function, "__wrapped__", None)
 
     def _add_module_tree(self, model: nn.Module, *, skip_root: bool) -> None:
-        """Adds each module's class, submodules, training flag, hooks, and a forward of its own."""
         for path, module in model.named_modules():
             name = f"model.{path}" if path else "model"
             names = module.__dict__
@@ -133,7 +132,6 @@ class FactFinder:
         self._add_hooks(vars(module_hooks), "_global", "every module")
 
     def _add_hooks(self, names: Mapping[str, Any], prefix: str, owner: str) -> None:
-        """Adds the forward hooks that exist, and how each is called."""
         for kind, title in (("_forward_pre_hooks", "forward pre-hooks"), ("_forward_hooks", "forward hooks")):
             hooks = names[prefix + kind]
             self.add_table(hooks, f"the {title} of {owner}")
@@ -251,7 +249,7 @@ class FactFinder:
 
 
 def _answers_itself(cls: type) -> bool:
-    """Whether a class has `__getattr__`; namespaces such as `torch.ops` fill up when asked, and hide nothing."""
+    """Whether a class has `__getattr__`; lazy namespaces such as `torch.ops` hide nothing."""
     is_namespace = issubclass(cls, (nn.Module, ModuleType)) or cls.__module__.partition(".")[0] in _SETTLED
     return not is_namespace and isinstance(getattr(cls, "__getattr__", None), FunctionType)
 

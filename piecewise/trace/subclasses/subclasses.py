@@ -113,7 +113,6 @@ class _Rewrite:
             self.module.recompile()
 
     def _open(self, node: fx.Node) -> None:
-        """Makes a placeholder for each plain tensor of a subclass."""
         self.values[node] = node.meta["example_value"]
         for keys, fake in tensors_inside(self.values[node]):
             if torch_api.is_wrapper(fake):
