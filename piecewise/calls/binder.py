@@ -95,10 +95,8 @@ class CallBinder:
 
 
 class FormBinder(CallBinder):
-    """Keeps a call's form: which arguments were positional or left out, and the order of the keywords.
-
-    Any call fits: a hook may add arguments that forward needs, and remove others.
-    """
+    """Keeps a call's form: which arguments were positional or left out, and the order of the keywords. Any
+    call fits: a hook may add arguments that forward needs, and remove others."""
 
     def __init__(self, forward: Callable[..., Any]) -> None:
         super().__init__(_any_call)

@@ -25,12 +25,9 @@ PLAIN = (
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Structure:
-    """Describes one node of a nested object; `kind` decides which fields hold.
-
-    tensor, int: `index` among the leaves. const: `value`. list, tuple: `children`. dict, dataclass,
-    namedtuple: `children` beside their `keys`, and `type`. pytree: any other registered container, with its
-    `spec` and its flat `children`.
-    """
+    """Describes one node of a nested object; `kind` decides which fields hold. tensor, int: `index` among the
+    leaves. const: `value`. list, tuple: `children`. dict, dataclass, namedtuple: `children` beside their
+    `keys`, and `type`. pytree: any other registered container, with its `spec` and its flat `children`."""
 
     kind: str
     index: int = -1
@@ -144,10 +141,8 @@ def _key(key: Any, namespace: Namespace) -> str:
 
 
 class MatchWriter:
-    """Writes the body of `match(values)`, which returns None if the structure differs.
-
-    `leaf_check(node, name)` gives conditions, true if the leaf in the variable `name` differs.
-    """
+    """Writes the body of `match(values)`, which returns None if the structure differs. `leaf_check(node,
+    name)` gives conditions, true if the leaf in the variable `name` differs."""
 
     def __init__(self, namespace: Namespace, leaf_check: Callable[[Structure, str], list[str]]) -> None:
         self.lines: list[str] = []

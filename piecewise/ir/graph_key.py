@@ -70,10 +70,8 @@ def node_key(node: fx.Node) -> Any:
 def graph_key(
     plan: SegmentPlan, segment: Segment, *, what: Literal["program", "inputs"] = "program"
 ) -> tuple[Any, ...]:
-    """Makes a key of what a segment computes and of its tensors' geometry, equal in every process.
-
-    "inputs" adds where inputs come from, and keeps of results only which may have any strides.
-    """
+    """Makes a key of what a segment computes and of its tensors' geometry, equal in every process. "inputs"
+    adds where inputs come from, and keeps of results only which may have any strides."""
     numbers: dict[int, int] = {}
 
     def described(index: int) -> tuple[Any, ...]:
@@ -95,10 +93,8 @@ def code_key(
     kind: str, source: str, names: Mapping[str, Any], modules: Mapping[str, Any], taken: Collection[str]
 ) -> str:
     """Makes a key of generated code that is not `taken`, equal in each process if the code uses only torch
-    and Python; code that calls other functions gets a new key each time.
-
-    `names` and `modules` are the objects behind globals and behind attributes of ``self``.
-    """
+    and Python; code that calls other functions gets a new key each time. `names` and `modules` are the
+    objects behind globals and behind attributes of ``self``."""
     foreign = [f"{name} = {_named(value)}" for name, value in sorted(names.items())]
     foreign += [
         f"self.{name} = {getattr(module, 'code', type(module).__qualname__)}"

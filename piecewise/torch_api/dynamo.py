@@ -20,11 +20,8 @@ from piecewise.torch_api.symbols import name_of
 
 @contextmanager
 def tracing_config(int_names: Sequence[str], *, repeats: bool) -> Iterator[None]:
-    """Sets Dynamo's configuration for one trace.
-
-    Scalars and data-dependent shapes stay in the graph, named ints are symbols, and no garbage is collected
-    at the end; `repeats` as for `fakes_remembered`.
-    """
+    """Sets Dynamo's configuration for one trace. Scalars and data-dependent shapes stay in the graph, named
+    ints are symbols, and no garbage is collected at the end; `repeats` as for `fakes_remembered`."""
     kept: Any = dynamo.config.patch(  # type: ignore[attr-defined]
         capture_scalar_outputs=True, capture_dynamic_output_shape_ops=True, run_gc_after_compile=False
     )
@@ -61,10 +58,8 @@ def forget_compilation(code: Any, backend: Any) -> None:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SeenGuard:
-    """Describes a guard of a trace: its source as Python, its kind, and the kind's arguments.
-
-    `other` is another source, if the guard requires both sources to give one object.
-    """
+    """Describes a guard of a trace: its source as Python, its kind, and the kind's arguments. `other` is
+    another source, if the guard requires both sources to give one object."""
 
     # The kind of a read without a guard.
     UNGUARDED: ClassVar[str] = "unguarded"
@@ -118,10 +113,8 @@ def traced_code() -> list[CodeType]:
 
 
 def sources_to_be_written() -> list[tuple[str, tuple[str, ...]]]:
-    """Lists the sources of older objects that Dynamo writes after the graph; only inside a backend.
-
-    Each has the names of the attributes that Dynamo sets; none for a container whose items it writes.
-    """
+    """Lists the sources of older objects that Dynamo writes after the graph; only inside a backend. Each has
+    the names of the attributes that Dynamo sets; none for a container whose items it writes."""
     from torch._dynamo.symbolic_convert import InstructionTranslator
     from torch._dynamo.variables.base import AttributeMutationExisting, ValueMutationExisting
 
@@ -151,9 +144,7 @@ def _patched(owner: Any, name: str, patch: Callable[[Any], Any]) -> Iterator[Non
 @contextmanager
 def sources_read() -> Iterator[list[str]]:
     """Lists the sources that Dynamo reads in this block, as Python source; Dynamo guards nearly all of them.
-
-    Dynamo leaves out methods of C types, and objects that it has met under another source.
-    """
+    Dynamo leaves out methods of C types, and objects that it has met under another source."""
     from torch._dynamo.variables.builder import VariableBuilder
 
     found: list[str] = []
@@ -175,10 +166,8 @@ def sources_read() -> Iterator[list[str]]:
 
 @contextmanager
 def tensor_attributes_set() -> Iterator[list[str]]:
-    """Lists the Python attributes that Dynamo sees set on tensors in this block.
-
-    Noted as they are set, since Dynamo forgets tensors that are gone when it calls its backend.
-    """
+    """Lists the Python attributes that Dynamo sees set on tensors in this block. The block notes them when
+    they are set, since Dynamo forgets tensors that are gone when it calls its backend."""
     from torch._dynamo.side_effects import SideEffects
     from torch._dynamo.variables import TensorVariable
 

@@ -20,10 +20,8 @@ from torch.overrides import TorchFunctionMode
 
 @contextmanager
 def python_dispatcher() -> Iterator[None]:
-    """Runs composite ops in this block as their Python decompositions, with the checks of values there.
-
-    Some of torch 2.11's C++ kernels fail on symbolic sizes, such as `matmul` for a weight without a gradient.
-    """
+    """Runs composite ops in this block as their Python decompositions, with the checks of values there. Some
+    of torch 2.11's C++ kernels fail on symbolic sizes, such as `matmul` for a weight without a gradient."""
     checks = nullcontext() if torch.__version__ >= "2.13" else _OneHotChecks()
     with enable_python_dispatcher(), checks:
         yield
@@ -48,10 +46,8 @@ def fake_mode_of(values: Sequence[Any]) -> Any:
 
 
 def forget_tensors(fake_mode: Any) -> None:
-    """Drops a fake mode's weak references to real tensors.
-
-    `torch.utils.swap_tensors` refuses tensors with weak references, and the fakes of a trace stay alive.
-    """
+    """Drops a fake mode's weak references to real tensors. `torch.utils.swap_tensors` refuses tensors with
+    weak references, and the fakes of a trace stay alive."""
     if fake_mode is not None:
         describer = fake_mode.fake_tensor_converter.meta_converter.describer
         describer.lookup_tensor.clear()
@@ -69,10 +65,8 @@ def static_fake(fake_mode: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor
 
 
 def fake_twin(fake: torch.Tensor, memory: torch.Tensor | None) -> torch.Tensor:
-    """Makes a fake like another one, in the memory of `memory` or, for None, in its own, of size 0.
-
-    Shares sizes and strides: 13 µs, where an op on fakes with symbols takes 200 to 500.
-    """
+    """Makes a fake like another one, in the memory of `memory` or, for None, in its own, of size 0. The fakes
+    share sizes and strides, which takes 13 µs, where an op on fakes with symbols takes 200 to 500."""
     assert isinstance(fake, FakeTensor)
     with torch._C._DisableTorchDispatch(), in_kernel_invocation_manager(fake.fake_mode):
         twin = FakeTensor(fake.fake_mode, torch.ops.aten.detach.default(fake), fake.fake_device)
@@ -103,11 +97,9 @@ def new_fake_mode(*, repeats: bool = False) -> FakeTensorMode:
 
 
 def fakes_remembered(repeats: bool) -> Any:
-    """Lets new fake modes in this block cache the results of ops by their operands, if `repeats`.
-
-    Caching takes as long as running the op once more. A quarter of one layer's ops repeat others; without the
-    cache a trace takes a tenth less time, and one of symbolic aten ops half.
-    """
+    """Lets new fake modes in this block cache the results of ops by their operands, if `repeats`. Caching
+    takes as long as running the op once more. A quarter of one layer's ops repeat others; without the cache a
+    trace takes a tenth less time, and one of symbolic aten ops half."""
     enabled = repeats and dynamo.config.fake_tensor_cache_enabled  # type: ignore[attr-defined]
     return dynamo.config.patch(fake_tensor_cache_enabled=enabled)  # type: ignore[attr-defined]
 
@@ -118,11 +110,9 @@ _einsum_blocks: list[bool] = []
 
 @contextmanager
 def einsums_from_the_left() -> Iterator[None]:
-    """Makes `torch.einsum` multiply in the order of its operands in this block.
-
-    opt_einsum chooses the order by sizes, which would fix them. torch's setting is process-wide, so of
-    several threads' blocks the first one turns it off and the last one restores it.
-    """
+    """Makes `torch.einsum` multiply in the order of its operands in this block. opt_einsum chooses the order
+    by sizes, which would fix them. torch's setting is process-wide, so of several threads' blocks the first
+    one turns it off and the last one restores it."""
     settings: Any = torch.backends.opt_einsum
     with _einsums:
         _einsum_blocks.append(settings.enabled)
@@ -140,10 +130,8 @@ def einsums_from_the_left() -> Iterator[None]:
 def functional_aten_graph(
     function: Callable[..., tuple], arguments: Sequence[Any], fake_mode: FakeTensorMode
 ) -> torch.fx.GraphModule:
-    """Records the aten ops of `function` on fakes; writes to arguments become copies at the end.
-
-    Autocast outside and inside becomes casts; torch's decompositions are not applied.
-    """
+    """Records the aten ops of `function` on fakes; writes to arguments become copies at the end. Autocast
+    outside and inside becomes casts; torch's decompositions are not applied."""
     with torch.inference_mode(False):
         return trace_aten(torch.func.functionalize(function, remove="mutations"), arguments, fake_mode)
 
@@ -156,9 +144,7 @@ def trace_aten(
     decompositions: Mapping[Any, Callable[..., Any]] | None = None,
 ) -> torch.fx.GraphModule:
     """Records the aten ops that `function` runs on fakes and symbolic ints, without gradients and autocast.
-
-    Nodes have fakes in ``meta["val"]``; ops that write stay unchanged.
-    """
+    Nodes have fakes in ``meta["val"]``; ops that write stay unchanged."""
     # Python kernels for composite ops, since torch 2.11's C++ ones fail on symbolic sizes. That dispatcher is
     # on from where its guard is made, so the guard is made inside of the other modes.
     with torch.no_grad(), fake_mode, enable_python_dispatcher(), einsums_from_the_left():

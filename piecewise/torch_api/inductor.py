@@ -24,10 +24,8 @@ _INDUCTOR_PATCHES = {
 
 
 def start_compile_workers(values: Sequence[Any]) -> None:
-    """Starts Inductor's worker processes, if one of the values lies on a GPU.
-
-    They take seconds to be ready; until then the first compile would run in this process.
-    """
+    """Starts Inductor's worker processes, if one of the values lies on a GPU. They take seconds to be ready;
+    until then the first compile would run in this process."""
     devices = [value.device for value in values if isinstance(value, torch.Tensor)]
     on_gpu = [device for device in devices if native_engine(device).has_triton]
     if on_gpu:

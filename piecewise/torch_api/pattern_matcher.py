@@ -36,10 +36,8 @@ class PatternSet:
         self._patterns = PatternMatcherPass(pass_name=name)
 
     def add(self, pattern: Any, check: Callable[[Match], bool], rewrite: Rewrite) -> None:
-        """Registers a pattern; nodes that lose their last user are removed after `rewrite`.
-
-        `check` accepts or rejects a structural match, before any change.
-        """
+        """Registers a pattern; nodes that lose their last user are removed after `rewrite`. `check` accepts
+        or rejects a structural match, before any change."""
 
         def apply(match: Match, **_: Any) -> None:
             rewrite(match)

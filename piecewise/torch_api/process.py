@@ -15,10 +15,8 @@ _guards = torch._C._dynamo.guards  # type: ignore[attr-defined]
 
 
 class GlobalState:
-    """Holds the settings of process and thread that a trace depends on, as they are under `no_grad`.
-
-    They are autocast, default dtype, tf32, determinism, the number of threads, and active dispatch modes.
-    """
+    """Holds the settings of process and thread that a trace depends on, as they are under `no_grad`. They are
+    autocast, default dtype, tf32, determinism, the number of threads, and active dispatch modes."""
 
     def __init__(self) -> None:
         with torch.no_grad():
@@ -42,10 +40,8 @@ def _active_modes() -> tuple[Any, ...]:
 
 
 def is_transforming() -> bool:
-    """Whether a tracer (`torch.jit.trace`), a transform (`vmap`, `jvp`) or forward-mode AD is active.
-
-    Their tensors stand for others, and they would not see a replay.
-    """
+    """Whether a tracer (`torch.jit.trace`), a transform (`vmap`, `jvp`) or forward-mode AD is active. Their
+    tensors stand for others, and they would not see a replay."""
     is_tracing = torch._C._get_tracing_state() is not None or forward_ad._current_level >= 0
     return is_tracing or torch._C._functorch.peek_interpreter_stack() is not None
 
@@ -63,11 +59,9 @@ def num_storage_users(storage: torch.UntypedStorage) -> int:
 def dict_versions(
     dicts: Sequence[dict], objects: Sequence[Any], classes: Sequence[type]
 ) -> Callable[[], bool]:
-    """Makes a function, one call in C, that is true while dicts, objects and classes are unchanged.
-
-    No dict is written (restoring a value is a write, as far as `dict_versions_tell`), no object gets another
-    `__dict__`, and each object keeps its class. The function holds all of them.
-    """
+    """Makes a function, one call in C, that is true while dicts, objects and classes are unchanged: no dict
+    was written (restoring a value is a write, as far as `dict_versions_tell`), no object got another
+    `__dict__`, and each object kept its class. The function holds all of them."""
     from torch._dynamo.guards import GuardManagerType
 
     kind = GuardManagerType.GUARD_MANAGER
@@ -93,17 +87,15 @@ def dict_versions(
 
 
 class _Plain:
-    """Has attributes, for a test of versions."""
+    """Has attributes, to test dict versions with."""
 
     value = 0
 
 
 @functools.cache
 def dict_versions_tell() -> bool:
-    """Whether each write changes a dict's version.
-
-    On Python 3.13.0 a write through an attribute does not (https://github.com/python/cpython/issues/125608).
-    """
+    """Whether each write changes a dict's version. On Python 3.13.0 a write through an attribute does not
+    (https://github.com/python/cpython/issues/125608)."""
     item, owner = _Plain(), {"key": 0}
     # Enough writes for the interpreter to specialise the store; an equal value need not change the version.
     for value in range(1, 100):

@@ -33,10 +33,8 @@ def has_torch_function(value: Any) -> bool:
 
 
 def has_own_torch_function(value: Any) -> bool:
-    """Whether the class has its own `__torch_function__` and is no Parameter.
-
-    Dynamo may give its results another class than eager does.
-    """
+    """Whether the class has its own `__torch_function__` and is no Parameter. Dynamo may give its results
+    another class than eager does."""
     function = getattr(type(value), "__torch_function__", None)
     torchs: Any = torch.Tensor.__torch_function__
     is_torchs = getattr(function, "__func__", None) is torchs.__func__

@@ -36,10 +36,8 @@ def name_of(source: Any) -> Any:
 
 
 def expression(value: Any, shape_env: ShapeEnv | None) -> sympy.Expr | None:
-    """Simplifies the expression of an int, float or symbolic scalar; None for anything else.
-
-    `example_value` keeps the symbol at recording; symbols are unified later, so always simplify.
-    """
+    """Simplifies the expression of an int, float or symbolic scalar; None for anything else. `example_value`
+    keeps the symbol at recording; symbols are unified later, so always simplify."""
     if isinstance(value, SYMBOLIC):
         expr = value.node.expr
         return shape_env.simplify(expr) if shape_env is not None and isinstance(expr, sympy.Expr) else expr

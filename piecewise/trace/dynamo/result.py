@@ -72,10 +72,8 @@ def _state_at(source: str, argument: torch.Tensor, scope: Scope) -> StateRef | N
 def result_of(
     run: DynamoRun, placeholders: Sequence[Placeholder]
 ) -> tuple[Structure, tuple[ResultLeaf, ...], tuple[WrappedLeaf, ...]]:
-    """Finds the result's structure, the source of each leaf, and the leaves of another class.
-
-    Raises if the result cannot be rebuilt, or if forward stored some of it elsewhere.
-    """
+    """Finds the result's structure, the source of each leaf, and the leaves of another class. Raises if the
+    result cannot be rebuilt, or if forward stored some of it elsewhere."""
     by_id = {id(dummy): index for index, dummy in enumerate(run.dummies)}
     numbers = {FIRST_DUMMY + index: index for index in range(len(run.dummies))}
     structure, leaves = flatten_structure(
@@ -122,7 +120,6 @@ def _refuse_opaque(node: Structure, given: Sequence[Any]) -> None:
 
 
 def _dummy_of(leaf: Any, dummies: Sequence[Any]) -> int | None:
-    """Finds the dummy behind a tensor that Dynamo gave a class with `as_subclass`."""
     if not isinstance(leaf, torch.Tensor) or type(leaf) in (torch.Tensor, torch.nn.Parameter):
         return None
     plain = leaf.as_subclass(torch.Tensor)

@@ -43,9 +43,7 @@ from runners.errors import one_line
 
 def run_in_layers(model: nn.Module, run: Callable[..., DynamoRun]) -> tuple[DynamoRun, LayerReuse | None]:
     """Runs Dynamo over one layer of each kind and the rest of the model, or over the whole model if it must.
-
-    `run` takes `repeats` and a `namespace`.
-    """
+    `run` takes `repeats` and a `namespace`."""
     with one_at_a_time:
         layers = repeated_layers(model)
         if not layers:
@@ -148,7 +146,6 @@ class _Inliner:
         return place is not None and place.get() is call_layer
 
     def _inline(self, node: fx.Node) -> fx.Node:
-        """Replaces a call of a layer by the layer's graph; returns the node of the result."""
         number, *args = node.args
         layer = self.layers[number]  # type: ignore[index]
         call = LayerCall(args, dict(node.kwargs), self.shape_env)

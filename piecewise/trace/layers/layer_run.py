@@ -46,10 +46,8 @@ def geometry(fake: torch.Tensor, shape_env: Any) -> tuple[Any, ...]:
 
 
 class LayerCall:
-    """Describes a layer's arguments as the outer graph passes them, and builds examples of them.
-
-    Each is a tensor, a plain value or a tuple of such; `nodes` lists each tensor once, by number.
-    """
+    """Describes a layer's arguments as the outer graph passes them, and builds examples of them. Each is a
+    tensor, a plain value or a tuple of such; `nodes` lists each tensor once, by number."""
 
     def __init__(self, args: Sequence[Any], kwargs: dict[str, Any], shape_env: Any) -> None:
         self._args, self._kwargs, self._shape_env = tuple(args), kwargs, shape_env

@@ -16,10 +16,8 @@ _TABLES = ("_modules", "_parameters", "_buffers")
 
 
 class StateSnapshot:
-    """Copies containers, not their contents, each with the path under which a change is reported.
-
-    Every module of `model` is included from the start, with the containers among its attributes.
-    """
+    """Copies containers, not their contents, each with the path under which a change is reported. Every
+    module of `model` is included from the start, with the containers among its attributes."""
 
     def __init__(self, model: nn.Module) -> None:
         self._entries: dict[int, tuple[str, Any, Any]] = {}

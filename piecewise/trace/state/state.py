@@ -46,10 +46,8 @@ _CLOSED = (int, *PLAIN, type, ModuleType, FunctionType, MethodType, torch.Tensor
 
 class FactFinder:
     """Collects facts, each place once; starts with the module tree, without the root's call if `skip_root`.
-
     `classes` holds the classes of all objects on the way to what was read and of the model's modules;
-    `functions` holds the functions that were read.
-    """
+    `functions` holds the functions that were read."""
 
     def __init__(self, model: nn.Module, *, skip_root: bool) -> None:
         self.values: dict[Any, tuple[StateRef, Any]] = {}

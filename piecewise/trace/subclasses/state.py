@@ -36,10 +36,8 @@ def mark_subclasses(trace: Trace) -> None:
 
 
 def _drop_idle_sets(trace: Trace) -> None:
-    """Drops `weight.data = x` where the weight lies there already, as bitsandbytes writes in each call.
-
-    A graph that reads either tensor compares its present address [I4].
-    """
+    """Drops `weight.data = x` where the weight lies there already, as bitsandbytes writes in each call. A
+    graph that reads either tensor compares its present address [I4]."""
     state = {placeholder.node: placeholder.state for placeholder in trace.placeholders}
     for node in list(trace.graph.graph.nodes):
         if node.op != "call_function" or node.target is not torch.Tensor.set_ or len(node.args) != 2:
@@ -58,10 +56,8 @@ def _place_of(tensor: torch.Tensor) -> Any:
 
 
 def open_state(trace: Trace, wrapped: Mapping[int, Wrapped]) -> Trace:
-    """Makes the trace of the graph after `see_through`, which returned `wrapped`.
-
-    Tensors inside of results that are subclasses become leaves, after all others.
-    """
+    """Makes the trace of the graph after `see_through`, which returned `wrapped`. Tensors inside of results
+    that are subclasses become leaves, after all others."""
     leaves, made_of = list(trace.result_leaves), list(trace.wrapped)
     for place, leaf in enumerate(trace.result_leaves):
         if leaf.kind == "output" and leaf.index in wrapped:
