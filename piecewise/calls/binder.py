@@ -1,9 +1,8 @@
-"""Binds calls to forward's parameters, so that positional and keyword calls are one, and matches them [I10].
+"""Binds calls to forward's parameters, so that positional and keyword calls match alike [I10].
 
 `CallBinder` maps `(args, kwargs)` to one value per parameter, through a generated function with forward's own
-signature, so that Python's call machinery does the work; `FormBinder` keeps a call as it was made
-(`form.py`). `write_matcher` generates what checks bound values against the structure of a trace and pulls out
-its leaves.
+signature, so that Python's call machinery does the work; `FormBinder` keeps a call's form (`form.py`).
+`write_matcher` generates the check of bound values against a trace's structure, which extracts the leaves.
 """
 
 from __future__ import annotations
@@ -25,8 +24,6 @@ class _Missing:
 
 
 class _Source(str):
-    """Writes a default of a signature as source: the expression itself."""
-
     def __repr__(self) -> str:
         return str(self)
 
@@ -36,11 +33,11 @@ _VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 class CallBinder:
-    """Binds calls to the parameters of `forward`; further keywords keep their order, which forward may see.
+    """Binds calls to forward's parameters; keeps the order of further keywords, which forward may see.
 
-    An argument that was not passed is its plain default, so that leaving it out and passing it are one call,
-    and else `MISSING`. An int default is not passed: as an argument it would be a symbol. Without
-    `fills_defaults` nothing is passed that was left out.
+    An argument that was not passed becomes its plain default, so that both calls are equal, or else
+    `MISSING`. An int default is not passed, since as an argument it would be a symbol. Without
+    `fills_defaults` no default is passed.
     """
 
     def __init__(self, forward: Callable[..., Any], *, fills_defaults: bool = True) -> None:
@@ -64,7 +61,7 @@ class CallBinder:
         self.bind.__qualname__ = "forward"  # a call that does not fit is told in forward's name
 
     def absent(self, bound: tuple) -> list[str]:
-        """Names the parameters that have no default and no value in this bound call."""
+        """Names the parameters without a default and without a value in this bound call."""
         return [
             parameter.name
             for parameter, value in zip(self.parameters, bound, strict=True)
@@ -72,7 +69,7 @@ class CallBinder:
         ]
 
     def call_source(self, values: Structure, leaf_names: Sequence[str], namespace: Namespace) -> str:
-        """Writes the argument list that makes the bound call again: by keyword wherever forward allows it."""
+        """Writes the argument list that repeats the bound call, by keyword wherever forward allows it."""
         pairs = list(zip(self.parameters, values.children, strict=True))
         has_star = any(each.kind == each.VAR_POSITIONAL and child.children for each, child in pairs)
         parts = []
@@ -98,8 +95,8 @@ class CallBinder:
 
 
 class FormBinder(CallBinder):
-    """Keeps a call as it was made: which arguments were positional, which were left out, and the order of the
-    keywords. Any call fits: a hook may add what forward needs, and take what it does not have."""
+    """Keeps a call's form: which arguments were positional or left out, and the order of the keywords. Any
+    call fits: a hook may add arguments that forward needs, and remove others."""
 
     def __init__(self, forward: Callable[..., Any]) -> None:
         super().__init__(_any_call)
@@ -116,7 +113,7 @@ class FormBinder(CallBinder):
 
 
 def bound_call(binder: CallBinder, args: Any, kwargs: Any) -> tuple | None:
-    """Binds a call; None where it does not fit."""
+    """Binds a call; None if it does not fit."""
     try:
         return binder.bind(*args, **kwargs)
     except TypeError:
@@ -137,11 +134,11 @@ def _collect_paths(node: Structure, path: str, paths: dict[int, str]) -> None:
 
 
 class LeafRule:
-    """Says what a call's leaf must be: a tensor of this dtype, device and these static dims, or an int.
+    """Describes what a leaf must be: a tensor of this dtype, device and these static dims, or an int.
 
     Attributes:
         static: dim → size that the trace holds as a constant.
-        exact: the int's value, where the trace burned it in.
+        exact: the int's value, if it is a constant of the trace.
         plain: whether a Parameter, or a tensor that requires grad, is another kind of input.
     """
 
@@ -173,11 +170,11 @@ class LeafRule:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class WrittenMemory:
-    """Says which inputs lie in memory that a call writes.
+    """Describes which inputs lie in memory that a call writes.
 
     Attributes:
-        groups: tensor leaves; those of one group lie in one memory, which the call writes.
-        others: tensor leaves that lie in none of these.
+        groups: tensor leaves by the memory that they share and the call writes.
+        others: tensor leaves outside of these memories.
     """
 
     groups: tuple[tuple[int, ...], ...] = ()
@@ -195,19 +192,17 @@ def write_matcher(
     apart_from_now: Sequence[tuple[Sequence[int], Callable[[], frozenset[int]]]] = (),
     same: Sequence[Sequence[int]] = (),
 ) -> Callable[[tuple], tuple[int, list[Any]] | None]:
-    """Generates `match(bound)`: (token count, leaves), or None where the call is of another signature.
+    """Generates `match(bound)`: (token count, leaves), or None for a call of another signature.
 
     A call whose inputs disagree about the token count gives (-1, leaves).
 
     Args:
         values: the structure of the bound values, a tuple node.
-        rules: leaf index → what it must be.
-        anchor: (leaf, dim) that the token count is read from.
+        anchor: (leaf, dim) that gives the token count.
         token_dims: (leaf, dim, size as a function of the token count) of the other dims that carry tokens.
-        written: which tensor leaves lie in memory that the call writes.
-        apart_from: addresses of memory that graphs write, which no leaf may lie in.
-        apart_from_now: tensor leaves, and what tells in which memory they may not lie at this call.
-        same: tensor leaves in groups: those of one group are one object, those of two are not.
+        apart_from: addresses of memory that graphs write, in which no leaf may lie.
+        apart_from_now: tensor leaves, and a function that gives their forbidden memories at this call.
+        same: groups of tensor leaves: those of one group are one object, those of two are not.
     """
     namespace = Namespace()
     writer = MatchWriter(namespace, lambda node, name: rules[node.index].mismatches(name, namespace))
@@ -244,12 +239,12 @@ def _write_memory_checks(
     written: WrittenMemory,
     apart_from_now: Sequence[tuple[Sequence[int], Callable[[], frozenset[int]]]],
 ) -> None:
-    """Checks that each group has a memory of its own, others none of these, and none what is excluded."""
+    """Checks that groups and others have separate memories, and that no leaf is in forbidden memory."""
     places: dict[int, str] = {}
 
     def place(leaf: int) -> str:
         if leaf not in places:
-            # Tensors without elements are all at address 0, and share nothing.
+            # Tensors without elements are all at address 0 but share no memory.
             name, places[leaf] = writer.leaf_names[leaf], f"place{leaf}"
             writer.lines.append(f"{places[leaf]} = {name}.untyped_storage().data_ptr() or {-1 - leaf}")
         return places[leaf]
@@ -275,7 +270,7 @@ def same_count(rows: int) -> int:
 
 
 def is_plain_leaf(value: Any) -> bool:
-    """Whether a graph can read this value: a strided tensor that is no subclass, or anything but a tensor."""
+    """Whether a graph can read this value: a strided tensor of no subclass, or anything but a tensor."""
     if not isinstance(value, torch.Tensor):
         return True
     plain = type(value) in (torch.Tensor, torch.nn.Parameter)
@@ -283,7 +278,7 @@ def is_plain_leaf(value: Any) -> bool:
 
 
 def describe_call(args: Any, kwargs: Any) -> str:
-    """Describes the kind of a call in one line: dtypes, shapes, plain values, which tensors are one."""
+    """Describes the kind of a call in one line: dtypes, shapes, plain values, and identical tensors."""
     numbers: dict[int, int] = {}
 
     def describe(value: Any) -> str:

@@ -1,9 +1,8 @@
-"""Tells whether a call's form matters: which arguments are positional, and which were passed at all [I10].
+"""Decides whether a call's form matters: which arguments are positional, and which are passed [I10].
 
-forward itself cannot tell `model(ids)` from `model(ids=ids)`, so both are one kind of call. What is called
-before it can: a hook is given the positional arguments as they were passed, and so is a wrapper of forward or
-a `__call__` of the model's own. Where there is one of these, each form of a call is a kind of its own, traced
-in this form.
+forward itself cannot tell `model(ids)` from `model(ids=ids)`, but code that is called earlier can: a hook, a
+wrapper of forward, or the model's own `__call__`. If a model has one, each form of a call is a kind of its
+own, traced in this form.
 """
 
 from __future__ import annotations
@@ -19,13 +18,13 @@ from torch.nn.modules import module as module_hooks
 from piecewise.calls.binder import CallBinder, FormBinder
 from piecewise.errors.trace import BackwardHook
 
-# Wrappers from here treat an argument alike in both forms; the tests call attached models in both.
+# Wrappers from these packages treat both forms alike; the tests call attached models in both.
 _FORM_BLIND = frozenset({"torch", "transformers", "boundary_ops"}) | sys.stdlib_module_names
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
 class Binders:
-    """Binds the calls of `forward`, by one binder for each answer of `sees_form`."""
+    """Binds the calls of `forward`, with one binder per answer of `sees_form`."""
 
     def __init__(self, model: nn.Module, forward: Callable[..., Any]) -> None:
         self._model, self._forward = model, forward
@@ -33,12 +32,12 @@ class Binders:
         self._by_form = {False: CallBinder(own), True: FormBinder(own)}
 
     def for_now(self) -> CallBinder:
-        """Returns the binder for the hooks that the model has now; the same object each time."""
+        """Returns the binder for the model's present hooks; the same object each time."""
         return self._by_form[sees_form(self._model, self._forward)]
 
 
 def sees_form(model: nn.Module, forward: Callable[..., Any]) -> bool:
-    """Whether a call goes through code that may look at its form; hooks run around the model's forward."""
+    """Whether a call passes code that may read its form; hooks run around the model's forward."""
     if forward is not model:
         return is_wrapped(forward)
     ways = type(model).__call__, type(model)._call_impl
@@ -48,7 +47,7 @@ def sees_form(model: nn.Module, forward: Callable[..., Any]) -> bool:
 
 
 def is_wrapped(forward: Callable[..., Any]) -> bool:
-    """Whether forward is more than a function whose parameters are those of its signature."""
+    """Whether forward is more than a function with the parameters of its signature."""
     function: Any = getattr(forward, "__func__", forward)
     while isinstance(function, FunctionType) and hasattr(function, "__wrapped__"):
         if not _is_form_blind(function):

@@ -1,9 +1,9 @@
-"""Takes nested arguments and results apart once; generated straight-line code matches and rebuilds them.
+"""Flattens nested arguments and results once; generated straight-line code matches and rebuilds them.
 
-`flatten_structure` gives a `Structure` and its leaves. Two generators turn it into Python source: an
-expression that builds the object again, and lines that check another object against it and pull its leaves
-out. Leaves are tensors and ints, which may follow the token count; bools are constants. Other plain values
-are compared by equality, other objects by identity.
+`flatten_structure` gives a `Structure` and its leaves: tensors and ints, which may follow the token count.
+From a structure, `build_source` generates the expression that builds the object again, and `MatchWriter` the
+lines that check another object and extract its leaves. Bools are constants; other plain values are compared
+by equality, other objects by identity.
 """
 
 from __future__ import annotations
@@ -25,12 +25,9 @@ PLAIN = (
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Structure:
-    """Describes one node of a nested object; `kind` says which fields hold.
-
-    tensor, int: `index` is the position among the leaves. const: `value`. list, tuple: `children`. dict,
-    dataclass, namedtuple: `children` beside their `keys`, and `type`. pytree: any other registered
-    container, with its `spec` and its flat `children`.
-    """
+    """Describes one node of a nested object; `kind` decides which fields hold. tensor, int: `index` among the
+    leaves. const: `value`. list, tuple: `children`. dict, dataclass, namedtuple: `children` beside their
+    `keys`, and `type`. pytree: any other registered container, with its `spec` and its flat `children`."""
 
     kind: str
     index: int = -1
@@ -44,11 +41,11 @@ class Structure:
 def flatten_structure(
     value: Any, *, is_leaf: Callable[[Any], bool] = lambda _: False, share: bool = False
 ) -> tuple[Structure, list[Any]]:
-    """Takes `value` apart into its structure and its leaves, in order of appearance.
+    """Flattens `value` into its structure and its leaves, in order of appearance.
 
     Args:
-        is_leaf: further values (floats that stand for a computed number, say) that are leaves of kind "int".
-        share: a tensor met twice is one leaf.
+        is_leaf: finds further leaves of kind "int", such as floats that are placeholders of computed numbers.
+        share: whether a tensor met twice is one leaf.
     """
     leaves: list[Any] = []
 
@@ -66,7 +63,7 @@ def flatten_structure(
 def _structure_of(
     value: Any, leaf: Callable[[str, Any], Structure], is_leaf: Callable[[Any], bool]
 ) -> Structure:
-    # A function inside of another that calls itself would hold the leaves until a collection.
+    # An inner function that calls itself would keep the leaves alive until a garbage collection.
     def walk_all(values: Iterable[Any]) -> tuple[Structure, ...]:
         return tuple(_structure_of(each, leaf, is_leaf) for each in values)
 
@@ -94,8 +91,7 @@ def _structure_of(
 
 
 def rebuild_dataclass(cls: type, keys: Sequence[str], values: Sequence[Any]) -> Any:
-    """Makes an instance as the model's own code left it: fields set directly, `__post_init__` not run
-    again."""
+    """Makes an instance as the model left it: sets fields directly, without running `__post_init__` again."""
     instance: Any = object.__new__(cls)
     for key, value in zip(keys, values, strict=True):
         object.__setattr__(instance, key, value)
@@ -103,7 +99,7 @@ def rebuild_dataclass(cls: type, keys: Sequence[str], values: Sequence[Any]) -> 
 
 
 class Namespace:
-    """Names the objects that generated source refers to; equal objects by identity share a name."""
+    """Names the objects that generated source refers to, one name per object identity."""
 
     def __init__(self) -> None:
         self.globals: dict[str, Any] = {}
@@ -118,7 +114,7 @@ class Namespace:
 
 
 def build_source(node: Structure, leaf_names: Sequence[str], namespace: Namespace) -> str:
-    """Writes the Python expression that builds the object from leaves held in the variables `leaf_names`."""
+    """Writes the Python expression that builds the object from the variables `leaf_names`."""
     if node.kind in ("tensor", "int"):
         return leaf_names[node.index]
     if node.kind == "const":
@@ -145,11 +141,8 @@ def _key(key: Any, namespace: Namespace) -> str:
 
 
 class MatchWriter:
-    """Writes the body of `match(values)`: returns None from the function where the structure differs.
-
-    `leaf_check(node, name)` gives the further conditions on a leaf held in the variable `name`; each
-    condition is an expression that is true where the leaf differs.
-    """
+    """Writes the body of `match(values)`, which returns None if the structure differs. `leaf_check(node,
+    name)` gives conditions, true if the leaf in the variable `name` differs."""
 
     def __init__(self, namespace: Namespace, leaf_check: Callable[[Structure, str], list[str]]) -> None:
         self.lines: list[str] = []
@@ -167,7 +160,7 @@ class MatchWriter:
         return name
 
     def write(self, node: Structure, name: str) -> None:
-        """Appends the lines that match the object held in the variable `name`."""
+        """Appends the lines that match the object in the variable `name`."""
         names = self.names
         if node.kind in ("tensor", "int"):
             self.leaf_names[node.index] = name

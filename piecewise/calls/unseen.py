@@ -1,4 +1,4 @@
-"""Counts the kinds of call that no signature serves, and says why; bounded."""
+"""Counts the kinds of call that no signature serves, with the reasons, up to a limit."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _MAX_LISTED = 16
 
 
 class UnseenCalls:
-    """Counts calls by the line of `describe_call`; after `max_refused` kinds in vain, none is tried."""
+    """Counts calls by the line of `describe_call`; after `max_refused` failed kinds, none is captured."""
 
     def __init__(self, max_refused: int) -> None:
         self._counts: Counter[str] = Counter()
@@ -20,7 +20,7 @@ class UnseenCalls:
         self._max_refused = max_refused
 
     def note(self, text: str, note: str = "") -> None:
-        """Counts one call; `note` says why no graph serves it, where more is known than that it is new."""
+        """Counts one call; `note` says why no graph serves it, if more is known than that it is new."""
         if text in self._counts or len(self._counts) < _MAX_LISTED:
             self._counts[text] += 1
             self._notes[text] = note or self._notes.get(text, "")
@@ -30,17 +30,17 @@ class UnseenCalls:
         self._refused[text] = reason, str(error).splitlines()[0]
 
     def refusal_for(self, text: str) -> FallbackReason | None:
-        """Tells why this kind is not to be captured; None where it may be tried."""
+        """Returns why this kind must not be captured; None if it may."""
         if text in self._refused:
             return self._refused[text][0]
         return FallbackReason.CAPTURE_FAILED if len(self._refused) >= self._max_refused else None
 
     def forget_refusals(self) -> None:
-        """Lets every kind be tried again."""
+        """Allows every kind to be tried again."""
         self._refused.clear()
 
     def listed(self) -> dict[str, int]:
-        """Lists each kind in words, with the count of its calls."""
+        """Lists each kind's description with the count of its calls."""
         found = {}
         for text, count in self._counts.items():
             note = f", {self._notes[text]}" if self._notes[text] else ""

@@ -1,4 +1,4 @@
-"""Numbers the values of one cut: what crosses a segment border, inputs, state, and sizes of inputs."""
+"""Numbers the values of one cut: values across segment borders, inputs, state, and sizes of inputs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from runners.state.state_check import StateRef
 
 
 class CutContext:
-    """What is known of one classified trace while it is cut: verdicts, and values by their numbers."""
+    """Holds what is known of one classified trace during the cut: verdicts, and values by number."""
 
     def __init__(self, classifier: Classifier) -> None:
         self.classifier = classifier
@@ -35,18 +35,18 @@ class CutContext:
         return node in self.verdicts and self.verdicts[node].kind == "eager"
 
     def crosses(self, node: fx.Node) -> bool:
-        """Tells whether the node's value can leave its segment: not a size, nor a tuple."""
+        """Whether the node's value can leave its segment: no size and no tuple."""
         value = value_of(node)
         return isinstance(value, torch.Tensor) or (
             self.is_eager(node) and not isinstance(value, (tuple, list))
         )
 
     def memory_of(self, storage: int) -> int:
-        """Returns the number of a memory; values in it have it."""
+        """Returns the number of a memory, which all values in it share."""
         return self._memory.setdefault(storage, len(self._memory))
 
     def known_memories(self, storages: set[int]) -> set[int]:
-        """Returns the numbers of those that hold a value."""
+        """Returns the numbers of the memories that hold a value."""
         return {self._memory[storage] for storage in storages if storage in self._memory}
 
     def value_of(self, node: fx.Node) -> int:
@@ -90,7 +90,7 @@ class CutContext:
         return PaddedRows(rows.is_real, bounds, self.classifier.rows.is_prefix(node))
 
     def value_of_symbol(self, symbol: sympy.Symbol) -> int:
-        """Returns the number of a symbol that is not the token count: an int input, or a size of an input."""
+        """Returns the number of a symbol other than the token count: an int input, or a size of an input."""
         if symbol not in self._index_of:
             source = self.source_of(symbol)
             assert source is not None, f"symbol {symbol} belongs to no input"
@@ -100,7 +100,7 @@ class CutContext:
         return self._index_of[symbol]
 
     def source_of(self, symbol: sympy.Symbol) -> tuple[int, int] | None:
-        """Returns (leaf, dim) of the input that gives the symbol its value; dim −1 for an int."""
+        """Finds (leaf, dim) of the input that gives the symbol its value; dim −1 for an int."""
         sizes = torch_api.symbolic_sizes(self.trace.shape_env)
         return next((place for place, expr in sizes.items() if expr == symbol), None)
 
@@ -109,7 +109,7 @@ class CutContext:
         return torch_api.expression(value, self.trace.shape_env)
 
     def result_value(self, item: Any) -> int | ComputedNumber:
-        """Returns what an output of the graph is: the number of a value, or a number computed from sizes."""
+        """Returns an output of the graph as the number of a value, or as a number computed from sizes."""
         value = value_of(item) if isinstance(item, fx.Node) else item
         if isinstance(item, fx.Node) and (isinstance(value, torch.Tensor) or self.is_eager(item)):
             return self.value_of(item)

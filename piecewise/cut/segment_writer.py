@@ -1,8 +1,7 @@
-"""Writes one segment as a graph of its own, and turns it into a plain function.
+"""Writes one segment as a graph of its own, and compiles it to `segment(num_rows, *inputs) -> tuple`.
 
-The function is `segment(num_rows, *inputs) -> tuple`. It makes sizes, views of outside tensors and autocast
-regions for itself, so that it computes the same for any row count, under any caller. Nodes get canonical
-names: equal segments have equal source.
+The function makes sizes, views of outside tensors and autocast regions itself, so it computes the same for
+any row count and caller. Nodes get canonical names: equal segments have equal source.
 """
 
 from __future__ import annotations
@@ -27,13 +26,13 @@ from piecewise.ir.tensors import bound_arguments
 
 
 class SegmentWriter:
-    """Copies `nodes` of a graph into a new graph, with what they need from outside as placeholders.
+    """Copies `nodes` of a graph into a new graph, with placeholders for values from outside.
 
     Attributes:
-        inputs: placeholder → number of the value that it stands for.
-        input_nodes: the nodes that the inputs stand for, without symbols.
-        copies: node → what stands for it in the new graph.
-        modules: what the new graph's get_attr nodes name.
+        inputs: placeholder → number of its value.
+        input_nodes: the original nodes of the inputs, without symbols.
+        copies: node → its copy in the new graph.
+        modules: targets of the new graph's get_attr nodes.
     """
 
     def __init__(self, context: CutContext, kind: str, nodes: Sequence[fx.Node]) -> None:
@@ -62,7 +61,7 @@ class SegmentWriter:
         self.copies[node] = self.graph.create_node(node.op, node.target, args, kwargs)
 
     def _argument(self, node: Any) -> Any:
-        """Returns what a leaf of the arguments is inside: a copy, a placeholder, a number, or itself."""
+        """Maps a leaf of the arguments to a copy, a placeholder, a number, or itself."""
         if not isinstance(node, fx.Node):
             return self._scalar(node) if isinstance(node, torch_api.SYMBOLIC) else node
         if node in self.copies:
@@ -94,7 +93,7 @@ class SegmentWriter:
         return self._last_placeholder
 
     def _scalar(self, value: Any) -> Any:
-        """Returns the number as ops on `num_rows`; a tuple of sizes as a tuple of such numbers."""
+        """Writes a number as ops on `num_rows`; a tuple of sizes as a tuple of such numbers."""
         if isinstance(value, (tuple, list)):
             return tuple(map(self._scalar, value))
         expr: Any = self.context.expression(value)
@@ -111,7 +110,7 @@ class SegmentWriter:
         return self._scalars[expr]
 
     def zero_fill(self, node: fx.Node) -> None:
-        """Makes memory that the copied `empty*` node allocates start as zeros."""
+        """Fills the memory of a copied `empty*` node with zeros."""
         copy = self.copies[node]
         twins: dict[Any, Any] = {
             torch.empty: torch.zeros,
@@ -125,7 +124,7 @@ class SegmentWriter:
             self.graph.call_method("zero_", (copy,))
 
     def op_call(self) -> BoundaryCall | None:
-        """Returns the one call of a boundary op that the segment is; None where it computes more."""
+        """Returns the segment's one call of a boundary op; None if the segment computes more."""
         op = boundary_ops.lookup(self.nodes[0].target)
         inside = [node for node in self.graph.nodes if node.op not in ("placeholder", "output")]
         call = self.copies[self.nodes[0]]
@@ -140,7 +139,7 @@ class SegmentWriter:
             if argument.kwarg_only or isinstance(value, (list, tuple)) or value is self.rows:
                 return None
             arguments.append(places.get(value, value))
-        # As the dispatcher does, so that an implementation is called in one way.
+        # Drops trailing defaults as the dispatcher does, so that an implementation is called in one way.
         while arguments and _is_default(schema[len(arguments) - 1], arguments[-1]):
             arguments.pop()
         return BoundaryCall(op.name, tuple(arguments))
@@ -162,7 +161,7 @@ class SegmentWriter:
 
 
 def _below_torch_function(function: Callable[..., tuple]) -> Callable[..., tuple]:
-    """Runs ops that a trace has found below the `__torch_function__` of the model's tensors there."""
+    """Runs ops below tensors' `__torch_function__`, where the trace found them."""
 
     def run(*arguments: Any) -> tuple:
         with torch_api.below_torch_function():

@@ -5,9 +5,8 @@ Example, with `attn` a boundary op and `pick = x[-1:]` eager because it loses th
     before   embed · norm · linear · empty | attn | linear · add · norm | pick | lm_head
     after    graph 0                       | b. 1 | graph 2             | e. 3 | graph 4
 
-`torch.fx`'s own `split_module` is not used: it reorders calls that return nothing, passes tuples and sizes
-across borders, and renames nodes. Here a segment takes tensors and one row count; every size is computed
-inside from it.
+`torch.fx`'s `split_module` reorders calls that return nothing, passes tuples and sizes across borders, and
+renames nodes. Here a segment takes tensors and one row count, and computes every size inside.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from piecewise.ir.sizes import holds
 
 
 class Splitter:
-    """One cut of one trace. `cut()` returns the plan."""
+    """Cuts one trace; `cut()` returns the plan."""
 
     def __init__(self, classifier: Classifier, *, keeps_own: Mapping[fx.Node, str]) -> None:
         self.classifier, self.keeps_own = classifier, keeps_own
@@ -65,7 +64,7 @@ class Splitter:
         return self._plan(tuple(segments))
 
     def _fill_empty(self, writer: SegmentWriter, outside: Collection[fx.Node]) -> tuple[int, ...]:
-        """Zeroes the memory of `empty*` that needs it [I2]; the memories that leave unwritten."""
+        """Zeroes the memory of `empty*` that needs it [I2]; returns the memories that leave unwritten."""
         leaving = storages_of(outside)
         unwritten: set[int] = set()
         for node in filter(makes_empty, writer.nodes):
@@ -84,7 +83,7 @@ class Splitter:
         later: Collection[fx.Node],
         outside: Collection[fx.Node],
     ) -> Segment:
-        """Makes a segment; later ones and the caller take `later`, all others and the caller `outside`."""
+        """Makes a segment; later ones and the caller read `later`, all others and the caller `outside`."""
         nodes, facts = writer.nodes, [self.context.facts[node] for node in writer.nodes]
         outputs = [node for node in nodes if node in later and self.context.crosses(node)]
         is_graph = writer.kind == "graph"

@@ -1,7 +1,4 @@
-"""Finds the memory of `empty*` that a graph must fill with zeros [I2], for readers that mind padded rows.
-
-docs/DESIGN.md says for whose sake.
-"""
+"""Finds the `empty*` memory that a graph must zero [I2], for the readers in docs/DESIGN.md of padded rows."""
 
 from __future__ import annotations
 
@@ -26,14 +23,13 @@ class ZeroFills:
         for node in graph.nodes:
             fact = facts.get(node)
             if fact is not None and kinds[node] == "graph" and (fact.boundary or fact.calls_op_of_others):
-                # What an op writes is its own affair.
+                # An op handles the memory that it writes itself.
                 read = storages_of(argument for argument in fact.reads if argument not in fact.writes)
                 why = f"{target_name(node)} reads it, which is no op of torch"
                 self._readers.update(dict.fromkeys(read, why))
 
     def needs(self, node: fx.Node, *, segment: Sequence[fx.Node], leaving: Collection[int]) -> bool:
-        """Tells whether the `empty*` node of a graph segment must start as zeros; counted for the report.
-        What is read or written outside of the segment is `leaving`."""
+        """Whether an `empty*` node must start as zeros; other segments use the memories `leaving`."""
         memory = self._facts[node].storages
         facts = map(self._facts.__getitem__, segment)
         writers = [fact for fact in facts if not memory.isdisjoint(storages_of(fact.writes))]

@@ -1,8 +1,7 @@
-"""Finds the tensor over a NumPy array or scalar that forward reads, which Dynamo takes for a tensor.
+"""Finds the tensor over a NumPy array or scalar that forward reads, which Dynamo treats as a tensor.
 
-torch makes a tensor over an array's own memory, so that a graph reads what the array holds at that time, as
-of any tensor. The tensor is one object as long as the array is the same one, of the same memory and geometry;
-after any other change it is a new one, which the comparison of addresses finds.
+The tensor shares the array's memory, so a graph reads the array's present contents. It stays one object while
+the array keeps its identity, memory and geometry; else a new one, which the comparison of addresses finds.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ def array_source(source: str) -> str | None:
 
 
 class ArrayPlace:
-    """What a `StateRef` looks into for the tensor of the array or scalar at `place`."""
+    """Holds the place of an array or scalar, whose tensor a `StateRef` reads."""
 
     __slots__ = ("_place", "_seen", "_tensor", "_value")
 
@@ -37,7 +36,7 @@ class ArrayPlace:
 
     @classmethod
     def ref(cls, place: StateRef) -> StateRef:
-        """Returns the tensor of the array at a place, as a place of its own."""
+        """Makes the place of the tensor over the array at `place`."""
         return StateRef(cls(place), 0, place.path)
 
     def __getitem__(self, _: int) -> torch.Tensor | None:
@@ -54,5 +53,5 @@ class ArrayPlace:
 
 
 def is_of_array(place: StateRef) -> bool:
-    """Tells whether a place gives the tensor over an array's memory, which must stay there."""
+    """Whether a place holds the tensor over an array's memory, which must stay there."""
     return isinstance(place.owner, ArrayPlace)

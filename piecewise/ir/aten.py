@@ -1,8 +1,7 @@
-"""Traces a segment's function into a graph of aten ops for any row count, and makes a function of a graph.
+"""Traces a segment's function into a graph of aten ops for any row count, and compiles graphs to functions.
 
-The segment is run once on fakes of its inputs in a fake mode of its own, whose only symbol is the row count.
-Ops that write stay what they are, so that what a segment writes, and which of its tensors share memory, is
-the same before and after.
+Runs the segment once on fakes in a new fake mode, whose only symbol is the row count. Ops that write stay
+unchanged, so writes and shared memory are the same before and after.
 """
 
 from __future__ import annotations
@@ -23,17 +22,16 @@ from runners.errors import one_line
 
 
 class NotTraceable(Exception):
-    """A segment that keeps the function that it has; the text says why."""
+    """Says why a segment keeps its own function."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AtenGraph:
-    """A traced segment.
+    """Holds a traced segment.
 
     Attributes:
-        module: placeholders are the row count and one per input of the segment; nodes carry fakes in
-            ``meta["val"]``.
-        rows: the symbol of the row count, and `num_rows` the count that it was traced for.
+        module: takes the row count and the segment's inputs; nodes have fakes in ``meta["val"]``.
+        rows: the symbol of the row count; `num_rows` is its value at the trace.
         is_valid: row count → whether the graph holds for it.
     """
 
@@ -51,15 +49,14 @@ class AtenGraph:
 
 
 def trace_aten(segment: Segment, values: Sequence[ValueSpec], *, num_rows: int) -> AtenGraph:
-    """Traces a segment's function; nothing is computed and no state is read.
+    """Traces a segment's function; computes nothing and reads no state.
 
     Args:
-        values: the plan's values.
         num_rows: a row count of two or more for which the trace's guards hold.
     Raises:
-        NotTraceable: a value has sizes that are not functions of the row count, or the ops cannot be traced.
+        NotTraceable: a size is no function of the row count, or the ops cannot be traced.
     """
-    # Captured boundary ops lie between the layers that they join.
+    # Captured boundary ops join several layers in one segment.
     fake_mode = torch_api.new_fake_mode(repeats=segment.captured_ops > 0)
     rows = torch_api.symbolic_count(fake_mode, "num_rows", num_rows)
     fakes = []
@@ -79,10 +76,10 @@ def trace_aten(segment: Segment, values: Sequence[ValueSpec], *, num_rows: int) 
 
 
 def function_of(graph: fx.Graph, modules: dict[str, Any]) -> Callable[..., tuple]:
-    """Returns a graph as a plain function that holds no FX object; its get_attr nodes name `modules`."""
+    """Compiles a graph to a plain function that holds no FX object; its get_attr nodes name `modules`."""
     code = graph.python_code("self")
     names = dict(code.globals)
-    # A name of its own, so that an error inside shows the op's line.
+    # A unique file name, so that a traceback shows the op's line.
     file = f"<piecewise segment {hashlib.sha256(code.src.encode()).hexdigest()[:12]}>"
     linecache.cache[file] = (len(code.src), None, code.src.splitlines(keepends=True), file)
     exec(compile(code.src, file, "exec"), names)

@@ -1,7 +1,7 @@
-"""Finds what each node of a traced graph reads, writes and shares memory with, and the aten ops behind it.
+"""Finds what each node of a traced graph reads, writes and shares memory with, and its aten ops.
 
-Dynamo-level nodes are Python callables (`F.dropout`, `x.view`, `operator.iadd`) whose effects no schema
-tells. Each is therefore run once more on its fake inputs under a dispatch mode, which sees the aten ops.
+Dynamo-level nodes are Python callables (`F.dropout`, `x.view`, `operator.iadd`) without a schema, so each is
+run once more on its fake inputs under a dispatch mode, which sees the aten ops.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ _READ_BACK_METHODS = frozenset({"item", "tolist", "numpy", "__bool__", "__float_
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class NodeFacts:
-    """Effects of one node.
+    """Holds the effects of one node.
 
     Attributes:
-        reads: argument nodes whose value is a tensor or holds some, each once, in order.
+        reads: argument nodes that hold tensors, each once, in order.
         writes: the argument nodes whose memory it writes.
-        storages: memory that its result tensors live in.
-        is_view: its result is another view of an argument's memory, and nothing is written.
-        unrecordable: why it cannot be recorded, a code of `classify.REASONS`; empty where it can.
-        recording: the aten ops that it comes to, on `reads` in their order; None where nobody looked.
+        storages: memory of its result tensors.
+        is_view: whether its result is another view of an argument's memory, without any write.
+        unrecordable: why it cannot be recorded, a code of `classify.REASONS`; empty if it can.
+        recording: its aten ops, on `reads` in their order; None if not recorded.
         boundary: the registered op that it calls.
     """
 
@@ -57,18 +57,18 @@ class NodeFacts:
 
     @property
     def calls_op_of_others(self) -> bool:
-        """Whether it calls a kernel that is not torch's own."""
+        """Whether the node calls a kernel that is not torch's own."""
         calls = self.recording.calls if self.recording is not None else ()
         return any(call.op.namespace not in ("aten", "prim", "prims") for call in calls)
 
 
 def written_storages(facts: Iterable[NodeFacts]) -> set[int]:
-    """Returns all memory that nodes with these facts write."""
+    """Collects all memory that nodes with these facts write."""
     return storages_of(node for fact in facts for node in fact.writes)
 
 
 def find_facts(graph: fx.Graph, *, enabled: frozenset[str] | None = None) -> dict[fx.Node, NodeFacts]:
-    """Facts of every call node, in graph order; `enabled` names the boundary ops to cut at, None for all."""
+    """Finds the facts of every call node, in graph order; `enabled` names the boundary ops, None for all."""
     fake_mode = torch_api.fake_mode_of(list(fakes_of(graph.nodes)))
     memo: dict[Any, tuple[tuple[int, ...], str, Recording | None]] = {}
     facts: dict[fx.Node, NodeFacts] = {}
@@ -88,7 +88,7 @@ def find_facts(graph: fx.Graph, *, enabled: frozenset[str] | None = None) -> dic
         writes = tuple(reads[index] for index in places)
         is_view = bool(storages) and not writes and storages <= storages_of(reads)
         if is_tuple_item(node):
-            # An item is the tensor that its producer made, unless that makes views (split).
+            # An item is its producer's tensor, unless the producer makes views (split).
             is_view = facts[node.args[0]].is_view  # type: ignore[index]
         facts[node] = NodeFacts(reads, writes, storages, is_view, unrecordable, recording)
     return facts
@@ -97,7 +97,7 @@ def find_facts(graph: fx.Graph, *, enabled: frozenset[str] | None = None) -> dic
 def _run_on_fakes(
     node: fx.Node, reads: Sequence[fx.Node], fake_mode: Any
 ) -> tuple[tuple[int, ...], str, Recording | None]:
-    """Positions of the reads that a node writes, why it cannot be recorded, and what it comes to."""
+    """Finds the positions of the reads that a node writes, why it cannot be recorded, and its recording."""
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
     reads_back = bool(reads) and name in _READ_BACK_METHODS
     from_host = "host_tensor" if not reads and name in _HOST_FACTORIES else ""
@@ -116,7 +116,7 @@ def _run_on_fakes(
 
 
 def _has_dropout(node: fx.Node) -> bool:
-    """Attention kernels hide their dropout behind a deterministic schema."""
+    """Whether a node draws dropout, which attention kernels hide behind a deterministic schema."""
     if "attention" not in target_name(node):
         return False
     probability = node.kwargs.get("dropout_p", node.args[4] if len(node.args) > 4 else 0.0)
@@ -124,8 +124,7 @@ def _has_dropout(node: fx.Node) -> bool:
 
 
 def remove_dead_nodes(graph: fx.Graph, facts: dict[fx.Node, NodeFacts]) -> None:
-    """Erases nodes that nothing can tell are missing: no users, no writes, no random numbers drawn, no check.
-    Last first; torch's own pass would drop `add_` without users."""
+    """Erases nodes without users, writes, random numbers or checks; torch's pass would drop `add_`."""
     for node in reversed(list(graph.nodes)):
         if node.users or not (is_call(node) or node.op == "get_attr"):
             continue

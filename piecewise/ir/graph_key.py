@@ -1,8 +1,4 @@
-"""Tells equal programs: one way to write what a graph, a segment or a node does as a key that compares.
-
-`argument_key` writes the arguments of a node, for whoever says how nodes and numbers are written; `node_key`
-and `graph_key` are made of it and of the geometry of tensors.
-"""
+"""Writes what a graph, a segment or a node does as a key, to compare programs."""
 
 from __future__ import annotations
 
@@ -21,12 +17,12 @@ from piecewise.ir.nodes import fakes_of, value_of
 from piecewise.ir.plan import Segment, SegmentPlan
 from piecewise.ir.tensors import storage_of
 
-# Tells programs apart that go by no name of their own.
+# Makes keys of unnamed programs unique.
 _serial = itertools.count()
 
 
 def argument_key(value: Any, *, node: Callable[[fx.Node], Any], number: Callable[[Any], Any]) -> Any:
-    """Writes arguments as a key: nodes, and symbolic or plain numbers, as the two functions say."""
+    """Writes arguments as a key; `node` and `number` write nodes, and symbolic or plain numbers."""
 
     def key(value: Any) -> Any:
         if isinstance(value, fx.Node):
@@ -45,11 +41,11 @@ def argument_key(value: Any, *, node: Callable[[fx.Node], Any], number: Callable
 
 
 def node_key(node: fx.Node) -> Any:
-    """Returns a key, equal for nodes that do the same on tensors of one kind: layers repeat them."""
+    """Makes a key, equal for nodes that do the same on tensors of one kind, as repeated layers have."""
     places = {argument: place for place, argument in enumerate(node.all_input_nodes)}
 
     def number(value: Any) -> Any:
-        # An expression is hashed in a fraction of the time that its text takes.
+        # Hashing an expression takes a fraction of the time of writing it.
         return value.node.expr if isinstance(value, torch_api.SYMBOLIC) else repr(value)
 
     def kind(value: Any) -> Any:
@@ -64,7 +60,7 @@ def node_key(node: fx.Node) -> Any:
     def described(argument: fx.Node) -> Any:
         return places[argument], kind(value_of(argument))
 
-    # Two arguments that are the same node, or share memory, must not be mistaken for two that do not.
+    # Two arguments that are one node, or share memory, differ from two that do not.
     order: dict[int, int] = {}
     pattern = tuple(order.setdefault(storage_of(fake), len(order)) for fake in fakes_of(node.all_input_nodes))
     arguments = argument_key((node.args, dict(node.kwargs)), node=described, number=number)
@@ -74,8 +70,8 @@ def node_key(node: fx.Node) -> Any:
 def graph_key(
     plan: SegmentPlan, segment: Segment, *, what: Literal["program", "inputs"] = "program"
 ) -> tuple[Any, ...]:
-    """Says what a segment computes and on what, without the tensors themselves, alike in every process.
-    "inputs" says of results only which may have any strides, but of inputs also where they come from."""
+    """Makes a key of what a segment computes and of its tensors' geometry, equal in every process. "inputs"
+    adds where inputs come from, and keeps of results only which may have any strides."""
     numbers: dict[int, int] = {}
 
     def described(index: int) -> tuple[Any, ...]:
@@ -96,9 +92,9 @@ def graph_key(
 def code_key(
     kind: str, source: str, names: Mapping[str, Any], modules: Mapping[str, Any], taken: Collection[str]
 ) -> str:
-    """Makes a key of generated code that is not `taken`, the same in each process where it uses functions
-    of torch and Python alone; `names` and `modules` are what globals and attributes of ``self`` stand for.
-    What others do is known by no name: their key is new each time."""
+    """Makes a key of generated code that is not `taken`, equal in each process if the code uses only torch
+    and Python; code that calls other functions gets a new key each time. `names` and `modules` are the
+    objects behind globals and behind attributes of ``self``."""
     foreign = [f"{name} = {_named(value)}" for name, value in sorted(names.items())]
     foreign += [
         f"self.{name} = {getattr(module, 'code', type(module).__qualname__)}"
@@ -106,20 +102,18 @@ def code_key(
     ]
     digest = hashlib.sha256("\n".join([source, *foreign]).encode()).hexdigest()[:24]
     key = f"{kind}-{digest}"
-    # Two objects may go by one name; what they do is then not known to be the same.
+    # Two objects may share a name, so that their equality is unknown.
     is_known = not modules and all(map(_is_torchs, names.values()))
     return key if is_known and key not in taken else f"{key}-{next(_serial)}"
 
 
 def _named(value: Any) -> str:
-    """Returns a global of generated code, without its address."""
     if hasattr(value, "__qualname__"):
         return f"{getattr(value, '__module__', '')}.{value.__qualname__}"
     return re.sub(r" at 0x\w+", "", repr(value))
 
 
 def _is_torchs(value: Any) -> bool:
-    """Tells whether a global of generated code is torch's, or Python's own, and so the same by its name."""
     if isinstance(value, (int, float, complex, str, torch.dtype, torch.device, type(None))):
         return True
     name = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None)

@@ -1,4 +1,4 @@
-"""Reads the nodes of a traced graph: names, places in the user's code, fakes; and runs one on its fakes.
+"""Reads names, source places and fakes of traced nodes, and runs a node on its fakes.
 
 A traced node has its fakes, or sizes, in ``meta["example_value"]``.
 """
@@ -20,22 +20,22 @@ from piecewise.ir.tensors import storage_of, tensors_in
 
 
 def value_of(node: fx.Node) -> Any:
-    """Returns the node's fakes and sizes; None for a node that was made later, or makes nothing."""
+    """Returns the node's fakes and sizes; None for a node that was added later or makes nothing."""
     return node.meta.get("example_value")
 
 
 def fakes_of(nodes: Iterable[fx.Node]) -> Iterator[torch.Tensor]:
-    """Returns the fakes of nodes' tensors."""
+    """Yields the fakes of nodes' tensors."""
     return (tensor for node in nodes for tensor in tensors_in(value_of(node)))
 
 
 def has_fakes(*nodes: fx.Node) -> bool:
-    """Tells whether one of the nodes is a tensor or holds some."""
+    """Whether one of the nodes is a tensor or holds some."""
     return any(True for _ in fakes_of(nodes))
 
 
 def storages_of(nodes: Iterable[fx.Node]) -> set[int]:
-    """Returns the memory that nodes' tensors live in."""
+    """Collects the memory of nodes' tensors."""
     return set(map(storage_of, fakes_of(nodes)))
 
 
@@ -44,7 +44,7 @@ def is_call(node: fx.Node) -> bool:
 
 
 def is_tuple_item(node: fx.Node) -> bool:
-    """Tells whether the node takes an item of a tuple that another node makes."""
+    """Whether the node takes an item of another node's tuple."""
     return (
         node.op == "call_function"
         and node.target is operator.getitem
@@ -54,12 +54,12 @@ def is_tuple_item(node: fx.Node) -> bool:
 
 
 def makes_empty(node: fx.Node) -> bool:
-    """Tells whether the node allocates memory without writing it."""
+    """Whether the node allocates memory without writing it."""
     return target_name(node).rpartition("::")[2].startswith(("empty", "new_empty"))
 
 
 def target_name(node: fx.Node) -> str:
-    """Returns what the op is called: ``linear``, ``view``, ``toy::attn_inplace``."""
+    """Returns the op's name: ``linear``, ``view``, ``toy::attn_inplace``."""
     target: Any = node.target
     if isinstance(target, str):
         return target
@@ -82,7 +82,7 @@ def module_path(node: fx.Node) -> str:
 
 
 def source_line(node: fx.Node, *, outside: str | None = None) -> str:
-    """Returns the user's line, ``modeling.py:42, in forward: x = x[-1:]``; none of the folder `outside`."""
+    """Returns the user's line, ``modeling.py:42, in forward: x = x[-1:]``; skips the folder `outside`."""
     lines = [line.strip() for line in (node.meta.get("stack_trace") or "").strip().splitlines()]
     places = [
         index
@@ -96,17 +96,17 @@ def source_line(node: fx.Node, *, outside: str | None = None) -> str:
 
 
 def whereabouts(node: fx.Node) -> str:
-    """Returns the module and the line that call the op, as far as they are known."""
+    """Describes the module and the line that call the op, as far as known."""
     return ", ".join(filter(None, (module_path(node), source_line(node))))
 
 
 def call_on_fakes(node: fx.Node, fake_mode: Any) -> Any:
-    """Returns the node's result on its arguments' fakes; no guard or symbol is left behind."""
+    """Runs the node on its arguments' fakes; leaves no guard or symbol behind."""
     return run_on_fakes(node, fake_mode, nullcontext())[0]
 
 
 def run_on_fakes(node: fx.Node, fake_mode: Any, mode: Any) -> tuple[Any, set[sympy.Basic]]:
-    """Returns the same under `mode`, and what was asked of sizes."""
+    """Runs the node as `call_on_fakes`, under `mode`; also returns what the node asked of sizes."""
     args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), value_of)
     with (
         autocast_of(node),
@@ -123,7 +123,7 @@ def run_on_fakes(node: fx.Node, fake_mode: Any, mode: Any) -> tuple[Any, set[sym
 
 @contextmanager
 def autocast_of(node: fx.Node) -> Iterator[None]:
-    """Re-opens the autocast regions of a normalized node; casts of weights are made anew, to be seen."""
+    """Opens a normalized node's autocast regions again; casts of weights run again, to be seen."""
     before = torch.is_autocast_cache_enabled()
     with ExitStack() as regions:
         for arguments in node.meta.get("autocast", ()):

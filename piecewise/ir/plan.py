@@ -1,8 +1,7 @@
-"""What compile time hands to run time: frozen data, no FX object and no CUDA object.
+"""Defines what compile time gives run time: frozen data without FX or CUDA objects.
 
-A `SegmentPlan` is one trace cut into segments. Its segments exchange numbered values. A `ValueSpec` says
-where a value comes from and how large it is, as plain functions of the row count: the padded count inside
-graphs, the real count outside them [I1].
+A `SegmentPlan` is one trace cut into segments, which exchange numbered values. A `ValueSpec` has a value's
+source and its sizes as functions of the row count: padded inside graphs, real outside [I1].
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ Sizes = Callable[..., tuple[int, ...]]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ResultLeaf:
-    """Where a leaf of the result comes from: a graph output, an input, state of the model, or a constant."""
+    """Describes the source of a leaf of the result: a graph output, an input, state, or a constant."""
 
     kind: str
     index: int = -1
@@ -30,18 +29,18 @@ class ResultLeaf:
     value: Any = None
 
 
-# A leaf of the result that is a tensor subclass, the leaves that it is made of, and what makes it of them.
+# A result leaf that is a tensor subclass: its index, the leaves inside, and the function that builds it.
 WrappedLeaf = tuple[int, tuple[int, ...], Callable[[Sequence[Any]], Any]]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PaddedRows:
-    """What the padded rows of a value may hold in a graph: what it was proven for, and is tested with.
+    """Describes what padded rows of a value may hold in a graph, as proven and tested.
 
     Attributes:
-        is_real: each repeats a real row, the same one as those of other values; else they hold anything.
-        bounds: row count → the least and the largest integer, None for a side that is open.
-        is_prefix: whether the real rows lead; where they do not, graphs alone read the value.
+        is_real: whether each repeats a real row, the same one in all such values; else they hold anything.
+        bounds: row count → the least and the largest integer, None for an open side.
+        is_prefix: whether the real rows lead; otherwise only graphs read the value.
     """
 
     is_real: bool = True
@@ -51,19 +50,17 @@ class PaddedRows:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ValueSpec:
-    """A value that crosses a segment border, or an input, or state.
+    """Describes a value that crosses a segment border, or an input, or state.
 
     Attributes:
-        origin: "input", "state", "graph", "eager" or "symbol" (the size of an input that is not the token
-            count).
-        sizes: shape as a function of the row count, for tensors whose only symbol is the token count; None
-            otherwise.
-        strides, offset: likewise, for eager's own tensor; `offset` is where it begins in its memory.
+        origin: "input", "state", "graph", "eager" or "symbol" (an input's size other than the token count).
+        sizes: row count → shape; None if there is another symbol than the token count.
+        strides, offset: likewise, of eager's tensor; `offset` in elements into its memory.
         token_dims: dims that carry tokens, ascending.
         memory: values with one number share memory; -1 for scalars.
         leaf, dim: the input, and for a "symbol" its dim, −1 for an int.
-        geometry: sizes, strides and offset in words, with `n` for the row count; equal where they are.
-        any_strides: it may have any strides, of which the last one is 1; `strides` is then None.
+        geometry: sizes, strides and offset as text, with `n` for the row count.
+        any_strides: whether any strides will do whose last is 1; `strides` is then None.
         units: per dim, how many elements are one row.
     """
 
@@ -90,18 +87,18 @@ class ValueSpec:
         return self.dtype is not None
 
     def real_rows(self, tensor: torch.Tensor, num_rows: int) -> torch.Tensor:
-        """Views the leading rows of the value's padded tensor; all of one that carries no tokens."""
+        """Views the leading rows of the value's padded tensor; the whole tensor if it carries no tokens."""
         follows = self.token_dims and self.sizes is not None
         return narrow_to(tensor, self.sizes(num_rows)) if follows else tensor  # type: ignore[misc]
 
     def number_in(self, leaves: Sequence[Any]) -> Any:
-        """Returns what a value of origin "symbol" is for one call's leaves."""
+        """Returns the number of a value of origin "symbol" for one call's leaves."""
         return leaves[self.leaf] if self.dim < 0 else leaves[self.leaf].shape[self.dim]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EagerReason:
-    """Why an op is not in a graph: a code, the op, the module that called it and the source line."""
+    """Describes why an op is not in a graph: a code, the op, its calling module and source line."""
 
     code: str
     op: str
@@ -112,18 +109,18 @@ class EagerReason:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class InputAt:
-    """Stands for the segment's input at this position among an op's arguments."""
+    """Marks an op's argument as the segment's input at this position."""
 
     position: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BoundaryCall:
-    """A boundary segment that is one call of the op, with inputs and constants as its arguments.
+    """Describes a boundary segment that only calls the op, on inputs and constants.
 
     Attributes:
         name: the op's, as the registry spells it.
-        arguments: all of the schema's, up to the last one that is not the schema's default.
+        arguments: the schema's, up to the last one that is not the default.
     """
 
     name: str
@@ -132,22 +129,22 @@ class BoundaryCall:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Segment:
-    """A run of consecutive ops of one kind.
+    """Holds a run of consecutive ops of one kind.
 
     Attributes:
         kind: "graph", "boundary" or "eager".
         function: `function(num_rows, *inputs) -> tuple` with one result per entry of `outputs`.
-        lowering_key: equal for segments that are the same program on other tensors, in every process.
+        lowering_key: equal for segments with one program on different tensors, in every process.
         inputs, outputs: value indices.
         writes: memories of the values that it writes.
         num_ops: ops without views of views; 0 for a segment that only makes views.
-        reasons: why it is eager, or why a boundary op is not in a graph where such ops may be.
+        reasons: why it is eager, or why a boundary op is not captured where such ops may be.
         captured_ops: boundary ops in a graph segment.
-        unwritten: memories of its results that hold nothing yet, as later segments write them.
-        op_call: the same as `function` where a boundary op is called with nothing but inputs and constants.
-        own_function: `function` as the model has it, whatever was fused.
-        keeps_own: why nothing may be fused, compiled or scheduled in it; empty where that may be.
-        checks_values: an op of it checks values on the device, such as indices.
+        unwritten: memories of its results that only later segments write.
+        op_call: the call of a boundary op, if `function` is only that.
+        own_function: `function` before any fusion.
+        keeps_own: why it must not be fused, compiled or scheduled; empty if it may.
+        checks_values: whether an op checks values on the device, such as indices.
     """
 
     index: int
@@ -177,8 +174,7 @@ class Segment:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class InputRule:
-    """How an input's dims follow the token count: dim → size as a function of it; the size of `anchor_dim` is
-    the count itself, −1 for none."""
+    """Maps an input's dims to functions of the token count, which is the size of `anchor_dim` (−1: none)."""
 
     leaf: int
     dims: Mapping[int, Callable[[int], int]]
@@ -187,7 +183,7 @@ class InputRule:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TokenDim:
-    """The token count: its symbol's name, the input dim that it is read from, all inputs that carry it."""
+    """Describes the token count: its symbol's name, the input dim that gives it, all inputs that carry it."""
 
     symbol: str
     leaf: int
@@ -197,7 +193,7 @@ class TokenDim:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ComputedNumber:
-    """A number of the result computed from sizes: `compute(num_tokens, *values at indices)[0]`."""
+    """Describes a number of the result computed from sizes: `compute(num_tokens, *values at indices)[0]`."""
 
     compute: Any
     indices: tuple[int, ...]
@@ -205,11 +201,11 @@ class ComputedNumber:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FusionReport:
-    """What the passes over the graph segments found.
+    """Describes the results of the passes over the graph segments.
 
     Attributes:
         matches: (pass, matches in all segments), in the order of the passes.
-        notes: what a reader might have expected to be fused and was not, each said once.
+        notes: expected fusions that did not match, each once.
     """
 
     matches: tuple[tuple[str, int], ...]
@@ -222,25 +218,24 @@ class FusionReport:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SegmentPlan:
-    """One trace, cut.
+    """Holds one trace, cut into segments.
 
     Attributes:
         values: one per value index.
         segments: in order of execution.
-        result: structure of the result; `result_leaves` has one per leaf, with "output" indices into
-            `result_values`.
+        result: structure; `result_leaves` has one per leaf, with "output" indices into `result_values`.
         result_values: per graph output, a value index or a number computed from sizes.
         is_valid: (num_tokens, *other symbols) → whether the trace's shape guards hold.
-        symbols: value indices of the other symbols, in the order that `is_valid` takes them.
-        state_facts: what the trace saw of the model's Python state.
+        symbols: value indices of the other symbols, in the order of `is_valid`'s arguments.
+        state_facts: the model's Python state that the trace read.
         written_leaves: inputs that the call writes.
-        fills: reason → how often memory of `empty*` that others than its graph's own ops write is filled with
-            zeros for it; under "needless" how often it is not, as no reader minds what padded rows hold.
-        fusions: what was rewritten in the graph segments; None where nothing was to be.
-        step_memory: state that only captured forms of boundary ops write: nothing while the step that is
-            loaded has no sequences, else what belongs to that step and is overwritten where it runs again.
+        fills: reason → number of `empty*` memories that ops outside of the graph write and that it fills with
+            zeros; "needless" counts those not filled, since no reader depends on padded rows.
+        fusions: rewrites in the graph segments; None without passes.
+        step_memory: state that only captured boundary ops write: nothing while the loaded step has no
+            sequences, else memory of that step, which running it again overwrites.
         metadata_leaves: inputs without tokens that captured boundary ops read; zeros are a step of no tokens.
-        max_rows: the largest row count for which the indices in graphs are in range; None for any.
+        max_rows: the largest row count whose indices in graphs are in range; None for any.
     """
 
     token_dim: TokenDim
@@ -267,14 +262,14 @@ class SegmentPlan:
         return tuple(segment for segment in self.graph_segments() if not segment.views_only)
 
     def holds_at(self, num_tokens: int, leaves: Sequence[Any]) -> bool:
-        """Tells whether the trace holds for so many tokens, with the other sizes of a call's leaves."""
+        """Whether the trace holds for this token count, with the other sizes of a call's leaves."""
         is_within = self.max_rows is None or num_tokens <= self.max_rows
         others = (self.values[index].number_in(leaves) for index in self.symbols)
         return is_within and self.is_valid(num_tokens, *others)
 
     @property
     def coverage(self) -> float:
-        """Share of the model's ops that are in graph segments; boundary ops are not counted."""
+        """Computes the share of the model's ops in graph segments, boundary ops left out."""
         graph = sum(segment.num_ops for segment in self.graph_segments())
         total = sum(segment.num_ops for segment in self.segments if segment.kind != "boundary")
         return graph / total if total else 0.0

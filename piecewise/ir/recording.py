@@ -1,4 +1,4 @@
-"""Records the aten ops that a node comes to, once, on fakes; rules judge them as often as layouts ask."""
+"""Records a node's aten ops, once, on fakes; rules judge them as often as layouts ask."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from piecewise.ir.tensors import bound_arguments, map_tensors, storage_of, tenso
 
 
 class Ref(NamedTuple):
-    """Stands for a tensor of a recording, by its position."""
+    """Refers to a tensor of a recording by its position."""
 
     position: int
 
 
 class TensorInfo(NamedTuple):
-    """A tensor of a recording; sizes are ints and symbolic ints; tensors of one `memory` share it."""
+    """Describes a recorded tensor; sizes are ints or symbolic ints; tensors of one `memory` share it."""
 
     sizes: tuple[Any, ...]
     dtype: torch.dtype
@@ -28,8 +28,7 @@ class TensorInfo(NamedTuple):
 
 
 class AtenCall(NamedTuple):
-    """One op, with `Ref` in place of tensors among its arguments, and the positions of those that it reads,
-    returns and writes."""
+    """Holds one op, with `Ref`s for tensors, and the positions of those that it reads, returns and writes."""
 
     op: Any
     args: tuple[Any, ...]
@@ -40,18 +39,18 @@ class AtenCall(NamedTuple):
 
     @property
     def made(self) -> tuple[int, ...]:
-        """What it writes, then what it returns beside that."""
+        """Lists what the op writes, then its other results."""
         return tuple(dict.fromkeys((*self.writes, *self.results)))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Recording:
-    """What a node does.
+    """Holds the ops of a node.
 
     Attributes:
         tensors: the node's operands first, `num_given` of them.
         results: positions of the tensors in its value; one that no op made comes last among all.
-        asked: what its code asked of sizes, and was answered as for the example.
+        asked: what its code asked of sizes, answered as for the example.
     """
 
     tensors: tuple[TensorInfo, ...]
@@ -61,14 +60,14 @@ class Recording:
     asked: frozenset[sympy.Basic] = frozenset()
 
 
-# They read metadata alone.
+# Ops that read only metadata.
 _IGNORED = frozenset(
     ["prim::device", "aten::size", "aten::sym_size", "aten::stride", "aten::_assert_tensor_metadata"]
 )
 
 
 class OpRecorder(torch_api.TorchDispatchMode):
-    """Notes the ops of its block, which begins with the tensors `given`, with tags and written storages."""
+    """Records the ops of its block, on the tensors `given`, with tags and written storages."""
 
     def __init__(self, given: list[torch.Tensor]) -> None:
         super().__init__()
@@ -109,7 +108,7 @@ class OpRecorder(torch_api.TorchDispatchMode):
         return result
 
     def recording(self, value: Any, asked: Collection[sympy.Basic] = ()) -> Recording:
-        """Returns what was noted, for a block whose value this is."""
+        """Makes the recording of a block with this value."""
         results = tuple(map(self._position_of, tensors_in(value)))
         return Recording(tuple(self._tensors), self._num_given, tuple(self._calls), results, frozenset(asked))
 
@@ -126,7 +125,7 @@ class OpRecorder(torch_api.TorchDispatchMode):
 
 
 def _tags(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> set[torch.Tag]:
-    """Returns the tags of this call: not each index is a mask, and no dropout draws no random numbers."""
+    """Finds the tags of this call: not each index is a mask, and no dropout draws no random numbers."""
     tags = set(func.tags)
     if func._schema.name in ("aten::index", "aten::index_put", "aten::index_put_"):
         tags.discard(torch.Tag.dynamic_output_shape)

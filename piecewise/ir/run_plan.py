@@ -1,7 +1,4 @@
-"""Runs the segments of a plan in order: the one loop of warm-ups, captures, comparisons and benchmarks.
-
-They differ in what they do for a segment, and that is what they hand in.
-"""
+"""Runs the segments of a plan in order, for warm-ups, captures, comparisons and benchmarks."""
 
 from __future__ import annotations
 
@@ -24,13 +21,13 @@ def run_plan(
     on_boundary: Callable[[Segment], Outputs] = lambda segment: None,
     on_live: Callable[[set[int]], object] | None = None,
 ) -> None:
-    """Runs each segment and keeps in `env` what it makes; one that only makes views is called as it is.
+    """Runs each segment and keeps its results in `env`; calls segments that only make views directly.
 
     Args:
-        env: value index → the value, of what is made outside of the segments that run here.
+        env: value index → value; holds what no segment here makes.
         num_rows: rows of the tensors in `env`.
         on_segment: runs a graph segment on its arguments.
-        on_boundary: runs a boundary or an eager segment. Both return the segment's results, None for none.
+        on_boundary: runs a boundary or eager segment. Both return the segment's results, None for none.
         on_live: called after each segment with the values in `env` whose memory is still read.
     """
     last_use = _last_uses(plan) if on_live is not None else []
@@ -48,19 +45,18 @@ def run_plan(
 
 
 def arguments_of(segment: Segment, values: Sequence[ValueSpec], env: Mapping[int, Any]) -> list[Any]:
-    """What a segment takes: values of `env`, and the model's tensors as they are now."""
+    """Returns a segment's arguments: values of `env`, and the model's present tensors."""
     return [env[index] if index in env else state_tensor(values[index]) for index in segment.inputs]
 
 
 def state_tensor(value: ValueSpec) -> torch.Tensor:
-    """The model's tensor behind a value of origin "state", as it is now."""
+    """Returns the model's present tensor of a value of origin "state"."""
     assert value.state is not None
     return value.state.get().detach()
 
 
 def _last_uses(plan: SegmentPlan) -> list[int]:
-    """Per value, the position of the last segment that reads or makes something in its memory; results are
-    read after all segments."""
+    """Finds per value the last segment that uses its memory; results are read after all segments."""
     last: dict[int, int] = {}
     for position, segment in enumerate(plan.segments):
         for index in (*segment.inputs, *segment.outputs):

@@ -17,7 +17,7 @@ _ROWS = sympy.Symbol("n")
 
 
 class SizeFunctions:
-    """Compiles size expressions of one trace once; equal ones share a function."""
+    """Compiles the size expressions of one trace, each once."""
 
     def __init__(self, shape_env: torch_api.ShapeEnv | None, symbol: sympy.Symbol) -> None:
         self._shape_env, self._symbol = shape_env, symbol
@@ -27,7 +27,7 @@ class SizeFunctions:
         return tuple(torch_api.expression(size, self._shape_env) for size in sizes)  # type: ignore[misc]
 
     def of(self, sizes: Sequence[Any]) -> Callable[[int], tuple[int, ...]] | None:
-        """rows → sizes; None where a symbol other than the token count occurs."""
+        """Compiles rows → sizes; None if a symbol other than the token count occurs."""
         exprs = self.exprs(sizes)
         if exprs not in self._known:
             others = {symbol for expr in exprs for symbol in expr.free_symbols} - {self._symbol}
@@ -35,19 +35,19 @@ class SizeFunctions:
         return self._known[exprs]
 
     def text(self, tensor: torch.Tensor) -> str:
-        """Writes sizes, strides and offset in words, with `n` for the row count."""
+        """Writes sizes, strides and offset as text, with `n` for the row count."""
         parts = (tensor.shape, tensor.stride(), (tensor.storage_offset(),))
         shown = [[str(expr.xreplace({self._symbol: _ROWS})) for expr in self.exprs(part)] for part in parts]
         return " ".join(f"[{', '.join(part)}]" for part in shown)
 
     def token_dims(self, tensor: torch.Tensor) -> tuple[int, ...]:
-        """Dims whose size depends on the token count, ascending."""
+        """Finds the dims whose size depends on the token count, ascending."""
         exprs = enumerate(self.exprs(tensor.shape))
         return tuple(dim for dim, expr in exprs if self._symbol in expr.free_symbols)
 
 
 def holds(conditions: Callable[..., tuple]) -> Callable[..., bool]:
-    """Checks that all conditions hold; one that cannot be evaluated (`n % (n // 4)`) does not."""
+    """Makes a check that all conditions hold; one that cannot be evaluated (`n % (n // 4)`) does not."""
 
     def check(*sizes: int) -> bool:
         try:
@@ -59,7 +59,7 @@ def holds(conditions: Callable[..., tuple]) -> Callable[..., bool]:
 
 
 def size_node(graph: fx.Graph, expr: sympy.Expr, nodes: dict[sympy.Symbol, fx.Node]) -> Any:
-    """Writes an expression as ops of a graph on the nodes of its symbols; as a number where it has none."""
+    """Writes an expression as graph ops on its symbols' nodes; as a number if it has no symbols."""
     tracer = fx.proxy.GraphAppendingTracer(graph)
     proxies = {symbol: fx.Proxy(node, tracer) for symbol, node in nodes.items()}
     found = torch_api.sympy_interp(_RowFormulas, proxies, expr)  # type: ignore[arg-type]
@@ -75,7 +75,7 @@ def _ceil(value: float) -> float:
 
 
 def _recorded(function: Callable[..., Any], num_arguments: int = 1) -> Any:
-    """Calls `function` on its first arguments (the rest is a dtype); notes one call where one is a proxy."""
+    """Calls `function` on its first arguments (the rest is a dtype); records one call if one is a proxy."""
 
     def apply(*arguments: Any) -> Any:
         taken = arguments[:num_arguments]
@@ -88,7 +88,7 @@ def _recorded(function: Callable[..., Any], num_arguments: int = 1) -> Any:
 
 
 class _RowFormulas(torch_api.PythonReferenceAnalysis):
-    """Interprets expressions over numbers or FX proxies, which torch's reference takes for few ops."""
+    """Interprets expressions over numbers or FX proxies; torch's reference supports few ops on proxies."""
 
     truediv = int_truediv = _recorded(operator.truediv, 2)
     floor_to_int, ceil_to_int = _recorded(math.floor), _recorded(math.ceil)

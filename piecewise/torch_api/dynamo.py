@@ -1,4 +1,4 @@
-"""Reaches into Dynamo: the settings of a trace, what it reads, and what it will write."""
+"""Wraps private parts of Dynamo: settings of a trace, and what a trace reads and writes."""
 
 from __future__ import annotations
 
@@ -20,14 +20,12 @@ from piecewise.torch_api.symbols import name_of
 
 @contextmanager
 def tracing_config(int_names: Sequence[str], *, repeats: bool) -> Iterator[None]:
-    """Sets Dynamo up for one trace: scalars and data-dependent shapes stay in the graph, named ints are
-    symbols, and no garbage is collected at its end; `repeats` says that many ops are like others
-    (`fakes_remembered`).
-    """
+    """Sets Dynamo's configuration for one trace. Scalars and data-dependent shapes stay in the graph, named
+    ints are symbols, and no garbage is collected at the end; `repeats` as for `fakes_remembered`."""
     kept: Any = dynamo.config.patch(  # type: ignore[attr-defined]
         capture_scalar_outputs=True, capture_dynamic_output_shape_ops=True, run_gc_after_compile=False
     )
-    # Without ints it stays the user's own setting, which names sources of the user's frames.
+    # Without ints the user's own setting stays, which names sources of the user's frames.
     patterns = ",".join(re.escape(f"L['{name}']") for name in int_names)
     ints: Any = torch.compiler.config.patch(dynamic_sources=patterns) if patterns else nullcontext()  # type: ignore[attr-defined]
     with fakes_remembered(repeats), kept, ints, einsums_from_the_left():
@@ -35,7 +33,7 @@ def tracing_config(int_names: Sequence[str], *, repeats: bool) -> Iterator[None]
 
 
 def dynamo_is_disabled() -> str | None:
-    """Tells why `torch.compile` would not call a backend now, or None."""
+    """Returns why `torch.compile` would not call a backend now, or None."""
     stance = dynamo.eval_frame._stance.stance
     if stance == "force_eager":
         return 'torch.compiler.set_stance("force_eager") is active'
@@ -45,12 +43,12 @@ def dynamo_is_disabled() -> str | None:
 
 
 def mark_dynamic(tensor: torch.Tensor, dim: int) -> None:
-    """Gives `dim` a symbol of its own; unlike the strict form it may still be specialised by the model."""
+    """Gives `dim` a symbol of its own; unlike the strict form, the model may still specialise it."""
     dynamo.maybe_mark_dynamic(tensor, dim)
 
 
 def forget_compilation(code: Any, backend: Any) -> None:
-    """Drops what Dynamo keeps of one code object and its backend, and with it the graph and its inputs."""
+    """Drops Dynamo's cache entries of one code object and its backend, with the graph and its inputs."""
     dynamo.reset_code(code)
     backends = dynamo.eval_frame.cached_backends
     for key, known in list(backends.items()):
@@ -60,11 +58,10 @@ def forget_compilation(code: Any, backend: Any) -> None:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SeenGuard:
-    """Describes a guard of a trace: what it looks at, as Python source, its kind, and the kind's arguments;
-    `other` is another source of the same object, where the guard says that both give it.
-    """
+    """Describes a guard of a trace: its source as Python, its kind, and the kind's arguments. `other` is
+    another source, if the guard requires both sources to give one object."""
 
-    # The kind of what was read, and is guarded by nothing.
+    # The kind of a read without a guard.
     UNGUARDED: ClassVar[str] = "unguarded"
 
     source: str
@@ -87,21 +84,21 @@ def current_guards() -> list[SeenGuard]:
 
 
 def guard_kinds() -> frozenset[str]:
-    """Names all kinds of guards that this torch has."""
+    """Names all kinds of guards of this torch version."""
     from torch._dynamo.guards import GuardBuilder
 
     return frozenset(name for name in vars(GuardBuilder) if name.isupper())
 
 
 def names_in_sources() -> Mapping[str, Any]:
-    """Maps the names that sources may call, beside Python's own builtins, to what they stand for."""
+    """Maps the names that sources may call, beside Python's builtins, to their objects."""
     from torch._dynamo.guards import _get_closure_vars
 
     return _get_closure_vars()
 
 
 def opaque_answer(value: Any) -> Any:
-    """Asks what the class of an opaque object has registered for comparison; None for one without."""
+    """Returns what an opaque object's class has registered for comparison; None without a registration."""
     from torch._library.opaque_object import get_opaque_obj_info
 
     known = get_opaque_obj_info(type(value))
@@ -111,21 +108,20 @@ def opaque_answer(value: Any) -> Any:
 
 def traced_code() -> list[CodeType]:
     """Lists the code of each function that the trace in progress went through; only inside a backend."""
-    # Each call adds the function's code again. Equal code may be of two files: so once each by identity.
+    # Each call adds the function's code again. Code of two files may be equal, so compare identity.
     return list({id(code): code for code in TracingContext.get_traced_code() or ()}.values())
 
 
 def sources_to_be_written() -> list[tuple[str, tuple[str, ...]]]:
-    """Sources of the objects, older than the trace, that Dynamo writes after the graph has run, each with the
-    names of the attributes that it sets; none for a container of which it writes the items. Only inside a
-    backend."""
+    """Lists the sources of older objects that Dynamo writes after the graph; only inside a backend. Each has
+    the names of the attributes that Dynamo sets; none for a container whose items it writes."""
     from torch._dynamo.symbolic_convert import InstructionTranslator
     from torch._dynamo.variables.base import AttributeMutationExisting, ValueMutationExisting
 
     effects = InstructionTranslator.current_tx().output.side_effects
     older = (AttributeMutationExisting, ValueMutationExisting)
     known = [item for item in effects.id_to_variable.values() if isinstance(item.mutation_type, older)]
-    # A plain `Source` is of the trace's own making: it leads nowhere.
+    # A plain `Source` was made by the trace and leads nowhere.
     written = [item for item in known if effects.is_modified(item) and type(item.source) is not Source]
     sets = effects.store_attr_mutations
     return [(name, tuple(sets.get(item, ()))) for item in written if (name := name_of(item.source))]
@@ -147,10 +143,8 @@ def _patched(owner: Any, name: str, patch: Callable[[Any], Any]) -> Iterator[Non
 
 @contextmanager
 def sources_read() -> Iterator[list[str]]:
-    """Lists the sources that Dynamo looks at in this block, as Python source; it guards nearly all of them.
-
-    It leaves out methods of C's types, and what is one object with something that it met elsewhere.
-    """
+    """Lists the sources that Dynamo reads in this block, as Python source; Dynamo guards nearly all of them.
+    Dynamo leaves out methods of C types, and objects that it has met under another source."""
     from torch._dynamo.variables.builder import VariableBuilder
 
     found: list[str] = []
@@ -172,10 +166,8 @@ def sources_read() -> Iterator[list[str]]:
 
 @contextmanager
 def tensor_attributes_set() -> Iterator[list[str]]:
-    """Lists the Python attributes that Dynamo sees set on tensors in this block.
-
-    It forgets those of tensors that are gone when it calls its backend, so they are noted as they are set.
-    """
+    """Lists the Python attributes that Dynamo sees set on tensors in this block. The block notes them when
+    they are set, since Dynamo forgets tensors that are gone when it calls its backend."""
     from torch._dynamo.side_effects import SideEffects
     from torch._dynamo.variables import TensorVariable
 
@@ -193,12 +185,12 @@ def tensor_attributes_set() -> Iterator[list[str]]:
 
 
 def source_name(node: torch.fx.Node) -> str | None:
-    """Gives Python source, in terms of L and G, of what a placeholder stands for; only inside a backend."""
+    """Returns a placeholder's Python source, in terms of L and G; only inside a backend."""
     return name_of(getattr(node.meta.get("grapharg"), "source", None))
 
 
 def wraps_number(node: torch.fx.Node) -> bool:
-    """Whether a placeholder is a 0-dim tensor that stands for a Python number; only inside a backend."""
+    """Whether a placeholder is a 0-dim tensor for a Python number; only inside a backend."""
     return bool(getattr(node.meta.get("grapharg"), "pass_arg_as_tensor", False))
 
 

@@ -20,17 +20,15 @@ from torch.overrides import TorchFunctionMode
 
 @contextmanager
 def python_dispatcher() -> Iterator[None]:
-    """Makes a block in which composite ops run as their Python decompositions, with their checks of values.
-
-    Some of torch 2.11's kernels in C++ fail on symbolic sizes: `matmul` does for a weight without a gradient.
-    """
+    """Runs composite ops in this block as their Python decompositions, with the checks of values there. Some
+    of torch 2.11's C++ kernels fail on symbolic sizes, such as `matmul` for a weight without a gradient."""
     checks = nullcontext() if torch.__version__ >= "2.13" else _OneHotChecks()
     with enable_python_dispatcher(), checks:
         yield
 
 
 class _OneHotChecks(TorchFunctionMode):
-    """Makes the checks of values that `one_hot` leaves out for fakes before torch 2.13."""
+    """Adds the checks of values that `one_hot` leaves out for fakes before torch 2.13."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -48,10 +46,8 @@ def fake_mode_of(values: Sequence[Any]) -> Any:
 
 
 def forget_tensors(fake_mode: Any) -> None:
-    """Drops a fake mode's weak references to the real tensors that it stood in for.
-
-    `torch.utils.swap_tensors` refuses tensors with weak references, and the fakes of a trace stay alive.
-    """
+    """Drops a fake mode's weak references to real tensors. `torch.utils.swap_tensors` refuses tensors with
+    weak references, and the fakes of a trace stay alive."""
     if fake_mode is not None:
         describer = fake_mode.fake_tensor_converter.meta_converter.describer
         describer.lookup_tensor.clear()
@@ -59,20 +55,18 @@ def forget_tensors(fake_mode: Any) -> None:
 
 
 def is_fake(value: Any) -> bool:
-    """Whether it is a tensor of a trace."""
+    """Whether the value is a tensor of a trace."""
     return isinstance(value, FakeTensor)
 
 
 def static_fake(fake_mode: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:
-    """Makes the fake of a model's tensor in a trace, without symbols; what shares memory there does here."""
+    """Makes the fake of a model's tensor, without symbols; fakes share memory as the tensors do."""
     return fake_mode.from_tensor(tensor, static_shapes=True)
 
 
 def fake_twin(fake: torch.Tensor, memory: torch.Tensor | None) -> torch.Tensor:
-    """Makes a fake like another one, in the memory of `memory` or, for None, in its own, of size 0.
-
-    Sizes and strides are shared, not computed anew: 13 µs where an op on fakes with symbols takes 200 to 500.
-    """
+    """Makes a fake like another one, in the memory of `memory` or, for None, in its own, of size 0. The fakes
+    share sizes and strides, which takes 13 µs, where an op on fakes with symbols takes 200 to 500."""
     assert isinstance(fake, FakeTensor)
     with torch._C._DisableTorchDispatch(), in_kernel_invocation_manager(fake.fake_mode):
         twin = FakeTensor(fake.fake_mode, torch.ops.aten.detach.default(fake), fake.fake_device)
@@ -82,32 +76,30 @@ def fake_twin(fake: torch.Tensor, memory: torch.Tensor | None) -> torch.Tensor:
 
 
 def holds_constant(fake: torch.Tensor) -> bool:
-    """Whether a fake knows the values that it stands for."""
+    """Whether a fake holds its tensor's constant values."""
     return getattr(fake, "constant", None) is not None
 
 
 def is_composite(op: Any) -> bool:
-    """Whether an aten op consists of others: of tensors made under `inference_mode` a mode sees it whole."""
+    """Whether an aten op is composite; a mode sees it whole for tensors made under `inference_mode`."""
     return op.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd)
 
 
 def has_dynamic_dims(tensor: torch.Tensor) -> bool:
-    """Whether somebody has marked dims of the tensor for Dynamo."""
+    """Whether dims of the tensor are marked for Dynamo."""
     return any(name.startswith("_dynamo_") and "dynamic" in name for name in vars(tensor))
 
 
 def new_fake_mode(*, repeats: bool = False) -> FakeTensorMode:
-    """Makes a fake mode with symbols of its own; `repeats` as for `tracing_config`."""
+    """Makes a fake mode with its own symbols; `repeats` as for `tracing_config`."""
     with fakes_remembered(repeats):
         return FakeTensorMode(shape_env=ShapeEnv())
 
 
 def fakes_remembered(repeats: bool) -> Any:
-    """Lets new fake modes in this block remember what ops gave for operands of one kind, where that pays.
-
-    To remember takes as long as to run the op once more. Of one layer's ops a quarter are like others, and a
-    trace without a memory takes a tenth less time, of symbolic aten ops half.
-    """
+    """Lets new fake modes in this block cache the results of ops by their operands, if `repeats`. Caching
+    takes as long as running the op once more. A quarter of one layer's ops repeat others; without the cache a
+    trace takes a tenth less time, and one of symbolic aten ops half."""
     enabled = repeats and dynamo.config.fake_tensor_cache_enabled  # type: ignore[attr-defined]
     return dynamo.config.patch(fake_tensor_cache_enabled=enabled)  # type: ignore[attr-defined]
 
@@ -118,11 +110,9 @@ _einsum_blocks: list[bool] = []
 
 @contextmanager
 def einsums_from_the_left() -> Iterator[None]:
-    """Makes a block in which `torch.einsum` multiplies in the order of its operands.
-
-    With opt_einsum it chooses the order by sizes, which would fix them. torch's setting is the process's, so
-    of several threads' blocks the first one turns it off and the last one back.
-    """
+    """Makes `torch.einsum` multiply in the order of its operands in this block. opt_einsum chooses the order
+    by sizes, which would fix them. torch's setting is process-wide, so of several threads' blocks the first
+    one turns it off and the last one restores it."""
     settings: Any = torch.backends.opt_einsum
     with _einsums:
         _einsum_blocks.append(settings.enabled)
@@ -140,10 +130,8 @@ def einsums_from_the_left() -> Iterator[None]:
 def functional_aten_graph(
     function: Callable[..., tuple], arguments: Sequence[Any], fake_mode: FakeTensorMode
 ) -> torch.fx.GraphModule:
-    """Records the aten ops of `function` on fakes; what it writes into arguments is copied into them last.
-
-    Autocast of here and of regions inside is resolved into casts; torch's decompositions are not applied.
-    """
+    """Records the aten ops of `function` on fakes; writes to arguments become copies at the end. Autocast
+    outside and inside becomes casts; torch's decompositions are not applied."""
     with torch.inference_mode(False):
         return trace_aten(torch.func.functionalize(function, remove="mutations"), arguments, fake_mode)
 
@@ -155,9 +143,9 @@ def trace_aten(
     *,
     decompositions: Mapping[Any, Callable[..., Any]] | None = None,
 ) -> torch.fx.GraphModule:
-    """The aten ops that `function` runs on fakes and symbolic ints, gradients and autocast resolved, as a
-    graph with fakes in ``meta["val"]``; ops that write are left as they are."""
-    # With Python's kernels for ops that consist of others: in torch 2.11 those in C++ fail on symbolic sizes.
-    # That dispatcher is on from where its guard is made, so that is made inside of the other modes.
+    """Records the aten ops that `function` runs on fakes and symbolic ints, without gradients and autocast.
+    Nodes have fakes in ``meta["val"]``; ops that write stay unchanged."""
+    # Python kernels for composite ops, since torch 2.11's C++ ones fail on symbolic sizes. That dispatcher is
+    # on from where its guard is made, so the guard is made inside of the other modes.
     with torch.no_grad(), fake_mode, enable_python_dispatcher(), einsums_from_the_left():
         return make_fx(function, decomposition_table=decompositions)(*arguments)  # type: ignore[arg-type]

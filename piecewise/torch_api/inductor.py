@@ -1,4 +1,4 @@
-"""Starts Inductor, compiles with it and counts what its cache held."""
+"""Starts Inductor, compiles with it, and counts its cache hits."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch._subclasses import FakeTensorMode
 
 from runners.engines import native_engine
 
-# Graphs of Inductor's own would nest in ours; strides must be those that the plan has recorded.
+# Inductor's own CUDA graphs would nest in ours; strides must be those recorded in the plan.
 _INDUCTOR_PATCHES = {
     "triton.cudagraphs": False,
     "triton.cudagraph_trees": False,
@@ -24,10 +24,8 @@ _INDUCTOR_PATCHES = {
 
 
 def start_compile_workers(values: Sequence[Any]) -> None:
-    """Starts the processes in which Inductor compiles kernels, where one of the values lies on a GPU.
-
-    They take seconds to be ready, and until then the first compile would do all the work in this process.
-    """
+    """Starts Inductor's worker processes, if one of the values lies on a GPU. They take seconds to be ready;
+    until then the first compile would run in this process."""
     devices = [value.device for value in values if isinstance(value, torch.Tensor)]
     on_gpu = [device for device in devices if native_engine(device).has_triton]
     if on_gpu:
@@ -38,7 +36,7 @@ def start_compile_workers(values: Sequence[Any]) -> None:
 
 
 def _hash_installed_code(device: torch.device) -> None:
-    """Hashes torch's and Triton's files for Inductor's cache keys; most of it needs no interpreter."""
+    """Hashes torch's and Triton's files for Inductor's cache keys; most of that does not hold the GIL."""
     from torch._inductor.codecache import CacheBase, torch_key
 
     with suppress(Exception), torch.cuda.device(device):  # where it fails, it fails where it is needed
@@ -58,15 +56,15 @@ def compile_aten_graph(
 
 
 def without_autocast() -> Any:
-    """Makes a block in which autocast changes no op."""
+    """Disables autocast in this block."""
     return torch._C._DisableAutocast()  # type: ignore[attr-defined]
 
 
 def inductor_cache_counts() -> tuple[int, int]:
-    """Counts how often, in this process, a compile was found on disk, and how often it was not."""
+    """Counts this process's compiles that were found on disk, and those that were not."""
     from torch._dynamo.utils import counters
 
-    # Of the two caches the outer one counts a hit of its own and of the inner one, where torch's own do.
+    # The outer cache counts its own hits and, where torch's own caches do, those of the inner one.
     found = counters["aot_autograd"]["autograd_cache_hit"] + counters["inductor"]["fxgraph_cache_hit"]
     return found, counters["inductor"]["fxgraph_cache_miss"] + counters["inductor"]["fxgraph_cache_bypass"]
 

@@ -1,4 +1,4 @@
-"""Offers the classes of ops, and the mode that sees each op before its kernel does."""
+"""Exports classes of ops, and the mode that sees each op before its kernel does."""
 
 # ruff: noqa: F401
 

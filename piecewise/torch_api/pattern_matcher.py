@@ -1,7 +1,7 @@
-"""Offers what the passes use of `torch._inductor.pattern_matcher`, for torch 2.11 to 2.13.
+"""Exports the passes' part of `torch._inductor.pattern_matcher`, for torch 2.11 to 2.13.
 
-Its matcher never lets a match span an op that writes, so segments are rewritten without making them
-functional first: what they write, and who shares memory with whom, stays as the model has it.
+Matches never span an op that writes, so segments are rewritten without functionalization: writes and shared
+memory stay as in the model.
 """
 
 # ruff: noqa: F401
@@ -30,34 +30,32 @@ Rewrite = Callable[[Match], None]
 
 
 class PatternSet:
-    """Patterns with what is done where each matches; earlier ones are tried first at each node."""
+    """Holds patterns and their rewrites; earlier patterns are tried first at each node."""
 
     def __init__(self, name: str) -> None:
         self._patterns = PatternMatcherPass(pass_name=name)
 
     def add(self, pattern: Any, check: Callable[[Match], bool], rewrite: Rewrite) -> None:
-        """Registers a pattern: `check` says whether a structural match is one, before anything is changed;
-        `rewrite` changes the graph, and nodes that lose their last user are removed afterwards.
-        """
+        """Registers a pattern; nodes that lose their last user are removed after `rewrite`. `check` accepts
+        or rejects a structural match, before any change."""
 
         def apply(match: Match, **_: Any) -> None:
             rewrite(match)
 
         def is_match(match: Match) -> bool:
-            # What an earlier match of this sweep left without users is dead, and not there to be matched.
+            # Nodes that an earlier match of this sweep left without users are dead and must not match.
             return bool(match.output_node().users) and _says_all(match) and check(match)
 
         register_graph_pattern(pattern, extra_check=is_match, pass_dict=self._patterns)(apply)  # type: ignore[arg-type]
 
     def sweep(self, module: fx.GraphModule) -> int:
-        """Walks over the graph once; returns the number of matches."""
+        """Matches all nodes once; returns the number of matches."""
         find_regions(module.graph)
         return self._patterns.apply(module)
 
 
 def _says_all(match: Match) -> bool:
-    """Whether no node has a keyword argument that its pattern does not name, such as the `alpha` of a sum:
-    torch's matcher looks at those alone that are named."""
+    """Whether the pattern names all keyword arguments, such as `alpha`; torch's matcher ignores others."""
     return all(
         set(node.kwargs) <= set(pattern.kwargs)
         for pattern, node in match.ctx.pattern_to_node.items()
@@ -66,12 +64,12 @@ def _says_all(match: Match) -> bool:
 
 
 def find_regions(graph: fx.Graph) -> None:
-    """Numbers the stretches between writing ops anew; `same_mutation_regions` compares two nodes' numbers."""
+    """Numbers the regions between writing ops anew; `same_mutation_regions` compares two nodes' numbers."""
     compute_mutation_region_ids(graph)
 
 
 def replace_output(match: Match, op: Any, arguments: tuple[Any, ...], *, item: int | None = None) -> None:
-    """Puts a call of `op` in the place of the match's last node, or an item of its result."""
+    """Replaces the match's last node by a call of `op`, or by an item of its result."""
     last = match.output_node()
     with last.graph.inserting_before(last):
         made = last.graph.call_function(op, arguments)

@@ -1,4 +1,4 @@
-"""Compares settings of the process and the thread, versions of dicts, and what else lies in C."""
+"""Compares settings of the process and the thread, versions of dicts, and other state in C."""
 
 from __future__ import annotations
 
@@ -15,11 +15,8 @@ _guards = torch._C._dynamo.guards  # type: ignore[attr-defined]
 
 
 class GlobalState:
-    """Remembers the settings of process and thread that a trace depends on, as they are under `no_grad` now.
-
-    Autocast, default dtype, tf32, determinism, the number of threads, and modes that see ops before any
-    kernel.
-    """
+    """Holds the settings of process and thread that a trace depends on, as they are under `no_grad`. They are
+    autocast, default dtype, tf32, determinism, the number of threads, and active dispatch modes."""
 
     def __init__(self) -> None:
         with torch.no_grad():
@@ -27,7 +24,7 @@ class GlobalState:
         self._modes = _active_modes()
 
     def check(self) -> bool:
-        """Whether all are the same now; only to be asked with gradients disabled."""
+        """Whether all settings are unchanged; call with gradients disabled."""
         return bool(self._guard.check()) and _active_modes() == self._modes
 
 
@@ -38,37 +35,33 @@ def _active_modes() -> tuple[Any, ...]:
         return ()
     modes = [torch._C._get_function_stack_at(index) for index in range(num_function_modes)]
     modes += [torch._C._get_dispatch_stack_at(index) for index in range(num_dispatch_modes)]
-    # `with torch.device(...)` makes a new mode each time that means the same.
+    # `with torch.device(...)` makes an equal new mode each time.
     return tuple(mode.device if isinstance(mode, DeviceContext) else id(mode) for mode in modes)
 
 
 def is_transforming() -> bool:
-    """Whether a tracer (`torch.jit.trace`), a function transform (`vmap`, `jvp`) or forward-mode
-    differentiation is at work here.
-
-    Its tensors stand for something else, and a replay would be lost to it.
-    """
+    """Whether a tracer (`torch.jit.trace`), a transform (`vmap`, `jvp`) or forward-mode AD is active. Their
+    tensors stand for others, and they would not see a replay."""
     is_tracing = torch._C._get_tracing_state() is not None or forward_ad._current_level >= 0
     return is_tracing or torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def dispatch_keys(tensor: torch.Tensor) -> str:
-    """Tells which implementations of an op the tensor chooses."""
+    """Describes the dispatch keys of a tensor, which select an op's implementation."""
     return str(torch._C._dispatch_keys(tensor))
 
 
 def num_storage_users(storage: torch.UntypedStorage) -> int:
-    """Counts the tensors that look at a storage, beside the Python object that is passed."""
+    """Counts the tensors of a storage, beside the passed Python object."""
     return int(torch._C._storage_Use_Count(storage._cdata)) - 1  # type: ignore[attr-defined]
 
 
 def dict_versions(
     dicts: Sequence[dict], objects: Sequence[Any], classes: Sequence[type]
 ) -> Callable[[], bool]:
-    """Makes a function, one call in C, that is true while no dict is written, no object gets another
-    `__dict__`, and each is of its class. What is put back counts as written, as far as `dict_versions_tell`.
-    All are held.
-    """
+    """Makes a function, one call in C, that is true while dicts, objects and classes are unchanged: no dict
+    was written (restoring a value is a write, as far as `dict_versions_tell`), no object got another
+    `__dict__`, and each object kept its class. The function holds all of them."""
     from torch._dynamo.guards import GuardManagerType
 
     kind = GuardManagerType.GUARD_MANAGER
@@ -76,7 +69,7 @@ def dict_versions(
     attributes = {id(item.__dict__) for item in objects}
     others = [owner for owner in dicts if id(owner) not in attributes]
     items = [*others, *objects]
-    # No example value: it would make the nodes compare numbers of their own.
+    # An example value would make the nodes compare version numbers of their own.
     nodes = [
         root.list_getitem_manager(key=at, source=str(at), example_value=None, guard_manager_enum=kind)
         for at in range(len(items))
@@ -88,25 +81,23 @@ def dict_versions(
         inner = node.get_generic_dict_manager(source="", example_value=None, guard_manager_enum=kind)
         inner.add_dict_version_guard(item.__dict__, [], None)
     check = functools.partial(root.check, items)
-    # From Python 3.12 on torch's watcher is not told of a dict without items that is filled by `update`.
+    # From Python 3.12 on `update` of an empty dict does not notify torch's watcher.
     empty = [owner for owner in dicts if not owner] if sys.version_info >= (3, 12) else []
     return (lambda: check() and not any(empty)) if empty else check
 
 
 class _Plain:
-    """An object with attributes."""
+    """Has attributes, to test dict versions with."""
 
     value = 0
 
 
 @functools.cache
 def dict_versions_tell() -> bool:
-    """Whether each write shows in a dict's version.
-
-    On Python 3.13.0 one through an attribute does not (https://github.com/python/cpython/issues/125608).
-    """
+    """Whether each write changes a dict's version. On Python 3.13.0 a write through an attribute does not
+    (https://github.com/python/cpython/issues/125608)."""
     item, owner = _Plain(), {"key": 0}
-    # Beyond the point where the interpreter specialises the store. The same value again need not show.
+    # Enough writes for the interpreter to specialise the store; an equal value need not change the version.
     for value in range(1, 100):
         is_same = dict_versions([owner, item.__dict__], [item], [_Plain])
         item.value = value

@@ -1,4 +1,4 @@
-"""Tells tensor subclasses apart, and records the ops below them."""
+"""Classifies tensor subclasses, and records the ops below them."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from piecewise.torch_api.fakes import trace_aten
 
 
 def is_wrapper(value: Any) -> bool:
-    """Whether it is a tensor around other tensors, which its class names and can be made of again."""
+    """Whether the value is a tensor around other tensors, which its class lists and can rebuild it from."""
     return bool(is_traceable_wrapper_subclass(value))
 
 
 def is_opaque(value: Any) -> bool:
-    """Whether it is a tensor of a class that dispatches in Python and does not say what is inside."""
+    """Whether the value is a tensor whose class dispatches in Python but does not list what is inside."""
     dispatch = getattr(type(value), "__torch_dispatch__", None)
     is_disabled = dispatch is torch._C._disabled_torch_dispatch_impl
     return isinstance(value, torch.Tensor) and not is_disabled and not is_wrapper(value)
 
 
 def has_torch_function(value: Any) -> bool:
-    """Whether Dynamo goes through the `__torch_function__` of such a tensor; not of wrappers."""
+    """Whether Dynamo traces the `__torch_function__` of the tensor's class; false for wrappers."""
     function = getattr(type(value), "__torch_function__", None)
     is_called = function is not torch._C._disabled_torch_function_impl and type(value) is not torch.Tensor
     return isinstance(value, torch.Tensor) and is_called and not is_wrapper(value)
 
 
 def has_own_torch_function(value: Any) -> bool:
-    """Whether that is code of the class itself, which is no kin of parameters either: what it returns, Dynamo
-    may give another class than eager does."""
+    """Whether the class has its own `__torch_function__` and is no Parameter. Dynamo may give its results
+    another class than eager does."""
     function = getattr(type(value), "__torch_function__", None)
     torchs: Any = torch.Tensor.__torch_function__
     is_torchs = getattr(function, "__func__", None) is torchs.__func__
@@ -42,7 +42,7 @@ def has_own_torch_function(value: Any) -> bool:
 
 
 def below_torch_function() -> Any:
-    """Makes a block in which no `__torch_function__` of a tensor is called."""
+    """Disables tensors' `__torch_function__` in this block."""
     return torch._C.DisableTorchFunctionSubclass()
 
 
@@ -54,13 +54,12 @@ def trace_below(
     int_matmul: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
     torch_function: bool,
 ) -> torch.fx.GraphModule:
-    """Records the aten ops that `function` comes to below the tensor classes that it takes and makes; guards
-    on sizes stay in the fake mode.
+    """Records the aten ops of `function` below tensor subclasses; guards on sizes stay in the fake mode.
 
     Args:
         arguments: fakes and symbolic numbers.
         int_matmul: the product of two int8 matrices on a GPU, in int32.
-        torch_function: whether a class's `__torch_function__` is to be called, too.
+        torch_function: whether to call the `__torch_function__` of classes, too.
     """
 
     def typed(op: Any, dtype: torch.dtype, *args: Any) -> Any:

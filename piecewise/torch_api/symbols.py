@@ -1,4 +1,4 @@
-"""Reads symbolic sizes: expressions, guards, and where a symbol comes from."""
+"""Reads symbolic sizes: expressions, guards, and the sources of symbols."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 def shape_env_of(values: Sequence[Any]) -> ShapeEnv | None:
-    """Finds the ShapeEnv behind the first fake tensor among `values`."""
+    """Finds the ShapeEnv of the first fake tensor among `values`."""
     return getattr(fake_mode_of(values), "shape_env", None)
 
 
@@ -36,10 +36,8 @@ def name_of(source: Any) -> Any:
 
 
 def expression(value: Any, shape_env: ShapeEnv | None) -> sympy.Expr | None:
-    """Simplifies the expression behind an int, float or symbolic scalar; None for anything else.
-
-    `example_value` keeps the symbol of the time of recording; unification comes later, so always simplify.
-    """
+    """Simplifies the expression of an int, float or symbolic scalar; None for anything else. `example_value`
+    keeps the symbol at recording; symbols are unified later, so always simplify."""
     if isinstance(value, SYMBOLIC):
         expr = value.node.expr
         return shape_env.simplify(expr) if shape_env is not None and isinstance(expr, sympy.Expr) else expr
@@ -55,7 +53,7 @@ def free_symbols(values: Iterable[Any], shape_env: ShapeEnv | None) -> set[sympy
 
 
 def is_unbacked(expr: sympy.Basic) -> bool:
-    """Whether the expression holds a symbol whose value only data tells (`u0`, `zuf0`)."""
+    """Whether the expression has a data-dependent symbol (`u0`, `zuf0`)."""
     return any(symbol.name.startswith(("u", "zu")) for symbol in expr.free_symbols)  # type: ignore[attr-defined]
 
 
@@ -76,7 +74,7 @@ def compile_expressions(
 
 
 def guard_expressions(shape_env: ShapeEnv | None) -> list[sympy.Basic]:
-    """Conditions on the symbols under which the trace holds, simplified, true ones left out."""
+    """Lists the trace's simplified conditions on symbols, without true ones."""
     if shape_env is None:
         return []
     exprs = dict.fromkeys(shape_env.simplify(guard.expr) for guard in shape_env.guards)
@@ -84,7 +82,7 @@ def guard_expressions(shape_env: ShapeEnv | None) -> list[sympy.Basic]:
 
 
 def holds_as_guard(shape_env: ShapeEnv | None, condition: sympy.Basic) -> bool:
-    """Whether a condition holds for what its symbols stand for; from then on it is a guard."""
+    """Whether a condition holds for the symbols' hints; adds the condition as a guard."""
     if condition in (sympy.true, sympy.false) or shape_env is None:
         return bool(condition)
     return bool(shape_env.evaluate_expr(condition))
@@ -92,8 +90,7 @@ def holds_as_guard(shape_env: ShapeEnv | None, condition: sympy.Basic) -> bool:
 
 @contextmanager
 def asked_of_sizes(shape_env: ShapeEnv | None) -> Iterator[set[sympy.Basic]]:
-    """A block that leaves no guard or symbol behind; what its code asks of sizes, to branch by it or as a
-    number, is in the set, answered as for the example."""
+    """Collects what code in this block asks of sizes, answered for the example; adds no guard or symbol."""
     asked: set[sympy.Basic] = set()
     if shape_env is None:
         yield asked
@@ -135,13 +132,13 @@ def symbol_source(shape_env: ShapeEnv | None, symbol: sympy.Symbol) -> tuple[int
 
 
 def source_of_symbol(shape_env: ShapeEnv | None, symbol: sympy.Basic) -> str | None:
-    """Finds Python source of a value that the symbol stands for."""
+    """Finds the Python source of a value that the symbol stands for."""
     sources = shape_env.var_to_sources.get(symbol, ()) if shape_env is not None else ()
     return name_of(sources[0]) if sources else None
 
 
 def symbolic_sizes(shape_env: ShapeEnv | None) -> dict[tuple[int, int], sympy.Expr]:
-    """Maps (leaf, dim) to the expression of each size that was a symbol, read or not; dim −1 for an int."""
+    """Maps (leaf, dim) to the expression of each symbolic size, read or not; dim −1 for an int."""
     found: dict[tuple[int, int], sympy.Expr] = {}
     for symbol in list(shape_env.var_to_sources) if shape_env is not None else []:
         source = symbol_source(shape_env, symbol)
@@ -151,8 +148,7 @@ def symbolic_sizes(shape_env: ShapeEnv | None) -> dict[tuple[int, int], sympy.Ex
 
 
 def symbolic_count(fake_mode: FakeTensorMode, name: str, hint: int) -> torch.SymInt:
-    """A fresh int symbol, 2 or more, whose name follows from `name` alone; `hint` is what it is taken for
-    where a choice needs a number."""
+    """Makes an int symbol, 2 or more, whose name follows from `name` alone; `hint` is its example value."""
     source, shape_env = LocalSource(name), fake_mode.shape_env
     assert shape_env is not None
     symbol = shape_env.create_symbol(hint, source, DimDynamic.DYNAMIC, None)
@@ -160,12 +156,12 @@ def symbolic_count(fake_mode: FakeTensorMode, name: str, hint: int) -> torch.Sym
 
 
 def size_hint(size: Any) -> int:
-    """Gives the number that a symbolic size was taken for."""
+    """Returns the example value of a symbolic size."""
     return int(size.node.hint) if isinstance(size, torch.SymInt) else int(size)  # type: ignore[arg-type]
 
 
 def row_condition(fake_mode: FakeTensorMode, rows: Any) -> Callable[[int], bool]:
-    """Makes a function: may a count stand for `rows`, under all guards of the symbols and its range?"""
+    """Makes a predicate: whether a count may stand for `rows`, under the symbols' guards and range."""
     if isinstance(rows, int):
         return lambda count: count == rows
     symbol, shape_env = rows.node.expr, fake_mode.shape_env
@@ -174,7 +170,7 @@ def row_condition(fake_mode: FakeTensorMode, rows: Any) -> Callable[[int], bool]
         known = int(shape_env.simplify(symbol))
         return lambda count: count == known
     bounds = shape_env.var_to_range[symbol]
-    # As plain ints they compare with a symbol, too: a function that asks may be traced in its turn.
+    # Plain ints also compare with symbols, since a function that asks may be traced in its turn.
     low, high = int(bounds.lower), int(bounds.upper) if bounds.upper.is_Integer else sys.maxsize
     conditions = compile_expressions(guard_expressions(shape_env), [symbol])
     return lambda count: low <= count <= high and all(conditions(count))

@@ -1,4 +1,4 @@
-"""Offers containers as trees of leaves, and strides as functions of sizes."""
+"""Exports pytree functions, and strides as functions of sizes."""
 
 # ruff: noqa: F401
 

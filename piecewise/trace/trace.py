@@ -1,7 +1,6 @@
-"""Says what a trace is, whoever makes it: a model and an example call become one flat graph.
+"""Defines a trace, whichever front end makes it: a model and an example call become one flat graph.
 
-`FrontEnd` makes one without running the model, as `dynamo/front_end.py` does; `front_end` finds the one of a
-name. Later rooms know a `Trace` alone.
+A `FrontEnd` traces without running the model, as `dynamo/front_end.py` does; `front_end` finds one by name.
 """
 
 from __future__ import annotations
@@ -28,13 +27,13 @@ from runners.state.state_check import StateFacts, StateRef
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ExampleCall:
-    """Holds an example's bound values, taken apart.
+    """Holds an example call's bound values, flattened.
 
     Attributes:
         values: structure of the bound parameter values.
         leaves: tensors (as passed by the user) and ints, one per leaf index.
-        names: leaf index → what the user calls it.
-        args, kwargs: the call as it was made, to be bound anew where the model's hooks have changed.
+        names: leaf index → the user's name for it.
+        args, kwargs: the call as it was made, to be bound again if the model's hooks change.
     """
 
     binder: CallBinder
@@ -46,7 +45,7 @@ class ExampleCall:
 
     @classmethod
     def from_call(cls, binder: CallBinder, args: Sequence[Any], kwargs: Mapping[str, Any]) -> ExampleCall:
-        """Binds and flattens a call; raises TypeError or `MissingArguments` where it does not fit."""
+        """Binds and flattens a call; raises TypeError or `MissingArguments` if it does not fit."""
         bound = binder.bind(*args, **kwargs)
         absent = binder.absent(bound)
         if absent:
@@ -60,7 +59,7 @@ class ExampleCall:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Placeholder:
-    """Says what a placeholder stands for: an input leaf, state of the model, or a symbol's value."""
+    """Describes what a placeholder stands for: an input leaf, state of the model, or a symbol's value."""
 
     node: fx.Node
     kind: str
@@ -76,11 +75,11 @@ class Trace:
         graph: calls of torch functions and methods; each node has its fake in ``meta["example_value"]``.
         placeholders: one per placeholder node, in order.
         result: structure of the result; `result_leaves` has one entry per leaf index.
-        shape_env: where symbols are simplified, None for a graph without any.
-        state_facts: what the trace saw of the model's Python state; none where it was not asked for.
-        leaves_seen: input tensors that forward looked at, if only at their sizes.
+        shape_env: simplifies symbols; None for a graph without any.
+        state_facts: the model's Python state that the trace read; none if not asked for.
+        leaves_seen: input tensors that forward read, if only their sizes.
         reads_flags: whether forward may ask if an input is a Parameter or requires grad.
-        layers: how many layers were traced, None for a model without any that look alike.
+        layers: how many layers were traced; None for a model without repeated layers.
         wrapped: leaves of the result that are tensor subclasses.
     """
 
@@ -106,8 +105,7 @@ class Trace:
 
 
 class FrontEnd(Protocol):
-    """Traces `forward(model's call)` with the example's structure; the model is not run and its state is
-    unchanged."""
+    """Traces `forward(model's call)` with the example's structure; neither runs nor changes the model."""
 
     def __call__(
         self,
@@ -121,11 +119,9 @@ class FrontEnd(Protocol):
         """Makes the trace.
 
         Args:
-            model: the module whose state the trace records.
             forward: the callable to trace; reached from `model` (the module itself, or its own forward).
             static_dims: leaf index → dims that get no symbol; an int argument in here gets none either.
-            finds_facts: whether the trace lists the Python state that it read; one that is never replayed
-                need not.
+            finds_facts: whether to list the Python state that the trace read; only replays need the list.
         Raises:
             TraceError: forward cannot be one graph, has side effects, or returns what cannot be rebuilt.
         """

@@ -1,7 +1,7 @@
-"""Traces a model with Dynamo: the front end that the rest of the package is given.
+"""Traces a model with Dynamo; the rest of the package sees only the `Trace`.
 
-`run.py` has one run of Dynamo, `layer_reuse.py` how one layer's graph serves the others, `result.py` what the
-graph's inputs and outputs stand for, and `state/` which Python state the trace holds for constant.
+`run.py` runs Dynamo once, `layer_reuse.py` serves several layers with one layer's graph, `result.py` maps the
+graph's inputs and outputs, and `state/` finds the Python state that the trace treats as constant.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from piecewise.trace.state.unguarded import add_unguarded, names_read, reads_fla
 from piecewise.trace.trace import ExampleCall, Trace
 from runners.state.state_check import StateFacts
 
-# What to do about state that the modules of a library change, by package.
+# Fixes for Python state that the modules of a library change, by package.
 _KNOWN_CHANGES = {
     "bitsandbytes": "load 8-bit weights with llm_int8_threshold=0.0, which keeps no outliers in Python, and "
     "call the model once before capture(), which lays the weights out; or load 4-bit weights"
@@ -84,13 +84,12 @@ def _finished(run: DynamoRun, example: ExampleCall, layers: LayerReuse | None, *
 
 
 def _fix_for(model: nn.Module, path: str) -> str | None:
-    """Tells what to do about Python state that the modules of some libraries change."""
     owners = [module for name, module in model.named_modules() if f"{path}.".startswith(f"model.{name}.")]
     return _KNOWN_CHANGES.get(type(owners[-1]).__module__.partition(".")[0]) if owners else None
 
 
 def _refuse_flags(example: ExampleCall) -> None:
-    """Refuses inputs whose flags forward would see: the twins that were traced are plain tensors."""
+    """Refuses inputs whose flags forward would see, since the traced twins are plain tensors."""
     for index, leaf in enumerate(example.leaves):
         if isinstance(leaf, torch.Tensor) and (leaf.requires_grad or isinstance(leaf, nn.Parameter)):
             raise InputRequiresGrad(

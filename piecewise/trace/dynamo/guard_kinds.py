@@ -1,8 +1,8 @@
-"""Lists every kind of guard that Dynamo has, and what compares it on a call.
+"""Lists the kinds of Dynamo guards, and how a call compares what each kind guards.
 
-A replay runs none of Dynamo's guards: one pass over all of them costs as much as the launches that it saves.
-Each says what a trace relied on, so each kind has a rule here, under which `state.py` makes it something that
-is compared in nanoseconds. A kind without a rule, as of a newer torch, is a refusal of the trace.
+A replay runs no Dynamo guard: one pass over all guards costs as much as the launches that the replay saves.
+Each kind has a rule instead, by which `state.py` compares it in nanoseconds. A trace with a guard of unknown
+kind, as of a newer torch, is refused.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from runners.state.same_value import is_same_value, table_content
 
 
 class Rule(enum.Enum):
-    """Says what is compared on each call; the text completes "a call compares ..."."""
+    """Says what each call compares; the text completes "a call compares ..."."""
 
     VALUE = "the object there: the very one, or an equal plain value"
     CODE = "the function there, and its `__code__`"
@@ -41,9 +41,7 @@ class Rule(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class GuardKind:
-    """Describes a kind of guard: the rule, what Dynamo asks, and the supported versions of torch that have
-    it.
-    """
+    """Describes a kind of guard: its rule, Dynamo's question, and the torch versions that have the kind."""
 
     rule: Rule
     asks: str
@@ -115,7 +113,7 @@ GUARD_KINDS = {
 
 
 def rule_of(guard: torch_api.SeenGuard) -> Rule:
-    """Finds how a guard is compared; raises `StateNotCompared` for a kind that this version does not know."""
+    """Finds the rule of a guard; raises `StateNotCompared` for a kind that this version does not know."""
     known = GUARD_KINDS.get(guard.kind)
     if known is None:
         raise refusal(guard, fix="ask for a version that knows your torch, or use torch 2.11 to 2.14")
@@ -123,13 +121,13 @@ def rule_of(guard: torch_api.SeenGuard) -> Rule:
 
 
 def is_asked_of(guard: torch_api.SeenGuard) -> bool:
-    """Whether a guard asks about what its source leads to, and not about the process or its sizes."""
+    """Whether a guard asks about the object at its source, and not about the process or sizes."""
     known = GUARD_KINDS.get(guard.kind)
     return known is None or known.rule not in (Rule.PROCESS, Rule.NO_EFFECT, Rule.SIZES)
 
 
 def refusal(guard: torch_api.SeenGuard, *, fix: str | None = None) -> StateNotCompared:
-    """Makes the error that says why a trace that relied on this guard cannot be used."""
+    """Makes the error for a trace that relied on a guard which calls cannot compare."""
     known = GUARD_KINDS.get(guard.kind)
     return StateNotCompared(
         path=readable_path(guard.source) or "a setting",
@@ -139,13 +137,13 @@ def refusal(guard: torch_api.SeenGuard, *, fix: str | None = None) -> StateNotCo
 
 
 def looked_at(guard: torch_api.SeenGuard) -> tuple[str, ...]:
-    """Writes what a guard compares as Python source: one expression, or two that are to be one object."""
+    """Writes what a guard compares as Python source: one expression, or two that must be one object."""
     source = owner_and_attribute(guard)[0]
     return (source, guard.other) if guard.other else (source,)
 
 
 def owner_and_attribute(guard: torch_api.SeenGuard) -> tuple[str, Any]:
-    """Finds where a guard looks, and at which attribute, where it asks for one."""
+    """Finds the owner that a guard reads, and the attribute if the guard asks for one."""
     source, attribute = guard.source, guard.arguments.get("attr")
     if guard.kind == "HASATTR" and attribute is None:  # torch 2.11 names the attribute in the source
         return owner_and_name(source)
@@ -153,7 +151,7 @@ def owner_and_attribute(guard: torch_api.SeenGuard) -> tuple[str, Any]:
 
 
 def is_same_to(guard: torch_api.SeenGuard, seen: Sequence[Any], found: Sequence[Any]) -> bool:
-    """Whether a guard that held for `seen` holds for `found`: values of what it looks at."""
+    """Whether a guard that held for the values `seen` holds for the values `found`."""
     if guard.other:
         return found[0] is found[1]
     known = GUARD_KINDS.get(guard.kind)
@@ -168,7 +166,7 @@ def is_same_to(guard: torch_api.SeenGuard, seen: Sequence[Any], found: Sequence[
 
 
 def answer_of(guard: torch_api.SeenGuard, value: Any) -> Any:
-    """Answers what the guard asks of `value`, for `is_same_value` to compare."""
+    """Computes the guard's answer for `value`, for `is_same_value` to compare."""
     rule = GUARD_KINDS[guard.kind].rule
     if rule is Rule.TENSOR:
         return _kind_for_layers(value) if isinstance(value, torch.Tensor) else None
@@ -189,14 +187,13 @@ def answer_of(guard: torch_api.SeenGuard, value: Any) -> Any:
         return type(value), tuple(metadata_of(value).items())
     if rule is Rule.OPAQUE:
         return value, torch_api.opaque_answer(value)
-    # A container as what it holds now.
     if isinstance(value, (list, set)):
         return type(value), (tuple if isinstance(value, list) else frozenset)(value)
     return (type(value), tuple(value.items())) if isinstance(value, dict) else value
 
 
 def metadata_of(tensor: Any) -> dict[str, Any]:
-    """Reads the attributes of a tensor subclass that are no tensors, without Dynamo's own marks."""
+    """Reads the non-tensor attributes of a tensor subclass, without Dynamo's own marks."""
     return {
         key: item
         for key, item in vars(tensor).items()
@@ -213,7 +210,7 @@ def _kind_for_layers(tensor: torch.Tensor) -> Any:
 
 
 class Lookup:
-    """Asks a guard anew on each call, at its source: what is found there is made by each look-up."""
+    """Asks a guard anew on each call, for sources where each look-up makes a new object."""
 
     def __init__(self, guard: torch_api.SeenGuard, scope: Scope) -> None:
         self._guard = guard
@@ -225,7 +222,7 @@ class Lookup:
         return values[0] is values[1] if self._guard.other else answer_of(self._guard, *values)
 
     def holds(self, _: None) -> bool:
-        """Whether the answer is what it was; a question of `StateFacts`, which has an argument."""
+        """Whether the answer is unchanged; `StateFacts` passes an argument."""
         return is_same_value(self._answer(), self._seen)
 
     def __repr__(self) -> str:

@@ -1,6 +1,6 @@
-"""Finds what the placeholders of a Dynamo run stand for, and how its result is put together.
+"""Finds what the placeholders of a Dynamo run stand for, and how to rebuild forward's result.
 
-A dummy that is not in the result was stored by forward: a side effect that a replay would drop.
+If a dummy is not in the result, forward stored it: a side effect that a replay would drop.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from runners.state.state_check import StateRef
 
 
 def placeholders_of(run: DynamoRun, scope: Scope) -> tuple[Placeholder, ...]:
-    """Finds what each placeholder stands for; raises where a tensor cannot be found again from the model."""
+    """Finds what each placeholder stands for; raises if a tensor cannot be found again from the model."""
     pairs = zip(run.placeholders(), run.arguments, strict=True)
     return tuple(_placeholder(run, node, argument, scope) for node, argument in pairs)
 
@@ -59,7 +59,7 @@ def _brief_value(source: str, scope: Scope) -> str:
 
 
 def _state_at(source: str, argument: torch.Tensor, scope: Scope) -> StateRef | None:
-    """Finds the place of a tensor that Dynamo found at a source; None where it is not found there again."""
+    """Finds the place of the tensor at a Dynamo source; None if another object is there."""
     array = array_source(source)
     if array is None:
         state = resolve(source, scope)
@@ -72,9 +72,8 @@ def _state_at(source: str, argument: torch.Tensor, scope: Scope) -> StateRef | N
 def result_of(
     run: DynamoRun, placeholders: Sequence[Placeholder]
 ) -> tuple[Structure, tuple[ResultLeaf, ...], tuple[WrappedLeaf, ...]]:
-    """Finds how the result is built, where its leaves come from, and which of them get another class; raises
-    where it cannot be rebuilt, or forward kept some of it elsewhere.
-    """
+    """Finds the result's structure, the source of each leaf, and the leaves of another class. Raises if the
+    result cannot be rebuilt, or if forward stored some of it elsewhere."""
     by_id = {id(dummy): index for index, dummy in enumerate(run.dummies)}
     numbers = {FIRST_DUMMY + index: index for index in range(len(run.dummies))}
     structure, leaves = flatten_structure(
@@ -114,14 +113,13 @@ def _refuse_opaque(node: Structure, given: Sequence[Any]) -> None:
     for child in node.children:
         _refuse_opaque(child, given)
     value = node.value
-    # Enums of torch's own, written in C, have members and no class in common.
+    # torch's own enums, written in C, have members but no common class.
     is_plain = isinstance(value, (*PLAIN, type, torch.Size)) or hasattr(type(value), "__members__")
     if node.kind == "const" and not is_plain and not any(value is item for item in given):
         raise OpaqueResult(value=f"an object of type {type(value).__name__}")
 
 
 def _dummy_of(leaf: Any, dummies: Sequence[Any]) -> int | None:
-    """Finds which dummy a tensor is that Dynamo has given a class with `as_subclass`."""
     if not isinstance(leaf, torch.Tensor) or type(leaf) in (torch.Tensor, torch.nn.Parameter):
         return None
     plain = leaf.as_subclass(torch.Tensor)
@@ -134,7 +132,6 @@ def _with_class(cls: type, given: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _state_of(run: DynamoRun, leaf: torch.Tensor, placeholders: Sequence[Placeholder]) -> StateRef | None:
-    """Finds the place of a tensor of the model's that forward returns as it is."""
     for placeholder, argument in zip(placeholders, run.arguments, strict=True):
         if leaf is argument:
             return placeholder.state

@@ -1,8 +1,8 @@
-"""Runs Dynamo once over one call: gives a graph and what it read; nothing of the model runs.
+"""Runs Dynamo once over one call, for a graph and the state that it read; the model itself does not run.
 
-The tool is `torch.compile(fullgraph=True)` with a backend of our own; docs/DESIGN.md says how it is kept
-from running what the backend returns, and from giving equal sizes one symbol. It caches by code object, so
-each run is of a generated function of its own, whose cache entry is dropped at the end.
+The tool is `torch.compile(fullgraph=True)` with our own backend; docs/DESIGN.md says how Dynamo is kept from
+running the backend's result, and from giving equal sizes one symbol. Dynamo caches by code object, so each
+run traces a newly generated function, whose cache entry is dropped at the end.
 """
 
 from __future__ import annotations
@@ -30,29 +30,27 @@ from piecewise.trace.trace import ExampleCall
 from runners.errors import PiecewiseError
 
 _serial = itertools.count()
-# Above any real size, below what float64 holds exactly: an int of the result that is one of these stands
-# for a symbol.
+# Above any real size, below the exact limit of float64: result ints from here on are dummies of symbols.
 FIRST_DUMMY = 1 << 50
 _MAX_DETAIL = 400
 
 
 @dataclasses.dataclass(eq=False)
 class DynamoRun:
-    """Keeps what one run saw; as its backend, it takes the graph and answers the one call with dummies.
+    """Holds what one run saw; serves as Dynamo's backend, and answers the one call with dummies.
 
     Attributes:
         own_name: another name that sources may have for the model than L['model'].
-        graph: the graph as Dynamo has it; each node has its fake in ``meta["example_value"]``.
-        arguments: what Dynamo passed for each placeholder: tensors of the model, and `leaves`, the inputs'
-            twins.
+        graph: Dynamo's graph; each node has its fake in ``meta["example_value"]``.
+        arguments: per placeholder, the model's tensor or one of `leaves`, the twins of the inputs.
         sources: placeholder's name → Python source of what it stands for, in terms of L and G.
-        guards: all that the run looked at; what it read without one is a guard of kind `UNGUARDED`.
+        guards: all that the run read; a read without a guard has kind `UNGUARDED`.
         marks_tensors: whether forward sets a Python attribute of a tensor.
         written: objects, older than the run, that forward writes to; None for one that is not found.
         stores: sources of what forward sets, and of containers whose items it sets.
         dummies: one per graph output; `result` is what forward returned of them.
-        changes: paths of Python state that forward left changed; it was put back.
-        bound_again: outputs that are tensors of the model itself, which forward put where they were.
+        changes: paths of Python state that forward changed and the run restored.
+        bound_again: outputs that are the model's own tensors, assigned again to their own places.
     """
 
     model: nn.Module
@@ -104,7 +102,7 @@ class DynamoRun:
         return answer
 
     def as_read(self, source: str) -> str:
-        """Writes a source with the model under its one name."""
+        """Rewrites a source so that the model has its one name."""
         if not self.own_name:
             return source
         # The bound forward itself has defaults and a closure.
@@ -112,27 +110,26 @@ class DynamoRun:
         return source.replace(self.own_name, "L['model']").replace(forward, "L['model'].forward")
 
     def scope(self) -> Scope:
-        """Makes the scope in which sources are looked up."""
+        """Makes the scope for looking up sources."""
         names = self.function.__globals__
         known = {"L['model'].forward": self.forward} if self.own_name else {}
         return Scope({"model": self.model}, names, known)
 
     def is_bound_again(self, old: Any, new: Any) -> bool:
-        """Whether the dummy `new` stands for the tensor `old`: ``self.load += x`` writes it, and binds it
-        again."""
+        """Whether the dummy `new` stands for `old`: ``self.load += x`` writes and reassigns a tensor."""
         outputs: Any = self.graph.graph.output_node().args[0]
         found = [index for index, dummy in enumerate(self.dummies) if dummy is new]
         for index in found if isinstance(old, torch.Tensor) else ():
             made = outputs[index].meta["example_value"]
             for placeholder, argument in zip(self.placeholders(), self.arguments, strict=True):
-                # A fake that an op wrote in place is what that op returns.
+                # An op in place returns the fake that it wrote.
                 if argument is old and placeholder.meta["example_value"] is made:
                     self.bound_again.add(index)
                     return True
         return False
 
     def names_in_sources(self) -> dict[str, Any]:
-        """Finds what sources name as G, of that which is there."""
+        """Finds the objects that sources name as G."""
         sources = itertools.chain(*((guard.source, guard.other) for guard in self.guards))
         names = {found[1] for source in sources for found in re.finditer(r"\bG\['([^']+)'\]", source)}
         return {name: value for name, value in self.function.__globals__.items() if name in names}
@@ -144,7 +141,7 @@ class DynamoRun:
         return list(self.graph.graph.find_nodes(op="placeholder"))
 
     def _note_writes(self) -> None:
-        """Adds to the snapshot what Dynamo will write to after the graph, before it does."""
+        """Adds to the snapshot what Dynamo writes after the graph, before the write."""
         scope = self.scope()
         for source, names in torch_api.sources_to_be_written():
             source = self.as_read(source)
@@ -173,8 +170,8 @@ def run_dynamo(
     """Runs Dynamo over `forward(model's call)`; arguments are those of `FrontEnd`.
 
     Args:
-        repeats: whether forward goes through many layers that look alike.
-        namespace: where the generated function looks up names; runs that share it share the names of G.
+        repeats: whether forward runs many layers of one kind.
+        namespace: names for the generated function; runs that share a namespace share the names of G.
     """
     leaves = _prepare_leaves(example, static_dims)
     function = _traced_function(example, forward, namespace or Namespace())
@@ -187,7 +184,7 @@ def run_dynamo(
         settings = torch_api.tracing_config(ints, repeats=repeats)
         with settings, torch.inference_mode(False), torch.no_grad():
             logger.setLevel(logging.CRITICAL)  # it prints a page before the exception that is re-raised below
-            # Called once, at once: Dynamo need not keep the guards that it found.
+            # The function is called only once, so Dynamo need not keep its guards.
             options: Any = {"guard_filter_fn": lambda entries: [False] * len(entries)}
             compiled = torch.compile(function, backend=run, fullgraph=True, options=options)
             with torch_api.tensor_attributes_set() as marked, torch_api.sources_read() as run.reads:
@@ -212,7 +209,7 @@ def run_dynamo(
     scope = run.scope()
 
     def leads(guard: torch_api.SeenGuard) -> bool:
-        """Drops what Dynamo looked at for a moment: nothing is there now."""
+        """Drops guards of objects that existed only during the trace."""
         return guard.kind != guard.UNGUARDED or bool(scope.steps_to(guard.source))
 
     run.guards = list(filter(leads, run.guards))
@@ -220,7 +217,7 @@ def run_dynamo(
 
 
 def _prepare_leaves(example: ExampleCall, static_dims: Mapping[int, Sequence[int]]) -> list[Any]:
-    """Detaches the tensors, one twin for one passed twice, and marks dims; the caller's are never marked."""
+    """Detaches and marks twins of the tensors, one per object; the caller's tensors are never marked."""
     twins: dict[int, torch.Tensor] = {}
     for index, leaf in enumerate(example.leaves):
         if not is_plain_leaf(leaf):
@@ -236,7 +233,7 @@ def _prepare_leaves(example: ExampleCall, static_dims: Mapping[int, Sequence[int
 
 
 def _normal_twin(leaf: torch.Tensor) -> torch.Tensor:
-    """Makes a tensor outside of inference mode in the same memory, so that the trace sees who shares it."""
+    """Makes a tensor outside of inference mode in the same memory, so that the trace sees shared memory."""
     if leaf.is_conj() or leaf.is_neg():
         return leaf.clone()
     twin = torch.empty(0, dtype=leaf.dtype, device=leaf.device)
@@ -250,15 +247,14 @@ def _traced_function(example: ExampleCall, forward: Any, namespace: Namespace) -
     callee = "model" if isinstance(forward, nn.Module) else namespace.name(forward, "forward")
     name = f"piecewise_trace_{next(_serial)}"
     source = f"def {name}({', '.join(['model', *names])}):\n    return {callee}({arguments})\n"
-    # Dynamo wraps code whose source cannot be found, which hides the argument names: linecache counts as a
-    # source.
+    # Dynamo wraps code without source, which hides the argument names; linecache provides a source.
     linecache.cache[f"{name}.py"] = (len(source), None, source.splitlines(True), f"{name}.py")
     exec(compile(source, f"{name}.py", "exec"), namespace.globals)
     return namespace.globals[name]
 
 
 def _name_of_self(function: Any, forward: Any, model: nn.Module) -> str | None:
-    """Finds how sources name the model where its bound forward is traced, and not the model itself."""
+    """Finds the sources' name for the model where its bound forward is traced."""
     if getattr(forward, "__self__", None) is not model:
         return None
     name = next(name for name, value in function.__globals__.items() if value is forward)
@@ -267,14 +263,13 @@ def _name_of_self(function: Any, forward: Any, model: nn.Module) -> str | None:
 
 def _dummy_for(fake: Any, number: int) -> Any:
     if isinstance(fake, torch.Tensor):
-        # A float computed from sizes leaves the graph as a 0-dim float64 tensor and comes back through
-        # .item().
+        # A float computed from sizes leaves the graph as a 0-dim float64 tensor, read with .item().
         return torch.empty(0) if fake.dim() else torch.tensor(float(number), dtype=torch.float64)
     return number if isinstance(fake, (int, torch.SymInt)) else float(number)
 
 
 def _translated(error: Exception, held: Iterable[tuple[str, torch.Tensor]]) -> NotOneGraph:
-    """Dynamo's error as one of ours; `held` are the model's tensors by their paths."""
+    """Translates Dynamo's error into ours; `held` are the model's tensors by their paths."""
     cause: BaseException = error
     while cause.__cause__ is not None and not str(cause):
         cause = cause.__cause__
@@ -282,7 +277,7 @@ def _translated(error: Exception, held: Iterable[tuple[str, torch.Tensor]]) -> N
     rule, fix = (_after(word, lines) for word in ("Rule:", "Fix:"))
     if rule and fix:  # an error of ours, raised by code that Dynamo was tracing through
         return NotOneGraph(lines[0].partition(": ")[2] or lines[0], rule=rule, fix=fix)
-    # Its headline, the sentence that names the construct, and the place in the user's code.
+    # The headline names the construct; the place is in the user's code.
     detail = _after("Explanation:", lines) or _after("Developer debug context:", lines)
     words = [": ".join(filter(None, (lines[0], detail[:_MAX_DETAIL]))) if lines else type(cause).__name__]
     words += [f"({line})" for line in reversed(lines) if line.startswith("File ")][:1]
@@ -292,5 +287,4 @@ def _translated(error: Exception, held: Iterable[tuple[str, torch.Tensor]]) -> N
 
 
 def _after(word: str, lines: Iterable[str]) -> str:
-    """Finds the text of the first line that begins with `word`."""
     return next((text for line in lines if line.startswith(word) and (text := line[len(word) :].strip())), "")

@@ -1,8 +1,8 @@
-"""Looks up Dynamo's sources: Python expressions, in the names L and G, for where a trace read something.
+"""Looks up Dynamo's sources: Python expressions, in the names L and G, for the places that a trace read.
 
-``L['model']._modules['layers']._modules['0'].eps`` gives, step by step, an owner and a key, so the value of
-now is one look-up away and needs no `nn.Module.__getattr__`. The steps before the last one must lead where
-they led, too: a config object that is replaced as a whole leaves the old one as it was.
+``L['model']._modules['layers']._modules['0'].eps`` splits into owners and keys, so the present value is one
+look-up away, without `nn.Module.__getattr__`. The earlier steps must lead to the same objects, too: replacing
+a whole config object leaves the old one unchanged.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from piecewise import torch_api
 from runners.state.state_check import InnerRef, StateRef
 
 _MODULE_TABLES = ("_modules", "_parameters", "_buffers")
-# Functions that some sources write for an item or an attribute.
+# Functions that some sources call for an item or an attribute.
 _ITEMS = ("dict.__getitem__", "list.__getitem__", "tuple.__getitem__", "___odict_getitem")
 _ATTRIBUTES = ("object.__getattribute__", "getattr")
 
@@ -40,7 +40,7 @@ def readable_path(source: str) -> str:
 def source_reader(
     sources: Iterable[str], global_names: Mapping[str, Any]
 ) -> Callable[[Mapping[str, Any]], tuple[Any, ...]]:
-    """Compiles some sources into one function of L that gives their values."""
+    """Compiles sources into one function from L to their values."""
     text = f"lambda L: ({''.join(f'{source}, ' for source in sources)})"
     read: Callable[[Mapping[str, Any]], tuple[Any, ...]]
     read = eval(text, {**torch_api.names_in_sources(), "G": global_names})  # Dynamo's own source text
@@ -48,7 +48,7 @@ def source_reader(
 
 
 def owner_and_name(source: str) -> tuple[str, str]:
-    """Splits ``owner.name`` or ``getattr(owner, 'name')`` into the source of the owner, and the name."""
+    """Splits ``owner.name`` or ``getattr(owner, 'name')`` into the owner's source and the name."""
     _, owner, name = _taken_apart(_parsed(source))
     return owner.text, name
 
@@ -65,13 +65,13 @@ def _parsed(source: str) -> Any:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Step:
-    """Describes one step of the way to what a guard looks at, and what makes it lead there.
+    """Describes one step of a guard's source, and what makes the step lead to its value.
 
     Attributes:
         value: what was there.
-        place: where one look-up finds it again, as long as nobody changes it; None for a step without one.
-        facts: what else decides what is found, as arguments of `FactFinder`'s methods ``add_<first item>``.
-        is_fresh: whether the look-up makes an object anew each time, so that nothing tells what it gives.
+        place: where one look-up finds the value again until somebody changes it; None for a step without one.
+        facts: what else decides the value, as arguments of `FactFinder`'s methods ``add_<first item>``.
+        is_fresh: whether each look-up makes a new object, which identity cannot compare.
     """
 
     value: Any
@@ -81,7 +81,7 @@ class Step:
 
 
 class Scope:
-    """Evaluates sources step by step, in the names L and G; `known` maps sources to what they stand for."""
+    """Evaluates sources step by step, in the names L and G; `known` maps sources to objects."""
 
     def __init__(
         self,
@@ -99,24 +99,24 @@ class Scope:
         return self._find(_parsed(source))
 
     def steps(self, source: str) -> list[Step]:
-        """Looks up each step of a source, the whole one first; raises as `find`."""
+        """Looks up each step of a source, the whole source first; raises as `find`."""
         return self._steps[source] if source in self._steps else self._steps_of(_parsed(source))
 
     def steps_to(self, source: str) -> list[Step]:
-        """Looks up likewise; nothing where there is nothing, or no Python, or a property raises."""
+        """Looks up each step; empty if the source is no Python, leads nowhere, or a property raises."""
         try:
             return self.steps(source)
         except Exception:
             return []
 
     def reader(self, sources: Sequence[str]) -> Callable[[], tuple[Any, ...]]:
-        """Makes a function that gives the values at some sources now."""
+        """Makes a function that reads the present values at some sources."""
         read = source_reader(sources, self._names["G"])
         local_names = self._names["L"]  # alone, as the steps hold the tensors of now
         return lambda: read(local_names)
 
     def class_table(self, cls: type) -> Mapping[str, Any]:
-        """Makes a live view of what a class itself has, one for each class."""
+        """Makes a live view of a class's own attributes, one view per class."""
         return self._class_tables.setdefault(cls, MappingProxyType(vars(cls)))
 
     def _steps_of(self, node: Any) -> list[Step]:
@@ -147,7 +147,7 @@ class Scope:
         holder = self._find(owner_node)
         owner, path = holder.value, readable_path(owner_text)
         if kind == "item":
-            # What L, G and a list of members hold is told by the step before.
+            # The step before has compared the contents of L, G and lists of members.
             if owner_text in self._names or _taken_apart(owner_node)[0] == "members":
                 return Step(owner[self._key(key)])
             hiding = tuple(self._hidden_by(owner_node, self._key(key)))
@@ -161,12 +161,12 @@ class Scope:
             return Step(self.class_table(owner))
         found = _attribute(owner, key, readable_path(text), path)
         if isinstance(owner, torch.Tensor) and None not in (found.place, holder.place):
-            # Through the place of the tensor, since `.to()` gives a subclass other insides.
+            # Reached through the tensor's place, since `.to()` gives a subclass other inner tensors.
             return dataclasses.replace(found, place=InnerRef(holder.place, key, readable_path(text)))
         return found
 
     def _hidden_by(self, table_node: Any, name: Any) -> Iterator[Any]:
-        """Finds what would hide an item: classes before the table's own, attributes before parameters."""
+        """Finds what would hide an item: classes earlier in the MRO, attributes before parameters."""
         _, base_node, table = _taken_apart(table_node)
         if base_node is None:
             return
@@ -195,7 +195,7 @@ def _attribute(owner: Any, name: str, path: str, owner_path: str) -> Step:
         if name == "__dict__":
             return Step(names, facts=(of_class,))
         if name in names:
-            # A property of the class would come first; of modules Dynamo reads the attributes alone.
+            # A property of the class would come first; Dynamo reads only the attributes of modules.
             is_hidable = not isinstance(owner, (nn.Module, ModuleType)) and not hasattr(type(owner), name)
             hiding: Any = ("answer", hasattr, type(owner), name, type(owner).__name__)
             facts = (of_class, hiding) if is_hidable else (of_class,)
@@ -204,7 +204,7 @@ def _attribute(owner: Any, name: str, path: str, owner_path: str) -> Step:
     if isinstance(owner, MethodType) and name in ("__self__", "__func__"):
         return Step(value)  # a method keeps both for good
     if isinstance(value, MethodType) and value.__self__ is owner and not isinstance(owner, type):
-        # Made anew by each look-up, of what its class has.
+        # Each look-up makes a new object from the class's attribute.
         place = StateRef(type(owner), name, path, is_attribute=True)
         if place.look() is value.__func__:
             hiding = ("answer", operator.contains, names, name, owner_path)
@@ -215,7 +215,7 @@ def _attribute(owner: Any, name: str, path: str, owner_path: str) -> Step:
 
 
 def _taken_apart(node: Any) -> tuple[str, Any, Any]:
-    """Takes a node apart: the kind of step, of what, and by which key (a node) or attribute."""
+    """Splits a node into the kind of step, the owner, and the key (a node) or attribute."""
     if isinstance(node, ast.Attribute):
         return "attribute", node.value, node.attr
     if isinstance(node, ast.Subscript):
@@ -242,7 +242,7 @@ def _taken_apart(node: Any) -> tuple[str, Any, Any]:
 
 
 def resolve(source: str, scope: Scope) -> StateRef | None:
-    """Finds the (owner, key) behind a source; None where it ends in no attribute, key or index."""
+    """Finds the (owner, key) behind a source; None if it does not end in an attribute, key or index."""
     try:
         return scope.find(source).place
     except Exception:  # of nothing there, or of the user's

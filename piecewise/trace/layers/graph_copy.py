@@ -1,8 +1,8 @@
-"""Copies the calls of one graph into another, with their fakes: from running each, or from a copy like it.
+"""Copies the calls of one graph into another, with fakes from running each call or from a similar copy.
 
-What a node makes, and in whose memory, follows from its op and from the sizes, strides and shared memory of
-what it is given. So where two copies are given arguments alike in these, the second one's fakes are the first
-one's, moved to the memory of its own arguments: not one op has to be run.
+A node's result and its memory follow from the op and from the sizes, strides and shared memory of its
+arguments. If two copies have arguments that agree in these, the second copy takes the first one's fakes,
+moved to the memory of its own arguments, and runs no op.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ def copy_calls(
     """Copies the calls of `graph` in front of `place`; returns the fake of each of its nodes in the copy.
 
     Args:
-        values: placeholder → what stands for it; the copies are added.
-        like: the fakes of a copy that was given arguments alike; None runs each node.
-        meta_of: the copy's ``meta``, but for its fake.
+        values: placeholder → argument; the copies are added.
+        like: fakes of a copy with equivalent arguments; None runs each node.
+        meta_of: the copy's ``meta``, without its fake.
     """
     fakes = _Fakes(values, like, fake_mode)
     with place.graph.inserting_before(place):
@@ -45,13 +45,13 @@ def copy_calls(
 
 
 class _Fakes:
-    """Makes the fakes of one copy, one after the other."""
+    """Makes the fakes of one copy in order."""
 
     def __init__(
         self, arguments: Mapping[fx.Node, Any], like: Mapping[fx.Node, Any] | None, fake_mode: Any
     ) -> None:
         self._like, self._fake_mode = like, fake_mode
-        # What is a tensor of the other copy, or its memory, in this one.
+        # Tensor or memory of the other copy → the one in this copy.
         self._twins: dict[int, torch.Tensor] = {}
         self._memory: dict[int, torch.Tensor] = {}
         taken: dict[int, int] = {}

@@ -1,7 +1,7 @@
-"""Traces one layer, and uses its graph for the others that Dynamo would trace to the same.
+"""Traces one layer, and uses its graph for other layers that Dynamo would trace to the same graph.
 
-`layer_run.py` says when one layer's graph is another's, and docs/DESIGN.md what a layer could see only in its
-place; where anything is out of the ordinary, all is traced at once.
+`layer_run.py` decides whether one graph serves another layer; docs/DESIGN.md lists what a layer could see
+only in its place. If anything is unusual, the whole model is traced at once.
 """
 
 from __future__ import annotations
@@ -42,9 +42,8 @@ from runners.errors import one_line
 
 
 def run_in_layers(model: nn.Module, run: Callable[..., DynamoRun]) -> tuple[DynamoRun, LayerReuse | None]:
-    """Runs Dynamo over one layer of each kind and the rest of the model, or over all where it has to; `run`
-    takes `repeats` and a `namespace`.
-    """
+    """Runs Dynamo over one layer of each kind and the rest of the model, or over the whole model if it must.
+    `run` takes `repeats` and a `namespace`."""
     with one_at_a_time:
         layers = repeated_layers(model)
         if not layers:
@@ -58,12 +57,12 @@ def run_in_layers(model: nn.Module, run: Callable[..., DynamoRun]) -> tuple[Dyna
             return run(repeats=True), LayerReuse(len(layers), len(layers), one_line(refusal))
 
 
-# Attributes that `nn.Module.__call__` has, and the modules themselves do not.
+# Attributes of the way through `nn.Module.__call__`, which modules themselves do not have.
 _WAYS_TO_FORWARD = ("__call__", "_call_impl", "_compiled_call_impl")
 
 
 class _Inliner:
-    """Puts the graphs of layers into the run over the rest of the model, which it changes in place."""
+    """Inlines the graphs of layers into the run over the rest of the model, in place."""
 
     def __init__(self, whole: DynamoRun, layers: Sequence[RepeatedLayer], namespace: Namespace) -> None:
         self.whole, self.namespace = whole, namespace
@@ -72,7 +71,7 @@ class _Inliner:
         self.fake_mode = whole.fake_mode()
         self.shape_env = getattr(self.fake_mode, "shape_env", None)
         self.runs: list[LayerRun] = []
-        # Of each run and key of a call, the fakes of the first copy.
+        # Per run and key of a call, the fakes of the first copy.
         self.fakes: list[tuple[LayerRun, Any, dict[fx.Node, Any]]] = []
         passed = dict(zip(whole.placeholders(), whole.arguments, strict=True))
         self.sizes = {
@@ -81,13 +80,13 @@ class _Inliner:
             if isinstance(node.meta["example_value"], torch.SymInt)
             and (expr := torch_api.expression(node.meta["example_value"], self.shape_env)) is not None
         }
-        # The model's own tensors, by their fakes.
+        # Fake → the model's own tensor.
         self.states = {
             id(node.meta["example_value"]): argument
             for node, argument in passed.items()
             if isinstance(argument, torch.Tensor) and not any(argument is leaf for leaf in whole.leaves)
         }
-        # By tensor: where the graph has it already.
+        # Tensor's id → its node in the graph.
         self.held = {id(argument): node for node, argument in passed.items()}
 
     def inline_layers(self) -> LayerReuse | None:
@@ -114,8 +113,7 @@ class _Inliner:
         return LayerReuse(num_calls, len(self.runs))
 
     def _sized_by_data_apart(self) -> set[fx.Node]:
-        """Nodes whose results have sizes that data tell, in memory of their own: what the first run says of
-        them holds whichever layers came before, and another run would name the sizes anew."""
+        """Finds nodes with data-dependent sizes and own memory; another run would rename their symbols."""
         holders: dict[int, fx.Node] = {}
         found = set()
         for node in self.graph.nodes:
@@ -127,7 +125,6 @@ class _Inliner:
         return found
 
     def _check_rest(self) -> None:
-        """Checks that layers can be traced apart from the rest."""
         if self.fake_mode is None or any(written is None for written in self.whole.written):
             raise NotReused("forward writes state that is not found again")
         if self.whole.marks_tensors:
@@ -137,7 +134,7 @@ class _Inliner:
                 raise NotReused(f"'{node.name}' may surround layers")
 
     def _is_of_an_op(self, guard: torch_api.SeenGuard) -> bool:
-        """Whether Dynamo looked at this only because layers had a forward of their own, the op."""
+        """Whether Dynamo read this only because layers had the op as their forward."""
         source = guard.source
         places = [layer.source for layer in self.layers.values()]
         forward = re.match(r"(.+?)\.forward\b", source)
@@ -145,12 +142,10 @@ class _Inliner:
             return True
         if source in places and guard.arguments.get("attr") in _WAYS_TO_FORWARD:
             return True
-        # The op itself: a global of the forwards that layers had.
         place = resolve(source, self.whole.scope()) if source.endswith("['call_layer']") else None
         return place is not None and place.get() is call_layer
 
     def _inline(self, node: fx.Node) -> fx.Node:
-        """Replaces a call of a layer by the layer's graph; returns the node that makes its result."""
         number, *args = node.args
         layer = self.layers[number]  # type: ignore[index]
         call = LayerCall(args, dict(node.kwargs), self.shape_env)
@@ -176,7 +171,7 @@ class _Inliner:
     def _run_for(self, layer: RepeatedLayer, call: LayerCall) -> LayerRun:
         key = call.key()
         for known in self.runs:
-            # Sizes that the model ties together were one symbol each before the first layer.
+            # Sizes that the model ties together had a symbol each before the first layer.
             if known.call.key() == key and known.serves(layer):
                 return known
         made = LayerRun.over(layer, call, namespace=self.namespace)
@@ -190,7 +185,6 @@ class _Inliner:
     def _copied(
         self, served: LayerRun, layer: RepeatedLayer, call: LayerCall, place: fx.Node
     ) -> dict[fx.Node, Any]:
-        """Copies the calls of a layer's graph in front of `place`; returns node → copy."""
         states = served.states_of(layer)
 
         def argument(each: Placeholder) -> Any:
@@ -216,7 +210,7 @@ class _Inliner:
                 }
             return {**node.meta, "nn_module_stack": stacks[tuple(stack)]}
 
-        # Symbols that were two have become one since, and sizes would be written in another way.
+        # Two symbols may have become one since, which changes how sizes are written.
         key = call.key()
         like = next((fakes for run, known, fakes in self.fakes if run is served and known == key), None)
         fakes = copy_calls(
@@ -227,7 +221,6 @@ class _Inliner:
         return values
 
     def _state(self, tensor: Any, source: str) -> fx.Node:
-        """Finds the placeholder of a layer's tensor, or adds one."""
         if not isinstance(tensor, torch.Tensor) or torch_api.has_dynamic_dims(tensor):
             raise NotReused("the state of a layer is no tensor of a fixed size")
         if id(tensor) not in self.held:
@@ -236,13 +229,12 @@ class _Inliner:
         return self.held[id(tensor)]
 
     def _size(self, node: fx.Node, dim: int) -> Any:
-        """Finds the size of a tensor for an op: a number, or the node that makes it."""
         size = node.meta["example_value"].shape[dim]
         expr = torch_api.expression(size, self.shape_env)
         if expr is None or expr.is_Integer:
             return int(size)
         if expr not in self.sizes and expr.is_Symbol:
-            # A placeholder, as Dynamo itself makes it for a symbol that an op is given.
+            # Dynamo itself makes such a placeholder for a symbol that an op takes.
             source = torch_api.source_of_symbol(self.shape_env, expr)
             if source is None:
                 raise NotReused("a size that is no input's")
@@ -255,7 +247,6 @@ class _Inliner:
         return self.sizes[expr]
 
     def _placed(self, name: str, source: str, argument: Any) -> fx.Node:
-        """Adds a placeholder behind the others, and what stands for it."""
         with self.graph.inserting_after(self.whole.placeholders()[-1]):
             node = self.graph.placeholder(name)
         self.whole.sources[node.name] = source

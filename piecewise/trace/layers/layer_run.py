@@ -1,7 +1,7 @@
-"""Runs Dynamo over one layer, and says whether its graph serves another layer, too.
+"""Runs Dynamo over one layer, and decides whether its graph serves another layer.
 
-It does where the arguments are alike, as the outer graph passes them, and where the run's guards give the
-same answers under the sources that lead to the other layer.
+The graph does if the outer graph passes equivalent arguments and the run's guards give the same answers under
+the other layer's sources.
 """
 
 from __future__ import annotations
@@ -31,25 +31,23 @@ from piecewise.trace.trace import ExampleCall, Placeholder
 
 _INPUT = re.compile(r"\bL\['[ti]\d+'\]")
 _SIZE = re.compile(r"^L\['t(\d+)'\]\.size\(\)\[(\d+)\]$")
-# What is called, which is compared for each module of the model; what it holds is not.
+# The called function, which is compared for each module of the model; its contents are not.
 _FORWARD = ("L['model'].forward", "L['model'].forward.__func__")
 
 
 class NotReused(Exception):
-    """Says why all is to be traced at once."""
+    """Says why the whole model must be traced at once."""
 
 
 def geometry(fake: torch.Tensor, shape_env: Any) -> tuple[Any, ...]:
-    """Sizes, strides and offset, as far as is known of their symbols now."""
+    """Describes sizes, strides and offset, as far as their symbols are known now."""
     numbers = (*fake.shape, *fake.stride(), fake.storage_offset())
     return tuple(torch_api.expression(number, shape_env) for number in numbers)
 
 
 class LayerCall:
-    """Describes a layer's arguments as the outer graph passes them, and builds examples of them.
-
-    Each is a tensor, a plain value or a tuple of such; `nodes` are the tensors, each once, by number.
-    """
+    """Describes a layer's arguments as the outer graph passes them, and builds examples of them. Each is a
+    tensor, a plain value or a tuple of such; `nodes` lists each tensor once, by number."""
 
     def __init__(self, args: Sequence[Any], kwargs: dict[str, Any], shape_env: Any) -> None:
         self._args, self._kwargs, self._shape_env = tuple(args), kwargs, shape_env
@@ -67,13 +65,13 @@ class LayerCall:
         is_plain = torch_api.is_fake(fake) and not isinstance(fake, torch.nn.Parameter)
         if not is_plain or fake.requires_grad or fake.layout != torch.strided:
             raise NotReused("a layer is given something that is no plain tensor")
-        # By its fake, as Dynamo tells whether two values are one object: an op in place returns its input.
+        # Found by its fake, as Dynamo compares identity: an op in place returns its input.
         number = next((i for i, known in enumerate(self.fakes()) if known is fake), len(self.nodes))
         self.nodes += [value] if number == len(self.nodes) else []
         return number
 
     def key(self) -> Any:
-        """Makes a key, equal for calls that one trace may serve, as far as is known of the sizes now."""
+        """Makes a key, equal for calls that one trace may serve, as far as sizes are known now."""
         tensors = [(fake.dtype, fake.device, *geometry(fake, self._shape_env)) for fake in self.fakes()]
         return self._constants, tensors
 
@@ -105,14 +103,14 @@ def _empty_like(fake: torch.Tensor) -> torch.Tensor:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LayerRun:
-    """Keeps a run over one layer, and what its graph takes and gives.
+    """Holds a run over one layer, with its inputs and outputs.
 
     Attributes:
-        placeholders: those of the graph; a state is named as if the layer were the model.
+        placeholders: those of the graph; states are named as if the layer were the model.
         output: which of the graph's outputs the layer returns.
-        numbers: leaf index → number of the argument that it is.
-        own_guards: those that look at the layer, each once; `shared_guards` hold for each layer.
-        read: of L, the states of a layer, and for each own guard what it looks at there.
+        numbers: leaf index → number of the argument.
+        own_guards: guards that read the layer, each once; `shared_guards` hold for each layer.
+        read: a function of L: the layer's states, and for each own guard the values it compares.
     """
 
     layer: RepeatedLayer
@@ -127,7 +125,7 @@ class LayerRun:
 
     @classmethod
     def over(cls, layer: RepeatedLayer, call: LayerCall, *, namespace: Namespace) -> LayerRun:
-        """Runs Dynamo over a layer; raises `NotReused` where its graph is not copied, or says too little."""
+        """Runs Dynamo over a layer; raises `NotReused` if its graph cannot be copied or has unknown parts."""
         forward = layer.module.forward
         binder = FormBinder(forward) if is_wrapped(forward) else CallBinder(forward, fills_defaults=False)
         example, static, numbers = call.example(binder)
@@ -154,25 +152,25 @@ class LayerRun:
         own_guards = tuple(filter(is_asked_of, own.values()))
         states = [str(run.sources[each.node.name]) for each in placeholders if each.kind == "state"]
         groups = [states, *map(looked_at, own_guards)]
-        # As one function of the layer: a deep model has many layers.
+        # One function for all: a deep model has many layers.
         tuples = (f"({''.join(f'{source}, ' for source in group)})" for group in groups)
         read = source_reader(tuples, run.function.__globals__)
         return cls(layer, call, run, placeholders, leaves[0].index, numbers, own_guards, shared, read)
 
     def read_in(self, layer: RepeatedLayer) -> tuple[tuple[Any, ...], ...]:
-        """Reads what the run read, in `layer`: the states, then for each own guard what it looks at."""
+        """Reads in `layer` what the run read: the states, then for each own guard the compared values."""
         return self.read({"model": layer.module})
 
     def check_reads(self, written: Sequence[Any]) -> None:
-        """Checks that the layer reads nothing which the rest writes before: alone it saw the old state."""
+        """Checks that the rest writes nothing that the layer reads later: traced alone, it saw old state."""
         ids, scope = set(map(id, written)), self.run.scope()
         for guard in (*self.own_guards, *self.shared_guards) if ids else ():
             if any(id(step.value) in ids for step in scope.steps_to(looked_at(guard)[0])):
                 raise NotReused(f"a layer reads {readable_path(guard.source)}, which forward writes")
 
     def evaluate_conditions(self, shape_env: Any) -> None:
-        """Makes what the run assumed of sizes conditions of the graph around it."""
-        # A symbol of the run is 2 or more, which is no condition of its own; what it stands for may be less.
+        """Turns the run's assumptions about sizes into guards of the outer graph."""
+        # A symbol of the run is 2 or more, which is no guard of its own; the outer size may be less.
         sizes = [torch_api.expression(n, shape_env) for fake in self.call.fakes() for n in fake.shape]
         conditions = [sympy.Ge(size, 2) for size in sizes if size is not None and not size.is_number]
         if not all(torch_api.holds_as_guard(shape_env, condition) for condition in conditions):
@@ -190,7 +188,7 @@ class LayerRun:
                 raise NotReused("a layer's condition does not hold in the whole")
 
     def serves(self, layer: RepeatedLayer) -> bool:
-        """Whether all that the run read is the same in `layer`."""
+        """Whether everything that the run read is the same in `layer`."""
         if type(layer.module) is not type(self.layer.module):
             return False
         try:
@@ -203,12 +201,12 @@ class LayerRun:
         return all(map(is_same_to, self.own_guards, seen[1:], found[1:]))
 
     def reads_one_of(self, tensors: Sequence[Any], layer: RepeatedLayer) -> bool:
-        """Whether `layer` itself leads to one of these tensors: a run over it takes them for others."""
+        """Whether `layer` leads to one of these tensors, which a run over it cannot recognise."""
         read = set(map(id, itertools.chain(*self.read_in(layer))))
         return any(id(tensor) in read for tensor in tensors)
 
     def guards_of(self, layer: RepeatedLayer) -> list[torch_api.SeenGuard]:
-        """Writes the layer's own guards as a run over the whole model gives them for `layer`."""
+        """Rewrites the layer's own guards as a run over the whole model gives them for `layer`."""
         return [
             dataclasses.replace(
                 guard, source=moved(guard.source, layer.source), other=moved(guard.other, layer.source)
@@ -217,7 +215,7 @@ class LayerRun:
         ]
 
     def states_of(self, layer: RepeatedLayer) -> dict[fx.Node, Any]:
-        """Maps the placeholder of each state to what it stands for in `layer`."""
+        """Maps the placeholder of each state to its tensor in `layer`."""
         states = [each.node for each in self.placeholders if each.kind == "state"]
         return dict(zip(states, self.read_in(layer)[0], strict=True))
 
@@ -230,25 +228,25 @@ class LayerRun:
 
 
 def _which_are_one(values: Sequence[Sequence[Any]]) -> list[int]:
-    """Numbers the values that are no plain ones by where each is met first: forward may ask for identity."""
+    """Numbers non-plain values by first occurrence, since forward may test identity."""
     places: dict[int, int] = {}
     found = [value for value in itertools.chain(*values) if not isinstance(value, (int, *PLAIN))]
     return [places.setdefault(id(value), place) for place, value in enumerate(found)]
 
 
 def moved(source: str, layer_source: str) -> str:
-    """Writes a source of a run over a layer as the whole model's."""
+    """Rewrites a source of a layer's run as one of the whole model."""
     return source.replace("L['model']", layer_source)
 
 
 def switches_mode(node: fx.Node) -> bool:
-    """Whether ops after the node run in another mode than those before it."""
+    """Whether later ops run in another mode than ops before the node."""
     name = getattr(node.target, "__name__", str(node.target))
     return node.op == "call_function" and name.startswith(("_enter_", "_exit_", "_set_"))
 
 
 def has_unbacked(value: Any) -> bool:
-    """Whether data tell a size in it, or a number."""
+    """Whether the value has a data-dependent size or number."""
     if isinstance(value, torch_api.SYMBOLIC):
         expr = torch_api.expression(value, None)
         return expr is not None and torch_api.is_unbacked(expr)

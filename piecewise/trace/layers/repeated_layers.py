@@ -1,8 +1,8 @@
-"""Finds the layers of a model that look alike, and keeps Dynamo from going through each of them.
+"""Finds a model's layers of one kind, and keeps Dynamo from tracing each of them.
 
-While a run is under way each such layer's `forward` is one op, `call_layer`, which Dynamo does not look into;
-hooks and the loop around the layers are traced as ever. On fakes the op answers with a tensor like the first
-that it was given; `layer_reuse.py` proves that or does without. For another thread it is the layer's forward.
+During a run each such layer's `forward` is one op, `call_layer`, which Dynamo does not trace into; hooks and
+the loop around the layers are traced as usual. On fakes the op returns a tensor like its first one;
+`layer_reuse.py` proves that or does without. In another thread the op runs the layer's forward.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from torch import nn
 from piecewise import torch_api
 from piecewise.ir.tensors import map_tensors
 
-# Fewer are traced as fast, one by one.
+# Tracing fewer layers one by one is as fast.
 _MIN_LAYERS = 3
-# Of a layer: a linear or a norm alone is not worth it.
+# A linear or a norm alone is not worth it.
 _MIN_SUBMODULES = 3
 _numbers = itertools.count()
 
@@ -40,7 +40,7 @@ class RepeatedLayer:
 
 
 def repeated_layers(model: nn.Module) -> list[RepeatedLayer]:
-    """Finds the outermost modules that have at least two siblings of their class in one container."""
+    """Finds the outermost modules with at least two siblings of their class in one container."""
     found: dict[int, RepeatedLayer] = {}
 
     def walk(module: nn.Module, source: str) -> None:
@@ -64,8 +64,7 @@ def _is_worth_it(layer: nn.Module) -> bool:
     return is_large and not is_code and "forward" not in layer.__dict__
 
 
-# Layers that are ops now. The modules outlive that: somebody else's trace of the same model may have seen the
-# op.
+# Layers that are ops now. The modules outlive the block, since another trace may have seen the op.
 _active: set[int] = set()
 _modules: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()
 # Held while layers are ops, so that no other trace of ours takes the op for a layer's own forward.
@@ -86,7 +85,7 @@ def call_layer(number: int, *args: Any, **kwargs: Any) -> Any:
 
 @contextmanager
 def layers_as_ops(layers: Sequence[RepeatedLayer]) -> Iterator[None]:
-    """Makes a block in which each layer's forward is one op."""
+    """Turns each layer's forward into one op inside the block."""
     try:
         for layer in layers:
             _modules[layer.number] = layer.module

@@ -1,7 +1,7 @@
-"""Names the adapters of a model that are active, in words for a report.
+"""Names a model's active adapters, for a report.
 
-A trace compares them like all state, except that a switch may make a list of names anew. Layers with adapters
-have what PEFT's have: `active_adapters`, `disable_adapters` and `merged_adapters`.
+A trace compares adapters like all state, but accepts an equal new list of names after a switch. Layers with
+adapters have PEFT's attributes: `active_adapters`, `disable_adapters` and `merged_adapters`.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from torch import nn
 
 
 def has_adapters(module: nn.Module) -> bool:
-    """Whether a module is a layer with adapters; on a model of transformers these are methods."""
+    """Whether a module is a layer with adapters; on a transformers model these attributes are methods."""
     names = getattr(module, "active_adapters", None)
     return isinstance(names, (list, tuple)) and isinstance(getattr(module, "disable_adapters", None), bool)
 
 
 def adapters_in_use(model: nn.Module) -> str:
-    """Writes "adapters a, b", "adapter a (merged)" or "no adapter"; nothing for a model without any."""
+    """Writes "adapters a, b", "adapter a (merged)" or "no adapter"; empty for a model without any."""
     active: dict[str, None] = {}
     merged: dict[str, None] = {}
     layers: list[Any] = [module for module in model.modules() if has_adapters(module)]

@@ -1,7 +1,7 @@
-"""Finds the Python state that a trace touched, by comparing, and puts it back.
+"""Finds the Python state that a trace changed, by comparison, and restores it.
 
-Dynamo replays forward's writes to attributes, containers and globals after the traced call, with whatever the
-backend returned. A replay would run none of them, so a forward that has any is refused.
+Dynamo repeats forward's writes to attributes, containers and globals after the traced call, with the
+backend's results. A replay would repeat none, so a forward with such writes is refused.
 """
 
 from __future__ import annotations
@@ -16,10 +16,8 @@ _TABLES = ("_modules", "_parameters", "_buffers")
 
 
 class StateSnapshot:
-    """Copies containers, not what they hold, each with the path under which its change is reported.
-
-    Every module of `model` is in it from the start, with the containers among its attributes.
-    """
+    """Copies containers, not their contents, each with the path under which a change is reported. Every
+    module of `model` is included from the start, with the containers among its attributes."""
 
     def __init__(self, model: nn.Module) -> None:
         self._entries: dict[int, tuple[str, Any, Any]] = {}
@@ -32,7 +30,7 @@ class StateSnapshot:
                     self._add(f"{path}.{key}" if path else key, value)
 
     def add(self, path: str, value: Any) -> None:
-        """Adds a container, or the attributes of an object; anything else is left out."""
+        """Adds a container, or the attributes of an object; ignores anything else."""
         self._add(path, value)
         self._add(path, getattr(value, "__dict__", None))
 
@@ -41,9 +39,7 @@ class StateSnapshot:
             self._entries.setdefault(id(value), (path, value, value.copy()))
 
     def restore(self, is_same: Callable[[Any, Any], bool]) -> list[str]:
-        """Puts every changed container back and returns the paths that had changed, but where `is_same` says
-        of what was there and what is there that they are one.
-        """
+        """Restores every changed container; returns the changed paths, except where `is_same(old, new)`."""
         changed: list[str] = []
         for path, container, before in self._entries.values():
             old, now = _by_key(before), _by_key(container)

@@ -1,7 +1,6 @@
 """Turns Dynamo's guards into facts: what a trace read of the model, for each call to compare [I4, I10].
 
-Dynamo guards what it read, under a source that leads there (`sources.py`); `guard_kinds.py` says for each
-kind of guard what is compared; here each place becomes a fact once.
+Each guard has a source (`sources.py`) and a kind with a rule (`guard_kinds.py`); each place becomes one fact.
 """
 
 from __future__ import annotations
@@ -35,23 +34,20 @@ from runners.state.same_value import table_content
 from runners.state.state_check import InnerRef, StateFacts, StateRef, kind_of
 
 _MODULE_TABLES = ("_modules", "_parameters", "_buffers")
-# Inputs, which the signature compares; hooks that are none of forward's or are listed elsewhere.
+# Inputs, which the signature compares; hooks that forward does not have, or that are listed elsewhere.
 _NOISE = re.compile(r"\bL\['(?!model'\])|\._backward(_pre)?_hooks$|_hooks_with_kwargs$")
-# Code whose classes hold nothing that a model sets.
+# Packages whose classes have nothing that a model sets.
 _SETTLED = frozenset({"torch", "builtins"}) | frozenset(sys.stdlib_module_names) - {"__main__"}
 _HEAP_TYPE = 1 << 9  # of `type.__flags__`: the class of its objects may be set
-# What lies in attributes of tensor subclasses decides, too, as deep as this, but for what is in these.
+# Depth to which attributes of tensor subclasses are compared, except for what is in these.
 _MAX_DEPTH = 4
 _CLOSED = (int, *PLAIN, type, ModuleType, FunctionType, MethodType, torch.Tensor)
 
 
 class FactFinder:
-    """Collects facts, each place once: those of the module tree at first, without the call of the root where
-    `skip_root` is set.
-
-    `classes` are those of all objects on the way to what was read, and of the model's modules; `functions`
-    are those among what was read.
-    """
+    """Collects facts, each place once; starts with the module tree, without the root's call if `skip_root`.
+    `classes` holds the classes of all objects on the way to what was read and of the model's modules;
+    `functions` holds the functions that were read."""
 
     def __init__(self, model: nn.Module, *, skip_root: bool) -> None:
         self.values: dict[Any, tuple[StateRef, Any]] = {}
@@ -74,7 +70,7 @@ class FactFinder:
         place = id(ref.owner), ref.key, ref.is_attribute
         is_named = type(value) is list and all(type(item) is str for item in value)
         if is_named and id(ref.owner) in self._adapted:
-            # An equal one may take its place, as the list of active adapters is made anew by each switch.
+            # Each switch of adapters makes a new, equal list of names.
             self._answers.setdefault(place, (_holds_names, ref, tuple(value), True, ref.path))
         else:
             self.values.setdefault(place, (ref, value))
@@ -84,7 +80,7 @@ class FactFinder:
         self._tables.setdefault(id(table), (table, table_content(table), path))
 
     def add_type(self, item: Any, path: str) -> None:
-        """Adds the class of an object, and which `__dict__` it has, where these may be set."""
+        """Adds the class of an object, and the identity of its `__dict__`, if these may be set."""
         if type(item).__flags__ & _HEAP_TYPE and not isinstance(item, (type, torch.Tensor)):
             self._types.setdefault(id(item), (item, type(item), path))
 
@@ -92,7 +88,7 @@ class FactFinder:
         self._answers.setdefault((ask, id(item), what), (ask, item, what, ask(item, what), path))
 
     def add_code(self, value: Any, path: str) -> None:
-        """Adds what a function, or a method's function, consists of; nothing for anything else."""
+        """Adds the parts of a function or of a method's function; ignores anything else."""
         function = value.__func__ if isinstance(value, MethodType) else value
         if not isinstance(function, FunctionType) or id(function) in self.functions:
             return
@@ -106,14 +102,13 @@ class FactFinder:
         self._add_items(function.__kwdefaults__, function.__kwdefaults__ or {}, f"{path}.__kwdefaults__")
 
     def add_parameters(self, forward: Any) -> None:
-        """Adds what `inspect.signature` reads: defaults stand for arguments that are not passed."""
+        """Adds what `inspect.signature` reads: defaults replace arguments that are not passed."""
         while forward is not None:
             function = getattr(forward, "__func__", forward)
             self.add_code(function, "forward")
             forward = getattr(function, "__wrapped__", None)
 
     def _add_module_tree(self, model: nn.Module, *, skip_root: bool) -> None:
-        """Adds what each module is: its class, submodules, training flag, hooks, and a forward of its own."""
         for path, module in model.named_modules():
             name = f"model.{path}" if path else "model"
             names = module.__dict__
@@ -135,7 +130,6 @@ class FactFinder:
         self._add_hooks(vars(module_hooks), "_global", "every module")
 
     def _add_hooks(self, names: Mapping[str, Any], prefix: str, owner: str) -> None:
-        """Adds which forward hooks there are, and what each one is and how it is called."""
         for kind, title in (("_forward_pre_hooks", "forward pre-hooks"), ("_forward_hooks", "forward hooks")):
             hooks = names[prefix + kind]
             self.add_table(hooks, f"the {title} of {owner}")
@@ -156,9 +150,7 @@ class FactFinder:
                     self.add_value(ref, value)
 
     def add_guard(self, guard: torch_api.SeenGuard, scope: Scope) -> None:
-        """Adds what one guard of the trace says, and the path that leads to it; raises where no call could
-        compare it.
-        """
+        """Adds one guard of the trace and the path that leads to it; raises if no call could compare it."""
         rule = rule_of(guard)
         if rule is Rule.REFUSED:
             raise refusal(guard)
@@ -179,7 +171,7 @@ class FactFinder:
             raise refusal(guard) from error
 
     def _add_path(self, steps: Iterable[Step]) -> None:
-        """Adds what makes each step lead to the next; a tensor at the end may be another one."""
+        """Adds what makes each step lead to the next; a tensor at the end may be replaced."""
         for position, step in enumerate(steps):
             cls = step.value if isinstance(step.value, type) else type(step.value)
             self.classes[cls] = None
@@ -194,11 +186,11 @@ class FactFinder:
         self.add_answer(Lookup.holds, Lookup(guard, scope), None, readable_path(guard.source))
 
     def _add_leaf(self, guard: torch_api.SeenGuard, rule: Rule, leaf: Step, path: str, scope: Scope) -> None:
-        """Adds what a guard asks beyond that its path leads to the same object."""
+        """Adds what a guard asks beyond the identity of the object at its path."""
         value, attribute = leaf.value, owner_and_attribute(guard)[1]
         is_tensor = isinstance(value, torch.Tensor)
         if is_tensor and leaf.place is not None and (guard.kind == "HASATTR" or rule is Rule.ATTRIBUTE):
-            # Of the tensor that is there at the call; what was asked is not held.
+            # Asked of the tensor at the time of the call; the fact holds no tensor.
             ask = _has_attribute if guard.kind == "HASATTR" else _has_own_attribute
             self.add_answer(ask, leaf.place, attribute, path)
         elif is_tensor and rule in (Rule.TENSOR, Rule.TYPE, Rule.VALUE, Rule.METADATA):
@@ -237,7 +229,7 @@ class FactFinder:
             self.add_value(StateRef(owner, key, f"{path}[{key!r}]"), item)
 
     def _add_content(self, value: Any, path: str, depth: int) -> None:
-        """Adds what lies in an attribute of a tensor subclass, such as a block size or a layout."""
+        """Adds the contents of a tensor subclass's attribute, such as a block size or a layout."""
         if not depth or id(value) in self._contents or isinstance(value, _CLOSED):
             return
         self._contents[id(value)] = value
@@ -255,8 +247,7 @@ class FactFinder:
 
 
 def _answers_itself(cls: type) -> bool:
-    """Whether objects of a class answer for attributes that they lack; namespaces such as `torch.ops` fill up
-    as they are asked, and hide nothing."""
+    """Whether a class has `__getattr__`; lazy namespaces such as `torch.ops` hide nothing."""
     is_namespace = issubclass(cls, (nn.Module, ModuleType)) or cls.__module__.partition(".")[0] in _SETTLED
     return not is_namespace and isinstance(getattr(cls, "__getattr__", None), FunctionType)
 

@@ -1,11 +1,11 @@
 """Finds state that forward depends on but that no Dynamo guard compares.
 
 * One tensor at several places (tied weights) is one input of the graph, read at the first place.
-* What forward sets to what it is already, no replay sets: it must be that at each call.
-* A class of modules whose `__call__` is replaced no longer runs forward alone.
-* Flags of tensors (`requires_grad`), the environment and an object's `__dict__` are read like constants. The
-  names that the traced code holds tell which of them forward reads; then they are compared on each call as a
-  whole, for nothing tells which entry decided.
+* A replay does not repeat a write of the value that is already there: each call must find that value.
+* A class of modules whose `__call__` is replaced no longer runs only forward.
+* Dynamo reads flags of tensors (`requires_grad`), the environment and an object's `__dict__` like constants.
+  If the names in the traced code show that forward reads one, each call compares it as a whole, since
+  nothing tells which entry decided.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from piecewise.trace.dynamo.sources import Scope, resolve
 from piecewise.trace.state.state import FactFinder
 from runners.state.state_check import StateRef
 
-# Their methods are torch's and Python's own.
 _SETTLED_CLASSES = (object, nn.Module, torch.Tensor)
 
 
@@ -36,33 +35,31 @@ def names_read(code: Iterable[CodeType]) -> frozenset[str]:
     torchs, pythons = os.path.dirname(torch.__file__), os.path.dirname(os.__file__)
 
     def is_settled(path: str) -> bool:
-        # Below Python's library are installed packages, too.
+        # Installed packages lie below Python's library, too.
         return path.startswith(torchs) or (path.startswith(pythons) and "site-packages" not in path)
 
     return frozenset(name for each in code if not is_settled(each.co_filename) for name in each.co_names)
 
 
 def reads_attribute_tables(names: frozenset[str]) -> bool:
-    """Whether forward may read names of attributes."""
+    """Whether forward may list names of attributes."""
     return bool(names & {"__dict__", "vars"})
 
 
 def reads_flags(names: frozenset[str]) -> bool:
-    """Whether forward may ask what kind of tensor it was given: a Parameter, or one that requires grad."""
+    """Whether forward may ask if an input is a Parameter or requires grad."""
     return bool(names & {"requires_grad", "is_leaf", "grad_fn", "Parameter"})
 
 
 def add_unguarded(
     finder: FactFinder, run: DynamoRun, *, places: Mapping[int, StateRef], scope: Scope
 ) -> None:
-    """Adds the facts that forward read and no guard compares; `places` maps the id of a tensor of the model
-    to the place at which the graph reads it.
-    """
+    """Adds the facts that forward read without a guard; `places`: tensor's id → the place the graph reads."""
     names = names_read(run.code)
     modules = [(f"model.{path}" if path else "model", module) for path, module in run.model.named_modules()]
     _add_methods(finder, run.code, scope)
     _add_builtins(finder, run.code)
-    # Dynamo takes `__call__` for the way to forward, unguarded.
+    # Dynamo treats `__call__` as the way to forward, without a guard.
     for cls in dict.fromkeys(type(module) for _, module in modules):
         place = StateRef(cls, "__call__", f"{cls.__name__}.__call__", is_attribute=True)
         finder.add_value(place, place.get())
@@ -73,7 +70,7 @@ def add_unguarded(
         if not isinstance(value, torch.Tensor):
             finder.add_value(place, value)
         elif id(value) not in places or not _is_one(places[id(value)], place):
-            # Weakly, since a suspended trace holds no tensor.
+            # A weak reference, since a suspended trace holds no tensor.
             finder.add_answer(_is_there, place, Said("what forward sets", weakref.ref(value)), place.path)
     for path, module in modules if reads_flags(names) else ():
         for owner in (module._parameters, module._buffers):
@@ -103,7 +100,7 @@ def _is_environment(seen: dict[str, str], _: Said) -> bool:
 def _ties(
     run: DynamoRun, places: Mapping[int, StateRef], scope: Scope
 ) -> Iterable[tuple[StateRef, StateRef]]:
-    """Pairs the places of a tensor that forward reads at several: where the graph reads it, and another."""
+    """Pairs the place where the graph reads a tensor with each other place where forward reads it."""
     found = {}
     for guard in run.guards:
         pair = (guard.source, guard.other) if guard.other else ()
@@ -121,7 +118,7 @@ def _is_one(place: StateRef, other: StateRef) -> bool:
 
 
 def _stored(finder: FactFinder, sources: Iterable[str], scope: Scope) -> Iterable[StateRef]:
-    """Places that forward sets; of a container, those of its items, for its keys are compared."""
+    """Finds places that forward sets; for a container, its items, whose keys are compared."""
     for source in dict.fromkeys(sources):
         place = resolve(source, scope)
         value = place.get() if place is not None else None
@@ -135,7 +132,7 @@ def _stored(finder: FactFinder, sources: Iterable[str], scope: Scope) -> Iterabl
 
 
 def _add_methods(finder: FactFinder, code: Sequence[CodeType], scope: Scope) -> None:
-    """Methods and properties that forward ran: Dynamo guards an object's class, and not what that has."""
+    """Adds methods and properties that forward ran: Dynamo guards an object's class, not its attributes."""
     traced = set(map(id, code))
     for cls in list(finder.classes):
         before: list[type] = []
@@ -152,7 +149,7 @@ def _add_methods(finder: FactFinder, code: Sequence[CodeType], scope: Scope) -> 
 
 
 def _add_builtins(finder: FactFinder, code: Sequence[CodeType]) -> None:
-    """Builtins that functions named, which a global of the same name would hide."""
+    """Adds builtins that functions named, which a global of the same name would hide."""
     traced = set(map(id, code))
     for function in list(finder.functions.values()):
         names, pending = function.__globals__, [function.__code__]
@@ -165,7 +162,7 @@ def _add_builtins(finder: FactFinder, code: Sequence[CodeType]) -> None:
 
 
 class Said:
-    """Words a change, such as "the tensor of model.head.weight"; `get` gives what is expected there."""
+    """Describes a change, such as "the tensor of model.head.weight"; `get` returns the expected value."""
 
     def __init__(self, text: str, expected: StateRef | weakref.ref[torch.Tensor] | None = None) -> None:
         self.text = text

@@ -1,4 +1,4 @@
-"""Finds the plain tensors inside of tensor subclasses, and refuses classes that do not tell them."""
+"""Finds the plain tensors inside of tensor subclasses, and refuses classes that do not list them."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ def holds_wrapper(value: Any) -> bool:
 
 
 def tensors_inside(tensor: Any, keys: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], torch.Tensor]]:
-    """Yields a tensor and, of a subclass, those inside of it, each with the way there, outer ones first."""
+    """Yields a tensor and the tensors inside of a subclass, each with its path, outer ones first."""
     yield keys, tensor
     for name in tensor.__tensor_flatten__()[0] if torch_api.is_wrapper(tensor) else ():
         yield from tensors_inside(getattr(tensor, name), (*keys, name))
 
 
 def plain_tensors(value: Any) -> Iterator[torch.Tensor]:
-    """Finds the plain tensors of a value, those inside of subclasses too."""
+    """Finds the plain tensors of a value, including those inside of subclasses."""
     for tensor in tensors_in(value):
         yield from (each for _, each in tensors_inside(tensor) if not torch_api.is_wrapper(each))
 
 
 def refuse_class(what: str, tensor: torch.Tensor, *, cause: Exception | None = None) -> None:
-    """Raises TraceError for a tensor of a class that says nothing, or too little, of what is inside."""
+    """Raises TraceError for a tensor whose class does not say, or not fully, what is inside."""
     cls = type(tensor)
     names = {"where": what, "name": f"{cls.__module__}.{cls.__qualname__}", "cls": cls.__name__}
     if any(

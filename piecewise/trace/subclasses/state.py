@@ -1,7 +1,7 @@
 """Opens state that is a tensor subclass: the trace reads the plain tensors inside, each at its own place.
 
-A place is found through the subclass, and calls compare it like a weight [I4]. What else decided, such as a
-block size or how activations are quantised, are attributes of the subclass, which are facts of the trace.
+Calls compare each place like a weight, through the subclass [I4]. Attributes of the subclass that decide
+something, such as a block size or the activations' quantisation, are facts of the trace.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from runners.state.state_check import InnerRef, StateRef
 
 
 def mark_subclasses(trace: Trace) -> None:
-    """Prepares the graph, in place, for `see_through`: nodes say which classes' code Dynamo has followed."""
+    """Prepares the graph, in place, for `see_through`: marks nodes whose class code Dynamo has followed."""
     for placeholder in trace.placeholders:
         place = placeholder.state
         tensor = place.get() if place is not None else None
@@ -36,10 +36,8 @@ def mark_subclasses(trace: Trace) -> None:
 
 
 def _drop_idle_sets(trace: Trace) -> None:
-    """Drops `weight.data = x` where the weight lies there already: bitsandbytes says so in each call.
-
-    Whatever reads either tensor in a graph is compared with its address of now [I4].
-    """
+    """Drops `weight.data = x` where the weight lies there already, as bitsandbytes writes in each call. A
+    graph that reads either tensor compares its present address [I4]."""
     state = {placeholder.node: placeholder.state for placeholder in trace.placeholders}
     for node in list(trace.graph.graph.nodes):
         if node.op != "call_function" or node.target is not torch.Tensor.set_ or len(node.args) != 2:
@@ -58,9 +56,8 @@ def _place_of(tensor: torch.Tensor) -> Any:
 
 
 def open_state(trace: Trace, wrapped: Mapping[int, Wrapped]) -> Trace:
-    """Makes the trace of the graph after `see_through`, which returned `wrapped`: the tensors inside of
-    results that are subclasses are leaves, behind all others.
-    """
+    """Makes the trace of the graph after `see_through`, which returned `wrapped`. Tensors inside of results
+    that are subclasses become leaves, after all others."""
     leaves, made_of = list(trace.result_leaves), list(trace.wrapped)
     for place, leaf in enumerate(trace.result_leaves):
         if leaf.kind == "output" and leaf.index in wrapped:

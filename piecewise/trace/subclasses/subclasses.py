@@ -1,13 +1,13 @@
-"""Sees through tensor subclasses: a traced graph becomes one of the plain tensors inside of them.
+"""Rewrites a traced graph of tensor subclasses into one of the plain tensors inside of them.
 
-A wrapper subclass, such as a quantised weight, is a Python object around plain tensors. What an op does with
-one is Python code again, its `__torch_function__` and `__torch_dispatch__`, and Dynamo leaves both alone:
+A wrapper subclass, such as a quantised weight, is a Python object around plain tensors. Its ops are Python
+code, `__torch_function__` and `__torch_dispatch__`, which Dynamo does not trace:
 
     before   linear(x, weight)                                                weight: Int8Tensor
     after    mm(x, _to_copy(t(weight.qdata))) · mul(·, weight.scale) · ...    plain tensors, aten ops
 
-So each node that takes or makes one is run on fakes, the ops below are recorded, and they take its place; of
-nodes that are alike one is run. Rules, passes, compilers and captures then know of plain tensors alone.
+Each node that takes or makes a subclass is run on fakes, once per kind of node, and replaced by the recorded
+ops. Rules, passes, compilers and captures then see only plain tensors.
 """
 
 from __future__ import annotations
@@ -43,20 +43,21 @@ class Wrapped:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Inner:
-    """Leads to a tensor from the subclass that another placeholder stood for."""
+    """Describes the path from a placeholder's subclass to a tensor inside."""
 
     outer: fx.Node
     keys: tuple[str, ...]
 
 
 def see_through(graph: fx.GraphModule) -> dict[int, Wrapped]:
-    """Rewrites the graph, in place, to one of plain tensors; a placeholder of a subclass becomes one for each
-    tensor inside, with an `Inner` in ``meta["inner"]``.
+    """Rewrites the graph, in place, to one of plain tensors.
+
+    A placeholder of a subclass becomes one per tensor inside, with an `Inner` in ``meta["inner"]``.
 
     Returns:
-        The outputs that are subclasses, by position; their tensors are outputs behind all others.
+        The outputs that are subclasses, by position; their tensors are outputs after all others.
     Raises:
-        TraceError: a class or what it does cannot be seen through.
+        TraceError: a class or one of its ops cannot be rewritten.
     """
     rewrite = _Rewrite(graph)
     rewrite.run()
@@ -64,7 +65,7 @@ def see_through(graph: fx.GraphModule) -> dict[int, Wrapped]:
 
 
 def _autocast_devices(node: fx.Node, values: Any) -> list[str]:
-    """Finds where autocast must be off for the ops below a node, since their casts are among them."""
+    """Finds where autocast must be off for the ops below a node, since they include its casts."""
     kinds = {tensor.device.type for tensor in plain_tensors(values)}
     is_on = bool(node.meta.get("autocast")) or any(map(torch.is_autocast_enabled, kinds))
     return sorted(kinds) if is_on else []
@@ -72,8 +73,7 @@ def _autocast_devices(node: fx.Node, values: Any) -> list[str]:
 
 @dataclasses.dataclass(slots=True)
 class _Below:
-    """The ops of one node: placeholders and outputs are the plain tensors, and sizes, of what it takes and
-    makes; `make(outputs)` is what it makes."""
+    """Records the ops of one node on plain tensors and sizes; `make(outputs)` builds the node's result."""
 
     graph: fx.Graph
     make: Make
@@ -86,13 +86,13 @@ class _Rewrite:
         fakes = [node.meta.get("example_value") for node in self.graph.nodes]
         self.fake_mode = torch_api.fake_mode_of([*fakes, *plain_tensors(fakes)])
         self.wrapped: dict[int, Wrapped] = {}
-        # What nodes that are gone, or will be, stood for; and the node of each plain fake inside of these.
+        # Values of erased nodes, and the node of each plain fake inside of them.
         self.values: dict[fx.Node, Any] = {}
         self.nodes: dict[int, fx.Node] = {}
         self.held: list[Any] = []  # so that none of these numbers is given again
         self.known: dict[Any, _Below] = {}
         self.contexts: list[Any] = []
-        # Memory of fakes that were made anew.
+        # Memory of fakes that were recreated.
         self.stale: set[int] = set()
 
     def run(self) -> None:
@@ -113,7 +113,6 @@ class _Rewrite:
             self.module.recompile()
 
     def _open(self, node: fx.Node) -> None:
-        """Makes a placeholder for each plain tensor of one that is a subclass."""
         self.values[node] = node.meta["example_value"]
         for keys, fake in tensors_inside(self.values[node]):
             if torch_api.is_wrapper(fake):
@@ -125,9 +124,9 @@ class _Rewrite:
             self._note(fake, inner)
 
     def number_of(self, context: Any) -> int:
-        """Numbers the contexts of subclasses; equal ones have one number."""
+        """Numbers the contexts of subclasses; equal ones share a number."""
         for number, known in enumerate(self.contexts):
-            # A tensor in there has no one answer.
+            # Comparing tensors in there gives no single bool.
             with contextlib.suppress(Exception):
                 if known is context or (known == context and repr(known) == repr(context)):
                     return number
@@ -138,7 +137,6 @@ class _Rewrite:
         return self.values[node] if node in self.values else node.meta.get("example_value")
 
     def _replace(self, node: fx.Node) -> None:
-        """Puts the ops below a node in its place."""
         args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), self.value_of)
         if node.target is operator.getitem and isinstance(args[0], (tuple, list)):
             self._keep(node, args[0][args[1]])  # type: ignore[index]
@@ -185,11 +183,10 @@ class _Rewrite:
         return _Below(module.graph, makers[0])
 
     def _put_in(self, node: fx.Node, below: _Below, nodes: Sequence[fx.Node]) -> Any:
-        """Copies the ops below in front of the node, on these nodes; returns what they make."""
+        """Copies the ops below, on these nodes, in front of the node; returns their results."""
         values: dict[fx.Node, Any] = dict(zip(below.graph.find_nodes(op="placeholder"), nodes, strict=True))
         kept = ("stack_trace", "nn_module_stack", "below_torch_function")
         meta: dict[str, Any] = {key: node.meta[key] for key in kept if key in node.meta}
-        # Its casts are among the ops.
         devices = _autocast_devices(node, list(map(self.value_of, node.all_input_nodes)))
         meta["autocast"] = tuple((kind, None, False, False) for kind in devices)
         fakes = copy_calls(
@@ -211,7 +208,7 @@ class _Rewrite:
         self.held.append(value)
 
     def _keep(self, node: fx.Node, value: Any) -> None:
-        """Lets a value stand for a node: the node that makes it, where it is one plain tensor or number."""
+        """Registers a value for a node: the node that makes it, if it is one plain tensor or number."""
         old = node.meta.get("example_value")
         self.stale |= set(map(storage_of, plain_tensors(old)))
         self.stale -= set(map(storage_of, plain_tensors(list(map(self.value_of, node.all_input_nodes)))))
@@ -239,7 +236,7 @@ class _Rewrite:
 
 
 class _Taken:
-    """Collects the plain tensors and symbolic numbers of values, each once, and nodes of a taker's."""
+    """Collects the plain tensors and symbolic numbers of values, each once, and the nodes of one taker."""
 
     def __init__(self, rewrite: _Rewrite, taker: fx.Node | None = None) -> None:
         self.rewrite, self.taker = rewrite, taker
@@ -247,7 +244,7 @@ class _Taken:
         self.nodes: list[fx.Node] = []
 
     def apart(self, value: Any) -> tuple[Any, Make]:
-        """Takes a value apart: a key, and what makes it of leaves; equal keys make equal values of them."""
+        """Splits a value into a key and a maker from leaves; equal keys make equal values of them."""
         if torch_api.is_wrapper(value):
             return self._subclass(value)
         if isinstance(value, (torch.Tensor, *torch_api.SYMBOLIC)):
@@ -285,7 +282,6 @@ class _Taken:
         return key, make
 
     def _node(self, value: Any, taker: fx.Node) -> fx.Node:
-        """Finds the node that makes a leaf of the taker's arguments."""
         if id(value) in self.rewrite.nodes:
             return self.rewrite.nodes[id(value)]
         for node in taker.all_input_nodes:
@@ -320,7 +316,7 @@ def _exprs(numbers: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def _maker(value: Any, places: Iterator[int]) -> Make:
-    """Makes a subclass like `value` of real tensors, in the order of its plain tensors."""
+    """Makes a subclass like `value` from real tensors, in the order of its plain tensors."""
     if not torch_api.is_wrapper(value):
         at = next(places)
         return lambda given: given[at]
