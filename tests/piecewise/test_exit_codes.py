@@ -148,6 +148,8 @@ def run_on(command: str, spec: str, *more) -> int:
 def process(specs, *argv, **options):
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{specs}", **options.pop("env", {})}
     command = [sys.executable, "-m", "piecewise", *argv]
+    # What runs the tests in the background may ignore interrupts, and a child would inherit that.
+    options["preexec_fn"] = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)
     return subprocess.Popen(command, env=environment, text=True, stderr=subprocess.PIPE, **options)
 
 
