@@ -1,7 +1,7 @@
-"""Compares a model with what was captured of it, by a new trace where the comparison of calls finds nothing.
+"""Compares a model with its captured graphs; where calls find no change, a new trace is compared as well.
 
-A trace made now reads all that forward reads. Where it is another program than the recorded one, something
-changed that no call compares: what a function read that Dynamo was told to take for constant.
+A trace made now reads all that forward reads. If it differs from the recorded program, something changed that
+no call compares, such as state read by a function that Dynamo was told to treat as constant.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from runners.errors import PiecewiseError
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AddressReport(Record):
-    """What differs between a model and the graphs captured of it.
+    """Describes what differs between a model and the graphs captured from it.
 
     Attributes:
-        num_places: places that each call compares, of all signatures.
+        num_places: places that each call compares, over all signatures.
         seen_by_calls: changes that the next call finds: it runs eagerly, with a reason.
         unseen_by_calls: changes that no call finds: graphs replay the model as it was.
     """
@@ -37,11 +37,11 @@ class AddressReport(Record):
 
     @property
     def ok(self) -> bool:
-        """Whether the graphs are those of the model as it is."""
+        """Whether the graphs match the model as it is now."""
         return not (self.seen_by_calls or self.unseen_by_calls)
 
     def require(self) -> None:
-        """Raises StateError where something differs."""
+        """Raises StateError if anything differs."""
         if not self.ok:
             num_changes = len(self.seen_by_calls) + len(self.unseen_by_calls)
             raise ModelDiffers(report=self, num_changes=num_changes)
@@ -58,7 +58,7 @@ class AddressReport(Record):
 def check_signatures(
     signatures: SignatureList, retrace: Callable[[ExampleCall], TracedModel]
 ) -> AddressReport:
-    """Compares each signature with the model, and its trace with one made now where the places agree."""
+    """Compares each signature with the model and, where no call finds a change, its trace with a new one."""
     seen: dict[str, None] = {}
     unseen: dict[str, None] = {}
     num_places = 0

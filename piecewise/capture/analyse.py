@@ -1,4 +1,4 @@
-"""Makes a cut plan of one example call: traces, normalizes, finds the token symbol, classifies, cuts."""
+"""Makes a cut plan from one example call: traces, normalizes, finds the token symbol, classifies, cuts."""
 
 from __future__ import annotations
 
@@ -40,16 +40,16 @@ from runners.state.state_check import StateFacts
 
 @dataclasses.dataclass(slots=True)
 class TracedModel:
-    """One trace, ready to be cut: dead code removed, token symbol known.
+    """Holds one trace that is ready to be cut: dead code is removed and the token symbol is known.
 
     Attributes:
-        judge: how rows go through ops, at the counts for which the trace is valid.
-        forced: nodes that are to be eager for what warm-ups or captures have shown, in `num_cuts` cuts.
-        keeps_own: nodes whose segments keep their own kernels, and why.
+        judge: tells how rows pass through ops, at the counts for which the trace is valid.
+        forced: nodes that must run eagerly because of what warm-ups or captures showed, in `num_cuts` cuts.
+        keeps_own: nodes whose segments keep the model's own kernels, and why.
         splitter: the last cut.
-        captures_boundaries: whether boundary ops that are capture-safe go into graphs.
-        step_metadata: what is loaded before each replay, for those that have a captured form.
-        graphs: the functions of the plan's segments that fusions made, as graphs.
+        captures_boundaries: whether capture-safe boundary ops go into graphs.
+        step_metadata: metadata loaded before each replay, for boundary ops with a captured form.
+        graphs: the aten graphs of the segment functions that fusions made.
     """
 
     trace: Trace
@@ -66,7 +66,7 @@ class TracedModel:
     graphs: Mapping[Any, AtenGraph] = dataclasses.field(default_factory=dict)
 
     def cut(self, *, strict: bool = False) -> SegmentPlan:
-        """The plan.
+        """Cuts the trace into a plan.
 
         Raises:
             CaptureError: an op lets padding reach real rows, and `strict` is set.
@@ -83,13 +83,12 @@ class TracedModel:
         return self.splitter.cut()
 
     def is_the_models(self, fault: SegmentFault, plan: SegmentPlan) -> bool:
-        """Whether a segment fails on the real rows of its warm-up alone, too."""
+        """Whether a segment fails even on the real rows of its warm-up alone."""
         assert self.splitter is not None
         return FaultFinder(self.splitter, plan.values, fault).is_the_models()
 
     def heed(self, fault: SegmentFault, plan: SegmentPlan) -> bool:
-        """Makes the next cut one without what was wrong with a segment of this one; false where nothing is to
-        be done about it."""
+        """Makes the next cut avoid the cause of a segment's fault; returns False if nothing can be done."""
         assert self.splitter is not None
         finder = FaultFinder(self.splitter, plan.values, fault)
         if finder.blames_lowering():
@@ -111,10 +110,10 @@ class TracedModel:
         return True
 
     def planned(self, config: PiecewiseConfig, times: StartupTimes, *, move_weights: bool) -> SegmentPlan:
-        """The plan with the fusions that the settings ask for.
+        """Cuts the plan and applies the fusions that the settings ask for.
 
         Args:
-            move_weights: whether weights may be laid out anew for it; without that it is for reading only.
+            move_weights: whether weights may be packed anew for the plan; otherwise the plan is only for reading.
         """
         with times.timed("trace"):
             plan = self.cut(strict=config.strict and move_weights)
@@ -140,8 +139,8 @@ def trace_model(
 ) -> TracedModel:
     """Traces the example and finds its token symbol.
 
-    An int argument that decides on shapes or branches (`logits_to_keep`) is part of the signature: where the
-    first trace shows that, a second one takes it as a constant. One that ops only compute with may change.
+    An int argument that decides on shapes or branches (`logits_to_keep`) is part of the signature: if the first
+    trace shows one, a second trace takes it as a constant. An int that ops only compute with may change.
 
     Raises:
         TraceError, TokenDimError: as `trace` and `find_token_symbol` say.
@@ -160,7 +159,7 @@ def trace_model(
 
 
 def _ints_that_decide(traced: Trace) -> list[int]:
-    """Int arguments whose symbol is in a guard or in the shape of some tensor."""
+    """Lists int arguments whose symbol is in a guard or in the shape of a tensor."""
     sizes = torch_api.symbolic_sizes(traced.shape_env)
     ints = [(expr, leaf) for (leaf, dim), expr in sizes.items() if dim < 0 and expr.is_Symbol]
     guards = torch_api.guard_expressions(traced.shape_env)
@@ -189,14 +188,14 @@ def prepare(traced: Trace, config: PiecewiseConfig) -> TracedModel:
 
 
 def _living_facts(traced: Trace, config: PiecewiseConfig) -> dict[fx.Node, NodeFacts]:
-    """Facts of a normalized graph's nodes, dead ones removed."""
+    """Finds the facts of a normalized graph's nodes and removes dead nodes."""
     facts = find_facts(traced.graph.graph, enabled=enabled_ops(config))
     remove_dead_nodes(traced.graph.graph, facts)
     return facts
 
 
 def example_of_size(traced: TracedModel, num_tokens: int) -> ExampleCall:
-    """The traced example with its token dims resized."""
+    """Resizes the token dims of the traced example."""
     leaves = list(traced.trace.example.leaves)
     for carried in traced.token.inputs:
         sizes = list(leaves[carried.leaf].shape)
@@ -210,11 +209,14 @@ def example_of_size(traced: TracedModel, num_tokens: int) -> ExampleCall:
 def one_token_refusal(
     traced: TracedModel, model: nn.Module, *, forward: Any, config: PiecewiseConfig
 ) -> tuple[str, StateFacts]:
-    """Why one token does not run the same program as several, empty where it does [I10], and the state that
-    this depends on and the trace of several did not see: a branch of one token alone may ask for a flag.
+    """Finds why one token does not run the same program as several; the reason is empty if it does [I10].
 
     torch assumes two or more and records no guard for it, so `if n > 1`, `squeeze(0)` and broadcasts leave
     no mark. A second trace, at one token and static, is compared op by op.
+
+    Returns:
+        The reason, and the state that the answer depends on but the trace of several tokens did not read: a
+        branch for one token alone may read a flag.
     """
     ratio = config.max_padding_ratio
     if ratio is not None and config.buckets[0] > ratio:
@@ -239,7 +241,7 @@ def one_token_refusal(
 
 
 def _check_devices(model: nn.Module, example: ExampleCall) -> None:
-    """Inputs and weights live on one device; 0-dim CPU tensors may accompany it."""
+    """Checks that inputs and weights are on one device; 0-dim CPU tensors may accompany them."""
     found: dict[torch.device, str] = {}
     for path, tensor in model.named_parameters():
         found.setdefault(tensor.device, f"parameter '{path}'")

@@ -1,4 +1,4 @@
-"""Captures one bucket of a signature: from the trace that holds for it, and cut again without what fails."""
+"""Captures one bucket of a signature from a trace that holds at its size, cutting again without ops that fail."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from runners.step_plan import StepPlan
 
 
 def capture_bucket(context: CaptureContext, signature: CapturedSignature, bucket: int) -> BucketReport:
-    """Captures one bucket; one that fails, or cannot be captured, is refused with its reason.
+    """Captures one bucket, or refuses it with its reason.
 
     Raises:
         Exception: with `strict`, whatever the capture raised.
@@ -52,7 +52,7 @@ def capture_bucket(context: CaptureContext, signature: CapturedSignature, bucket
 
 
 def _cut_for(context: CaptureContext, signature: CapturedSignature, bucket: int) -> Cut | None:
-    """A cut that holds for a bucket: a known one, else of a trace made at its size; None where none holds."""
+    """Finds a known cut that holds for a bucket, else traces one at its size; None if none holds."""
     leaves = signature.traced.trace.example.leaves
     for cut in signature.cuts:
         if cut.plan.holds_at(bucket, leaves):
@@ -70,7 +70,6 @@ def _cut_for(context: CaptureContext, signature: CapturedSignature, bucket: int)
 
 
 def _capture_cut(context: CaptureContext, signature: CapturedSignature, cut: Cut | None, bucket: int) -> None:
-    """Serves the bucket with graphs of the cut, or refuses it."""
     if cut is None:
         detail = "the model branches on the token count, and no trace at this size holds"
         most = signature.plan.max_rows
@@ -98,7 +97,7 @@ def _capture_cut(context: CaptureContext, signature: CapturedSignature, cut: Cut
 
 
 def _assembler_of(context: CaptureContext, signature: CapturedSignature, cut: Cut) -> PlanAssembler:
-    """What captures the buckets of a cut; made for the first of them."""
+    """Makes the assembler of a cut, once."""
     if cut.assembler is not None:
         return cut.assembler
     traced, plan = cut.traced, cut.plan
@@ -121,8 +120,7 @@ def _assembler_of(context: CaptureContext, signature: CapturedSignature, cut: Cu
 
 
 def _step_plan(cut: Cut, assembler: PlanAssembler, bucket: int) -> StepPlan:
-    """The bucket, warmed up on rows that repeat the example's; where these break what the model asks of its
-    inputs, on the example's own."""
+    """Captures the bucket on rows that repeat the example's, else on its own where the model rejects the repeats."""
     rows, own = _warm_up_rows(cut.plan, bucket, assembler.leaves), cut.traced.token.example_num_tokens
     try:
         return assembler.capture(bucket, rows)
@@ -134,7 +132,7 @@ def _step_plan(cut: Cut, assembler: PlanAssembler, bucket: int) -> StepPlan:
 
 
 def _warm_up_rows(plan: SegmentPlan, bucket: int, leaves: Sequence[object]) -> int:
-    """How many rows of a warm-up are real: about half, where the trace allows that count."""
+    """Chooses how many warm-up rows are real: about half, where the trace allows that count."""
     for rows in (bucket // 2 + 1, bucket - 1, bucket):
         if 1 < rows <= bucket and plan.holds_at(rows, leaves):
             return rows
@@ -144,8 +142,7 @@ def _warm_up_rows(plan: SegmentPlan, bucket: int, leaves: Sequence[object]) -> i
 def _cut_again(
     context: CaptureContext, signature: CapturedSignature, cut: Cut | None, error: Exception
 ) -> list[int] | None:
-    """Cuts the trace again without what was wrong; the buckets that lost their graphs by that, or None where
-    nothing is to be done about it."""
+    """Cuts again without the cause of the fault; returns the buckets that lost their graphs, None if it cannot."""
     if cut is None or cut.assembler is None or not isinstance(error, SegmentFault) or is_out_of_memory(error):
         return None
     if not cut.traced.heed(error, cut.plan):

@@ -1,8 +1,7 @@
 """Builds the `StepPlan` that serves a bucket from a cut plan: here compile time meets run time.
 
-For each bucket, in this order [I8, I9]: static buffers for what graphs read and do not make; warm-ups
-(`warm_up.py`); capture of each graph segment on static memory; and what graph and eager segments have written
-of the model's state is put back.
+For each bucket, in this order [I8, I9]: allocate static buffers for what graphs read but do not make; warm up
+(`warm_up.py`); capture each graph segment on static memory; restore the model state that segments wrote.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from runners.step_plan import CallStep, ReplayStep, ResultItem, StaticArgument, 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CaptureContext:
-    """What all captures of one graphed model share."""
+    """Holds what all captures of one graphed model share."""
 
     config: PiecewiseConfig
     engine: GraphEngine
@@ -50,8 +49,8 @@ class PlanAssembler:
     """Captures the buckets of one cut plan. One per trace; runners, pool and buffers outlive it.
 
     Args:
-        functions: what runs in each graph segment, by the segment's index.
-        streams: which of them run on several streams.
+        functions: the function of each graph segment, by the segment's index.
+        streams: which segments run on several streams.
     """
 
     def __init__(
@@ -122,7 +121,7 @@ class PlanAssembler:
         return self._step_plan(bucket, static_inputs, static)
 
     def function_for(self, segment: Segment, bucket: int) -> Callable[..., Sequence[Any]]:
-        """What is warmed up and captured of a graph segment at a bucket."""
+        """Returns the function of a graph segment that is warmed up and captured at a bucket."""
         on_streams = self.streams.form_for(segment, bucket, self.pool.streams)
         return on_streams or self.functions[segment.index]
 
@@ -233,8 +232,7 @@ class PlanAssembler:
         return CallStep(segment.function, segment.name, arguments, results, copies, direct, owned)
 
     def _direct_call(self, segment: Segment) -> DirectCall | None:
-        """How to call the op itself; only what graphs own, and state whose looks are checked, looks the same
-        at each call of one row count."""
+        """Describes how to call the op itself, if all its tensors are the graphs' own or state with checked geometry."""
         call, op = segment.op_call, op_of(segment)
         origins = {self.plan.values[index].origin for index in segment.inputs}
         if call is None or op is None or origins - {"graph", "state"}:
@@ -268,8 +266,7 @@ class PlanAssembler:
         )  # fmt: skip
 
     def _check_before(self, segments: Sequence[Segment]) -> int:
-        """The position of the first segment that may leave something behind which the same call would not
-        write anew if it ran eagerly after all."""
+        """Finds the first segment whose lasting writes an eager run of the same call would not simply redo."""
         if self.outputs == "view":  # an input may be an earlier result, whose memory the first segment writes
             return 0
         for position, segment in enumerate(segments):
@@ -287,7 +284,7 @@ class PlanAssembler:
         return len(segments)
 
     def forget(self, bucket: int) -> None:
-        """Drops what was captured of one bucket."""
+        """Drops the captures of one bucket."""
         for runner in self.runners.values():
             runner.forget(bucket)
 
@@ -297,7 +294,7 @@ class PlanAssembler:
 
 
 def _copier_for(device: torch.device) -> Callable[..., CopyLaunch | None] | None:
-    """What copies inputs in one launch; None where they are copied by torch, one by one."""
+    """Returns a function that copies all inputs in one launch; None where torch copies them one by one."""
     if not native_engine(device).has_triton:
         return None
     try:
@@ -308,7 +305,7 @@ def _copier_for(device: torch.device) -> Callable[..., CopyLaunch | None] | None
 
 
 def _are_repeatable(segments: Sequence[Segment]) -> Callable[[], bool]:
-    """Whether the boundary ops that are repeatable now are so still: an op may be declared anew."""
+    """Makes a check that the ops repeatable now still are: an op may be declared again."""
     # One segment of each op will do.
     kinds = {segment.op_call.name: segment for segment in segments if segment.op_call is not None}
     repeatable = list(filter(_is_repeatable, kinds.values()))
@@ -321,7 +318,7 @@ def _is_repeatable(segment: Segment) -> bool:
 
 
 def state_check_of(plan: SegmentPlan) -> StateCheck:
-    """What the plan's graphs rely on, as it is now; to be made right after the trace that it belongs to."""
+    """Records the state that the plan's graphs rely on, as it is now; call it right after the plan's trace."""
     in_graphs = _read_by_graphs(plan)
     tensors: dict[Any, StateRef] = {}
     looked_up: dict[Any, StateRef] = {}
@@ -344,8 +341,7 @@ def state_check_of(plan: SegmentPlan) -> StateCheck:
 
 
 def _ops_counted_on(plan: SegmentPlan) -> tuple[tuple[StateRef, Any], ...]:
-    """The boundary ops inside graphs, and those that take any strides: one that is declared anew may do
-    something else, or take eager's alone."""
+    """Lists ops inside graphs and stride-agnostic ops: a new declaration may change what they do or take."""
     declared = declarations()
     names = {name for segment in plan.graph_segments() if segment.captured_ops for name in segment.op_names}
     names |= takers_of_any_strides(plan.segments, plan.values)

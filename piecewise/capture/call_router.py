@@ -30,26 +30,25 @@ from runners.stats import FallbackReason
 
 
 class Caller(Protocol):
-    """What knows the kinds of calls of one callable."""
+    """Knows the kinds of calls of one callable."""
 
     signatures: SignatureList
 
     def new_kind(
         self, args: Any, kwargs: Any, *, may_capture: bool
     ) -> tuple[CapturedSignature, Matched] | FallbackReason:
-        """The signature of a call that none of `signatures` serves, traced now if it may be; else the reason
-        why there is none."""
+        """Returns a signature for a call that none of `signatures` serves, traced now if allowed; else the reason."""
         ...
 
 
 class CallRouter:
-    """Finds what serves a call, and holds calls and changes of the graphs apart.
+    """Finds the plan that serves a call, and keeps calls and changes of the graphs apart.
 
     Args:
-        captures_calls: whether any call may be the one that captures its bucket, until a release.
+        captures_calls: whether any call may capture its bucket, until a release.
     Attributes:
-        owner: the thread whose call, or change of the graphs, is in progress; None without one.
-        is_capturing: whether it is a change.
+        owner: the thread whose call, or change of the graphs, is in progress; else None.
+        is_capturing: whether a change of the graphs is in progress.
     """
 
     def __init__(self, store: GraphStore, *, captures_calls: bool) -> None:
@@ -60,7 +59,7 @@ class CallRouter:
         self.is_capturing = False
 
     def serve(self, caller: Caller, eager: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """The result of `eager(*args, **kwargs)`."""
+        """Returns the result of `eager(*args, **kwargs)`, replayed where a plan serves the call."""
         if self.owner == threading.get_ident():
             codes = FallbackReason.REENTRANT_CALL, FallbackReason.CAPTURE_IN_PROGRESS
             self._stats.count_eager(codes[self.is_capturing])
@@ -90,8 +89,7 @@ class CallRouter:
         return eager(*args, **kwargs)
 
     def _find_plan(self, caller: Caller, args: Any, kwargs: Any) -> Any:
-        """(signature, step plan, token count, leaves) where a plan serves this call, else the reason why
-        not."""
+        """Returns (signature, step plan, token count, leaves) if a plan serves this call, else the reason why not."""
         store, signatures = self._store, caller.signatures
         if is_eager_only():
             return FallbackReason.EAGER_ONLY
@@ -127,8 +125,7 @@ class CallRouter:
     def _after_change(
         self, change: StateChange, caller: Caller, args: Any, kwargs: Any, *, may_vary: bool
     ) -> Any:
-        """The plan of a variant that was captured of the model as it is, or the reason why the call runs
-        eagerly."""
+        """Finds the plan of a variant captured from the model as it is, or the reason why the call runs eagerly."""
         found: Any = None
         if may_vary and len(caller.signatures) > 1:
             variant = self._current(caller.signatures, args, kwargs)
@@ -143,8 +140,7 @@ class CallRouter:
     def _current(
         self, signatures: SignatureList, args: Any, kwargs: Any
     ) -> tuple[CapturedSignature, Matched] | None:
-        """The signature of a call that was captured of the model as it is, which is tried first from now
-        on."""
+        """Finds the signature of a call captured from the model as it is, and tries it first from now on."""
         signature, matched = signatures.matching(args, kwargs, current=True)
         if signature is None:
             return None
@@ -152,21 +148,21 @@ class CallRouter:
         return signature, matched
 
     def _has_bucket(self, signature: CapturedSignature, num_tokens: int) -> bool:
-        """Whether a signature has graphs for a count; true where no bucket is for it, which is no lack."""
+        """Whether a signature has graphs for a count, or no bucket is meant for that count."""
         bucket = _bucket_for(self._store, num_tokens)
         return bucket is None or bucket in signature.served
 
     def _plan_for(
         self, signature: CapturedSignature, num_tokens: int, leaves: list[Any], *, may_capture: bool
     ) -> Any:
-        """As `choose_plan`; what a suspension left to be captured by a call is captured now."""
+        """Chooses a plan as `choose_plan` does, after capturing what a suspension left for a call to capture."""
         if signature.suspended is not None and signature.global_state.check():
             self._store.resume_at_call(signature)
         return choose_plan(self._store, signature, num_tokens, leaves, may_capture=may_capture)
 
     @contextmanager
     def exclusive(self, what: str) -> Iterator[None]:
-        """Holds the lock for a change of the graphs, which is not made in the middle of a call.
+        """Holds the lock while the graphs change, which never happens in the middle of a call.
 
         Raises:
             StateError: a call of the same thread is in progress.
@@ -189,7 +185,7 @@ def choose_plan(
     *,
     may_capture: bool,
 ) -> Any:
-    """(signature, step plan, token count, leaves) where a plan serves a call, else the reason why not."""
+    """Returns (signature, step plan, token count, leaves) if a plan serves a call, else the reason why not."""
     bucket = _bucket_for(store, num_tokens)
     if bucket is None:
         if num_tokens > 0:
