@@ -113,7 +113,7 @@ class TracedModel:
         """Cuts the plan and applies the fusions that the settings ask for.
 
         Args:
-            move_weights: whether weights may be packed anew for the plan; otherwise the plan is only for reading.
+            move_weights: whether weights may be packed anew; if not, the plan is for reading only.
         """
         with times.timed("trace"):
             plan = self.cut(strict=config.strict and move_weights)
@@ -139,8 +139,8 @@ def trace_model(
 ) -> TracedModel:
     """Traces the example and finds its token symbol.
 
-    An int argument that decides on shapes or branches (`logits_to_keep`) is part of the signature: if the first
-    trace shows one, a second trace takes it as a constant. An int that ops only compute with may change.
+    An int argument that decides on shapes or branches (`logits_to_keep`) is part of the signature: if the
+    first trace shows one, a second takes it as a constant. An int that ops only compute with may change.
 
     Raises:
         TraceError, TokenDimError: as `trace` and `find_token_symbol` say.

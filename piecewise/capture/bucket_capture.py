@@ -1,4 +1,4 @@
-"""Captures one bucket of a signature from a trace that holds at its size, cutting again without ops that fail."""
+"""Captures one bucket of a signature from a trace that holds at its size; cuts again around ops that fail."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def _assembler_of(context: CaptureContext, signature: CapturedSignature, cut: Cu
 
 
 def _step_plan(cut: Cut, assembler: PlanAssembler, bucket: int) -> StepPlan:
-    """Captures the bucket on rows that repeat the example's, else on its own where the model rejects the repeats."""
+    """Captures the bucket, warmed up on repeated example rows or, if the model rejects those, on its own."""
     rows, own = _warm_up_rows(cut.plan, bucket, assembler.leaves), cut.traced.token.example_num_tokens
     try:
         return assembler.capture(bucket, rows)
@@ -142,7 +142,7 @@ def _warm_up_rows(plan: SegmentPlan, bucket: int, leaves: Sequence[object]) -> i
 def _cut_again(
     context: CaptureContext, signature: CapturedSignature, cut: Cut | None, error: Exception
 ) -> list[int] | None:
-    """Cuts again without the cause of the fault; returns the buckets that lost their graphs, None if it cannot."""
+    """Cuts the trace again to avoid a fault; returns the buckets that lost their graphs, None if it cannot."""
     if cut is None or cut.assembler is None or not isinstance(error, SegmentFault) or is_out_of_memory(error):
         return None
     if not cut.traced.heed(error, cut.plan):

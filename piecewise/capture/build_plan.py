@@ -232,7 +232,9 @@ class PlanAssembler:
         return CallStep(segment.function, segment.name, arguments, results, copies, direct, owned)
 
     def _direct_call(self, segment: Segment) -> DirectCall | None:
-        """Describes how to call the op itself, if all its tensors are the graphs' own or state with checked geometry."""
+        """Describes how to call the op itself, or returns None: only tensors that graphs own, and state whose
+        geometry is checked, have the same geometry at each call of one row count.
+        """
         call, op = segment.op_call, op_of(segment)
         origins = {self.plan.values[index].origin for index in segment.inputs}
         if call is None or op is None or origins - {"graph", "state"}:
@@ -266,7 +268,7 @@ class PlanAssembler:
         )  # fmt: skip
 
     def _check_before(self, segments: Sequence[Segment]) -> int:
-        """Finds the first segment whose lasting writes an eager run of the same call would not simply redo."""
+        """Finds the first segment that may write something lasting that an eager run of the call would not redo."""
         if self.outputs == "view":  # an input may be an earlier result, whose memory the first segment writes
             return 0
         for position, segment in enumerate(segments):
@@ -318,7 +320,7 @@ def _is_repeatable(segment: Segment) -> bool:
 
 
 def state_check_of(plan: SegmentPlan) -> StateCheck:
-    """Records the state that the plan's graphs rely on, as it is now; call it right after the plan's trace."""
+    """Records the state that the plan's graphs rely on, as it is now; to be called right after the trace."""
     in_graphs = _read_by_graphs(plan)
     tensors: dict[Any, StateRef] = {}
     looked_up: dict[Any, StateRef] = {}

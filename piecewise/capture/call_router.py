@@ -37,7 +37,11 @@ class Caller(Protocol):
     def new_kind(
         self, args: Any, kwargs: Any, *, may_capture: bool
     ) -> tuple[CapturedSignature, Matched] | FallbackReason:
-        """Returns a signature for a call that none of `signatures` serves, traced now if allowed; else the reason."""
+        """Returns a signature for a call that none of `signatures` serves, traced now if allowed.
+
+        Returns:
+            The signature and the call's match, or the reason why there is none.
+        """
         ...
 
 
@@ -89,7 +93,7 @@ class CallRouter:
         return eager(*args, **kwargs)
 
     def _find_plan(self, caller: Caller, args: Any, kwargs: Any) -> Any:
-        """Returns (signature, step plan, token count, leaves) if a plan serves this call, else the reason why not."""
+        """Finds (signature, step plan, token count, leaves) for a call, or why no plan serves it."""
         store, signatures = self._store, caller.signatures
         if is_eager_only():
             return FallbackReason.EAGER_ONLY
@@ -125,7 +129,7 @@ class CallRouter:
     def _after_change(
         self, change: StateChange, caller: Caller, args: Any, kwargs: Any, *, may_vary: bool
     ) -> Any:
-        """Finds the plan of a variant captured from the model as it is, or the reason why the call runs eagerly."""
+        """Finds the plan of a variant captured from the model as it is, or why the call runs eagerly."""
         found: Any = None
         if may_vary and len(caller.signatures) > 1:
             variant = self._current(caller.signatures, args, kwargs)
@@ -155,7 +159,7 @@ class CallRouter:
     def _plan_for(
         self, signature: CapturedSignature, num_tokens: int, leaves: list[Any], *, may_capture: bool
     ) -> Any:
-        """Chooses a plan as `choose_plan` does, after capturing what a suspension left for a call to capture."""
+        """Chooses a plan; first captures what a suspension left for a call to capture."""
         if signature.suspended is not None and signature.global_state.check():
             self._store.resume_at_call(signature)
         return choose_plan(self._store, signature, num_tokens, leaves, may_capture=may_capture)
@@ -185,7 +189,7 @@ def choose_plan(
     *,
     may_capture: bool,
 ) -> Any:
-    """Returns (signature, step plan, token count, leaves) if a plan serves a call, else the reason why not."""
+    """Finds (signature, step plan, token count, leaves) for a call, or why no plan serves it."""
     bucket = _bucket_for(store, num_tokens)
     if bucket is None:
         if num_tokens > 0:
@@ -219,8 +223,7 @@ def choose_plan(
 
 
 def preview(store: GraphStore, args: Any, kwargs: Any) -> tuple[int, Any]:
-    """The token count of a call, 0 where it is not known, and the choice for it, with nothing counted and
-    captured."""
+    """Returns a call's token count (0 if unknown) and the choice for it; counts and captures nothing."""
     signatures = store.signatures
     if store.is_suspended:
         return 0, FallbackReason.SUSPENDED
@@ -235,7 +238,7 @@ def preview(store: GraphStore, args: Any, kwargs: Any) -> tuple[int, Any]:
 
 
 def _bucket_for(store: GraphStore, num_tokens: int) -> int | None:
-    """The smallest bucket that holds a count, if there is one."""
+    """Finds the smallest bucket that holds a count, if there is one."""
     buckets = store.config.buckets
     at = bisect_left(buckets, num_tokens)
     return buckets[at] if num_tokens > 0 and at < len(buckets) else None

@@ -21,7 +21,7 @@ from runners.state.state_check import StateRef
 
 
 def is_alike(first: TracedModel, other: TracedModel) -> bool:
-    """Whether calls are recognised and results rebuilt for both traces in the same way."""
+    """Whether both traces recognise calls and rebuild results in the same way."""
     rules, others = _leaf_rules(first), _leaf_rules(other)
     if _written_memory(first) != _written_memory(other):
         return False
@@ -32,7 +32,7 @@ def is_alike(first: TracedModel, other: TracedModel) -> bool:
 
 
 def _leaf_rules(traced: TracedModel) -> dict[int, LeafRule]:
-    """Leaf index → what it must be in a call that the trace is valid for."""
+    """Maps each leaf index to what the leaf must be in a call that the trace is valid for."""
     trace, example = traced.trace, traced.trace.example
     symbolic = torch_api.symbolic_sizes(trace.shape_env)
     for placeholder in trace.placeholders:
@@ -58,7 +58,7 @@ def _leaf_rules(traced: TracedModel) -> dict[int, LeafRule]:
 
 
 def matcher_of(traced: TracedModel, plan: SegmentPlan) -> Callable[[tuple], Any]:
-    """What tells the calls that a trace is valid for, and takes them apart."""
+    """Makes the function that recognises the calls a trace is valid for, and returns their leaves."""
     rules, example, token = _leaf_rules(traced), traced.trace.example, plan.token_dim
     dims = []
     for rule in token.inputs:
@@ -85,8 +85,8 @@ def matcher_of(traced: TracedModel, plan: SegmentPlan) -> Callable[[tuple], Any]
 def _apart_from_state(
     plan: SegmentPlan, written_in_graphs: set[int]
 ) -> list[tuple[list[int], Callable[[], frozenset[int]]]]:
-    """Inputs, and the memory of state that they may not share at a call: a copy which graphs read of the one
-    would be out of date when the other is written. State that graphs write stands at fixed addresses.
+    """Lists inputs with the memory of state that they may not share at a call: graphs read a copy of one,
+    which would be out of date once the other is written. State that graphs write is at fixed addresses.
 
     State of other dtypes is not looked up: pools are many, and token ids are no view of one.
     """
@@ -117,13 +117,13 @@ def _apart_from_state(
 
 
 def _memory_of(places: Sequence[StateRef]) -> frozenset[int]:
-    """Where the tensors at these places lie now; what is gone is for the comparison of state to find."""
+    """Finds the addresses of the tensors at these places; the state check finds tensors that are gone."""
     tensors = (place.get() for place in places)
     return frozenset(x.untyped_storage().data_ptr() for x in tensors if isinstance(x, torch.Tensor))
 
 
 def _written_memory(traced: TracedModel) -> WrittenMemory:
-    """Which inputs lie in memory that a call writes, as the trace has it: each group in one memory.
+    """Groups the inputs that lie in memory which a call writes, as the trace has it: one memory per group.
 
     The plan follows memory, not tensors: what graphs read of it is copied in again after each write, through
     whichever input. So two halves of a pool, or overlapping views, are served in calls that share memory in
@@ -143,7 +143,7 @@ def _written_memory(traced: TracedModel) -> WrittenMemory:
 
 
 def _refuse_shared_memory(example: ExampleCall, written: WrittenMemory) -> None:
-    """Memory that tensors share in a way which no trace sees: of storages that begin at the same place."""
+    """Refuses memory sharing that no trace sees: different storages that begin at the same address."""
     groups = [*written.groups, *((leaf,) for leaf in written.others)]
     for at, group in enumerate(written.groups):
         for leaf, other in itertools.product(group, itertools.chain(*groups[at + 1 :])):

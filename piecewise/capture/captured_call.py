@@ -1,10 +1,10 @@
-"""Holds the kinds of calls that were captured: how each is recognised, and the plan that serves each bucket.
+"""Holds the captured kinds of calls: how each is recognised, and the plan that serves each bucket.
 
-A call does not say in which state the model is: which adapter is active, whether one is merged, a flag. So
-several signatures may match a call, *variants* of one kind of call, each with the check of what its own trace
-read. The one that served last is tried first, so that a call costs no more than with one of them:
+A call does not tell the model's state: which adapter is active, whether one is merged, a flag. So several
+signatures may match a call. They are *variants* of one kind of call, each with the check of what its own
+trace read. The last one that served is tried first, so that several variants cost a call no more than one:
 
-    call ─match─▶ variant "a" ─check fails─▶ variant "b" ─check holds─▶ replay; from now on "b" is tried first
+    call ─match─▶ variant "a" ─check fails─▶ variant "b" ─check holds─▶ replay; "b" is tried first from now on
                                                    └─ none holds ─▶ the model itself
 """
 
@@ -48,7 +48,7 @@ _WORTH_ANOTHER_TRY = (
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ServedBucket:
-    """A bucket's steps, and the plan that they were made from."""
+    """Holds a bucket's step plan and the segment plan that it was made from."""
 
     steps: StepPlan
     plan: SegmentPlan
@@ -66,7 +66,7 @@ class ServedBucket:
 
 @dataclasses.dataclass(slots=True)
 class Cut:
-    """A trace, the plan cut from it, and from the first capture on what runs in the segments."""
+    """Holds a trace, the plan cut from it and, once captured, the functions that run in its segments."""
 
     traced: TracedModel
     plan: SegmentPlan
@@ -74,7 +74,6 @@ class Cut:
     assembler: PlanAssembler | None = None
 
     def reset(self) -> None:
-        """Drops the graphs."""
         if self.assembler is not None:
             self.assembler.reset()
         self.assembler = self.lowered = None
@@ -82,28 +81,28 @@ class Cut:
 
 @dataclasses.dataclass(eq=False, slots=True)
 class CapturedSignature:
-    """One signature, its traces and the buckets that it serves.
+    """Holds one signature, its traces and the buckets that it serves.
 
     Attributes:
-        cuts: of the first trace, and of traces at other sizes, for buckets that the first trace excludes.
-        trace_one_token: why one token runs eagerly, from a trace at one token; empty where it may replay; and
-            the state that this depends on beside that of the first trace.
-        retrace: traces again with the example resized, for a bucket that the first trace excludes.
+        cuts: the first trace's cut, and those of traces at other sizes, for buckets that the first excludes.
+        trace_one_token: traces at one token; returns why one token runs eagerly (empty if it may replay), and
+            the state that the answer depends on beyond that of the first trace.
+        retrace: traces the example resized, for a bucket that the first trace excludes.
         times: seconds spent on all this.
-        adapters: which ones of the model were active at the trace, in words; empty where it has none.
-        one_token, one_token_facts: the answer of `trace_one_token`; None until it was asked for.
-        global_state: of now; false from `check()` where grad mode, autocast or the like differ.
-        binder: what binds the calls that it may serve.
+        adapters: names of the model's adapters active at the trace; empty if it has none.
+        one_token, one_token_facts: the result of `trace_one_token`; None until it was called.
+        global_state: torch's at the trace; `check()` is false if grad mode, autocast or the like differ now.
+        binder: binds the calls that the signature may serve.
         match: bound values → (token count, leaves) or None.
         rebuild: result leaves → the result.
-        check: what the trace saw of the model; None while no graph can be made of it: its graphs were given
-            up over a moved address, or it is suspended.
+        check: compares what the trace read of the model; None while no graph can be made from the trace: its
+            graphs were given up because an address moved, or it is suspended.
         state: the model's tensors and objects that the traces hold for.
         served: bucket → plan; `refused`: bucket → why it runs eagerly.
         waiting: bucket → calls that a lazy capture has seen.
-        bucket_reports: how each bucket went that was asked for.
-        suspended: the buckets to capture again, largest first; None where it is not suspended.
-        number: how many were captured before it.
+        bucket_reports: the outcome of each requested bucket.
+        suspended: the buckets to capture again, largest first; None if not suspended.
+        number: how many signatures were captured before it.
     """
 
     cuts: list[Cut]
@@ -150,17 +149,17 @@ class CapturedSignature:
 
     @property
     def buckets(self) -> tuple[int, ...]:
-        """The buckets that were asked for, largest first."""
+        """Lists the requested buckets, largest first."""
         return tuple(sorted(self.bucket_reports, reverse=True))
 
     def one_token_refusal(self) -> str:
-        """Why one token runs eagerly, empty where it may replay; takes a trace the first time."""
+        """Returns why one token runs eagerly, empty if it may replay; the first call takes a trace."""
         if self.one_token is None:
             self.one_token, self.one_token_facts = self.trace_one_token()
         return self.one_token
 
     def find_one_token_change(self) -> StateChange | None:
-        """What differs from the trace at one token, of what the first trace did not see."""
+        """Finds a change since the trace at one token, in state that the first trace did not read."""
         if self.one_token_facts == _NO_FACTS:
             return None
         if self._one_token_check is None:
@@ -170,14 +169,14 @@ class CapturedSignature:
         return None if check.is_unchanged() else check.find_change()
 
     def take_addresses(self) -> None:
-        """Lets calls be compared with the model's tensors as they are now."""
+        """Records the model's tensors as they are now, for calls to compare."""
         self.check = state_check_of(self.plan)
         # It knows the addresses that graphs write.
         self.match = matcher_of(self.traced, self.plan)
         self.take_state()
 
     def take_state(self) -> None:
-        """Notes what the traces hold for."""
+        """Records the state that the traces hold for."""
         fixed = [place for cut in self.cuts for made in cut.traced.step_metadata for place in made.places]
         graphs = [cut.traced.trace.graph.graph for cut in self.cuts]
         ops = [
@@ -189,8 +188,10 @@ class CapturedSignature:
         self.state = TracedState.of([cut.plan for cut in self.cuts], fixed, ops)
 
     def may_serve(self, num_tokens: int, leaves: Sequence[Any]) -> bool:
-        """Whether the global state is that of the trace, and sizes that do not follow the token count are not
-        excluded at every count: one sequence is another kind of call where the trace asks for several."""
+        """Whether the global state is the trace's, and some count allows the sizes that do not follow it.
+
+        Such sizes can make another kind of call: one sequence, where the trace asks for several.
+        """
         if not self.global_state.check():
             return False
         if not self.plan.symbols:
@@ -199,13 +200,13 @@ class CapturedSignature:
         return any(cut.plan.holds_at(count, leaves) for count in counts for cut in self.cuts)
 
     def find_change(self) -> StateChange | None:
-        """What differs from the trace now, so that its graphs, and a capture from it, would be wrong."""
+        """Finds what differs from the trace now, which would make its graphs, and captures from it, wrong."""
         if self.check is None:
             return StateChange("moved_address", "the graphs were given up over a moved address")
         return self.check.find_change()
 
     def is_current(self) -> bool:
-        """Whether its traces are of the model as it is."""
+        """Whether the traces match the model as it is now."""
         return self.holds() if self.suspended is not None else self.find_change() is None
 
     def is_of_this_state(self) -> bool:
@@ -214,22 +215,22 @@ class CapturedSignature:
             return self.global_state.check()
 
     def is_whole(self) -> bool:
-        """Whether graphs can be captured of the traces now."""
+        """Whether graphs can be captured from the traces now."""
         return self.is_of_this_state() and self.holds()
 
     def holds(self) -> bool:
-        """Whether the traces, of which no graph exists now, are of the model as it is."""
+        """Whether the traces, without graphs now, match the model as it is now."""
         return self.state.holds() and all(state_check_of(cut.plan).find_change() is None for cut in self.cuts)
 
     def give_up(self, change: StateChange) -> None:
-        """Drops the graphs, and with them what holds the old weights; the buckets run eagerly from now on."""
+        """Drops the graphs and the references to old weights; the buckets run eagerly from now on."""
         for bucket in self.buckets:
             self.refuse(bucket, FallbackReason.MOVED_ADDRESS, change.detail)
         self.reset()
         self.check = None
 
     def suspend(self, again: Sequence[int] | None = None) -> None:
-        """Drops the graphs and all that holds the model's tensors; the traces stay. Idempotent.
+        """Drops the graphs and all references to the model's tensors; the traces stay. Idempotent.
 
         Args:
             again: the buckets to capture at the end; by default those that were captured, or may be.
@@ -248,7 +249,7 @@ class CapturedSignature:
         self.check = None
 
     def end_suspension(self) -> None:
-        """Lets graphs be captured again of traces that hold."""
+        """Allows captures again from traces that hold."""
         self.suspended = None
         self.take_addresses()
         if self.find_one_token_change() is not None:
@@ -260,13 +261,13 @@ class CapturedSignature:
         self.bucket_reports[bucket] = BucketReport(bucket, state, detail, code=reason.value)
 
     def refuse_after(self, error: BaseException, bucket: int) -> None:
-        """Serves a bucket eagerly whose capture failed."""
+        """Serves a bucket eagerly after its capture failed."""
         detail = str(error) or f"{type(error).__name__} without a message"
         reason = FallbackReason.OUT_OF_MEMORY if is_out_of_memory(error) else FallbackReason.CAPTURE_FAILED
         self.refuse(bucket, reason, detail, state="failed")
 
     def take_back(self, bucket: int) -> None:
-        """Drops a bucket's graphs, and that it was ever asked for."""
+        """Drops a bucket's graphs and the record that it was requested."""
         for table in (self.served, self.refused, self.bucket_reports):
             table.pop(bucket, None)
         for assembler in self.assemblers:
@@ -281,16 +282,17 @@ class CapturedSignature:
 
 
 class SignatureList(list[CapturedSignature]):
-    """The signatures of one callable, in the order in which they are tried."""
+    """Lists the signatures of one callable in the order in which they are tried."""
 
     def matching(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], *, current: bool = False
     ) -> tuple[CapturedSignature, Matched] | tuple[None, Any]:
-        """The signature of a call, rather one of the present global state whose trace may hold for it, with
-        the call's token count and leaves; gradients must be disabled.
+        """Finds the signature of a call, with the call's token count and leaves; gradients must be disabled.
+
+        Signatures of the present global state whose trace may hold for the call are preferred.
 
         Args:
-            current: only one of the present global state, that was traced of the model as it is.
+            current: only accept one of the present global state, traced from the model as it is.
         """
         found: Any = None, ()
         binder = bound = None
@@ -309,35 +311,37 @@ class SignatureList(list[CapturedSignature]):
         return found
 
     def prefer(self, signature: CapturedSignature) -> None:
-        """Tries it first from now on."""
+        """Tries a signature first from now on."""
         if self[0] is not signature:
             self[:] = [signature, *(each for each in self if each is not signature)]
 
     def captured_order(self) -> list[CapturedSignature]:
-        """For readers: the oldest first."""
+        """Lists the signatures for readers, the oldest first."""
         return sorted(self, key=lambda each: each.number)
 
     def current_variant(self, signature: CapturedSignature) -> CapturedSignature | None:
-        """The signature that serves the same calls, of the model as it is; it may be the same one."""
+        """Finds the variant of a signature that matches the model as it is; may be the signature itself."""
         example = signature.traced.trace.example
         with torch.no_grad():
             return self.matching(example.args, example.kwargs, current=True)[0]
 
     def has_current_variant(self, signature: CapturedSignature) -> bool:
-        """Whether another signature serves the same calls, of the model as it is."""
+        """Whether another signature serves the same calls and matches the model as it is."""
         return self.current_variant(signature) not in (None, signature)
 
     def other_state(self, signature: CapturedSignature) -> str:
-        """What tells a signature's state of the model from that of now, where a variant of it serves; else
-        empty."""
+        """Describes how a signature's model state differs from now's, if a variant serves instead; else empty."""
         change = signature.find_change() if signature.check is not None else None
         return change.detail if change is not None and self.has_current_variant(signature) else ""
 
     def to_replace(
         self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], *, max_kept: int
     ) -> list[CapturedSignature]:
-        """The variants of a call that give way to a new one: those that cannot serve again, for they hold
-        what is the model's no more, and beyond `max_kept` signatures the one that was used longest ago."""
+        """Finds the variants of a call that a new one replaces.
+
+        These are the variants that cannot serve again, since they hold what the model no longer has, and
+        beyond `max_kept` signatures the one used longest ago.
+        """
         variants = []
         for signature in self:
             bound = bound_call(signature.binder, args, kwargs)
@@ -352,7 +356,7 @@ class SignatureList(list[CapturedSignature]):
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Whether an allocation that failed is behind an error of ours."""
+    """Whether a failed allocation caused one of this package's errors."""
     while error is not None:
         if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
             return True
@@ -361,7 +365,7 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 
 
 def _may_be_current_again(signature: CapturedSignature, owned: Set[int]) -> bool:
-    """Whether the model may come back into the state of the trace: it has all that the trace found.
+    """Whether the model may return to the traced state: it still has all that the trace found.
 
     Args:
         owned: ids of the tensors and modules of the model.

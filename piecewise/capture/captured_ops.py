@@ -1,7 +1,7 @@
-"""Writes the captured form of each boundary op that can be inside a graph, in the place of its call.
+"""Replaces calls of boundary ops by their captured form, which can be inside a graph.
 
 The metadata tensors that the form takes enter the graph as constants that it owns; docs/DESIGN.md says what
-follows from that. A node that stays as it is says why in `meta["kept_out"]`.
+follows from that. A node that is not replaced says why in `meta["kept_out"]`.
 """
 
 from __future__ import annotations
@@ -27,18 +27,17 @@ from runners.state.state_check import StateRef
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MetadataMade:
-    """One form's metadata, and the places of the model's tensors that it was made for."""
+    """Holds one form's metadata and the places of the model's tensors that it was made for."""
 
     metadata: StepMetadata
     places: tuple[StateRef, ...]
 
 
 def write_captured_forms(trace: Trace, config: PiecewiseConfig) -> tuple[MetadataMade, ...]:
-    """Replaces, in place, the calls of boundary ops that have a captured form; nothing with boundary="eager".
+    """Replaces, in place, the calls of boundary ops that have a captured form; none with boundary="eager".
 
     Returns:
         The metadata that the new calls read, one per form.
-
     Raises:
         ConfigError: a form needs a limit that the settings leave out.
     """
@@ -70,7 +69,7 @@ def write_captured_forms(trace: Trace, config: PiecewiseConfig) -> tuple[Metadat
 
 
 def enabled_ops(config: PiecewiseConfig) -> frozenset[str] | None:
-    """Names of the ops to cut at, captured forms included; None for all that are registered."""
+    """Lists the names of the ops to cut at, captured forms included; None for all that are registered."""
     if config.boundary_ops is None:
         return None
     forms = (op.captured_form for name in config.boundary_ops if (op := lookup(name)) is not None)
@@ -78,8 +77,9 @@ def enabled_ops(config: PiecewiseConfig) -> frozenset[str] | None:
 
 
 def fix_metadata_inputs(trace: Trace, facts: Mapping[fx.Node, NodeFacts], symbol: sympy.Symbol) -> None:
-    """Marks the inputs that captured ops take as metadata and fixes their sizes: a graph has one shape for
-    them [I2]."""
+    """Marks the inputs that captured ops take as metadata, and fixes their sizes: a graph has one shape for
+    them [I2].
+    """
     waiting = [
         argument
         for node, fact in facts.items()
@@ -102,7 +102,6 @@ def fix_metadata_inputs(trace: Trace, facts: Mapping[fx.Node, NodeFacts], symbol
 
 
 def _known_values(trace: Trace, call: Mapping[str, Any]) -> dict[str, Any]:
-    """The model's own tensors and constants among a call's arguments."""
     state = {p.node: p.state for p in trace.placeholders if p.state is not None}
     known = {name: value for name, value in call.items() if not isinstance(value, fx.Node)}
     for name, value in call.items():
@@ -120,7 +119,7 @@ def _limits(config: PiecewiseConfig, op: BoundaryOp) -> CaptureLimits:
 
 
 def _constants(graph: fx.GraphModule, tensors: Mapping[str, torch.Tensor], index: int) -> dict[str, fx.Node]:
-    """A node per metadata tensor, before all calls."""
+    """Adds a node per metadata tensor before all calls."""
     first = next(node for node in graph.graph.nodes if node.op != "placeholder")
     nodes = {}
     for name, tensor in tensors.items():

@@ -1,9 +1,9 @@
-"""Finds what is wrong with a segment that failed in a warm-up or a capture, so that the plan is cut anew:
+"""Finds why a segment failed in a warm-up or a capture, so that the plan is cut anew:
 
 own kernels agree on all paddings   ─▶ the segment keeps its own kernels
 a node's real rows change           ─▶ that node runs eagerly, and the graph is cut again
 a node cannot be recorded           ─▶ likewise
-no node tells, or after three cuts  ─▶ the whole segment runs eagerly
+no node found, or after three cuts  ─▶ the whole segment runs eagerly
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ LOWERING = "padding reached real rows in its compiled, fused or scheduled form"
 
 @dataclasses.dataclass(eq=False)
 class SegmentFault(Exception):
-    """A segment that failed in a warm-up or a capture.
+    """Describes a segment that failed in a warm-up or a capture.
 
     Attributes:
-        error: as users are told of it.
+        error: the error for users.
         function: the form of the segment that ran.
-        arguments: what it was given, at `bucket` rows, of which `real_rows` are real.
-        variant: the padding with which it failed; None where it was being recorded.
+        arguments: its arguments at `bucket` rows, of which `real_rows` are real.
+        variant: the padding with which it failed; None if it failed while being recorded.
     """
 
     error: CaptureError
@@ -73,7 +73,7 @@ class FaultFinder:
         self._specs = [values[index] for index in fault.segment.inputs]
 
     def blames_lowering(self) -> bool:
-        """Whether the segment's own kernels do right, where another form of them failed."""
+        """Whether the segment's own kernels are right where a compiled or fused form of them failed."""
         own, variant = self._fault.segment.own_function, self._fault.variant
         if own is None or self._fault.function is own or variant is None:
             return False
@@ -100,7 +100,7 @@ class FaultFinder:
         return False
 
     def first_wrong_node(self) -> tuple[fx.Node, Verdict] | None:
-        """The first node that cannot be recorded, or whose real rows change with padding, if one tells."""
+        """Finds the first node that cannot be recorded, or whose real rows change with padding; None if no node does."""
         return self._first_unrecordable() if self._fault.variant is None else self._first_mixing()
 
     def _real_results(self, function: Callable[..., Any], variant: int) -> dict[int, torch.Tensor]:
@@ -150,8 +150,9 @@ class FaultFinder:
         return True
 
     def _first_unrecordable(self) -> tuple[fx.Node, Verdict] | None:
-        """Each node is recorded alone. Fakes do not show what a kernel of somebody's does inside, and the
-        tape does: reading values back, say. What only CUDA refuses, a capture shows."""
+        """Records each node alone. Fakes do not show what a user's kernel does inside, such as reading values
+        back; the tape does. What only CUDA refuses, a capture shows.
+        """
         device = next((tensor.device for tensor in self._fault.arguments), torch.device("cpu"))
         names = dict.fromkeys(("tape", native_engine(device).name))
         engines = [engine_for(name, device) for name in names]
@@ -173,8 +174,10 @@ class FaultFinder:
     def _steps(
         self, inputs: Sequence[torch.Tensor]
     ) -> Iterator[tuple[fx.Node | None, Callable[[], Any], bool]]:
-        """Each node of the segment: what it is in the traced graph, a call that runs it, and whether it only
-        changes modes. A node's call comes before the next one is asked for."""
+        """Yields (traced node, call that runs it, whether it only changes modes) for each node.
+
+        Each call must be made before the next is asked for.
+        """
         writer = self._writer
         originals = {copy: node for node, copy in writer.copies.items() if isinstance(copy, fx.Node)}
         runs = fx.Interpreter(fx.GraphModule(writer.modules, writer.graph))
@@ -192,7 +195,7 @@ class FaultFinder:
 
 
 def _refusal(call: Callable[[], Any], name: str, engine: GraphEngine, pool: GraphPool) -> str | None:
-    """Why the engine cannot record a call, or None."""
+    """Returns why the engine cannot record a call, or None."""
     try:
         engine.capture(lambda: [call()], pool=pool, segment=name).reset()
     except CaptureError as error:

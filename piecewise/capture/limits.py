@@ -1,4 +1,4 @@
-"""Leaves out of the settings what cannot be captured here, and says so once and in the report."""
+"""Removes from the settings what cannot be captured here, and says so once and in the report."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _RESERVED_SHARE = 0.05
 
 
 def capturable(config: PiecewiseConfig) -> tuple[PiecewiseConfig, tuple[str, ...]]:
-    """The settings without the sizes that are never captured, and those in words; a warning says them too."""
+    """Returns the settings without sizes that are never captured, and those sizes in words; also warns of them."""
     kept, _ = config.within_limits()
     left_out = [f"bucket {each}" for each in config.prefill_sizes().clamped]
     if config.decode_batch_sizes is not None:
@@ -30,7 +30,7 @@ def capturable(config: PiecewiseConfig) -> tuple[PiecewiseConfig, tuple[str, ...
 
 
 def check_boundary_ops(config: PiecewiseConfig) -> None:
-    """Refuses names in `boundary_ops` that are not registered, with the ones that are."""
+    """Refuses names in `boundary_ops` that are not registered, and lists the ones that are."""
     known = [op.name for op in boundary_ops.registered()]
     for name in config.boundary_ops or ():
         if name not in known:
@@ -40,7 +40,7 @@ def check_boundary_ops(config: PiecewiseConfig) -> None:
 
 
 def lack_of_memory(device: torch.device) -> str | None:
-    """Why a lazy capture is not begun on this device now, or None where there is room for it."""
+    """Returns why a lazy capture is not begun on this device now, or None if memory suffices."""
     memory = native_engine(device).free_memory(device)
     if memory is None or memory[0] >= _RESERVED_SHARE * memory[1]:
         return None
