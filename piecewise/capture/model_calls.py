@@ -1,4 +1,4 @@
-"""Knows the kinds of calls of one model: binds them, and traces those that are new."""
+"""Knows the kinds of calls of one model: binds calls, and traces new kinds."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class ModelCalls:
     """Traces the calls of a model, within the limits of its settings.
 
     Attributes:
-        signatures: those that were traced.
-        unseen: kinds of call that none of them serves.
+        signatures: the traced kinds of calls.
+        unseen: kinds of calls that no signature serves.
     """
 
     def __init__(self, model: nn.Module, forward: Callable[..., Any], store: GraphStore) -> None:
@@ -47,13 +47,13 @@ class ModelCalls:
 
     @property
     def _binder(self) -> CallBinder:
-        """What binds calls that are traced now: hooks may have come or gone."""
+        """Returns the binder for calls that are traced now: hooks may have come or gone."""
         if self._binders is None:
             self._binders = Binders(self._model, self._forward)
         return self._binders.for_now()
 
     def example(self, args: Any, kwargs: Any) -> ExampleCall:
-        """A call, bound and taken apart."""
+        """Binds a call and flattens its arguments."""
         return ExampleCall.from_call(self._binder, args, kwargs)
 
     def trace(self, example: ExampleCall) -> TracedModel:
@@ -63,7 +63,7 @@ class ModelCalls:
     def new_kind(
         self, args: Any, kwargs: Any, *, may_capture: bool
     ) -> tuple[CapturedSignature, Matched] | FallbackReason:
-        """A new signature for the call, captured inside a capture window, or why there is none."""
+        """Adds a signature for the call and captures it inside a capture window, or returns why not."""
         if bound_call(self._binder, args, kwargs) is None:
             return FallbackReason.UNSEEN_SIGNATURE  # the model says what is wrong with the call
         limit = self._config.max_signatures
@@ -94,7 +94,7 @@ class ModelCalls:
         return (signature, matched) if matched is not None else FallbackReason.UNSEEN_SIGNATURE
 
     def capture(self, args: Any, kwargs: Any) -> CaptureReport:
-        """Captures every bucket that the call's signature does not have yet, traced now where it is new."""
+        """Captures every bucket that the call's signature lacks; traces the signature now if it is new."""
         with torch.no_grad():
             signature, _ = self.signatures.matching(args, kwargs, current=True)
             outdated = self._outdated(args, kwargs) if signature is None else []
@@ -109,34 +109,34 @@ class ModelCalls:
         return self._store.capture(signature, self._store.missing(signature))
 
     def refresh(self) -> CaptureReport | None:
-        """As `GraphStore.refresh`; kinds of call that were refused may be tried again."""
+        """Refreshes the store, and lets refused kinds of calls be tried again."""
         self.forget()
         return self._store.refresh(self._retraced)
 
     def resume(self) -> CaptureReport | None:
-        """As `GraphStore.resume`."""
+        """Resumes the store."""
         self._binders = None  # forward's defaults may be others now
         return self._store.resume(self._retraced)
 
     def forget(self) -> None:
-        """Lets every kind be tried again, with forward as it is then."""
+        """Lets every kind of call be tried again, with forward as it is by then."""
         self._binders = None
         self.unseen.forget_refusals()
 
     def _retraced(self, old: CapturedSignature) -> CapturedSignature:
-        """A signature of the same example, traced with the model as it is."""
+        """Traces a signature's example again, with the model as it is."""
         example = old.traced.trace.example
         if example.binder is not self._binder:  # hooks came or went since it was made
             example = self.example(example.args, example.kwargs)
         return self._signature(example)
 
     def _outdated(self, args: Any, kwargs: Any) -> list[CapturedSignature]:
-        """The signatures that give way to a new one for the call."""
+        """Finds the signatures that a new one for the call replaces."""
         limit = self._config.max_signatures
         return self.signatures.to_replace(self._model, args, kwargs, max_kept=limit)
 
     def _added(self, args: Any, kwargs: Any, *, instead_of: list[CapturedSignature]) -> CapturedSignature:
-        """A new signature for the call; graphs that it replaces go first."""
+        """Adds a new signature for the call; the graphs that it replaces are dropped first."""
         self._binders = None  # forward's defaults may be others now
         example = self.example(args, kwargs)
         for old in instead_of:

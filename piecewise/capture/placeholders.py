@@ -1,10 +1,10 @@
-"""Makes up what warm-ups run on, and compares what they leave in real rows [I3].
+"""Makes placeholder values for warm-ups, and compares the real rows that warm-ups leave [I3].
 
-Rows of the example stand at other counts, placeholders for what an op would leave; padded rows hold anything
-that was proven of them.
+The example's rows are resized to other counts, placeholders replace what an op would write, and padded rows
+hold any value that was proven harmless.
 
-An integer that is no index would end all use of some devices, should a rule be wrong: there an integer of
-which nothing is known is 0, and indices are checked.
+On some devices a wrong index ends all use of the device, should a rule be wrong. There an integer of unknown
+range is 0, and indices are checked.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ OTHER_ROWS = 3
 
 
 def resize_leaf(value: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
-    """The example's tensor at other sizes: leading rows, or its rows repeated in order."""
+    """Resizes the example's tensor: takes leading rows, or repeats its rows in order."""
     for dim, size in enumerate(sizes):
         if size != value.shape[dim]:
             index = torch.arange(size, device=value.device) % max(value.shape[dim], 1)
@@ -35,7 +35,7 @@ def resize_leaf(value: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
 
 
 def placeholder_for(sizes: Sequence[int], like: torch.Tensor, *, seed: int) -> torch.Tensor:
-    """Values that an op outside the graphs might have left: random floats, the index 0."""
+    """Makes values that an op outside the graphs might have written: random floats, the index 0."""
     if not like.dtype.is_floating_point:
         return torch.zeros(tuple(sizes), dtype=like.dtype, device=like.device)
     generator = torch.Generator(like.device).manual_seed(seed)
@@ -61,7 +61,7 @@ def poison_padding_(
 def anything(
     tensor: torch.Tensor, variant: int, bounds: tuple[int | None, int | None] = (None, None)
 ) -> float | int | bool:
-    """A value of which no more is known than these bounds."""
+    """Chooses a value of which nothing more than these bounds is known."""
     dtype = tensor.dtype
     if dtype.is_floating_point or dtype.is_complex or dtype is torch.bool:
         return poison_value(dtype, variant)
@@ -75,7 +75,7 @@ def anything(
 
 
 def checked_indices(arguments: Sequence[Any]) -> AbstractContextManager[object]:
-    """A block in which an index out of range is an error on every device."""
+    """Makes a context in which an index out of range is an error on every device."""
     devices = {each.device for each in arguments if isinstance(each, torch.Tensor)}
     is_fatal = any(native_engine(device).dies_of_bad_index for device in devices)
     return CheckedIndices() if is_fatal else nullcontext()
@@ -84,7 +84,7 @@ def checked_indices(arguments: Sequence[Any]) -> AbstractContextManager[object]:
 def real_results(
     segment: Segment, values: Sequence[ValueSpec], outputs: Sequence[torch.Tensor], num_rows: int
 ) -> dict[int, torch.Tensor]:
-    """Value index → real rows, of the results whose real rows lead and were written."""
+    """Maps value index → real rows, for results whose real rows lead and were written."""
     return {
         index: values[index].real_rows(tensor, num_rows)
         for index, tensor in zip(segment.outputs, outputs, strict=True)
@@ -93,7 +93,7 @@ def real_results(
 
 
 def are_same(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """Whether all values are equal; NaN is the same as NaN here."""
+    """Whether all values are equal; NaN equals NaN here."""
     equal = left == right
     if left.dtype.is_floating_point:
         equal |= (left != left) & (right != right)

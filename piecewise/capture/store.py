@@ -5,8 +5,8 @@
          │            refresh │      │ (suspends, traces again what differs, resumes)
          └── RELEASED ◀─release      └──────────────────┘
 
-`GraphedModule` and the `torch.compile` backend differ in how a call is recognised and in who traces; what
-follows is the same for both, and is here.
+`GraphedModule` and the `torch.compile` backend differ in how they recognise a call and in who traces it; the
+rest is the same for both, and is here.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class GraphStore:
 
     @property
     def state(self) -> str:
-        """Where the graphs are: "suspended", "released", "captured" or "not captured"."""
+        """Names the state of the graphs: "suspended", "released", "captured" or "not captured"."""
         if self.is_suspended or self.is_released:
             return "suspended" if self.is_suspended else "released"
         return "captured" if self.stats.captured else "not captured"
@@ -100,7 +100,7 @@ class GraphStore:
     def add(
         self, signature: CapturedSignature, *, instead_of: CapturedSignature | None = None
     ) -> CapturedSignature:
-        """Adds a traced signature, or puts it in the place of one; returns it.
+        """Adds a traced signature, or replaces another one with it; returns it.
 
         Raises:
             CoverageError: its plan has less than `min_coverage` of the ops in graphs.
@@ -124,7 +124,7 @@ class GraphStore:
     def capture(
         self, signature: CapturedSignature, buckets: Sequence[int], *, doing: str = "capturing"
     ) -> CaptureReport:
-        """Captures `buckets` in this order; one that fails is refused, with its reason in the report.
+        """Captures `buckets` in this order; a bucket that fails is refused, with its reason in the report.
 
         Raises:
             CoverageError: a bucket has less than `min_coverage` of its ops in graphs; none of these is kept.
@@ -156,7 +156,7 @@ class GraphStore:
     def refusal(
         self, signature: CapturedSignature, bucket: int, *, may_capture: bool
     ) -> FallbackReason | None:
-        """Captures a bucket that is due; why it is not served, or None where it is now."""
+        """Captures a bucket that is due; returns why it is not served, or None if it is now."""
         if bucket in signature.refused:
             return signature.refused[bucket]
         if not may_capture:
@@ -263,7 +263,7 @@ class GraphStore:
         return report
 
     def resume_at_call(self, signature: CapturedSignature) -> None:
-        """Captures what a suspended signature had at its first call, if the model is what it was made of."""
+        """Captures a suspended signature's buckets at its first call, if the model has not changed."""
         buckets = signature.suspended or ()
         if not signature.holds():
             detail = "the model changed while it was suspended; refresh() captures again"
@@ -281,13 +281,13 @@ class GraphStore:
             raise
 
     def _trace_again(self, old: CapturedSignature, retrace: Retrace) -> CapturedSignature:
-        """A signature of a new trace in the place of a suspended one, suspended as that was."""
+        """Replaces a suspended signature by a newly traced one, which is suspended, too."""
         new = self.add(retrace(old), instead_of=old)
         new.suspend(old.buckets)
         return new
 
     def _capture_again(self, signature: CapturedSignature) -> CaptureReport:
-        """Ends the suspension of one signature; one that fails is suspended as before."""
+        """Ends the suspension of one signature; a signature that fails is suspended as before."""
         buckets = signature.suspended or ()
         signature.end_suspension()
         try:
@@ -311,7 +311,7 @@ class GraphStore:
             raise StillSuspended(name=what)
 
     def note_change(self, change: StateChange) -> FallbackReason:
-        """Lists the change; graphs that read moved memory are given up, so that the old weights can go."""
+        """Lists the change; gives up graphs that read moved memory, so that the old weights can be freed."""
         if change.detail in self.changes or len(self.changes) < MAX_LISTED:
             self.changes[change.detail] = None
         if change.kind == "moved_address":
@@ -323,14 +323,14 @@ class GraphStore:
         return _CHANGE_REASONS[change.kind]
 
     def reason_for(self, signature: CapturedSignature, mismatch: StepMismatch) -> FallbackReason:
-        """Why the running step cannot be loaded; a cache that was replaced is a change of the model."""
+        """Returns why the running step cannot be loaded; a replaced cache counts as a change of the model."""
         if mismatch is StepMismatch.TOO_LARGE:
             return FallbackReason.STEP_LIMIT
         change = signature.find_change()
         return self.note_change(change) if change is not None else FallbackReason.STEP_MISMATCH
 
     def report_of(self, signature: CapturedSignature) -> CaptureReport:
-        """How each advertised bucket of one signature stands, largest first."""
+        """Reports the state of each advertised bucket of one signature, largest first."""
         pool = self.pool
         pool_bytes, device_bytes = (pool.allocated_bytes, pool.device_bytes) if pool is not None else (0, 0)
         streams = (assembler.streams.report() for assembler in signature.assemblers)
@@ -374,7 +374,7 @@ class GraphStore:
         )
 
     def _note_captured(self) -> None:
-        """Notes which buckets have graphs; the memory goes with what could capture more into it."""
+        """Notes which buckets have graphs; releases the pool once nothing could capture more into it."""
         self.stats.captured = tuple(sorted({b for s in self.signatures for b in s.served}))
         if self.pool is not None and not any(each.assemblers for each in self.signatures):
             self.pool.release()

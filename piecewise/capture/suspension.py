@@ -1,7 +1,7 @@
-"""Tells whether traces still hold when graphs of them are wanted again, without holding the model's tensors.
+"""Tells whether suspended traces still hold, without holding the model's tensors.
 
-A trace needs less than graphs do: the same kinds of tensors, tied and sharing memory as before, and the
-Python state that it read. So weights may move, or be bound anew, and no trace is made again.
+A trace needs less than graphs do: tensors of the same kinds, tied and sharing memory as before, and the
+Python state that it read. So weights may move or be rebound without a new trace.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from runners.state.state_check import StateRef
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TracedState:
-    """The kinds of the model's tensors that traces were made with; the tensors are not held.
+    """Describes the model's tensors that traces were made with, without holding them.
 
     Attributes:
-        places: of the tensors that the traces read.
-        fixed: those for which the traces hold step metadata, that knows a KV pool by its address.
-        seen: what `kinds_of` those places were.
-        declared: what was declared of the ops in them, which may be declared anew.
+        places: where the traced tensors are found.
+        fixed: places whose addresses must stay: step metadata in the traces knows a KV pool by its address.
+        seen: the result of `kinds_of` at the trace.
+        declared: declarations of the traced ops, which may be declared again.
         attributes: objects that the traces read, each with the dict of its attributes.
     """
 
@@ -39,7 +39,7 @@ class TracedState:
 
     @classmethod
     def of(cls, plans: Sequence[SegmentPlan], fixed: Iterable[StateRef], ops: Iterable[Any]) -> TracedState:
-        """The state that these plans read, as it is now."""
+        """Records the state that these plans read, as it is now."""
         states = [value.state for plan in plans for value in plan.values if value.state is not None]
         # Forward may ask of tensors of which it reads no element whether they are one tensor.
         states += [state for plan in plans for state in plan.state_facts.tensor_places()]
@@ -60,7 +60,7 @@ class TracedState:
 
 
 def _declared_of(op: torch_api.OpOverload) -> tuple[Any, ...]:
-    """What a cut follows of an op's declarations; a new implementation alone is no other declaration."""
+    """Returns the declarations of an op that a cut depends on; a new implementation alone is no change."""
     boundary, rows = lookup(op), declared_rows(op)
     if boundary is None:
         return None, rows

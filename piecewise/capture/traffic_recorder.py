@@ -1,4 +1,4 @@
-"""Records the token counts that a running server sees, in bounded memory, for its own next bucket file."""
+"""Records the token counts that a running server sees, in bounded memory, for its next bucket file."""
 
 from __future__ import annotations
 
@@ -41,16 +41,16 @@ class TrafficRecorder:
 
     @property
     def counts(self) -> Mapping[int, int]:
-        """Calls by token count, ascending; a copy."""
+        """Returns calls by token count, ascending; a copy."""
         return dict(sorted(self.by_count.copy().items()))
 
     @property
     def num_calls(self) -> int:
-        """How many calls were counted."""
+        """Returns the number of counted calls."""
         return sum(self.by_count.copy().values())
 
     def reset(self) -> None:
-        """Forgets what was counted."""
+        """Clears the histogram."""
         self.by_count.clear()
 
     def save(self, path: str | os.PathLike[str]) -> None:

@@ -1,11 +1,11 @@
-"""Runs each segment ahead of its capture, on placeholder values, with poison in the padded rows [I3, I8].
+"""Runs each segment before its capture, on placeholder values, with poison in the padded rows [I3, I8].
 
-Several runs per graph segment, on the same real rows and other padding: what was proven for each op has to
-hold for the segment as it was lowered, so the real rows of its results must be the same bits.
+Each graph segment runs several times, on the same real rows and different padding. What was proven for each
+op has to hold for the segment as it was lowered, so the real rows of its results must be the same bits.
 
 A boundary op between graphs is not called, but its `warm_up` is, if it has one. A boundary op in a graph runs
-on a step of zero sequences, and what it would have left in memory that the graph owns is made up: random
-values, the same in each warm-up, and poison in padded rows.
+on a step of zero sequences; graph-owned memory that it would have written gets placeholders: random values,
+the same in each warm-up, and poison in padded rows.
 """
 
 from __future__ import annotations
@@ -49,11 +49,12 @@ class WarmUp:
     """Warms up the segments of a plan for one bucket.
 
     Attributes:
-        leaves: of the example.
+        leaves: leaves of the example call.
         function_for: (segment, bucket) → the form of a graph segment that is warmed up and captured.
         num_steps: runs of each graph segment, one or more.
         real_rows: how many of the bucket's rows are real.
-        static_inputs: value index → static buffer, of inputs and eager results that graphs read; filled here.
+        static_inputs: value index → static buffer, of inputs and eager results that graphs read; `run` fills
+            these.
     """
 
     plan: SegmentPlan
@@ -91,7 +92,7 @@ class WarmUp:
         )  # fmt: skip
 
     def _inputs(self) -> dict[int, Any]:
-        """Value index → the example's input at the real rows; a copy where the call writes it."""
+        """Maps value index → the example's input at the real rows; clones inputs that the call writes."""
         found = {v.index: self._input(v, self.real_rows) for v in self.plan.values if v.origin in _INPUTS}
         for index, given in found.items():
             if isinstance(given, torch.Tensor) and self.plan.values[index].leaf in self.plan.written_leaves:
@@ -99,7 +100,7 @@ class WarmUp:
         return found
 
     def _input(self, value: ValueSpec, num_rows: int) -> Any:
-        """The example's input, or the size of one, at so many rows."""
+        """Returns the example's input, or the size of one, at this many rows."""
         if value.origin == "symbol":
             return value.number_in(self.leaves)
         leaf = self.leaves[value.leaf]
@@ -119,7 +120,7 @@ class WarmUp:
             del self._made[index]
 
     def _run_between(self, segment: Segment) -> None:
-        """Runs an eager segment, or what stands for a boundary op."""
+        """Runs an eager segment, or the warm-up of a boundary op."""
         if segment.kind == "eager":
             self._run_eager(segment)
         else:
@@ -158,7 +159,7 @@ class WarmUp:
                 self._fill(value, self._eager[index])
 
     def _warm_up_segment(self, segment: Segment, arguments: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Runs what serves a segment with one padding after the other."""
+        """Runs a segment's function with one padding after the other."""
         values, bucket, real_rows = self.plan.values, self.bucket, self.real_rows
         taken = [(values[index], tensor) for index, tensor in zip(segment.inputs, arguments, strict=True)]
         written = [(tensor, tensor.clone()) for value, tensor in taken if value.memory in segment.writes]
@@ -195,7 +196,7 @@ class WarmUp:
         return outputs
 
     def _run_own(self, segment: Segment, arguments: Sequence[torch.Tensor]) -> None:
-        """Runs a segment as the model has it; only on a device that an index out of range would end."""
+        """Runs a segment's own function, if the device would die of an index out of range."""
         if segment.own_function is None or not any(
             native_engine(tensor.device).dies_of_bad_index for tensor in arguments
         ):
@@ -210,7 +211,7 @@ class WarmUp:
             ) from error  # fmt: skip
 
     def _overwrite(self, segment: Segment) -> None:
-        """Makes up what a boundary op would write: random real rows, poisoned padding."""
+        """Writes placeholders for a boundary op's results: random real rows, poisoned padding."""
         for index in segment.inputs:
             value = self.plan.values[index]
             if value.origin != "graph" or value.memory not in segment.writes or value.sizes is None:
@@ -221,7 +222,7 @@ class WarmUp:
             narrow_to(tensor, sizes).copy_(placeholder_for(sizes, tensor, seed=index))
 
     def _warm_up_boundary(self, segment: Segment) -> None:
-        """Once per kind of boundary segment: the layers of a model differ in their tensors only."""
+        """Warms up each kind of boundary segment once: a model's layers differ only in their tensors."""
         arguments: list[Any] = []
         for value in (self.plan.values[index] for index in segment.inputs):
             if value.index in self._made:
@@ -246,7 +247,7 @@ def _put_back(written: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
 
 
 def _first_changed(before: Mapping[int, torch.Tensor], now: Mapping[int, torch.Tensor]) -> int | None:
-    """The first value that differs; the device is waited for once, where none does."""
+    """Finds the first value that differs; waits for the device only once if none does."""
     equal = [(before[index] == rows).all() for index, rows in now.items()]
     if not equal or bool(torch.stack(equal).all()):
         return None
@@ -255,10 +256,10 @@ def _first_changed(before: Mapping[int, torch.Tensor], now: Mapping[int, torch.T
 
 
 class BoundaryWarmUp(TorchFunctionMode):
-    """In this block the `warm_up` of each boundary op is called instead of the op.
+    """Calls the `warm_up` of each boundary op instead of the op, inside this mode.
 
     Args:
-        num_rows: of tensors that carry tokens.
+        num_rows: rows of tensors that carry tokens.
     """
 
     def __init__(self, num_rows: int) -> None:
@@ -278,11 +279,11 @@ class BoundaryWarmUp(TorchFunctionMode):
 
 
 class CapturedWarmUp(BoundaryWarmUp):
-    """In this block boundary ops run, and what they write into the graph's own memory is made up.
+    """Runs boundary ops, then writes placeholders for their results into memory that the graph owns.
 
     Args:
-        outside: tensors that the graph does not own: their content is left alone.
-        num_rows, real_rows: of tensors that carry tokens.
+        outside: tensors that the graph does not own; their contents are left alone.
+        num_rows, real_rows: rows of tensors that carry tokens.
         variant: which poison padded rows get, as for `poison_value`.
     """
 
