@@ -55,7 +55,7 @@ class GraphedModule:
         return getattr(self.model, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Sets the model's attribute, as reading gives the model's, but for the few of this object."""
+        """Sets the model's attribute, matching `__getattr__`, except for this object's own few attributes."""
         if name in self.__dict__ or "_graphs" not in self.__dict__:  # the last one that __init__ makes
             object.__setattr__(self, name, value)
         else:
@@ -71,7 +71,7 @@ class GraphedModule:
         return sorted({*super().__dir__(), *dir(self.model)})
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A copy, or what is unpickled, has the model and the settings; graphs do not outlive addresses."""
+        """Copies or pickles only the model and the settings: a graph is valid only at its own addresses."""
         forward = self._forward if self._in_place else None
         return _copied, (self.model, self.piecewise_config, forward)
 
@@ -82,14 +82,14 @@ class GraphedModule:
         return self
 
     def eval(self) -> GraphedModule:
-        """As `train(False)`."""
+        """Calls `train(False)`."""
         return self.train(False)
 
     def __repr__(self) -> str:
         return f"GraphedModule({type(self.model).__name__}, captured={list(self.stats.captured)})"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's own call: `model(*args, **kwargs)`, replayed where a captured bucket serves it."""
+        """Runs `model(*args, **kwargs)`, as a replay where a captured bucket serves the call."""
         compiler = torch.compiler
         # A trace in another thread, which is waited for, looks like one of this call.
         if compiler.is_dynamo_compiling() or (compiler.is_compiling() and self._router.owner is None):
@@ -153,22 +153,24 @@ class GraphedModule:
             self._graphs.suspend()
 
     def resume(self) -> CaptureReport | None:
-        """Captures the buckets again that `suspend()` gave back; None where nothing was captured.
+        """Captures the buckets again that `suspend()` gave back; None if nothing was captured.
 
-        A trace is made again only where the model changed meanwhile: tensors of another kind or device, or
-        Python state that the trace read. What was captured under another autocast, default dtype or the like
-        than those of now comes back at the next call under them.
+        The model is traced again only if it changed meanwhile: tensors of another kind or device, or Python
+        state that the trace read. What was captured under another autocast, default dtype or similar setting
+        is captured at the next call under that setting.
 
         Raises:
             StateError: it is not suspended.
-            TraceError, TokenDimError, CaptureError: as for `capture`; everything is suspended as before then.
+            TraceError, TokenDimError, CaptureError: as for `capture`; everything is then suspended as before.
         """
         with self._router.exclusive("resume"):
             return self._calls.resume()
 
     def release(self) -> None:
-        """Gives all graph memory back and forgets what was captured, traces included; calls run eagerly until
-        `capture()` is called again. Ends a suspension, too."""
+        """Gives all graph memory back and forgets all captures, traces included; also ends a suspension.
+
+        Calls run eagerly until `capture()` is called again.
+        """
         with self._router.exclusive("release"):
             self._graphs.drop_graphs()
             self._graphs.is_released = True
@@ -190,8 +192,9 @@ class GraphedModule:
             return check_signatures(self._graphs.signatures, self._calls.trace)
 
     def explain(self, *args: Any, **kwargs: Any) -> PlanReport:
-        """The plan for calls like this one: segments, reasons, coverage. Nothing is captured and no state
-        changes.
+        """Returns the plan for calls like this one: segments, reasons, coverage.
+
+        Nothing is captured and no state changes.
 
         Raises:
             TraceError, TokenDimError: as for `capture`.
@@ -220,14 +223,14 @@ class GraphedModule:
             return verify(self.model, self._forward, self._graphs, args, kwargs, make_inputs)
 
     def report(self) -> Report:
-        """Plans, captures and calls so far."""
+        """Reports plans, captures and calls so far."""
         return self._graphs.report(self._calls.unseen.listed())
 
 
 def compile(
     model: nn.Module, config: PiecewiseConfig | str | Path | None = None, /, **overrides: Any
 ) -> GraphedModule:
-    """A drop-in replacement of `model` that replays graphs; the model itself is not changed.
+    """Returns a drop-in replacement of `model` that replays graphs; the model itself is not changed.
 
     Args:
         config: a `PiecewiseConfig`, or the path of a TOML bucket file.
@@ -239,14 +242,14 @@ def compile(
 
 
 def explain(model: nn.Module, *args: Any, config: PiecewiseConfig | None = None, **kwargs: Any) -> PlanReport:
-    """The plan for `model(*args, **kwargs)`, without capture."""
+    """Returns the plan for `model(*args, **kwargs)`, without capture."""
     return GraphedModule(model, config if config is not None else PiecewiseConfig()).explain(*args, **kwargs)
 
 
 def enable(
     model: nn.Module, config: PiecewiseConfig | str | Path | None = None, /, **overrides: Any
 ) -> GraphedModule:
-    """Like `compile`, in place: `model.forward` is swapped, so callers that hold `model` replay graphs too.
+    """Swaps `model.forward` for one that replays graphs, so callers that hold `model` replay graphs, too.
 
     Returns:
         The `GraphedModule`, for `capture`, `report` and the rest; `disable(model)` undoes it.
@@ -275,7 +278,7 @@ def disable(model: nn.Module) -> nn.Module:
 
 
 class _SwappedForward:
-    """What `enable` puts into `model.forward`."""
+    """Replaces `model.forward` while the model is enabled."""
 
     def __init__(self, graphed: GraphedModule, original: Any) -> None:
         self.graphed, self.original = graphed, original

@@ -2,10 +2,10 @@
 
     compiled = torch.compile(model, backend="piecewise", options={"buckets": [64, 128]})
 
-Compared with `piecewise.compile`, Dynamo's guards run on each call (they cost 90 µs and more), and the
-token count has no symbol before Dynamo saw two sizes, a `mark_dynamic` or `dynamic=True`. A graph that
-cannot be graphed runs as Dynamo gave it. Buckets are captured after their third call, or all at once at
-the first call inside `piecewise.capture_window()`.
+Unlike with `piecewise.compile`, Dynamo's guards run on each call (they cost 90 µs and more), and the token
+count has no symbol until Dynamo has seen two sizes, a `mark_dynamic` or `dynamic=True`. A Dynamo graph that
+cannot be captured runs as Dynamo gave it. Buckets are captured after their third call, or all at once at the
+first call inside `piecewise.capture_window()`.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _handles: weakref.WeakKeyDictionary[Any, BackendHandle] = weakref.WeakKeyDiction
 
 
 class BackendHandle:
-    """Report and counters of one compiled model, over all graphs that Dynamo made of it."""
+    """Holds the report and counters of one compiled model, over all graphs that Dynamo made of it."""
 
     def __init__(self, config: PiecewiseConfig) -> None:
         self.asked_for = config
@@ -68,8 +68,7 @@ class BackendHandle:
                 graph.let_go()
 
     def resume(self) -> None:
-        """Lets each graph capture the buckets again that it had, at its next call: the weights come with the
-        call's arguments.
+        """Lets each graph capture its buckets again at its next call, whose arguments carry the weights.
 
         Raises:
             StateError: it is not suspended.
@@ -78,8 +77,10 @@ class BackendHandle:
             self.store.resume(None)
 
     def release(self) -> None:
-        """Gives all graph memory back and forgets the plans; buckets that are called again are captured anew,
-        from the weights of then."""
+        """Gives all graph memory back and forgets the plans.
+
+        Buckets that are called again are captured again, from the weights of that call.
+        """
         with self.router.exclusive("release"):
             self.store.drop_graphs()
             for graph in self.graphs:
@@ -119,7 +120,7 @@ def piecewise_backend(
 
 
 def handle(compiled: Any) -> BackendHandle:
-    """The report and counters behind a `torch.compile(..., backend="piecewise")` result.
+    """Returns the report and counters behind a `torch.compile(..., backend="piecewise")` result.
 
     Raises:
         StateError: it was not compiled by this backend, or not called yet.
@@ -140,10 +141,10 @@ def handle(compiled: Any) -> BackendHandle:
 
 
 class CompiledGraph:
-    """One graph from Dynamo: replays where a bucket is captured, runs the graph itself everywhere else.
+    """Serves one graph from Dynamo: replays where a bucket is captured, runs the graph itself elsewhere.
 
     Attributes:
-        signatures: the one of its calls; none before the first call, and where it cannot be planned.
+        signatures: the signature of its calls; empty before the first call, and if it cannot be planned.
     """
 
     def __init__(self, graph: fx.GraphModule, owner: BackendHandle) -> None:
@@ -172,14 +173,13 @@ class CompiledGraph:
         self._binder.inputs.clear()
 
     def let_go(self) -> None:
-        """Holds no argument of the last call any more, weights among them."""
+        """Drops references to the last call's arguments, weights among them."""
         self._binder.let_go()
 
     def new_kind(
         self, args: tuple[Any, ...], _: dict[str, Any], *, may_capture: bool
     ) -> tuple[CapturedSignature, Matched] | FallbackReason:
-        """Plans the graph with the first call's arguments; a graph that cannot be planned stays eager for
-        good."""
+        """Plans the graph with the first call's arguments; if that fails, the graph stays eager for good."""
         if not self.signatures and self._refused is None:
             self._plan(args)
         if self._refused is not None:
@@ -216,7 +216,7 @@ class CompiledGraph:
                 raise
 
     def _refusal(self, error: PiecewiseError) -> FallbackReason:
-        """The reason under which calls of a graph that cannot be planned are counted."""
+        """Chooses the reason under which calls of a graph that cannot be planned are counted."""
         if isinstance(error, CoverageError):
             return FallbackReason.LOW_COVERAGE
         targets = [node.target for node in self._eager.graph.nodes if node.op == "call_function"]
@@ -257,12 +257,11 @@ class CompiledGraph:
 
 
 class _ArgumentBinder(CallBinder):
-    """Binds a call of Dynamo's graph: the inputs are its values, and the model's tensors are put where state
-    is looked up.
+    """Binds a call of Dynamo's graph: the call's inputs become its values, the model's tensors its state.
 
     Attributes:
-        arguments: of the last call.
-        inputs: positions of what belongs to the call.
+        arguments: those of the last call.
+        inputs: positions of arguments that belong to the call, not the model.
         numbers: position of a number that is passed as a tensor → the value that the plan holds for.
     """
 
@@ -273,11 +272,10 @@ class _ArgumentBinder(CallBinder):
         self.bind = self._bind
 
     def take(self, args: Sequence[Any]) -> None:
-        """Lets state be looked up among these arguments."""
+        """Makes state lookups read these arguments."""
         self.arguments[:] = args
 
     def let_go(self) -> None:
-        """Holds no argument any more."""
         self.take([None] * len(self.arguments))
 
     def _bind(self, *args: Any) -> tuple:
@@ -290,7 +288,7 @@ class _ArgumentBinder(CallBinder):
 
 
 def _copy_graph(graph: fx.GraphModule) -> fx.GraphModule:
-    """A copy whose nodes can be rewritten: the original still serves the eager calls."""
+    """Copies a graph so that its nodes can be rewritten: the original still serves the eager calls."""
     copied = fx.Graph()
     output = copied.graph_copy(graph.graph, {})
     copied.output(output)
@@ -298,7 +296,7 @@ def _copy_graph(graph: fx.GraphModule) -> fx.GraphModule:
 
 
 def _fix_number(placeholder: fx.Node) -> None:
-    """Lets the ShapeEnv know that a number is what it was in the example; each call compares it."""
+    """Tells the ShapeEnv that a number equals the example's; each call compares it."""
     for user in placeholder.users:
         value = user.meta.get("example_value")
         if isinstance(value, torch.SymFloat):

@@ -142,7 +142,7 @@ def _warm_up_rows(plan: SegmentPlan, bucket: int, leaves: Sequence[object]) -> i
 def _cut_again(
     context: CaptureContext, signature: CapturedSignature, cut: Cut | None, error: Exception
 ) -> list[int] | None:
-    """Cuts the trace again to avoid a fault; returns the buckets that lost their graphs, None if it cannot."""
+    """Cuts the trace again to avoid a fault; returns the buckets that lost their graphs, or None."""
     if cut is None or cut.assembler is None or not isinstance(error, SegmentFault) or is_out_of_memory(error):
         return None
     if not cut.traced.heed(error, cut.plan):

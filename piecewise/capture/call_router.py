@@ -37,7 +37,7 @@ class Caller(Protocol):
     def new_kind(
         self, args: Any, kwargs: Any, *, may_capture: bool
     ) -> tuple[CapturedSignature, Matched] | FallbackReason:
-        """Returns a signature for a call that none of `signatures` serves, traced now if allowed.
+        """Makes a signature for a call that none of `signatures` serves, traced now if allowed.
 
         Returns:
             The signature and the call's match, or the reason why there is none.

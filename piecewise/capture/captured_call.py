@@ -330,7 +330,7 @@ class SignatureList(list[CapturedSignature]):
         return self.current_variant(signature) not in (None, signature)
 
     def other_state(self, signature: CapturedSignature) -> str:
-        """Describes how a signature's model state differs from now's, if a variant serves instead; else empty."""
+        """Describes how a signature's model state differs from now, if a variant serves it; else empty."""
         change = signature.find_change() if signature.check is not None else None
         return change.detail if change is not None and self.has_current_variant(signature) else ""
 

@@ -100,7 +100,7 @@ class FaultFinder:
         return False
 
     def first_wrong_node(self) -> tuple[fx.Node, Verdict] | None:
-        """Finds the first node that cannot be recorded, or whose real rows change with padding; None if no node does."""
+        """Finds the first node that cannot be recorded or whose real rows change with padding, if any."""
         return self._first_unrecordable() if self._fault.variant is None else self._first_mixing()
 
     def _real_results(self, function: Callable[..., Any], variant: int) -> dict[int, torch.Tensor]:

@@ -17,7 +17,7 @@ _RESERVED_SHARE = 0.05
 
 
 def capturable(config: PiecewiseConfig) -> tuple[PiecewiseConfig, tuple[str, ...]]:
-    """Returns the settings without sizes that are never captured, and those sizes in words; also warns of them."""
+    """Removes sizes that are never captured from the settings; warns of them and returns them in words."""
     kept, _ = config.within_limits()
     left_out = [f"bucket {each}" for each in config.prefill_sizes().clamped]
     if config.decode_batch_sizes is not None:

@@ -45,8 +45,11 @@ def placeholder_for(sizes: Sequence[int], like: torch.Tensor, *, seed: int) -> t
 def poison_padding_(
     tensor: torch.Tensor, value: ValueSpec, num_rows: int, bucket: int, *, variant: int
 ) -> None:
-    """Fills the padded rows of a value at a bucket, of whose rows `num_rows` are real, with what it was
-    proven for."""
+    """Fills the padded rows of a value at a bucket with what they were proven to allow.
+
+    Args:
+        num_rows: how many of the bucket's rows are real.
+    """
     if not value.token_dims or value.sizes is None or not value.padded.is_prefix:
         return
     sizes = value.sizes(num_rows)

@@ -51,17 +51,17 @@ Retrace = Callable[[CapturedSignature], CapturedSignature]
 
 
 class GraphStore:
-    """Signatures and their captured buckets, in one pool.
+    """Keeps signatures and their captured buckets, in one memory pool.
 
     Attributes:
         config: the settings, without buckets that their own limits put out of reach; `left_out` names those.
-        signatures: the kinds of calls that were traced.
+        signatures: the traced kinds of calls.
         stats, traffic: counters of calls, and of their token counts.
-        changes: what was found changed since capture, in words.
+        changes: changes found since capture, in words.
         is_released: whether the graphs were given back for good, and nothing was captured since.
-        is_suspended: whether they were given back until `resume`.
-        engine, pool, buffers, lowering: made by the first capture; the pool goes with the last graph, what
-            was compiled stays.
+        is_suspended: whether the graphs were given back until `resume`.
+        engine, pool, buffers, lowering: made by the first capture; the pool goes with the last graph, while
+            compiled code stays.
     """
 
     def __init__(self, config: PiecewiseConfig) -> None:
@@ -94,7 +94,7 @@ class GraphStore:
         return "captured" if self.stats.captured else "not captured"
 
     def missing(self, signature: CapturedSignature) -> list[int]:
-        """Buckets that are not captured, largest first: its memory serves the rest [I9]."""
+        """Lists buckets not captured yet, largest first: the largest one's memory serves the rest [I9]."""
         return [size for size in sorted(self.config.buckets, reverse=True) if size not in signature.served]
 
     def add(
@@ -191,14 +191,15 @@ class GraphStore:
         self._note_captured()
 
     def resume(self, retrace: Retrace | None) -> CaptureReport | None:
-        """Captures again what `suspend` gave back; a signature whose model changed is traced again first, and
-        one that was traced under another global state is captured at its next call. So is each one where
-        `retrace` is None.
+        """Captures again what `suspend` gave back.
+
+        A signature whose model changed is traced again first. One traced under another global state is
+        captured at its next call; without `retrace`, so is every signature.
 
         Raises:
             StateError: it is not suspended.
-            Whatever `retrace` or a capture raises: then everything is suspended as before, and this can be
-            called again.
+            Whatever `retrace` or a capture raises: then everything is suspended as before, and `resume` can
+            be called again.
         """
         if not self.is_suspended:
             raise NotSuspended()
@@ -226,14 +227,14 @@ class GraphStore:
         return report
 
     def refresh(self, retrace: Retrace) -> CaptureReport | None:
-        """Captures all again with the model as it is; forgets what was captured of it in another state.
+        """Captures everything again with the model as it is; forgets captures of the model in another state.
 
-        As `suspend` and `resume`, a trace is made again only where the model differs from what it was made
-        of. Where no call would find a difference, all are made again: the one that asks for this is such that
-        no call finds it.
+        As in `suspend` and `resume`, a trace is made again only if the model differs from the traced one. If
+        calls would find no difference, all traces are made again: the reason for this refresh must then be a
+        change that no call finds.
 
         Raises:
-            Whatever `retrace` or a capture raises: what was not captured by then is by the next refresh.
+            Whatever `retrace` or a capture raises: the next refresh captures what is still missing.
         """
         if not self._to_refresh:  # one that failed has found that already
             self._keeps_no_trace = all(each.is_current() for each in self.signatures)
@@ -360,7 +361,7 @@ class GraphStore:
         return BucketReport(bucket, "waiting", detail, code=FallbackReason.NOT_CAPTURED.value)
 
     def report(self, unseen: Mapping[str, int]) -> Report:
-        """Plans, captures and calls so far; `unseen` are the kinds of call that no signature serves."""
+        """Reports plans, captures and calls so far; `unseen` lists kinds of calls without a signature."""
         signatures = self.signatures.captured_order()
         return Report(
             tuple(PlanReport.of(s.plan, s.traced.trace.example.names) for s in signatures),

@@ -52,8 +52,9 @@ class TracedState:
         return cls(places, fixed, kinds_of(places, fixed), attributes, declared)
 
     def holds(self) -> bool:
-        """Whether the model's tensors are of these kinds now, and its objects have kept their attributes'
-        dicts, in which all else is compared."""
+        """Whether the model's tensors still have these kinds, and its objects the same attribute dicts, whose
+        contents are compared elsewhere.
+        """
         are_kept = all(_attributes(item) is attributes for item, attributes in self.attributes)
         are_declared = all(_declared_of(op) == declared for op, declared in self.declared)
         return are_kept and are_declared and kinds_of(self.places, self.fixed) == self.seen
@@ -73,8 +74,9 @@ def _attributes(item: Any) -> Any:
 
 
 def kinds_of(places: Iterable[StateRef], fixed: Iterable[StateRef]) -> tuple[Any, ...]:
-    """Each tensor's type, dtype, device and geometry, which ones are one tensor or share memory, and the
-    addresses of those that are fixed."""
+    """Describes each tensor's type, dtype, device and geometry, which places share a tensor or memory, and
+    the addresses of the fixed places.
+    """
     found: list[Any] = []
     tensors: dict[int, int] = {}
     memories: dict[int, int] = {}

@@ -18,11 +18,10 @@ _SIGNIFICANT_BITS = 9
 
 
 class TrafficRecorder:
-    """Keeps a histogram of the token counts of calls, without a lock: one module is called from one thread at
-    a time.
+    """Keeps a histogram of the token counts of calls, without a lock: one thread at a time calls a module.
 
     Attributes:
-        by_count: calls by token count; up to `EXACT_UP_TO` it may be counted here, which is quicker.
+        by_count: calls by token count; up to `EXACT_UP_TO`, adding here directly is allowed and faster.
     """
 
     __slots__ = ("by_count",)
@@ -54,7 +53,7 @@ class TrafficRecorder:
         self.by_count.clear()
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes what `piecewise buckets plan --traffic` reads, in one step; may be called while serving."""
+        """Writes the file that `piecewise buckets plan --traffic` reads, atomically, even while serving."""
         pairs = [list(pair) for pair in self.counts.items()]
         content = {"format": "piecewise-traffic", "version": 1, "unit": "steps", "counts": pairs}
         replace_text(Path(path), json.dumps(content) + "\n")

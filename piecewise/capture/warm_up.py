@@ -279,7 +279,7 @@ class BoundaryWarmUp(TorchFunctionMode):
 
 
 class CapturedWarmUp(BoundaryWarmUp):
-    """Runs boundary ops, then writes placeholders for their results into memory that the graph owns.
+    """Writes placeholders into graph-owned memory that boundary ops would write, then runs the ops.
 
     Args:
         outside: tensors that the graph does not own; their contents are left alone.
