@@ -25,7 +25,7 @@ from runners.collector import paused_collector
 
 
 class GraphedModule:
-    """A model whose calls replay graphs where that is proven equal, and run the model itself everywhere else.
+    """Replays graphs of a model where that is proven equal, and runs the model itself everywhere else.
 
     Attributes:
         model: the user's module, unchanged; other attributes of this object are the model's.
@@ -55,7 +55,7 @@ class GraphedModule:
         return getattr(self.model, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Sets the model's attribute, matching `__getattr__`, except for this object's own few attributes."""
+        """Sets the model's attribute, matching `__getattr__`, except for this object's own few."""
         if name in self.__dict__ or "_graphs" not in self.__dict__:  # the last one that __init__ makes
             object.__setattr__(self, name, value)
         else:
@@ -124,16 +124,16 @@ class GraphedModule:
             return self._calls.capture(args, kwargs)
 
     def refresh(self) -> CaptureReport | None:
-        """Captures again what was captured, after weights moved or the model changed; None where nothing was.
+        """Captures everything again, after weights moved or the model changed; None if nothing was captured.
 
-        All is captured with the model in the state that it is in; what was captured in others is forgotten.
-        The old graphs and their memory go first, so two pools never exist at once. The model is traced again
-        where its tensors are of other kinds, or what calls compare of its Python state is another; and where
-        calls find no change at all, since then it is one that no call can find. `release()` and `capture()`
-        trace in every case.
+        The model is captured in its present state; captures from other states are forgotten. The old graphs
+        and their memory are freed first, so two pools never exist at once. The model is traced again if its
+        tensors are of other kinds or Python state that calls compare has changed; and if calls find no change
+        at all, since the change must then be one that no call can find. `release()` and `capture()` trace in
+        every case.
 
         Raises:
-            As for `capture`; what is not captured by then is captured by the next `refresh()`.
+            As for `capture`; the next `refresh()` captures what is still missing.
         """
         with self._router.exclusive("refresh"):
             self._graphs.refuse_suspended("refresh")
@@ -142,12 +142,12 @@ class GraphedModule:
     def suspend(self) -> None:
         """Gives all graph memory back, for a trainer that needs it, until `resume()`; calls run eagerly.
 
-        `release()` forgets what was captured; this keeps the traces, which are what takes long, and the list
-        of buckets. Nothing of the model's tensors is held meanwhile, so they may be moved away and back, or
-        be bound anew. Calling it again changes nothing.
+        Unlike `release()`, this keeps the traces, which take long to make, and the list of buckets. No tensor
+        of the model is held meanwhile, so they may be moved away and back, or rebound. Calling it again
+        changes nothing.
 
         Raises:
-            StateError: from inside a call of the same thread. A call in another thread is waited for.
+            StateError: called inside a call of the same thread. A call in another thread is waited for.
         """
         with self._router.exclusive("suspend"):
             self._graphs.suspend()
@@ -177,12 +177,12 @@ class GraphedModule:
             self._calls.forget()
 
     def check_addresses(self) -> AddressReport:
-        """Compares the model with what was captured, deeper than calls do: the model is traced again.
+        """Compares the model with its captures more deeply than calls do, by tracing it again.
 
         Each call compares the tensors that graphs read (which object, address, dtype, geometry), and the
-        Python state that Dynamo guards. This finds also what no guard names: state that is read by functions
-        which Dynamo was told to take for constant. It takes as long as a trace does.
-        Neither sees Python state that a custom op reads inside its kernel: `verify()` does.
+        Python state that Dynamo guards. This check also finds changes that no guard names: of state read by
+        functions which Dynamo was told to treat as constant. It takes as long as a trace does.
+        Neither sees Python state that a custom op reads inside its kernel; `verify()` does.
 
         Raises:
             StateError: it is suspended, or a call of the same thread is in progress.
@@ -213,11 +213,11 @@ class GraphedModule:
     ) -> VerifyReport:
         """Compares replays of this call with the model: results and all that it writes; see `verify.py`.
 
-        Nothing is captured, counted or left changed, but for the memory of `outputs="view"` results.
+        Captures, counts and changes nothing, except the memory of `outputs="view"` results.
 
         Args:
             make_inputs: `make_inputs(num_tokens)` returns `(args, kwargs)`, as in `PrefillCase`: then each
-                bucket is compared at the sizes around its edge, too.
+                bucket is also compared at the sizes around its edge.
         """
         with self._router.exclusive("verify"):
             return verify(self.model, self._forward, self._graphs, args, kwargs, make_inputs)
@@ -278,8 +278,6 @@ def disable(model: nn.Module) -> nn.Module:
 
 
 class _SwappedForward:
-    """Replaces `model.forward` while the model is enabled."""
-
     def __init__(self, graphed: GraphedModule, original: Any) -> None:
         self.graphed, self.original = graphed, original
         self.__wrapped__ = graphed._forward  # keeps inspect.signature(model.forward) forward's own

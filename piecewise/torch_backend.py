@@ -93,7 +93,7 @@ def piecewise_backend(
     options: Mapping[str, Any] | None = None,
     **unknown: Any,
 ) -> Callable[..., Any]:
-    """The backend's entry point, found by torch through the entry point group `torch_dynamo_backends`.
+    """Compiles a Dynamo graph; torch finds this function by the entry point group `torch_dynamo_backends`.
 
     Args:
         options: fields of `PiecewiseConfig` by name; see there.
@@ -260,7 +260,6 @@ class _ArgumentBinder(CallBinder):
     """Binds a call of Dynamo's graph: the call's inputs become its values, the model's tensors its state.
 
     Attributes:
-        arguments: those of the last call.
         inputs: positions of arguments that belong to the call, not the model.
         numbers: position of a number that is passed as a tensor → the value that the plan holds for.
     """
@@ -272,7 +271,6 @@ class _ArgumentBinder(CallBinder):
         self.bind = self._bind
 
     def take(self, args: Sequence[Any]) -> None:
-        """Makes state lookups read these arguments."""
         self.arguments[:] = args
 
     def let_go(self) -> None:

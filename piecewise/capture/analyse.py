@@ -47,7 +47,6 @@ class TracedModel:
         forced: nodes that must run eagerly because of what warm-ups or captures showed, in `num_cuts` cuts.
         keeps_own: nodes whose segments keep the model's own kernels, and why.
         splitter: the last cut.
-        captures_boundaries: whether capture-safe boundary ops go into graphs.
         step_metadata: metadata loaded before each replay, for boundary ops with a captured form.
         graphs: the aten graphs of the segment functions that fusions made.
     """
@@ -188,7 +187,6 @@ def prepare(traced: Trace, config: PiecewiseConfig) -> TracedModel:
 
 
 def _living_facts(traced: Trace, config: PiecewiseConfig) -> dict[fx.Node, NodeFacts]:
-    """Finds the facts of a normalized graph's nodes and removes dead nodes."""
     facts = find_facts(traced.graph.graph, enabled=enabled_ops(config))
     remove_dead_nodes(traced.graph.graph, facts)
     return facts
@@ -209,14 +207,14 @@ def example_of_size(traced: TracedModel, num_tokens: int) -> ExampleCall:
 def one_token_refusal(
     traced: TracedModel, model: nn.Module, *, forward: Any, config: PiecewiseConfig
 ) -> tuple[str, StateFacts]:
-    """Finds why one token does not run the same program as several; the reason is empty if it does [I10].
+    """Finds why one token does not run the program of several, and which state decides this [I10].
 
     torch assumes two or more and records no guard for it, so `if n > 1`, `squeeze(0)` and broadcasts leave
     no mark. A second trace, at one token and static, is compared op by op.
 
     Returns:
-        The reason, and the state that the answer depends on but the trace of several tokens did not read: a
-        branch for one token alone may read a flag.
+        The reason, empty if the programs agree, and the state that only the trace of one token read, such as
+        a flag in its branch.
     """
     ratio = config.max_padding_ratio
     if ratio is not None and config.buckets[0] > ratio:

@@ -46,7 +46,7 @@ class CaptureContext:
 
 
 class PlanAssembler:
-    """Captures the buckets of one cut plan. One per trace; runners, pool and buffers outlive it.
+    """Captures the buckets of one cut plan, made from one trace; runners, pool and buffers outlive it.
 
     Args:
         functions: the function of each graph segment, by the segment's index.
@@ -121,7 +121,7 @@ class PlanAssembler:
         return self._step_plan(bucket, static_inputs, static)
 
     def function_for(self, segment: Segment, bucket: int) -> Callable[..., Sequence[Any]]:
-        """Returns the function of a graph segment that is warmed up and captured at a bucket."""
+        """Returns the form of a graph segment that is warmed up and captured at a bucket."""
         on_streams = self.streams.form_for(segment, bucket, self.pool.streams)
         return on_streams or self.functions[segment.index]
 
@@ -268,7 +268,7 @@ class PlanAssembler:
         )  # fmt: skip
 
     def _check_before(self, segments: Sequence[Segment]) -> int:
-        """Finds the first segment that may write something lasting that an eager run of the call would not redo."""
+        """Finds the first segment with lasting effects that an eager run would not simply write again."""
         if self.outputs == "view":  # an input may be an earlier result, whose memory the first segment writes
             return 0
         for position, segment in enumerate(segments):

@@ -37,11 +37,7 @@ class Caller(Protocol):
     def new_kind(
         self, args: Any, kwargs: Any, *, may_capture: bool
     ) -> tuple[CapturedSignature, Matched] | FallbackReason:
-        """Makes a signature for a call that none of `signatures` serves, traced now if allowed.
-
-        Returns:
-            The signature and the call's match, or the reason why there is none.
-        """
+        """Makes a signature for a call that none of `signatures` serves, or returns the reason why not."""
         ...
 
 
@@ -238,7 +234,6 @@ def preview(store: GraphStore, args: Any, kwargs: Any) -> tuple[int, Any]:
 
 
 def _bucket_for(store: GraphStore, num_tokens: int) -> int | None:
-    """Finds the smallest bucket that holds a count, if there is one."""
     buckets = store.config.buckets
     at = bisect_left(buckets, num_tokens)
     return buckets[at] if num_tokens > 0 and at < len(buckets) else None

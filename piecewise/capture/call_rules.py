@@ -87,7 +87,6 @@ def _apart_from_state(
 ) -> list[tuple[list[int], Callable[[], frozenset[int]]]]:
     """Lists inputs with the memory of state that they may not share at a call: graphs read a copy of one,
     which would be out of date once the other is written. State that graphs write is at fixed addresses.
-
     State of other dtypes is not looked up: pools are many, and token ids are no view of one.
     """
     read = {index for segment in plan.graph_segments() for index in segment.inputs}
@@ -125,9 +124,8 @@ def _memory_of(places: Sequence[StateRef]) -> frozenset[int]:
 def _written_memory(traced: TracedModel) -> WrittenMemory:
     """Groups the inputs that lie in memory which a call writes, as the trace has it: one memory per group.
 
-    The plan follows memory, not tensors: what graphs read of it is copied in again after each write, through
-    whichever input. So two halves of a pool, or overlapping views, are served in calls that share memory in
-    the same way.
+    The plan follows memory, not tensors: after each write, what graphs read of the memory is copied in again,
+    through any of its inputs. So halves of a pool, or overlapping views, are served if they share as traced.
     """
     memory: dict[int, int] = {}
     for placeholder in traced.trace.placeholders:

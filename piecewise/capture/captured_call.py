@@ -85,18 +85,16 @@ class CapturedSignature:
 
     Attributes:
         cuts: the first trace's cut, and those of traces at other sizes, for buckets that the first excludes.
-        trace_one_token: traces at one token; returns why one token runs eagerly (empty if it may replay), and
-            the state that the answer depends on beyond that of the first trace.
+        trace_one_token: traces at one token; returns as `one_token_refusal` of `analyse.py` does.
         retrace: traces the example resized, for a bucket that the first trace excludes.
         times: seconds spent on all this.
         adapters: names of the model's adapters active at the trace; empty if it has none.
-        one_token, one_token_facts: the result of `trace_one_token`; None until it was called.
+        one_token, one_token_facts: the result of `trace_one_token`; `one_token` is None until it was called.
         global_state: torch's at the trace; `check()` is false if grad mode, autocast or the like differ now.
-        binder: binds the calls that the signature may serve.
         match: bound values → (token count, leaves) or None.
         rebuild: result leaves → the result.
-        check: compares what the trace read of the model; None while no graph can be made from the trace: its
-            graphs were given up because an address moved, or it is suspended.
+        check: compares what the trace read of the model; None while no graph can be made from the trace: an
+            address moved, or the signature is suspended.
         state: the model's tensors and objects that the traces hold for.
         served: bucket → plan; `refused`: bucket → why it runs eagerly.
         waiting: bucket → calls that a lazy capture has seen.
@@ -188,9 +186,8 @@ class CapturedSignature:
         self.state = TracedState.of([cut.plan for cut in self.cuts], fixed, ops)
 
     def may_serve(self, num_tokens: int, leaves: Sequence[Any]) -> bool:
-        """Whether the global state is the trace's, and some count allows the sizes that do not follow it.
-
-        Such sizes can make another kind of call: one sequence, where the trace asks for several.
+        """Whether the global state is the trace's, and some count allows the sizes that do not follow it: one
+        sequence is another kind of call where the trace asks for several.
         """
         if not self.global_state.check():
             return False
@@ -365,11 +362,7 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 
 
 def _may_be_current_again(signature: CapturedSignature, owned: Set[int]) -> bool:
-    """Whether the model may return to the traced state: it still has all that the trace found.
-
-    Args:
-        owned: ids of the tensors and modules of the model.
-    """
+    """Whether the model may return to the traced state; `owned` has the ids of its tensors and modules."""
     if signature.suspended is not None:  # it holds nothing
         return True
     change, check = signature.find_change(), signature.check

@@ -1,7 +1,7 @@
 """Replaces calls of boundary ops by their captured form, which can be inside a graph.
 
-The metadata tensors that the form takes enter the graph as constants that it owns; docs/DESIGN.md says what
-follows from that. A node that is not replaced says why in `meta["kept_out"]`.
+The form's metadata tensors enter the graph as constants that it owns; docs/DESIGN.md has the consequences.
+A node that is not replaced says why in `meta["kept_out"]`.
 """
 
 from __future__ import annotations
@@ -77,9 +77,7 @@ def enabled_ops(config: PiecewiseConfig) -> frozenset[str] | None:
 
 
 def fix_metadata_inputs(trace: Trace, facts: Mapping[fx.Node, NodeFacts], symbol: sympy.Symbol) -> None:
-    """Marks the inputs that captured ops take as metadata, and fixes their sizes: a graph has one shape for
-    them [I2].
-    """
+    """Marks the metadata inputs of captured ops and fixes their sizes: a graph has one shape [I2]."""
     waiting = [
         argument
         for node, fact in facts.items()
@@ -119,7 +117,6 @@ def _limits(config: PiecewiseConfig, op: BoundaryOp) -> CaptureLimits:
 
 
 def _constants(graph: fx.GraphModule, tensors: Mapping[str, torch.Tensor], index: int) -> dict[str, fx.Node]:
-    """Adds a node per metadata tensor before all calls."""
     first = next(node for node in graph.graph.nodes if node.op != "placeholder")
     nodes = {}
     for name, tensor in tensors.items():

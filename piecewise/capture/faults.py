@@ -57,14 +57,7 @@ class SegmentFault(Exception):
 
 
 class FaultFinder:
-    """Finds the cause of a fault in the segment of one cut.
-
-    Args:
-        splitter: the cut.
-        values: the plan's values.
-    Attributes:
-        nodes: the nodes of the segment.
-    """
+    """Finds the cause of a fault in the segment of one cut; `nodes` are that segment's."""
 
     def __init__(self, splitter: Splitter, values: Sequence[ValueSpec], fault: SegmentFault) -> None:
         self._splitter, self._values, self._fault = splitter, values, fault

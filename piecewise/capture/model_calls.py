@@ -124,14 +124,12 @@ class ModelCalls:
         self.unseen.forget_refusals()
 
     def _retraced(self, old: CapturedSignature) -> CapturedSignature:
-        """Traces a signature's example again, with the model as it is."""
         example = old.traced.trace.example
         if example.binder is not self._binder:  # hooks came or went since it was made
             example = self.example(example.args, example.kwargs)
         return self._signature(example)
 
     def _outdated(self, args: Any, kwargs: Any) -> list[CapturedSignature]:
-        """Finds the signatures that a new one for the call replaces."""
         limit = self._config.max_signatures
         return self.signatures.to_replace(self._model, args, kwargs, max_kept=limit)
 
@@ -150,12 +148,7 @@ class ModelCalls:
 
     @paused_collector()
     def _signature(self, example: ExampleCall) -> CapturedSignature:
-        """Traces and cuts the example's kind of call; captures nothing yet.
-
-        Raises:
-            TraceError, TokenDimError: the model cannot be traced, or its token count not found.
-            CaptureError: with `strict`, an op lets padding reach real rows.
-        """
+        """Traces and cuts the example's kind of call; captures nothing yet."""
         config, times = self._config, StartupTimes()
         if config.lowering == "inductor":
             with times.timed("lowering"):

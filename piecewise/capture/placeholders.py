@@ -45,11 +45,7 @@ def placeholder_for(sizes: Sequence[int], like: torch.Tensor, *, seed: int) -> t
 def poison_padding_(
     tensor: torch.Tensor, value: ValueSpec, num_rows: int, bucket: int, *, variant: int
 ) -> None:
-    """Fills the padded rows of a value at a bucket with what they were proven to allow.
-
-    Args:
-        num_rows: how many of the bucket's rows are real.
-    """
+    """Fills padded rows, after the first `num_rows`, with values that the proof of them allows."""
     if not value.token_dims or value.sizes is None or not value.padded.is_prefix:
         return
     sizes = value.sizes(num_rows)

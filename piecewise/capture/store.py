@@ -198,8 +198,7 @@ class GraphStore:
 
         Raises:
             StateError: it is not suspended.
-            Whatever `retrace` or a capture raises: then everything is suspended as before, and `resume` can
-            be called again.
+            Whatever `retrace` or a capture raises: everything is then suspended as before.
         """
         if not self.is_suspended:
             raise NotSuspended()
@@ -288,7 +287,6 @@ class GraphStore:
         return new
 
     def _capture_again(self, signature: CapturedSignature) -> CaptureReport:
-        """Ends the suspension of one signature; a signature that fails is suspended as before."""
         buckets = signature.suspended or ()
         signature.end_suspension()
         try:

@@ -100,7 +100,6 @@ class WarmUp:
         return found
 
     def _input(self, value: ValueSpec, num_rows: int) -> Any:
-        """Returns the example's input, or the size of one, at this many rows."""
         if value.origin == "symbol":
             return value.number_in(self.leaves)
         leaf = self.leaves[value.leaf]
@@ -120,7 +119,6 @@ class WarmUp:
             del self._made[index]
 
     def _run_between(self, segment: Segment) -> None:
-        """Runs an eager segment, or the warm-up of a boundary op."""
         if segment.kind == "eager":
             self._run_eager(segment)
         else:
@@ -159,7 +157,6 @@ class WarmUp:
                 self._fill(value, self._eager[index])
 
     def _warm_up_segment(self, segment: Segment, arguments: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Runs a segment's function with one padding after the other."""
         values, bucket, real_rows = self.plan.values, self.bucket, self.real_rows
         taken = [(values[index], tensor) for index, tensor in zip(segment.inputs, arguments, strict=True)]
         written = [(tensor, tensor.clone()) for value, tensor in taken if value.memory in segment.writes]
@@ -256,11 +253,7 @@ def _first_changed(before: Mapping[int, torch.Tensor], now: Mapping[int, torch.T
 
 
 class BoundaryWarmUp(TorchFunctionMode):
-    """Calls the `warm_up` of each boundary op instead of the op, inside this mode.
-
-    Args:
-        num_rows: rows of tensors that carry tokens.
-    """
+    """Calls the `warm_up` of each boundary op instead of the op; tensors with tokens have `num_rows` rows."""
 
     def __init__(self, num_rows: int) -> None:
         super().__init__()
@@ -283,7 +276,6 @@ class CapturedWarmUp(BoundaryWarmUp):
 
     Args:
         outside: tensors that the graph does not own; their contents are left alone.
-        num_rows, real_rows: rows of tensors that carry tokens.
         variant: which poison padded rows get, as for `poison_value`.
     """
 
