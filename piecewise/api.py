@@ -56,7 +56,9 @@ class GraphedModule:
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Sets the model's attribute, matching `__getattr__`, except for this object's own few."""
-        if name in self.__dict__ or "_graphs" not in self.__dict__:  # the last one that __init__ makes
+        if (
+            name in self.__dict__ or "_graphs" not in self.__dict__
+        ):  # `_graphs` is the last that __init__ sets
             object.__setattr__(self, name, value)
         else:
             setattr(self.model, name, value)
@@ -76,8 +78,7 @@ class GraphedModule:
         return _copied, (self.model, self.piecewise_config, forward)
 
     def train(self, mode: bool = True) -> GraphedModule:
-        """The model's own `train`; returns this object, so that `piecewise.compile(model).eval()` is
-        graphed."""
+        """Calls the model's `train`; returns this object, so `piecewise.compile(model).eval()` is graphed."""
         self.model.train(mode)
         return self
 
@@ -91,7 +92,7 @@ class GraphedModule:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs `model(*args, **kwargs)`, as a replay where a captured bucket serves the call."""
         compiler = torch.compiler
-        # A trace in another thread, which is waited for, looks like one of this call.
+        # is_compiling() is also true while another thread traces; such a trace is waited for.
         if compiler.is_dynamo_compiling() or (compiler.is_compiling() and self._router.owner is None):
             return self._forward(*args, **kwargs)
         return self._router.serve(self._calls, self._forward, args, kwargs)
@@ -280,7 +281,7 @@ def disable(model: nn.Module) -> nn.Module:
 class _SwappedForward:
     def __init__(self, graphed: GraphedModule, original: Any) -> None:
         self.graphed, self.original = graphed, original
-        self.__wrapped__ = graphed._forward  # keeps inspect.signature(model.forward) forward's own
+        self.__wrapped__ = graphed._forward  # so that inspect.signature(model.forward) is unchanged
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.graphed(*args, **kwargs)

@@ -40,7 +40,7 @@ from runners.errors import PiecewiseError
 from runners.state.state_check import StateFacts, StateRef
 from runners.stats import FallbackReason
 
-# The model or code that Dynamo compiles → its handle; dies with it.
+# The model or code that Dynamo compiles → its handle, which is freed with it.
 _handles: weakref.WeakKeyDictionary[Any, BackendHandle] = weakref.WeakKeyDictionary()
 
 
@@ -57,7 +57,7 @@ class BackendHandle:
         self.router = CallRouter(self.store, captures_calls=True)
 
     def report(self) -> Report:
-        """Plans, captures and calls so far; a graph that could not be planned is listed with its reason."""
+        """Reports plans, captures and calls so far; lists graphs that could not be planned, with reasons."""
         return self.store.report(self.notes)
 
     def suspend(self) -> None:
@@ -184,7 +184,7 @@ class CompiledGraph:
             self._plan(args)
         if self._refused is not None:
             return self._refused
-        # Dynamo's guards say which calls these are; the choice of a plan says why none serves.
+        # Dynamo's guards already matched the call; `choose_plan` gives the reason if no plan serves it.
         signature, bound = self.signatures[0], bound_call(self._binder, args, {})
         matched = signature.match(bound) if bound is not None else None
         return (signature, matched) if matched is not None else FallbackReason.UNSEEN_SIGNATURE
@@ -201,7 +201,7 @@ class CompiledGraph:
             def retrace(bucket: int) -> TracedModel:
                 raise ExcludedByDynamo(bucket=bucket)
 
-            # One token is another graph: Dynamo specialises sizes of 0 and 1.
+            # One token gets its own graph: Dynamo specialises sizes 0 and 1.
             one_token = "Dynamo makes a graph of its own for one token"
             cut = Cut(traced, traced.planned(config, times, move_weights=True))
             signature = CapturedSignature(
@@ -221,7 +221,7 @@ class CompiledGraph:
             return FallbackReason.LOW_COVERAGE
         targets = [node.target for node in self._eager.graph.nodes if node.op == "call_function"]
         if not any(lookup(target) is not None for target in targets):
-            return FallbackReason.DISABLED  # what a graph break left beside the boundary ops
+            return FallbackReason.DISABLED  # a graph break left a graph without boundary ops
         sizes = [size for fake in self._fakes if isinstance(fake, torch.Tensor) for size in fake.shape]
         is_static = not any(isinstance(size, torch.SymInt) for size in (*sizes, *self._fakes))
         return FallbackReason.STATIC_TOKEN_COUNT if is_static else FallbackReason.CAPTURE_FAILED
@@ -277,7 +277,7 @@ class _ArgumentBinder(CallBinder):
         self.take([None] * len(self.arguments))
 
     def _bind(self, *args: Any) -> tuple:
-        if len(args) != len(self.arguments):  # an example's, which has none
+        if len(args) != len(self.arguments):  # the call of an example without arguments
             raise TypeError("not a call of this graph")
         self.take(args)
         if any(args[position].item() != value for position, value in self.numbers.items()):
@@ -304,7 +304,7 @@ def _fix_number(placeholder: fx.Node) -> None:
 def _is_state(source: str, value: torch.Tensor) -> bool:
     """Whether a tensor belongs to the model and not to the call."""
     if array_source(source) is not None:
-        return False  # Dynamo makes it of the array, anew for each call
+        return False  # Dynamo makes the tensor from the array anew for each call
     return isinstance(value, torch.nn.Parameter) or any(
         table in source for table in ("._parameters[", "._buffers[", "._modules[")
     )

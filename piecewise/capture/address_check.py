@@ -66,7 +66,7 @@ def check_signatures(
         num_places += signature.check.num_entries if signature.check is not None else 0
         change = signature.find_change()
         if change is not None and signatures.has_current_variant(signature):
-            continue  # kept for the return of another state of the model; calls of now are not its own
+            continue  # kept for when its model state returns; another variant serves present calls
         if change is not None:
             seen[change.detail] = None
         elif (difference := _difference(signature, retrace)) is not None:

@@ -119,7 +119,7 @@ class TracedModel:
         if not config.fusions:
             return plan
         with times.timed("lowering"):
-            # What is compiled for any count is compiled as for the largest.
+            # Code for any count is compiled for the largest one.
             leaves = self.trace.example.leaves
             counts = [size for size in config.buckets if size > 1 and plan.holds_at(size, leaves)]
             num_rows = max(counts, default=self.token.example_num_tokens)
@@ -200,7 +200,7 @@ def example_of_size(traced: TracedModel, num_tokens: int) -> ExampleCall:
         for dim, size in carried.dims.items():
             sizes[dim] = size(num_tokens)
         passed, resized = leaves[carried.leaf], resize_leaf(leaves[carried.leaf], sizes)
-        leaves = [resized if leaf is passed else leaf for leaf in leaves]  # also where it is passed twice
+        leaves = [resized if leaf is passed else leaf for leaf in leaves]  # a tensor may be passed twice
     return traced.trace.example.with_leaves(leaves)
 
 

@@ -150,7 +150,7 @@ class PlanAssembler:
             try:
                 return self.runners[segment.index].capture(bucket, arguments, fn=function)
             except CaptureError as error:
-                # What graphs own goes with the bucket, and no graph has written it yet.
+                # Graph-owned memory is freed with the bucket, and no graph has written it yet.
                 given = [
                     torch.zeros_like(tensor) if self.plan.values[index].origin == "graph" else tensor
                     for index, tensor in zip(segment.inputs, arguments, strict=True)
@@ -276,10 +276,10 @@ class PlanAssembler:
             written = set(segment.writes) - self.plan.step_memory
             origins = {value.origin for value in self.plan.values if value.memory in written}
             lasting = origins - ({"graph", "state"} if is_repeatable else {"graph"})
-            # An op that nobody described may write what is none of its arguments.
+            # An undeclared op may write memory that is none of its arguments.
             are_torchs = all("::" not in name or name.startswith("aten::") for name in segment.op_names)
             is_known = is_repeatable or segment.kind == "graph" or are_torchs
-            # Drawn once here, random numbers would be other ones in the eager call.
+            # If random numbers were drawn here, the eager call would draw other ones.
             draws = any(reason.code in ("random", "control_flow") for reason in segment.reasons)
             if lasting or draws or not is_known:
                 return position
@@ -308,7 +308,7 @@ def _copier_for(device: torch.device) -> Callable[..., CopyLaunch | None] | None
 
 def _are_repeatable(segments: Sequence[Segment]) -> Callable[[], bool]:
     """Makes a check that the ops repeatable now still are: an op may be declared again."""
-    # One segment of each op will do.
+    # One segment of each op is enough.
     kinds = {segment.op_call.name: segment for segment in segments if segment.op_call is not None}
     repeatable = list(filter(_is_repeatable, kinds.values()))
     return lambda: all(map(_is_repeatable, repeatable))

@@ -74,7 +74,7 @@ class CallRouter:
                     try:
                         result = signature.rebuild(steps.replay(leaves, num_tokens))
                     except StateChanged as changed:
-                        # Nothing that lasts was written. A second one was compared just now.
+                        # Nothing lasting was written. A second plan was compared with the model just now.
                         found = self._after_change(changed.change, caller, args, kwargs, may_vary=may_vary)
                         may_vary = False
                         if isinstance(found, FallbackReason):
@@ -110,7 +110,7 @@ class CallRouter:
                 return found
             signature, matched = found
         elif len(signatures) > 1 and not self._has_bucket(signature, matched[0]):
-            if not signature.is_current():  # no replay would tell
+            if not signature.is_current():  # without a plan, no replay would find the change
                 signature, matched = self._current(signatures, args, kwargs) or (signature, matched)
         num_tokens = matched[0]
         if 0 < num_tokens <= EXACT_UP_TO:
@@ -132,7 +132,7 @@ class CallRouter:
             if variant is not None:
                 signature, matched = variant
                 found = self._plan_for(signature, *matched, may_capture=in_capture_window())
-        if found is None or change.kind == "moved_address":  # what reads moved memory is given up at once
+        if found is None or change.kind == "moved_address":  # graphs must not read moved memory
             reason = self._store.note_change(change)
             found = found if found is not None else reason
         return found
@@ -204,7 +204,7 @@ def choose_plan(
         served = signature.served[bucket]
     if num_tokens == 1:
         if signature.one_token is None and (change := signature.find_change()) is not None:
-            return store.note_change(change)  # a trace made now would be of another model
+            return store.note_change(change)  # a new trace would be of a changed model
         if signature.one_token_refusal():
             return FallbackReason.ONE_TOKEN_BRANCH
         if (change := signature.find_one_token_change()) is not None:

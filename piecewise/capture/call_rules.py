@@ -43,11 +43,11 @@ def _leaf_rules(traced: TracedModel) -> dict[int, LeafRule]:
     rules: dict[int, LeafRule] = {}
     for index, leaf in enumerate(example.leaves):
         if isinstance(leaf, torch.Tensor):
-            # One that is passed twice is one placeholder, the first one's.
+            # A leaf that is passed twice has one placeholder, the first one's.
             first = next(i for i, other in enumerate(example.leaves) if other is leaf)
             sizes = trace.symbols_of_leaf(first) if first in read else ()
             static = {dim: int(expr) for dim, expr in enumerate(sizes) if expr.is_number}
-            if first in trace.leaves_seen and first not in read:  # Python read it, and no op
+            if first in trace.leaves_seen and first not in read:  # read by Python but by no op
                 sized = {dim for (at, dim), expr in symbolic.items() if at == first and not expr.is_number}
                 static = {dim: size for dim, size in enumerate(leaf.shape) if dim not in sized}
             rules[index] = LeafRule(leaf, static=static, exact=None, plain=trace.reads_flags)
@@ -72,7 +72,7 @@ def matcher_of(traced: TracedModel, plan: SegmentPlan) -> Callable[[tuple], Any]
     written = _written_memory(traced)
     _refuse_shared_memory(example, written)
     in_graphs = {memory for segment in plan.graph_segments() for memory in segment.writes}
-    # At the addresses of now: a call finds a moved one, and runs eagerly, before it writes.
+    # Present addresses suffice: a call finds a moved tensor, and runs eagerly, before it writes.
     states = [value.state.get() for value in plan.values if value.state and value.memory in in_graphs]
     fixed = {int(state.untyped_storage().data_ptr()) for state in states}
     return write_matcher(

@@ -37,7 +37,7 @@ from runners.step_plan import StepPlan
 Matched = tuple[int, list[Any]]
 
 _NO_FACTS = StateFacts()
-# Refusals after which another capture of the same trace may do better.
+# Refusals after which another capture of the same trace may succeed.
 _WORTH_ANOTHER_TRY = (
     FallbackReason.CAPTURE_FAILED,
     FallbackReason.OUT_OF_MEMORY,
@@ -169,7 +169,7 @@ class CapturedSignature:
     def take_addresses(self) -> None:
         """Records the model's tensors as they are now, for calls to compare."""
         self.check = state_check_of(self.plan)
-        # It knows the addresses that graphs write.
+        # The matcher holds the addresses that graphs write.
         self.match = matcher_of(self.traced, self.plan)
         self.take_state()
 
@@ -298,7 +298,7 @@ class SignatureList(list[CapturedSignature]):
                 binder = signature.binder
                 try:
                     bound = binder.bind(*args, **kwargs)
-                except TypeError:  # it does not fit
+                except TypeError:  # the call does not fit the signature
                     bound = None
             matched = signature.match(bound) if bound is not None else None
             if matched is not None:
@@ -363,7 +363,7 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 
 def _may_be_current_again(signature: CapturedSignature, owned: Set[int]) -> bool:
     """Whether the model may return to the traced state; `owned` has the ids of its tensors and modules."""
-    if signature.suspended is not None:  # it holds nothing
+    if signature.suspended is not None:  # a suspended signature holds no tensors
         return True
     change, check = signature.find_change(), signature.check
     is_state = change is not None and change.kind == "module_state_changed"

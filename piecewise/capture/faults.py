@@ -117,7 +117,7 @@ class FaultFinder:
                 except Exception as error:
                     return self._faulty(node, f"it fails on padded rows: {one_line(error)}")
                 if node is not None and makes_empty(node):
-                    for garbage in tensors_in(values):  # other garbage in each run
+                    for garbage in tensors_in(values):  # garbage differs in each run
                         garbage.zero_()
                 if node is not None and not self._agrees(node, values):
                     return self._faulty(node, "its real rows change with padded ones")

@@ -31,12 +31,7 @@ from runners.stats import FallbackReason
 
 
 class ModelCalls:
-    """Traces the calls of a model, within the limits of its settings.
-
-    Attributes:
-        signatures: the traced kinds of calls.
-        unseen: kinds of calls that no signature serves.
-    """
+    """Traces the calls of a model, within the limits of its settings; `unseen` lists those not traced."""
 
     def __init__(self, model: nn.Module, forward: Callable[..., Any], store: GraphStore) -> None:
         self._model, self._forward, self._store = model, forward, store
@@ -65,7 +60,7 @@ class ModelCalls:
     ) -> tuple[CapturedSignature, Matched] | FallbackReason:
         """Adds a signature for the call and captures it inside a capture window, or returns why not."""
         if bound_call(self._binder, args, kwargs) is None:
-            return FallbackReason.UNSEEN_SIGNATURE  # the model says what is wrong with the call
+            return FallbackReason.UNSEEN_SIGNATURE  # the model itself raises the error
         limit = self._config.max_signatures
         outdated = self._outdated(args, kwargs) if may_capture else []
         is_full = not outdated and len(self.signatures) >= limit
@@ -103,7 +98,7 @@ class ModelCalls:
             if not outdated and len(self.signatures) >= limit:
                 raise TooManySignatures(number=len(self.signatures) + 1, limit=limit)
             signature = self._added(args, kwargs, instead_of=outdated)
-        elif signature.suspended is not None:  # it waited for this state of the model
+        elif signature.suspended is not None:  # suspended until this model state
             signature.end_suspension()
         self.signatures.prefer(signature)
         return self._store.capture(signature, self._store.missing(signature))
@@ -115,7 +110,7 @@ class ModelCalls:
 
     def resume(self) -> CaptureReport | None:
         """Resumes the store."""
-        self._binders = None  # forward's defaults may be others now
+        self._binders = None  # forward's defaults may have changed
         return self._store.resume(self._retraced)
 
     def forget(self) -> None:
@@ -125,7 +120,7 @@ class ModelCalls:
 
     def _retraced(self, old: CapturedSignature) -> CapturedSignature:
         example = old.traced.trace.example
-        if example.binder is not self._binder:  # hooks came or went since it was made
+        if example.binder is not self._binder:  # hooks came or went since the binder was made
             example = self.example(example.args, example.kwargs)
         return self._signature(example)
 
@@ -135,11 +130,11 @@ class ModelCalls:
 
     def _added(self, args: Any, kwargs: Any, *, instead_of: list[CapturedSignature]) -> CapturedSignature:
         """Adds a new signature for the call; the graphs that it replaces are dropped first."""
-        self._binders = None  # forward's defaults may be others now
+        self._binders = None  # forward's defaults may have changed
         example = self.example(args, kwargs)
         for old in instead_of:
             old.reset()
-            old.check = None  # it holds the weights, which may be laid out anew
+            old.check = None  # the check holds the weights, which may be packed anew
         try:
             return self._store.add(self._signature(example))
         finally:

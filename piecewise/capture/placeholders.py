@@ -21,7 +21,7 @@ from runners.engines import native_engine
 from runners.rows import padded_parts, poison_value, repeat_row_
 
 _NO_INDEX = 1 << 30
-# The variant for which padded rows repeat a real one, whatever they may hold.
+# The variant in which padded rows repeat a real row, even if they may hold anything.
 OTHER_ROWS = 3
 
 

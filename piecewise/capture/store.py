@@ -43,7 +43,7 @@ _CHANGE_REASONS = {
     "module_state_changed": FallbackReason.MODULE_STATE_CHANGED,
 }
 MAX_LISTED = 16
-# A bucket seen this often is worth its capture.
+# After this many calls, a bucket is worth its capture.
 _LAZY_CALLS = 3
 
 # Traces a signature's example again, with the model as it is.
@@ -142,7 +142,7 @@ class GraphStore:
             reports = [signature.bucket_reports[bucket] for bucket in buckets]
             require_buckets(reports, self.config.min_coverage)
         except CoverageError:
-            for bucket in buckets:  # nothing is left: no bucket, no signature without one, no memory [I8]
+            for bucket in buckets:  # keep no bucket, no empty signature, no memory [I8]
                 signature.take_back(bucket)
             if not signature.served:
                 self.remove(signature)
@@ -166,7 +166,7 @@ class GraphStore:
             if signature.waiting[bucket] < _LAZY_CALLS:
                 return FallbackReason.NOT_CAPTURED
         change = signature.find_change()
-        if change is not None:  # the trace is out of date: a refresh makes a new one
+        if change is not None:  # the trace is out of date; refresh() makes a new one
             return self.note_change(change)
         untried = [size for size in self.missing(signature) if size not in signature.refused]
         if in_capture_window():
@@ -176,7 +176,9 @@ class GraphStore:
         else:
             try:
                 self.capture(signature, [bucket])
-            except CoverageError as error:  # told once: a call is no capture() that somebody waits for
+            except (
+                CoverageError
+            ) as error:  # listed once, not raised: the user called the model, not capture()
                 if signature not in self.signatures:
                     self.signatures.append(signature)
                 signature.refuse(bucket, FallbackReason.LOW_COVERAGE, str(error))
@@ -210,7 +212,7 @@ class GraphStore:
                 self._trace_again(old, retrace)
         signatures = list(self.signatures)
         # A graph is captured under the autocast, default dtype and so on of its trace, and of one state of
-        # the model; where these are others now, it waits for a call under them.
+        # the model; if these differ now, the signature waits for a call under them.
         due = [each for each in signatures if each.is_whole()]
         for each in reversed(due):
             self.signatures.prefer(each)
@@ -228,14 +230,13 @@ class GraphStore:
     def refresh(self, retrace: Retrace) -> CaptureReport | None:
         """Captures everything again with the model as it is; forgets captures of the model in another state.
 
-        As in `suspend` and `resume`, a trace is made again only if the model differs from the traced one. If
-        calls would find no difference, all traces are made again: the reason for this refresh must then be a
-        change that no call finds.
+        A trace is made again only if the model differs from the traced one. If calls would find no change,
+        all traces are made again: the reason for this refresh must then be a change that no call finds.
 
         Raises:
             Whatever `retrace` or a capture raises: the next refresh captures what is still missing.
         """
-        if not self._to_refresh:  # one that failed has found that already
+        if not self._to_refresh:  # else an earlier refresh that failed decided it
             self._keeps_no_trace = all(each.is_current() for each in self.signatures)
         self._to_refresh += self.signatures.captured_order()
         for each in self._to_refresh:
@@ -244,11 +245,13 @@ class GraphStore:
         self.changes.clear()
         self._note_captured()
         kept = {each for each in self._to_refresh if each.is_whole() and not self._keeps_no_trace}
-        self._to_refresh.sort(key=lambda each: each not in kept)  # their variants need no trace then, either
+        self._to_refresh.sort(
+            key=lambda each: each not in kept
+        )  # so that their variants need no trace either
         report = None
         while self._to_refresh:
             old = self._to_refresh[0]
-            variant = self.signatures.current_variant(old)  # variants of one kind of call are one now
+            variant = self.signatures.current_variant(old)  # variants of one kind of call become one
             if variant is not None:
                 buckets = [bucket for bucket in old.buckets if bucket not in variant.served]
                 report = self.capture(variant, buckets)
@@ -274,7 +277,7 @@ class GraphStore:
         signature.end_suspension()
         try:
             self.capture(signature, buckets, doing="capturing again:")
-        except BaseException as error:  # told once, not at each call
+        except BaseException as error:  # raised once, not at each call
             for bucket in buckets:
                 if bucket not in signature.served:
                     signature.refuse_after(error, bucket)

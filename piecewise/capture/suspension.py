@@ -41,20 +41,18 @@ class TracedState:
     def of(cls, plans: Sequence[SegmentPlan], fixed: Iterable[StateRef], ops: Iterable[Any]) -> TracedState:
         """Records the state that these plans read, as it is now."""
         states = [value.state for plan in plans for value in plan.values if value.state is not None]
-        # Forward may ask of tensors of which it reads no element whether they are one tensor.
+        # Forward may read no element of two tensors, yet test whether they are the same tensor.
         states += [state for plan in plans for state in plan.state_facts.tensor_places()]
         places = tuple({(id(state.owner), state.key): state for state in states}.values())
         found = (item for plan in plans for item, *_ in plan.state_facts.types)
-        items = [item for item in found if not isinstance(item, torch.Tensor)]  # held by nothing
+        items = [item for item in found if not isinstance(item, torch.Tensor)]  # tensors must not be held
         fixed = tuple(fixed)
         attributes = tuple((each, _attributes(each)) for each in items)
         declared = tuple((op, _declared_of(op)) for op in dict.fromkeys(ops))
         return cls(places, fixed, kinds_of(places, fixed), attributes, declared)
 
     def holds(self) -> bool:
-        """Whether the model's tensors still have these kinds, and its objects the same attribute dicts, whose
-        contents are compared elsewhere.
-        """
+        """Whether the tensors are still of these kinds, and each object still has the same attribute dict."""
         are_kept = all(_attributes(item) is attributes for item, attributes in self.attributes)
         are_declared = all(_declared_of(op) == declared for op, declared in self.declared)
         return are_kept and are_declared and kinds_of(self.places, self.fixed) == self.seen
@@ -85,7 +83,7 @@ def kinds_of(places: Iterable[StateRef], fixed: Iterable[StateRef]) -> tuple[Any
         if not isinstance(tensor, torch.Tensor):
             found.append(None)
             continue
-        # A subclass has no memory of its own; the tensors inside of it have places of theirs.
+        # A wrapper subclass has no memory; the tensors inside it have places of their own.
         memory = 0 if torch_api.is_wrapper(tensor) else tensor.untyped_storage().data_ptr()
         same = tensors.setdefault(id(tensor), len(tensors)), memories.setdefault(memory, len(memories))
         geometry = tuple(tensor.shape), tensor.stride(), tensor.storage_offset()

@@ -31,7 +31,7 @@ class TrafficRecorder:
 
     def record(self, num_tokens: int) -> None:
         """Counts one call; calls without tokens are not traffic."""
-        num_tokens = index(num_tokens)  # of whatever integer type: a file holds Python's
+        num_tokens = index(num_tokens)  # any integer type is accepted; the file needs Python ints
         if num_tokens > EXACT_UP_TO:
             shift = num_tokens.bit_length() - _SIGNIFICANT_BITS
             num_tokens = -(-num_tokens >> shift) << shift

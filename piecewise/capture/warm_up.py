@@ -52,9 +52,8 @@ class WarmUp:
         leaves: leaves of the example call.
         function_for: (segment, bucket) → the form of a graph segment that is warmed up and captured.
         num_steps: runs of each graph segment, one or more.
-        real_rows: how many of the bucket's rows are real.
-        static_inputs: value index → static buffer, of inputs and eager results that graphs read; `run` fills
-            these.
+        static_inputs: value index → static buffer of an input or eager result that graphs read; filled by
+            `run`.
     """
 
     plan: SegmentPlan
@@ -146,7 +145,7 @@ class WarmUp:
         try:
             with checked_indices(arguments):
                 results = segment.function(self.real_rows, *arguments)
-        except Exception:  # placeholders do not suit it; the call itself will say what is wrong, if anything
+        except Exception:  # placeholders may not suit the segment; a real error shows at the call
             return
         for rows, dense in copied_back:
             rows.copy_(dense)
@@ -171,7 +170,7 @@ class WarmUp:
             made_up = CapturedWarmUp(arguments, num_rows=bucket, real_rows=real_rows, variant=step)
             try:
                 with made_up if segment.captured_ops else nullcontext():
-                    if not own and segment.checks_values:  # what is compiled or fused trusts its indices
+                    if not own and segment.checks_values:  # compiled or fused kernels do not check indices
                         self._run_own(segment, arguments)
                         _put_back(written)
                     with checked_indices(arguments) if own else nullcontext():
@@ -248,7 +247,7 @@ def _first_changed(before: Mapping[int, torch.Tensor], now: Mapping[int, torch.T
     equal = [(before[index] == rows).all() for index, rows in now.items()]
     if not equal or bool(torch.stack(equal).all()):
         return None
-    # NaN is the same as NaN here, and takes a second look.
+    # NaN equals NaN here, which takes a second comparison.
     return next((index for index, rows in now.items() if not are_same(before[index], rows)), None)
 
 
