@@ -56,9 +56,7 @@ class GraphedModule:
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Sets the model's attribute, matching `__getattr__`, except for this object's own few."""
-        if (
-            name in self.__dict__ or "_graphs" not in self.__dict__
-        ):  # `_graphs` is the last that __init__ sets
+        if name in self.__dict__ or "_graphs" not in self.__dict__:  # the last that __init__ sets
             object.__setattr__(self, name, value)
         else:
             setattr(self.model, name, value)
@@ -99,19 +97,19 @@ class GraphedModule:
 
     @paused_collector()
     def capture(self, *args: Any, **kwargs: Any) -> CaptureReport:
-        """Captures every bucket for calls like this example: same structure, dtypes and options, any token
-        count, with the model in the state that it is in.
+        """Captures every bucket for calls like this example, with the model in its present state.
 
-        What was captured in another state, such as with another adapter active, is kept for its return, up to
-        `max_signatures` of all kinds; then the one used longest ago gives way.
+        The captures serve calls of the same structure, dtypes and options, at any token count. Captures from
+        another state of the model, such as another active adapter, are kept for when that state returns. At
+        most `max_signatures` of all kinds are kept; beyond that, the one used longest ago is dropped.
 
-        The model is traced, not run; boundary ops are not called (captured ones on a step of zero sequences),
-        and no attention metadata is needed.
+        The model is traced, not run. Boundary ops are not called (captured ones run on a step of zero
+        sequences), and no attention metadata is needed.
 
         Args:
             args, kwargs: the model's own arguments, with two or more tokens.
         Returns:
-            How each bucket went; a bucket that could not be captured runs eagerly, with the reason in here.
+            The outcome of each bucket; a bucket that could not be captured runs eagerly, with the reason.
         Raises:
             TraceError: the model cannot be one graph, or tensors are on two devices.
             TokenDimError: the token count cannot be found in the example.

@@ -233,8 +233,7 @@ class PlanAssembler:
 
     def _direct_call(self, segment: Segment) -> DirectCall | None:
         """Describes how to call the op itself, or returns None: only tensors that graphs own, and state whose
-        geometry is checked, have the same geometry at each call of one row count.
-        """
+        geometry is checked, have the same geometry at each call of one row count."""
         call, op = segment.op_call, op_of(segment)
         origins = {self.plan.values[index].origin for index in segment.inputs}
         if call is None or op is None or origins - {"graph", "state"}:

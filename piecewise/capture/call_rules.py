@@ -87,8 +87,7 @@ def _apart_from_state(
 ) -> list[tuple[list[int], Callable[[], frozenset[int]]]]:
     """Lists inputs with the memory of state that they may not share at a call: graphs read a copy of one,
     which would be out of date once the other is written. State that graphs write is at fixed addresses.
-    State of other dtypes is not looked up: pools are many, and token ids are no view of one.
-    """
+    State of other dtypes is not looked up: pools are many, and token ids are no view of one."""
     read = {index for segment in plan.graph_segments() for index in segment.inputs}
     copied = {
         value.memory for value in plan.values if value.index in read and value.origin in ("input", "eager")

@@ -66,7 +66,7 @@ class ServedBucket:
 
 @dataclasses.dataclass(slots=True)
 class Cut:
-    """Holds a trace, the plan cut from it and, once captured, the functions that run in its segments."""
+    """Holds a trace, the plan cut from it and, once captured, the functions of its segments."""
 
     traced: TracedModel
     plan: SegmentPlan
@@ -187,8 +187,7 @@ class CapturedSignature:
 
     def may_serve(self, num_tokens: int, leaves: Sequence[Any]) -> bool:
         """Whether the global state is the trace's, and some count allows the sizes that do not follow it: one
-        sequence is another kind of call where the trace asks for several.
-        """
+        sequence is another kind of call where the trace asks for several."""
         if not self.global_state.check():
             return False
         if not self.plan.symbols:
@@ -286,10 +285,8 @@ class SignatureList(list[CapturedSignature]):
     ) -> tuple[CapturedSignature, Matched] | tuple[None, Any]:
         """Finds the signature of a call, with the call's token count and leaves; gradients must be disabled.
 
-        Signatures of the present global state whose trace may hold for the call are preferred.
-
-        Args:
-            current: only accept one of the present global state, traced from the model as it is.
+        Prefers one of the present global state whose trace may hold; `current` accepts only such a one,
+        traced from the model as it is.
         """
         found: Any = None, ()
         binder = bound = None
@@ -334,11 +331,8 @@ class SignatureList(list[CapturedSignature]):
     def to_replace(
         self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], *, max_kept: int
     ) -> list[CapturedSignature]:
-        """Finds the variants of a call that a new one replaces.
-
-        These are the variants that cannot serve again, since they hold what the model no longer has, and
-        beyond `max_kept` signatures the one used longest ago.
-        """
+        """Finds the variants of a call that a new one replaces: those that can never serve again, as they
+        hold what the model lost, and beyond `max_kept` signatures the one used longest ago."""
         variants = []
         for signature in self:
             bound = bound_call(signature.binder, args, kwargs)

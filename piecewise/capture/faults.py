@@ -144,8 +144,7 @@ class FaultFinder:
 
     def _first_unrecordable(self) -> tuple[fx.Node, Verdict] | None:
         """Records each node alone. Fakes do not show what a user's kernel does inside, such as reading values
-        back; the tape does. What only CUDA refuses, a capture shows.
-        """
+        back; the tape does. What only CUDA refuses, a capture shows."""
         device = next((tensor.device for tensor in self._fault.arguments), torch.device("cpu"))
         names = dict.fromkeys(("tape", native_engine(device).name))
         engines = [engine_for(name, device) for name in names]
@@ -167,10 +166,8 @@ class FaultFinder:
     def _steps(
         self, inputs: Sequence[torch.Tensor]
     ) -> Iterator[tuple[fx.Node | None, Callable[[], Any], bool]]:
-        """Yields (traced node, call that runs it, whether it only changes modes) for each node.
-
-        Each call must be made before the next is asked for.
-        """
+        """Yields (traced node, call to run it, whether it only changes modes); make each call before the next
+        step."""
         writer = self._writer
         originals = {copy: node for node, copy in writer.copies.items() if isinstance(copy, fx.Node)}
         runs = fx.Interpreter(fx.GraphModule(writer.modules, writer.graph))

@@ -52,7 +52,6 @@ class ModelCalls:
         return ExampleCall.from_call(self._binder, args, kwargs)
 
     def trace(self, example: ExampleCall) -> TracedModel:
-        """Traces an example as it is."""
         return trace_model(self._model, example, forward=self._forward, config=self._config)
 
     def new_kind(
@@ -109,7 +108,6 @@ class ModelCalls:
         return self._store.refresh(self._retraced)
 
     def resume(self) -> CaptureReport | None:
-        """Resumes the store."""
         self._binders = None  # forward's defaults may have changed
         return self._store.resume(self._retraced)
 

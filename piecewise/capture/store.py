@@ -176,9 +176,7 @@ class GraphStore:
         else:
             try:
                 self.capture(signature, [bucket])
-            except (
-                CoverageError
-            ) as error:  # listed once, not raised: the user called the model, not capture()
+            except CoverageError as error:  # listed once: nobody called capture()
                 if signature not in self.signatures:
                     self.signatures.append(signature)
                 signature.refuse(bucket, FallbackReason.LOW_COVERAGE, str(error))
@@ -245,9 +243,7 @@ class GraphStore:
         self.changes.clear()
         self._note_captured()
         kept = {each for each in self._to_refresh if each.is_whole() and not self._keeps_no_trace}
-        self._to_refresh.sort(
-            key=lambda each: each not in kept
-        )  # so that their variants need no trace either
+        self._to_refresh.sort(key=lambda each: each not in kept)  # their variants then need no trace either
         report = None
         while self._to_refresh:
             old = self._to_refresh[0]
@@ -284,7 +280,6 @@ class GraphStore:
             raise
 
     def _trace_again(self, old: CapturedSignature, retrace: Retrace) -> CapturedSignature:
-        """Replaces a suspended signature by a newly traced one, which is suspended, too."""
         new = self.add(retrace(old), instead_of=old)
         new.suspend(old.buckets)
         return new

@@ -73,8 +73,7 @@ def _attributes(item: Any) -> Any:
 
 def kinds_of(places: Iterable[StateRef], fixed: Iterable[StateRef]) -> tuple[Any, ...]:
     """Describes each tensor's type, dtype, device and geometry, which places share a tensor or memory, and
-    the addresses of the fixed places.
-    """
+    the addresses of the fixed places."""
     found: list[Any] = []
     tensors: dict[int, int] = {}
     memories: dict[int, int] = {}
