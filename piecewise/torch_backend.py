@@ -216,7 +216,6 @@ class CompiledGraph:
                 raise
 
     def _refusal(self, error: PiecewiseError) -> FallbackReason:
-        """Chooses the reason under which calls of a graph that cannot be planned are counted."""
         if isinstance(error, CoverageError):
             return FallbackReason.LOW_COVERAGE
         targets = [node.target for node in self._eager.graph.nodes if node.op == "call_function"]
@@ -302,7 +301,6 @@ def _fix_number(placeholder: fx.Node) -> None:
 
 
 def _is_state(source: str, value: torch.Tensor) -> bool:
-    """Whether a tensor belongs to the model and not to the call."""
     if array_source(source) is not None:
         return False  # Dynamo makes the tensor from the array anew for each call
     return isinstance(value, torch.nn.Parameter) or any(

@@ -46,7 +46,6 @@ class TracedModel:
         judge: tells how rows pass through ops, at the counts for which the trace is valid.
         forced: nodes that must run eagerly because of what warm-ups or captures showed, in `num_cuts` cuts.
         keeps_own: nodes whose segments keep the model's own kernels, and why.
-        splitter: the last cut.
         step_metadata: metadata loaded before each replay, for boundary ops with a captured form.
         graphs: the aten graphs of the segment functions that fusions made.
     """
@@ -109,11 +108,8 @@ class TracedModel:
         return True
 
     def planned(self, config: PiecewiseConfig, times: StartupTimes, *, move_weights: bool) -> SegmentPlan:
-        """Cuts the plan and applies the fusions that the settings ask for.
-
-        Args:
-            move_weights: whether weights may be packed anew; if not, the plan is for reading only.
-        """
+        """Cuts the plan and applies the fusions that the settings ask for; without `move_weights`, which lets
+        weights be packed anew, the plan is for reading only."""
         with times.timed("trace"):
             plan = self.cut(strict=config.strict and move_weights)
         if not config.fusions:

@@ -18,11 +18,7 @@ from runners.step_plan import StepPlan
 
 
 def capture_bucket(context: CaptureContext, signature: CapturedSignature, bucket: int) -> BucketReport:
-    """Captures one bucket, or refuses it with its reason.
-
-    Raises:
-        Exception: with `strict`, whatever the capture raised.
-    """
+    """Captures one bucket, or refuses it with its reason; with `strict`, raises what the capture raised."""
     began = time.perf_counter()
     if bucket == 1 and (reason := signature.one_token_refusal()):  # no call could reach its graphs
         signature.refuse(bucket, FallbackReason.ONE_TOKEN_BRANCH, reason)
@@ -97,7 +93,6 @@ def _capture_cut(context: CaptureContext, signature: CapturedSignature, cut: Cut
 
 
 def _assembler_of(context: CaptureContext, signature: CapturedSignature, cut: Cut) -> PlanAssembler:
-    """Makes the assembler of a cut, once."""
     if cut.assembler is not None:
         return cut.assembler
     traced, plan = cut.traced, cut.plan

@@ -295,7 +295,6 @@ class PlanAssembler:
 
 
 def _copier_for(device: torch.device) -> Callable[..., CopyLaunch | None] | None:
-    """Returns a function that copies all inputs in one launch; None where torch copies them one by one."""
     if not native_engine(device).has_triton:
         return None
     try:

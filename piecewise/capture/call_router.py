@@ -162,11 +162,7 @@ class CallRouter:
 
     @contextmanager
     def exclusive(self, what: str) -> Iterator[None]:
-        """Holds the lock while the graphs change, which never happens in the middle of a call.
-
-        Raises:
-            StateError: a call of the same thread is in progress.
-        """
+        """Holds the lock while the graphs change; raises StateError inside a call of the same thread."""
         if self.owner == threading.get_ident():
             raise ChangeInsideCall(name=what)
         with self._lock:

@@ -32,7 +32,6 @@ def is_alike(first: TracedModel, other: TracedModel) -> bool:
 
 
 def _leaf_rules(traced: TracedModel) -> dict[int, LeafRule]:
-    """Maps each leaf index to what the leaf must be in a call that the trace is valid for."""
     trace, example = traced.trace, traced.trace.example
     symbolic = torch_api.symbolic_sizes(trace.shape_env)
     for placeholder in trace.placeholders:

@@ -228,8 +228,7 @@ class CapturedSignature:
     def suspend(self, again: Sequence[int] | None = None) -> None:
         """Drops the graphs and all references to the model's tensors; the traces stay. Idempotent.
 
-        Args:
-            again: the buckets to capture at the end; by default those that were captured, or may be.
+        By default, `again`, the buckets to capture at the end, are those that were captured or may be.
         """
         if self.suspended is not None:
             return

@@ -36,10 +36,8 @@ class MetadataMade:
 def write_captured_forms(trace: Trace, config: PiecewiseConfig) -> tuple[MetadataMade, ...]:
     """Replaces, in place, the calls of boundary ops that have a captured form; none with boundary="eager".
 
-    Returns the metadata that the new calls read, one per form.
-
-    Raises:
-        ConfigError: a form needs a limit that the settings leave out.
+    Returns the metadata that the new calls read, one per form; raises ConfigError if a form needs a limit
+    that the settings leave out.
     """
     if config.boundary != "captured":
         return ()

@@ -185,7 +185,6 @@ class FaultFinder:
 
 
 def _refusal(call: Callable[[], Any], name: str, engine: GraphEngine, pool: GraphPool) -> str | None:
-    """Returns why the engine cannot record a call, or None."""
     try:
         engine.capture(lambda: [call()], pool=pool, segment=name).reset()
     except CaptureError as error:

@@ -127,7 +127,6 @@ class ModelCalls:
         return self.signatures.to_replace(self._model, args, kwargs, max_kept=limit)
 
     def _added(self, args: Any, kwargs: Any, *, instead_of: list[CapturedSignature]) -> CapturedSignature:
-        """Adds a new signature for the call; the graphs that it replaces are dropped first."""
         self._binders = None  # forward's defaults may have changed
         example = self.example(args, kwargs)
         for old in instead_of:

@@ -126,8 +126,7 @@ class GraphStore:
     ) -> CaptureReport:
         """Captures `buckets` in this order; a bucket that fails is refused, with its reason in the report.
 
-        Raises:
-            CoverageError: a bucket has less than `min_coverage` of its ops in graphs; none of these is kept.
+        Raises CoverageError if a bucket has less than `min_coverage` of its ops in graphs; keeps none then.
         """
         context = self._context(signature)
         bar = progress_bar(len(buckets), enabled=self.config.progress)

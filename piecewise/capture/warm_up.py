@@ -107,7 +107,6 @@ class WarmUp:
         return resize_leaf(leaf.detach(), value.sizes(num_rows))
 
     def _fill(self, value: ValueSpec, rows: torch.Tensor) -> None:
-        """Copies real rows into the static buffer of a value; padded rows repeat one."""
         assert value.sizes is not None
         buffer, sizes = self.static_inputs[value.index], value.sizes(self.real_rows)
         narrow_to(buffer, sizes).copy_(rows)
