@@ -77,10 +77,7 @@ class BackendHandle:
             self.store.resume(None)
 
     def release(self) -> None:
-        """Gives all graph memory back and forgets the plans.
-
-        Buckets that are called again are captured again, from the weights of that call.
-        """
+        """Gives all graph memory back and forgets the plans; a later call captures from its own weights."""
         with self.router.exclusive("release"):
             self.store.drop_graphs()
             for graph in self.graphs:
@@ -276,7 +273,7 @@ class _ArgumentBinder(CallBinder):
         self.take([None] * len(self.arguments))
 
     def _bind(self, *args: Any) -> tuple:
-        if len(args) != len(self.arguments):  # the call of an example without arguments
+        if len(args) != len(self.arguments):  # the example call has no arguments
             raise TypeError("not a call of this graph")
         self.take(args)
         if any(args[position].item() != value for position, value in self.numbers.items()):

@@ -64,11 +64,7 @@ class TracedModel:
     graphs: Mapping[Any, AtenGraph] = dataclasses.field(default_factory=dict)
 
     def cut(self, *, strict: bool = False) -> SegmentPlan:
-        """Cuts the trace into a plan.
-
-        Raises:
-            CaptureError: an op lets padding reach real rows, and `strict` is set.
-        """
+        """Cuts the trace; with `strict`, raises CaptureError if an op lets padding reach real rows."""
         classifier = Classifier(
             self.trace, self.facts, self.token, judge=self.judge, forced=self.forced,
             captures_boundaries=self.captures_boundaries,

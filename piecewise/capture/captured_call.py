@@ -215,7 +215,7 @@ class CapturedSignature:
         return self.is_of_this_state() and self.holds()
 
     def holds(self) -> bool:
-        """Whether the traces, without graphs now, match the model as it is now."""
+        """Whether the traces still match the model; for use while no graph is made from them."""
         return self.state.holds() and all(state_check_of(cut.plan).find_change() is None for cut in self.cuts)
 
     def give_up(self, change: StateChange) -> None:
@@ -228,7 +228,7 @@ class CapturedSignature:
     def suspend(self, again: Sequence[int] | None = None) -> None:
         """Drops the graphs and all references to the model's tensors; the traces stay. Idempotent.
 
-        By default, `again`, the buckets to capture at the end, are those that were captured or may be.
+        `again` are the buckets to capture at the end; by default those that were captured, or may be.
         """
         if self.suspended is not None:
             return
@@ -346,7 +346,7 @@ class SignatureList(list[CapturedSignature]):
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Whether a failed allocation caused one of this package's errors."""
+    """Whether a failed allocation is the cause of one of this package's errors."""
     while error is not None:
         if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
             return True

@@ -102,8 +102,7 @@ class GraphStore:
     ) -> CapturedSignature:
         """Adds a traced signature, or replaces another one with it; returns it.
 
-        Raises:
-            CoverageError: its plan has less than `min_coverage` of the ops in graphs.
+        Raises CoverageError if its plan has less than `min_coverage` of the ops in graphs.
         """
         require_plan(signature.plan, self.config.min_coverage)
         signature.number = instead_of.number if instead_of else self._num_added

@@ -69,11 +69,7 @@ class WarmUp:
     _warmed_up: set[tuple[Any, ...]] = dataclasses.field(default_factory=set)
 
     def run(self) -> None:
-        """Warms up every segment.
-
-        Raises:
-            SegmentFault: a segment fails, or its real rows change with its padding.
-        """
+        """Warms up all segments; raises SegmentFault if one fails or its real rows change with padding."""
         self._made, self._eager = dict(self.static_inputs), self._inputs()
         for index, buffer in self.static_inputs.items():
             value = self.plan.values[index]
