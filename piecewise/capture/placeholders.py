@@ -1,10 +1,10 @@
 """Makes placeholder values for warm-ups, and compares the real rows that warm-ups leave [I3].
 
 The example's rows are resized to other counts, placeholders replace what an op would write, and padded rows
-hold any value that was proven harmless.
+hold any value that was proven possible there.
 
-On some devices a wrong index ends all use of the device, should a rule be wrong. There an integer of unknown
-range is 0, and indices are checked.
+If a rule were wrong, a bad index would end all use of some devices. On these an integer of unknown range is
+0, and indices are checked.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def placeholder_for(sizes: Sequence[int], like: torch.Tensor, *, seed: int) -> t
 def poison_padding_(
     tensor: torch.Tensor, value: ValueSpec, num_rows: int, bucket: int, *, variant: int
 ) -> None:
-    """Fills padded rows, after the first `num_rows`, with values that the proof of them allows."""
+    """Fills padded rows, after the first `num_rows`, with any value that was proven possible there."""
     if not value.token_dims or value.sizes is None or not value.padded.is_prefix:
         return
     sizes = value.sizes(num_rows)

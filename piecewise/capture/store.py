@@ -196,7 +196,7 @@ class GraphStore:
 
         Raises:
             StateError: it is not suspended.
-            Whatever `retrace` or a capture raises: everything is then suspended as before.
+            Whatever `retrace` or a capture raises: all is suspended as before, so this can be called again.
         """
         if not self.is_suspended:
             raise NotSuspended()
