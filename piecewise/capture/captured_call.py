@@ -90,7 +90,7 @@ class CapturedSignature:
         times: seconds spent on all this.
         adapters: names of the model's adapters active at the trace; empty if it has none.
         one_token, one_token_facts: the result of `trace_one_token`; `one_token` is None until it was called.
-        global_state: process settings at the trace; `check()` is false if autocast, grad mode or others differ.
+        global_state: settings at the trace; `check()` is false if grad mode, autocast or the like differ now.
         match: bound values → (token count, leaves) or None.
         rebuild: result leaves → the result.
         check: compares what the trace read of the model; None while no graph can be made from the trace: an

@@ -52,7 +52,8 @@ class TracedState:
         return cls(places, fixed, kinds_of(places, fixed), attributes, declared)
 
     def holds(self) -> bool:
-        """Whether the tensors are still of these kinds, and each object still has the same attribute dict."""
+        """Whether the tensors are still of these kinds, and each object still has the same attribute dict, in
+        which all else is compared."""
         are_kept = all(_attributes(item) is attributes for item, attributes in self.attributes)
         are_declared = all(_declared_of(op) == declared for op, declared in self.declared)
         return are_kept and are_declared and kinds_of(self.places, self.fixed) == self.seen
