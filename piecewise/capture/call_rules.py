@@ -57,7 +57,7 @@ def _leaf_rules(traced: TracedModel) -> dict[int, LeafRule]:
 
 
 def matcher_of(traced: TracedModel, plan: SegmentPlan) -> Callable[[tuple], Any]:
-    """Makes the function that recognises the calls a trace is valid for, and returns their leaves."""
+    """Makes the matcher of calls that a trace is valid for: bound values → (token count, leaves) or None."""
     rules, example, token = _leaf_rules(traced), traced.trace.example, plan.token_dim
     dims = []
     for rule in token.inputs:
