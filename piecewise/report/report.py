@@ -54,7 +54,7 @@ class SegmentReport:
     captured_ops: int = 0
 
     def notes(self, quote: str = "") -> list[str]:
-        """Says why each op is not in a graph, or needs care, with the op's name between `quote` marks."""
+        """Says why each op is not in a graph, or what is special about it; op names get `quote` marks."""
         if self.kind == "boundary":
             why = f", not captured: {self.reasons[0].detail}" if self.reasons else ""
             return [f"{quote}{self.ops[0]}{quote}: a registered boundary op{why}"]
@@ -163,7 +163,7 @@ class CaptureReport(Record):
         fusions: rewrites of the graph segments; None if the settings ask for none.
         streams: which segments run on several streams, once per trace; none if not asked for.
         one_token: why calls of one token run eagerly; empty if they replay.
-        layers: how many of the identical layers were traced; None if no layers are identical.
+        layers: how many layers of equal structure were traced; None if no two layers are equal.
         adapters: the model's active adapters, in words; empty for a model without adapters.
         other_state: how the state of the model that these graphs are of differs from the present one; the
             graphs wait for its return.

@@ -26,7 +26,7 @@ class LoweringReport:
         num_compiled: functions compiled now; `num_from_disk` of them came from Inductor's cache.
         num_reused: functions kept from an earlier lowering of the same model.
         seconds: in all.
-        kept_eager: segments that could not be compiled.
+        kept_eager: segments that keep eager kernels although they were to be compiled.
         is_done: False for a preview, before anything is compiled.
     """
 

@@ -45,10 +45,10 @@ class StartupTimes:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LayerReuse:
-    """Describes how many calls of identical layers reused the trace of another one.
+    """Describes how many layers of equal structure use the trace of another one.
 
     Attributes:
-        num_calls, num_traced: calls of identical layers, and those of them that Dynamo traced.
+        num_calls, num_traced: calls of such layers, and those of them that Dynamo traced.
         reason: why Dynamo traced all of them; empty if it did not.
     """
 

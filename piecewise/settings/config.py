@@ -25,7 +25,7 @@ from runners.errors import shown
 # Most problems of one kind that an error lists for one setting.
 _MAX_LISTED = 16
 
-# From 32 on, each size is at most 1.5 times the one before, so padding stays below 1.5 times a call's tokens.
+# From 32 on, each size is at most 1.5 times the one before: longer calls are padded to less than 1.5 times.
 DEFAULT_BUCKETS = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
 
 

@@ -179,7 +179,6 @@ buckets = Kind(_check_buckets, lambda text: text if text in ENGINE_GRIDS else _r
 def _check_names(
     value: Any, is_name: Callable[[Any], object], expected: str, known: tuple[str, ...] = ()
 ) -> tuple[str, ...]:
-    """Checks a list of names, without duplicates."""
     for index, name in enumerate(value):
         near = get_close_matches(name, known, n=1) if isinstance(name, str) else []
         hint = f"; did you mean {near[0]!r}?" if near else ""

@@ -112,7 +112,6 @@ def _add_bench(commands: _Commands) -> None:
 
 
 def _add_spec(add: _Add, one_of: Any = None, buckets: str = "instead of the file's") -> None:
-    """Adds options for the model's spec and its settings."""
     text = "'package.module:function'; it returns piecewise.PrefillCase(model, make_inputs)"
     if one_of is None:
         add("spec", metavar="SPEC", help=text)

@@ -43,7 +43,7 @@ def run_verify(arguments: argparse.Namespace) -> ExitCode:
 
     report = unless_the_model_raises(case, size, verified)
     if not report.num_compared:
-        case.run(size)  # an error of the model itself comes first
+        case.run(size)  # raises the model's own error, if that is why nothing was compared
     print(report)
     if arguments.json is not None:
         with writing("--json", arguments.json):

@@ -233,7 +233,7 @@ class LatencyBench:
         return results, list(_ratios(n, samples, errors))
 
     def _take_turns(self, calls: Mapping[str, Call]) -> dict[str, list[tuple[float, float]]]:
-        """Returns medians of a few calls' (latency, host time) in ms, by variant and round."""
+        """Times a few calls by variant and round: medians of (latency, host time) in ms."""
         for call in calls.values():
             for _ in range(3):
                 call()

@@ -156,7 +156,7 @@ def decode_batches(requests: Requests, *, step_s: float, max_num_seqs: int | Non
 
 
 def _admitted(arrival: Ints, generated: Ints, max_num_seqs: int | None) -> NDArray[np.int64]:
-    """Returns the step at which each request starts, first come, first served."""
+    """Returns the step at which each request starts, by order of arrival."""
     if max_num_seqs is None:
         return arrival
     ends: list[int] = []
