@@ -41,7 +41,7 @@ Place = Callable[[str], str]
 
 
 def named(label: str) -> Place:
-    """Makes the place of a setting that has no line number."""
+    """Makes the place of a setting without a line number."""
     return lambda part: f"{label if len(label) <= 120 else label[:120] + '...'}{part}"
 
 
@@ -65,7 +65,7 @@ class Given:
 
     @contextmanager
     def refusing(self, place: Place) -> Iterator[None]:
-        """Records the problems that a check in this block refuses a value for."""
+        """Records the problems of a Refused that the block raises."""
         try:
             yield
         except Refused as refused:

@@ -111,7 +111,7 @@ def run_spec(
 
 @dataclass(eq=False)
 class LatencyBench:
-    """Measures one case.
+    """Measures the variants of one case.
 
     Args:
         spec: the case's origin, for the record.

@@ -94,7 +94,7 @@ def _check_options(arguments: argparse.Namespace) -> None:
 
 
 def _settings(arguments: argparse.Namespace) -> PiecewiseConfig:
-    """Returns the settings of the file to write, under the limits of the command line."""
+    """Returns the settings of the file to write, with the command line's limits."""
     base = PiecewiseConfig()
     if arguments.output and Path(arguments.output).exists():
         base = PiecewiseConfig.from_toml(arguments.output)
@@ -147,7 +147,7 @@ class _Planner:
         self._by_cover: dict[int, BucketPlans] = {}
 
     def _read(self, path: str) -> Requests:
-        """Reads one file of --traffic; refuses a recorder's file if options need requests."""
+        """Reads one file of --traffic; refuses a recorder's if options need requests."""
         arguments = self.arguments
         requests = read_requests(
             path, format=arguments.traffic_format, column=arguments.column,

@@ -107,7 +107,7 @@ def _candidates(histogram: Histogram, cover: int, cost: StepCost) -> tuple[Ints,
 def _layer(best: Floats, prefix: Floats, price: Floats, floor: Choices) -> tuple[Floats, Choices]:
     """Adds one bucket: for each row j the least `best[i] + (prefix[j] - prefix[i]) * price[j]`, i < j, and i.
 
-    `floor` has the choices of the layer before, which never decrease with one more bucket.
+    `floor` has the previous layer's choices of i; one more bucket never lowers them.
     """
     num_rows = len(best)
     value, choice = np.zeros(num_rows), np.zeros(num_rows, np.int32)
