@@ -41,7 +41,7 @@ class LoweringReport:
     is_done: bool = True
 
     def compiles(self, segment: str) -> bool:
-        """Whether the graph segment of this name is, or will be, compiled."""
+        """Whether the graph segment of this name is or will be compiled."""
         return self.lowering != "eager" and all(kept.segment != segment for kept in self.kept_eager)
 
     def __str__(self) -> str:

@@ -27,7 +27,6 @@ class StartupTimes:
 
     @contextmanager
     def timed(self, part: str) -> Iterator[None]:
-        """Adds the duration of a block to a part."""
         began = time.perf_counter()
         try:
             yield

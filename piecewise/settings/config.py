@@ -276,7 +276,7 @@ def _settle_buckets(checked: dict[str, Any]) -> list[Problem]:
 
 
 def _out_of_reach(checked: Mapping[str, Any]) -> list[tuple[str, list[Problem]]]:
-    """Finds size lists whose every size is above the limits."""
+    """Finds size lists without any size within the limits."""
     limits: dict[str, Any] = {name: checked.get(name) for name in ("max_num_tokens", "max_num_seqs")}
     found = []
     for name, limit in (

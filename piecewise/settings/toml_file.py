@@ -16,7 +16,7 @@ from piecewise.errors.settings import UnreadableSettingsFile
 # The longest valid bucket list takes 50 KB; parsers may take quadratic time on hostile input.
 MAX_FILE_BYTES = 256 * 1024
 
-# Settings are tables of keys; deeper names mean nothing, and a hostile file may have thousands.
+# Settings are tables of keys; deeper names have no use, and a hostile file may have thousands.
 _MAX_DEPTH = 3
 
 # Tokens that can end or nest a value; everything else inside a value is skipped, and so is white space.

@@ -140,7 +140,6 @@ class LatencyBench:
         self._skipped: dict[str, str] = {}
 
     def run(self) -> BenchResult:
-        """Measures all variants at all sizes, under `inference_mode`."""
         with torch.inference_mode():
             references = self._references()
             prepared = self._prepare_all()

@@ -45,7 +45,7 @@ SCHEMA = "piecewise.bench/1"
 
 
 class Spread(NamedTuple):
-    """Holds the median of some samples, and their quartiles."""
+    """Holds the median and the quartiles of samples."""
 
     median: float
     low: float

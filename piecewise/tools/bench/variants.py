@@ -57,7 +57,6 @@ class Unavailable(Exception):
 
 @contextmanager
 def _unavailable_after(kind: type[Exception]) -> Iterator[None]:
-    """Raises Unavailable in place of an error of this kind."""
     try:
         yield
     except kind as error:
@@ -255,7 +254,7 @@ def _compiled(case: PrefillCase, name: str, sizes: Sequence[int]) -> Prepared:
 
 
 class _BreakAtBoundaries(TorchFunctionMode):
-    """Sends calls of boundary ops through `wrapped`."""
+    """Wraps each called boundary op."""
 
     def __init__(self, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
         super().__init__()

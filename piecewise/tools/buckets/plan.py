@@ -178,7 +178,6 @@ class _Planner:
         return Histogram.merged([Histogram.of(self._steps(each), each.counts) for each in traffic])
 
     def _steps(self, requests: Requests) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """Makes a server's steps of one file's requests, under the options and limits."""
         arguments, step_ms = self.arguments, self.arguments.step_ms
         if self.is_decode:
             if requests.counts is not None or (requests.arrival_s is None and step_ms is None):

@@ -75,7 +75,6 @@ class StepResult:
         return [f"{self.num_tokens} tokens: {problem}" for problem in wrong]
 
     def row(self) -> tuple[object, ...]:
-        """Returns the call's row in the table of sizes."""
         errors = f"{self.logits_error:.1e}", f"{self.cache_error:.1e}"
         words = "same" if self.same_next_tokens else "DIFFERENT"
         bits = "equal" if self.check.identical else "to rounding" if self.check.path == "graph" else "-"
@@ -155,7 +154,6 @@ class SideBySide:
         return result
 
     def finish(self, requests: Sequence[str]) -> None:
-        """Drops the requests and frees their blocks."""
         for request in requests:
             self.cache.free(request)
             del self._pasts[request]
