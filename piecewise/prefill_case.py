@@ -1,4 +1,4 @@
-"""Pairs a model with inputs of any token count: what the command line measures, explains and verifies."""
+"""Pairs a model with inputs of any token count, for the command line to measure, explain and verify."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ Made = TypeVar("Made")
 
 @dataclass(frozen=True, slots=True)
 class PrefillCase:
-    """A model and its inputs for a given number of tokens.
+    """Holds a model and a function that makes its inputs for a given number of tokens.
 
     Args:
         model: the module to graph; it is not copied.
-        make_inputs: `make_inputs(num_tokens)` returns `(args, kwargs)` for one call of the model with that
-            many tokens; called again for each call, so that it may allocate KV cache for it. A benchmark
-            repeats the call with the inputs made last. One that takes a keyword `seed`, an int, makes other
-            values for each seed, and the same ones for the same: a benchmark then measures errors over many.
-        baseline: the unmodified model with its own attention and its inputs, where `model` was changed to
-            be graphed: what a benchmark measures as eager, and what it takes the right results from.
+        make_inputs: `make_inputs(num_tokens)` returns `(args, kwargs)` of one call with that many tokens. It
+            is called anew for each call, so it may allocate KV cache; a benchmark repeats the call with the
+            inputs made last. If it takes a keyword `seed` (an int), its values must depend on the seed
+            alone; a benchmark then measures errors over many seeds.
+        baseline: the unmodified model with its own attention and inputs, if `model` was changed to be
+            graphed. A benchmark measures it as eager and takes the right results from it.
 
     Raises:
-        ConfigError: `model` is not a module, `make_inputs` cannot be called, or `baseline` is no case.
+        ConfigError: `model` is not a module, `make_inputs` is not callable, or `baseline` is not a case.
     """
 
     model: nn.Module
@@ -52,7 +52,7 @@ class PrefillCase:
 
     @property
     def takes_seed(self) -> bool:
-        """Tells whether `make_inputs` makes other values for each seed."""
+        """Whether `make_inputs` takes a seed."""
         try:
             seed = inspect.signature(self.make_inputs).parameters.get("seed")
         except (TypeError, ValueError):
@@ -60,10 +60,10 @@ class PrefillCase:
         return seed is not None and seed.kind in (seed.KEYWORD_ONLY, seed.POSITIONAL_OR_KEYWORD)
 
     def inputs(self, num_tokens: int, *, seed: int = 0) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Makes the arguments of one call; `seed` says which values, where `make_inputs` takes one.
+        """Makes the arguments of one call, from `seed` if `make_inputs` takes one.
 
         Raises:
-            WrongCase: `make_inputs` returned something else than `(args, kwargs)`.
+            WrongCase: `make_inputs` did not return `(args, kwargs)`.
         """
         seeded = {"seed": seed} if self.takes_seed else {}
         with user_code():
@@ -77,20 +77,20 @@ class PrefillCase:
         return tuple(args), dict(kwargs)
 
     def run(self, num_tokens: int) -> None:
-        """Calls the model itself once, which shows whether it is the model that raises."""
+        """Calls the model itself once, so that errors of its own appear."""
         args, kwargs = self.inputs(num_tokens)
         with user_code(), torch.no_grad():
             self.model(*args, **kwargs)
 
 
 def load_case(spec: str) -> PrefillCase:
-    """Returns the case that the function named by `spec` makes; the working directory is searched, too.
+    """Calls the function that `spec` names, and returns its case; the working directory is searched, too.
 
     Args:
         spec: ``package.module:function``.
 
     Raises:
-        ConfigError: the spec is malformed, its module or function does not exist, or it returns another type.
+        ConfigError: the spec is malformed, or its module or function does not exist or returns another type.
         Exception: whatever the module's import or the function raises, unchanged.
     """
     module_name, colon, function_name = spec.partition(":")
@@ -116,15 +116,15 @@ def load_case(spec: str) -> PrefillCase:
 
 
 def unless_the_model_raises(case: PrefillCase, num_tokens: int, work: Callable[[], Made]) -> Made:
-    """Returns what `work` does; an error of this project gives way to what the model itself raises, if any.
+    """Returns the result of `work`; the model's own error, if any, replaces an error of this project.
 
-    A trace or a capture tells only that forward raised, not with which traceback.
+    Errors of a trace or a capture only say that forward raised, without its traceback.
     """
     try:
         return work()
     except (PiecewiseError, BoundaryOpError) as error:
         ours = error
-    case.run(num_tokens)  # not while the other is handled: its traceback would come first
+    case.run(num_tokens)  # outside the except block, else our traceback would come first
     raise ours
 
 
@@ -137,7 +137,7 @@ def _module(spec: str, module_name: str) -> ModuleType:
         with user_code():
             return importlib.import_module(module_name)
     except ModuleNotFoundError as error:
-        # A module that exists but lacks one of its own imports is the user's to see as it is.
+        # If the module exists and one of its own imports is missing, the user sees that error unchanged.
         if error.name is None or not (module_name + ".").startswith(error.name + "."):
             raise
         wanted = f"an importable module {module_name}"

@@ -1,4 +1,4 @@
-"""Enforces `min_coverage`: a plan or bucket with too few ops in graphs is an error, not a slow model."""
+"""Enforces `min_coverage`: too few ops in graphs are an error, not just a slow model."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _MAX_LISTED = 8
 
 
 def require_plan(plan: SegmentPlan, minimum: float | None) -> None:
-    """Raises LowPlanCoverage, naming the ops outside of graphs, where a plan has less than `minimum`."""
+    """Raises LowPlanCoverage, which names the ops outside of graphs, if a plan has less than `minimum`."""
     if minimum is None or plan.coverage >= minimum:
         return
     ops = [_described(reason) for segment in plan.segments for reason in segment.reasons]
@@ -20,7 +20,7 @@ def require_plan(plan: SegmentPlan, minimum: float | None) -> None:
 
 
 def require_buckets(reports: Sequence[BucketReport], minimum: float | None) -> None:
-    """Raises LowBucketCoverage, naming each bucket that has less than `minimum` of its ops in graphs."""
+    """Raises LowBucketCoverage, which names each bucket with less than `minimum` of its ops in graphs."""
     lines = []
     for report in reports:
         if minimum is not None and report.coverage < minimum:

@@ -1,4 +1,4 @@
-"""Turns reports into text: one way to JSON, and one table, for all of them."""
+"""Turns reports into JSON and tables, in one way for all of them."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any, ClassVar
 
 
 class Record:
-    """A report, which is a dataclass; `derived` names the properties that its JSON has beside the fields."""
+    """Gives dataclasses of reports their JSON; `derived` names properties to include beside the fields."""
 
     __slots__ = ()
     derived: ClassVar[tuple[str, ...]] = ()
 
     def asdict(self) -> dict[str, Any]:
-        """Returns plain values; a number that JSON does not have (an infinite one, NaN) is its name."""
+        """Returns plain values; numbers that JSON lacks (infinities, NaN) become their names."""
         names = [item.name for item in dataclasses.fields(self)]  # type: ignore[arg-type]
         return {name: plain(getattr(self, name)) for name in (*names, *self.derived)}
 
@@ -26,7 +26,7 @@ class Record:
 
 
 def plain(value: Any) -> Any:
-    """Returns a value of records, dataclasses, mappings, lists and numbers as JSON has them."""
+    """Converts records, dataclasses, mappings, lists and numbers, nested too, to JSON's types."""
     if isinstance(value, Record):
         return value.asdict()
     if dataclasses.is_dataclass(value):
@@ -39,7 +39,7 @@ def plain(value: Any) -> Any:
 
 
 def table(rows: Iterable[Sequence[object]], *, markdown: bool = False) -> str:
-    """Returns rows in aligned columns, or as Markdown; the first row is the heading."""
+    """Formats rows in aligned columns, or as Markdown; the first row is the heading."""
     texts = [list(map(str, row)) for row in rows]
     if markdown:
         head, *lines = [f"| {' | '.join(row)} |" for row in texts]
@@ -49,7 +49,7 @@ def table(rows: Iterable[Sequence[object]], *, markdown: bool = False) -> str:
 
 
 def shown_bytes(count: int) -> str:
-    """Returns a size for readers, in binary units."""
+    """Formats a size in bytes with binary units."""
     if count < 2**10:
         return f"{count} B"
     if count < 2**20:

@@ -16,17 +16,17 @@ from runners.stats import CallStats
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BucketReport:
-    """How the capture of one bucket went.
+    """Describes how the capture of one bucket went.
 
     Attributes:
-        status: "captured"; "eager" (the model or its trace excludes it); "failed" (so did its capture);
-            "suspended"; "waiting" (nobody asked for it yet); or "left out" (the limits exclude it).
-        reason: why it is not captured, in words.
-        code: the same for programs: a `FallbackReason`, or "left_out"; empty where it is captured.
-        coverage: share of the model's ops that its graphs hold.
-        grown_bytes: by how much the shared pool grew for it.
-        device_bytes: by how much the device's free memory shrank for it: pool, static buffers and the
-            driver's share. The same as `grown_bytes` where there is no device to ask.
+        status: "captured"; "eager" (the model or its trace excludes the bucket); "failed" (its capture did);
+            "suspended"; "waiting" (no call needed it yet); or "left out" (the limits exclude it).
+        reason: why the bucket is not captured, in words.
+        code: the reason for programs: a `FallbackReason`, or "left_out"; empty if captured.
+        coverage: share of the model's ops in the bucket's graphs.
+        grown_bytes: growth of the shared pool at the bucket's capture.
+        device_bytes: loss of free device memory at its capture: pool, static buffers and the driver's share;
+            equal to `grown_bytes` without a device.
     """
 
     bucket: int
@@ -43,7 +43,7 @@ class BucketReport:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SegmentReport:
-    """One segment of the plan as a reader sees it."""
+    """Describes one segment of the plan for readers."""
 
     index: int
     kind: str
@@ -54,7 +54,7 @@ class SegmentReport:
     captured_ops: int = 0
 
     def notes(self, quote: str = "") -> list[str]:
-        """Says why each op is not in a graph, or what is special about it; ops between `quote` marks."""
+        """Says why each op is not in a graph, or what is special about it; op names get `quote` marks."""
         if self.kind == "boundary":
             why = f", not captured: {self.reasons[0].detail}" if self.reasons else ""
             return [f"{quote}{self.ops[0]}{quote}: a registered boundary op{why}"]
@@ -65,8 +65,10 @@ class SegmentReport:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PlanReport(Record):
-    """A cut plan: its segments, the share of ops in graphs, what was fused, how segments will be lowered and
-    put on streams; `fills` counts, by reason, empty memory that is filled with zeros."""
+    """Describes a cut plan: segments, share of ops in graphs, fusions, lowering and streams.
+
+    `fills` counts, by reason, uninitialized memory that is filled with zeros.
+    """
 
     derived: ClassVar[tuple[str, ...]] = ("eager_shares",)
 
@@ -103,7 +105,7 @@ class PlanReport(Record):
         return Counter(reason.code for segment in self.segments for reason in segment.reasons)
 
     def shares(self) -> dict[str, float]:
-        """Returns per reason code the share of eager ops; with `coverage` they add up to 1."""
+        """Returns the share of eager ops by reason code; with `coverage` the shares add up to 1."""
         total = sum(segment.num_ops for segment in self.segments if segment.kind != "boundary")
         found: dict[str, float] = {}
         for segment in self.segments:
@@ -153,17 +155,18 @@ class PlanReport(Record):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CaptureReport(Record):
-    """How each bucket that the settings list stands for one signature, largest first.
+    """Describes the state of each listed bucket for one signature, largest first.
 
     Attributes:
-        lowerings: how the segments were lowered, once per trace; `times`: seconds spent on this signature.
-        fusions: what was rewritten in the graph segments, None where nothing was to be.
-        streams: which segments run on several streams, once per trace; none where that was not asked for.
-        one_token: why calls of one token run eagerly; empty where they replay.
-        layers: how many of those that look alike were traced; None where none do.
-        adapters: which ones of the model were active, in words; empty for a model without.
-        other_state: for graphs of another state of the model than that of now, which wait for its return,
-            what tells the two apart.
+        lowerings: how the segments were lowered, once per trace.
+        times: seconds spent on this signature.
+        fusions: rewrites of the graph segments; None if the settings ask for none.
+        streams: which segments run on several streams, once per trace; none if not asked for.
+        one_token: why calls of one token run eagerly; empty if they replay.
+        layers: how many layers of equal structure were traced; None if no two layers are equal.
+        adapters: the model's active adapters, in words; empty for a model without adapters.
+        other_state: how the state of the model that these graphs are of differs from the present one; the
+            graphs wait for its return.
     """
 
     derived: ClassVar[tuple[str, ...]] = ("captured", "ok")
@@ -188,11 +191,11 @@ class CaptureReport(Record):
 
     @property
     def ok(self) -> bool:
-        """Tells whether every bucket that was asked for has graphs."""
+        """Whether every bucket that was asked for has graphs."""
         return all(report.status in ("captured", "waiting", "left out") for report in self.buckets)
 
     def state(self) -> str:
-        """Returns the state of the model that the graphs are of, to be put behind a title, if it is known."""
+        """Returns the state of the model that the graphs are of, if known, to follow a title."""
         waits = f"kept for its return: {self.other_state}" if self.other_state else ""
         told = "; ".join(filter(None, (self.adapters, waits)))
         return f" ({told})" if told else ""
@@ -216,10 +219,10 @@ class CaptureReport(Record):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Report(Record):
-    """Plans, captures and calls of one graphed model.
+    """Reports the plans, captures and calls of one graphed model.
 
     Attributes:
-        left_out: listed sizes that are not captured for any signature, each with its reason.
+        left_out: listed sizes that no signature captures, each with its reason.
         state: "captured", "not captured", "suspended" or "released".
     """
 
@@ -236,7 +239,7 @@ class Report(Record):
 
     @property
     def coverage(self) -> float:
-        """Returns the share of the first plan's ops that are in graphs."""
+        """The share of the first plan's ops that are in graphs."""
         return self.plans[0].coverage if self.plans else 0.0
 
     def __str__(self) -> str:
@@ -248,14 +251,14 @@ class Report(Record):
 
     @property
     def replayed(self) -> float:
-        """Returns the share of calls that were replayed; 0 where there were none."""
+        """The share of calls that were replayed; 0 without calls."""
         total = self.stats.replays + self.stats.eager_calls
         return self.stats.replays / total if total else 0.0
 
     def calls_by_bucket(self) -> list[dict[str, Any]]:
-        """Returns per bucket that a call came to counts, shares of all calls, and why calls were eager.
+        """Returns, for each bucket with calls, counts, shares of all calls, and why calls ran eagerly.
 
-        `op_coverage` is the share of ops that the bucket's graphs hold, of the signature that has most.
+        `op_coverage` is the largest share of ops in the bucket's graphs of any signature.
         """
         total = max(self.stats.replays + self.stats.eager_calls, 1)
         reports = [report for capture in self.captures for report in capture.buckets]
@@ -274,7 +277,7 @@ class Report(Record):
         return found
 
     def shares_of_calls(self) -> dict[str, float]:
-        """Returns per reason code the share of calls that were eager; with `replayed` they add up to 1."""
+        """Returns the share of eager calls by reason code; with `replayed` the shares add up to 1."""
         total = self.stats.replays + self.stats.eager_calls
         return {str(code): count / total for code, count in sorted(self.stats.reasons.items())}
 

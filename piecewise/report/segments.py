@@ -1,16 +1,16 @@
-"""Reports how the graph segments of a plan were lowered, and which run on several streams."""
+"""Reports how a plan's graph segments were lowered, and which run on several streams."""
 
 from __future__ import annotations
 
 import dataclasses
 from itertools import groupby
 
-# Why a function is not made of ops that others can look at.
+# Why a function has no ops that other code can inspect.
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class KeptEager:
-    """A segment that keeps eager kernels, and why."""
+    """Names a segment that keeps eager kernels, and the reason."""
 
     segment: str
     reason: str
@@ -18,17 +18,16 @@ class KeptEager:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LoweringReport:
-    """How the graph segments of one plan were lowered.
+    """Describes how the graph segments of one plan were lowered.
 
     Attributes:
         lowering: the setting.
-        num_segments, num_distinct: graph segments, without those that make views only; and how many different
-            ones there are among them.
-        num_compiled: functions compiled for it now, of which `num_from_disk` were found in Inductor's cache.
-        num_reused: functions that an earlier lowering of the same model left.
+        num_segments, num_distinct: all graph segments except those that only make views; the distinct ones.
+        num_compiled: functions compiled now; `num_from_disk` of them came from Inductor's cache.
+        num_reused: functions kept from an earlier lowering of the same model.
         seconds: in all.
         kept_eager: segments that keep eager kernels although they were to be compiled.
-        is_done: false where nothing was compiled yet, and this is a preview.
+        is_done: False for a preview, before anything is compiled.
     """
 
     lowering: str
@@ -42,7 +41,7 @@ class LoweringReport:
     is_done: bool = True
 
     def compiles(self, segment: str) -> bool:
-        """Tells whether the graph segment of this name is, or will be, compiled."""
+        """Whether the graph segment of this name is or will be compiled."""
         return self.lowering != "eager" and all(kept.segment != segment for kept in self.kept_eager)
 
     def __str__(self) -> str:
@@ -60,11 +59,11 @@ class LoweringReport:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BucketStreams:
-    """How one kind of segment runs at one bucket.
+    """Describes how one kind of segment runs at one bucket.
 
     Attributes:
         kept: whether on several streams.
-        reason: why on one; empty where it is on several.
+        reason: why on one stream; empty if on several.
     """
 
     bucket: int
@@ -74,14 +73,14 @@ class BucketStreams:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SegmentStreams:
-    """Graph segments that are the same program.
+    """Describes the streams of graph segments that are the same program.
 
     Attributes:
         segment: the first of them; `num_alike` others are like it.
-        branches: of each stretch with independent branches, how many there are.
+        branches: the number of independent branches, for each stretch of ops that has any.
         num_streams: the most that run at the same time.
-        reason: why all run on one stream at every bucket; empty where there are branches.
-        buckets: what came out where it was captured, largest first.
+        reason: why all ops run on one stream at every bucket; empty if there are branches.
+        buckets: the outcome at each captured bucket, largest first.
     """
 
     segment: str
@@ -105,11 +104,7 @@ class SegmentStreams:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StreamReport:
-    """The kinds of graph segments of one plan, without those that make views only.
-
-    Attributes:
-        num_streams: the setting.
-    """
+    """Lists the kinds of a plan's graph segments, except those that only make views, under `num_streams`."""
 
     num_streams: int
     segments: tuple[SegmentStreams, ...]

@@ -1,4 +1,4 @@
-"""Measures where the time before the first replay goes."""
+"""Measures the time spent before the first replay, by part."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from contextlib import contextmanager
 
 @dataclasses.dataclass(slots=True)
 class StartupTimes:
-    """Seconds spent on one signature so far, by part.
+    """Holds the seconds spent on one signature so far, by part.
 
     Attributes:
-        trace: Dynamo and the analysis of what it gives, second traces included; grows with the model's depth.
-        lowering: loading Inductor, rewriting distinct graph segments, and compiling them, or finding them in
+        trace: Dynamo and the analysis of its graph, second traces included; grows with the model's depth.
+        lowering: loading Inductor, rewriting distinct graph segments, and compiling them or finding them in
             Inductor's cache.
         warm_up: the runs before captures, where kernels are compiled and tuned at their first launch.
-        capture: recording.
+        capture: recording graphs.
     """
 
     trace: float = 0.0
@@ -27,7 +27,6 @@ class StartupTimes:
 
     @contextmanager
     def timed(self, part: str) -> Iterator[None]:
-        """Adds the seconds of this block to a part."""
         began = time.perf_counter()
         try:
             yield
@@ -45,11 +44,11 @@ class StartupTimes:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LayerReuse:
-    """How much of a trace one layer's served.
+    """Describes how many layers of equal structure use the trace of another one.
 
     Attributes:
-        num_calls: calls of layers that look alike; `num_traced`: those that Dynamo went through.
-        reason: why it went through all of them; empty where it did not have to.
+        num_calls, num_traced: calls of such layers, and those of them that Dynamo traced.
+        reason: why Dynamo traced all of them; empty if it did not.
     """
 
     num_calls: int

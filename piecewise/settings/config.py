@@ -1,7 +1,7 @@
-"""Says how a model is to be graphed: one frozen value, checked as a whole, from whatever source.
+"""Defines `PiecewiseConfig`: all settings of one graphed model, frozen, and checked together.
 
-Every field carries its row of the field table: its TOML table and keys, and what it accepts. A value that
-this version cannot honour is refused with what it can do instead: nothing is accepted and then ignored.
+Each field's metadata holds its TOML table, its keys and the values that it accepts. A value that this version
+cannot honour is an error that names the alternatives: nothing is accepted and then ignored.
 """
 
 from __future__ import annotations
@@ -22,57 +22,56 @@ from runners.buckets import MAX_BUCKET, MAX_NUM_BUCKETS
 from runners.engines import ENGINE_NAMES
 from runners.errors import shown
 
-# Of one kind of problem in one setting.
+# Most problems of one kind that an error lists for one setting.
 _MAX_LISTED = 16
 
-# Each is at most 1.5 times the one before from 32 on, so longer calls are padded to less than 1.5 times.
+# From 32 on, each size is at most 1.5 times the one before: longer calls are padded to less than 1.5 times.
 DEFAULT_BUCKETS = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
 
 
 def _setting(default: Any, table: str, kind: Kind, **keys: Check | None) -> Any:
-    """Makes a field: its default, its TOML table, its kind, and its keys there where its name is none."""
+    """Makes a field; `keys` are its keys in the TOML table, where these are not just its name."""
     return field(default=default, metadata={"row": (table, kind, keys)})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PiecewiseConfig:
-    """Settings of one graphed model; an instance that exists is valid.
+    """Holds the settings of one graphed model; every instance is valid.
 
     Args:
-        buckets: token counts that get graphs, strictly ascending; or a rule for them, which is replaced by
-            its list: an engine's name ("tensorrt-llm", "sglang", "vllm") up to `max_num_tokens`, or
-            {"step": 64, "max": 2048}. The default list ends at `max_num_tokens`.
-        max_padding_ratio: a call whose bucket is more than this many times its tokens runs eagerly; None for
-            no limit.
+        buckets: token counts that get graphs, strictly ascending; or a rule that makes the list: an engine's
+            name ("tensorrt-llm", "sglang", "vllm") up to `max_num_tokens`, or {"step": 64, "max": 2048}. The
+            default list ends at `max_num_tokens`.
+        max_padding_ratio: calls whose bucket is more than this many times their tokens run eagerly; None: no
+            limit.
         max_num_tokens: the most tokens of one call; a bucket above it is an error, never dropped.
         max_num_seqs: the most sequences of one call (in a file also `max_batch_size`).
-        max_seq_len: the longest sequence, generated tokens included. Sizes that these limits put out of reach
-            are not captured; `within_limits` returns them.
+        max_seq_len: the longest sequence, generated tokens included. Sizes that no call can reach under these
+            three limits are not captured; `within_limits` returns them.
         decode_batch_sizes: batch sizes of decode steps that get graphs. This version checks, clips and plans
             them; `compile` warns that it does not capture them.
-        max_signatures: how many kinds of call (structures, dtypes, static shapes), each in the states of the
-            model that it was captured in, are kept.
+        max_signatures: how many kinds of call (structure, dtypes, static shapes) keep their graphs, where a
+            kind counts once for each state of the model that it was captured in.
         warmup_steps: runs of each segment before its capture, each with another poison in the pad rows.
-        capture: "startup" captures in `capture()`; "lazy" also at the third call of a bucket: one bucket in a
-            call, and none where less than 5 % of a CUDA device's memory is free then.
-        engine: "auto" takes what the model's device has: "cuda" (real graphs) or "tape" (no GPU needed).
-        num_streams: with more than 1, branches of a graph segment that do not depend on each other (q, k
-            and v; gate and up) are captured on so many streams, at buckets of up to 512; without a GPU they
-            run in another order.
+        capture: "startup" captures in `capture()`; "lazy" also at a bucket's third call: at most one bucket
+            per call, and none while less than 5 % of a CUDA device's memory is free.
+        engine: "cuda" (real graphs), "tape" (no GPU needed), or "auto" for the one of the model's device.
+        num_streams: above 1, independent branches of a graph segment (q, k and v; gate and up) are captured
+            on that many streams, at buckets of up to 512; without a GPU they run in another order.
         progress: show a bar while tracing, lowering and capturing.
-        frontend: how the model becomes segments; only "trace" is available in this version.
+        frontend: how the model becomes segments; this version has only "trace".
         lowering: what runs inside graph segments: "eager" (torch's own kernels) or "inductor" (each distinct
             segment is compiled, for any token count).
         compile_sizes: buckets for which "inductor" compiles each segment once more, for that size alone.
         fusions: rewrites of graph segments by name ("pack_linears", ...), or ("auto",) for those that help
-            with `lowering`; () for none. Packed weights change their place in memory at capture.
-        boundary_ops: names ("namespace::op") of the ops to cut at; None for all that are registered.
-        boundary: "eager" runs boundary ops between the graphs; "captured" puts those that are declared
-            capture_safe into the graphs, one graph per bucket where all are. A step is then bounded by
-            max_num_seqs, max_num_tokens (without one: the largest bucket) and max_seq_len, which ops with a
-            captured form need, as the built-in attention; larger steps run eagerly.
-        min_coverage: least share of the model's ops in graphs, above 0 and at most 1, in the plan and in each
-            bucket that is captured; less is an error at `capture()`, or once at the call that would capture.
+            with `lowering`; () for none. Packed weights move in memory at capture.
+        boundary_ops: names ("namespace::op") of the ops to cut at; None for all registered ones.
+        boundary: "eager" runs boundary ops between the graphs; "captured" puts those declared capture_safe
+            into the graphs: one graph per bucket if all are. Steps are then bounded by max_num_seqs,
+            max_num_tokens (default: the largest bucket) and max_seq_len, which ops with a captured form, such
+            as the built-in attention, need; larger steps run eagerly.
+        min_coverage: least share of the model's ops in graphs, above 0 and at most 1, of the plan and of each
+            captured bucket; less is an error at `capture()`, or once at the call that would capture.
         outputs: "copy" gives the caller its own tensors; "view" static memory, valid until the next call.
         strict: an op that would silently leave the graphs is an error instead.
 
@@ -120,11 +119,11 @@ class PiecewiseConfig:
 
     @classmethod
     def from_toml(cls, path: str | os.PathLike[str]) -> PiecewiseConfig:
-        """Reads a TOML file; what it leaves out is the default. The environment is not read.
+        """Reads a TOML file; settings that the file lacks get their defaults. The environment is not read.
 
         Raises:
-            ConfigError: the file cannot be read or parsed, is over 256 KiB, or any table, key or value in it
-                is wrong; the message lists every problem.
+            ConfigError: the file cannot be read or parsed, is over 256 KiB, or has any wrong table, key or
+                value; the message lists every problem.
         """
         return cls(**_checked(read_file(Path(path), FIELDS)))
 
@@ -132,11 +131,11 @@ class PiecewiseConfig:
     def from_any(
         cls, source: PiecewiseConfig | str | os.PathLike[str] | None = None, /, **overrides: Any
     ) -> PiecewiseConfig:
-        """Makes the settings of a call: an argument wins over the environment, the file, and the default.
+        """Combines all sources: an argument wins over the environment, then the file, then the default.
 
         Args:
-            source: a finished config, whose settings all count as arguments, so the environment is not read;
-                or the path of a TOML file; or None.
+            source: a config, whose settings all count as arguments, so the environment is not read; the path
+                of a TOML file; or None.
             overrides: fields by name.
 
         Raises:
@@ -166,15 +165,15 @@ class PiecewiseConfig:
         return cls(**_checked(given))
 
     def to_toml(self, path: str | os.PathLike[str], *, only: Sequence[str] | None = None) -> None:
-        """Writes every setting that is not None, or `only` these; what else a file has is kept, comments too.
+        """Writes every setting that is not None, or `only` those named; the rest of the file stays as it is.
 
-        A file that spells a setting in another way of equal meaning (`grid`, `max_batch_size`) keeps its own.
+        Comments are kept, and so is another spelling of the same value (`grid`, `max_batch_size`).
 
         Raises:
-            ConfigError: the file that is there is not a valid settings file; it is left as it was.
+            ConfigError: the existing file is not a valid settings file; it stays unchanged.
         """
         target = Path(path)
-        # A table or key that is unknown would make the result unreadable.
+        # An unknown table or key would make the result unreadable.
         there = read_file(target, FIELDS) if target.exists() else Given()
         there.raise_problems()
         tables: dict[str, dict[str, object]] = {}
@@ -197,7 +196,7 @@ class PiecewiseConfig:
         return clip(self.buckets, self.prefill_limit())
 
     def decode_sizes(self, *, tokens_per_request: int = 1) -> Clipping | None:
-        """Cuts the decode batch sizes at what one decode step can hold; None where none are listed."""
+        """Cuts the decode batch sizes at what one decode step can hold; returns None if none are listed."""
         if self.decode_batch_sizes is None:
             return None
         return clip(self.decode_batch_sizes, self.decode_limit(tokens_per_request=tokens_per_request))
@@ -213,7 +212,7 @@ class PiecewiseConfig:
         return decode_limit(**limits, tokens_per_request=tokens_per_request)
 
     def within_limits(self) -> tuple[PiecewiseConfig, tuple[Clamped, ...]]:
-        """Returns these settings with only the sizes that can be reached, and those left out."""
+        """Returns these settings with only the sizes that calls can reach, and the sizes left out."""
         prefill, decode = self.prefill_sizes(), self.decode_sizes()
         sizes, more = (decode.sizes, decode.clamped) if decode is not None else (None, ())
         if not prefill.clamped + more:
@@ -231,16 +230,12 @@ def _rows() -> dict[str, Setting]:
     return found
 
 
-# Field → its row of the table.
+# Each field's name → its row of the field table.
 FIELDS: Mapping[str, Setting] = _rows()
 
 
 def _checked(given: Given) -> dict[str, Any]:
-    """Returns the normalised values.
-
-    Raises:
-        WrongSettings: any is wrong; the message lists every problem, also those that `given` has already.
-    """
+    """Returns the normalised values, or raises WrongSettings with all problems, those in `given` included."""
     checked: dict[str, Any] = {}
     num_problems = len(given.problems)
     for name, row in FIELDS.items():
@@ -257,10 +252,10 @@ def _checked(given: Given) -> dict[str, Any]:
 
 
 def _settle_buckets(checked: dict[str, Any]) -> list[Problem]:
-    """Puts the list in place of a rule or of the default, and compares it with `max_num_tokens`."""
+    """Replaces a rule or the default by its list, and finds buckets above `max_num_tokens`."""
     sizes, limit = checked.get("buckets", DEFAULT_BUCKETS), checked.get("max_num_tokens")
     if sizes is DEFAULT_BUCKETS:
-        # Nobody asked for these sizes, so those above a limit that somebody set are not an error.
+        # The user did not ask for these sizes, so sizes above the user's limit are no error.
         if limit is not None and limit < sizes[-1]:
             checked["buckets"] = tuple(size for size in sizes if size <= limit) or (limit,)
         return []
@@ -281,7 +276,7 @@ def _settle_buckets(checked: dict[str, Any]) -> list[Problem]:
 
 
 def _out_of_reach(checked: Mapping[str, Any]) -> list[tuple[str, list[Problem]]]:
-    """Finds size lists of which the limits leave nothing."""
+    """Finds size lists without any size within the limits."""
     limits: dict[str, Any] = {name: checked.get(name) for name in ("max_num_tokens", "max_num_seqs")}
     found = []
     for name, limit in (
@@ -297,7 +292,7 @@ def _out_of_reach(checked: Mapping[str, Any]) -> list[tuple[str, list[Problem]]]
 
 
 def _compiled_in_vain(checked: Mapping[str, Any]) -> list[Problem]:
-    """Finds sizes to compile for that are no buckets, or that nothing compiles."""
+    """Finds `compile_sizes` without effect: they are no buckets, or the lowering compiles nothing."""
     sizes, buckets = checked.get("compile_sizes", ()), checked.get("buckets", DEFAULT_BUCKETS)
     if sizes and checked.get("lowering", "eager") == "eager":
         fix = "set lowering to 'inductor', or leave compile_sizes out"

@@ -14,13 +14,13 @@ from runners.buckets import MAX_NUM_BUCKETS
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """A rule for bucket sizes.
+    """Describes a rule for bucket sizes.
 
     Args:
         name: an engine's name, a key of `ENGINE_GRIDS`, or "step".
-        step: the distance of two sizes, where `name` is "step".
-        max_size: the largest size allowed, inclusive; None for the limit of the settings, or without one
-            for the size at which the engine itself stops.
+        step: the distance between sizes, for the name "step".
+        max_size: the largest size allowed, inclusive; None for the settings' limit, or else the size at which
+            the engine itself stops.
     """
 
     name: str
@@ -28,7 +28,7 @@ class Grid:
     max_size: int | None = None
 
     def sizes(self, limit: int | None = None) -> tuple[int, ...]:
-        """Returns the sizes, ascending; empty where the smallest is above the limit."""
+        """Returns the sizes, ascending; none if the smallest is above the limit."""
         top = self.max_size if self.max_size is not None else limit
         if self.name == "step":
             assert self.step is not None and top is not None
@@ -66,9 +66,9 @@ def _up_to(top: int, *parts: range | list[int]) -> tuple[int, ...]:
     return tuple(found)
 
 
-# What an engine captures for prefill when it is not told otherwise: a function of the largest size allowed,
-# whose default is where the engine itself stops.
-# Sources: TensorRT-LLM's default of capture_num_tokens, SGLang's of piecewise_cuda_graph_tokens, vLLM's of
+# Sizes that each engine captures for prefill by default, by the largest size allowed (by default, the size at
+# which the engine itself stops).
+# Sources: the defaults of TensorRT-LLM's capture_num_tokens, SGLang's piecewise_cuda_graph_tokens and vLLM's
 # cudagraph_capture_sizes (its rule is continued above its own stop where a larger limit is given).
 ENGINE_GRIDS: dict[str, Callable[..., tuple[int, ...]]] = {
     "tensorrt-llm": _tensorrt_llm,
@@ -76,7 +76,7 @@ ENGINE_GRIDS: dict[str, Callable[..., tuple[int, ...]]] = {
     "vllm": _vllm,
 }
 
-# What decode batch sizes are compared with.
+# Lists that a plan of decode batch sizes is compared with.
 DECODE_GRIDS: dict[str, Callable[[int], tuple[int, ...]]] = {
     "every size": lambda top: tuple(range(1, top + 1)),
     "powers of two": lambda top: tuple(1 << power for power in range(top.bit_length())),

@@ -1,7 +1,7 @@
-"""Kinds of settings: what each accepts from Python or a file, and how it reads a text.
+"""Defines the kinds of settings: which values each accepts, and how each parses an environment variable.
 
-A check turns any value into the normalised one, or refuses it and says why. A text that a kind cannot read
-stays a text, which its check then refuses.
+A check normalises a value, or raises Refused with the reason. A text that a kind cannot parse stays a text,
+which its check then refuses.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _OP_NAME = re.compile(r"[A-Za-z_]\w*::[A-Za-z_]\w*(\.\w+)?")
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One wrong setting; `part` is the position inside it, such as ``[2]``; `where` is for readers."""
+    """Describes a wrong setting; `part` is the position inside it (``[2]``), `where` its place in words."""
 
     expected: str
     got: str
@@ -38,7 +38,7 @@ class Problem:
 
 
 class Refused(Exception):
-    """A check's answer to a wrong value."""
+    """Carries the problems that a check found in a value."""
 
     def __init__(self, *problems: Problem) -> None:
         super().__init__(*problems)
@@ -47,14 +47,14 @@ class Refused(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """One kind of setting: `check` normalises any value or raises Refused, `read` makes a value of a text."""
+    """Holds one kind of setting: `check` normalises any value or raises Refused, `read` parses a text."""
 
     check: Check
     read: Callable[[str], object] = str
 
 
 def optional(kind: Kind) -> Kind:
-    """Accepts None too; the text is "none"."""
+    """Makes a kind that accepts None too, as text "none"."""
     return Kind(
         lambda value: None if value is None else kind.check(value),
         lambda text: None if text.lower() == "none" else kind.read(text),
@@ -62,7 +62,7 @@ def optional(kind: Kind) -> Kind:
 
 
 def whole(low: int, high: int) -> Kind:
-    """Accepts an int in [low, high]."""
+    """Makes a kind that accepts an int in [low, high]."""
 
     def check(value: Any) -> int:
         number = whole_number(value)
@@ -79,7 +79,7 @@ def _read_whole(text: str) -> int | str:
 
 
 def number(expected: str, is_valid: Callable[[float], bool]) -> Kind:
-    """Accepts a valid number, as a float; True is none, nor is an int too large for a float."""
+    """Makes a kind that accepts numbers as floats, but no bool, and no int too large for a float."""
 
     def check(value: Any) -> float:
         is_float = isinstance(value, float) or _is_scalar_of(value, "float")
@@ -98,7 +98,7 @@ def number(expected: str, is_valid: Callable[[float], bool]) -> Kind:
 
 
 def _is_scalar_of(value: Any, dtype: str) -> bool:
-    """Tells whether it is a NumPy scalar, or a tensor or array without dims, of such a dtype."""
+    """Whether a value is a NumPy scalar, or a tensor or array without dims, of this dtype."""
     return dtype in str(getattr(value, "dtype", "")) and getattr(value, "ndim", -1) == 0
 
 
@@ -113,7 +113,7 @@ flag = Kind(_check_flag, lambda text: _FLAGS.get(text.lower(), text))
 
 
 def choice(*available: str, later: tuple[str, ...] = ()) -> Kind:
-    """Accepts one of `available`; those in `later` are known names that this version lacks."""
+    """Makes a kind that accepts one of `available`; `later` has known names that this version lacks."""
 
     def check(value: Any) -> str:
         if isinstance(value, str) and value in available:
@@ -130,7 +130,7 @@ def _split(text: str) -> list[str]:
 
 
 def check_sizes(value: Any) -> tuple[int, ...]:
-    """Checks a list of token counts or batch sizes; every wrong entry is told."""
+    """Checks a list of token counts or batch sizes, and reports every wrong entry."""
     problems = [
         Problem(each.expected, each.got, InvalidBuckets.fix, each.part) for each in find_problems(value)
     ]
@@ -170,16 +170,15 @@ def _read_sizes(text: str) -> object:
 
 
 sizes = Kind(check_sizes, _read_sizes)
-# As `sizes`, or an empty list.
+# Accepts what `sizes` accepts, or an empty list.
 some_sizes = Kind(lambda value: () if listed(value) == [] else check_sizes(value), _read_sizes)
-# A list of token counts, or a rule for them.
+# Accepts a list of token counts, or a rule for them.
 buckets = Kind(_check_buckets, lambda text: text if text in ENGINE_GRIDS else _read_sizes(text))
 
 
 def _check_names(
     value: Any, is_name: Callable[[Any], object], expected: str, known: tuple[str, ...] = ()
 ) -> tuple[str, ...]:
-    """Checks a list of names, each once; one name need not be in a list."""
     for index, name in enumerate(value):
         near = get_close_matches(name, known, n=1) if isinstance(name, str) else []
         hint = f"; did you mean {near[0]!r}?" if near else ""
@@ -191,7 +190,7 @@ def _check_names(
 
 
 def _check_fusions(value: Any) -> tuple[str, ...]:
-    """Checks names of passes, or "auto" alone."""
+    """Checks names of passes, or "auto" alone; a single name need not be in a list."""
     allowed = ("auto", *PASS_NAMES)
     value = [value] if isinstance(value, str) else value
     if not isinstance(value, (list, tuple)):
@@ -202,7 +201,7 @@ def _check_fusions(value: Any) -> tuple[str, ...]:
 
 
 def _check_op_names(value: Any) -> tuple[str, ...]:
-    """Checks names of ops, or what `define` returned for them."""
+    """Checks names of ops, or the objects that `define` returned for them; one need not be in a list."""
     value = [value] if isinstance(value, str) or hasattr(value, "overload") else value
     if not isinstance(value, (list, tuple)) or not value:
         raise Refused(Problem("a non-empty list of op names, or None for all registered ops", shown(value)))

@@ -1,7 +1,7 @@
-"""Tells which listed sizes a server with these limits can ever record and reach, and why not the rest.
+"""Finds the listed sizes that a server with given limits can reach, one rule each for prefill and decode.
 
-Two rules, for the two phases of a request. Both only remove sizes: a limit is never made a bucket of its own,
-because every call between the last useful size and the limit would be padded up to it.
+Both rules only remove sizes: a limit never becomes a bucket, because every call between the last useful size
+and the limit would be padded up to it.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from runners.buckets import checked_sizes
 
 
 class Limit(NamedTuple):
-    """The largest size of use, inclusive, and the settings that it follows from; None where none does."""
+    """Holds the largest reachable size, inclusive (None: no limit), and the settings that it follows from."""
 
     size: int | None
     reason: str
 
 
 class Clamped(NamedTuple):
-    """A listed size above the limit."""
+    """Describes a listed size above the limit."""
 
     size: int
     limit: int
@@ -31,7 +31,7 @@ class Clamped(NamedTuple):
 
 
 class Clipping(NamedTuple):
-    """A size list cut at a limit: the sizes up to it, and the rest, each with its reason."""
+    """Holds a size list cut at a limit: the sizes up to the limit, and the others, each with its reason."""
 
     sizes: tuple[int, ...]
     clamped: tuple[Clamped, ...]
@@ -43,10 +43,8 @@ def prefill_limit(
 ) -> Limit:
     """Finds the most tokens that one prefill step can hold.
 
-    A request in flight keeps one token of room for what it generates, so at most `max_seq_len - 1` of its
-    tokens are ever prefilled, and a step holds at most `max_num_seqs` requests.
-
-    Source: TensorRT-LLM clips the sizes of its piecewise graphs in this way.
+    A step holds at most `max_num_seqs` requests. Each keeps room for one generated token, so at most
+    `max_seq_len - 1` of its tokens are prefilled. Source: TensorRT-LLM clips its piecewise graphs' sizes so.
     """
     found = [Limit(max_num_tokens, "max_num_tokens")]
     if max_num_seqs is not None and max_seq_len is not None:
@@ -60,8 +58,7 @@ def decode_limit(
 ) -> Limit:
     """Finds the most requests that one decode step can hold.
 
-    Each request adds `tokens_per_request` to a step: 1, and the draft tokens of speculation.
-
+    Each request adds `tokens_per_request` to a step: 1, plus the draft tokens of speculative decoding.
     Source: TensorRT-LLM clips the batch sizes of its decode graphs in this way.
     """
     if tokens_per_request < 1:
@@ -75,11 +72,7 @@ def decode_limit(
 
 
 def clip(sizes: Sequence[int], limit: Limit) -> Clipping:
-    """Cuts a list at a limit.
-
-    Raises:
-        InvalidBuckets: `sizes` is not a valid bucket list, as `TokenBuckets` says.
-    """
+    """Cuts a list at a limit; raises InvalidBuckets where `TokenBuckets` would refuse `sizes`."""
     checked, top = checked_sizes(sizes), limit.size
     if top is None:
         return Clipping(checked, (), limit)

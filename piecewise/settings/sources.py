@@ -1,7 +1,7 @@
-"""Reads settings from where users write them: a TOML file, and environment variables, here alone.
+"""Reads settings from TOML files and environment variables; no other module does.
 
-One table, by field, says where each is written and what it accepts. What is wrong is collected, not raised,
-so that one error lists all of it.
+The field table says where each field is written and which values it accepts. Problems are collected, not
+raised at once, so that one error lists all of them.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from runners.errors import shown
 
 ENVIRONMENT_PREFIX = "PIECEWISE_"
 
-# A hostile file may have thousands of problems.
+# Most problems that an error lists: a hostile file may have thousands.
 _MAX_LISTED = 100
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One row of the field table: its table in a file, what it accepts, and its keys in that table.
+    """Holds a field's row of the field table: its TOML table, its kind, and its keys in that table.
 
-    The key that is written comes first; each may have a narrower check of its own.
+    The key to write comes first; each key may have a narrower check of its own.
     """
 
     table: str
@@ -36,21 +36,18 @@ class Setting:
     keys: Mapping[str, Check | None]
 
 
-# How and where the user wrote a setting, for a message about a position inside of it, such as "[2]".
+# Describes where the user wrote a setting, given a position inside the value, such as "[2]".
 Place = Callable[[str], str]
 
 
 def named(label: str) -> Place:
-    """Makes the place of what has no line."""
+    """Makes the place of a setting without a line number."""
     return lambda part: f"{label if len(label) <= 120 else label[:120] + '...'}{part}"
 
 
 @dataclass(slots=True)
 class Given:
-    """Settings by field as the user gave them, where each was written, and what was wrong so far.
-
-    `keys` has the key of each field that came from a file.
-    """
+    """Holds settings as the user gave them, their places and problems, and the keys of those from a file."""
 
     values: dict[str, object] = field(default_factory=dict)
     where: dict[str, Place] = field(default_factory=dict)
@@ -68,14 +65,14 @@ class Given:
 
     @contextmanager
     def refusing(self, place: Place) -> Iterator[None]:
-        """Notes what a check in this block refuses."""
+        """Records the problems of a Refused that the block raises."""
         try:
             yield
         except Refused as refused:
             self.refuse(place, *refused.problems)
 
     def refuse_unknown(self, place: Place, name: str, valid: Mapping[str, str]) -> None:
-        """Notes a name that no field has; `valid` tells how to write each name that one has."""
+        """Records an unknown name; `valid` maps each known name to how users write it."""
         # The search is slow, and most of a hostile file's names are not listed.
         few = len(self.problems) < _MAX_LISTED
         nearest = get_close_matches(name[:100], valid, n=1, cutoff=0.5) if few else []
@@ -84,7 +81,7 @@ class Given:
         self.refuse(place, Problem("a known name", got, fix))
 
     def raise_problems(self) -> None:
-        """Raises one `WrongSettings` that lists all problems; returns where there are none."""
+        """Raises one `WrongSettings` that lists all problems, if there are any."""
         if not self.problems:
             return
         first = self.problems[:_MAX_LISTED]
@@ -99,14 +96,9 @@ class Given:
 
 
 def read_file(path: Path, table_of_fields: Mapping[str, Setting]) -> Given:
-    """Reads a TOML file.
-
-    Raises:
-        UnreadableSettingsFile: as `read_tables`.
-    """
+    """Reads a TOML file; raises UnreadableSettingsFile as `read_tables` does."""
     names = {(row.table, key): name for name, row in table_of_fields.items() for key in row.keys}
     tables = {table for table, _ in names}
-    # How to write each valid key or table.
     valid = {key: f"{key} in [{table}]" for table, key in names} | {name: f"[{name}]" for name in tables}
     given = Given()
     content, lines = read_tables(path)
@@ -151,5 +143,5 @@ def read_environment(table_of_fields: Mapping[str, Setting]) -> Given:
 
 
 def environment() -> dict[str, str]:
-    """Returns the process's environment as it is now; for a model whose forward reads it."""
+    """Returns the process's environment as it is now, for models whose forward reads the environment."""
     return dict(os.environ)

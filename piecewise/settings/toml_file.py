@@ -1,4 +1,4 @@
-"""Reads and writes a small TOML file, which someone may have made by hand, and badly."""
+"""Reads and writes small TOML files, which may be written by hand and malformed."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from piecewise.errors.settings import UnreadableSettingsFile
 # The longest valid bucket list takes 50 KB; parsers may take quadratic time on hostile input.
 MAX_FILE_BYTES = 256 * 1024
 
-# Settings are tables of keys; deeper names are of no use, and there may be thousands.
+# Settings are tables of keys; deeper names have no use, and a hostile file may have thousands.
 _MAX_DEPTH = 3
 
-# What can end or nest a value; everything else inside one is skipped, and white space between all of them.
+# Tokens that can end or nest a value; everything else inside a value is skipped, and so is white space.
 _TOKEN = re.compile(
     r"""
     (?P<comment> \#[^\n]* )
@@ -39,7 +39,7 @@ Keys = tuple[str, ...]
 
 
 def read_tables(path: Path) -> tuple[dict[str, Any], TomlLines]:
-    """Returns the parsed file, and where in it everything stands.
+    """Reads a file into tables and the line numbers of its keys.
 
     Raises:
         UnreadableSettingsFile: the file is missing, not a regular file, too large or not TOML (says where).
@@ -61,9 +61,9 @@ def read_tables(path: Path) -> tuple[dict[str, Any], TomlLines]:
 def write_tables(path: Path, tables: Mapping[str, Mapping[str, object]]) -> None:
     """Writes keys and plain values by table; a value of None removes its key.
 
-    Comments, order and formatting of a file that is there stay; it must be valid TOML.
+    An existing file must be valid TOML; its comments, order and formatting stay.
     """
-    # Its import takes as long as the rest of the package; only writing needs it.
+    # Importing tomlkit takes as long as the rest of the package, and only writing needs it.
     import tomlkit
 
     document = tomlkit.parse(_read_text(path)) if path.exists() else tomlkit.document()
@@ -81,7 +81,7 @@ def write_tables(path: Path, tables: Mapping[str, Mapping[str, object]]) -> None
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Writes `text` in one step: a crash leaves the old file, or none. A pipe or a device is written to."""
+    """Replaces a file in one step (a crash leaves the old file or none), or writes into a pipe or device."""
     if path.exists() and not path.is_file():
         path.write_text(text, encoding="utf-8")
         return
@@ -89,7 +89,7 @@ def replace_text(path: Path, text: str) -> None:
     try:
         with os.fdopen(descriptor, "w", encoding="utf-8", newline="") as file:
             file.write(text)
-        # mkstemp makes the file private; a settings file keeps its mode, or gets the usual one.
+        # mkstemp makes the file private; a settings file keeps its mode, or gets the usual 644.
         os.chmod(name, path.stat().st_mode & 0o777 if path.exists() else 0o644)
         os.replace(name, path)
     except BaseException:
@@ -117,17 +117,17 @@ def _unreadable(path: Path, problem: str) -> UnreadableSettingsFile:
 
 
 class TomlLines:
-    """Finds line numbers by the path of keys; a list entry's is under its position, such as ``"[2]"``.
+    """Finds line numbers by the path of keys, where a list entry is named by its position, such as ``"[2]"``.
 
-    TOML parsers return values without places. This reads only the outline (headers, keys, brackets, strings,
-    comments) of text that a parser has accepted already, in one pass.
+    TOML parsers return values without line numbers. This class reads only the outline (headers, keys,
+    brackets, strings, comments) of text that a parser has accepted already, in one pass.
     """
 
     def __init__(self, text: str) -> None:
         self._lines: dict[Keys, int] = {}
         table: Keys = ()
         path: Keys | None = None  # of the value being read; None in a key or header
-        key, depth, entry = "", 0, 0  # deeper entries are told by their outermost position
+        key, depth, entry = "", 0, 0  # nested entries count as their outermost one
         line = 1
         for match in _TOKEN.finditer(text + "\n"):
             token, kind = match.group(), match.lastgroup
@@ -154,7 +154,7 @@ class TomlLines:
                 depth += kind == "open"
 
     def line_of(self, *path: str) -> int | None:
-        """Returns the line of the longest part of `path` that is in the file; None where none is."""
+        """Returns the line of the longest leading part of `path` in the file, or None."""
         parts = (path[:length] for length in range(len(path), 0, -1))
         return next((self._lines[part] for part in parts if part in self._lines), None)
 

@@ -1,6 +1,6 @@
-"""Defines the `piecewise` command: its arguments, and what each command runs, which is imported only then.
+"""Defines the `piecewise` command: its arguments, and the function of each command, imported only to run it.
 
-`exit_codes.py` says how a command ends.
+`exit_codes.py` defines the exit codes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from runners.buckets import MAX_BUCKET, MAX_NUM_BUCKETS
 _Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 _Add: TypeAlias = Callable[..., argparse.Action]
 
-# As `traffic.FORMATS`, which is not imported here, because it takes numpy.
+# Equals `traffic.FORMATS`, which is not imported here, because that module imports numpy.
 TRAFFIC_FORMATS = ("auto", "numbers", "csv", "jsonl", "azure", "mooncake", "recorded")
 
 _UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
@@ -30,7 +30,7 @@ _UNITS |= {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command; `argv` is what follows the program's name, or the process's arguments where None."""
+    """Runs one command; `argv` follows the program's name, and defaults to the process's arguments."""
 
     def command() -> Callable[[], int]:
         arguments = _parser().parse_args(argv)
@@ -52,7 +52,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _command(commands: _Commands, name: str, help: str, description: str, run: str = "") -> Any:
-    """Adds a command; `run` is the "module:function" that takes its arguments and returns an exit code."""
+    """Adds a command; `run`, "module:function", takes the parsed arguments and returns an exit code."""
     parser = commands.add_parser(name, allow_abbrev=False, help=help, description=description, epilog=HELP)
     parser.set_defaults(run=run)
     return parser
@@ -112,7 +112,6 @@ def _add_bench(commands: _Commands) -> None:
 
 
 def _add_spec(add: _Add, one_of: Any = None, buckets: str = "instead of the file's") -> None:
-    """Adds the model to work on, and the settings for it."""
     text = "'package.module:function'; it returns piecewise.PrefillCase(model, make_inputs)"
     if one_of is None:
         add("spec", metavar="SPEC", help=text)
@@ -218,7 +217,7 @@ def _add_count(add: _Add, option: str, default: int, what: str, most: int = MAX_
 
 
 def _sizes(text: str) -> object:
-    """Reads numbers or a grid's name, as the setting `buckets` does, which says later what is valid."""
+    """Parses numbers or a grid's name as the setting `buckets` does; that setting's check comes later."""
     value = kinds.buckets.read(text)
     if isinstance(value, list) and (not value or any(isinstance(part, str) for part in value)):
         raise argparse.ArgumentTypeError(

@@ -1,4 +1,4 @@
-"""Writes what a command says: to streams whose reader may go away, and to files that may not be writable."""
+"""Writes commands' output to streams whose reader may close them, and to files that may not be writable."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from piecewise.errors.tools import UnwritableOutput
 
 @contextmanager
 def lasting_streams() -> Iterator[None]:
-    """Lets the standard streams outlive their readers in a block; what their encoding lacks is written "?".
+    """Drops output after the standard streams' readers have gone, and writes unencodable characters as "?".
 
-    `piecewise verify SPEC | head` ends with the code of the comparison, so what is written after the reader
-    has gone is dropped. Output that cannot be written otherwise (a full disk) is an UnwritableOutput.
+    So `piecewise verify SPEC | head` ends with the comparison's exit code. Any other failure to write, such
+    as a full disk, raises UnwritableOutput.
     """
     with ExitStack() as stack:
         if sys.stdout is not None:
@@ -29,12 +29,12 @@ def lasting_streams() -> Iterator[None]:
 
 
 def _finish(stream: TextIO) -> None:
-    with suppress(UnwritableOutput):  # it was told where a command wrote
+    with suppress(UnwritableOutput):  # reported already when the command wrote
         stream.flush()
 
 
 class _Stream:
-    """A text stream of the process; `name` is for the error where it cannot be written, if it has one."""
+    """Wraps a text stream of the process; a failed write is an error only if the stream has a `name`."""
 
     def __init__(self, stream: TextIO, name: str | None = None) -> None:
         self._stream, self._name = stream, name
@@ -55,7 +55,7 @@ class _Stream:
         try:
             call(*args)
         except OSError as error:
-            # What is buffered would fail again when the interpreter ends, which would change the exit code.
+            # Buffered text would fail again when the interpreter ends, and change the exit code.
             with suppress(OSError, ValueError):
                 os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
             if self._name is not None and not isinstance(error, BrokenPipeError):
@@ -63,7 +63,7 @@ class _Stream:
 
 
 def check_writable(option: str, path: str | os.PathLike[str] | None) -> None:
-    """Raises UnwritableOutput for a path that no file can be written to, before the work for it is done."""
+    """Raises UnwritableOutput, before any work is done, for a path that no file can be written to."""
     if path is None:
         return
     target = os.path.abspath(path)
@@ -74,15 +74,15 @@ def check_writable(option: str, path: str | os.PathLike[str] | None) -> None:
         if not os.path.isdir(folder):
             raise FileNotFoundError(f"there is no folder {folder}")
         if os.path.exists(target) and not os.path.isfile(target):
-            return  # a pipe or a device: only writing tells
-        # Tried, not asked for: permissions do not tell of a file system that takes no files.
+            return  # a pipe or a device: only writing shows it
+        # A trial, since permissions do not show that a file system takes no files.
         with tempfile.TemporaryFile(dir=folder):
             pass
 
 
 @contextmanager
 def writing(option: str, path: str | os.PathLike[str]) -> Iterator[None]:
-    """Raises UnwritableOutput where a block cannot write the file which an option names."""
+    """Raises UnwritableOutput if a block cannot write the file that an option names."""
     try:
         yield
     except (OSError, UnicodeEncodeError) as error:

@@ -1,8 +1,8 @@
-"""Says what the exit code of the `piecewise` command means, and decides it in one place.
+"""Defines the exit codes of the `piecewise` command, and decides on them in one place.
 
-A command returns a code, or raises. An error of this project is its message, for its rule and its fix are
-what helps; whatever else is raised comes from the code that the command was pointed at, or from what lies
-beneath it, and is shown with its traceback. So is an error of ours that the user's own functions raise.
+A command returns a code, or raises. An error of this project is printed without a traceback, since its rule
+and fix are what helps. Any other error comes from the user's code or the libraries beneath, and keeps its
+traceback; so does an error of this project that the user's own functions raise.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from piecewise.errors.tools import comes_from_user_code
 
 
 class ExitCode(enum.IntEnum):
-    """How a command ended."""
+    """Says how a command ended."""
 
     RIGHT = 0
     DIFFERENT = 1
     UNUSABLE = 2
     RAISED = 3
     NOTHING = 4
-    # As a shell says it of a process that the signal ended.
+    # A shell's code for a process that SIGINT ended.
     INTERRUPTED = 130
 
 
@@ -35,10 +35,10 @@ HELP = (
 
 
 def exit_code_of(find_command: Callable[[], Callable[[], int]]) -> ExitCode:
-    """Runs a command and returns the code that it ends with; what is wrong is told on the error stream.
+    """Runs a command, prints its error on the error stream, and returns its exit code.
 
     Args:
-        find_command: reads the command line, and returns what runs the command.
+        find_command: parses the command line, and returns a function that runs the command.
     Raises:
         SystemExit: the command line is wrong (2), or asks for help or the version (0).
     """
@@ -54,7 +54,7 @@ def exit_code_of(find_command: Callable[[], Callable[[], int]]) -> ExitCode:
     except BaseException as error:  # user code may end in SystemExit, or in a class of its own
         if command is None and isinstance(error, SystemExit):
             raise
-        # Errors of this project, of each package, have a rule and a fix; to import their roots takes torch.
+        # Errors of all our packages have a rule and a fix; importing their base classes takes torch.
         if hasattr(error, "rule") and hasattr(error, "fix") and not comes_from_user_code(error):
             print(f"piecewise: {error}", file=sys.stderr)
             return ExitCode.UNUSABLE

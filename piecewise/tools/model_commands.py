@@ -43,7 +43,7 @@ def run_verify(arguments: argparse.Namespace) -> ExitCode:
 
     report = unless_the_model_raises(case, size, verified)
     if not report.num_compared:
-        case.run(size)  # a model that raises is no reason to look for another one
+        case.run(size)  # raises the model's own error, if that is why nothing was compared
     print(report)
     if arguments.json is not None:
         with writing("--json", arguments.json):

@@ -1,9 +1,8 @@
-"""Measures what a call costs on the host, apart from the kernels, with everything else taken out.
+"""Measures the host time of a graphed call without the kernels.
 
-A graphed toy model is captured as usual. Then its segments are replaced by empty ones, so that what is left
-of a call is the product's own work. It is timed in parts: the fixed part (binding, signature, bucket,
-copy-in, output), which must not grow with depth; the comparison of addresses and module state, which does;
-and the calls of boundary ops.
+The segments of a captured toy model are replaced by empty ones, so that only the package's own work remains.
+It is timed in three parts: the fixed part (binding, signature, bucket, copy-in, output), which must not grow
+with depth; the comparison of addresses and module state, which does; and the calls of boundary ops.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ class _Layer(nn.Module):
 
 
 class _Toy(nn.Module):
-    """Two tensor inputs, [num_tokens] each, and a plain tensor output, [num_tokens, hidden]."""
+    """Takes two tensors, [num_tokens] each; returns one, [num_tokens, hidden]."""
 
     def __init__(self, num_layers: int) -> None:
         super().__init__()
@@ -66,11 +65,10 @@ class _Toy(nn.Module):
 
 
 def print_host_overhead(*, num_calls: int) -> ExitCode:
-    """Measures and prints the host time of one call, microseconds, best of several rounds, per depth.
+    """Prints the host time of one call by depth, in microseconds, the best of several rounds.
 
-    The fixed part is binding, signature, bucket, copy-in of two inputs, empty steps and output; the state
-    comparison is that of addresses and module state, by itself; each boundary call is what an op that does
-    nothing adds. Returns how it ended: settings in the environment may keep the calls out of graphs.
+    A boundary call is timed with an op that does nothing. Returns an exit code, since settings in the
+    environment may keep the calls out of graphs.
     """
     print(f"{_processor()}; torch {torch.__version__}, Python {platform.python_version()}")
     print(
@@ -89,7 +87,7 @@ def print_host_overhead(*, num_calls: int) -> ExitCode:
 
 
 def _host_overhead(num_layers: int, *, num_calls: int) -> tuple[str, str, str, str, str] | None:
-    """Measures the row of a model of this depth, on the tape engine; None without a replay."""
+    """Measures a model of this depth on the tape engine; returns its row, or None without a replay."""
     graphed = piecewise.compile(_Toy(num_layers).eval(), buckets=[_BUCKET], engine="tape", progress=False)
     ids, positions = torch.arange(_NUM_TOKENS), torch.arange(_NUM_TOKENS)
     with torch.no_grad():
@@ -124,7 +122,7 @@ def _emptied(step: ReplayStep | CallStep) -> ReplayStep:
 
 
 def _best_us(call: Callable[[], object], num_calls: int) -> float:
-    """Returns the least of several rounds' means: other work on the machine only ever adds."""
+    """Returns the least of several rounds' means, since other work on the machine only adds time."""
     return min(timeit.repeat(call, number=num_calls, repeat=_ROUNDS)) / num_calls * 1e6
 
 

@@ -1,9 +1,9 @@
-"""Measures the variants of one case: latency, host time, distance from a float32 reference, memory.
+"""Measures latency, host time, error against a float32 reference, and memory of the variants of one case.
 
 Latency is the time from the call to an idle device, host time the time until the call returns; the device
-is idle when a call begins. At each size the variants take turns, one round after the other, so that a
-drift of the clocks meets all of them; ratios are formed inside a round. Results are compared at the same
-size and in the same run in which they are timed.
+is idle when a call begins. At each size the variants take turns, round after round, and ratios are formed
+inside a round, so that a drift of the clocks affects all variants alike. Errors are measured in the same run
+and at the same sizes as times.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ from piecewise.tools.exit_codes import ExitCode
 
 DEFAULT_SIZES = (16, 128, 512, 1024, 2048)
 _CALLS_PER_ROUND = 3
-# The largest of many rounding errors varies by a tenth from input to input.
+# Many, since the largest rounding error varies by a tenth from input to input.
 DEFAULT_DRAWS = 32
 
 
 def run(arguments: argparse.Namespace) -> ExitCode:
-    """Runs `piecewise bench`: measures, prints, and writes what was asked for."""
+    """Runs `piecewise bench`."""
     if arguments.host_overhead:
         return print_host_overhead(num_calls=arguments.calls)
     if arguments.out is not None:
@@ -84,11 +84,11 @@ def run_spec(
     draws: int = DEFAULT_DRAWS,
     log: TextIO = sys.stderr,
 ) -> BenchResult:
-    """Loads the case that `spec` names and measures it; what is left out is the default of `piecewise bench`.
+    """Loads and measures the case that `spec` names; the defaults are those of `piecewise bench`.
 
     Raises:
         ConfigError: the spec, a setting or a variant's name is wrong.
-        Exception: what the spec's code, or the model by itself, raises.
+        Exception: any error of the spec's code or of the model itself.
     """
     wanted = [*(variants or DEFAULT_VARIANTS), *([peer] if peer else [])]
     unknown = [name for name in wanted if name not in (*DEFAULT_VARIANTS, *PEERS)]
@@ -105,20 +105,20 @@ def run_spec(
     )
     result = unless_the_model_raises(case, chosen[0], bench.run)
     if result.has_measured_nothing:
-        case.run(chosen[0])  # a variant is left out without a word of the model's own error
+        case.run(chosen[0])  # else every variant would be skipped without the model's own error
     return result
 
 
 @dataclass(eq=False)
 class LatencyBench:
-    """Measures one case.
+    """Measures the variants of one case.
 
     Args:
-        spec: where the case came from, for the record.
+        spec: the case's origin, for the record.
         variants: names as in `variants.py`, in the order of preparation.
         config: for the graphed variants.
         rounds: how often each variant is timed at each size.
-        draws: over how many inputs errors are averaged, where the case makes others for each seed.
+        draws: number of inputs that errors are averaged over, if the case takes a seed.
     """
 
     case: PrefillCase
@@ -140,7 +140,6 @@ class LatencyBench:
         self._skipped: dict[str, str] = {}
 
     def run(self) -> BenchResult:
-        """Measures everything, under `inference_mode`."""
         with torch.inference_mode():
             references = self._references()
             prepared = self._prepare_all()
@@ -164,7 +163,7 @@ class LatencyBench:
         return self.draws if all(source.takes_seed for source in sources) else 1
 
     def _references(self) -> dict[int, list[list[torch.Tensor]]]:
-        """Computes the baseline in float32, per size and draw; results wait on the CPU, not on the device."""
+        """Computes the baseline's results in float32 by size and draw, and keeps them on the CPU."""
         source = self.case.baseline
         if source is None:
             return {}
@@ -200,7 +199,7 @@ class LatencyBench:
     ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         self._tell(f"{n} tokens")
         calls: dict[str, Call] = {}
-        # Per draw; inputs of the first one are made last, since the calls that are timed use them.
+        # By draw; the first draw's inputs are made last, since the timed calls use them.
         errors: dict[str, list[float]] = {variant.name: [] for variant in prepared}
         for seed in reversed(range(max(len(references), 1))):
             plain = self.case.inputs(n, seed=seed)
@@ -233,7 +232,7 @@ class LatencyBench:
         return results, list(_ratios(n, samples, errors))
 
     def _take_turns(self, calls: Mapping[str, Call]) -> dict[str, list[tuple[float, float]]]:
-        """Times, per variant and round, a few calls: medians of (latency, host time) in ms."""
+        """Times a few calls by variant and round: medians of (latency, host time) in ms."""
         for call in calls.values():
             for _ in range(3):
                 call()
@@ -262,7 +261,7 @@ def _timed(call: Call, device: torch.device) -> tuple[float, float]:
 def _ratios(
     n: int, samples: Mapping[str, list[tuple[float, float]]], errors: Mapping[str, list[float]]
 ) -> Iterator[dict[str, Any]]:
-    """Gives latencies of graphed variants over the floor, of all others over graphed; errors over eager's."""
+    """Yields latencies of graphed variants over the floor, of others over graphed; errors over eager's."""
 
     def line(above: str, below: str) -> dict[str, Any]:
         per_round = [a[0] / b[0] for a, b in zip(samples[above], samples[below], strict=True)]
@@ -285,7 +284,7 @@ def _ratios(
 
 
 def _memory(prepared: Sequence[Prepared]) -> dict[str, Any]:
-    """Returns what the second capture took: all buckets, and the largest alone, which was captured first."""
+    """Returns the memory of the second capture: of all buckets, and of the largest, which came first."""
     capture = next((v.capture for v in prepared if v.name == "graphed"), None)
     if capture is None:
         return {}
@@ -308,7 +307,7 @@ def _to_float32(value: Any) -> Any:
 
 
 def _distance(result: Any, reference: list[torch.Tensor]) -> float:
-    """Returns the largest absolute difference; infinite where a value is not finite or a shape differs."""
+    """Returns the largest absolute difference; infinite if a value is not finite or shapes differ."""
     found = _float_leaves(result)
     same = [x.shape for x in found] == [x.shape for x in reference]
     if not same or not all(bool(x.isfinite().all()) for x in found):

@@ -1,4 +1,4 @@
-"""Records what a benchmark found, as JSON, a table and a plot.
+"""Records the results of a benchmark as JSON, a table and a plot.
 
 Schema ``piecewise.bench/1`` (times in ms, sizes in bytes):
 
@@ -45,7 +45,7 @@ SCHEMA = "piecewise.bench/1"
 
 
 class Spread(NamedTuple):
-    """The median of some samples, and their quartiles."""
+    """Holds the median and the quartiles of samples."""
 
     median: float
     low: float
@@ -64,7 +64,7 @@ class Spread(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BenchResult(Record):
-    """One run; the fields are those of the schema above."""
+    """Holds the results of one run; the fields are those of the schema above."""
 
     schema: str
     spec: str
@@ -80,24 +80,24 @@ class BenchResult(Record):
 
     @property
     def has_measured_nothing(self) -> bool:
-        """Tells whether no variant was measured, or none of the graphed ones that were asked for."""
+        """Whether no variant, or none of the requested graphed ones, was measured."""
         asked = {*self.variants, *(name.split(",")[0] for name in self.skipped)}
         graphed = {name for name in asked if name.startswith("graphed")}
         return not (graphed or asked) & {line["variant"] for line in self.results}
 
     def write(self, path: str | os.PathLike[str]) -> None:
-        """Writes the JSON, whole or not at all."""
+        """Writes the JSON in one step."""
         target = Path(path)
         target.parent.mkdir(parents=True, exist_ok=True)
         replace_text(target, self.to_json() + "\n")
 
     def ratio(self, of: str, over: str, num_tokens: int, *, quantity: str = "latency") -> float | None:
-        """Returns the median of one ratio, or None where it was not measured."""
+        """Returns the median of one ratio, or None if it was not measured."""
         wanted = {"num_tokens": num_tokens, "quantity": quantity, "of": of, "over": over}
         return next((line["median"] for line in self.ratios if wanted.items() <= line.items()), None)
 
     def __str__(self) -> str:
-        """Shows median latency and host time in ms per size and variant, and the ratios, as Markdown."""
+        """Formats median latency and host time in ms by size and variant, and the ratios, as Markdown."""
         names = [name for name in self.variants if any(line["variant"] == name for line in self.results)]
         cells = {(line["num_tokens"], line["variant"]): line for line in self.results}
         rows = [["tokens", *(f"{name}, ms (host)" for name in names)]]
@@ -114,11 +114,7 @@ class BenchResult(Record):
         return "\n".join([table(rows, markdown=True), "", table(ratios, markdown=True), *left_out])
 
     def plot(self, path: str | os.PathLike[str]) -> None:
-        """Draws latency over tokens, one line per variant, into an image.
-
-        Raises:
-            NoMatplotlib, WrongPlot: matplotlib is not installed, or cannot write there.
-        """
+        """Draws latency over tokens, a line per variant; raises NoMatplotlib or, if unwritable, WrongPlot."""
         figure = new_figure(figsize=(7, 4.5), layout="tight")
         axes = figure.subplots()
         for name in self.variants:
@@ -138,7 +134,7 @@ class BenchResult(Record):
 
 
 def environment(device: torch.device) -> dict[str, Any]:
-    """Returns versions, device and commit of this run; what is unknown is None."""
+    """Returns versions, device and commit of this run, with None for unknown ones."""
     is_cuda = device.type == "cuda"
     processor = platform.processor() or platform.machine()
     return {
@@ -162,7 +158,7 @@ def _version(name: str) -> str | None:
 
 
 def _commit() -> str | None:
-    """Returns the commit of this checkout, or what a file says where it travelled without its history."""
+    """Returns the commit of this checkout, from a file if the checkout has no history."""
     root = Path(__file__).resolve().parents[3]
     if (root / "COMMIT").exists():
         return (root / "COMMIT").read_text().strip() or None

@@ -1,4 +1,4 @@
-"""Prepares the ways to run one model that a benchmark compares, each as a call without arguments.
+"""Prepares the variants of one model that a benchmark compares, each as a call without arguments.
 
 =================  ====================================================================================
 eager              the case's baseline: the unmodified model, where the case has one
@@ -15,7 +15,7 @@ floor-inductor     the same of graphed-inductor: the compiled model in one graph
 breakable          the case's model through the package `breakable-cuda-graphs`, cut at the same ops
 =================  ====================================================================================
 
-What this version or machine cannot do is left out with its reason.
+A variant that this version or machine cannot run is left out, with the reason.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ from runners.engines import native_engine
 from runners.errors import PiecewiseError, one_line
 
 Call = Callable[[], Any]
-# The fused one first: it moves weights, and graphs read the addresses of their capture.
+# The fused variant comes first: it moves weights, and graphs read weights at their addresses at capture.
 GRAPHED = ("graphed-fused", "graphed", "graphed-captured", "graphed-inductor")
-# Whose kernels a floor has.
+# Each floor → the variant whose kernels it runs.
 FLOORS = {"floor": "graphed", "floor-captured": "graphed-captured", "floor-inductor": "graphed-inductor"}
 DEFAULT_VARIANTS = ("eager", "compile", "reduce-overhead", *GRAPHED, *FLOORS)
 PEERS = ("breakable",)
@@ -52,12 +52,11 @@ _MAX_NUM_SEQS = 16
 
 
 class Unavailable(Exception):
-    """A variant cannot be run here; the text says why."""
+    """Says why a variant cannot be run here."""
 
 
 @contextmanager
 def _unavailable_after(kind: type[Exception]) -> Iterator[None]:
-    """Raises Unavailable in the place of an error of this kind."""
     try:
         yield
     except kind as error:
@@ -69,12 +68,13 @@ class Prepared:
     """Holds a variant that is ready to be called.
 
     Attributes:
-        uses_baseline: whether it runs the case's baseline, so that inputs are made for that one.
-        prepare: num_tokens → a call with inputs of that many tokens; the inputs are made before it.
+        uses_baseline: whether the variant runs the case's baseline, and takes the baseline's inputs.
+        prepare: returns a call with inputs, made before, of num_tokens tokens.
         setup_s: seconds spent before the first call: tracing, compiling, capturing.
-        capture: how each bucket went, for graphed variants.
-        close: gives its memory back.
-        holds_inputs: a call reads what lay in its inputs when it was prepared, and preparing is expensive.
+        capture: the outcome of each bucket, for graphed variants.
+        close: frees the variant's memory.
+        holds_inputs: whether calls read the inputs' values of preparation, so that new ones need another,
+            expensive preparation.
     """
 
     name: str
@@ -87,7 +87,7 @@ class Prepared:
 
 
 class VariantMaker:
-    """Prepares variants of one case; the graphed one is made once and lends its plan to the floor."""
+    """Prepares variants of one case; a graphed variant is made once, and its floor uses its plan."""
 
     def __init__(self, case: PrefillCase, config: PiecewiseConfig, sizes: Sequence[int]) -> None:
         self.case, self.config, self.sizes = case, config, tuple(sizes)
@@ -149,7 +149,7 @@ class VariantMaker:
             return lambda: graphed(*args, **kwargs)
 
         capture = {**report.asdict(), "coverage": graphed.report().coverage}
-        # The same once more, now that the kernels of every bucket are loaded and compiled.
+        # A second capture, now that the kernels of every bucket are loaded and compiled.
         graphed.suspend()
         again = graphed.resume()
         if again is not None:
@@ -197,10 +197,8 @@ class VariantMaker:
 def run_floor(
     plan: SegmentPlan, functions: Mapping[int, Callable[..., Any]], leaves: Sequence[Any], num_tokens: int
 ) -> list[Any]:
-    """Runs all segments of a plan without padding: a call's kernels and nothing around them.
+    """Runs all segments of a plan without padding, with `functions` as its graph segments.
 
-    Args:
-        functions: what runs in each graph segment.
     Returns:
         The result's tensors.
     """
@@ -216,13 +214,13 @@ def run_floor(
 
 
 def device_of(case: PrefillCase) -> torch.device:
-    """Where the case's model lives."""
+    """Returns the device of the case's model."""
     first = next(case.model.parameters(), None)
     return first.device if first is not None else torch.device("cpu")
 
 
 def wait_for(device: torch.device) -> None:
-    """Returns when the device has nothing left to do."""
+    """Waits until the device is idle."""
     native_engine(device).synchronize(device)
 
 
@@ -256,7 +254,7 @@ def _compiled(case: PrefillCase, name: str, sizes: Sequence[int]) -> Prepared:
 
 
 class _BreakAtBoundaries(TorchFunctionMode):
-    """Sends calls of boundary ops through `wrapped`."""
+    """Wraps each called boundary op."""
 
     def __init__(self, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
         super().__init__()

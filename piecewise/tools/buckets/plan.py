@@ -1,4 +1,4 @@
-"""Runs `piecewise buckets plan`: from traffic files to a bucket file, and what it is worth."""
+"""Runs `piecewise buckets plan`: plans buckets for traffic, and compares the plan with engines' grids."""
 
 from __future__ import annotations
 
@@ -37,18 +37,18 @@ from piecewise.tools.exit_codes import ExitCode
 
 _DEFAULT_STEP_MS = 25.0
 _HOLDOUT_SMOOTHING = 0.3
-# Entries of the planner's table that are made in about two seconds; a plan of as many graphs as a peer's grid
-# has is only made within them.
+# Entries of the planner's table that take about two seconds; plans of as many graphs as an engine's grid has
+# are only made within this many.
 _QUICK = 25_000_000
-# Settings that the command line may set, and that are then written.
+# Settings that the command line may set, and then writes.
 _LIMITS = ("max_num_tokens", "max_num_seqs")
 
-# A bucket list by name, and how the steps fare under it.
+# A bucket list's name, its sizes, and the outcome of the steps under it.
 _Comparison = tuple[str, tuple[int, ...], PlanOutcome]
 
 
 def run(arguments: argparse.Namespace) -> ExitCode:
-    """Plans, prints, and writes what was asked for."""
+    """Plans a bucket list, prints it, and writes it where asked."""
     _check_options(arguments)
     check_writable("--output", arguments.output)
     check_writable("--plot", arguments.plot)
@@ -77,7 +77,7 @@ def run(arguments: argparse.Namespace) -> ExitCode:
 
 
 def _check_options(arguments: argparse.Namespace) -> None:
-    """Refuses options that another one leaves without effect."""
+    """Refuses options that have no effect beside another one."""
     is_decode = arguments.phase == "decode"
     weighs_cache = arguments.cache_bytes_per_token is not None
     for option, is_set, works, needed in (
@@ -94,11 +94,11 @@ def _check_options(arguments: argparse.Namespace) -> None:
 
 
 def _settings(arguments: argparse.Namespace) -> PiecewiseConfig:
-    """Returns the settings of the file that is to be written, under the limits of the command line."""
+    """Returns the settings of the file to write, with the command line's limits."""
     base = PiecewiseConfig()
     if arguments.output and Path(arguments.output).exists():
         base = PiecewiseConfig.from_toml(arguments.output)
-    # The lists are about to be replaced; they need not fit the limits of the command line.
+    # The lists will be replaced, so they need not fit the limits of the command line.
     limits = {name: getattr(arguments, name) or getattr(base, name) for name in _LIMITS}
     if arguments.chunk and limits["max_num_tokens"] and arguments.chunk > limits["max_num_tokens"]:
         raise ChunkAboveLimit(chunk=arguments.chunk, limit=limits["max_num_tokens"])
@@ -116,12 +116,12 @@ def _cost(arguments: argparse.Namespace) -> tuple[StepCost, GraphMemory | None]:
 
 
 class _Planner:
-    """Plans over the known steps, under the budgets of the command line.
+    """Plans bucket lists for the known steps, under the budgets of the command line.
 
     Attributes:
-        steps, judged: what the plan may see, and what it is judged on.
+        steps, judged: the steps that the plan is made from, and those that it is judged on.
         cover: the largest bucket.
-        most_graphs: how many may be chosen.
+        most_graphs: the most sizes of a list.
     """
 
     def __init__(self, arguments: argparse.Namespace) -> None:
@@ -147,7 +147,7 @@ class _Planner:
         self._by_cover: dict[int, BucketPlans] = {}
 
     def _read(self, path: str) -> Requests:
-        """Reads one file of --traffic; a recorder's is refused where requests are needed."""
+        """Reads one file of --traffic; refuses a recorder's if options need requests."""
         arguments = self.arguments
         requests = read_requests(
             path, format=arguments.traffic_format, column=arguments.column,
@@ -164,7 +164,7 @@ class _Planner:
         return requests
 
     def _split(self) -> tuple[list[Requests], list[Requests]]:
-        """Splits the traffic into what the plan may see, and what it is judged on, if apart."""
+        """Splits the traffic into the part to plan from and, if asked, another to judge the plan on."""
         share, traffic = self.arguments.holdout, self.traffic
         if share is None:
             return traffic, []
@@ -178,7 +178,6 @@ class _Planner:
         return Histogram.merged([Histogram.of(self._steps(each), each.counts) for each in traffic])
 
     def _steps(self, requests: Requests) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """Makes the steps that a server makes of one file's requests, under the options and limits."""
         arguments, step_ms = self.arguments, self.arguments.step_ms
         if self.is_decode:
             if requests.counts is not None or (requests.arrival_s is None and step_ms is None):
@@ -195,7 +194,7 @@ class _Planner:
             return packed(requests, most, max_num_seqs=limit, step_s=step_s, watch=bar.update)
 
     def _step_seconds(self) -> Callable[[int], float] | None:
-        """Returns seconds of a step by its tokens; None where all requests wait from the start."""
+        """Returns a function from a step's tokens to its seconds; None if all requests wait at the start."""
         step_ms, cost = self.arguments.step_ms, self.cost
         if step_ms == 0:
             return None
@@ -205,7 +204,7 @@ class _Planner:
         return lambda num_tokens: seconds
 
     def _find_cover(self) -> int:
-        """Finds the largest bucket: what is asked for, or the limit, or the largest step."""
+        """Finds the largest bucket: the option's, or the limit, or the largest step."""
         arguments, limit = self.arguments, self.limit.size
         if limit is not None and limit < 1:
             raise LimitsLeaveNothing(reason=self.limit.reason)
@@ -233,7 +232,7 @@ class _Planner:
         return fitting
 
     def of(self, num_graphs: int, cover: int | None = None) -> tuple[int, ...]:
-        """Returns the best list of at most so many sizes."""
+        """Returns the best list of at most `num_graphs` sizes."""
         what = f"planning {num_graphs} graphs"
         return self._plans(cover).of(num_graphs, watch=lambda layers: self._bar(layers, what, "graphs"))
 
@@ -245,13 +244,13 @@ class _Planner:
         return self._by_cover[cover]
 
     def chosen(self) -> tuple[int, ...]:
-        """Returns the list for the file: as many graphs as are allowed, or as their memory is worth."""
+        """Returns the list to write: as many graphs as are allowed, or as are worth their memory."""
         if self.rate is None:
             return self.of(self.most_graphs)
         return self.rate.best(self.steps, self.of, self.most_graphs)
 
     def compared(self, chosen: tuple[int, ...]) -> Iterator[_Comparison]:
-        """Gives the peers' grids, each with the plan of as many graphs over its range, and the plan."""
+        """Yields engines' grids, each with a plan of as many graphs over its range, then the chosen plan."""
         judge = partial(
             evaluate, histogram=self.judged, cost=self.cost, memory=self.memory,
             max_padding_ratio=self.settings.max_padding_ratio,
@@ -267,7 +266,7 @@ class _Planner:
         yield "plan", chosen, judge(chosen)
 
     def notes(self) -> Iterator[str]:
-        """Gives what a reader has to know of the traffic, the limits and the cost."""
+        """Yields notes for the reader on the traffic, the limits and the cost."""
         arguments, limit = self.arguments, self.limit
         for path, requests in zip(arguments.traffic, self.traffic, strict=True):
             what = "recorded sizes" if requests.counts is not None else "requests"
@@ -318,7 +317,7 @@ def _write(arguments: argparse.Namespace, chosen: tuple[int, ...]) -> None:
     base = PiecewiseConfig.from_toml(path) if path.exists() else PiecewiseConfig()
     values: dict[str, Any] = {"buckets" if arguments.phase == "prefill" else "decode_batch_sizes": chosen}
     values |= {each: getattr(arguments, each) for each in _LIMITS if getattr(arguments, each) is not None}
-    # Made as a whole first, so that a file which the new limits contradict is refused and stays.
+    # Checked as a whole before writing: a file that contradicts the new limits is refused and unchanged.
     changed = dataclasses.replace(base, **values)
     with writing("--output", path):
         changed.to_toml(path, only=list(values))

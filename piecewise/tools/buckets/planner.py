@@ -1,14 +1,13 @@
-"""Finds, exactly, the bucket list that costs real traffic the least.
+"""Finds the bucket list of exactly the least cost for given traffic.
 
-Let the candidate sizes be ascending, `P[j]` the steps of at most candidate j, and `g[j]` the cost of a replay
-of candidate j, strictly ascending. The least cost of serving the steps up to j with at most k buckets, of
-which j is the largest, is
+Let the candidate sizes ascend, `P[j]` be the number of steps of at most candidate j, and `g[j]` the cost of a
+replay of candidate j, strictly ascending. The least cost of serving the steps up to j with at most k buckets,
+the largest of them j, is
 
     D[k, j] = min over i < j of  D[k-1, i] + (P[j] - P[i]) * g[j]
 
 The matrix over (j, i) is totally monotone (its only mixed term, -P[i] * g[j], falls in both), so the best i
-never moves back as j grows: each layer is found by halving the rows, all rows of one depth in one go of
-numpy.
+never decreases as j grows: each layer is found by halving the rows, with numpy for all rows of one depth.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from piecewise.tools.buckets.steps import Histogram
 from piecewise.tools.buckets.traffic import Ints, Requests
 from runners.buckets import MAX_NUM_BUCKETS
 
-# Columns by row; half the memory of int64.
+# The chosen column of each row; int32 takes half the memory of int64.
 Choices = NDArray[np.int32]
 
 # Backtracking keeps one number per layer and candidate.
@@ -37,10 +36,10 @@ _PADDED_TOKENS = PaddedTokens()
 
 
 class BucketPlans:
-    """Finds the best lists of any number of sizes for the same steps; what one of them took serves the next.
+    """Finds the best list of any number of sizes for the same steps, and reuses layers between lists.
 
-    Every step of 1 to `cover` tokens is served, also those of counts not seen; steps above it run eagerly
-    under any plan and have no part in it. `cover` is the largest bucket of every list.
+    `cover` is the largest bucket of every list: all steps of 1 to `cover` tokens are served, even of unseen
+    counts; larger steps run eagerly under any plan and are ignored.
     """
 
     def __init__(self, histogram: Histogram, *, cover: int, cost: StepCost = _PADDED_TOKENS) -> None:
@@ -54,17 +53,16 @@ class BucketPlans:
 
     @property
     def num_candidates(self) -> int:
-        """Counts the sizes that a list may be made of."""
+        """The number of sizes that a list may choose from."""
         return len(self._sizes)
 
     def of(self, max_graphs: int, *, watch: Callable[[range], Iterable[int]] = iter) -> tuple[int, ...]:
-        """Returns the list of at most so many sizes, from 1 up, under which the steps cost the least.
+        """Returns the shortest list of at most `max_graphs` sizes (1 or more) with the least cost.
 
-        No smaller list costs as little. `watch` wraps the iteration over the layers that are new, such as a
-        progress bar does.
+        `watch` wraps the iteration over new layers, as a progress bar does.
 
         Raises:
-            PlanTooLarge: the problem is too large for memory.
+            PlanTooLarge: the table would be too large for memory.
         """
         num_layers, num_sizes = min(max_graphs, len(self._sizes), MAX_NUM_BUCKETS), len(self._sizes)
         if not self._is_done and num_layers > len(self._choices):
@@ -88,11 +86,11 @@ class BucketPlans:
 
 
 def _candidates(histogram: Histogram, cover: int, cost: StepCost) -> tuple[Ints, Floats, Floats]:
-    """Returns sizes that an optimal plan may use, their cost, and how many steps are at most so large.
+    """Returns sizes that suffice for an optimal plan, their costs, and the number of steps up to each.
 
-    A step count that occurs, a knot of the cost curve, or `cover`: between these the cost is linear, so some
-    plan on them is optimal. A size that costs as much as a larger one is of no use: dropping it, or moving to
-    the larger one, never costs more. So the costs ascend strictly.
+    These are the steps' token counts, the knots of the cost curve, and `cover`: the cost is linear between
+    them, so some plan of them is optimal. A size that costs as much as a larger one is left out, since the
+    larger one in its place never costs more. So the costs ascend strictly.
     """
     inside = histogram.sizes <= cover
     knots = cost.knots[cost.knots <= cover]
@@ -109,7 +107,7 @@ def _candidates(histogram: Histogram, cover: int, cost: StepCost) -> tuple[Ints,
 def _layer(best: Floats, prefix: Floats, price: Floats, floor: Choices) -> tuple[Floats, Choices]:
     """Adds one bucket: for each row j the least `best[i] + (prefix[j] - prefix[i]) * price[j]`, i < j, and i.
 
-    `floor` has the choices of the layer before: with one more bucket none moves back.
+    `floor` has the previous layer's choices of i; one more bucket never lowers them.
     """
     num_rows = len(best)
     value, choice = np.zeros(num_rows), np.zeros(num_rows, np.int32)
@@ -129,8 +127,7 @@ def _layer(best: Floats, prefix: Floats, price: Floats, floor: Choices) -> tuple
 
 
 def _least(best: Floats, prefix: Floats, low: Ints, high: Ints, prices: Floats) -> tuple[Ints, Floats]:
-    """Finds per row the column in [low, high] of the least `best - prefix * price`, and that; the rows'
-    columns are laid end to end."""
+    """Finds each row's column in [low, high] of the least `best - prefix * price`, and that least value."""
     lengths = high - low + 1
     starts = np.cumsum(lengths) - lengths
     columns = np.arange(int(lengths.sum())) - np.repeat(starts - low, lengths)
@@ -142,15 +139,15 @@ def _least(best: Floats, prefix: Floats, low: Ints, high: Ints, prices: Floats) 
 
 @dataclass(frozen=True, slots=True)
 class PlanOutcome:
-    """Tells how some steps fare under a bucket list.
+    """Describes the padding and cost of given steps under a bucket list.
 
     Attributes:
-        num_graphs: how many sizes it has.
+        num_graphs: number of sizes in the list.
         padding: padded tokens of graphed steps as a share of their real tokens: 0.02 is 2 %.
         worst_padding: the largest bucket ÷ real tokens of a graphed step.
         graphed_steps, graphed_tokens: shares of all steps and tokens that are replayed.
-        cost: mean cost of a step, graphed or eager, in the unit of the cost.
-        memory_bytes: device memory of the graphs; None where not known.
+        cost: mean cost of a step, graphed or eager, in the unit of the step cost.
+        memory_bytes: device memory of the graphs; None if unknown.
     """
 
     num_graphs: int
@@ -170,7 +167,7 @@ def evaluate(
     max_padding_ratio: float | None = None,
     memory: GraphMemory | None = None,
 ) -> PlanOutcome:
-    """Tells how the steps fare: those above the largest bucket, or padded beyond the ratio, run eagerly."""
+    """Evaluates a list; steps above the largest bucket, or padded beyond the ratio, run eagerly."""
     sizes, counts = histogram.sizes, histogram.counts
     listed = np.array(buckets, np.int64)
     places = np.searchsorted(listed, sizes)
@@ -192,18 +189,18 @@ def evaluate(
     )
 
 
-# At most so many graphs, to the batch sizes.
+# Makes the list of batch sizes for at most a given number of graphs.
 PlanOf = Callable[[int], tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)
 class SlotRate:
-    """Tells how many requests a graph's memory would serve as KV cache, so that decode graphs can be weighed.
+    """Converts the memory of decode graphs to requests whose KV cache would fit there.
 
     Args:
-        bytes_per_graph: of one graph, besides the pool that all share.
+        bytes_per_graph: of one graph, without the shared pool.
         cache_bytes_per_token: of K and V of all layers for one token.
-        tokens_per_request: cached tokens of a request on average.
+        tokens_per_request: mean number of cached tokens of a request.
     """
 
     bytes_per_graph: float
@@ -212,31 +209,31 @@ class SlotRate:
 
     @staticmethod
     def cached_tokens(traffic: Sequence[Requests]) -> float | None:
-        """Returns the mean over time of a generating request's cached tokens, its prompt and half of its
-        output; None where the traffic does not tell."""
+        """Returns the mean over time of a generating request's cached tokens (its prompt and half of its
+        output), or None if the traffic lacks them."""
         weighted = weights = 0.0
         for requests in traffic:
             if requests.output_tokens is None or requests.context_tokens is None:
                 return None
-            # A request is in the cache for as many steps as it generates tokens.
+            # Weighted by generated tokens: a request stays in the cache for that many steps.
             held = requests.context_tokens + requests.output_tokens / 2
             weighted += float(held @ requests.output_tokens)
             weights += float(requests.output_tokens.sum())
         return weighted / weights if weights else None
 
     def cache_tokens(self, num_graphs: int) -> float:
-        """Returns the tokens of cache that so many graphs displace."""
+        """Returns the tokens of KV cache whose memory the graphs take."""
         return num_graphs * self.bytes_per_graph / self.cache_bytes_per_token
 
     def slots(self, num_graphs: int) -> float:
-        """Returns the requests that so many graphs displace."""
+        """Returns the requests whose KV cache the graphs displace."""
         return self.cache_tokens(num_graphs) / self.tokens_per_request
 
     def best(self, steps: Histogram, plan_of: PlanOf, most_graphs: int) -> tuple[int, ...]:
-        """Finds the list of at most `most_graphs` sizes with the least padded and displaced slots together.
+        """Finds the list of at most `most_graphs` sizes with the least sum of padded and displaced slots.
 
-        One more graph saves ever fewer padded slots and always displaces as many, so the sum falls up to the
-        best number and rises after it: that number is found by halving.
+        Each further graph saves fewer padded slots and displaces equally many, so the sum falls up to the
+        best number and rises after it: halving finds that number.
         """
 
         def total(num_graphs: int) -> float:
@@ -248,14 +245,14 @@ class SlotRate:
 
 
 def padded_slots(steps: Histogram, sizes: tuple[int, ...]) -> float:
-    """Returns the slots of a step that hold no request, on average."""
+    """Returns the mean number of a step's slots that hold no request."""
     return evaluate(sizes, steps).cost - steps.num_tokens / steps.num_steps
 
 
 def slot_table(
     steps: Histogram, plan_of: PlanOf, most_graphs: int, chosen: int, rate: SlotRate | None
 ) -> str:
-    """Returns a row per number of graphs: padded slots, and what their memory costs where a rate is known."""
+    """Formats a row per number of graphs: padded slots, and, with a rate, displaced ones."""
     numbers = sorted({1, chosen, most_graphs} | {1 << power for power in range(1, most_graphs.bit_length())})
     rows = [("graphs", "padded slots/step", "cache tokens", "slots displaced", "together", "")]
     for number in numbers:

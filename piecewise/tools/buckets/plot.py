@@ -1,4 +1,4 @@
-"""Draws a plan: the steps, the buckets, and what padding wastes where."""
+"""Draws a plan: the steps, the buckets, and the padding by token count."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from piecewise.tools.buckets.steps import Histogram
 
 
 def new_figure(**options: Any) -> Any:
-    """Makes an empty figure of matplotlib's; raises NoMatplotlib where that is not installed."""
+    """Makes an empty matplotlib figure, or raises NoMatplotlib."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -25,10 +25,10 @@ def new_figure(**options: Any) -> Any:
 
 
 def draw(path: str | os.PathLike[str], steps: Histogram, lists: Mapping[str, tuple[int, ...]]) -> None:
-    """Writes an image of the histogram with the last list's buckets, and below it each list's padded tokens.
+    """Draws the histogram with the last list's buckets, and below it each list's padded tokens.
 
     Args:
-        path: its ending says the format, such as .png or .svg.
+        path: of the image; its ending, such as .png or .svg, sets the format.
         lists: bucket lists by name; the last is the plan.
 
     Raises:
@@ -59,7 +59,7 @@ def draw(path: str | os.PathLike[str], steps: Histogram, lists: Mapping[str, tup
 
 
 def save_figure(figure: Any, path: str | os.PathLike[str]) -> None:
-    """Writes a figure as an image of the format that the path ends in; raises WrongPlot where it cannot."""
+    """Writes a figure in the format of the path's ending; raises WrongPlot if that fails."""
     try:
         figure.savefig(path, dpi=130)
     except (OSError, ValueError) as error:

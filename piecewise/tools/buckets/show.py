@@ -1,4 +1,4 @@
-"""Runs `piecewise buckets check` and `show`: what a bucket file says, and what of it can take effect."""
+"""Runs `piecewise buckets check` and `show`: prints a bucket file, and the part of it without effect."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from runners.buckets import TokenBuckets
 
 
 def run_check(arguments: argparse.Namespace) -> ExitCode:
-    """Prints what cannot take effect, or that all is well; an invalid file is a `ConfigError`."""
+    """Prints the settings that cannot take effect, if any; an invalid file is a `ConfigError`."""
     path, config = arguments.file, PiecewiseConfig.from_toml(arguments.file)
     clipped = _clipped(config, arguments.tokens_per_request)
     found = [f"{path}: {name} {each}" for name, clipping in clipped.items() for each in clipping.clamped]
@@ -30,7 +30,7 @@ def run_show(arguments: argparse.Namespace) -> ExitCode:
     """Prints a row per bucket; an invalid file is a `ConfigError`."""
     config = PiecewiseConfig.from_toml(arguments.file)
     for name, clipping in _clipped(config, arguments.tokens_per_request).items():
-        # The ratio is a rule for prefill calls.
+        # The padding ratio applies to prefill calls only.
         ratio = config.max_padding_ratio if name == "bucket" else None
         print(table(_rows(name, clipping, ratio)))
         print(_above(clipping, "tokens" if name == "bucket" else "requests") + "\n")

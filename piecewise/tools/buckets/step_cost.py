@@ -1,4 +1,4 @@
-"""Weighs steps and graphs: what a step costs, graphed and eagerly, and what graphs cost in memory."""
+"""Measures steps by their cost, graphed and eager, and graphs by their memory."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _SCHEMA = "piecewise.bench/1"
 
 
 class PaddedTokens:
-    """A replay costs its bucket's tokens, an eager step its own."""
+    """Counts tokens as the cost: a replay costs its bucket's tokens, an eager step its own."""
 
     unit = "tokens"
     knots: Ints = np.zeros(0, np.int64)
 
     def graphed(self, buckets: Ints) -> Floats:
-        """Returns the cost of a replay of each bucket, which each step pays that the bucket serves."""
+        """Returns the cost of a replay of each bucket."""
         return buckets.astype(np.float64)
 
     def eager(self, num_tokens: Ints) -> Floats:
@@ -37,10 +37,10 @@ class PaddedTokens:
 
 
 class MeasuredCost:
-    """Milliseconds, interpolated between measured sizes, which ascend strictly.
+    """Interpolates milliseconds between measured sizes, which ascend strictly.
 
-    Below the smallest measured size the latency is taken as constant, above the largest it continues with the
-    slope of the last two, or flat where they fall.
+    Latency is constant below the smallest size; above the largest it goes on with the slope of the last two
+    sizes, but never falls.
     """
 
     unit = "ms"
@@ -63,10 +63,8 @@ class MeasuredCost:
         return inside + slope * np.maximum(sizes - self.knots[-1], 0)
 
     def break_even(self) -> int | None:
-        """Finds the smallest size from which on, up to the largest measured one, graphs are no faster.
-
-        None where the graph of the largest measured size is faster.
-        """
+        """Finds the size from which on, up to the largest measured one, graphs are no faster; None if the
+        largest one's graph is faster."""
         gain = self._eager - self._graphed
         if gain[-1] > 0:
             return None
@@ -84,18 +82,18 @@ StepCost = PaddedTokens | MeasuredCost
 
 @dataclass(frozen=True, slots=True)
 class GraphMemory:
-    """Device memory of a set of graphs: one pool as large as the largest bucket needs [I9], and each graph's
+    """Estimates device memory of graphs: one pool as large as the largest bucket needs [I9], and each graph's
     own share (kernel arguments, the driver's tables), which does not depend on its size."""
 
     bytes_per_token: float
     bytes_per_graph: float
 
     def of(self, buckets: tuple[int, ...]) -> int:
-        """Bytes of graphs of these sizes together."""
+        """Returns the bytes of graphs of these sizes together."""
         return round(self.bytes_per_token * max(buckets, default=0) + self.bytes_per_graph * len(buckets))
 
     def most_graphs(self, *, largest: int, budget_bytes: int) -> int:
-        """Counts the graphs that fit, of which one is `largest`; 0 where not even that one does."""
+        """Counts the graphs that fit, `largest` among them; 0 if `largest` alone does not."""
         left = budget_bytes - self.bytes_per_token * largest
         if left < self.bytes_per_graph:
             return 0
@@ -103,14 +101,14 @@ class GraphMemory:
 
 
 def read_bench(path: str | Path, *, variant: str = "graphed") -> tuple[MeasuredCost, GraphMemory | None]:
-    """Reads the latency curves, and the memory if it was measured, from a file that `piecewise bench` wrote.
+    """Reads latency curves, and memory if measured, from a file of `piecewise bench`.
 
     Args:
-        variant: which graphed variant's latency a replay has.
+        variant: the graphed variant whose latency replays have.
 
     Raises:
         WrongBenchFile: the file cannot be read, is of another schema, has no size measured both graphed and
-            eagerly, or a value in it is wrong; the message says which.
+            eagerly, or has a wrong value (named in the message).
     """
     content = _read_json(Path(path))
     if not isinstance(content, dict) or content.get("schema") != _SCHEMA:
@@ -149,7 +147,7 @@ def _read_json(path: Path) -> Any:
 
 
 def _memory(path: str | Path, memory: Any) -> GraphMemory | None:
-    """Reads the memory: what the largest graph needs alone is the pool; what others added is their own."""
+    """Reads the memory: the largest graph's alone is the pool; the growth by others is their own share."""
     if not isinstance(memory, dict) or "largest_alone_device_bytes" not in memory:
         return None
     alone, together = (

@@ -1,4 +1,4 @@
-"""Makes the steps of a server of its requests: chunks, packed prefill steps, batches of decode steps."""
+"""Turns a server's requests into its steps: chunks, packed prefill steps, batches of decode steps."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from piecewise.tools.buckets.traffic import Ints, Requests
 
 @dataclass(frozen=True, slots=True)
 class Histogram:
-    """Counts the steps that carried each token count.
+    """Counts steps by their number of tokens.
 
     Attributes:
         sizes: int64, [num_sizes], strictly ascending, from 1 up.
@@ -27,7 +27,7 @@ class Histogram:
 
     @classmethod
     def of(cls, steps: Ints, counts: Ints | None = None) -> Histogram:
-        """Counts steps by their tokens: one step each or `counts` of each, in any order."""
+        """Counts steps in any order; each entry is one step, or `counts` steps."""
         sizes, places = np.unique(steps, return_inverse=True)
         return cls(sizes.astype(np.int64), np.bincount(places, weights=counts).astype(np.int64))
 
@@ -38,11 +38,11 @@ class Histogram:
         return cls.of(sizes, np.concatenate([part.counts for part in parts]))
 
     def smoothed(self, cover: int, *, share: float, width: float = 0.05) -> Histogram:
-        """Spreads this share of each step evenly over the counts near its own, up to `width` off.
+        """Spreads a share of each step evenly over nearby token counts, up to the relative distance `width`.
 
-        Traffic to come has other counts than traffic seen; a plan on this is less fitted to the very counts.
-        Steps of `cover` tokens stay whole, for full chunks come at that count only. The counts are in small
-        fractions of a step.
+        A plan on the result fits future traffic better, whose token counts are not quite those seen. Steps of
+        `cover` tokens stay whole, since full chunks have exactly that count. The result counts small
+        fractions of steps.
         """
         if share == 0:
             return self
@@ -57,9 +57,9 @@ class Histogram:
         np.add.at(change, high + 1, -moved / (high - low + 1))
         counts = np.cumsum(change)[: top + 1]
         counts[self.sizes] += self.counts - moved
-        # Fine enough for a step spread over a million sizes, and exact as a float in sum.
+        # Fine enough for a step spread over a million sizes; the sum stays exact as a float.
         scale = min(2**20, max(2**52 // self.num_steps, 1))
-        # Sums are rounded, not counts: many small parts of a step add up to it.
+        # Cumulative sums are rounded, not counts, so that many small parts of a step still add up to it.
         sums = np.maximum.accumulate(np.rint(np.cumsum(counts * scale)))
         scaled = np.diff(sums, prepend=0.0).astype(np.int64)
         sizes = np.flatnonzero(scaled > 0).astype(np.int64)
@@ -75,7 +75,7 @@ class Histogram:
 
 
 def chunked(num_tokens: Ints, chunk: int) -> Ints:
-    """Cuts each request alone: full chunks, then the rest.
+    """Cuts each request alone into full chunks and the rest.
 
     `num_tokens` is int64, [num_requests], each from 1 up; the result is int64, [num_steps].
     """
@@ -94,17 +94,17 @@ def packed(
     step_s: Callable[[int], float] | None = None,
     watch: Callable[[int], object] | None = None,
 ) -> Ints:
-    """Packs requests as a scheduler does: in order of arrival, each step as full as it can be.
+    """Packs requests as a scheduler does: in order of arrival, each step as full as possible.
 
-    A step takes the tokens of the requests that wait when it starts, and cuts the last one where it is full;
-    the rest of that one leads the next step.
+    A step takes the tokens of requests that wait at its start; it cuts the last request when full, and the
+    rest of that request leads the next step.
 
     Args:
-        requests: without arrival times, or without `step_s`, all are taken to wait from the start.
+        requests: without arrival times, or without `step_s`, all wait from the start.
         max_num_tokens: the most tokens of one step.
         max_num_seqs: the most requests in one step; None for no limit.
-        step_s: seconds that a step of so many tokens takes.
-        watch: told the number of requests that each step finishes.
+        step_s: seconds of a step, from its number of tokens.
+        watch: called with the number of requests that each step finishes.
     """
     left = requests.num_tokens.tolist()
     arrivals = requests.arrival_s
@@ -133,13 +133,13 @@ def packed(
 
 
 def decode_batches(requests: Requests, *, step_s: float, max_num_seqs: int | None = None) -> Ints:
-    """Returns the batch size of every decode step: how many requests generate at that time.
+    """Returns the batch size of every decode step: the number of requests that generate then.
 
-    A request generates one token per step, from its arrival or from when one of `max_num_seqs` places is
-    free. Steps without a request are no steps.
+    A request generates one token per step, once it has arrived and one of `max_num_seqs` places is free.
+    Steps without requests are left out.
 
     Raises:
-        NoDecodeTimes: the requests have no times or no numbers of generated tokens.
+        NoDecodeTimes: the requests lack arrival times or numbers of generated tokens.
     """
     if requests.arrival_s is None or requests.output_tokens is None:
         raise NoDecodeTimes()
@@ -156,7 +156,7 @@ def decode_batches(requests: Requests, *, step_s: float, max_num_seqs: int | Non
 
 
 def _admitted(arrival: Ints, generated: Ints, max_num_seqs: int | None) -> NDArray[np.int64]:
-    """Returns the step at which each request starts, first come first served."""
+    """Returns the step at which each request starts, by order of arrival."""
     if max_num_seqs is None:
         return arrival
     ends: list[int] = []

@@ -1,7 +1,7 @@
-"""Reads requests and steps from the files that servers leave behind.
+"""Reads requests and steps from traffic files of servers.
 
-A *request* is one prompt's tokens that a server still has to prefill; a *step* is what one call of the model
-carries. `steps.py` makes steps of requests; the recorder of a running server writes steps.
+A *request* is the tokens of one prompt that a server still has to prefill; a *step* is the tokens of one call
+of the model. `steps.py` makes steps of requests; the recorder of a running server writes steps.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ Ints = NDArray[np.int64]
 FORMATS = ("auto", "numbers", "csv", "jsonl", "azure", "mooncake", "recorded")
 RECORDED_FORMAT = "piecewise-traffic"
 
-# Tokens of one prefix block, whose hash the Mooncake traces give.
+# Tokens of one prefix block; the Mooncake traces have a hash per block.
 MOONCAKE_BLOCK = 512
 
-# Looked for in this order where no column is named.
+# Searched in this order if no column is named.
 _TOKEN_NAMES = (
     "num_tokens", "ContextTokens", "input_length", "prompt_tokens", "input_tokens", "prompt_len", "tokens",
     "batch_size",
@@ -46,12 +46,12 @@ class Requests:
     Attributes:
         num_tokens: int64, [num_requests], each from 1 up: the tokens to prefill.
         arrival_s: float64, [num_requests], ascending seconds; None where the file has no times.
-        output_tokens: int64, [num_requests]: tokens generated for each; None where the file does not say.
-        context_tokens: int64, [num_requests]: prompt tokens with those a prefix cache held.
+        output_tokens: int64, [num_requests]: generated tokens; None if the file does not say.
+        context_tokens: int64, [num_requests]: prompt tokens, those in a prefix cache included.
         num_empty: requests without tokens, left out.
         num_cached_tokens: prompt tokens that a prefix cache held, left out.
-        counts: int64, [num_requests], how often each entry came; None for once each. What has counts are the
-            steps of a recorder, in no order.
+        counts: int64, [num_requests], how often each entry came; None for once each. Entries with counts are
+            a recorder's steps, in no order.
     """
 
     num_tokens: Ints
@@ -71,12 +71,12 @@ class Requests:
         return Requests(*(each[start:end] if each is not None else None for each in parts))  # type: ignore[arg-type]
 
 
-# A line, counted from 1, and what it holds by name.
+# A line's number, from 1, and its values by name.
 _Row = tuple[int | None, dict[str, Any]]
 
 
 class _Wrong(Exception):
-    """Something in the file that is not what its format says; `line` counts from 1."""
+    """Says what in a file does not fit its format; `line` counts from 1."""
 
     def __init__(self, line: int | None, wanted: str, found: str, fix: str | None = None) -> None:
         super().__init__(wanted)
@@ -93,13 +93,13 @@ def read_requests(
     """Reads the requests of one traffic file.
 
     Args:
-        format: one of `FORMATS`; "auto" tells by the file's first line.
-        column: the CSV column, or the JSONL field, that holds the token count; None for the well-known ones.
-        watch: wraps the iteration over the rows, such as a progress bar does.
+        format: one of `FORMATS`; "auto" detects it from the file's first line.
+        column: the CSV column or JSONL field of the token count; None for the well-known ones.
+        watch: wraps the iteration over the rows, as a progress bar does.
 
     Raises:
-        WrongTraffic: the file cannot be read, has no requests, or a line is not what the format says (the
-            message has the line).
+        WrongTraffic: the file cannot be read, has no requests, or a line (named in the message) does not fit
+            the format.
     """
     try:
         with Path(path).open(encoding="utf-8-sig", newline="") as file:
@@ -174,7 +174,7 @@ _READERS = {
 
 
 def _token_name(line: int | None, row: Mapping[str, Any], column: str | None, format: str) -> str:
-    """Returns the column or field that is asked for, or a well-known one, or a table's only one."""
+    """Returns the column or field that was asked for, or a well-known one, or a table's only one."""
     names = _TOKEN_NAMES if column is None else (column,)
     is_table = _READERS[format] is _table
     only = list(row) if is_table and len(row) == 1 and column is None else []
@@ -218,16 +218,16 @@ def _collected(rows: Iterable[_Row], column: str | None, format: str) -> Request
 
 
 class PrefixCache:
-    """Remembers which prefix blocks earlier requests have left behind, without a bound on memory."""
+    """Simulates a prefix cache of unbounded memory, which keeps the blocks of all earlier requests."""
 
     def __init__(self, block: int = MOONCAKE_BLOCK) -> None:
         self._block, self._known = block, set[int]()
 
     def admit(self, hashes: list[int], num_tokens: int) -> int:
-        """Counts the leading tokens of a request that are cached; its own blocks are cached after it.
+        """Counts the cached leading tokens of a request, then caches its blocks.
 
-        A block counts only where it is whole, and at least one token is always left, since the model must run
-        on the last one to answer.
+        Only whole blocks count, and at least one token is left, since the model must run on the last token to
+        answer.
         """
         hits = sum(1 for _ in takewhile(self._known.__contains__, hashes))
         self._known.update(hashes)
@@ -236,7 +236,7 @@ class PrefixCache:
 
 
 def _recorded(file: TextIO) -> Requests:
-    """Reads what `TrafficRecorder.save` wrote."""
+    """Reads a file of `TrafficRecorder.save`."""
     try:
         content = json.load(file)
         pairs = content["counts"]
@@ -253,7 +253,7 @@ def _recorded(file: TextIO) -> Requests:
 
 
 def _count(line: int | None, value: Any, *, most: int = MAX_BUCKET) -> int:
-    """Reads a whole number from text or JSON, of tokens where not said otherwise."""
+    """Reads a whole number, by default of tokens, from text or JSON."""
     if isinstance(value, str):
         text = value.strip()
         value = int(text) if text.isascii() and text.isdigit() and len(text) <= 10 else value

@@ -1,9 +1,9 @@
-"""Runs the main job on one screen: graphs a real model's prefill and compares all with the untouched model.
+"""Runs the demo: graphs a real model's prefill, and compares all results with the unmodified model's.
 
-Each step packs several sequences into one call. The graphed model runs it over its paged cache; the
-reference, with the attention and the cache it came with, runs each sequence alone. Logits, next tokens and
-the cached K and V must agree to rounding. `verify` compares the same call with the graphed model's own eager
-run; at exactly a bucket's size they must be equal bit for bit.
+Each step packs several sequences into one call of the graphed model over a paged cache; the reference, with
+its own attention and cache, runs each sequence alone. Logits, next tokens and cached K and V must agree to
+rounding. `verify` compares the same call with the graphed model's own eager run; at exactly a bucket's size
+the two must be equal bit for bit.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ DEMO_BUCKETS = (16, 32, 64)
 
 BLOCK_SIZE = 16
 
-# Two attention implementations and two matmul shapes in float32; a real difference is thousands of times
-# this.
+# Rounding of two attention implementations and two matmul shapes in float32; a real difference is thousands
+# of times larger.
 TOLERANCE = 5e-4
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """One packed call, compared.
+    """Holds the comparison of one packed call.
 
     Attributes:
         path: "graph", or the code of the fallback's reason.
         logits_error, cache_error: largest difference from the reference, as a share of its largest value.
-        check: how the call compares with the graphed model's own eager run.
+        check: the comparison with the graphed model's own eager run.
     """
 
     num_tokens: int
@@ -57,13 +57,13 @@ class StepResult:
 
     @property
     def is_unserved(self) -> bool:
-        """Tells whether it ran eagerly although a bucket holds it."""
+        """Whether the call ran eagerly although it fits a bucket."""
         return self.bucket is not None and self.path != "graph"
 
     def differences(self) -> list[str]:
-        """Returns what is wrong with its results, in words; empty where all is right."""
+        """Describes the wrong results, if any."""
         is_exact = self.check.identical or self.num_tokens != self.bucket or self.check.path != "graph"
-        # Written so that a NaN is a difference.
+        # The comparisons are written so that a NaN counts as a difference.
         checks = {
             f"logits differ by {self.logits_error:.1e}": self.logits_error <= TOLERANCE,
             f"the KV cache differs by {self.cache_error:.1e}": self.cache_error <= TOLERANCE,
@@ -75,7 +75,6 @@ class StepResult:
         return [f"{self.num_tokens} tokens: {problem}" for problem in wrong]
 
     def row(self) -> tuple[object, ...]:
-        """Returns its line of the table of sizes."""
         errors = f"{self.logits_error:.1e}", f"{self.cache_error:.1e}"
         words = "same" if self.same_next_tokens else "DIFFERENT"
         bits = "equal" if self.check.identical else "to rounding" if self.check.path == "graph" else "-"
@@ -88,9 +87,9 @@ class StepResult:
 
 
 class SideBySide:
-    """Feeds the graphed model with its paged cache and the reference with its own the same tokens.
+    """Feeds the same tokens to the graphed model and to the reference, each with its own cache.
 
-    `num_tokens` is the most that all live requests, at most `num_requests`, hold together.
+    All live requests, at most `num_requests`, hold at most `num_tokens` together.
     """
 
     def __init__(
@@ -118,13 +117,13 @@ class SideBySide:
         self.unserved: list[str] = []
 
     def capture(self, ids: Sequence[int]) -> object:
-        """Traces and captures with an example of these tokens; no cache and no batch are needed for it."""
+        """Traces and captures with these tokens as the example, without a cache or a batch."""
         example = torch.tensor([list(ids)], device=self.cache.device)
         positions = torch.arange(len(ids), device=self.cache.device).unsqueeze(0)
         return self.graphed.capture(input_ids=example, position_ids=positions)
 
     def step(self, chunks: Mapping[str, Sequence[int]]) -> StepResult:
-        """Runs each request's next tokens in one packed call, and compares everything; notes problems."""
+        """Runs each request's next tokens in one packed call, compares the results, and records problems."""
         requests, lens = list(chunks), [len(chunk) for chunk in chunks.values()]
         batch = boundary_ops.PrefillBatch.build(self.cache, requests, lens)
         ids = batch.pack(list(chunks.values()))
@@ -155,13 +154,12 @@ class SideBySide:
         return result
 
     def finish(self, requests: Sequence[str]) -> None:
-        """Forgets the requests and gives their blocks back."""
         for request in requests:
             self.cache.free(request)
             del self._pasts[request]
 
     def _cached(self, requests: Sequence[str]) -> list[torch.Tensor]:
-        """Copies K and V, [tokens, heads, head_dim], by request, layer and K before V."""
+        """Copies K and V, [tokens, heads, head_dim], by request and layer, K before V."""
         pairs = ((layer, request) for request in requests for layer in range(self.cache.num_layers))
         return [pool for pair in pairs for pool in self.cache.gather(*pair)]
 
@@ -179,7 +177,7 @@ class SideBySide:
         return torch.cat(logits, dim=1), pools
 
     def run_prompts(self, chunks: Sequence[Mapping[str, list[int]]]) -> None:
-        """Runs two chunks of each prompt, and with real weights the prompt whose answer is known."""
+        """Runs two chunks of each prompt, and, with real weights, a prompt of known answer."""
         decode = self._demo.decode
         titles = "Prompts, packed into one prefill", "Their second chunk"
         for title, chunk in zip(titles, chunks, strict=True):
@@ -214,10 +212,10 @@ class SideBySide:
 
 
 def run(arguments: argparse.Namespace) -> ExitCode:
-    """Prints the demonstration, and returns how it ended: whether everything agreed, and was replayed.
+    """Prints the demo; its exit code says whether all calls agreed and were replayed.
 
     Raises:
-        ConfigError: a wrong bucket list, or a model or a device that is not there.
+        ConfigError: the bucket list is wrong, or the model or the device is missing.
     """
     wants_cpu, has_gpu = arguments.device == "cpu", torch.cuda.is_available()
     if arguments.device and not wants_cpu and not has_gpu:
@@ -255,7 +253,7 @@ def run(arguments: argparse.Namespace) -> ExitCode:
 
 
 def _fitting_chunks(demo: DemoModel, largest: int) -> list[dict[str, list[int]]]:
-    """Makes two chunks for each prompt, of different lengths where the largest bucket cannot hold them."""
+    """Makes two chunks of each prompt, cut to different lengths if the largest bucket cannot hold them."""
     chunks = []
     for part in range(2):
         tokens = [demo.encode(prompt[part]) for prompt in PROMPTS]
@@ -267,7 +265,7 @@ def _fitting_chunks(demo: DemoModel, largest: int) -> list[dict[str, list[int]]]
 
 
 def _relative_error(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> float:
-    """Returns the largest difference of any pair, over that pair's largest expected value, or NaN."""
+    """Returns the largest difference in any pair as a share of that pair's largest expected value, or NaN."""
     errors = []
     for one, other in zip(found, expected, strict=True):
         assert one.shape == other.shape, (one.shape, other.shape)

