@@ -181,11 +181,6 @@ class CallStats:
     calls_by_bucket: Counter[int] = field(default_factory=Counter)
     eager_by_bucket: dict[int, Counter[FallbackReason]] = field(default_factory=dict)
 
-    def count_replay(self, padded_num_tokens: int) -> None:
-        """Counts a call that the plan of this bucket served."""
-        self.replays += 1
-        self.calls_by_bucket[padded_num_tokens] += 1
-
     def count_eager(self, reason: FallbackReason) -> None:
         """Counts a call that ran eagerly, and why."""
         self.eager_calls += 1

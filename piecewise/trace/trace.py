@@ -114,14 +114,12 @@ class FrontEnd(Protocol):
         *,
         forward: Any,
         static_dims: Mapping[int, Sequence[int]] = {},
-        finds_facts: bool = True,
     ) -> Trace:
         """Makes the trace.
 
         Args:
             forward: the callable to trace; reached from `model` (the module itself, or its own forward).
             static_dims: leaf index → dims that get no symbol; an int argument in here gets none either.
-            finds_facts: whether to list the Python state that the trace read; only replays need the list.
         Raises:
             TraceError: forward cannot be one graph, has side effects, or returns what cannot be rebuilt.
         """

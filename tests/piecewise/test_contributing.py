@@ -73,11 +73,9 @@ class PretendEngine(GraphEngine):
 FRONT_END = """from piecewise.trace.dynamo.front_end import trace_with_dynamo
 
 
-def record(model, example, *, forward, static_dims={}, finds_facts=True):
+def record(model, example, *, forward, static_dims={}):
     model.num_records += 1
-    return trace_with_dynamo(
-        model, example, forward=forward, static_dims=static_dims, finds_facts=finds_facts
-    )
+    return trace_with_dynamo(model, example, forward=forward, static_dims=static_dims)
 """
 USE = """import torch
 from toy_models import Toy, make_ids

@@ -23,7 +23,6 @@ from piecewise.trace.layers.layer_reuse import run_in_layers
 from piecewise.trace.state.state import FactFinder
 from piecewise.trace.state.unguarded import add_unguarded, names_read, reads_flags
 from piecewise.trace.trace import ExampleCall, Trace
-from runners.state.state_check import StateFacts
 
 # Fixes for Python state that the modules of a library change, by package.
 _KNOWN_CHANGES = {
@@ -38,7 +37,6 @@ def trace_with_dynamo(
     *,
     forward: Any,
     static_dims: Mapping[int, Sequence[int]] = {},
-    finds_facts: bool = True,
 ) -> Trace:
     """Traces forward; see `FrontEnd`."""
     disabled = torch_api.dynamo_is_disabled()
@@ -55,30 +53,27 @@ def trace_with_dynamo(
         raise StoresState(model=type(model).__name__, paths=paths, fix=_fix_for(model, seen.changes[0]))
     if reads_flags(names_read(seen.code)):
         _refuse_flags(example)
-    return _finished(seen, example, layers, finds_facts=finds_facts)
+    return _finished(seen, example, layers)
 
 
-def _finished(run: DynamoRun, example: ExampleCall, layers: LayerReuse | None, *, finds_facts: bool) -> Trace:
+def _finished(run: DynamoRun, example: ExampleCall, layers: LayerReuse | None) -> Trace:
     fakes = [node.meta["example_value"] for node in run.placeholders()]
     torch_api.forget_tensors(torch_api.fake_mode_of(fakes))
     scope = run.scope()
     placeholders = placeholders_of(run, scope)
     structure, result_leaves, wrapped = result_of(run, placeholders)
-    facts = StateFacts()
-    if finds_facts:
-        is_model = isinstance(run.forward, nn.Module)
-        finder = FactFinder(run.model, skip_root=not is_model)
-        finder.add_parameters(run.forward.forward if is_model else run.forward)
-        for guard in run.guards:
-            finder.add_guard(guard, scope)
-        pairs = zip(placeholders, run.arguments, strict=True)
-        places = {id(argument): each.state for each, argument in pairs if each.state is not None}
-        add_unguarded(finder, run, places=places, scope=scope)
-        facts = finder.facts()
+    is_model = isinstance(run.forward, nn.Module)
+    finder = FactFinder(run.model, skip_root=not is_model)
+    finder.add_parameters(run.forward.forward if is_model else run.forward)
+    for guard in run.guards:
+        finder.add_guard(guard, scope)
+    pairs = zip(placeholders, run.arguments, strict=True)
+    places = {id(argument): each.state for each, argument in pairs if each.state is not None}
+    add_unguarded(finder, run, places=places, scope=scope)
     seen = (re.match(r"L\['t(\d+)'\]", guard.source) for guard in run.guards)
     return Trace(
-        run.graph, placeholders, structure, result_leaves, torch_api.shape_env_of(fakes), facts, example,
-        leaves_seen=frozenset(int(found[1]) for found in seen if found),
+        run.graph, placeholders, structure, result_leaves, torch_api.shape_env_of(fakes), finder.facts(),
+        example, leaves_seen=frozenset(int(found[1]) for found in seen if found),
         reads_flags=reads_flags(names_read(run.code)), layers=layers, wrapped=wrapped,
     )  # fmt: skip
 

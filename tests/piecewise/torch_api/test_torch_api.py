@@ -12,6 +12,7 @@ import pytest
 import sympy
 import torch
 import torch._dynamo as dynamo
+from dict_things import Other, Thing, needs_numbers, thing
 from torch import nn
 from torch._inductor import codecache
 from torch._inductor.async_compile import AsyncCompile
@@ -343,25 +344,6 @@ def test_what_fixes_a_size_is_told_with_its_line():
     places = torch_api.specialisation_places(torch_api.shape_env_of(fakes_of(graph)))
     assert any("test_torch_api.py" in place and f"line {line}" in place for place in places), places
     assert torch_api.specialisation_places(None) == []
-
-
-class Thing:
-    pass
-
-
-class Other(Thing):
-    pass
-
-
-def thing(**attributes):
-    made = Thing()
-    made.__dict__.update(attributes)
-    return made
-
-
-needs_numbers = pytest.mark.skipif(
-    not torch_api.dict_versions_tell(), reason="this Python's dict numbers do not tell of all writes"
-)
 
 
 def test_dict_numbers_tell_on_all_pythons_but_one():

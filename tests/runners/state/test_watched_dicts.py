@@ -8,29 +8,11 @@ import operator
 import weakref
 
 import pytest
+from dict_things import Other, Thing, needs_numbers, thing
 from torch import nn
 
 from piecewise import torch_api
 from runners.state.watched_dicts import NOTHING, WatchedDicts
-
-
-class Thing:
-    pass
-
-
-class Other(Thing):
-    pass
-
-
-def thing(**attributes):
-    made = Thing()
-    made.__dict__.update(attributes)
-    return made
-
-
-needs_numbers = pytest.mark.skipif(
-    not torch_api.dict_versions_tell(), reason="this Python's dict numbers do not tell of all writes"
-)
 
 
 @pytest.fixture(params=[pytest.param("numbers", marks=needs_numbers), "values"])

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from tapes import assert_equal, record
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from runners.mode import capturing
-from runners.tape.tape import TapeEngine, TapeGraph, TapePool
+from runners.tape.tape import TapeGraph
 
-CPU = torch.device("cpu")
 NOTES: list[float] = []
 
 LIB = torch.library.Library("tape_test", "DEF")
@@ -44,26 +44,6 @@ def _accumulate(total: Tensor, x: Tensor) -> None:
 
 LIB.define("accumulate_(Tensor(a!) total, Tensor x) -> ()")
 LIB.impl("accumulate_", _accumulate, "CPU")
-
-
-def new_pool() -> TapePool:
-    return TapeEngine().new_pool(CPU)
-
-
-def record(
-    fn: Callable[[], Sequence[Any]], pool: TapePool | None = None, segment: str = "segment 1"
-) -> TapeGraph:
-    return TapeEngine().capture(fn, pool=new_pool() if pool is None else pool, segment=segment)
-
-
-def assert_equal(found: Sequence[Any], expected: Sequence[Any]) -> None:
-    assert len(found) == len(expected)
-    for mine, theirs in zip(found, expected, strict=True):
-        if isinstance(theirs, Tensor):
-            assert mine.dtype == theirs.dtype and mine.stride() == theirs.stride()
-            assert torch.equal(mine, theirs)
-        else:
-            assert mine == theirs
 
 
 def check_replays(fn: Callable[..., Sequence[Any]], *inputs: Tensor, num_ops: int | None = None) -> TapeGraph:

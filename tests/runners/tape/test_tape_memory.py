@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
 
 import pytest
 import torch
+from tapes import assert_equal, new_pool, record
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
@@ -23,29 +23,6 @@ from runners.errors import (
     ReplayAfterReset,
 )
 from runners.mode import capturing
-from runners.tape.tape import TapeEngine, TapeGraph, TapePool
-
-CPU = torch.device("cpu")
-
-
-def new_pool() -> TapePool:
-    return TapeEngine().new_pool(CPU)
-
-
-def record(
-    fn: Callable[[], Sequence[Any]], pool: TapePool | None = None, segment: str = "segment 1"
-) -> TapeGraph:
-    return TapeEngine().capture(fn, pool=new_pool() if pool is None else pool, segment=segment)
-
-
-def assert_equal(found: Sequence[Any], expected: Sequence[Any]) -> None:
-    assert len(found) == len(expected)
-    for mine, theirs in zip(found, expected, strict=True):
-        if isinstance(theirs, Tensor):
-            assert mine.dtype == theirs.dtype and mine.stride() == theirs.stride()
-            assert torch.equal(mine, theirs)
-        else:
-            assert mine == theirs
 
 
 def test_I2_a_value_that_survives_from_an_earlier_call_is_caught() -> None:
