@@ -18,7 +18,8 @@ from runners.errors import short
 Floats = NDArray[np.float64]
 
 _MAX_BENCH_BYTES = 16 * 1024 * 1024
-_SCHEMA = "piecewise.bench/1"
+# The two agree in all that is read here.
+_SCHEMAS = ("piecewise.bench/2", "piecewise.bench/1")
 
 
 class PaddedTokens:
@@ -111,9 +112,9 @@ def read_bench(path: str | Path, *, variant: str = "graphed") -> tuple[MeasuredC
             eagerly, or has a wrong value (named in the message).
     """
     content = _read_json(Path(path))
-    if not isinstance(content, dict) or content.get("schema") != _SCHEMA:
+    if not isinstance(content, dict) or content.get("schema") not in _SCHEMAS:
         found = content.get("schema") if isinstance(content, dict) else content
-        raise _wrong(path, f"the schema {_SCHEMA!r}", found)
+        raise _wrong(path, f"the schema {_SCHEMAS[0]!r}", found)
     results = content.get("results")
     if not isinstance(results, list):
         raise _wrong(path, "a list of results", results)
