@@ -1,6 +1,6 @@
 """Refusals of `piecewise regress`: what it cannot compare."""
 
-from runners.errors import ConfigError
+from runners.errors import CaptureError, ConfigError
 
 
 class WrongRecord(ConfigError):
@@ -60,3 +60,12 @@ class NoJsonschema(ConfigError):
     got = "not installed"
     rule = "records are checked against their schema before they are compared"
     fix = "pip install 'piecewise-prefill[gate]'"
+
+
+class NotGraphed(CaptureError, AssertionError):
+    """`assert_graphed` found buckets without graphs, too few ops in graphs, or a replay that differs."""
+
+    what = "assert_graphed({model})"
+    got = "{problems}"
+    rule = "every bucket has graphs, and every call in reach of one is replayed with eager's results"
+    fix = "`print(graphed.report())` and `graphed.explain(...)` say why; lower min_coverage if it is meant so"

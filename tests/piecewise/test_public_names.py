@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 NAMES = {
     "piecewise": "PiecewiseConfig PrefillCase GraphedModule compile enable disable explain handle"
-    " capture_window eager_only PiecewiseError ConfigError TraceError TokenDimError SplitError CaptureError"
+    " assert_graphed capture_window eager_only PiecewiseError ConfigError TraceError TokenDimError SplitError CaptureError"
     " StateError",
     "runners": "PiecewiseRunner TokenBuckets StepPlan CallStats FallbackReason PiecewiseError ConfigError"
     " CaptureError StateError",
@@ -44,6 +44,7 @@ STATS = "replays eager_calls reasons captured calls_by_bucket".split()
 ENTRY_POINTS = [
     ("console_scripts", "piecewise", "piecewise.tools.cli:main"),
     ("torch_dynamo_backends", "piecewise", "piecewise.torch_backend:piecewise_backend"),
+    ("pytest11", "piecewise", "piecewise.tools.gate.pytest_plugin"),
 ]
 # Field → its table and keys in a file; the variable is the field's name.
 TOML_KEYS = {

@@ -446,5 +446,11 @@ def test_an_interval_covers_the_median_and_narrows_with_samples() -> None:
 
 
 def test_help_of_the_command_imports_no_torch() -> None:
-    code = "import sys\nfrom piecewise.tools.cli import main\ntry: main(['regress', '--help'])\nexcept SystemExit: pass\nassert 'torch' not in sys.modules"
+    code = """
+import sys
+from piecewise.tools.cli import main
+try: main(["regress", "--help"])
+except SystemExit: pass
+assert "torch" not in sys.modules
+"""
     subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
