@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from piecewise.report.record import Record, table
-from piecewise.settings.toml_file import replace_text
+from piecewise.settings.whole_file import replace_file
 from piecewise.tools.buckets.plot import new_figure, save_figure
 
 SCHEMA = "piecewise.bench/2"
@@ -87,9 +87,7 @@ class BenchResult(Record):
 
     def write(self, path: str | os.PathLike[str]) -> None:
         """Writes the JSON in one step."""
-        target = Path(path)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        replace_text(target, self.to_json() + "\n")
+        replace_file(path, self.to_json() + "\n")
 
     def ratio(self, of: str, over: str, num_tokens: int, *, quantity: str = "latency") -> float | None:
         """Returns the median of one ratio, or None if it was not measured."""
@@ -136,6 +134,7 @@ class BenchResult(Record):
 def environment(device: torch.device) -> dict[str, Any]:
     """Returns versions, device and the working directory's commit, with None for what is unknown."""
     is_cuda = device.type == "cuda"
+<<<<<<< HEAD
     processor = platform.processor() or platform.machine()
     commit = Path("COMMIT")  # of a copy without history
     changes = _asked("git", "status", "--porcelain", "--untracked-files=no")
@@ -148,6 +147,12 @@ def environment(device: torch.device) -> dict[str, Any]:
         "driver": _asked("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0")
         if is_cuda
         else None,
+=======
+    return {
+        "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d"),
+        "commit": _commit(),
+        "device": torch.cuda.get_device_name(device) if is_cuda else _processor(),
+>>>>>>> main
         "num_processors": os.cpu_count(),
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -155,6 +160,13 @@ def environment(device: torch.device) -> dict[str, Any]:
         "transformers": _version("transformers"),
         "triton": _version("triton"),
     }
+
+
+def _processor() -> str:
+    found = Path("/proc/cpuinfo")
+    lines = found.read_text().splitlines() if found.exists() else []
+    names = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor() or platform.machine())
 
 
 def _version(name: str) -> str | None:
