@@ -24,8 +24,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 NAMES = {
     "piecewise": "PiecewiseConfig PrefillCase GraphedModule compile enable disable explain handle"
-    " assert_graphed capture_window eager_only PiecewiseError ConfigError TraceError TokenDimError SplitError CaptureError"
-    " StateError",
+    " assert_graphed capture_window eager_only PiecewiseError ConfigError TraceError TokenDimError"
+    " SplitError CaptureError StateError",
     "runners": "PiecewiseRunner TokenBuckets StepPlan CallStats FallbackReason PiecewiseError ConfigError"
     " CaptureError StateError",
     "boundary_ops": "define register registered lookup unregister declare_rows check_rows BoundaryOp"

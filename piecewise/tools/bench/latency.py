@@ -22,15 +22,9 @@ import torch
 from piecewise import torch_api
 from piecewise.errors.tools import IneffectiveOption, NothingToMeasure, UnknownVariant
 from piecewise.prefill_case import PrefillCase, load_case, unless_the_model_raises
-<<<<<<< HEAD
 from piecewise.settings.config import FIELDS, PiecewiseConfig
-from piecewise.tools.bench.host_overhead import print_host_overhead
-from piecewise.tools.bench.result import SCHEMA, BenchResult, Spread, environment, interval
-=======
-from piecewise.settings.config import PiecewiseConfig
 from piecewise.tools.bench.host_overhead import run_host_overhead
-from piecewise.tools.bench.result import SCHEMA, BenchResult, Spread, environment
->>>>>>> main
+from piecewise.tools.bench.result import SCHEMA, BenchResult, Spread, environment, interval
 from piecewise.tools.bench.variants import (
     DEFAULT_VARIANTS,
     FLOORS,

@@ -134,8 +134,6 @@ class BenchResult(Record):
 def environment(device: torch.device) -> dict[str, Any]:
     """Returns versions, device and the working directory's commit, with None for what is unknown."""
     is_cuda = device.type == "cuda"
-<<<<<<< HEAD
-    processor = platform.processor() or platform.machine()
     commit = Path("COMMIT")  # of a copy without history
     changes = _asked("git", "status", "--porcelain", "--untracked-files=no")
     return {
@@ -143,16 +141,10 @@ def environment(device: torch.device) -> dict[str, Any]:
         "commit": commit.read_text().strip() if commit.exists() else _asked("git", "rev-parse", "HEAD"),
         "dirty": None if changes is None else bool(changes),
         "piecewise": _version("piecewise-prefill"),
-        "device": torch.cuda.get_device_name(device) if is_cuda else processor,
+        "device": torch.cuda.get_device_name(device) if is_cuda else _processor(),
         "driver": _asked("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0")
         if is_cuda
         else None,
-=======
-    return {
-        "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d"),
-        "commit": _commit(),
-        "device": torch.cuda.get_device_name(device) if is_cuda else _processor(),
->>>>>>> main
         "num_processors": os.cpu_count(),
         "python": platform.python_version(),
         "torch": torch.__version__,

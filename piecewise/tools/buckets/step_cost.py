@@ -18,14 +18,10 @@ from runners.errors import short
 Floats = NDArray[np.float64]
 
 _MAX_BENCH_BYTES = 16 * 1024 * 1024
-<<<<<<< HEAD
 # The two agree in all that is read here.
 _SCHEMAS = ("piecewise.bench/2", "piecewise.bench/1")
-=======
-_SCHEMA = "piecewise.bench/1"
 # Latencies are extrapolated to at most this many times the largest measured size.
 _MOST_EXTRAPOLATED = 8
->>>>>>> main
 
 
 class PaddedTokens:

@@ -46,7 +46,10 @@ def assert_graphed(
         PiecewiseError: a setting is wrong, or the model cannot be traced.
     """
     is_ours = not isinstance(model, GraphedModule)
-    graphed = GraphedModule(model, PiecewiseConfig.from_any(config, **settings)) if is_ours else model
+    if isinstance(model, GraphedModule):
+        graphed = model
+    else:
+        graphed = GraphedModule(model, PiecewiseConfig.from_any(config, **settings))
     case = PrefillCase(graphed.model, make_inputs)
     try:
         with torch.no_grad():

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from piecewise.errors.gate import NoJsonschema, WrongRecord
-from piecewise.settings.toml_file import replace_text
 from piecewise.tools.bench.result import SCHEMA, bench_schema
 from piecewise.tools.gate.quantities import quantities
 
@@ -40,15 +39,13 @@ class Baseline:
         """Returns a quantity's values in the earlier runs."""
         return [run["values"][name][0] for run in self.history if name in run["values"]]
 
-    def followed_by(self, record: Mapping[str, Any], *, is_same_case: bool) -> Baseline:
-        """Makes the baseline whose record is a newer one; another case or machine begins a new history."""
-        if not is_same_case:
-            return Baseline(record)
+    def followed_by(self, record: Mapping[str, Any]) -> Baseline:
+        """Makes the baseline whose record is a newer one of the same case and machine."""
         return Baseline(record, (*self.history, run_of(self.record))[-(MAX_RUNS - 1) :])
 
-    def write(self, path: Path) -> None:
+    def to_json(self) -> str:
         content = {"schema": BASELINE_SCHEMA, "record": self.record, "history": list(self.history)}
-        replace_text(path, json.dumps(content, indent=1) + "\n")
+        return json.dumps(content, indent=1) + "\n"
 
 
 def run_of(record: Mapping[str, Any]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 from piecewise.errors.gate import AnotherCase, NothingInCommon
 from piecewise.report.record import Record, table
 from piecewise.tools.gate.baseline import Baseline
-from piecewise.tools.gate.quantities import RULES, Quantity, Rule, captures, quantities, relative
+from piecewise.tools.gate.quantities import RULES, Quantity, Threshold, captures, quantities, relative
 
 # Versions and hardware that times depend on.
 MACHINE = ("device", "driver", "python", "torch", "cuda", "triton")
@@ -95,7 +95,9 @@ class Comparison(Record):
         return "\n".join(lines)
 
 
-def compare(baseline: Baseline, current: Mapping[str, Any], rules: Mapping[str, Rule] = RULES) -> Comparison:
+def compare(
+    baseline: Baseline, current: Mapping[str, Any], rules: Mapping[str, Threshold] = RULES
+) -> Comparison:
     """Compares a record with the baseline.
 
     Args:
@@ -108,7 +110,7 @@ def compare(baseline: Baseline, current: Mapping[str, Any], rules: Mapping[str, 
     """
     base = baseline.record
     _require_same_case(base, current)
-    differing = [key for key in MACHINE if base["environment"].get(key) != current["environment"].get(key)]
+    differing = _machine_differences(base, current)
     named = (("baseline", base), ("current record", current))
     dirty = [name for name, record in named if record["environment"].get("dirty")]
     findings = [*_compare_facts(base, current), *_compare_numbers(baseline, current, rules, differing)]
@@ -117,6 +119,15 @@ def compare(baseline: Baseline, current: Mapping[str, Any], rules: Mapping[str, 
     was, now = (str(record["environment"].get("commit") or "unknown")[:12] for record in (base, current))
     warnings = tuple(f"the {name} is of a tree with uncommitted changes" for name in dirty)
     return Comparison(str(current["spec"]), was, now, tuple(findings), warnings)
+
+
+def is_one_machine(base: Mapping[str, Any], current: Mapping[str, Any]) -> bool:
+    """Whether two records are of equal hardware and versions, so that times compare."""
+    return not _machine_differences(base, current)
+
+
+def _machine_differences(base: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
+    return [key for key in MACHINE if base["environment"].get(key) != current["environment"].get(key)]
 
 
 def _require_same_case(base: Mapping[str, Any], current: Mapping[str, Any]) -> None:
@@ -129,7 +140,7 @@ def _require_same_case(base: Mapping[str, Any], current: Mapping[str, Any]) -> N
 
 
 def _compare_numbers(
-    baseline: Baseline, current: Mapping[str, Any], rules: Mapping[str, Rule], differing: Sequence[str]
+    baseline: Baseline, current: Mapping[str, Any], rules: Mapping[str, Threshold], differing: Sequence[str]
 ) -> Iterator[Finding]:
     was, now = quantities(baseline.record), quantities(current)
     for name, present in now.items():
@@ -155,7 +166,7 @@ def _compare_numbers(
         )
 
 
-def _judged(name: str, before: Quantity, now: Quantity, past: Sequence[float], rule: Rule) -> Finding:
+def _judged(name: str, before: Quantity, now: Quantity, past: Sequence[float], rule: Threshold) -> Finding:
     """Judges a number by its change from the median of all runs of the baseline."""
     runs = [*past, before.value]
     base = statistics.median(runs)

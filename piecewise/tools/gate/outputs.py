@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from itertools import groupby
-from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-from piecewise.settings.toml_file import replace_text
 from piecewise.tools.buckets.plot import new_figure, save_figure
 from piecewise.tools.gate.baseline import Baseline, run_of
 from piecewise.tools.gate.compare import Comparison
@@ -19,8 +18,8 @@ _PLOTTED = ("over-floor", "over-graphed", "over-eager")
 _MAX_PLOTS = 24
 
 
-def write_junit(path: Path, comparison: Comparison) -> None:
-    """Writes JUnit XML: a suite for each kind, a case for each finding, a failure for each regression."""
+def junit(comparison: Comparison) -> str:
+    """Formats JUnit XML: a suite for each kind, a case for each finding, a failure for each regression."""
     root = ElementTree.Element("testsuites", name=f"piecewise regress {comparison.spec}")
     findings = sorted(comparison.findings, key=lambda each: each.kind)
     for kind, alike in groupby(findings, key=lambda each: each.kind):
@@ -38,11 +37,11 @@ def write_junit(path: Path, comparison: Comparison) -> None:
             elif each.verdict == "not compared":
                 ElementTree.SubElement(case, "skipped", message=each.cause)
     ElementTree.indent(root)
-    replace_text(path, ElementTree.tostring(root, encoding="unicode", xml_declaration=True) + "\n")
+    return ElementTree.tostring(root, encoding="unicode", xml_declaration=True) + "\n"
 
 
-def write_benchmark(path: Path, record: Mapping[str, Any]) -> None:
-    """Writes the array that github-action-benchmark reads with `tool: customSmallerIsBetter`."""
+def benchmark_lines(record: Mapping[str, Any]) -> str:
+    """Formats the array that github-action-benchmark reads with `tool: customSmallerIsBetter`."""
     environment = record["environment"]
     extra = f"{environment['device']}, torch {environment['torch']}"
     lines = [
@@ -50,10 +49,10 @@ def write_benchmark(path: Path, record: Mapping[str, Any]) -> None:
          **({"range": f"{each.low:.4g} to {each.high:.4g}"} if each.high > each.low else {})}
         for name, each in quantities(record).items()
     ]  # fmt: skip
-    replace_text(path, json.dumps(lines, indent=1) + "\n")
+    return json.dumps(lines, indent=1) + "\n"
 
 
-def plot_history(path: Path, baseline: Baseline, record: Mapping[str, Any]) -> None:
+def plot_history(path: str | os.PathLike[str], baseline: Baseline, record: Mapping[str, Any]) -> None:
     """Draws each ratio with its interval over the baseline's runs and the current one, which comes last.
 
     Raises:

@@ -15,6 +15,9 @@ from typing import Any
 
 import pytest
 
+import piecewise
+from runners.stats import CallStats, FallbackReason
+
 MARKER = "piecewise_gpu"
 
 
@@ -28,11 +31,14 @@ class Fallbacks:
 
     def allow(self, *codes: str) -> None:
         """Lets calls run eagerly for these reasons; raises ValueError for an unknown code."""
-        from runners.stats import FallbackReason
+        known = {reason.value for reason in FallbackReason}
+        if unknown := set(codes) - known:
+            raise ValueError(
+                f"expected codes of {', '.join(sorted(known))}, got {', '.join(sorted(unknown))}"
+            )
+        self._allowed |= set(codes)
 
-        self._allowed |= {FallbackReason(code).value for code in codes}
-
-    def note(self, reason: Any) -> None:
+    def note(self, reason: FallbackReason) -> None:
         self.counts[reason.value] += 1
         self._explained[reason.value] = f"{reason.explanation} {reason.fix}"
 
@@ -71,12 +77,10 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
 @pytest.fixture
 def no_fallbacks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Fallbacks:
     """Fails the test if a call of a graphed model ran eagerly in it."""
-    from runners.stats import CallStats
-
     found = request.node.stash[_FALLBACKS] = Fallbacks()
     count = CallStats.count_eager
 
-    def count_and_note(stats: CallStats, reason: Any) -> None:
+    def count_and_note(stats: CallStats, reason: FallbackReason) -> None:
         count(stats, reason)
         found.note(reason)
 
@@ -87,6 +91,4 @@ def no_fallbacks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 @pytest.fixture
 def assert_graphed() -> Callable[..., Any]:
     """Returns `piecewise.assert_graphed`."""
-    import piecewise
-
     return piecewise.assert_graphed

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 
-class Rule(NamedTuple):
+class Threshold(NamedTuple):
     """Says when a quantity of one kind has changed.
 
     Attributes:
@@ -23,18 +23,18 @@ class Rule(NamedTuple):
 
 # Shares are above what equal runs on an idle machine differ by; spread beyond it comes from the records.
 RULES = {
-    "over-floor": Rule(0.05),
-    "over-graphed": Rule(0.05),
-    "over-eager": Rule(0.10),
-    "latency": Rule(0.10, 0.01, is_timed=True),
-    "host": Rule(0.15, 0.02, is_timed=True),
-    "error": Rule(0.25),
-    "memory": Rule(0.10, 8 * 2**20),
-    "startup": Rule(0.50, 5.0, is_timed=True),
-    "segments": Rule(0.0),
-    "kernels": Rule(0.01),
-    "outside": Rule(0.0, 0.001),
-    "uncached": Rule(0.0, 0.5),
+    "over-floor": Threshold(0.05),
+    "over-graphed": Threshold(0.05),
+    "over-eager": Threshold(0.10),
+    "latency": Threshold(0.10, 0.01, is_timed=True),
+    "host": Threshold(0.15, 0.02, is_timed=True),
+    "error": Threshold(0.25),
+    "memory": Threshold(0.10, 8 * 2**20),
+    "startup": Threshold(0.50, 5.0, is_timed=True),
+    "segments": Threshold(0.0),
+    "kernels": Threshold(0.01),
+    "outside": Threshold(0.0, 0.001),
+    "uncached": Threshold(0.0, 0.5),
 }
 
 

@@ -3,28 +3,25 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from piecewise.errors.gate import AnotherCase, DirtyBaseline, NothingInCommon, WrongThreshold
-from piecewise.settings.toml_file import replace_text
-from piecewise.tools.command_output import check_writable, writing
+from piecewise.settings.sources import environment
+from piecewise.tools.command_output import OutputFile
 from piecewise.tools.exit_codes import ExitCode
 from piecewise.tools.gate.baseline import Baseline, read_baseline, read_record
-from piecewise.tools.gate.compare import MACHINE, Comparison, compare
-from piecewise.tools.gate.outputs import plot_history, write_benchmark, write_junit
-from piecewise.tools.gate.quantities import RULES, Rule
+from piecewise.tools.gate.compare import Comparison, compare, is_one_machine
+from piecewise.tools.gate.outputs import benchmark_lines, junit, plot_history
+from piecewise.tools.gate.quantities import RULES, Threshold
 
 
 def run(arguments: argparse.Namespace) -> ExitCode:
     """Compares, prints and writes what was asked for; --update then accepts the current record."""
-    outputs = {option: getattr(arguments, option) for option in ("json", "junit", "benchmark", "plot")}
-    for option, path in outputs.items():
-        check_writable(f"--{option}", path)
+    target = OutputFile("BASELINE", arguments.baseline)
     if arguments.update:
-        check_writable("BASELINE", arguments.baseline)
+        target.check()
     rules, current = _rules(arguments.threshold), read_record(arguments.current)
     baseline = None
     if not arguments.update or Path(arguments.baseline).exists():
@@ -34,24 +31,23 @@ def run(arguments: argparse.Namespace) -> ExitCode:
     comparison = _compared(baseline, current, rules, may_differ=arguments.update)
     if comparison is not None:
         print(comparison)
-        _write(comparison, baseline or Baseline(current), current, outputs)
+        _write(comparison, current, arguments)
+    if arguments.plot is not None:
+        with arguments.plot.writing():
+            plot_history(arguments.plot, baseline or Baseline(current), current)
     if arguments.update:
-        is_same = comparison is not None and all(
-            baseline.record["environment"].get(key) == current["environment"].get(key) for key in MACHINE
-        ) if baseline is not None else False  # fmt: skip
-        following = (baseline or Baseline(current)).followed_by(current, is_same_case=is_same)
-        with writing("BASELINE", arguments.baseline):
-            following.write(Path(arguments.baseline))
-        print(
-            f"baseline {arguments.baseline} now holds {arguments.current},"
-            f" after {len(following.history)} earlier runs"
-        )
+        following = Baseline(current)
+        if baseline is not None and comparison is not None and is_one_machine(baseline.record, current):
+            following = baseline.followed_by(current)
+        target.write(following.to_json())
+        runs = f"after {len(following.history)} earlier runs"
+        print(f"baseline {arguments.baseline} now holds {arguments.current}, {runs}")
         return ExitCode.RIGHT
     return ExitCode.DIFFERENT if comparison is not None and comparison.regressed else ExitCode.RIGHT
 
 
 def _compared(
-    baseline: Baseline | None, current: dict[str, object], rules: dict[str, Rule], *, may_differ: bool
+    baseline: Baseline | None, current: dict[str, object], rules: dict[str, Threshold], *, may_differ: bool
 ) -> Comparison | None:
     if baseline is None:
         return None
@@ -64,26 +60,23 @@ def _compared(
         return None
 
 
-def _write(
-    comparison: Comparison, baseline: Baseline, current: dict[str, object], outputs: dict[str, str | None]
-) -> None:
-    summary = os.environ.get("GITHUB_STEP_SUMMARY")
+def _write(comparison: Comparison, current: dict[str, object], arguments: argparse.Namespace) -> None:
+    summary = environment().get("GITHUB_STEP_SUMMARY")
     if summary:
-        with writing("GITHUB_STEP_SUMMARY", summary), open(summary, "a", encoding="utf-8") as file:
+        with (
+            OutputFile("GITHUB_STEP_SUMMARY", summary).writing(),
+            open(summary, "a", encoding="utf-8") as file,
+        ):
             file.write(comparison.to_markdown() + "\n")
-    writers = {
-        "json": lambda path: replace_text(path, comparison.to_json() + "\n"),
-        "junit": lambda path: write_junit(path, comparison),
-        "benchmark": lambda path: write_benchmark(path, current),
-        "plot": lambda path: plot_history(path, baseline, current),
-    }
-    for option, path in outputs.items():
-        if path is not None:
-            with writing(f"--{option}", path):
-                writers[option](Path(path))
+    if arguments.json is not None:
+        arguments.json.write(comparison.to_json() + "\n")
+    if arguments.junit is not None:
+        arguments.junit.write(junit(comparison))
+    if arguments.benchmark is not None:
+        arguments.benchmark.write(benchmark_lines(current))
 
 
-def _rules(given: Sequence[str]) -> dict[str, Rule]:
+def _rules(given: Sequence[str]) -> dict[str, Threshold]:
     rules = dict(RULES)
     for text in given:
         kind, _, share = text.partition("=")

@@ -27,10 +27,12 @@ from piecewise.errors.gate import (
     WrongRecord,
     WrongThreshold,
 )
+from piecewise.tools import cli
 from piecewise.tools.bench.latency import LatencyBench
 from piecewise.tools.bench.result import bench_schema, interval
 from piecewise.tools.cli import main
-from piecewise.tools.gate.baseline import MAX_RUNS, read_baseline, read_record
+from piecewise.tools.gate import regress
+from piecewise.tools.gate.baseline import MAX_RUNS, Baseline, read_baseline, read_record, run_of
 from piecewise.tools.gate.compare import Comparison, compare
 from piecewise.tools.gate.quantities import RULES, quantities
 
@@ -122,8 +124,6 @@ def write(tmp_path: Path) -> Callable[..., str]:
 
 
 def compared(base: Record, current: Record) -> Comparison:
-    from piecewise.tools.gate.baseline import Baseline
-
     return compare(Baseline(base), current)
 
 
@@ -232,8 +232,6 @@ def test_a_change_inside_the_measured_spread_does_not_count(base: Record) -> Non
 
 
 def test_what_equal_runs_differ_by_widens_the_limit(base: Record) -> None:
-    from piecewise.tools.gate.baseline import Baseline, run_of
-
     runs = []
     for ratio in (1.3, 1.5, 1.7, 1.4, 1.6):
         record = copy.deepcopy(base)
@@ -403,22 +401,21 @@ def test_a_baseline_with_uncommitted_changes_warns_and_is_refused_if_strict(
 ) -> None:
     dirty = copy.deepcopy(base)
     dirty["environment"]["dirty"] = True
-    paths = write(dirty, "dirty.json"), write(base, "clean.json")
+    paths = [write(dirty, "dirty.json"), write(base, "clean.json")]
     assert main(["regress", *paths]) == 0
     assert "uncommitted" in capsys.readouterr().out
     assert main(["regress", *paths, "--strict"]) == 2
-    assert DirtyBaseline.fix is not None and DirtyBaseline.fix in capsys.readouterr().err
+    with pytest.raises(DirtyBaseline):
+        regress.run(cli._parser().parse_args(["regress", *paths, "--strict"]))
 
 
 @pytest.mark.parametrize(
     "given", ["over-floor", "over-floor=x", "over-floor=-1", "nothing=0.1", "over-floor=inf"]
 )
-def test_a_wrong_threshold_is_refused(
-    base: Record, write: Callable[..., str], capsys: pytest.CaptureFixture[str], given: str
-) -> None:
+def test_a_wrong_threshold_is_refused(base: Record, write: Callable[..., str], given: str) -> None:
     path = write(base)
-    assert main(["regress", path, path, "--threshold", given]) == 2
-    assert str(WrongThreshold.rule) in capsys.readouterr().err
+    with pytest.raises(WrongThreshold, match="over-floor"):
+        regress.run(cli._parser().parse_args(["regress", path, path, "--threshold", given]))
 
 
 def test_a_plot_has_a_panel_for_each_ratio(base: Record, write: Callable[..., str], tmp_path: Path) -> None:
@@ -448,7 +445,9 @@ def test_an_interval_covers_the_median_and_narrows_with_samples() -> None:
 def test_help_of_the_command_imports_no_torch() -> None:
     code = """
 import sys
+from piecewise.tools import cli
 from piecewise.tools.cli import main
+from piecewise.tools.gate import regress
 try: main(["regress", "--help"])
 except SystemExit: pass
 assert "torch" not in sys.modules
