@@ -445,9 +445,7 @@ def test_an_interval_covers_the_median_and_narrows_with_samples() -> None:
 def test_help_of_the_command_imports_no_torch() -> None:
     code = """
 import sys
-from piecewise.tools import cli
 from piecewise.tools.cli import main
-from piecewise.tools.gate import regress
 try: main(["regress", "--help"])
 except SystemExit: pass
 assert "torch" not in sys.modules
