@@ -59,6 +59,10 @@ class PiecewiseConfig:
         num_streams: above 1, independent branches of a graph segment (q, k and v; gate and up) are captured
             on that many streams, at buckets of up to 512; without a GPU they run in another order.
         progress: show a bar while tracing, lowering and capturing.
+        allow_eager: `capture()` returns, with a warning, where no listed bucket can be captured, so that all
+            calls run eagerly; else this is an error.
+        disable: the model runs as without this package, and `capture()` captures nothing. PIECEWISE_DISABLE=1
+            in the environment wins over every other source.
         frontend: how the model becomes segments; this version has only "trace".
         lowering: what runs inside graph segments: "eager" (torch's own kernels) or "inductor" (each distinct
             segment is compiled, for any token count).
@@ -99,6 +103,8 @@ class PiecewiseConfig:
     engine: str = _setting("auto", "capture", kinds.choice(*ENGINE_NAMES))
     num_streams: int = _setting(1, "capture", whole(1, 8))
     progress: bool = _setting(True, "capture", kinds.flag)
+    allow_eager: bool = _setting(False, "capture", kinds.flag)
+    disable: bool = _setting(False, "capture", kinds.flag)
     frontend: str = _setting("trace", "compile", kinds.choice(*FRONT_ENDS, later=LATER))
     lowering: str = _setting("eager", "compile", kinds.choice("eager", "inductor"))
     compile_sizes: tuple[int, ...] = _setting((), "compile", kinds.some_sizes)
@@ -134,22 +140,25 @@ class PiecewiseConfig:
         """Combines all sources: an argument wins over the environment, then the file, then the default.
 
         Args:
-            source: a config, whose settings all count as arguments, so the environment is not read; the path
-                of a TOML file; or None.
+            source: a config, whose settings all count as arguments, so nothing of the environment is read but
+                PIECEWISE_DISABLE; the path of a TOML file; or None.
             overrides: fields by name.
 
         Raises:
             ConfigError: any name or value is wrong; the message lists every problem of all sources.
         """
-        given = Given()
+        given, is_whole = Given(), isinstance(source, PiecewiseConfig)
+        found = read_environment(
+            {"disable": FIELDS["disable"]} if is_whole else FIELDS, knows_all=not is_whole
+        )
+        is_off = found.values.get("disable", False) is not False
         if isinstance(source, PiecewiseConfig):
-            if not overrides:
+            if not overrides and not is_off:
                 return source
             given.values = {name: getattr(source, name) for name in FIELDS}
         elif source is None or isinstance(source, (str, os.PathLike)):
             if source is not None:
                 given = read_file(Path(source), FIELDS)
-            found = read_environment(FIELDS)
             given.values |= found.values
             given.where |= found.where
             given.problems += found.problems
@@ -162,6 +171,8 @@ class PiecewiseConfig:
                 given.add(name, value, named(name))
             else:
                 given.refuse_unknown(named(f"option {name!r}"), name, dict(zip(FIELDS, FIELDS, strict=True)))
+        if is_off:
+            given.add("disable", found.values["disable"], found.where["disable"])
         return cls(**_checked(given))
 
     def to_toml(self, path: str | os.PathLike[str], *, only: Sequence[str] | None = None) -> None:

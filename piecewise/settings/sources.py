@@ -127,13 +127,15 @@ def read_file(path: Path, table_of_fields: Mapping[str, Setting]) -> Given:
     return given
 
 
-def read_environment(table_of_fields: Mapping[str, Setting]) -> Given:
-    """Reads the `PIECEWISE_*` variables: a field's name in capitals."""
+def read_environment(table_of_fields: Mapping[str, Setting], *, knows_all: bool = True) -> Given:
+    """Reads the `PIECEWISE_*` variables, fields' names in capitals; with `knows_all`, others are refused."""
     given = Given()
     fields = {ENVIRONMENT_PREFIX + name.upper(): name for name in table_of_fields}
     for variable in sorted(name for name in os.environ if name.startswith(ENVIRONMENT_PREFIX)):
         name = fields.get(variable)
         if name is None:
+            if not knows_all:
+                continue
             same = dict(zip(fields, fields, strict=True))
             given.refuse_unknown(named(f"environment variable {variable}"), variable, same)
         else:
