@@ -154,8 +154,8 @@ class PiecewiseConfig:
         the working directory up.
 
         Args:
-            source: a config, whose settings all count as arguments, so no file is read; the path of a TOML file;
-                or None.
+            source: a config, whose settings all count as arguments, so neither the environment nor a file is
+                read; the path of a TOML file; or None.
             overrides: fields by name.
 
         Raises:
