@@ -20,11 +20,9 @@ from piecewise.tools.gate.quantities import RULES, Quantity, Threshold, captures
 
 # Versions and hardware that times depend on.
 MACHINE = ("device", "driver", "python", "torch", "cuda", "triton")
-# Runs from which on the history's own deviation is known.
-_LEAST_RUNS = 3
-# A median absolute deviation times this is a standard deviation, if values are normally distributed.
-_MAD_TO_DEVIATION = 1.4826
-_DEVIATIONS = 3
+# Quantiles of Student's t at 0.9995, by runs less one: 999 of 1000 further runs lie inside of this many
+# deviations. Below three runs the deviation is not known.
+_T = {2: 31.6, 3: 12.9, 4: 8.61, 5: 6.87, 6: 5.96, 7: 5.41, 8: 5.04, 9: 4.78, 12: 4.32, 15: 4.07, 19: 3.88}
 VERDICTS = ("regression", "better", "within the spread", "same", "not compared")
 
 
@@ -172,9 +170,9 @@ def _judged(name: str, before: Quantity, now: Quantity, past: Sequence[float], r
     base = statistics.median(runs)
     change = relative(base, now.value)
     spread = 2 * math.hypot(before.spread, now.spread)
-    if len(runs) >= _LEAST_RUNS and base:
-        deviation = statistics.median(abs(value - base) for value in runs) * _MAD_TO_DEVIATION
-        spread = max(spread, _DEVIATIONS * deviation / base)
+    if len(runs) > min(_T) and base:
+        factor = _T[max(known for known in _T if known < len(runs))]
+        spread = max(spread, factor * math.sqrt(1 + 1 / len(runs)) * statistics.stdev(runs) / base)
     limit = max(rule.share, spread)
     counts = abs(now.value - base) > rule.least
     if counts and abs(change) > limit:
