@@ -3,8 +3,8 @@
 Measures an unchanged model of 4 layers (hidden 2048) in `--runs` processes of their own, and compares each
 with a baseline of the runs before it, as `piecewise regress` does; then again with each of `FAULTS` planted.
 Writes `gate.json` beside this file, or into `--out`: what regressed in each run, for each fault the findings,
-and the share of false alarms, also by bootstrap: baselines drawn from the runs, each judging a run drawn apart
-from them. `--smoke` takes a tiny model, to try the command itself.
+and the share of false alarms, also by bootstrap: baselines drawn from the runs, each judging another run.
+`--smoke` takes a tiny model, to try the command itself.
 
 `case` is the spec. The environment variable `GATE_FAULT` names the planted fault.
 """
