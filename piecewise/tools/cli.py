@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 
 from piecewise.settings import kinds
 from piecewise.settings.grids import ENGINE_GRIDS
-from piecewise.tools.command_output import OutputFile, check_outputs, lasting_streams
+from piecewise.tools.command_output import OutputFile, lasting_streams
 from piecewise.tools.exit_codes import HELP, ExitCode, exit_code_of
 from runners.buckets import MAX_BUCKET, MAX_NUM_BUCKETS
 
@@ -42,7 +42,9 @@ def find_command(argv: Sequence[str] | None = None) -> Callable[[], ExitCode]:
     arguments = _parser().parse_args(argv)
 
     def command() -> ExitCode:
-        check_outputs(arguments)
+        for value in vars(arguments).values():
+            if isinstance(value, OutputFile):
+                value.check()
         return ExitCode(resolve_name(arguments.run)(arguments))
 
     return command

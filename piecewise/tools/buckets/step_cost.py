@@ -23,33 +23,20 @@ _SCHEMA = "piecewise.bench/1"
 _MOST_EXTRAPOLATED = 8
 
 
-class PaddedTokens:
-    """Counts tokens as the cost: a replay costs its bucket's tokens, an eager step its own."""
+class StepCost:
+    """Interpolates what steps cost between known sizes, which ascend strictly.
 
-    unit = "tokens"
-    knots: Ints = np.zeros(0, np.int64)
-
-    def graphed(self, buckets: Ints) -> Floats:
-        """Returns the cost of a replay of each bucket."""
-        return buckets.astype(np.float64)
-
-    def eager(self, num_tokens: Ints) -> Floats:
-        """Returns the cost of an eager step of each token count."""
-        return num_tokens.astype(np.float64)
-
-
-class MeasuredCost:
-    """Interpolates milliseconds between measured sizes, which ascend strictly.
-
-    Latency is constant below the smallest size; above the largest it goes on with the slope of the last two
+    The cost is constant below the smallest size; above the largest it goes on with the slope of the last two
     sizes, but never falls.
+
+    Args:
+        graphed, eager: of a replay of each size, and of an eager step of as many tokens.
+        unit: "ms" if they were measured, or "tokens".
     """
 
-    unit = "ms"
-
-    def __init__(self, num_tokens: Ints, graphed_ms: Floats, eager_ms: Floats) -> None:
-        self.knots = num_tokens
-        self._graphed, self._eager = graphed_ms, eager_ms
+    def __init__(self, num_tokens: Ints, graphed: Floats, eager: Floats, unit: str = "ms") -> None:
+        self.knots, self.unit = num_tokens, unit
+        self._graphed, self._eager = graphed, eager
 
     def graphed(self, buckets: Ints) -> Floats:
         return self._interpolated(buckets, self._graphed)
@@ -86,7 +73,8 @@ class MeasuredCost:
         return int(between[np.argmax(slower)])
 
 
-StepCost = PaddedTokens | MeasuredCost
+# A replay costs its bucket's tokens, an eager step its own.
+PADDED_TOKENS = StepCost(np.array([1, 2]), np.array([1.0, 2.0]), np.array([1.0, 2.0]), "tokens")
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +97,7 @@ class GraphMemory:
         return int(left // self.bytes_per_graph) if self.bytes_per_graph else MAX_BUCKET
 
 
-def read_bench(path: str | Path, *, variant: str = "graphed") -> tuple[MeasuredCost, GraphMemory | None]:
+def read_bench(path: str | Path, *, variant: str = "graphed") -> tuple[StepCost, GraphMemory | None]:
     """Reads latency curves, and memory if measured, from a file of `piecewise bench`.
 
     Args:
@@ -142,7 +130,7 @@ def read_bench(path: str | Path, *, variant: str = "graphed") -> tuple[MeasuredC
         names = sorted({str(line.get("variant")) for line in results})
         raise _wrong(path, f"a size with both {variant!r} and 'eager'", names)
     graphed, eager = (np.array([curves[name][size] for size in sizes]) for name in (variant, "eager"))
-    return MeasuredCost(np.array(sizes, np.int64), graphed, eager), _memory(path, content.get("memory"))
+    return StepCost(np.array(sizes, np.int64), graphed, eager), _memory(path, content.get("memory"))
 
 
 def _read_json(path: Path) -> Any:
