@@ -121,8 +121,8 @@ def host_time(num_layers: int, *, num_calls: int) -> dict[str, float] | None:
         state = _best_us(steps.check.is_unchanged, num_calls)
     assert graphed.stats.eager_calls == 0, graphed.stats
     return {
-        "num_layers": num_layers, "fixed_us": fixed, "state_us": state, "num_entries": steps.check.num_entries,
-        "boundary_us": (calls - fixed) / num_layers, "whole_us": whole,
+        "num_layers": num_layers, "fixed_us": fixed, "state_us": state, "whole_us": whole,
+        "num_entries": steps.check.num_entries, "boundary_us": (calls - fixed) / num_layers,
     }  # fmt: skip
 
 
