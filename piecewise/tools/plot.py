@@ -12,6 +12,7 @@ from math import log
 from typing import Any
 
 from piecewise.errors.tools import NoMatplotlib, WrongPlot
+from piecewise.tools.command_output import image_format
 
 # The palette of Okabe and Ito, with two of Tol's for yellow: safe for colour-blind people, dark on white.
 _COLORS = (
@@ -104,6 +105,6 @@ def add_legend(panel: Any) -> None:
 def save_figure(figure: Any, path: str | os.PathLike[str]) -> None:
     """Writes a figure in the format of the path's ending; raises WrongPlot if that fails."""
     try:
-        figure.savefig(path, dpi=110)
+        figure.savefig(path, dpi=110, format=image_format(path))
     except (OSError, ValueError) as error:
         raise WrongPlot(path=path, problem=str(error)[:200]) from error

@@ -15,16 +15,15 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TextIO
 
 import torch
 
 from piecewise import torch_api
-from piecewise.errors.tools import NothingToMeasure, UnknownVariant
+from piecewise.errors.tools import IneffectiveOption, NothingToMeasure, UnknownVariant
 from piecewise.prefill_case import PrefillCase, load_case, unless_the_model_raises
 from piecewise.settings.config import PiecewiseConfig
-from piecewise.tools.bench.host_overhead import print_host_overhead
+from piecewise.tools.bench.host_overhead import run_host_overhead
 from piecewise.tools.bench.result import BenchResult, Spread, environment
 from piecewise.tools.bench.variants import (
     DEFAULT_VARIANTS,
@@ -38,7 +37,6 @@ from piecewise.tools.bench.variants import (
     wait_for,
 )
 from piecewise.tools.buckets.step_cost import BENCH_SCHEMA
-from piecewise.tools.command_output import check_writable, writing
 from piecewise.tools.exit_codes import ExitCode
 
 DEFAULT_SIZES = (16, 128, 512, 1024, 2048)
@@ -49,13 +47,14 @@ DEFAULT_DRAWS = 32
 
 def run(arguments: argparse.Namespace) -> ExitCode:
     """Runs `piecewise bench`."""
+    for option in (
+        ("config", "buckets", "tokens", "variants", "peer", "plot") if arguments.spec is None else ()
+    ):
+        has_effect = option == "plot" and arguments.results is not None
+        if getattr(arguments, option) is not None and not has_effect:
+            raise IneffectiveOption(option=f"--{option}", needed="SPEC")
     if arguments.host_overhead:
-        return print_host_overhead(num_calls=arguments.calls)
-    if arguments.out is not None:
-        with writing("--out", arguments.out):
-            Path(arguments.out).parent.mkdir(parents=True, exist_ok=True)
-    check_writable("--out", arguments.out)
-    check_writable("--plot", arguments.plot)
+        return run_host_overhead(num_calls=arguments.calls, out=arguments.out)
     if arguments.results is not None:
         result = BenchResult.read(arguments.results)
     else:
@@ -66,8 +65,7 @@ def run(arguments: argparse.Namespace) -> ExitCode:
         )  # fmt: skip
     print(result)
     if arguments.out is not None:
-        with writing("--out", arguments.out):
-            result.write(arguments.out)
+        arguments.out.write(result.to_json() + "\n")
     if arguments.plot is not None:
         result.plot(arguments.plot)
     if not result.has_measured_nothing:

@@ -39,7 +39,7 @@ import torch
 
 from piecewise.errors.tools import WrongBenchFile
 from piecewise.report.record import Record, table
-from piecewise.settings.toml_file import replace_text
+from piecewise.settings.whole_file import replace_file
 from piecewise.tools.bench.variants import DEFAULT_VARIANTS, PEERS
 from piecewise.tools.buckets.step_cost import BENCH_SCHEMA, read_json
 from piecewise.tools.plot import add_legend, label_axis, line_style, new_panels, save_figure
@@ -106,9 +106,7 @@ class BenchResult(Record):
 
     def write(self, path: str | os.PathLike[str]) -> None:
         """Writes the JSON in one step."""
-        target = Path(path)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        replace_text(target, self.to_json() + "\n")
+        replace_file(path, self.to_json() + "\n")
 
     def ratio(self, of: str, over: str, num_tokens: int, *, quantity: str = "latency") -> float | None:
         """Returns the median of one ratio, or None if it was not measured."""
@@ -224,11 +222,10 @@ def _compared(variants: Sequence[str]) -> Iterator[tuple[str, str]]:
 def environment(device: torch.device) -> dict[str, Any]:
     """Returns versions, device and commit of this run, with None for unknown ones."""
     is_cuda = device.type == "cuda"
-    processor = platform.processor() or platform.machine()
     return {
         "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d"),
         "commit": _commit(),
-        "device": torch.cuda.get_device_name(device) if is_cuda else processor,
+        "device": torch.cuda.get_device_name(device) if is_cuda else _processor(),
         "num_processors": os.cpu_count(),
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -236,6 +233,13 @@ def environment(device: torch.device) -> dict[str, Any]:
         "transformers": _version("transformers"),
         "triton": _version("triton"),
     }
+
+
+def _processor() -> str:
+    found = Path("/proc/cpuinfo")
+    lines = found.read_text().splitlines() if found.exists() else []
+    names = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor() or platform.machine())
 
 
 def _version(name: str) -> str | None:

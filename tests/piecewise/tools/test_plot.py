@@ -141,6 +141,8 @@ def test_a_picture_is_drawn_again_from_a_file(capsys, tmp_path):
     assert cli.main(["bench", "--from", str(LLAMA), "--plot", str(image)]) == 0
     assert "latency, graphed ÷ floor" in capsys.readouterr().out
     assert "<svg" in image.read_text()
+    assert cli.main(["bench", "--from", str(LLAMA), "--tokens", "4"]) == 2
+    assert "--tokens: expected to be used with SPEC" in capsys.readouterr().err
     assert BenchResult.read(LLAMA).asdict() == json.loads(LLAMA.read_text())
 
 
