@@ -47,7 +47,7 @@ class LoweringReport:
     def __str__(self) -> str:
         segments = f"{self.num_segments} graph segments, {self.num_distinct} distinct"
         if self.lowering == "eager":
-            return f"{segments}, eager kernels"
+            return f"{segments}, run by PyTorch's own kernels"
         text = f"{segments}, to be lowered by {self.lowering}"
         if self.is_done:
             text = (

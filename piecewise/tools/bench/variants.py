@@ -142,10 +142,10 @@ class VariantMaker:
         graphed, report = self._captured(name)
 
         def prepare(n: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-            before = graphed.stats.replays
+            before = graphed.stats.reasons.copy()
             graphed(*args, **kwargs)
-            if graphed.stats.replays == before:
-                raise Unavailable(f"{n} tokens ran eagerly: {dict(graphed.stats.reasons)}")
+            for reason in graphed.stats.reasons - before:
+                raise Unavailable(f"{n} tokens ran eagerly: {reason}")
             return lambda: graphed(*args, **kwargs)
 
         capture = {**report.asdict(), "coverage": graphed.report().coverage}

@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import json
 from collections.abc import Callable, Iterator
+from datetime import date
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,11 +30,12 @@ from piecewise.settings.config import DEFAULT_BUCKETS, PiecewiseConfig
 from piecewise.settings.grids import DECODE_GRIDS, ENGINE_GRIDS, Grid
 from piecewise.settings.whole_file import is_replaced
 from piecewise.tools.buckets.planner import BucketPlans, PlanOutcome, SlotRate, evaluate, slot_table
-from piecewise.tools.buckets.plot import draw
+from piecewise.tools.buckets.plot import plan_figure
 from piecewise.tools.buckets.step_cost import PADDED_TOKENS, GraphMemory, StepCost, read_bench
 from piecewise.tools.buckets.steps import Histogram, chunked, decode_batches, packed
 from piecewise.tools.buckets.traffic import Requests, read_requests
 from piecewise.tools.exit_codes import ExitCode
+from piecewise.tools.plot import save_figure
 
 _DEFAULT_STEP_MS = 25.0
 _HOLDOUT_SMOOTHING = 0.3
@@ -69,8 +71,7 @@ def run(arguments: argparse.Namespace) -> ExitCode:
     if arguments.output:
         _write(planner, chosen)
     if arguments.plot:
-        lists = {name: buckets for name, buckets, _ in lines if not name.startswith(" ")}
-        draw(arguments.plot, planner.judged, lists)
+        save_figure(planner.figure(lines, notes), arguments.plot)
     return ExitCode.RIGHT
 
 
@@ -267,6 +268,16 @@ class _Planner:
                 same = self.of(len(sizes), sizes[-1])
                 yield "  plan, as many", same, judge(same)
         yield "plan", chosen, judge(chosen)
+
+    def figure(self, compared: list[_Comparison], notes: list[str]) -> Any:
+        """Draws the compared lists, without the plans of as many graphs as an engine's grid has."""
+        lists = {name: buckets for name, buckets, _ in compared if not name.startswith(" ")}
+        grids = DECODE_GRIDS if self.is_decode else ENGINE_GRIDS
+        left_out = [f"{name} left out: no size up to {self.cover}" for name in grids if name not in lists]
+        traffic = ", ".join(Path(path).name for path in self.arguments.traffic)
+        title = f"{len(lists['plan'])} graphs for {traffic}\ncost: {self.cost.origin}, {date.today()}"
+        notes = [*left_out, *notes]
+        return plan_figure(self.judged, lists, title=title, unit=self.unit, notes=notes)
 
     def notes(self) -> Iterator[str]:
         """Yields notes for the reader on the traffic, the limits and the cost."""
