@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import logging
 import types
 from dataclasses import dataclass, field
 from typing import Any
@@ -36,6 +37,8 @@ from boundary_ops.step.decoder import Decoder, DecoderLayer, find_decoder
 from boundary_ops.step.kv_cache import PagedKVCache
 
 __all__ = ["attach", "cache_of", "detach"]
+
+_log = logging.getLogger(__name__)
 
 
 class _Absent:
@@ -108,6 +111,7 @@ def attach(model: nn.Module, cache: PagedKVCache) -> nn.Module:
     except BaseException:
         _restore(attachment)
         raise
+    _log.info("attached %s: %d layers", type(model).__name__, len(layers))
     return model
 
 
