@@ -54,9 +54,9 @@ def assert_graphed(
     try:
         with torch.no_grad():
             if not graphed.report().captures:
-                args, kwargs = case.inputs(_EXAMPLE)
-                graphed.capture(*args, **kwargs)
-            found = graphed.verify(make_inputs=make_inputs)
+                with case.inputs(_EXAMPLE) as (args, kwargs):
+                    graphed.capture(*args, **kwargs)
+            found = graphed.verify(make_inputs=case.make_inputs)
         problems = [*_plan_problems(graphed, min_coverage, max_segments), *_call_problems(found)]
     finally:
         if is_ours:

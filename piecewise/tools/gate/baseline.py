@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from piecewise.errors.gate import NoJsonschema, WrongRecord
-from piecewise.tools.bench.result import SCHEMA, bench_schema
+from piecewise.tools.bench.result import bench_schema
+from piecewise.tools.buckets.step_cost import BENCH_SCHEMA
 from piecewise.tools.gate.quantities import quantities
 
 BASELINE_SCHEMA = "piecewise.baseline/1"
@@ -105,9 +106,9 @@ def _read(path: str | Path) -> dict[str, Any]:
         content = json.loads(raw, parse_constant=no_constant)
     except (OSError, ValueError, RecursionError) as error:
         raise WrongRecord(where=path, wanted="a readable JSON file", found=error) from error
-    if not isinstance(content, dict) or content.get("schema") not in (SCHEMA, BASELINE_SCHEMA):
+    if not isinstance(content, dict) or content.get("schema") not in (BENCH_SCHEMA, BASELINE_SCHEMA):
         found = content.get("schema") if isinstance(content, dict) else type(content).__name__
-        raise WrongRecord(where=path, wanted=f"the schema {SCHEMA}", found=found)
+        raise WrongRecord(where=path, wanted=f"the schema {BENCH_SCHEMA}", found=found)
     return content
 
 

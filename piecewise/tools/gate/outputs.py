@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from itertools import groupby
 from typing import Any
 from xml.etree import ElementTree
 
-from piecewise.tools.buckets.plot import new_figure, save_figure
 from piecewise.tools.gate.baseline import Baseline, run_of
 from piecewise.tools.gate.compare import Comparison
 from piecewise.tools.gate.quantities import quantities
+from piecewise.tools.plot import add_legend, line_style, new_panels
 
 _PLOTTED = ("over-floor", "over-graphed", "over-eager")
-_MAX_PLOTS = 24
 
 
 def junit(comparison: Comparison) -> str:
@@ -52,35 +50,34 @@ def benchmark_lines(record: Mapping[str, Any]) -> str:
     return json.dumps(lines, indent=1) + "\n"
 
 
-def plot_history(path: str | os.PathLike[str], baseline: Baseline, record: Mapping[str, Any]) -> None:
+def history_figure(baseline: Baseline, record: Mapping[str, Any]) -> Any:
     """Draws each ratio with its interval over the baseline's runs and the current one, which comes last.
 
     Raises:
-        NoMatplotlib, WrongPlot: the library is absent, or the image cannot be written.
+        NoMatplotlib: it is not installed.
     """
     runs = [*baseline.history, run_of(baseline.record), run_of(record)]
-    names = [name for name, each in quantities(record).items() if each.kind in _PLOTTED][:_MAX_PLOTS]
-    columns = min(3, max(len(names), 1))
-    rows = -(-len(names) // columns) or 1
-    figure = new_figure(figsize=(4.5 * columns, 2.4 * rows + 0.6), layout="constrained")
+    names = [name for name, each in quantities(record).items() if each.kind in _PLOTTED]
+    pairs: dict[str, list[str]] = {}
+    for name in names:
+        pairs.setdefault(name.rpartition(",")[0], []).append(name)
     environment = record["environment"]
-    figure.suptitle(
-        f"{record['spec']}, {environment['device']}, torch {environment['torch']}, {environment['date']}"
+    versions = f"torch {environment['torch']}, {environment['date']}"
+    figure, panels = new_panels(
+        f"{record['spec']}\n{environment['device']}, {versions}", [1.5] * len(pairs) or [1]
     )
-    for axes, name in zip(figure.subplots(rows, columns, squeeze=False).flat, names, strict=False):
-        points = [(x, *run["values"][name]) for x, run in enumerate(runs) if name in run["values"]]
-        x, value, low, high = (list(column) for column in zip(*points, strict=True))
-        gaps = [
-            [v - a for v, a in zip(value, low, strict=True)],
-            [b - v for v, b in zip(value, high, strict=True)],
-        ]
-        axes.errorbar(x, value, yerr=gaps, marker="o", linestyle="-", color="tab:blue", capsize=3)
-        axes.plot(x[-1:], value[-1:], marker="D", color="tab:red", linestyle="none")
-        axes.set_title(name, fontsize=9)
-        axes.set_xticks(
-            range(len(runs)), [str(run["commit"] or "?")[:7] for run in runs], rotation=90, fontsize=7
-        )
-        axes.grid(alpha=0.3)
-    for axes in figure.axes[len(names) :]:
-        axes.set_visible(False)
-    save_figure(figure, path)
+    for panel, (pair, alike) in zip(panels, pairs.items(), strict=False):
+        for index, name in enumerate(alike):
+            points = [(x, *run["values"][name]) for x, run in enumerate(runs) if name in run["values"]]
+            x, value, low, high = (list(column) for column in zip(*points, strict=True))
+            gaps = [[v - each for v, each in zip(value, low, strict=True)],
+                    [each - v for v, each in zip(value, high, strict=True)]]  # fmt: skip
+            panel.errorbar(
+                x, value, yerr=gaps, capsize=3, label=name.rpartition(", ")[2], **line_style(index)
+            )
+        panel.set_ylabel(pair)
+        add_legend(panel)
+    commits = [str(run["commit"] or "?")[:7] for run in runs]
+    panels[-1].set_xticks(range(len(runs)), [*commits[:-1], f"{commits[-1]}, now"], rotation=90)
+    panels[-1].set_xlabel("commit of the run")
+    return figure

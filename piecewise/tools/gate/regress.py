@@ -13,8 +13,9 @@ from piecewise.tools.command_output import OutputFile
 from piecewise.tools.exit_codes import ExitCode
 from piecewise.tools.gate.baseline import Baseline, read_baseline, read_record
 from piecewise.tools.gate.compare import Comparison, compare, is_one_machine
-from piecewise.tools.gate.outputs import benchmark_lines, junit, plot_history
+from piecewise.tools.gate.outputs import benchmark_lines, history_figure, junit
 from piecewise.tools.gate.quantities import RULES, Threshold
+from piecewise.tools.plot import save_figure
 
 
 def run(arguments: argparse.Namespace) -> ExitCode:
@@ -33,8 +34,7 @@ def run(arguments: argparse.Namespace) -> ExitCode:
         print(comparison)
         _write(comparison, current, arguments)
     if arguments.plot is not None:
-        with arguments.plot.writing():
-            plot_history(arguments.plot, baseline or Baseline(current), current)
+        save_figure(history_figure(baseline or Baseline(current), current), arguments.plot)
     if arguments.update:
         following = Baseline(current)
         if baseline is not None and comparison is not None and is_one_machine(baseline.record, current):
