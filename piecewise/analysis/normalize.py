@@ -29,8 +29,7 @@ from piecewise import torch_api
 from piecewise.errors.analysis import NestedTuple, ReshapesInPlace
 from piecewise.ir.nodes import call_on_fakes, is_call, source_line, storages_of, target_name, value_of
 from piecewise.ir.tensors import storage_of
-from piecewise.trace.subclasses.state import mark_subclasses, open_state
-from piecewise.trace.subclasses.subclasses import Wrapped, see_through
+from piecewise.trace.subclasses.subclasses import Wrapped, mark_subclasses, open_state, see_through
 from piecewise.trace.trace import Trace
 
 _GRAD_SWITCHES = ("_set_grad_enabled", "_enter_inference_mode", "_exit_inference_mode")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from piecewise import torch_api
-from piecewise.ir.tensors import storage_of, tensors_in
+from piecewise.ir.tensors import map_tensors, storage_of, tensors_in
 
 
 def value_of(node: fx.Node) -> Any:
@@ -133,3 +133,71 @@ def autocast_of(node: fx.Node) -> Iterator[None]:
             yield
         finally:
             torch.set_autocast_cache_enabled(before)
+
+
+def copy_calls(
+    graph: fx.Graph,
+    values: dict[fx.Node, Any],
+    place: fx.Node,
+    *,
+    like: Mapping[fx.Node, Any] | None,
+    fake_mode: Any,
+    meta_of: Callable[[fx.Node], dict[str, Any]],
+) -> dict[fx.Node, Any]:
+    """Copies the calls of `graph` in front of `place`; returns the fake of each of its nodes in the copy.
+
+    Args:
+        values: placeholder → argument; the copies are added.
+        like: fakes of a copy with equivalent arguments; None runs each node.
+        meta_of: the copy's ``meta``, without its fake.
+    """
+    fakes = _Fakes(values, like, fake_mode)
+    with place.graph.inserting_before(place):
+        for node in graph.nodes:
+            if node.op.startswith("call"):
+                copy = values[node] = place.graph.node_copy(node, lambda old: values[old])
+                copy.meta = meta_of(node)
+                copy.meta["example_value"] = fakes.of(node, copy)
+    return fakes.values
+
+
+class _Fakes:
+    """Makes the fakes of one copy in order."""
+
+    def __init__(
+        self, arguments: Mapping[fx.Node, Any], like: Mapping[fx.Node, Any] | None, fake_mode: Any
+    ) -> None:
+        self._like, self._fake_mode = like, fake_mode
+        # Tensor or memory of the other copy → the one in this copy.
+        self._twins: dict[int, torch.Tensor] = {}
+        self._memory: dict[int, torch.Tensor] = {}
+        taken: dict[int, int] = {}
+        self.values: dict[fx.Node, Any] = {}
+        for node, argument in arguments.items():
+            value = argument.meta["example_value"] if isinstance(argument, fx.Node) else argument
+            self.values[node] = value
+            if self._like is not None and isinstance(value, torch.Tensor):
+                old = self._like[node]
+                there, here = storage_of(old), storage_of(value)
+                known = self._memory.setdefault(there, value)
+                if storage_of(known) != here or taken.setdefault(here, there) != there:
+                    self._like = None  # memory is shared in one of the copies alone
+                self._twins[id(old)] = value
+
+    def of(self, node: fx.Node, copy: fx.Node) -> Any:
+        old = self._like[node] if self._like is not None else None
+        if self._like is None or any(map(torch_api.holds_constant, tensors_in(old))):
+            found = call_on_fakes(copy, self._fake_mode)
+            for tensor, twin in zip(tensors_in(old), tensors_in(found), strict=False):
+                self._twins[id(tensor)] = self._memory[storage_of(tensor)] = twin
+        else:
+            found = map_tensors(old, self._twin)
+        self.values[node] = found
+        return found
+
+    def _twin(self, tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in self._twins:
+            twin = torch_api.fake_twin(tensor, self._memory.get(storage_of(tensor)))
+            self._memory.setdefault(storage_of(tensor), twin)
+            self._twins[id(tensor)] = twin
+        return self._twins[id(tensor)]

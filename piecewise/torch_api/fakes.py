@@ -11,11 +11,16 @@ import torch
 import torch._dynamo as dynamo
 from torch._dispatch.python import enable_python_dispatcher
 from torch._guards import detect_fake_mode
+from torch._higher_order_ops.out_dtype import is_int_mm, out_dtype, out_dtype_fallback
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch._subclasses.fake_tensor import in_kernel_invocation_manager
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from piecewise.errors.trace import DistributedTensor, OwnTorchFunction, SilentSubclass, StateNotStrided
+from runners.tensors import tensors_in
 
 
 @contextmanager
@@ -149,3 +154,95 @@ def trace_aten(
     # on from where its guard is made, so the guard is made inside of the other modes.
     with torch.no_grad(), fake_mode, enable_python_dispatcher(), einsums_from_the_left():
         return make_fx(function, decomposition_table=decompositions)(*arguments)  # type: ignore[arg-type]
+
+
+def is_wrapper(value: Any) -> bool:
+    """Whether the value is a tensor around other tensors, which its class lists and can rebuild it from."""
+    return bool(is_traceable_wrapper_subclass(value))
+
+
+def is_opaque(value: Any) -> bool:
+    """Whether the value is a tensor whose class dispatches in Python but does not list what is inside."""
+    dispatch = getattr(type(value), "__torch_dispatch__", None)
+    is_disabled = dispatch is torch._C._disabled_torch_dispatch_impl
+    return isinstance(value, torch.Tensor) and not is_disabled and not is_wrapper(value)
+
+
+def has_torch_function(value: Any) -> bool:
+    """Whether Dynamo traces the `__torch_function__` of the tensor's class; false for wrappers."""
+    function = getattr(type(value), "__torch_function__", None)
+    is_called = function is not torch._C._disabled_torch_function_impl and type(value) is not torch.Tensor
+    return isinstance(value, torch.Tensor) and is_called and not is_wrapper(value)
+
+
+def has_own_torch_function(value: Any) -> bool:
+    """Whether the class has its own `__torch_function__` and is no Parameter. Dynamo may give its results
+    another class than eager does."""
+    function = getattr(type(value), "__torch_function__", None)
+    torchs: Any = torch.Tensor.__torch_function__
+    is_torchs = getattr(function, "__func__", None) is torchs.__func__
+    return has_torch_function(value) and not is_torchs and not issubclass(type(value), torch.nn.Parameter)
+
+
+def below_torch_function() -> Any:
+    """Disables tensors' `__torch_function__` in this block."""
+    return torch._C.DisableTorchFunctionSubclass()
+
+
+def trace_below(
+    function: Callable[..., Any],
+    arguments: Sequence[Any],
+    fake_mode: Any,
+    *,
+    int_matmul: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    torch_function: bool,
+) -> torch.fx.GraphModule:
+    """Records the aten ops of `function` below tensor subclasses; guards on sizes stay in the fake mode.
+
+    Args:
+        arguments: fakes and symbolic numbers.
+        int_matmul: the product of two int8 matrices on a GPU, in int32.
+        torch_function: whether to call the `__torch_function__` of classes, too.
+    """
+
+    def typed(op: Any, dtype: torch.dtype, *args: Any) -> Any:
+        if is_int_mm(op, dtype, args):
+            return int_matmul(*args)
+        return out_dtype_fallback(op, dtype, *args)
+
+    below = nullcontext() if torch_function else below_torch_function()
+    with torch.inference_mode(False), below:
+        return trace_aten(function, arguments, fake_mode, decompositions={out_dtype: typed})
+
+
+def holds_wrapper(value: Any) -> bool:
+    return any(map(is_wrapper, tensors_in(value)))
+
+
+def tensors_inside(tensor: Any, keys: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], torch.Tensor]]:
+    """Yields a tensor and the tensors inside of a subclass, each with its path, outer ones first."""
+    yield keys, tensor
+    for name in tensor.__tensor_flatten__()[0] if is_wrapper(tensor) else ():
+        yield from tensors_inside(getattr(tensor, name), (*keys, name))
+
+
+def plain_tensors(value: Any) -> Iterator[torch.Tensor]:
+    """Finds the plain tensors of a value, including those inside of subclasses."""
+    for tensor in tensors_in(value):
+        yield from (each for _, each in tensors_inside(tensor) if not is_wrapper(each))
+
+
+def refuse_class(what: str, tensor: torch.Tensor, *, cause: Exception | None = None) -> None:
+    """Raises TraceError for a tensor whose class does not say, or not fully, what is inside."""
+    cls = type(tensor)
+    names = {"where": what, "name": f"{cls.__module__}.{cls.__qualname__}", "cls": cls.__name__}
+    if any(
+        kin.__name__ == "DTensor" and kin.__module__.startswith("torch.distributed") for kin in cls.__mro__
+    ):
+        raise DistributedTensor(**names) from cause
+    if is_opaque(tensor):
+        raise SilentSubclass(**names) from cause
+    if has_own_torch_function(tensor):
+        raise OwnTorchFunction(**names) from cause
+    if tensor.layout is not torch.strided:
+        raise StateNotStrided(layout=tensor.layout, **names) from cause

@@ -20,7 +20,7 @@ import boundary_ops
 import piecewise
 from boundary_ops import PrefillBatch
 from piecewise.streams import stream_graph, streams
-from piecewise.streams.stream_graph import ScheduledFunction
+from piecewise.streams.streams import ScheduledFunction
 from runners.engines import engine_for
 from runners.errors import CaptureError
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from piecewise import torch_api
-from piecewise.calls.form import refuse_backward_hooks
+from piecewise.calls.binder import refuse_backward_hooks
 from piecewise.errors.trace import CompileIsOff, InputRequiresGrad, StoresState
 from piecewise.report.startup_times import LayerReuse
 from piecewise.trace.dynamo.result import placeholders_of, result_of
@@ -32,11 +32,7 @@ _KNOWN_CHANGES = {
 
 
 def trace_with_dynamo(
-    model: nn.Module,
-    example: ExampleCall,
-    *,
-    forward: Any,
-    static_dims: Mapping[int, Sequence[int]] = {},
+    model: nn.Module, example: ExampleCall, *, forward: Any, static_dims: Mapping[int, Sequence[int]] = {}
 ) -> Trace:
     """Traces forward; see `FrontEnd`."""
     disabled = torch_api.dynamo_is_disabled()

@@ -15,12 +15,11 @@ from torch import fx, nn
 
 from piecewise import torch_api
 from piecewise.calls.structure import Namespace
-from piecewise.ir.nodes import call_on_fakes
+from piecewise.ir.nodes import call_on_fakes, copy_calls
 from piecewise.ir.tensors import storage_of, tensors_in
 from piecewise.report.startup_times import LayerReuse
 from piecewise.trace.dynamo.run import DynamoRun
 from piecewise.trace.dynamo.sources import resolve
-from piecewise.trace.layers.graph_copy import copy_calls
 from piecewise.trace.layers.layer_run import (
     LayerCall,
     LayerRun,

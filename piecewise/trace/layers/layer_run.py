@@ -17,8 +17,7 @@ import torch
 from torch import fx
 
 from piecewise import torch_api
-from piecewise.calls.binder import CallBinder, FormBinder
-from piecewise.calls.form import is_wrapped
+from piecewise.calls.binder import CallBinder, FormBinder, is_wrapped
 from piecewise.calls.structure import PLAIN, Namespace
 from piecewise.ir.tensors import tensors_in
 from piecewise.trace.dynamo.guard_kinds import is_asked_of, is_same_to, looked_at

@@ -28,10 +28,30 @@ from piecewise.trace.dynamo.guard_kinds import (
     rule_of,
 )
 from piecewise.trace.dynamo.sources import Scope, Step, readable_path
-from piecewise.trace.state.adapters import has_adapters
 from runners.errors import PiecewiseError
 from runners.state.same_value import table_content
 from runners.state.state_check import InnerRef, StateFacts, StateRef, kind_of
+
+
+def has_adapters(module: nn.Module) -> bool:
+    """Whether a module is a layer with adapters; on a transformers model these attributes are methods."""
+    names = getattr(module, "active_adapters", None)
+    return isinstance(names, (list, tuple)) and isinstance(getattr(module, "disable_adapters", None), bool)
+
+
+def adapters_in_use(model: nn.Module) -> str:
+    """Writes "adapters a, b", "adapter a (merged)" or "no adapter"; empty for a model without any."""
+    active: dict[str, None] = {}
+    merged: dict[str, None] = {}
+    layers: list[Any] = [module for module in model.modules() if has_adapters(module)]
+    for layer in layers:
+        merged |= dict.fromkeys(map(str, getattr(layer, "merged_adapters", None) or ()))
+        active |= {} if layer.disable_adapters else dict.fromkeys(map(str, layer.active_adapters))
+    found = [f"{name} (merged)" for name in merged] + [name for name in active if name not in merged]
+    if not found:
+        return "no adapter" if layers else ""
+    return f"adapter{'s' if len(found) > 1 else ''} {', '.join(found)}"
+
 
 _MODULE_TABLES = ("_modules", "_parameters", "_buffers")
 # Inputs, which the signature compares; hooks that forward does not have, or that are listed elsewhere.

@@ -22,13 +22,14 @@ import torch
 from torch import fx
 
 from piecewise import torch_api
-from piecewise.errors.trace import ResultSubclass, SubclassOp
-from piecewise.ir.nodes import autocast_of, call_on_fakes, whereabouts
+from piecewise.errors.trace import InputNotPlain, ResultSubclass, SubclassOp
+from piecewise.ir.nodes import autocast_of, call_on_fakes, copy_calls, whereabouts
+from piecewise.ir.plan import ResultLeaf
 from piecewise.ir.tensors import storage_of, tensors_in
 from piecewise.passes.int8_matmul import int8_matmul
-from piecewise.trace.layers.graph_copy import copy_calls
-from piecewise.trace.subclasses.kinds import holds_wrapper, plain_tensors, refuse_class, tensors_inside
+from piecewise.trace.trace import Placeholder, Trace
 from runners.errors import one_line
+from runners.state.state_check import InnerRef, StateRef
 
 Make = Callable[[Sequence[Any]], Any]
 
@@ -66,7 +67,7 @@ def see_through(graph: fx.GraphModule) -> dict[int, Wrapped]:
 
 def _autocast_devices(node: fx.Node, values: Any) -> list[str]:
     """Finds where autocast must be off for the ops below a node, since they include its casts."""
-    kinds = {tensor.device.type for tensor in plain_tensors(values)}
+    kinds = {tensor.device.type for tensor in torch_api.plain_tensors(values)}
     is_on = bool(node.meta.get("autocast")) or any(map(torch.is_autocast_enabled, kinds))
     return sorted(kinds) if is_on else []
 
@@ -84,7 +85,7 @@ class _Rewrite:
     def __init__(self, graph: fx.GraphModule) -> None:
         self.module, self.graph = graph, graph.graph
         fakes = [node.meta.get("example_value") for node in self.graph.nodes]
-        self.fake_mode = torch_api.fake_mode_of([*fakes, *plain_tensors(fakes)])
+        self.fake_mode = torch_api.fake_mode_of([*fakes, *torch_api.plain_tensors(fakes)])
         self.wrapped: dict[int, Wrapped] = {}
         # Values of erased nodes, and the node of each plain fake inside of them.
         self.values: dict[fx.Node, Any] = {}
@@ -99,11 +100,11 @@ class _Rewrite:
         for node in list(self.graph.nodes):
             value = node.meta.get("example_value")
             is_below = any(argument in self.values for argument in node.all_input_nodes)
-            if node.op == "placeholder" and holds_wrapper(value):
+            if node.op == "placeholder" and torch_api.holds_wrapper(value):
                 self._open(node)
             elif node.op == "output" and is_below:
                 self._open_outputs(node)
-            elif node.op.startswith("call") and (is_below or holds_wrapper(value)):
+            elif node.op.startswith("call") and (is_below or torch_api.holds_wrapper(value)):
                 self._replace(node)
             elif self.stale and any(storage_of(fake) in self.stale for fake in tensors_in(value)):
                 node.meta["example_value"] = call_on_fakes(node, self.fake_mode)
@@ -114,9 +115,9 @@ class _Rewrite:
 
     def _open(self, node: fx.Node) -> None:
         self.values[node] = node.meta["example_value"]
-        for keys, fake in tensors_inside(self.values[node]):
+        for keys, fake in torch_api.tensors_inside(self.values[node]):
             if torch_api.is_wrapper(fake):
-                refuse_class(whereabouts(node), fake)
+                torch_api.refuse_class(whereabouts(node), fake)
                 continue
             with self.graph.inserting_before(node):
                 inner = self.graph.placeholder("_".join((node.name, *keys)))
@@ -155,11 +156,11 @@ class _Rewrite:
 
         def program(*given: Any) -> tuple[Any, ...]:
             args, kwargs = make(given)
-            before = [id(tensor) for tensor in plain_tensors((args, tuple(kwargs.values())))]
+            before = [id(tensor) for tensor in torch_api.plain_tensors((args, tuple(kwargs.values())))]
             call: Any = getattr(args[0], str(node.target)) if node.op == "call_method" else node.target
             with autocast_of(node):
                 made = call(*(args[1:] if node.op == "call_method" else args), **kwargs)
-            if before != [id(tensor) for tensor in plain_tensors((args, tuple(kwargs.values())))]:
+            if before != [id(tensor) for tensor in torch_api.plain_tensors((args, tuple(kwargs.values())))]:
                 raise TypeError("it binds other tensors inside of a tensor that it was given")
             taken = _Taken(self)
             makers[:] = [taken.apart(made)[1]]
@@ -210,8 +211,10 @@ class _Rewrite:
     def _keep(self, node: fx.Node, value: Any) -> None:
         """Registers a value for a node: the node that makes it, if it is one plain tensor or number."""
         old = node.meta.get("example_value")
-        self.stale |= set(map(storage_of, plain_tensors(old)))
-        self.stale -= set(map(storage_of, plain_tensors(list(map(self.value_of, node.all_input_nodes)))))
+        self.stale |= set(map(storage_of, torch_api.plain_tensors(old)))
+        self.stale -= set(
+            map(storage_of, torch_api.plain_tensors(list(map(self.value_of, node.all_input_nodes))))
+        )
         if id(value) not in self.nodes or torch_api.is_wrapper(value):
             self.values[node] = value
             return
@@ -336,3 +339,72 @@ def _maker(value: Any, places: Iterator[int]) -> Make:
         return cls.__tensor_unflatten__(tensors, context, shape.size(), shape.stride())
 
     return make
+
+
+def mark_subclasses(trace: Trace) -> None:
+    """Prepares the graph, in place, for `see_through`: marks nodes whose class code Dynamo has followed."""
+    for placeholder in trace.placeholders:
+        place = placeholder.state
+        tensor = place.get() if place is not None else None
+        if isinstance(tensor, torch.Tensor) and type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+            assert place is not None
+            torch_api.refuse_class(place.path, tensor)
+            if torch_api.has_torch_function(tensor):
+                for node in trace.graph.graph.nodes:
+                    node.meta["below_torch_function"] = True
+    _drop_idle_sets(trace)
+
+
+def _drop_idle_sets(trace: Trace) -> None:
+    """Drops `weight.data = x` where the weight lies there already, as bitsandbytes writes in each call. A
+    graph that reads either tensor compares its present address [I4]."""
+    state = {placeholder.node: placeholder.state for placeholder in trace.placeholders}
+    for node in list(trace.graph.graph.nodes):
+        if node.op != "call_function" or node.target is not torch.Tensor.set_ or len(node.args) != 2:
+            continue
+        places = [state.get(argument) for argument in node.args]
+        tensors = [place.get() for place in places if place is not None]
+        if len(tensors) == 2 and _place_of(tensors[0]) == _place_of(tensors[1]):
+            for user in [user for user in node.users if "_lower_version_count" in str(user.target)]:
+                trace.graph.graph.erase_node(user)
+            node.replace_all_uses_with(node.args[0])
+            trace.graph.graph.erase_node(node)
+
+
+def _place_of(tensor: torch.Tensor) -> Any:
+    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.untyped_storage().data_ptr()
+
+
+def open_state(trace: Trace, wrapped: Mapping[int, Wrapped]) -> Trace:
+    """Makes the trace of the graph after `see_through`, which returned `wrapped`. Tensors inside of results
+    that are subclasses become leaves, after all others."""
+    leaves, made_of = list(trace.result_leaves), list(trace.wrapped)
+    for place, leaf in enumerate(trace.result_leaves):
+        if leaf.kind == "output" and leaf.index in wrapped:
+            made = wrapped[leaf.index]
+            made_of.append((place, tuple(range(len(leaves), len(leaves) + len(made.parts))), made.make))
+            leaves[place] = ResultLeaf("const")
+            leaves += [ResultLeaf("output", part) for part in made.parts]
+    return dataclasses.replace(
+        trace, placeholders=_opened(trace), result_leaves=tuple(leaves), wrapped=tuple(made_of)
+    )
+
+
+def _opened(trace: Trace) -> tuple[Placeholder, ...]:
+    known = {placeholder.node: placeholder for placeholder in trace.placeholders}
+    found: list[Placeholder] = []
+    places: dict[tuple[int, str], StateRef] = {}
+    for node in trace.graph.graph.find_nodes(op="placeholder"):
+        inner = node.meta.get("inner")
+        if inner is None:
+            found.append(known[node])
+            continue
+        given = known[inner.outer]
+        place = given.state
+        if place is None:
+            name = trace.example.names.get(given.leaf, given.leaf)
+            raise InputNotPlain(name=name, kind="a tensor subclass")
+        for key in inner.keys:
+            place = places.setdefault((id(place), key), InnerRef(place, key, f"{place.path}.{key}"))
+        found.append(Placeholder(node, "state", state=place))
+    return tuple(found)

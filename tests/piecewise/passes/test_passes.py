@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from piecewise.ir.aten import NotTraceable, trace_aten
 from piecewise.passes.fusion_pass import FUSIONS
-from piecewise.passes.packed_weights import are_packed, pack_, why_not_packable
+from piecewise.passes.pack_linears import are_packed, pack_, why_not_packable
 from piecewise.passes.pipeline import passes_for, passes_named
 from piecewise.settings.fusions import PASS_NAMES
 from runners.state.state_check import StateRef
