@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
 from typing import Any
 
 import sympy
@@ -12,14 +11,13 @@ from torch import fx
 
 from piecewise import torch_api
 from piecewise.calls.structure import Structure
-from piecewise.ir.effects import NodeFacts
+from piecewise.ir.effects import Facts
 from piecewise.ir.graph_key import argument_key
 from piecewise.ir.nodes import fakes_of, has_fakes, is_call, source_line, storages_of, target_name, value_of
 from piecewise.ir.plan import ResultLeaf
 from piecewise.ir.tensors import storage_of
 from piecewise.trace.trace import Trace
 
-Facts = Mapping[fx.Node, NodeFacts]
 _VIEW = "view of"
 
 

@@ -1,7 +1,7 @@
 """Binds calls to forward's parameters, so that positional and keyword calls match alike [I10].
 
 `CallBinder` maps `(args, kwargs)` to one value per parameter, through a generated function with forward's own
-signature, so that Python's call machinery does the work; `FormBinder` keeps a call's form (`form.py`).
+signature, so that Python's call machinery does the work; `FormBinder` keeps a call's form.
 `write_matcher` generates the check of bound values against a trace's structure, which extracts the leaves.
 """
 
@@ -118,7 +118,6 @@ class FormBinder(CallBinder):
 
 
 def bound_call(binder: CallBinder, args: Any, kwargs: Any) -> tuple | None:
-    """Binds a call; None if it does not fit."""
     try:
         return binder.bind(*args, **kwargs)
     except TypeError:
@@ -323,7 +322,9 @@ class Binders:
 
 
 def sees_form(model: nn.Module, forward: Callable[..., Any]) -> bool:
-    """Whether a call passes code that may read its form; hooks run around the model's forward."""
+    """Whether a call passes code that may read its form: which arguments are positional, and which are
+    passed. forward cannot tell `model(ids)` from `model(ids=ids)`, but a hook, a wrapper of forward or the
+    model's own `__call__` can; each form is then a kind of call of its own, traced in this form."""
     if forward is not model:
         return is_wrapped(forward)
     ways = type(model).__call__, type(model)._call_impl

@@ -23,18 +23,10 @@ from boundary_ops import BoundaryOp
 from piecewise import torch_api
 from piecewise.analysis.classify import Classifier
 from piecewise.analysis.index_bounds import checks_values
-from piecewise.cut.context import CutContext
-from piecewise.cut.segment_writer import SegmentWriter
-from piecewise.ir.effects import NodeFacts, written_storages
-from piecewise.ir.nodes import (
-    fakes_of,
-    is_tuple_item,
-    makes_empty,
-    module_path,
-    source_line,
-    storages_of,
-    target_name,
-)
+from piecewise.cut.segment_writer import CutContext, SegmentWriter
+from piecewise.ir import nodes as ir_nodes
+from piecewise.ir.effects import Facts, written_storages
+from piecewise.ir.nodes import is_tuple_item, makes_empty, module_path, source_line, storages_of, target_name
 from piecewise.ir.plan import EagerReason, InputAt, Segment, SegmentPlan, TokenDim, ValueSpec
 from piecewise.ir.sizes import holds
 
@@ -161,9 +153,7 @@ class Splitter:
 class ZeroFills:
     """Decides for the `empty*` nodes of one graph; `found` becomes `SegmentPlan.fills`."""
 
-    def __init__(
-        self, graph: fx.Graph, facts: Mapping[fx.Node, NodeFacts], kinds: Mapping[fx.Node, str]
-    ) -> None:
+    def __init__(self, graph: fx.Graph, facts: Facts, kinds: Mapping[fx.Node, str]) -> None:
         self._facts = facts
         self._readers: dict[int, str] = {}
         self.found: Counter[str] = Counter()
@@ -183,7 +173,7 @@ class ZeroFills:
         if memory.isdisjoint(leaving) and all(fact.boundary is None for fact in writers):
             return False  # what graphs alone write is eager's, row by row
         reason = next((self._readers[storage] for storage in memory if storage in self._readers), None)
-        if not all(fake.dtype.is_floating_point for fake in fakes_of([node])):
+        if not all(fake.dtype.is_floating_point for fake in ir_nodes.fakes_of([node])):
             reason = "it holds integers, which may be indices"
         elif any(fact.boundary is None for fact in writers):
             reason = reason or "ops of its own segment write a part of it"
@@ -217,7 +207,6 @@ def takers_of_any_strides(segments: Sequence[Segment], values: Sequence[ValueSpe
 
 
 def op_of(segment: Segment) -> BoundaryOp | None:
-    """Returns the boundary op, as declared now, if the segment is only its call."""
     return boundary_ops.lookup(segment.op_call.name) if segment.op_call is not None else None
 
 

@@ -95,12 +95,8 @@ def code_key(
     """Makes a key of generated code that is not `taken`, equal in each process if the code uses only torch
     and Python; code that calls other functions gets a new key each time. `names` and `modules` are the
     objects behind globals and behind attributes of ``self``."""
-    foreign = [f"{name} = {_named(value)}" for name, value in sorted(names.items())]
-    foreign += [
-        f"self.{name} = {getattr(module, 'code', type(module).__qualname__)}"
-        for name, module in sorted(modules.items())
-    ]
-    digest = hashlib.sha256("\n".join([source, *foreign]).encode()).hexdigest()[:24]
+    lines = [source, *(f"{name} = {_named(value)}" for name, value in sorted(names.items()))]
+    digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()[:24]
     key = f"{kind}-{digest}"
     # Two objects may share a name, so that their equality is unknown.
     is_known = not modules and all(map(_is_torchs, names.values()))

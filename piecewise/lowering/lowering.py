@@ -13,7 +13,7 @@ import operator
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx, nn
@@ -34,10 +34,15 @@ from runners.opaque_call import OpaqueCall
 from runners.row_views import place_of
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class AtenSegment:
-    """Holds a segment's graph, with fakes in ``meta["val"]`` and as `arguments`. Its row count `rows` is a
-    number, or the symbol of the first placeholder."""
+class AtenSegment(NamedTuple):
+    """Holds a segment as the functional graph of aten ops that a compiler takes, with fakes in
+    ``meta["val"]``.
+
+    Its `arguments` are the row count `rows`, where that is a symbol, and tensors that share no memory,
+    weights included; it returns what it makes. Autocast and sizes are resolved: aten and custom ops on
+    tensors, and numbers computed from the row count, are left. Each write into an argument is one
+    `aten.copy_` at the end.
+    """
 
     module: fx.GraphModule
     rows: Any
@@ -79,9 +84,7 @@ class AtenSegment:
     def compiled(self) -> Callable[..., Any]:
         """Compiles the graph to `function(rows, *tensors)`, consuming it; may raise any error."""
         function = torch_api.compile_aten_graph(self.module, self.arguments, self.fake_mode)
-        if isinstance(self.rows, int):
-            return lambda rows, *tensors: function(*tensors)
-        return function
+        return (lambda rows, *tensors: function(*tensors)) if isinstance(self.rows, int) else function
 
 
 def _is_functional(node: fx.Node) -> bool:
@@ -145,10 +148,7 @@ class LoweredPlan:
         return dataclasses.replace(self.at_first, kept_eager=(*self.at_first.kept_eager, *failed))
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Compiled:
-    """Holds `function(num_rows, *arguments)`, and for which row counts it is valid."""
-
+class _Compiled(NamedTuple):
     function: Callable[..., Any]
     holds_for: Callable[[int], bool]
 
@@ -199,7 +199,7 @@ class Lowering:
         kept = []
         for segment in plan.computing_segments() if self.config.lowering != "eager" else ():
             try:
-                _layout_of(plan, segment, buckets)
+                SegmentLayout.of(plan, segment, buckets)
             except Unlowerable as reason:
                 kept.append(KeptEager(segment.name, str(reason)))
         return dataclasses.replace(self._planned(plan), kept_eager=tuple(kept))
@@ -224,7 +224,7 @@ class _Job:
 
     def lower(self, segment: Segment) -> LoweredSegment:
         """Compiles one function for all buckets, and others where it does not hold; raises `Unlowerable`."""
-        layout = _layout_of(self.plan, segment, self.buckets)
+        layout = SegmentLayout.of(self.plan, segment, self.buckets)
         largest = self.buckets[-1]
         # A symbolic size of torch is never 1.
         dynamic = self._compiled(segment, layout, largest, is_dynamic=True) if largest > 1 else None
@@ -274,13 +274,3 @@ class _Job:
             return Unlowerable(one_line(error))
         # The condition holds what tracing and compiling assumed about the row count.
         return _Compiled(function, torch_api.row_condition(aten.fake_mode, aten.rows))
-
-
-def _layout_of(plan: SegmentPlan, segment: Segment, buckets: Sequence[int]) -> SegmentLayout:
-    """Returns the layout of a segment that may be compiled, else raises `Unlowerable`."""
-    if segment.keeps_own:
-        raise Unlowerable(segment.keeps_own)
-    if segment.captured_ops:
-        # Functional graphs copy what an op writes: here whole KV pools.
-        raise Unlowerable("it holds captured boundary ops, which write memory that must not be copied")
-    return SegmentLayout.of(plan, segment, buckets)

@@ -3,9 +3,9 @@
     before   mm(x, t(wq)) · mm(x, t(wk)) · mm(x, t(wv))
     after    y = mm(x, t(as_strided(wq, [nq + nk + nv, hidden]))) · y[:, :nq] · y[:, nq:nq + nk] · ...
 
-The graph keeps reading the model's own weights: `packed_weights.py` has laid them out one after the other,
-and the packed linear reads the first one beyond its end. So no weight is copied, writes into one are seen,
-and the addresses of all of them are compared on each call [I4].
+The graph keeps reading the model's own weights: `pack_` has laid them out one after the other, and the packed
+linear reads the first one beyond its end. So no weight is copied, writes into one are seen, and the addresses
+of all of them are compared on each call [I4].
 
 A quantised weight is several tensors: integers or float8, and scales. Each kind is laid out in this way, and
 the ops that a linear applies column by column are applied to all columns at once:
@@ -24,8 +24,7 @@ import torch
 from torch import fx
 
 from piecewise import torch_api
-from piecewise.ir.array_places import is_of_array
-from piecewise.ir.tensors import storage_of
+from piecewise.ir.tensors import is_of_array, storage_of
 from piecewise.passes.fakes import aten, frozen, value_of
 from piecewise.passes.int8_matmul import int8_matmul
 from piecewise.torch_api.pattern_matcher import find_regions, same_mutation_regions
@@ -232,8 +231,12 @@ def are_packed(tensors: Sequence[torch.Tensor]) -> bool:
 
 
 def pack_(places: Sequence[StateRef]) -> None:
-    """Moves tensors for which `why_not_packable` is None into one storage, in order; objects and values stay.
-    The peak is one more copy of them: an old storage goes with its last tensor."""
+    """Moves tensors for which `why_not_packable` is None into one storage, in order, for good.
+
+    The tensors stay the same objects, so optimizers, tied modules, `load_state_dict` and in-place updates
+    work as before; a copy of the model gets a storage of its own. The peak is one more copy of them: an old
+    storage goes with its last tensor.
+    """
     tensors: list[Any] = [place.get() for place in places]
     if are_packed(tensors):
         return

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -26,8 +26,7 @@ from piecewise.streams.branches import Fork, Join, OpFacts, StreamSchedule, sche
 from runners.engine import Streams
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class ScheduledFunction:
+class ScheduledFunction(NamedTuple):
     """Holds a segment's function on several streams, `run(streams, num_rows, *inputs)`."""
 
     schedule: StreamSchedule
@@ -54,12 +53,10 @@ class ScheduledFunction:
 
 
 def facts_of(graph: fx.Graph, segment: Segment, values: Sequence[ValueSpec]) -> list[OpFacts]:
-    """Lists what each op of a segment's aten graph takes, reads and writes; `values` are the plan's."""
-    # Each input has its own fake; the plan knows which share memory.
-    shared: dict[int | None, int] = {}
-    placeholders = list(graph.find_nodes(op="placeholder"))[1:]
-    for placeholder, index in zip(placeholders, segment.inputs, strict=True):
-        shared[memory_of(value_of(placeholder))] = -1 - values[index].memory
+    """Lists what each op of a segment's aten graph takes, reads and writes, by schemas and the storages of
+    fakes; inputs that share memory in the plan's `values` count as one."""
+    inputs = zip(list(graph.find_nodes(op="placeholder"))[1:], segment.inputs, strict=True)
+    shared = {memory_of(value_of(node)): -1 - values[index].memory for node, index in inputs}
 
     def memories(value: Any) -> set[int]:
         found = map(memory_of, tensors_in(value))
@@ -79,8 +76,7 @@ def _facts(node: fx.Node, positions: Mapping[fx.Node, int], memories: Callable[[
     held, made = memories(given), memories(value_of(node))
     if not isinstance(node.target, torch_api.OpOverload):
         # Constants, items of tuples and sizes are known; any other node may do anything.
-        is_known = node.op == "get_attr" or made <= held
-        return OpFacts(takes, is_barrier=not is_known)
+        return OpFacts(takes, is_barrier=not (node.op == "get_attr" or made <= held))
     args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), value_of)
     written = memories(written_arguments(node.target, args, kwargs))
     if not written and made <= held:
@@ -137,19 +133,17 @@ class _Kind:
     """Holds what equal segments share: a schedule, or the reason against one, and the choice by bucket."""
 
     first: Segment
-    reason: str
+    scheduled: ScheduledFunction | str
     num_alike: int = 0
-    scheduled: ScheduledFunction | None = None
     chosen: dict[int, BucketStreams] = dataclasses.field(default_factory=dict)
 
     def report(self) -> SegmentStreams:
-        if self.scheduled is None:
-            return SegmentStreams(self.first.name, self.num_alike, reason=self.reason)
+        first = self.first.name, self.num_alike
+        if isinstance(self.scheduled, str):
+            return SegmentStreams(*first, reason=self.scheduled)
         buckets = tuple(self.chosen[bucket] for bucket in sorted(self.chosen, reverse=True))
         schedule = self.scheduled.schedule
-        return SegmentStreams(
-            self.first.name, self.num_alike, schedule.num_branches, schedule.num_streams, "", buckets
-        )
+        return SegmentStreams(*first, schedule.num_branches, schedule.num_streams, "", buckets)
 
 
 class StreamSchedules:
@@ -170,7 +164,8 @@ class StreamSchedules:
             if key in self._kinds:
                 self._kinds[key].num_alike += 1
             else:
-                self._kinds[key] = _scheduled(plan, segment, reason, num_rows, num_streams)
+                scheduled = reason or _scheduled(plan, segment, num_rows, num_streams)
+                self._kinds[key] = _Kind(segment, scheduled)
             self._kind_of[segment.index] = self._kinds[key]
 
     def form_for(
@@ -178,7 +173,7 @@ class StreamSchedules:
     ) -> Callable[..., Sequence[Any]] | None:
         """Returns the segment's function on several streams; None where it runs on one at this bucket."""
         kind = self._kind_of.get(segment.index)
-        if kind is None or kind.scheduled is None:
+        if kind is None or isinstance(kind.scheduled, str):
             return None
         reason = ""
         if bucket > MAX_ROWS:
@@ -194,15 +189,13 @@ class StreamSchedules:
         return StreamReport(self.num_streams, tuple(kind.report() for kind in self._kinds.values()))
 
 
-def _scheduled(plan: SegmentPlan, segment: Segment, reason: str, num_rows: int, num_streams: int) -> _Kind:
-    if not reason and num_rows < 2:
-        reason = "it is captured at one token only"
-    if reason:
-        return _Kind(segment, reason)
+def _scheduled(
+    plan: SegmentPlan, segment: Segment, num_rows: int, num_streams: int
+) -> ScheduledFunction | str:
+    if num_rows < 2:
+        return "it is captured at one token only"
     try:
         made = ScheduledFunction.of(segment, plan.values, num_rows=num_rows, num_streams=num_streams)
     except NotTraceable as error:
-        return _Kind(segment, f"its ops cannot be traced: {error}")
-    if not made.schedule.regions:
-        return _Kind(segment, "no independent branches")
-    return _Kind(segment, "", scheduled=made)
+        return f"its ops cannot be traced: {error}"
+    return made if made.schedule.regions else "no independent branches"

@@ -6,16 +6,28 @@ import dataclasses
 import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from types import CodeType
 from typing import Any, ClassVar
 
 import torch
 import torch._dynamo as dynamo
+from torch._dynamo.guards import GuardBuilder, _get_closure_vars
+from torch._dynamo.side_effects import SideEffects
+from torch._dynamo.symbolic_convert import InstructionTranslator
+from torch._dynamo.variables import TensorVariable
+from torch._dynamo.variables.base import AttributeMutationExisting, ValueMutationExisting
+from torch._dynamo.variables.builder import VariableBuilder
 from torch._guards import Source, TracingContext
+from torch._library.opaque_object import get_opaque_obj_info
 
 from piecewise.torch_api.fakes import einsums_from_the_left, fakes_remembered
 from piecewise.torch_api.symbols import name_of
+
+# Gives a dim of a tensor a symbol of its own; unlike the strict form, the model may still specialise it.
+mark_dynamic: Callable[[torch.Tensor, int], None] = dynamo.maybe_mark_dynamic
+# Maps the names that sources may call, beside Python's builtins, to their objects.
+names_in_sources: Callable[[], Mapping[str, Any]] = _get_closure_vars
 
 
 @contextmanager
@@ -40,11 +52,6 @@ def dynamo_is_disabled() -> str | None:
     if dynamo.config.disable:  # type: ignore[attr-defined]
         return "TorchDynamo is disabled (TORCH_COMPILE_DISABLE or torch._dynamo.config.disable)"
     return None
-
-
-def mark_dynamic(tensor: torch.Tensor, dim: int) -> None:
-    """Gives `dim` a symbol of its own; unlike the strict form, the model may still specialise it."""
-    dynamo.maybe_mark_dynamic(tensor, dim)
 
 
 def forget_compilation(code: Any, backend: Any) -> None:
@@ -85,22 +92,11 @@ def current_guards() -> list[SeenGuard]:
 
 def guard_kinds() -> frozenset[str]:
     """Names all kinds of guards of this torch version."""
-    from torch._dynamo.guards import GuardBuilder
-
     return frozenset(name for name in vars(GuardBuilder) if name.isupper())
-
-
-def names_in_sources() -> Mapping[str, Any]:
-    """Maps the names that sources may call, beside Python's builtins, to their objects."""
-    from torch._dynamo.guards import _get_closure_vars
-
-    return _get_closure_vars()
 
 
 def opaque_answer(value: Any) -> Any:
     """Returns what an opaque object's class has registered for comparison; None without a registration."""
-    from torch._library.opaque_object import get_opaque_obj_info
-
     known = get_opaque_obj_info(type(value))
     compared: Any = known.guard_fn if known is not None else None
     return tuple(compared(value)) if compared is not None else None
@@ -115,9 +111,6 @@ def traced_code() -> list[CodeType]:
 def sources_to_be_written() -> list[tuple[str, tuple[str, ...]]]:
     """Lists the sources of older objects that Dynamo writes after the graph; only inside a backend. Each has
     the names of the attributes that Dynamo sets; none for a container whose items it writes."""
-    from torch._dynamo.symbolic_convert import InstructionTranslator
-    from torch._dynamo.variables.base import AttributeMutationExisting, ValueMutationExisting
-
     effects = InstructionTranslator.current_tx().output.side_effects
     older = (AttributeMutationExisting, ValueMutationExisting)
     known = [item for item in effects.id_to_variable.values() if isinstance(item.mutation_type, older)]
@@ -131,57 +124,40 @@ _patches = threading.RLock()
 
 
 @contextmanager
-def _patched(owner: Any, name: str, patch: Callable[[Any], Any]) -> Iterator[None]:
+def _noted(owner: Any, name: str, note: Callable[..., list[str]]) -> Iterator[list[str]]:
+    """Lists what `note` says of each call of a method that this thread makes in this block."""
+    found: list[str] = []
+    thread = threading.get_ident()
+
+    def noting(*args: Any, **kwargs: Any) -> Any:
+        made = original(*args, **kwargs)
+        if threading.get_ident() == thread:
+            with suppress(NotImplementedError):  # one that lives for a moment has no source
+                found.extend(note(*args, **kwargs))
+        return made
+
     with _patches:
         original = getattr(owner, name)
-        setattr(owner, name, patch(original))
+        setattr(owner, name, noting)
         try:
-            yield
+            yield found
         finally:
             setattr(owner, name, original)
 
 
-@contextmanager
-def sources_read() -> Iterator[list[str]]:
-    """Lists the sources that Dynamo reads in this block, as Python source; Dynamo guards nearly all of them.
+def sources_read() -> AbstractContextManager[list[str]]:
+    """Lists the sources that Dynamo reads in a block, as Python source; Dynamo guards nearly all of them.
     Dynamo leaves out methods of C types, and objects that it has met under another source."""
-    from torch._dynamo.variables.builder import VariableBuilder
-
-    found: list[str] = []
-    thread = threading.get_ident()
-
-    def noting(original: Any) -> Any:
-        def build(self: Any, value: Any) -> Any:
-            made = original(self, value)
-            if threading.get_ident() == thread:
-                with suppress(NotImplementedError):  # one that lives for a moment
-                    found.append(name_of(self.source))
-            return made
-
-        return build
-
-    with _patched(VariableBuilder, "__call__", noting):
-        yield found
+    return _noted(VariableBuilder, "__call__", lambda builder, value: [name_of(builder.source)])
 
 
-@contextmanager
-def tensor_attributes_set() -> Iterator[list[str]]:
-    """Lists the Python attributes that Dynamo sees set on tensors in this block. The block notes them when
-    they are set, since Dynamo forgets tensors that are gone when it calls its backend."""
-    from torch._dynamo.side_effects import SideEffects
-    from torch._dynamo.variables import TensorVariable
-
-    names: list[str] = []
-
-    def noting(original: Any) -> Any:
-        def store_attr(self: Any, item: Any, name: str, *args: Any, **kwargs: Any) -> Any:
-            names.extend([name] if isinstance(item, TensorVariable) else [])
-            return original(self, item, name, *args, **kwargs)
-
-        return store_attr
-
-    with _patched(SideEffects, "store_attr", noting):
-        yield names
+def tensor_attributes_set() -> AbstractContextManager[list[str]]:
+    """Lists the Python attributes that Dynamo sees set on tensors in a block, when they are set, since Dynamo
+    forgets tensors that are gone when it calls its backend."""
+    return _noted(
+        SideEffects, "store_attr",
+        lambda effects, item, name, *rest, **options: [name] if isinstance(item, TensorVariable) else [],
+    )  # fmt: skip
 
 
 def source_name(node: torch.fx.Node) -> str | None:
@@ -196,8 +172,6 @@ def wraps_number(node: torch.fx.Node) -> bool:
 
 def compiled_object() -> Any:
     """Finds the module, or else the code, that Dynamo is compiling now; only inside a backend."""
-    from torch._dynamo.symbolic_convert import InstructionTranslator
-
     try:
         root = InstructionTranslator.current_tx().output.root_tx
     except (AttributeError, RuntimeError):

@@ -1,4 +1,4 @@
-"""Makes fake tensors, and records the aten ops that a function runs on them."""
+"""Makes fake tensors, records the aten ops that run on them, and sees inside tensor subclasses."""
 
 from __future__ import annotations
 
@@ -21,6 +21,11 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from piecewise.errors.trace import DistributedTensor, OwnTorchFunction, SilentSubclass, StateNotStrided
 from runners.tensors import tensors_in
+
+# Whether a value is a tensor around other tensors, which its class lists and can rebuild it from.
+is_wrapper: Callable[[Any], bool] = is_traceable_wrapper_subclass
+# Disables tensors' `__torch_function__` in a block.
+below_torch_function = torch._C.DisableTorchFunctionSubclass
 
 
 @contextmanager
@@ -60,7 +65,6 @@ def forget_tensors(fake_mode: Any) -> None:
 
 
 def is_fake(value: Any) -> bool:
-    """Whether the value is a tensor of a trace."""
     return isinstance(value, FakeTensor)
 
 
@@ -81,7 +85,6 @@ def fake_twin(fake: torch.Tensor, memory: torch.Tensor | None) -> torch.Tensor:
 
 
 def holds_constant(fake: torch.Tensor) -> bool:
-    """Whether a fake holds its tensor's constant values."""
     return getattr(fake, "constant", None) is not None
 
 
@@ -91,7 +94,6 @@ def is_composite(op: Any) -> bool:
 
 
 def has_dynamic_dims(tensor: torch.Tensor) -> bool:
-    """Whether dims of the tensor are marked for Dynamo."""
     return any(name.startswith("_dynamo_") and "dynamic" in name for name in vars(tensor))
 
 
@@ -156,11 +158,6 @@ def trace_aten(
         return make_fx(function, decomposition_table=decompositions)(*arguments)  # type: ignore[arg-type]
 
 
-def is_wrapper(value: Any) -> bool:
-    """Whether the value is a tensor around other tensors, which its class lists and can rebuild it from."""
-    return bool(is_traceable_wrapper_subclass(value))
-
-
 def is_opaque(value: Any) -> bool:
     """Whether the value is a tensor whose class dispatches in Python but does not list what is inside."""
     dispatch = getattr(type(value), "__torch_dispatch__", None)
@@ -182,11 +179,6 @@ def has_own_torch_function(value: Any) -> bool:
     torchs: Any = torch.Tensor.__torch_function__
     is_torchs = getattr(function, "__func__", None) is torchs.__func__
     return has_torch_function(value) and not is_torchs and not issubclass(type(value), torch.nn.Parameter)
-
-
-def below_torch_function() -> Any:
-    """Disables tensors' `__torch_function__` in this block."""
-    return torch._C.DisableTorchFunctionSubclass()
 
 
 def trace_below(

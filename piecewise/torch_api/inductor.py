@@ -14,13 +14,11 @@ from torch._subclasses import FakeTensorMode
 from runners.engines import native_engine
 
 # Inductor's own CUDA graphs would nest in ours; strides must be those recorded in the plan.
-_INDUCTOR_PATCHES = {
-    "triton.cudagraphs": False,
-    "triton.cudagraph_trees": False,
-    "graph_partition": False,
-    "freezing": False,
-    "keep_output_stride": True,
-}
+_INDUCTOR_PATCHES = dict.fromkeys(
+    ("triton.cudagraphs", "triton.cudagraph_trees", "graph_partition", "freezing"), False
+) | {"keep_output_stride": True}
+# Disables autocast in a block.
+without_autocast: Any = torch._C._DisableAutocast  # type: ignore[attr-defined]
 
 
 def start_compile_workers(values: Sequence[Any]) -> None:
@@ -53,11 +51,6 @@ def compile_aten_graph(
     with tracing(TracingContext(fake_mode)), torch.inference_mode(False), torch.no_grad(), without_autocast():
         compiled: Any = compile_fx(graph, list(arguments), config_patches=dict(_INDUCTOR_PATCHES))
         return compiled
-
-
-def without_autocast() -> Any:
-    """Disables autocast in this block."""
-    return torch._C._DisableAutocast()  # type: ignore[attr-defined]
 
 
 def inductor_cache_counts() -> tuple[int, int]:

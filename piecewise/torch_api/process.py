@@ -87,8 +87,6 @@ def dict_versions(
 
 
 class _Plain:
-    """Has attributes, to test dict versions with."""
-
     value = 0
 
 

@@ -156,7 +156,6 @@ def symbolic_count(fake_mode: FakeTensorMode, name: str, hint: int) -> torch.Sym
 
 
 def size_hint(size: Any) -> int:
-    """Returns the example value of a symbolic size."""
     return int(size.node.hint) if isinstance(size, torch.SymInt) else int(size)  # type: ignore[arg-type]
 
 

@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import pkgutil
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import sympy
 import torch
@@ -57,8 +57,7 @@ class ExampleCall:
         return dataclasses.replace(self, leaves=tuple(leaves))
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Placeholder:
+class Placeholder(NamedTuple):
     """Describes what a placeholder stands for: an input leaf, state of the model, or a symbol's value."""
 
     node: fx.Node

@@ -30,7 +30,7 @@ class Size:
 
     @property
     def unit(self) -> int:
-        """The largest number that divides the size at every count: k for n·k."""
+        """Returns the largest number that divides the size at every count: k for n·k."""
         return max(int(np.gcd.reduce(self.values)), 1)
 
     @property

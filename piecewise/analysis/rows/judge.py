@@ -3,28 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from boundary_ops.declare.rows import declared_rows, is_shipped, token_dims
 from piecewise import torch_api
+from piecewise.analysis.rows import layout as layouts
 from piecewise.analysis.rows import rules, table
 from piecewise.analysis.rows.counts import KnownSizes, Size
-from piecewise.analysis.rows.layout import (
-    Dim,
-    Layout,
-    Mixes,
-    MixReason,
-    is_static,
-    prefixes_or_none,
-    regrouped,
-)
+from piecewise.analysis.rows.layout import Dim, Layout, Mixes, MixReason
 from piecewise.analysis.rows.table import UNBOUNDED, Bounds, Claim, OpOnRows, Rows, bounds_within, is_inexact
-from piecewise.ir.recording import AtenCall, Recording, Ref
+from piecewise.ir.effects import AtenCall, Recording, Ref
 
 __all__ = ["Judge", "Judged", "rules"]
 
@@ -36,8 +28,7 @@ _INDICES = (torch.int32, torch.int64)
 _Found = TypeVar("_Found")
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Judged:
+class Judged(NamedTuple):
     """Describes a node's effect: rows per result, later rows by position of a written operand, the `largest`
     row count for which they hold (None for any), and why the node runs eagerly (None in a graph)."""
 
@@ -65,7 +56,7 @@ class Judge:
                 if not in_graph:
                     raise
                 outside = self.judge(recording, given, in_graph=False)
-                found = dataclasses.replace(outside, mixes=mixes.refusal)
+                found = outside._replace(mixes=mixes.refusal)
             self._judged[key] = found
         return self._judged[key]
 
@@ -165,7 +156,7 @@ class _Judging:
 
     def _claim(self, noted: AtenCall, call: OpOnRows) -> Claim:
         if not self.in_graph:
-            return Claim([prefixes_or_none(sizes) for sizes, _ in call.results])
+            return Claim([layouts.prefixes_or_none(sizes) for sizes, _ in call.results])
         try:
             found = self._ruled(noted, call)
             claim = found if isinstance(found, Claim) else Claim([found])
@@ -243,7 +234,9 @@ def _is_real(layout: Layout | None, is_kept: bool) -> bool:
     """Whether padded rows can repeat a real row: there is one at each count."""
     if layout is None:
         return is_kept
-    return is_static(layout) or (is_kept and all(f.values.min() > 0 for dim in layout for f in dim.factors))
+    return layouts.is_static(layout) or (
+        is_kept and all(f.values.min() > 0 for dim in layout for f in dim.factors)
+    )
 
 
 def _holds_count(value: Any) -> bool:
@@ -273,7 +266,7 @@ def _declared(op: Any, call: OpOnRows) -> Claim:
             one = call.known.constant(1)
             size = functools.reduce(call.known.product, [rows.sizes[dim] for dim in dims], one)
             if size.constant != 1:
-                carried += regrouped(tuple(rows.layout[dim] for dim in dims), [size], call.known)
+                carried += layouts.regrouped(tuple(rows.layout[dim] for dim in dims), [size], call.known)
     growing = next((dim for dim in carried if not dim.is_static), None)
     if growing is not None and any(dim != growing for dim in carried):
         raise Mixes("its operands are of other rows")
@@ -286,7 +279,7 @@ def _declared(op: Any, call: OpOnRows) -> Claim:
     for (sizes, _), at in zip(call.results, said, strict=True):
         layout, dims = list(map(Dim, sizes)), token_dims(at, len(sizes))
         if growing is not None and dims:
-            placed = regrouped((growing,), [sizes[dim] for dim in dims], call.known)
+            placed = layouts.regrouped((growing,), [sizes[dim] for dim in dims], call.known)
             for dim, place in zip(dims, placed, strict=True):
                 layout[dim] = place
         made.append(tuple(layout))

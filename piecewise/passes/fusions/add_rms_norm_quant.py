@@ -19,8 +19,7 @@ import torch
 from torch import fx
 
 from piecewise.passes.fakes import aten, value_of
-from piecewise.passes.fused_op import MAX_FLOAT8, fused_op
-from piecewise.passes.fusion_pass import fusion_pass
+from piecewise.passes.fusion_pass import MAX_FLOAT8, fused_op, fusion_pass
 from piecewise.passes.fusions import add_rms_norm, rms_norm
 from piecewise.torch_api.pattern_matcher import MULTIPLE, CallFunction, KeywordArg, Match, PatternSet
 

@@ -18,16 +18,9 @@ from typing import Any
 import torch
 
 from piecewise.passes.fakes import aten, value_of
-from piecewise.passes.fused_op import DTYPES, MAX_WIDTH, fused_op
-from piecewise.passes.fusion_pass import fusion_pass
-from piecewise.torch_api.pattern_matcher import (
-    MULTIPLE,
-    CallFunction,
-    KeywordArg,
-    Match,
-    PatternSet,
-    replace_output,
-)
+from piecewise.passes.fusion_pass import DTYPES, MAX_WIDTH, fused_op, fusion_pass
+from piecewise.torch_api import pattern_matcher
+from piecewise.torch_api.pattern_matcher import MULTIPLE, CallFunction, KeywordArg, Match, PatternSet
 
 # Ops that a norm contains, or that are a whole norm.
 NORMS = (aten.rsqrt.default, aten._fused_rms_norm.default)
@@ -131,4 +124,6 @@ def _computes_in_float32(match: Match) -> bool:
 
 def _replace(offset: float, round_first: bool, match: Match) -> None:
     found = match.kwargs
-    replace_output(match, op, (found["x"], found["weight"], found["eps"], offset, round_first))
+    pattern_matcher.replace_output(
+        match, op, (found["x"], found["weight"], found["eps"], offset, round_first)
+    )

@@ -7,10 +7,9 @@ kind, as of a newer torch, is refused.
 
 from __future__ import annotations
 
-import dataclasses
 import enum
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -39,8 +38,7 @@ class Rule(enum.Enum):
     REFUSED = "nothing: the trace is refused"
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class GuardKind:
+class GuardKind(NamedTuple):
     """Describes a kind of guard: its rule, Dynamo's question, and the torch versions that have the kind."""
 
     rule: Rule
@@ -114,10 +112,9 @@ GUARD_KINDS = {
 
 def rule_of(guard: torch_api.SeenGuard) -> Rule:
     """Finds the rule of a guard; raises `StateNotCompared` for a kind that this version does not know."""
-    known = GUARD_KINDS.get(guard.kind)
-    if known is None:
+    if guard.kind not in GUARD_KINDS:
         raise refusal(guard, fix="ask for a version that knows your torch, or use torch 2.11 to 2.14")
-    return known.rule
+    return GUARD_KINDS[guard.kind].rule
 
 
 def is_asked_of(guard: torch_api.SeenGuard) -> bool:
@@ -168,8 +165,14 @@ def is_same_to(guard: torch_api.SeenGuard, seen: Sequence[Any], found: Sequence[
 def answer_of(guard: torch_api.SeenGuard, value: Any) -> Any:
     """Computes the guard's answer for `value`, for `is_same_value` to compare."""
     rule = GUARD_KINDS[guard.kind].rule
+    if rule is Rule.TENSOR and isinstance(value, torch.Tensor):
+        return (
+            type(value), value.dtype, value.device, value.layout, value.shape, value.stride(),
+            value.requires_grad, value.is_conj(), value.is_neg(), value.is_inference(),
+            torch_api.dispatch_keys(value),
+        )  # fmt: skip
     if rule is Rule.TENSOR:
-        return _kind_for_layers(value) if isinstance(value, torch.Tensor) else None
+        return None
     if guard.kind == "CONSTANT_SUBCLASS_MATCH":
         base = next((base for base in _BASES_OF_CONSTANTS if isinstance(value, base)), None)
         return (type(value), value if base is None else base(value))
@@ -199,14 +202,6 @@ def metadata_of(tensor: Any) -> dict[str, Any]:
         for key, item in vars(tensor).items()
         if not isinstance(item, torch.Tensor) and not key.startswith("_dynamo")
     }
-
-
-def _kind_for_layers(tensor: torch.Tensor) -> Any:
-    return (
-        type(tensor), tensor.dtype, tensor.device, tensor.layout, tensor.shape, tensor.stride(),
-        tensor.requires_grad, tensor.is_conj(), tensor.is_neg(), tensor.is_inference(),
-        torch_api.dispatch_keys(tensor),
-    )  # fmt: skip
 
 
 class Lookup:

@@ -58,8 +58,7 @@ class DynamoRun:
     leaves: Sequence[Any]
     snapshot: StateSnapshot
     own_name: str | None
-    graph: fx.GraphModule = dataclasses.field(default_factory=lambda: fx.GraphModule({}, fx.Graph()))
-    has_graph: bool = False
+    graph: fx.GraphModule = None  # type: ignore[assignment]  # until Dynamo calls its backend
     sources: dict[str, str | None] = dataclasses.field(default_factory=dict)
     guards: list[torch_api.SeenGuard] = dataclasses.field(default_factory=list)
     reads: list[str] = dataclasses.field(default_factory=list)
@@ -74,7 +73,7 @@ class DynamoRun:
     bound_again: set[int] = dataclasses.field(default_factory=set)
 
     def __call__(self, graph: fx.GraphModule, _: Sequence[Any]) -> Any:
-        self.graph, self.has_graph = graph, True
+        self.graph = graph
         for node in self.placeholders():
             source = torch_api.source_name(node)
             self.sources[node.name] = self.as_read(source) if source else None
@@ -109,16 +108,15 @@ class DynamoRun:
         return source.replace(self.own_name, "L['model']").replace(forward, "L['model'].forward")
 
     def scope(self) -> Scope:
-        """Makes the scope for looking up sources."""
         names = self.function.__globals__
         known = {"L['model'].forward": self.forward} if self.own_name else {}
         return Scope({"model": self.model}, names, known)
 
     def is_bound_again(self, old: Any, new: Any) -> bool:
         """Whether the dummy `new` stands for `old`: ``self.load += x`` writes and reassigns a tensor."""
-        outputs: Any = self.graph.graph.output_node().args[0]
         found = [index for index, dummy in enumerate(self.dummies) if dummy is new]
         for index in found if isinstance(old, torch.Tensor) else ():
+            outputs: Any = self.graph.graph.output_node().args[0]
             made = outputs[index].meta["example_value"]
             for placeholder, argument in zip(self.placeholders(), self.arguments, strict=True):
                 # An op in place returns the fake that it wrote.
@@ -173,8 +171,11 @@ def run_dynamo(
         namespace: names for the generated function; runs that share a namespace share the names of G.
     """
     leaves = _prepare_leaves(example, static_dims)
-    function = _traced_function(example, forward, namespace or Namespace())
-    own_name = _name_of_self(function, forward, model)
+    namespace = namespace or Namespace()
+    function = _traced_function(example, forward, namespace)
+    own_name = None
+    if getattr(forward, "__self__", None) is model:
+        own_name = f"G['{namespace.name(forward)}'].__self__"
     run = DynamoRun(model, forward, function, leaves, StateSnapshot(model), own_name)
     logger = logging.getLogger("torch._guards")
     level = logger.level
@@ -203,15 +204,11 @@ def run_dynamo(
         torch_api.forget_compilation(function.__code__, run)
         function.__globals__.update(names)  # some go with Dynamo's code
         linecache.cache.pop(function.__code__.co_filename, None)
-    if not run.has_graph:
+    if run.graph is None:
         raise NoOps(model=type(model).__name__)
     scope = run.scope()
-
-    def leads(guard: torch_api.SeenGuard) -> bool:
-        """Drops guards of objects that existed only during the trace."""
-        return guard.kind != guard.UNGUARDED or bool(scope.steps_to(guard.source))
-
-    run.guards = list(filter(leads, run.guards))
+    # Drops those of objects that existed only during the trace.
+    run.guards = [each for each in run.guards if each.kind != each.UNGUARDED or scope.steps_to(each.source)]
     return run
 
 
@@ -252,14 +249,6 @@ def _traced_function(example: ExampleCall, forward: Any, namespace: Namespace) -
     return namespace.globals[name]
 
 
-def _name_of_self(function: Any, forward: Any, model: nn.Module) -> str | None:
-    """Finds the sources' name for the model where its bound forward is traced."""
-    if getattr(forward, "__self__", None) is not model:
-        return None
-    name = next(name for name, value in function.__globals__.items() if value is forward)
-    return f"G['{name}'].__self__"
-
-
 def _dummy_for(fake: Any, number: int) -> Any:
     if isinstance(fake, torch.Tensor):
         # A float computed from sizes leaves the graph as a 0-dim float64 tensor, read with .item().
@@ -293,8 +282,10 @@ _TABLES = ("_modules", "_parameters", "_buffers")
 
 
 class StateSnapshot:
-    """Copies containers, not their contents, each with the path under which a change is reported. Every
-    module of `model` is included from the start, with the containers among its attributes."""
+    """Copies containers, not their contents, to find and undo what a trace changed. Dynamo repeats forward's
+    writes to attributes, containers and globals after the call, with the backend's results; a replay would
+    repeat none. Every module of `model` is included from the start, with the containers among its
+    attributes."""
 
     def __init__(self, model: nn.Module) -> None:
         self._entries: dict[int, tuple[str, Any, Any]] = {}

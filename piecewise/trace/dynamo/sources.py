@@ -28,7 +28,7 @@ _ATTRIBUTES = ("object.__getattribute__", "getattr")
 
 
 def readable_path(source: str) -> str:
-    """``L['model']._modules['layers']._modules['0']._parameters['weight']`` → ``model.layers.0.weight``."""
+    """Writes ``L['model']._modules['head']._parameters['weight']`` as ``model.head.weight``."""
     text = re.sub(r"\._(?:modules|parameters|buffers)\['([^']*)'\]", r".\1", source)
     text = re.sub(r"^dict\(type\((.*)\)\.__dict__\)\['([^']*)'\]", r"\1.\2", text)
     text = re.sub(r"^G\['__import_([^']*)'\]", lambda found: found[1].replace("_dot_", "."), text)

@@ -15,27 +15,13 @@ from torch import fx, nn
 
 from piecewise import torch_api
 from piecewise.calls.structure import Namespace
-from piecewise.ir.nodes import call_on_fakes, copy_calls
+from piecewise.ir.nodes import call_on_fakes, copy_calls, is_call
 from piecewise.ir.tensors import storage_of, tensors_in
 from piecewise.report.startup_times import LayerReuse
 from piecewise.trace.dynamo.run import DynamoRun
 from piecewise.trace.dynamo.sources import resolve
-from piecewise.trace.layers.layer_run import (
-    LayerCall,
-    LayerRun,
-    NotReused,
-    geometry,
-    has_unbacked,
-    moved,
-    switches_mode,
-)
-from piecewise.trace.layers.repeated_layers import (
-    RepeatedLayer,
-    call_layer,
-    layers_as_ops,
-    one_at_a_time,
-    repeated_layers,
-)
+from piecewise.trace.layers import layer_run
+from piecewise.trace.layers.layer_run import LayerCall, LayerRun, NotReused, RepeatedLayer, call_layer, moved
 from piecewise.trace.trace import Placeholder
 from runners.errors import one_line
 
@@ -43,13 +29,13 @@ from runners.errors import one_line
 def run_in_layers(model: nn.Module, run: Callable[..., DynamoRun]) -> tuple[DynamoRun, LayerReuse | None]:
     """Runs Dynamo over one layer of each kind and the rest of the model, or over the whole model if it must.
     `run` takes `repeats` and a `namespace`."""
-    with one_at_a_time:
-        layers = repeated_layers(model)
+    with layer_run.one_at_a_time:
+        layers = layer_run.repeated_layers(model)
         if not layers:
             return run(repeats=True), None
         namespace = Namespace()
         try:
-            with layers_as_ops(layers):
+            with layer_run.layers_as_ops(layers):
                 whole = run(repeats=False, namespace=namespace)
             return whole, _Inliner(whole, layers, namespace).inline_layers()
         except Exception as refusal:  # whatever it is, a run over all of it does without, or has the reason
@@ -92,19 +78,21 @@ class _Inliner:
         num_calls = sum(node.target is call_layer for node in self.graph.nodes)
         if not num_calls:
             return None
-        self._check_rest()
+        if self.fake_mode is None or any(written is None for written in self.whole.written):
+            raise NotReused("forward writes state that is not found again")
+        if self.whole.marks_tensors:
+            raise NotReused("forward sets attributes of tensors, which a layer could read")
+        for node in self.graph.nodes:
+            if node.op == "get_attr" or layer_run.switches_mode(node):
+                raise NotReused(f"'{node.name}' may surround layers")
         self.whole.guards = [guard for guard in self.whole.guards if not self._is_of_an_op(guard)]
         renewed: set[fx.Node] = set()
         kept = self._sized_by_data_apart()
         for node in list(self.graph.nodes):
             if node.target is call_layer:
                 renewed.add(self._inline(node))
-            elif (
-                node.op.startswith("call")
-                and node not in kept
-                and not renewed.isdisjoint(node.all_input_nodes)
-            ):
-                if has_unbacked(node.meta.get("example_value")):
+            elif is_call(node) and node not in kept and not renewed.isdisjoint(node.all_input_nodes):
+                if layer_run.has_unbacked(node.meta.get("example_value")):
                     raise NotReused("data tell a size")
                 node.meta["example_value"] = call_on_fakes(node, self.fake_mode)
                 renewed.add(node)
@@ -118,19 +106,10 @@ class _Inliner:
         for node in self.graph.nodes:
             value = node.meta.get("example_value")
             storages = set(map(storage_of, tensors_in(value)))
-            if storages and has_unbacked(value) and storages.isdisjoint(holders):
+            if storages and layer_run.has_unbacked(value) and storages.isdisjoint(holders):
                 found.add(node)
             holders |= dict.fromkeys(storages - holders.keys(), node)
         return found
-
-    def _check_rest(self) -> None:
-        if self.fake_mode is None or any(written is None for written in self.whole.written):
-            raise NotReused("forward writes state that is not found again")
-        if self.whole.marks_tensors:
-            raise NotReused("forward sets attributes of tensors, which a layer could read")
-        for node in self.graph.nodes:
-            if node.op == "get_attr" or switches_mode(node):
-                raise NotReused(f"'{node.name}' may surround layers")
 
     def _is_of_an_op(self, guard: torch_api.SeenGuard) -> bool:
         """Whether Dynamo read this only because layers had the op as their forward."""
@@ -158,8 +137,12 @@ class _Inliner:
         values = self._copied(served, layer, call, node)
         outputs: Any = served.run.graph.graph.output_node().args[0]
         result = values[outputs[served.output]]
-        made = result.meta["example_value"]
-        if not _is_alike(node.meta["example_value"], made, self.shape_env):
+        like, made = node.meta["example_value"], result.meta["example_value"]
+        wanted, got = (
+            (fake.dtype, fake.device, fake.requires_grad, layer_run.geometry(fake, self.shape_env)[:-1])
+            for fake in (like, made)
+        )
+        if not torch_api.is_fake(made) or wanted != got:
             raise NotReused("a layer returns another kind of tensor than it was given")
         if storage_of(made) in map(storage_of, call.fakes()):
             raise NotReused("a layer returns memory that it was given")
@@ -251,11 +234,3 @@ class _Inliner:
         self.whole.sources[node.name] = source
         self.whole.arguments = (*self.whole.arguments, argument)
         return node
-
-
-def _is_alike(left: Any, right: Any, shape_env: Any) -> bool:
-    return (
-        torch_api.is_fake(right)
-        and (left.dtype, left.device, left.requires_grad) == (right.dtype, right.device, right.requires_grad)
-        and geometry(left, shape_env)[:-1] == geometry(right, shape_env)[:-1]
-    )

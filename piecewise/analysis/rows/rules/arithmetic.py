@@ -1,6 +1,8 @@
-"""Judges ops that reduce, sum or work along some dims: those must be static, the others keep their layout.
+"""Judges ops that compute.
 
-A mask of zeros excuses nothing, as 0·NaN is NaN.
+Operands of elementwise ops are broadcast, and dims that meet must have one layout. Dims along which an op
+reduces, sums or works must be static, the others keep their layout; a mask of zeros excuses nothing, as 0·NaN
+is NaN.
 """
 
 from __future__ import annotations

@@ -55,10 +55,6 @@ def _is_natural(found: Bounds) -> bool:
     return bool((_ends(found)[0] >= 0).all())
 
 
-def _constant(found: Bounds) -> int | None:
-    return found.low.constant if found.low is not None and found.low is found.high else None
-
-
 def _below(call: OpOnRows, size: Size) -> Bounds:
     return _made(call, 0.0 * size.values, np.maximum(size.values - 1.0, 0))
 
@@ -167,7 +163,7 @@ def mirrored(call: OpOnRows) -> Bounds:
 @bounds("floor_divide div __rshift__ bitwise_right_shift remainder fmod")
 def divided(call: OpOnRows) -> Bounds:
     bound, by = _pair(call)
-    divisor = _constant(by)
+    divisor = by.low.constant if by.low is not None and by.low is by.high else None
     truncates = call["rounding_mode"] == "trunc" or call.name == "fmod"
     if divisor is None or divisor < 0 or truncates and not _is_natural(bound):
         return UNBOUNDED

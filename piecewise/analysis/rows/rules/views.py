@@ -15,11 +15,12 @@ rule("alias detach _conj _neg_view zeros_like ones_like full_like")(lambda call:
 rule("zeros ones full new_zeros new_ones new_full", sizes="size")(lambda call: layouts.prefixes(call.sizes))
 rule("view_as_real")(lambda call: (*call.layout(), Dim(call.sizes[-1])))
 rule("view_as_complex")(lambda call: call.layout()[:-1])
-
-
-@rule("view _unsafe_view", sizes="size")
-def viewed(call: OpOnRows) -> Layout:
-    return layouts.regrouped(call.layout(), call.sizes, call.known)
+rule("view _unsafe_view", sizes="size")(lambda call: layouts.regrouped(call.layout(), call.sizes, call.known))
+rule("expand", sizes="size")(lambda call: Claim([broadcast([call.layout()], call.sizes)], keeps_cover=False))
+rule("empty_like")(lambda call: Claim([call.layout()], keeps_real=False))
+rule("empty empty_strided new_empty arange eye", sizes="size stride end n m")(
+    lambda call: Claim([layouts.prefixes(call.sizes)], keeps_real=False)
+)
 
 
 @rule("view.dtype")
@@ -51,11 +52,6 @@ def unsqueezed(call: OpOnRows) -> Layout:
 def squeezed(call: OpOnRows) -> Layout:
     gone = call.dims()
     return tuple(dim for at, dim in enumerate(call.layout()) if at not in gone or dim.size.constant != 1)
-
-
-@rule("expand", sizes="size")
-def expanded(call: OpOnRows) -> Claim:
-    return Claim([broadcast([call.layout()], call.sizes)], keeps_cover=False)
 
 
 @rule("select", sizes="index")
@@ -163,14 +159,6 @@ def triangle(call: OpOnRows) -> Claim:
     if not layouts.is_prefix(layout[-2:]):
         raise Mixes("it cuts along a diagonal of rows that do not lie in their order")
     return Claim([layout], keeps_real=layouts.is_static(layout[-2:]))
-
-
-@rule("empty empty_strided new_empty arange eye", sizes="size stride end n m")
-@rule("empty_like")
-def unlike(call: OpOnRows) -> Claim:
-    return Claim(
-        [call.layout() if call.name == "empty_like" else layouts.prefixes(call.sizes)], keeps_real=False
-    )
 
 
 @rule("cat")
