@@ -242,7 +242,7 @@ def compile(
 
 def explain(model: nn.Module, *args: Any, config: PiecewiseConfig | None = None, **kwargs: Any) -> PlanReport:
     """Returns the plan for `model(*args, **kwargs)`, without capture."""
-    return GraphedModule(model, config if config is not None else PiecewiseConfig()).explain(*args, **kwargs)
+    return GraphedModule(model, PiecewiseConfig.from_any(config)).explain(*args, **kwargs)
 
 
 def enable(

@@ -156,7 +156,8 @@ def test_a_setting_is_the_same_from_each_source(name, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "command", ["demo", "explain", "verify", "bench", "buckets plan", "buckets check", "buckets show"]
+    "command",
+    ["demo", "explain", "verify", "bench", "config", "buckets plan", "buckets check", "buckets show"],
 )
 def test_every_command_is_there(command, capsys):
     with pytest.raises(SystemExit) as caught:
