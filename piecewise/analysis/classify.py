@@ -69,14 +69,7 @@ class Classifier:
     """Classifies the nodes of one graph; `rows` holds what is known of each value's rows."""
 
     def __init__(
-        self,
-        trace: Trace,
-        facts: Facts,
-        token: TokenSymbol,
-        *,
-        judge: Judge,
-        forced: Verdicts,
-        captures: bool,
+        self, trace: Trace, facts: Facts, token: TokenSymbol, judge: Judge, forced: Verdicts, captures: bool
     ) -> None:
         self.trace, self.facts, self.token, self.judge = trace, facts, token, judge
         self.graph, self.captures_boundaries = trace.graph.graph, captures
@@ -115,8 +108,7 @@ class Classifier:
         if is_tuple_item(node):
             self.rows.item(node)
             return self.verdicts[node.args[0]]  # type: ignore[index]
-        verdict = self._forced.get(node)
-        if verdict is None:
+        if (verdict := self._forced.get(node)) is None:
             code = self._unrecordable(node, fact, value_of(node))
             is_checked = fact.recording is not None and bool(fact.recording.calls)
             if not (code or fact.writes or is_checked or has_fakes(node)):
@@ -128,8 +120,7 @@ class Classifier:
         return verdict
 
     def _by_rows(self, node: fx.Node, fact: NodeFacts) -> Verdict:
-        mixes = self.rows.in_graph(node)
-        if mixes is None:
+        if (mixes := self.rows.in_graph(node)) is None:
             return Verdict("graph")
         if mixes.code == "unknown_op":
             return Verdict("eager", *mixes)

@@ -84,13 +84,11 @@ def _function_name(node: fx.Node) -> str:
 
 def _inline_wrappers(graph: fx.GraphModule) -> None:
     for node in list(graph.graph.nodes):
-        inner, arguments = _wrapped_module(graph, node)
+        inner, given = _wrapped_module(graph, node)
         if inner is None:
             continue
         _inline_wrappers(inner)
-        values: dict[fx.Node, Any] = dict(
-            zip(inner.graph.find_nodes(op="placeholder"), arguments, strict=True)
-        )
+        values: dict[fx.Node, Any] = dict(zip(inner.graph.find_nodes(op="placeholder"), given, strict=True))
         with graph.graph.inserting_before(node):
             for held in inner.graph.find_nodes(op="get_attr"):
                 name = f"{node.name}_{held.name}"
@@ -133,8 +131,7 @@ class _Joined:
         self.__name__, self.__module__ = "vmap", __name__
 
     def __call__(self, *arguments: Any) -> tuple[Any, ...]:
-        made: tuple[Any, ...] = self._module(*arguments)
-        return made
+        return self._module(*arguments)
 
     def __repr__(self) -> str:
         return f"vmap of {self._module.code}"
@@ -251,11 +248,8 @@ def _rename_in_place_results(graph: fx.Graph) -> None:
         written = node.args[0] if is_call(node) and node.args else None
         if isinstance(written, fx.Node) and _writes_first_argument(node):
             # Comparing as text adds no guard on sizes.
-            views = [
-                f"{storage_of(fake)} {[*fake.shape]} {[*fake.stride()]} {fake.storage_offset()}"
-                for fake in map(value_of, (written, node))
-                if isinstance(fake, torch.Tensor)
-            ]
+            fakes = [fake for fake in map(value_of, (written, node)) if isinstance(fake, torch.Tensor)]
+            views = [f"{storage_of(t)} {[*t.shape]} {[*t.stride()]} {t.storage_offset()}" for t in fakes]
             if len(views) == 2 and views[0] == views[1]:
                 node.replace_all_uses_with(written)
 

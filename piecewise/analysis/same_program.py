@@ -102,11 +102,8 @@ class Program:
             return ()
         written = storages_of(fact.writes)
         holders = dict.fromkeys(other for each in written for other in self._holders.get(each, ()))
-        return sorted(
-            str(self._names[other])
-            for other in holders
-            if other.op == "placeholder" or any(order[user] > order[node] for user in other.users)
-        )
+        later = {other for other in holders if any(order[user] > order[node] for user in other.users)}
+        return sorted(str(self._names[each]) for each in holders if each.op == "placeholder" or each in later)
 
     def _result(self, node: Structure) -> Any:
         if node.kind in ("tensor", "int"):
@@ -133,8 +130,7 @@ class Program:
         return tuple(map(self._number, sizes))
 
     def _number(self, value: Any) -> Any:
-        expr = torch_api.expression(value, self._trace.shape_env)
-        if expr is None:
+        if (expr := torch_api.expression(value, self._trace.shape_env)) is None:
             return repr(value)
         if expr not in self._known:
             taken = expr.subs(self._symbol, self._num_tokens) if self._symbol is not None else expr

@@ -48,30 +48,24 @@ class CallBinder:
     def __init__(self, forward: Callable[..., Any], *, fills_defaults: bool = True) -> None:
         self.parameters = tuple(inspect.signature(forward).parameters.values())
         self.names = tuple(parameter.name for parameter in self.parameters)
-        written, returned = [], []
+        written = []
         names: dict[str, Any] = {"_missing": MISSING}
         for position, parameter in enumerate(self.parameters):
-            kind, name = parameter.kind, parameter.name
+            kind = parameter.kind
             default: Any = parameter.empty
             if kind not in _VARIABLE:
                 is_plain = isinstance(parameter.default, PLAIN) and kind != parameter.POSITIONAL_ONLY
                 default = _Source(f"_default{position}" if is_plain and fills_defaults else "_missing")
                 names.setdefault(default, parameter.default)
             written.append(parameter.replace(default=default, annotation=parameter.empty))
-            returned.append(name)
-        source = (
-            f"lambda {str(inspect.Signature(written))[1:-1]}: ({''.join(f'{each},' for each in returned)})"
-        )
+        source = f"lambda {str(inspect.Signature(written))[1:-1]}: ({''.join(f'{n},' for n in self.names)})"
         self.bind: Callable[..., tuple] = eval(source, names)
         self.bind.__qualname__ = "forward"  # a call that does not fit is told in forward's name
 
     def absent(self, bound: tuple) -> list[str]:
         """Names the parameters without a default and without a value in this bound call."""
-        return [
-            parameter.name
-            for parameter, value in zip(self.parameters, bound, strict=True)
-            if value is MISSING and parameter.default is parameter.empty and parameter.kind not in _VARIABLE
-        ]
+        missing = (each for each, value in zip(self.parameters, bound, strict=True) if value is MISSING)
+        return [each.name for each in missing if each.default is each.empty and each.kind not in _VARIABLE]
 
     def call_source(self, values: Structure, leaf_names: Sequence[str], namespace: Namespace) -> str:
         """Writes the argument list that repeats the bound call, by keyword wherever forward allows it."""
@@ -79,9 +73,8 @@ class CallBinder:
         has_star = any(each.kind == each.VAR_POSITIONAL and child.children for each, child in pairs)
         parts = []
         for parameter, child in pairs:
-            by_position = parameter.kind == parameter.POSITIONAL_ONLY or (
-                has_star and parameter.kind == parameter.POSITIONAL_OR_KEYWORD
-            )
+            positional = (parameter.POSITIONAL_ONLY, *([parameter.POSITIONAL_OR_KEYWORD] if has_star else []))
+            by_position = parameter.kind in positional
             stars: dict[Any, str] = {parameter.VAR_POSITIONAL: "*", parameter.VAR_KEYWORD: "**"}
             prefix = stars.get(parameter.kind, "" if by_position else f"{parameter.name}=")
             if child.kind != "const" or child.value is not MISSING:
@@ -148,9 +141,7 @@ class LeafRule:
 
     __slots__ = ("contiguous", "device", "dtype", "exact", "kind", "plain", "rank", "static")
 
-    def __init__(
-        self, value: Any, *, static: Mapping[int, int], exact: int | None, plain: bool = False
-    ) -> None:
+    def __init__(self, value: Any, *, static: dict[int, int], exact: int | None, plain: bool = False) -> None:
         self.plain = plain
         self.kind = "tensor" if isinstance(value, torch.Tensor) else "int"
         self.static, self.exact = dict(static), exact

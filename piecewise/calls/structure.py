@@ -106,8 +106,7 @@ class Namespace:
         self._names: dict[int, str] = {}
 
     def name(self, value: Any, prefix: str = "c") -> str:
-        known = self._names.get(id(value))
-        if known is None:
+        if (known := self._names.get(id(value))) is None:
             known = self._names[id(value)] = f"{prefix}{len(self.globals)}"
             self.globals[known] = value
         return known

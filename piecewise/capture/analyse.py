@@ -193,7 +193,7 @@ def example_of_size(traced: TracedModel, num_tokens: int) -> ExampleCall:
             sizes[dim] = size(num_tokens)
         passed, resized = leaves[carried.leaf], resize_leaf(leaves[carried.leaf], sizes)
         leaves = [resized if leaf is passed else leaf for leaf in leaves]  # a tensor may be passed twice
-    return traced.trace.example.with_leaves(leaves)
+    return dataclasses.replace(traced.trace.example, leaves=tuple(leaves))
 
 
 def one_token_refusal(

@@ -47,9 +47,8 @@ class CutContext:
     def crosses(self, node: fx.Node) -> bool:
         """Whether the node's value can leave its segment: no size and no tuple."""
         value = value_of(node)
-        return isinstance(value, torch.Tensor) or (
-            self.is_eager(node) and not isinstance(value, (tuple, list))
-        )
+        is_tuple = isinstance(value, (tuple, list))
+        return isinstance(value, torch.Tensor) or (self.is_eager(node) and not is_tuple)
 
     def memory_of(self, storage: int) -> int:
         """Returns the number of a memory, which all values in it share."""
@@ -211,11 +210,7 @@ class SegmentWriter:
     def zero_fill(self, node: fx.Node) -> None:
         """Fills the memory of a copied `empty*` node with zeros."""
         copy = self.copies[node]
-        twins: dict[Any, Any] = {
-            torch.empty: torch.zeros,
-            torch.empty_like: torch.zeros_like,
-            "new_empty": "new_zeros",
-        }
+        twins: Any = {torch.empty: torch.zeros, torch.empty_like: torch.zeros_like, "new_empty": "new_zeros"}
         if copy.target in twins:  # once functional, a fill of its own would be two kernels
             copy.target = twins[copy.target]
             return

@@ -78,12 +78,7 @@ class Splitter:
         return tuple(sorted(map(self.context.memory_of, unwritten)))
 
     def _segment(
-        self,
-        index: int,
-        writer: SegmentWriter,
-        functions: dict[Any, Any],
-        later: Collection[fx.Node],
-        outside: Collection[fx.Node],
+        self, index: int, writer: SegmentWriter, functions: dict, later: set[fx.Node], outside: set[fx.Node]
     ) -> Segment:
         """Makes a segment; later ones and the caller read `later`, all others and the caller `outside`."""
         nodes, facts = writer.nodes, [self.context.facts[node] for node in writer.nodes]
@@ -119,20 +114,15 @@ class Splitter:
         results = tuple(map(context.result_value, outputs))
         guards = torch_api.guard_expressions(trace.shape_env)
         others: Any = {symbol for guard in guards for symbol in guard.free_symbols} - {token.symbol}
-        known = [
-            symbol
-            for symbol in sorted(others, key=str)
-            if not torch_api.is_unbacked(symbol) and context.source_of(symbol) is not None
-        ]
+        backed = [symbol for symbol in sorted(others, key=str) if not torch_api.is_unbacked(symbol)]
+        known = [symbol for symbol in backed if context.source_of(symbol) is not None]
         usable = [guard for guard in guards if guard.free_symbols <= {token.symbol, *known}]
         check = torch_api.compile_expressions(usable, [token.symbol, *known])
         symbols = tuple(map(context.value_of_symbol, known))
         given = [source for source in results if isinstance(source, int)]
-        forms, others_write, written = (
-            written_storages(
-                fact for node, fact in context.facts.items() if ("is_captured_form" in node.meta) in kinds
-            )
-            for kinds in ((True,), (False,), (True, False))
+        forms, others_write = (
+            written_storages(f for n, f in context.facts.items() if ("is_captured_form" in n.meta) is is_form)
+            for is_form in (True, False)
         )
         return SegmentPlan(
             TokenDim(str(token.symbol), *token.anchor, token.inputs),
@@ -141,7 +131,7 @@ class Splitter:
             tuple(
                 placeholder.leaf
                 for placeholder in trace.placeholders
-                if placeholder.kind == "input" and written & storages_of([placeholder.node])
+                if placeholder.kind == "input" and (forms | others_write) & storages_of([placeholder.node])
             ),
             dict(self.fills.found),
             step_memory=frozenset(context.known_memories(forms - others_write)),
@@ -214,8 +204,6 @@ def _counted_on(segment: Segment) -> set[int]:
     op = op_of(segment)
     if segment.op_call is None or op is None:
         return set(segment.inputs)
-    return {
-        segment.inputs[argument.position]
-        for named, argument in zip(op.overload._schema.arguments, segment.op_call.arguments, strict=False)
-        if isinstance(argument, InputAt) and named.name not in op.any_strides
-    }
+    pairs = zip(op.overload._schema.arguments, segment.op_call.arguments, strict=False)
+    counted = [given for named, given in pairs if named.name not in op.any_strides]
+    return {segment.inputs[given.position] for given in counted if isinstance(given, InputAt)}

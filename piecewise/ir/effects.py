@@ -71,9 +71,7 @@ class Recording:
 
 
 # Ops that read only metadata.
-_IGNORED = frozenset(
-    ["prim::device", "aten::size", "aten::sym_size", "aten::stride", "aten::_assert_tensor_metadata"]
-)
+_IGNORED = "prim::device aten::size aten::sym_size aten::stride aten::_assert_tensor_metadata".split()
 
 
 class OpRecorder(torch_api.TorchDispatchMode):
@@ -181,6 +179,7 @@ class NodeFacts:
 
 
 Facts = Mapping[fx.Node, NodeFacts]
+_Effects = tuple[tuple[int, ...], str, Recording | None]
 
 
 def written_storages(facts: Iterable[NodeFacts]) -> set[int]:
@@ -191,7 +190,7 @@ def written_storages(facts: Iterable[NodeFacts]) -> set[int]:
 def find_facts(graph: fx.Graph, *, enabled: frozenset[str] | None = None) -> dict[fx.Node, NodeFacts]:
     """Finds the facts of every call node, in graph order; `enabled` names the boundary ops, None for all."""
     fake_mode = torch_api.fake_mode_of(list(fakes_of(graph.nodes)))
-    memo: dict[Any, tuple[tuple[int, ...], str, Recording | None]] = {}
+    memo: dict[Any, _Effects] = {}
     facts: dict[fx.Node, NodeFacts] = {}
     for node in filter(is_call, graph.nodes):
         reads = tuple(filter(has_fakes, node.all_input_nodes))
@@ -215,9 +214,7 @@ def find_facts(graph: fx.Graph, *, enabled: frozenset[str] | None = None) -> dic
     return facts
 
 
-def _run_on_fakes(
-    node: fx.Node, reads: Sequence[fx.Node], fake_mode: Any
-) -> tuple[tuple[int, ...], str, Recording | None]:
+def _run_on_fakes(node: fx.Node, reads: Sequence[fx.Node], fake_mode: Any) -> _Effects:
     """Finds the positions of the reads that a node writes, why it cannot be recorded, and its recording."""
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
     reads_back = bool(reads) and name in _READ_BACK_METHODS
@@ -244,8 +241,7 @@ def remove_dead_nodes(graph: fx.Graph, facts: dict[fx.Node, NodeFacts]) -> None:
     for node in reversed(list(graph.nodes)):
         if node.users or not (is_call(node) or node.op == "get_attr"):
             continue
-        fact = facts.get(node)
-        if fact is not None:
+        if (fact := facts.get(node)) is not None:
             name = target_name(node)
             is_check = bool(fact.reads) and ("assert" in name or name == "_check")
             if fact.writes or fact.unrecordable == "random" or fact.boundary or is_check:

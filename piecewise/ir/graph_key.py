@@ -67,9 +67,7 @@ def node_key(node: fx.Node) -> Any:
     return node.op, str(node.target), arguments, pattern, node.meta.get("autocast", ())
 
 
-def graph_key(
-    plan: SegmentPlan, segment: Segment, *, what: Literal["program", "inputs"] = "program"
-) -> tuple[Any, ...]:
+def graph_key(plan: SegmentPlan, segment: Segment, *, what: Literal["program", "inputs"] = "program") -> Any:
     """Makes a key of what a segment computes and of its tensors' geometry, equal in every process. "inputs"
     adds where inputs come from, and keeps of results only which may have any strides."""
     numbers: dict[int, int] = {}

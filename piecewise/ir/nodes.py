@@ -45,12 +45,8 @@ def is_call(node: fx.Node) -> bool:
 
 def is_tuple_item(node: fx.Node) -> bool:
     """Whether the node takes an item of another node's tuple."""
-    return (
-        node.op == "call_function"
-        and node.target is operator.getitem
-        and isinstance(node.args[0], fx.Node)
-        and isinstance(value_of(node.args[0]), (tuple, list))
-    )
+    source = node.args[0] if node.op == "call_function" and node.target is operator.getitem else None
+    return isinstance(source, fx.Node) and isinstance(value_of(source), (tuple, list))
 
 
 def makes_empty(node: fx.Node) -> bool:
@@ -72,8 +68,7 @@ def target_name(node: fx.Node) -> str:
 
 def module_path(node: fx.Node) -> str:
     """Returns the innermost module that called this op, as a user writes it: ``layers.0.self_attn``."""
-    stack = node.meta.get("nn_module_stack")
-    if not stack:
+    if not (stack := node.meta.get("nn_module_stack")):
         return ""
     path = list(stack.values())[-1][0]
     path = path.replace("L['model']", "").replace("['", ".").replace("']", "").replace("._modules", "")
@@ -84,11 +79,8 @@ def module_path(node: fx.Node) -> str:
 def source_line(node: fx.Node, *, outside: str | None = None) -> str:
     """Returns the user's line, ``modeling.py:42, in forward: x = x[-1:]``; skips the folder `outside`."""
     lines = [line.strip() for line in (node.meta.get("stack_trace") or "").strip().splitlines()]
-    places = [
-        index
-        for index, line in enumerate(lines)
-        if line.startswith("File ") and (outside is None or outside not in line)
-    ]
+    files = [(index, line) for index, line in enumerate(lines) if line.startswith("File ")]
+    places = [index for index, line in files if outside is None or outside not in line]
     if not places:
         return ""
     where, *code = lines[places[-1] : places[-1] + 2]

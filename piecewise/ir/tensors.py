@@ -60,10 +60,6 @@ class ArrayPlace:
         self._seen: Any = None
         self._tensor: torch.Tensor | None = None
 
-    @classmethod
-    def ref(cls, place: StateRef) -> StateRef:
-        return StateRef(cls(place), 0, place.path)
-
     def __getitem__(self, _: int) -> torch.Tensor | None:
         value = self._place.get()
         seen = None
@@ -75,8 +71,3 @@ class ArrayPlace:
             self._tensor = torch.as_tensor(value) if is_numpys else None
             self._value, self._seen = value, seen
         return self._tensor
-
-
-def is_of_array(place: StateRef) -> bool:
-    """Whether a place holds the tensor over an array's memory, which must stay there."""
-    return isinstance(place.owner, ArrayPlace)

@@ -21,13 +21,14 @@ from collections import Counter
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from piecewise.ir.plan import Segment, SegmentPlan, ValueSpec
 from runners.bound_steps import copied_together, own_copy
 from runners.row_views import place_of
 from runners.rows import has_strides, is_dense, num_spanned
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+_PLAIN = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 
 class Unlowerable(Exception):
@@ -86,9 +87,7 @@ class SegmentLayout:
         kept |= {memory for memory, count in given.items() if count > 1}
         return cls(inputs, outputs, *_results(inputs, outputs, kept, row_counts))
 
-    def results_of(
-        self, rows: int, inputs: Sequence[torch.Tensor], made: Sequence[torch.Tensor]
-    ) -> tuple[torch.Tensor, ...]:
+    def results_of(self, rows: int, inputs: Sequence[Tensor], made: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Makes the segment's results from its inputs and the function's results."""
         own = self._own(rows, inputs, made)
         # Results that share memory where none covers the rest, by their memory.
@@ -96,7 +95,7 @@ class SegmentLayout:
         for value, result in zip(self.outputs, self.results, strict=True):
             if result.source == "copy":
                 groups.setdefault(value.memory, []).append((value, result.index))
-        copies: dict[int, torch.Tensor] = {}
+        copies: dict[int, Tensor] = {}
         for members in groups.values():
             places = [place_of(value, rows) for value, _ in members]
             together = copied_together(places, [own[index] for _, index in members])
@@ -112,9 +111,7 @@ class SegmentLayout:
                 found.append(copies.get(result.index, own[result.index]))
         return tuple(found)
 
-    def _own(
-        self, rows: int, inputs: Sequence[torch.Tensor], made: Sequence[torch.Tensor]
-    ) -> list[torch.Tensor]:
+    def _own(self, rows: int, inputs: Sequence[Tensor], made: Sequence[Tensor]) -> list[Tensor]:
         """Returns the function's results with the plan's strides, if any, copied where a result shares memory
         with an input or with a result of another memory."""
         owners: dict[int, int] = {tensor.untyped_storage().data_ptr(): -1 for tensor in inputs}

@@ -140,11 +140,8 @@ class LoweredPlan:
     at_first: LoweringReport
 
     def report(self) -> LoweringReport:
-        failed = [
-            KeptEager(lowered.segment.name, f"at {rows} rows, when it ran: {reason}")
-            for lowered in self.lowered
-            for rows, reason in sorted(lowered.failed.items())
-        ]
+        runs = ((each.segment.name, *why) for each in self.lowered for why in sorted(each.failed.items()))
+        failed = [KeptEager(name, f"at {rows} rows, when it ran: {reason}") for name, rows, reason in runs]
         return dataclasses.replace(self.at_first, kept_eager=(*self.at_first.kept_eager, *failed))
 
 
@@ -182,10 +179,8 @@ class Lowering:
                 except Unlowerable as reason:
                     kept_eager.append(KeptEager(segment.name, str(reason)))
                     if self.config.strict:
-                        lowering = self.config.lowering
-                        raise SegmentNotLowered(
-                            segment=segment.name, lowering=lowering, reason=reason
-                        ) from reason
+                        name, how = segment.name, self.config.lowering
+                        raise SegmentNotLowered(segment=name, lowering=how, reason=reason) from reason
                 bar.update(1)
         report = dataclasses.replace(
             self._planned(plan), num_compiled=job.num_compiled, num_from_disk=job.num_from_disk,

@@ -40,8 +40,7 @@ def is_pure(node: fx.Node) -> bool:
     """Whether a node has no effect but its result."""
     if node.op != "call_function" or is_mutation_op(node):
         return False
-    op = _op_of(node)
-    if op is None:  # arithmetic on sizes and items of tuples
+    if (op := _op_of(node)) is None:  # arithmetic on sizes and items of tuples
         return getattr(node.target, "__module__", "") in ("_operator", "math", "builtins")
     is_random = torch.Tag.nondeterministic_seeded in op.tags
     return bool(op._schema.returns) and "assert" not in op._schema.name and not is_random
@@ -145,8 +144,7 @@ def _share_equal(graph: fx.Graph, key_of: Callable[[fx.Node], Any]) -> int:
     known: dict[Any, fx.Node] = {}
     shared = 0
     for node in list(graph.nodes):
-        key = key_of(node)
-        if key is None:
+        if (key := key_of(node)) is None:
             continue
         first = known.setdefault((node.target, frozen(node.args), frozen(node.kwargs), key), node)
         if first is not node:

@@ -55,7 +55,9 @@ def passes_named(names: Sequence[str], *, groups: Sequence[pack_linears.LinearGr
     found = {"clean_up": GraphPass("clean_up", clean_up.sweep, lambda graph: None)}
     if "pack_linears" in names:
         sweep = functools.partial(pack_linears.sweep, groups=groups)
-        found["pack_linears"] = GraphPass("pack_linears", sweep, pack_linears.trigger)
+        found["pack_linears"] = GraphPass(
+            "pack_linears", sweep, lambda graph: "linears of one input" if find_groups(graph) else None
+        )
 
     def add(name: str) -> None:
         for need in FUSIONS[name].needs:
@@ -240,9 +242,7 @@ def _results(graph: fx.Graph) -> list[tuple[Any, int]]:
     return found
 
 
-def keep_geometry(
-    graph: fx.Graph, wanted: Sequence[Any], fake_mode: Any, *, free: Collection[int] = ()
-) -> None:
+def keep_geometry(graph: fx.Graph, wanted: list[Any], fake_mode: Any, *, free: Collection[int] = ()) -> None:
     """Copies results whose strides a rewrite changed from those of `wanted`: a segment's readers may rely on
     them. Readers of the results at positions in `free` need only that the last stride is 1."""
     output, (rows, *placeholders) = graph.output_node(), graph.find_nodes(op="placeholder")
@@ -256,13 +256,11 @@ def keep_geometry(
         if position in free and value_of(node).stride()[-1] == 1 and is_alone:
             continue
         with graph.inserting_before(output):
-            sizes, strides = (
-                [
-                    size_node(graph, torch_api.expression(n, None), {value_of(rows).node.expr: rows})
-                    for n in each
-                ]
-                for each in (fake.shape, fake.stride())
-            )
+            symbols = {value_of(rows).node.expr: rows}
+            exprs: Any = [
+                [torch_api.expression(n, None) for n in each] for each in (fake.shape, fake.stride())
+            ]
+            sizes, strides = ([size_node(graph, expr, symbols) for expr in each] for each in exprs)
             dense = graph.call_function(aten.new_empty_strided.default, (node, sizes, strides))
             results[position] = graph.call_function(aten.copy_.default, (dense, node))
     output.args = (tuple(results),)

@@ -101,8 +101,7 @@ class FusionPass:
         return made
 
     def sweep(self, module: fx.GraphModule) -> int:
-        found = self.patterns.sweep(module)
-        if found:
+        if found := self.patterns.sweep(module):
             self.then(module.graph)
         return found
 

@@ -17,27 +17,22 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
 from piecewise import torch_api
-from piecewise.ir.tensors import is_of_array, storage_of
+from piecewise.ir.tensors import ArrayPlace, storage_of
 from piecewise.passes.fakes import aten, frozen, value_of
 from piecewise.passes.int8_matmul import int8_matmul
 from piecewise.torch_api.pattern_matcher import find_regions, same_mutation_regions
 from runners.state.state_check import InnerRef, StateRef
 
 # Positions of the arguments with a column, or an element, per column of the result.
-_LINEARS: dict[Any, tuple[int, ...]] = {
-    aten.mm.default: (1,),
-    aten.addmm.default: (2, 0),
-    aten._int_mm.default: (1,),
-    int8_matmul: (1,),
-    aten._scaled_mm.default: (1, 3),
-}
+_LINEARS: Any = dict.fromkeys((aten.mm.default, aten._int_mm.default, int8_matmul), (1,))
+_LINEARS |= {aten.addmm.default: (2, 0), aten._scaled_mm.default: (1, 3)}
 # Ops that compute each column from the same column.
 _BY_COLUMN = (aten._to_copy.default, aten.mul.Tensor)
 
@@ -48,21 +43,13 @@ LinearGroup = tuple[tuple[int, ...], ...]
 
 def sweep(module: fx.GraphModule, groups: Sequence[LinearGroup]) -> int:
     """Packs the linears of `groups` that the graph has; returns how many groups."""
-    packed = 0
-    for group, nodes in find_groups(module.graph).items():
-        if group in groups:
-            _pack(module.graph, nodes)
-            packed += 1
-    return packed
+    found = [nodes for group, nodes in find_groups(module.graph).items() if group in groups]
+    for nodes in found:
+        _pack(module.graph, nodes)
+    return len(found)
 
 
-def trigger(graph: fx.Graph) -> str | None:
-    return "linears of one input" if find_groups(graph) else None
-
-
-def find_groups(
-    graph: fx.Graph, parameters: Collection[int] | None = None
-) -> dict[LinearGroup, list[fx.Node]]:
+def find_groups(graph: fx.Graph, parameters: set[int] | None = None) -> dict[LinearGroup, list[fx.Node]]:
     """Finds groups of two or more linears that could be one, each with its nodes; `parameters` are the
     positions of the placeholders that are the model's own tensors, None for all."""
     placeholders = {node: position for position, node in enumerate(graph.find_nodes(op="placeholder"))}
@@ -164,7 +151,7 @@ def why_not_packable(places: Sequence[StateRef]) -> str | None:
     for place, tensor in zip(places, tensors, strict=True):
         if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
             return f"{place.path} is a {type(tensor).__name__}"
-        if is_of_array(place):
+        if isinstance(place.owner, ArrayPlace):
             return f"{place.path} is a NumPy array, which stays where it is"
         if tensor.layout is not torch.strided or not tensor.is_contiguous() or tensor.is_inference():
             return f"{place.path} is not a plain contiguous tensor"
@@ -216,18 +203,14 @@ def _made_on_meta(tensor: Any, moved: Mapping[int, int]) -> torch.Tensor:
         return memory.as_strided(size, stride, begin)
     names, context = tensor.__tensor_flatten__()
     inner = {name: _made_on_meta(getattr(tensor, name), moved) for name in names}
-    made: torch.Tensor = type(tensor).__tensor_unflatten__(inner, context, tensor.size(), tensor.stride())
-    return made
+    return type(tensor).__tensor_unflatten__(inner, context, tensor.size(), tensor.stride())
 
 
 def are_packed(tensors: Sequence[torch.Tensor]) -> bool:
     """Whether contiguous tensors lie one after the other from the beginning of one storage."""
-    expected = 0
-    for each in tensors:
-        if storage_of(each) != storage_of(tensors[0]) or each.storage_offset() != expected:
-            return False
-        expected += each.numel()
-    return True
+    begins = itertools.accumulate((each.numel() for each in tensors), initial=0)
+    places = ((storage_of(each), each.storage_offset()) for each in tensors)
+    return all(place == (storage_of(tensors[0]), begin) for place, begin in zip(places, begins, strict=False))
 
 
 def pack_(places: Sequence[StateRef]) -> None:

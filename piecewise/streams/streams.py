@@ -150,15 +150,13 @@ class StreamSchedules:
     """Schedules a plan's graph segments, each distinct program once, but for those that Inductor compiles.
     Branches are weighed at `num_rows` rows; a `num_streams` of 1 schedules nothing."""
 
-    def __init__(
-        self, plan: SegmentPlan, lowering: LoweringReport, *, num_rows: int, num_streams: int
-    ) -> None:
+    def __init__(self, plan: SegmentPlan, report: LoweringReport, *, num_rows: int, num_streams: int) -> None:
         self.num_streams = num_streams
         self._kinds: dict[tuple[Any, str], _Kind] = {}
         self._kind_of: dict[int, _Kind] = {}
         for segment in plan.computing_segments() if num_streams > 1 else ():
             reason = segment.keeps_own
-            if not reason and lowering.compiles(segment.name):
+            if not reason and report.compiles(segment.name):
                 reason = "compiled by Inductor: one callable"
             key = graph_key(plan, segment), reason
             if key in self._kinds:
@@ -168,9 +166,7 @@ class StreamSchedules:
                 self._kinds[key] = _Kind(segment, scheduled)
             self._kind_of[segment.index] = self._kinds[key]
 
-    def form_for(
-        self, segment: Segment, bucket: int, streams: Streams
-    ) -> Callable[..., Sequence[Any]] | None:
+    def form_for(self, segment: Segment, bucket: int, streams: Streams) -> Callable[..., Any] | None:
         """Returns the segment's function on several streams; None where it runs on one at this bucket."""
         kind = self._kind_of.get(segment.index)
         if kind is None or isinstance(kind.scheduled, str):
@@ -189,13 +185,11 @@ class StreamSchedules:
         return StreamReport(self.num_streams, tuple(kind.report() for kind in self._kinds.values()))
 
 
-def _scheduled(
-    plan: SegmentPlan, segment: Segment, num_rows: int, num_streams: int
-) -> ScheduledFunction | str:
-    if num_rows < 2:
+def _scheduled(plan: SegmentPlan, segment: Segment, rows: int, num_streams: int) -> ScheduledFunction | str:
+    if rows < 2:
         return "it is captured at one token only"
     try:
-        made = ScheduledFunction.of(segment, plan.values, num_rows=num_rows, num_streams=num_streams)
+        made = ScheduledFunction.of(segment, plan.values, num_rows=rows, num_streams=num_streams)
     except NotTraceable as error:
         return f"its ops cannot be traced: {error}"
     return made if made.schedule.regions else "no independent branches"

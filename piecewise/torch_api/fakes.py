@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -40,9 +40,7 @@ def python_dispatcher() -> Iterator[None]:
 class _OneHotChecks(TorchFunctionMode):
     """Adds the checks of values that `one_hot` leaves out for fakes before torch 2.13."""
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
         if getattr(func, "__name__", "") == "one_hot":
             given = dict(zip(("input", "num_classes"), args, strict=False)) | (kwargs or {})
             index, count = given["input"], given.get("num_classes", -1)
@@ -144,11 +142,7 @@ def functional_aten_graph(
 
 
 def trace_aten(
-    function: Callable[..., Any],
-    arguments: Sequence[Any],
-    fake_mode: Any,
-    *,
-    decompositions: Mapping[Any, Callable[..., Any]] | None = None,
+    function: Callable[..., Any], arguments: Sequence[Any], fake_mode: Any, decompositions: dict | None = None
 ) -> torch.fx.GraphModule:
     """Records the aten ops that `function` runs on fakes and symbolic ints, without gradients and autocast.
     Nodes have fakes in ``meta["val"]``; ops that write stay unchanged."""
@@ -183,16 +177,16 @@ def has_own_torch_function(value: Any) -> bool:
 
 def trace_below(
     function: Callable[..., Any],
-    arguments: Sequence[Any],
+    leaves: Sequence[Any],
     fake_mode: Any,
     *,
-    int_matmul: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    int_matmul: Any,
     torch_function: bool,
 ) -> torch.fx.GraphModule:
     """Records the aten ops of `function` below tensor subclasses; guards on sizes stay in the fake mode.
 
     Args:
-        arguments: fakes and symbolic numbers.
+        leaves: fakes and symbolic numbers, the function's arguments.
         int_matmul: the product of two int8 matrices on a GPU, in int32.
         torch_function: whether to call the `__torch_function__` of classes, too.
     """
@@ -204,7 +198,7 @@ def trace_below(
 
     below = nullcontext() if torch_function else below_torch_function()
     with torch.inference_mode(False), below:
-        return trace_aten(function, arguments, fake_mode, decompositions={out_dtype: typed})
+        return trace_aten(function, leaves, fake_mode, {out_dtype: typed})
 
 
 def holds_wrapper(value: Any) -> bool:
@@ -228,9 +222,7 @@ def refuse_class(what: str, tensor: torch.Tensor, *, cause: Exception | None = N
     """Raises TraceError for a tensor whose class does not say, or not fully, what is inside."""
     cls = type(tensor)
     names = {"where": what, "name": f"{cls.__module__}.{cls.__qualname__}", "cls": cls.__name__}
-    if any(
-        kin.__name__ == "DTensor" and kin.__module__.startswith("torch.distributed") for kin in cls.__mro__
-    ):
+    if any(c.__name__ == "DTensor" and c.__module__.startswith("torch.distributed") for c in cls.__mro__):
         raise DistributedTensor(**names) from cause
     if is_opaque(tensor):
         raise SilentSubclass(**names) from cause

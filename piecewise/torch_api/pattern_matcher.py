@@ -43,11 +43,8 @@ class PatternSet:
 
         def is_match(match: Match) -> bool:
             # The pattern must name all keyword arguments, such as `alpha`; torch's matcher ignores others.
-            says_all = all(
-                set(node.kwargs) <= set(pattern.kwargs)
-                for pattern, node in match.ctx.pattern_to_node.items()
-                if isinstance(pattern, CallFunction) and node is not None
-            )
+            pairs = [(p, n) for p, n in match.ctx.pattern_to_node.items() if isinstance(p, CallFunction)]
+            says_all = all(n is None or set(n.kwargs) <= set(p.kwargs) for p, n in pairs)
             # Nodes that an earlier match of this sweep left without users are dead and must not match.
             return bool(match.output_node().users) and says_all and check(match)
 

@@ -139,18 +139,15 @@ class _Rewrite:
             return tuple(taken.leaves)
 
         involved = torch_api.tree_leaves((node.meta.get("example_value"), make(leaves)))
-        names = " and a ".join(
-            sorted({type(each).__name__ for each in involved if torch_api.is_wrapper(each)})
-        )
+        names = " and a ".join(sorted({type(t).__name__ for t in involved if torch_api.is_wrapper(t)}))
         try:
             module = torch_api.trace_below(
                 program, leaves, self.fake_mode,
                 int_matmul=int8_matmul, torch_function="below_torch_function" not in node.meta,
             )  # fmt: skip
         except Exception as error:
-            raise SubclassOp(
-                node=what, names=names, problem=f"cannot be followed: {one_line(error)}"
-            ) from error
+            problem = f"cannot be followed: {one_line(error)}"
+            raise SubclassOp(node=what, names=names, problem=problem) from error
         if any(op.op == "get_attr" for op in module.graph.nodes):
             raise SubclassOp(node=what, names=names, problem="reads a tensor that is not inside of it")
         return module.graph, makers[0]
@@ -186,9 +183,8 @@ class _Rewrite:
     def _keep(self, node: fx.Node, value: Any) -> None:
         """Registers a value for a node: the node that makes it, if it is one plain tensor or number."""
         self.stale |= set(map(storage_of, torch_api.plain_tensors(node.meta.get("example_value"))))
-        self.stale -= set(
-            map(storage_of, torch_api.plain_tensors(list(map(self.value_of, node.all_input_nodes))))
-        )
+        given = list(map(self.value_of, node.all_input_nodes))
+        self.stale -= set(map(storage_of, torch_api.plain_tensors(given)))
         if id(value) not in self.nodes or torch_api.is_wrapper(value):
             self.values[node] = value
             return
@@ -296,13 +292,12 @@ def _maker(value: Any, places: Iterator[int]) -> Make:
         return lambda given: given[at]
     names, context = value.__tensor_flatten__()
     outer = _exprs((*value.size(), *value.stride()))
-    like = [
-        name for name in names if _exprs((*(part := getattr(value, name)).size(), *part.stride())) == outer
-    ]
+    parts = {name: getattr(value, name) for name in names}
+    like = [name for name, part in parts.items() if _exprs((*part.size(), *part.stride())) == outer]
     cls = type(value)
     if not like:
         raise ResultSubclass(name=f"{cls.__module__}.{cls.__qualname__}")
-    makers = {name: _maker(getattr(value, name), places) for name in names}
+    makers = {name: _maker(part, places) for name, part in parts.items()}
 
     def make(given: Sequence[Any]) -> Any:
         tensors = {name: maker(given) for name, maker in makers.items()}
@@ -368,8 +363,7 @@ def _opened(trace: Trace) -> tuple[Placeholder, ...]:
             continue
         outer, keys = node.meta["inner"]
         given = known[outer]
-        place = given.state
-        if place is None:
+        if (place := given.state) is None:
             name = trace.example.names.get(given.leaf, given.leaf)
             raise InputNotPlain(name=name, kind="a tensor subclass")
         for key in keys:

@@ -69,16 +69,13 @@ class Judge:
 class _Judging:
     """Judges one recording. Outside of graphs only the bounds of integers matter, not layouts."""
 
-    def __init__(
-        self, judge: Judge, recording: Recording, given: tuple[Rows, ...], *, in_graph: bool
-    ) -> None:
+    def __init__(self, judge: Judge, recording: Recording, given: Sequence[Rows], *, in_graph: bool) -> None:
         self.known, self.in_graph = judge.known, in_graph
         self.largest: int | None = None
         self._recording, self._tensors = recording, recording.tensors
         self._sizes = [judge.sizes(tensor.sizes) for tensor in recording.tensors]
-        self._rows = {
-            at: rows._replace(is_real=_is_real(rows.layout, rows.is_real)) for at, rows in enumerate(given)
-        }
+        real = (rows._replace(is_real=_is_real(rows.layout, rows.is_real)) for rows in given)
+        self._rows = dict(enumerate(real))
         self._written: set[int] = set()
 
     def judged(self) -> Judged:
@@ -138,9 +135,8 @@ class _Judging:
         if base.endswith("_") and not base.endswith("__") and not outs:
             base = base[:-1]
         full = f"{base}.{schema.overload_name}"
-        return OpOnRows(
-            full if full in table.RULES or full in table.BOUNDS else base, arguments, results, self.known
-        )
+        name = full if full in table.RULES or full in table.BOUNDS else base
+        return OpOnRows(name, arguments, results, self.known)
 
     def _resolved(self, value: Any) -> Any:
         if isinstance(value, Ref):
@@ -234,9 +230,8 @@ def _is_real(layout: Layout | None, is_kept: bool) -> bool:
     """Whether padded rows can repeat a real row: there is one at each count."""
     if layout is None:
         return is_kept
-    return layouts.is_static(layout) or (
-        is_kept and all(f.values.min() > 0 for dim in layout for f in dim.factors)
-    )
+    is_never_empty = all(factor.values.min() > 0 for dim in layout for factor in dim.factors)
+    return layouts.is_static(layout) or (is_kept and is_never_empty)
 
 
 def _holds_count(value: Any) -> bool:
@@ -244,12 +239,9 @@ def _holds_count(value: Any) -> bool:
 
 
 def _declared(op: Any, call: OpOnRows) -> Claim:
-    found = declared_rows(op)
-    if found is None:
-        raise Mixes(
-            f'nobody has said how rows go through it: boundary_ops.declare_rows("{op._schema.name}", ...)',
-            code="unknown_op",
-        )
+    if (found := declared_rows(op)) is None:
+        hint = f'boundary_ops.declare_rows("{op._schema.name}", ...)'
+        raise Mixes(f"nobody has said how rows go through it: {hint}", code="unknown_op")
     for name, wanted in found.only.items():
         if call[name] is not wanted and call[name] != wanted:
             raise Mixes(f"its rows are known for {name}={wanted!r} alone", code="unknown_op")

@@ -93,8 +93,7 @@ class OpOnRows:
         return self.results[0][0]
 
     def layout(self, name: str = "self") -> Layout:
-        found: Layout = self[name].layout
-        return found
+        return self[name].layout
 
     def tensors(self) -> Iterator[Rows]:
         for value in self.args.values():

@@ -102,9 +102,7 @@ def _is_rotation(match: Match) -> bool:
         return False
     dims = all(found[name] in (last, -1) for name in ("dim1", "dim2", "dim3"))
     halves = found["begin"] == found["middle"] == width // 2 and found["end"] >= width
-    fits = all(
-        each.dtype is x.dtype and each.shape[-1] == width and each.dim() <= x.dim() for each in (cos, sin)
-    )
+    fits = all(t.dtype is x.dtype and t.shape[-1] == width and t.dim() <= x.dim() for t in (cos, sin))
     return dims and halves and fits and geometry(result)[2] == geometry(x)[2]
 
 

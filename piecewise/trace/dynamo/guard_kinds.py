@@ -48,13 +48,10 @@ class GuardKind(NamedTuple):
 
 
 _BASES_OF_CONSTANTS = (int, float, str, bytes, complex)
-_FIX_ITERATOR = "keep a list or a tuple instead, or make the iterator inside forward"
-_FIXES = {
-    "TUPLE_ITERATOR_LEN": _FIX_ITERATOR,
-    "RANGE_ITERATOR_MATCH": _FIX_ITERATOR,
-    "COUNT_ITERATOR_MATCH": _FIX_ITERATOR,
-    "COW_TENSOR_MATCH": "keep forward from asking whether a tensor's memory is shared",
-}
+_FIXES = dict.fromkeys(
+    ("TUPLE_ITERATOR_LEN", "RANGE_ITERATOR_MATCH", "COUNT_ITERATOR_MATCH"),
+    "keep a list or a tuple instead, or make the iterator inside forward",
+) | {"COW_TENSOR_MATCH": "keep forward from asking whether a tensor's memory is shared"}
 
 GUARD_KINDS = {
     "HASATTR": GuardKind(Rule.ATTRIBUTE, "has it this attribute?"),
@@ -126,11 +123,11 @@ def is_asked_of(guard: torch_api.SeenGuard) -> bool:
 def refusal(guard: torch_api.SeenGuard, *, fix: str | None = None) -> StateNotCompared:
     """Makes the error for a trace that relied on a guard which calls cannot compare."""
     known = GUARD_KINDS.get(guard.kind)
-    return StateNotCompared(
-        path=readable_path(guard.source) or "a setting",
-        kind=guard.kind + (f" ({known.asks})" if known else ""),
-        fix=fix or _FIXES.get(guard.kind),
+    path, kind = (
+        readable_path(guard.source) or "a setting",
+        guard.kind + (f" ({known.asks})" if known else ""),
     )
+    return StateNotCompared(path=path, kind=kind, fix=fix or _FIXES.get(guard.kind))
 
 
 def looked_at(guard: torch_api.SeenGuard) -> tuple[str, ...]:
@@ -197,11 +194,8 @@ def answer_of(guard: torch_api.SeenGuard, value: Any) -> Any:
 
 def metadata_of(tensor: Any) -> dict[str, Any]:
     """Reads the non-tensor attributes of a tensor subclass, without Dynamo's own marks."""
-    return {
-        key: item
-        for key, item in vars(tensor).items()
-        if not isinstance(item, torch.Tensor) and not key.startswith("_dynamo")
-    }
+    items = vars(tensor).items()
+    return {k: v for k, v in items if not isinstance(v, torch.Tensor) and not k.startswith("_dynamo")}
 
 
 class Lookup:

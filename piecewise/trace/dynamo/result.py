@@ -38,7 +38,7 @@ def _placeholder(run: DynamoRun, node: fx.Node, argument: Any, scope: Scope) -> 
     array = array_source(source) if source else None
     state = resolve(array or source, scope) if source else None
     if array is not None:
-        state = ArrayPlace.ref(state) if state is not None else None
+        state = StateRef(ArrayPlace(state), 0, state.path) if state is not None else None
         if state is None or state.get() is None:
             raise errors.NumpyValue(value=_brief_value(array, scope) or source)
     if state is None or not (array or state.get() is argument):  # another object is there

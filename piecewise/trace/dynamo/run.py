@@ -77,16 +77,12 @@ class DynamoRun:
         for node in self.placeholders():
             source = torch_api.source_name(node)
             self.sources[node.name] = self.as_read(source) if source else None
-        self.guards = [
-            dataclasses.replace(guard, source=self.as_read(guard.source), other=self.as_read(guard.other))
-            for guard in torch_api.current_guards()
-        ]
+        read, seen = self.as_read, torch_api.current_guards()
+        self.guards = [dataclasses.replace(g, source=read(g.source), other=read(g.other)) for g in seen]
         guarded = {source for guard in self.guards for source in (guard.source, guard.other)}
-        self.guards += [
-            torch_api.SeenGuard(source, torch_api.SeenGuard.UNGUARDED, {})
-            for source in dict.fromkeys(map(self.as_read, self.reads))
-            if source not in guarded
-        ]
+        unguarded = [source for source in dict.fromkeys(map(read, self.reads)) if source not in guarded]
+        made, kind = torch_api.SeenGuard, torch_api.SeenGuard.UNGUARDED
+        self.guards += [made(source, kind, {}) for source in unguarded]
         self.code = torch_api.traced_code()
         self._note_writes()
         outputs: Any = graph.graph.output_node().args[0]
@@ -130,9 +126,6 @@ class DynamoRun:
         sources = itertools.chain(*((guard.source, guard.other) for guard in self.guards))
         names = {found[1] for source in sources for found in re.finditer(r"\bG\['([^']+)'\]", source)}
         return {name: value for name, value in self.function.__globals__.items() if name in names}
-
-    def fake_mode(self) -> Any:
-        return torch_api.fake_mode_of([node.meta["example_value"] for node in self.placeholders()])
 
     def placeholders(self) -> list[fx.Node]:
         return list(self.graph.graph.find_nodes(op="placeholder"))

@@ -9,7 +9,6 @@ the other layer's sources. During a run over the rest of the model each such lay
 from __future__ import annotations
 
 import dataclasses
-import functools
 import inspect
 import itertools
 import re
@@ -27,6 +26,7 @@ from torch import fx, nn
 from piecewise import torch_api
 from piecewise.calls.binder import CallBinder, FormBinder, is_wrapped
 from piecewise.calls.structure import PLAIN, Namespace
+from piecewise.ir.nodes import value_of
 from piecewise.ir.tensors import map_tensors, tensors_in
 from piecewise.trace.dynamo.guard_kinds import is_asked_of, is_same_to, looked_at
 from piecewise.trace.dynamo.result import placeholders_of, result_of
@@ -100,10 +100,7 @@ def layers_as_ops(layers: Sequence[RepeatedLayer]) -> Iterator[None]:
             _active.add(layer.number)
             # The number is part of the code, not a closure that Dynamo would guard.
             names: dict[str, Any] = {"call_layer": call_layer}
-            exec(
-                f"def forward(*args, **kwargs):\n    return call_layer({layer.number}, *args, **kwargs)",
-                names,
-            )
+            exec(f"def forward(*args, **kw): return call_layer({layer.number}, *args, **kw)", names)
             names["forward"].__signature__ = inspect.signature(layer.module.forward)
             layer.module.__dict__["forward"] = names["forward"]
         yield
@@ -168,9 +165,7 @@ class LayerCall:
         for fake in self.fakes():
             sizes, strides = (list(map(torch_api.size_hint, each)) for each in (fake.shape, fake.stride()))
             made[id(fake)] = torch.empty_strided(sizes, strides, dtype=fake.dtype, device=fake.device)
-        args, kwargs = fx.node.map_arg(
-            (self._args, self._kwargs), lambda node: made[id(node.meta["example_value"])]
-        )
+        args, kwargs = fx.node.map_arg((self._args, self._kwargs), lambda node: made[id(value_of(node))])
         example = ExampleCall.from_call(binder, args, kwargs)
         by_tensor = {id(tensor): number for number, tensor in enumerate(made.values())}
         leaves = enumerate(example.leaves)
@@ -225,9 +220,7 @@ class LayerRun:
         result, leaves, wrapped = result_of(run, placeholders)
         if result.kind != "tensor" or leaves[0].kind != "output" or wrapped:
             raise NotReused("a layer returns something else than one tensor that it has made")
-        guards = [
-            guard for guard in run.guards if not _INPUT.search(guard.source) and guard.source not in _FORWARD
-        ]
+        guards = [g for g in run.guards if not _INPUT.search(g.source) and g.source not in _FORWARD]
         own = {repr(guard): guard for guard in guards if "L['model']" in guard.source + guard.other}
         shared = tuple(guard for guard in guards if repr(guard) not in own)
         own_guards = tuple(filter(is_asked_of, own.values()))
@@ -281,25 +274,9 @@ class LayerRun:
             return False
         return all(map(is_same_to, self.own_guards, seen[1:], found[1:]))
 
-    def reads_one_of(self, tensors: Sequence[Any], layer: RepeatedLayer) -> bool:
-        """Whether `layer` leads to one of these tensors, which a run over it cannot recognise."""
-        read = set(map(id, itertools.chain(*self.read_in(layer))))
-        return any(id(tensor) in read for tensor in tensors)
-
-    def guards_of(self, layer: RepeatedLayer) -> list[torch_api.SeenGuard]:
-        """Rewrites the layer's own guards as a run over the whole model gives them for `layer`."""
-        to = functools.partial(moved, layer_source=layer.source)
-        return [dataclasses.replace(g, source=to(g.source), other=to(g.other)) for g in self.own_guards]
-
-    def states_of(self, layer: RepeatedLayer) -> dict[fx.Node, Any]:
-        """Maps the placeholder of each state to its tensor in `layer`."""
-        states = [each.node for each in self.placeholders if each.kind == "state"]
-        return dict(zip(states, self.read_in(layer)[0], strict=True))
-
     def size_of(self, placeholder: Placeholder) -> tuple[int, int]:
         """Finds (number of the argument, dim) of the size that a placeholder stands for."""
-        found = _SIZE.match(self.run.sources[placeholder.node.name] or "")
-        if found is None:
+        if (found := _SIZE.match(self.run.sources[placeholder.node.name] or "")) is None:
             raise NotReused("a layer computes with a number that is no size")
         return self.numbers[int(found[1])], int(found[2])
 

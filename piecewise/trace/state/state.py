@@ -109,8 +109,7 @@ class FactFinder:
         ref = StateRef(function, "__code__", f"the code of {path}", is_attribute=True)
         self.add_value(ref, function.__code__)
         for key in ("__defaults__", "__kwdefaults__"):  # torch 2.11 guards no default by itself
-            defaults = getattr(function, key)
-            if defaults is not None:
+            if (defaults := getattr(function, key)) is not None:
                 self.add_value(StateRef(function, key, f"{path}.{key}", is_attribute=True), defaults)
         self._add_items(function.__kwdefaults__, function.__kwdefaults__ or {}, f"{path}.__kwdefaults__")
 

@@ -44,9 +44,7 @@ def names_read(code: Iterable[CodeType]) -> frozenset[str]:
     return frozenset(name for each in code if not is_settled(each.co_filename) for name in each.co_names)
 
 
-def add_unguarded(
-    finder: FactFinder, run: DynamoRun, *, places: Mapping[int, StateRef], scope: Scope
-) -> None:
+def add_unguarded(finder: FactFinder, run: DynamoRun, *, places: dict[int, StateRef], scope: Scope) -> None:
     """Adds the facts that forward read without a guard; `places`: tensor's id → the place the graph reads."""
     names = names_read(run.code)
     modules = [(f"model.{path}" if path else "model", module) for path, module in run.model.named_modules()]
@@ -92,9 +90,7 @@ def _is_environment(seen: dict[str, str], _: Said) -> bool:
     return environment() == seen
 
 
-def _ties(
-    run: DynamoRun, places: Mapping[int, StateRef], scope: Scope
-) -> Iterable[tuple[StateRef, StateRef]]:
+def _ties(run: DynamoRun, places: dict[int, StateRef], scope: Scope) -> Iterable[tuple[StateRef, StateRef]]:
     """Pairs the place where the graph reads a tensor with each other place where forward reads it."""
     found = {}
     for guard in run.guards:

@@ -217,10 +217,7 @@ def put(call: OpOnRows) -> Bounds:
         places, value = [call["index"]], call["src"] if call["src"] is not None else call["value"]
     else:
         places, value = [index for index in call["indices"] if index is not None], call["values"]
-    is_whole = (
-        len(target.sizes) == len(places) == 1
-        and places[0].bounds.permutes
-        and places[0].sizes == target.sizes
-        and (not isinstance(value, Rows) or value.sizes == target.sizes)
-    )
+    is_one = len(target.sizes) == len(places) == 1 and places[0].sizes == target.sizes
+    is_written_whole = not isinstance(value, Rows) or value.sizes == target.sizes
+    is_whole = is_one and is_written_whole and places[0].bounds.permutes
     return _of(call, value) if is_whole else _united(call, target.bounds, _of(call, value))
