@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import sympy
@@ -12,9 +12,9 @@ from torch import fx
 
 import boundary_ops
 from piecewise import torch_api
-from piecewise.errors.analysis import FixedTokenCount, NoAnchorInput, NoBoundaryOp, NoCommonDim, SeveralDims
+from piecewise.errors import analysis as errors
 from piecewise.ir.effects import Facts, NodeFacts
-from piecewise.ir.nodes import fakes_of, source_line, storages_of, target_name, value_of
+from piecewise.ir.nodes import fakes_of, module_path, source_line, storages_of, target_name, value_of
 from piecewise.ir.plan import InputRule
 from piecewise.ir.tensors import bound_arguments, storage_of
 from piecewise.trace.trace import Trace
@@ -34,12 +34,14 @@ def find_token_symbol(trace: Trace, facts: Facts) -> TokenSymbol:
     """Returns the token symbol; specialises the other symbols of inputs that carry it to their example value.
 
     Raises:
+        SplitError: two calls of a boundary op write the same pages.
         TokenDimError: no boundary op, or the symbol is absent, ambiguous or not a symbol of its own.
     """
     boundaries = [(node, fact) for node, fact in facts.items() if fact.boundary is not None]
     if not boundaries:
-        raise NoBoundaryOp
+        raise errors.NoBoundaryOp
     outside = storages_of(placeholder.node for placeholder in trace.placeholders)
+    _check_pools(boundaries, outside)
     candidates: set[sympy.Symbol] = set()
     for node, fact in boundaries:
         carried = _symbols_carried(node, fact, trace, outside)
@@ -56,9 +58,20 @@ def find_token_symbol(trace: Trace, facts: Facts) -> TokenSymbol:
     inputs = _inputs_carrying(trace, symbol)
     anchor = next(((rule.leaf, rule.anchor_dim) for rule in inputs if rule.anchor_dim >= 0), None)
     if anchor is None:
-        raise NoAnchorInput(symbol=symbol)
+        raise errors.NoAnchorInput(symbol=symbol)
     leaf, dim = anchor
     return TokenSymbol(symbol, int(trace.example.leaves[leaf].shape[dim]), inputs, anchor)
+
+
+def _check_pools(boundaries: Sequence[tuple[fx.Node, NodeFacts]], outside: set[int]) -> None:
+    """Checks that no two calls of a forward leave their rows at the same places."""
+    written: set[int] = set()
+    for node, fact in boundaries:
+        if fact.boundary is not None and fact.boundary.repeatable:
+            memory = storages_of(fact.writes) & outside
+            if memory & written:
+                raise errors.WritesTwice(op=target_name(node), place=module_path(node))
+            written |= memory
 
 
 def _symbols_carried(node: fx.Node, fact: NodeFacts, trace: Trace, outside: set[int]) -> set[sympy.Symbol]:
@@ -91,12 +104,12 @@ def _only(candidates: set[sympy.Symbol], trace: Trace, node: fx.Node) -> sympy.S
     where = f"'{target_name(node)}'" + (f" ({line})" if line else "")
     about = dict(where=where, inputs=", ".join(inputs) or "no tensors")
     if candidates:
-        raise SeveralDims(names=", ".join(sorted(map(str, candidates))), **about)
+        raise errors.SeveralDims(names=", ".join(sorted(map(str, candidates))), **about)
     if any(_symbols_of(tensor, trace) for tensor in fakes_of(node.all_input_nodes)):
-        raise NoCommonDim(**about)
+        raise errors.NoCommonDim(**about)
     places = torch_api.specialisation_places(trace.shape_env)
     fixed = f"; fixed at {', '.join(places)}" if places else ""
-    raise FixedTokenCount(fixed=fixed, ints=_ints_in_schema(node), **about)
+    raise errors.FixedTokenCount(fixed=fixed, ints=_ints_in_schema(node), **about)
 
 
 def _ints_in_schema(node: fx.Node) -> str:
