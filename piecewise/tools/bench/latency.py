@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 
@@ -61,7 +61,7 @@ def run(arguments: argparse.Namespace) -> ExitCode:
         result = run_spec(
             arguments.spec, sizes=arguments.tokens, config=arguments.config, buckets=arguments.buckets,
             variants=None if arguments.variants is None else arguments.variants.split(","),
-            peer=arguments.peer, rounds=arguments.rounds, log=sys.stderr,
+            peer=arguments.peer, rounds=arguments.rounds,
         )  # fmt: skip
     print(result)
     if arguments.out is not None:
@@ -84,7 +84,6 @@ def run_spec(
     peer: str | None = None,
     rounds: int = 25,
     draws: int = DEFAULT_DRAWS,
-    log: TextIO = sys.stderr,
 ) -> BenchResult:
     """Loads and measures the case that `spec` names; the defaults are those of `piecewise bench`.
 
@@ -103,7 +102,7 @@ def run_spec(
     settings = PiecewiseConfig.from_any(config, **overrides)
     case = load_case(spec)
     bench = LatencyBench(
-        case, spec=spec, sizes=chosen, variants=wanted, config=settings, rounds=rounds, draws=draws, log=log
+        case, spec=spec, sizes=chosen, variants=wanted, config=settings, rounds=rounds, draws=draws
     )
     result = unless_the_model_raises(case, chosen[0], bench.run)
     if result.has_measured_nothing:
@@ -130,7 +129,6 @@ class LatencyBench:
     config: PiecewiseConfig
     rounds: int
     draws: int = DEFAULT_DRAWS
-    log: TextIO = sys.stderr
 
     def __post_init__(self) -> None:
         most = self.config.max_num_tokens
@@ -158,7 +156,7 @@ class LatencyBench:
         )  # fmt: skip
 
     def _tell(self, text: str) -> None:
-        print(f"[{time.perf_counter() - self._began:6.1f} s] {text}", file=self.log, flush=True)
+        print(f"[{time.perf_counter() - self._began:6.1f} s] {text}", file=sys.stderr, flush=True)
 
     @property
     def _num_draws(self) -> int:
