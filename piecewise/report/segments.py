@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 from itertools import groupby
 
-# Why a function has no ops that other code can inspect.
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class KeptEager:

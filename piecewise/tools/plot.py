@@ -28,7 +28,7 @@ _LINEAR_SPAN = 4
 _TICK_SHARE = 1 / 18
 
 
-def new_panels(title: str, heights: Sequence[float], *, notes: Iterable[str] = ()) -> tuple[Any, list[Any]]:
+def new_panels(title: str, heights: Sequence[float]) -> tuple[Any, list[Any]]:
     """Makes a figure with one panel per relative height, over one axis of token counts.
 
     Raises:
@@ -39,25 +39,30 @@ def new_panels(title: str, heights: Sequence[float], *, notes: Iterable[str] = (
         from matplotlib.figure import Figure
     except ImportError as error:
         raise NoMatplotlib() from error
-    lines = [line for note in notes for line in textwrap.wrap(note, 125, max_lines=2, placeholder=" …")]
-    figure = Figure(figsize=(9, 1 + 1.4 * sum(heights) + 0.16 * len(lines)), layout="constrained")
+    figure = Figure(figsize=(9, 1 + 1.4 * sum(heights)), layout="constrained")
     FigureCanvasAgg(figure)
     figure.suptitle(title, fontsize=10)
-    figure.supxlabel("\n".join(lines), x=0.01, ha="left", fontsize=8)
     panels = figure.subplots(len(heights), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
     for panel in panels:
         panel.grid(alpha=0.3)
     return figure, list(panels)
 
 
-def line_style(index: int, num_points: int) -> dict[str, Any]:
-    """Returns the look of the line with this number; at most about ten of its points get a marker."""
-    return {
-        "color": _COLORS[index % len(_COLORS)], "linestyle": _DASHES[index % len(_DASHES)],
-        "marker": _MARKERS[index % len(_MARKERS)], "markersize": 5, "linewidth": 1.3,
-        # Each line's markers begin at another point, so that equal lines do not hide each other's.
-        "markevery": (index % max(num_points // 10, 1), max(num_points // 10, 1)),
-    }  # fmt: skip
+def add_notes(figure: Any, notes: Iterable[str]) -> None:
+    """Writes lines below the panels, for which the figure grows."""
+    lines = [line for note in notes for line in textwrap.wrap(note, 125, max_lines=2, placeholder=" …")]
+    figure.supxlabel("\n".join(lines), x=0.01, ha="left", fontsize=8)
+    width, height = figure.get_size_inches()
+    figure.set_size_inches(width, height + 0.16 * len(lines))
+
+
+def line_style(index: int) -> dict[str, Any]:
+    """Returns the look of the line with this number."""
+    looks = {"color": _COLORS, "linestyle": _DASHES, "marker": _MARKERS}
+    return {name: each[index % len(each)] for name, each in looks.items()} | {
+        "markersize": 5,
+        "linewidth": 1.3,
+    }
 
 
 def label_axis(

@@ -19,6 +19,7 @@ from torch import nn
 
 import boundary_ops
 import piecewise
+from piecewise.api import graphs_of
 from piecewise.report.record import table
 from piecewise.tools.bench.result import environment
 from piecewise.tools.command_output import OutputFile
@@ -103,8 +104,7 @@ def host_time(num_layers: int, *, num_calls: int) -> dict[str, float] | None:
         graphed(ids, positions)
         if not graphed.stats.replays:
             return None
-        # Taking a call apart needs what the public interface hides.
-        served = graphed._graphs.signatures[0].served
+        served = graphs_of(graphed).signatures[0].served
         steps = served[_BUCKET].steps
         graphs_empty = [_emptied(step) if isinstance(step, ReplayStep) else step for step in steps.steps]
         all_empty = [_emptied(step) for step in steps.steps]

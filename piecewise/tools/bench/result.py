@@ -32,6 +32,7 @@ import statistics
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
+from math import inf
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -42,7 +43,7 @@ from piecewise.report.record import Record, table
 from piecewise.settings.whole_file import replace_file
 from piecewise.tools.bench.variants import DEFAULT_VARIANTS, PEERS
 from piecewise.tools.buckets.step_cost import BENCH_SCHEMA, read_json
-from piecewise.tools.plot import add_legend, label_axis, line_style, new_panels, save_figure
+from piecewise.tools.plot import add_legend, add_notes, label_axis, line_style, new_panels, save_figure
 from runners.errors import one_line
 
 _INDUCTORS_KERNELS = ("compile", "reduce-overhead", "graphed-fused", "graphed-inductor", "floor-inductor")
@@ -141,39 +142,25 @@ class BenchResult(Record):
             NoMatplotlib: it is not installed.
         """
         lines = {name: spreads for name in self.variants if (spreads := self._spreads(name))}
-        ratios = {f"{of} ÷ {over}": (of, self._quotients(of, over)) for of, over in _compared(list(lines))}
-        every = [found for _, found in ratios.values() if found]
-        # Few lines that are far away leave the panel: with room for them, close ones would be one line.
-        near = [found for found in every if min(found.values()) <= _MOST_CLOSE]
-        is_clipped = len(near) > len(every) / 2
-        close = [
-            ratio for found in every for ratio in found.values() if ratio <= _MOST_CLOSE or not is_clipped
-        ]
+        ratios = {pair: found for pair in _compared(list(lines)) if (found := self._quotients(*pair))}
+        figure, panels = new_panels(self.title, (3, 2) if ratios else (3,))
         notes = [*self._left_out(), f"Medians of {self.rounds} rounds; the bands are quartiles."]
-        if "÷ floor" in "".join(ratios):
+        if any(over.startswith("floor") for _, over in ratios):
             notes.append(
                 "A floor runs the same kernels in one graph: a ratio is what cuts and host work cost."
             )
-        for label, (_, found) in ratios.items():
-            if (most := max(found.values(), default=0)) > max(close):
-                notes.append(f"Above the lower panel: {label}, up to {most:.2f}.")
-        figure, panels = new_panels(self.title, (3, 2) if every else (3,), notes=notes)
         for name, spreads in lines.items():
-            style = _style(name, len(spreads))
-            panels[0].plot(list(spreads), [each.median for each in spreads.values()], label=name, **style)
-            _, low, high = zip(*spreads.values(), strict=True)
-            panels[0].fill_between(list(spreads), low, high, alpha=0.15, color=style["color"])
+            median, low, high = zip(*spreads.values(), strict=True)
+            panels[0].plot(list(spreads), median, label=name, **_style(name))
+            panels[0].fill_between(list(spreads), low, high, alpha=0.15, color=_style(name)["color"])
         medians = [each.median for spreads in lines.values() for each in spreads.values()]
         label_axis(panels[0], "y", "ms, call to idle device", medians)
-        for label, (of, found) in ratios.items():
-            panels[1].plot(list(found), list(found.values()), label=label, **_style(of, len(found)))
-        if every:
-            margin = 0.05 * max(max(close) - min(close), 0.02)
-            panels[1].set_ylim(min(*close, 1) - margin, max(*close, 1) + margin)
-            label_axis(panels[1], "y", "ratio of latencies", close)
         label_axis(panels[-1], "x", "tokens in the call", self.sizes, self.sizes)
+        if ratios:
+            notes += _draw_ratios(panels[1], ratios)
         for panel in panels:
             add_legend(panel)
+        add_notes(figure, notes)
         return figure
 
     def plot(self, path: str | os.PathLike[str]) -> None:
@@ -182,10 +169,7 @@ class BenchResult(Record):
 
     def _spreads(self, variant: str) -> dict[int, Spread]:
         lines = (line for line in self.results if line["variant"] == variant)
-        return {
-            line["num_tokens"]: Spread(*(float(line["latency_ms"][x]) for x in Spread._fields))
-            for line in lines
-        }
+        return {line["num_tokens"]: Spread(*map(float, line["latency_ms"].values())) for line in lines}
 
     def _quotients(self, of: str, over: str) -> dict[int, float]:
         """Returns the ratio at each size: per round where the run formed it, else that of the medians."""
@@ -202,10 +186,26 @@ class BenchResult(Record):
         ]
 
 
-def _style(variant: str, num_points: int) -> dict[str, Any]:
+def _style(variant: str) -> dict[str, Any]:
     """Returns the look of a variant's lines, the same in all pictures."""
     known = (*DEFAULT_VARIANTS, *PEERS)
-    return line_style(known.index(variant) if variant in known else len(known), num_points)
+    return line_style(known.index(variant) if variant in known else len(known))
+
+
+def _draw_ratios(panel: Any, ratios: Mapping[tuple[str, str], Mapping[int, float]]) -> list[str]:
+    """Draws the lines of a panel, and names those that leave it: few that are far away, since with room for
+    them close ones would be one line."""
+    num_near = sum(min(found.values()) <= _MOST_CLOSE for found in ratios.values())
+    limit = _MOST_CLOSE if num_near > len(ratios) / 2 else inf
+    close = [ratio for found in ratios.values() for ratio in found.values() if ratio <= limit]
+    for (of, over), found in ratios.items():
+        panel.plot(list(found), list(found.values()), label=f"{of} ÷ {over}", **_style(of))
+    panel.axhline(1, color="0.4", linewidth=0.8)
+    margin = 0.05 * max(max(close) - min(close), 0.02)
+    panel.set_ylim(min(*close, 1) - margin, max(*close, 1) + margin)
+    label_axis(panel, "y", "ratio of latencies", close)
+    far = {f"{of} ÷ {over}": max(found.values()) for (of, over), found in ratios.items()}
+    return [f"Above the lower panel: {label}, up to {top:.2f}." for label, top in far.items() if top > limit]
 
 
 def _compared(variants: Sequence[str]) -> Iterator[tuple[str, str]]:

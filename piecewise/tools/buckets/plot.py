@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from piecewise.tools.buckets.steps import Histogram
-from piecewise.tools.plot import add_legend, label_axis, line_style, new_panels
+from piecewise.tools.plot import add_legend, add_notes, label_axis, line_style, new_panels
 
 
 def plan_figure(
@@ -28,7 +28,7 @@ def plan_figure(
     Raises:
         NoMatplotlib: it is not installed.
     """
-    figure, (above, middle, below) = new_panels(title, (2, 2, 1.5), notes=notes)
+    figure, (above, middle, below) = new_panels(title, (2, 2, 1.5))
     plan = list(lists.values())[-1]
     edges = np.linspace(0.5, plan[-1] + 0.5, min(plan[-1], 128) + 1)
     heights, _, _ = above.hist(steps.sizes, bins=edges, weights=steps.counts, color="0.7", label="steps")
@@ -42,7 +42,8 @@ def plan_figure(
     ratios: list[float] = []
     for index, (name, buckets) in enumerate(lists.items()):
         inside, padding = _padding(steps, buckets)
-        style = line_style(index, len(inside))
+        # Few markers on each line, at other places than on the next: equal lines hide each other's.
+        style = line_style(index) | {"markevery": (0.02 * index, 0.1)}
         middle.plot(inside, 100 * padding, label=f"{name}: {len(buckets)} graphs", **style)
         if buckets is not plan:
             shared = np.flatnonzero(clear & np.isin(sizes, inside))  # a list may end below the plan's range
@@ -55,6 +56,7 @@ def plan_figure(
     label_axis(below, "x", f"{unit} in a step", [])
     for panel in (above, middle, below):
         add_legend(panel)
+    add_notes(figure, notes)
     return figure
 
 
