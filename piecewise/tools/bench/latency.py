@@ -22,7 +22,7 @@ import torch
 from piecewise import torch_api
 from piecewise.errors.tools import IneffectiveOption, NothingToMeasure, UnknownVariant
 from piecewise.prefill_case import PrefillCase, load_case, unless_the_model_raises
-from piecewise.settings.config import PiecewiseConfig
+from piecewise.settings.config import PiecewiseConfig, read_settings
 from piecewise.tools.bench.host_overhead import run_host_overhead
 from piecewise.tools.bench.result import BenchResult, Spread, environment
 from piecewise.tools.bench.variants import (
@@ -95,11 +95,11 @@ def run_spec(
     unknown = [name for name in wanted if name not in (*DEFAULT_VARIANTS, *PEERS)]
     if unknown:
         raise UnknownVariant(name=unknown[0], known=", ".join((*DEFAULT_VARIANTS, *PEERS)))
-    chosen = sorted(set(sizes or DEFAULT_SIZES))
-    overrides: dict[str, Any] = {"progress": False}
-    if buckets is not None or config is None:
-        overrides["buckets"] = buckets or chosen
-    settings = PiecewiseConfig.from_any(config, **overrides)
+    settings, given = read_settings(config, {"progress": False})
+    most = settings.max_num_tokens or DEFAULT_SIZES[-1]
+    chosen = sorted(set(sizes or [size for size in DEFAULT_SIZES if size <= most] or [most]))
+    if buckets is not None or "buckets" not in given.where:
+        settings = PiecewiseConfig.from_any(settings, buckets=buckets or chosen)
     case = load_case(spec)
     bench = LatencyBench(
         case, spec=spec, sizes=chosen, variants=wanted, config=settings, rounds=rounds, draws=draws
