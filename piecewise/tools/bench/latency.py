@@ -14,6 +14,7 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -173,8 +174,9 @@ class LatencyBench:
         found: dict[int, list[list[torch.Tensor]]] = {}
         for n in self.sizes:
             for seed in range(self._num_draws):
-                args, kwargs = torch_api.tree_map(_to_float32, source.inputs(n, seed=seed))
-                found.setdefault(n, []).append([x.cpu() for x in _float_leaves(model(*args, **kwargs))])
+                with source.inputs(n, seed=seed) as inputs:
+                    args, kwargs = torch_api.tree_map(_to_float32, inputs)
+                    found.setdefault(n, []).append([x.cpu() for x in _float_leaves(model(*args, **kwargs))])
         del model
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -203,22 +205,24 @@ class LatencyBench:
         # By draw; the first draw's inputs are made last, since the timed calls use them.
         errors: dict[str, list[float]] = {variant.name: [] for variant in prepared}
         for seed in reversed(range(max(len(references), 1))):
-            plain = self.case.inputs(n, seed=seed)
-            baseline = self.case.baseline.inputs(n, seed=seed) if self.case.baseline is not None else plain
-            for variant in prepared:
-                if seed and variant.holds_inputs or f"{variant.name}, {n} tokens" in self._skipped:
-                    continue
-                try:
-                    call = variant.prepare(n, *(baseline if variant.uses_baseline else plain))
-                    result = call()
-                except Unavailable as reason:
-                    self._skip(f"{variant.name}, {n} tokens", reason)
-                    continue
-                if references:
-                    errors[variant.name].append(_distance(result, references[seed]))
-                if not seed:
-                    calls[variant.name] = call
-        samples = self._take_turns(calls)
+            with ExitStack() as stack:
+                plain = stack.enter_context(self.case.inputs(n, seed=seed))
+                source = self.case.baseline
+                baseline = plain if source is None else stack.enter_context(source.inputs(n, seed=seed))
+                for variant in prepared:
+                    if seed and variant.holds_inputs or f"{variant.name}, {n} tokens" in self._skipped:
+                        continue
+                    try:
+                        call = variant.prepare(n, *(baseline if variant.uses_baseline else plain))
+                        result = call()
+                    except Unavailable as reason:
+                        self._skip(f"{variant.name}, {n} tokens", reason)
+                        continue
+                    if references:
+                        errors[variant.name].append(_distance(result, references[seed]))
+                    if not seed:
+                        calls[variant.name] = call
+                samples = self._take_turns(calls) if not seed else {}
         results = [
             {
                 "num_tokens": n,

@@ -117,8 +117,8 @@ class VariantMaker:
         if name not in self._made:
             with _unavailable_after(PiecewiseError):
                 graphed = piecewise.compile(self.case.model, self._config_of(name))
-                args, kwargs = self.case.inputs(max(min(self.sizes), 2))
-                report = graphed.capture(*args, **kwargs)
+                with self.case.inputs(max(min(self.sizes), 2)) as (args, kwargs):
+                    report = graphed.capture(*args, **kwargs)
             segments = graphed.report().plans[0].segments
             if name == "graphed-captured" and not any(segment.captured_ops for segment in segments):
                 notes = next(segment.notes() for segment in segments if segment.kind == "boundary")
@@ -246,10 +246,10 @@ def _compiled(case: PrefillCase, name: str, sizes: Sequence[int]) -> Prepared:
 
     with _unavailable_after(Exception):
         for n in sizes:
-            args, kwargs = source.inputs(n)
-            for _ in range(_WARM_UPS):
-                prepare(n, args, kwargs)()
-            wait_for(device_of(case))
+            with source.inputs(n) as (args, kwargs):
+                for _ in range(_WARM_UPS):
+                    prepare(n, args, kwargs)()
+                wait_for(device_of(case))
     return Prepared(name, True, prepare)
 
 

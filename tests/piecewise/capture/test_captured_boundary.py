@@ -598,9 +598,7 @@ def test_transformers_models(name):
     )  # fmt: skip
     torch.manual_seed(0)
     model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
-    cache = PagedKVCache(
-        num_layers=3, num_blocks=40, block_size=4, num_kv_heads=2, head_dim=8, dtype=torch.float32
-    )
+    cache = PagedKVCache.for_model(model, num_tokens=160, block_size=4)
     boundary_ops.huggingface.attach(model, cache)
     graphed = piecewise.compile(
         model, buckets=[4, 8, 16], progress=False, boundary="captured", max_num_seqs=3, max_seq_len=48

@@ -149,12 +149,12 @@ def test_the_floor_runs_the_plans_kernels() -> None:
     with torch.inference_mode():
         maker = VariantMaker(case, config, [4])
         graphed, _ = maker._captured("graphed")
-        args, kwargs = case.inputs(4)
         (signature,) = inspect(graphed).signatures
-        _, leaves = signature.match(signature.binder.bind(*args, **kwargs))
         functions = signature.assemblers[0].functions
-        (found,) = run_floor(signature.served[4].plan, functions, leaves, 4)
-        assert torch.equal(found, case.model(*args, **kwargs)["y"])
+        with case.inputs(4) as (args, kwargs):
+            _, leaves = signature.match(signature.binder.bind(*args, **kwargs))
+            (found,) = run_floor(signature.served[4].plan, functions, leaves, 4)
+            assert torch.equal(found, case.model(*args, **kwargs)["y"])
 
 
 def test_a_record_is_written_whole_and_drawn(tmp_path: Any) -> None:

@@ -615,10 +615,7 @@ def test_transformers_models(family, monkeypatch):
     )  # fmt: skip
     torch.manual_seed(1)
     model = getattr(transformers, family)(config).eval()
-    cache = boundary_ops.PagedKVCache(
-        num_layers=6, num_blocks=8, block_size=16, num_kv_heads=2, head_dim=16,
-        dtype=torch.float32, device="cpu",
-    )  # fmt: skip
+    cache = boundary_ops.PagedKVCache.for_model(model, num_tokens=128)
     boundary_ops.huggingface.attach(model, cache)
     graphed = piecewise.compile(model, buckets=(8, 16), progress=False)
     ids, positions = torch.arange(12)[None] % 96, torch.arange(12)[None]
