@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import json
 import subprocess
 import sys
@@ -87,7 +86,7 @@ def measured(fault: str = "") -> Record:
     config = piecewise.PiecewiseConfig(buckets=(4, 8), progress=False, fusions=("pack_linears",))
     bench = LatencyBench(
         case, spec="here:case", sizes=[4, 8], variants=["eager", "graphed", "floor"], config=config,
-        rounds=3, log=io.StringIO(),
+        rounds=3,
     )  # fmt: skip
     record: Record = json.loads(bench.run().to_json())
     return steady(record)
