@@ -34,12 +34,10 @@ class UnseenCalls:
         self._refused[text], self._notes[text] = reason, f"{outcome}: {str(error).splitlines()[0]}"
 
     def refusal_for(self, text: str) -> FallbackReason | None:
-        """Returns why this kind must not be captured; None if it may."""
         is_full = len(self._refused) >= self._max_refused
         return self._refused.get(text, FallbackReason.CAPTURE_FAILED if is_full else None)
 
     def forget_refusals(self) -> None:
-        """Allows every kind to be tried again."""
         for text in self._refused:
             del self._notes[text]
         self._refused.clear()
