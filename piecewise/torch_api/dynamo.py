@@ -15,7 +15,6 @@ from typing import Any, ClassVar
 import sympy
 import torch
 import torch._dynamo as dynamo
-from torch._dynamo import eval_frame
 from torch._dynamo.guards import GuardBuilder, _get_closure_vars
 from torch._dynamo.side_effects import SideEffects
 from torch._dynamo.source import LocalSource
@@ -26,13 +25,13 @@ from torch._dynamo.variables.builder import VariableBuilder
 from torch._guards import Source, TracingContext
 from torch._library.opaque_object import get_opaque_obj_info
 from torch._subclasses import FakeTensorMode
-from torch.autograd import forward_ad
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.utils._sympy.interp import sympy_interp as sympy_interp
 from torch.utils._sympy.printers import PythonPrinter
 from torch.utils._sympy.reference import PythonReferenceAnalysis as PythonReferenceAnalysis
 
 from piecewise.torch_api.fakes import einsums_from_the_left, fake_mode_of, fakes_remembered
+from piecewise.torch_api.process import is_forced_eager
 
 _TORCH = os.path.dirname(torch.__file__)
 SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
@@ -206,19 +205,6 @@ def tracing_config(int_names: Sequence[str], *, repeats: bool) -> Iterator[None]
     ints: Any = torch.compiler.config.patch(dynamic_sources=patterns) if patterns else nullcontext()  # type: ignore[attr-defined]
     with fakes_remembered(repeats), kept, ints, einsums_from_the_left():
         yield
-
-
-def forbids_replay() -> bool:
-    """Whether the stance is "force_eager", or a tracer (`torch.jit.trace`), a transform (`vmap`, `jvp`) or
-    forward-mode AD is active, whose tensors stand for others, and which would not see a replay."""
-    is_tracing = torch._C._get_tracing_state() is not None or forward_ad._current_level >= 0
-    is_transforming = is_tracing or torch._C._functorch.peek_interpreter_stack() is not None
-    return is_transforming or eval_frame._stance.stance == "force_eager"
-
-
-def is_forced_eager() -> bool:
-    """Whether `torch.compiler.set_stance("force_eager")` is in force; it is so for all threads."""
-    return eval_frame._stance.stance == "force_eager"
 
 
 def dynamo_is_disabled() -> str | None:

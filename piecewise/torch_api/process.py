@@ -1,5 +1,5 @@
-"""Wraps what loads in no time: classes of ops, pytrees, settings of the process, versions of dicts, and
-Inductor, which is loaded where it is used."""
+"""Wraps classes of ops, pytrees, settings of the process, versions of dicts, and Inductor, which is loaded
+where it is used."""
 
 # ruff: noqa: F401
 
@@ -13,11 +13,13 @@ from contextlib import suppress
 from typing import Any
 
 import torch
+from torch._dynamo import eval_frame
 from torch._guards import TracingContext, tracing
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch._subclasses import FakeTensorMode
 from torch.amp.autocast_mode import _enter_autocast as enter_autocast
 from torch.amp.autocast_mode import _exit_autocast as exit_autocast
+from torch.autograd import forward_ad
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import SUPPORTED_NODES, tree_flatten, tree_leaves, tree_map, tree_unflatten
@@ -52,6 +54,19 @@ def _active_modes() -> tuple[Any, ...]:
     modes += [torch._C._get_dispatch_stack_at(index) for index in range(num_dispatch_modes)]
     # `with torch.device(...)` makes an equal new mode each time.
     return tuple(mode.device if isinstance(mode, DeviceContext) else id(mode) for mode in modes)
+
+
+def forbids_replay() -> bool:
+    """Whether the stance is "force_eager", or a tracer (`torch.jit.trace`), a transform (`vmap`, `jvp`) or
+    forward-mode AD is active, whose tensors stand for others, and which would not see a replay."""
+    is_tracing = torch._C._get_tracing_state() is not None or forward_ad._current_level >= 0
+    is_transforming = is_tracing or torch._C._functorch.peek_interpreter_stack() is not None
+    return is_transforming or eval_frame._stance.stance == "force_eager"
+
+
+def is_forced_eager() -> bool:
+    """Whether `torch.compiler.set_stance("force_eager")` is in force; it is so for all threads."""
+    return eval_frame._stance.stance == "force_eager"
 
 
 def dispatch_keys(tensor: torch.Tensor) -> str:
