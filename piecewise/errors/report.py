@@ -33,8 +33,8 @@ class LowBucketCoverage(CoverageError):
 class NothingCaptured(CaptureError):
     """No listed bucket could be captured, so every call would run eagerly."""
 
-    what = "capture of {buckets}{reasons}"
-    expected = "graphs for at least one"
+    what = "capture(){reasons}"
+    expected = "graphs for at least one bucket"
     got = "none"
     rule = "a model that silently runs without graphs is slow for no visible reason"
     fix = "do what the reasons above say, or set allow_eager=True to have every call run eagerly"
