@@ -111,7 +111,7 @@ def attach(model: nn.Module, cache: PagedKVCache) -> nn.Module:
     except BaseException:
         _restore(attachment)
         raise
-    _log.info("attached %s: %d layers", type(model).__name__, len(layers))
+    _log.info("attached %s: %d layers", type(model).__name__, len(found.layers))
     return model
 
 

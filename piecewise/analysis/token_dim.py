@@ -12,14 +12,7 @@ from torch import fx
 
 import boundary_ops
 from piecewise import torch_api
-from piecewise.errors.analysis import (
-    FixedTokenCount,
-    NoAnchorInput,
-    NoBoundaryOp,
-    NoCommonDim,
-    SeveralDims,
-    WritesTwice,
-)
+from piecewise.errors import analysis as errors
 from piecewise.ir.effects import NodeFacts
 from piecewise.ir.nodes import fakes_of, module_path, source_line, storages_of, target_name, value_of
 from piecewise.ir.plan import InputRule
@@ -47,7 +40,7 @@ def find_token_symbol(trace: Trace, facts: Mapping[fx.Node, NodeFacts]) -> Token
     """
     boundaries = [(node, fact) for node, fact in facts.items() if fact.boundary is not None]
     if not boundaries:
-        raise NoBoundaryOp
+        raise errors.NoBoundaryOp
     outside = storages_of(placeholder.node for placeholder in trace.placeholders)
     _check_pools(boundaries, outside)
     candidates: set[sympy.Symbol] = set()
@@ -61,7 +54,7 @@ def find_token_symbol(trace: Trace, facts: Mapping[fx.Node, NodeFacts]) -> Token
     inputs = _inputs_carrying(trace, symbol)
     anchor = next(((rule.leaf, rule.anchor_dim) for rule in inputs if rule.anchor_dim >= 0), None)
     if anchor is None:
-        raise NoAnchorInput(symbol=symbol)
+        raise errors.NoAnchorInput(symbol=symbol)
     leaf, dim = anchor
     return TokenSymbol(symbol, int(trace.example.leaves[leaf].shape[dim]), inputs, anchor)
 
@@ -73,7 +66,7 @@ def _check_pools(boundaries: Sequence[tuple[fx.Node, NodeFacts]], outside: set[i
         if fact.boundary is not None and fact.boundary.repeatable:
             memory = storages_of(fact.writes) & outside
             if memory & written:
-                raise WritesTwice(op=target_name(node), place=module_path(node))
+                raise errors.WritesTwice(op=target_name(node), place=module_path(node))
             written |= memory
 
 
@@ -103,12 +96,12 @@ def _only(candidates: set[sympy.Symbol], trace: Trace, node: fx.Node) -> sympy.S
         where=f"'{target_name(node)}'" + (f" ({line})" if line else ""), inputs=_describe_inputs(trace)
     )
     if candidates:
-        raise SeveralDims(names=", ".join(sorted(map(str, candidates))), **about)
+        raise errors.SeveralDims(names=", ".join(sorted(map(str, candidates))), **about)
     if any(_symbols_of(tensor, trace) for tensor in fakes_of(node.all_input_nodes)):
-        raise NoCommonDim(**about)
+        raise errors.NoCommonDim(**about)
     places = torch_api.specialisation_places(trace.shape_env)
     fixed = f"; fixed at {', '.join(places)}" if places else ""
-    raise FixedTokenCount(fixed=fixed, ints=_ints_in_schema(node), **about)
+    raise errors.FixedTokenCount(fixed=fixed, ints=_ints_in_schema(node), **about)
 
 
 def _ints_in_schema(node: fx.Node) -> str:
