@@ -4,7 +4,8 @@ Writes `llama_1b.json`, `llama_8b.json` and a plot of each beside this file, or 
 random and made on the device; one sequence, bfloat16, logits of the last token only. `--smoke` runs a tiny
 model on whatever device there is, to try the command itself.
 
-Each factory is a spec for the command line too: `piecewise bench docs.results.llama_1b:llama_1b`.
+Each factory is a spec for the command line too: `piecewise bench docs.results.llama_1b:llama_1b`. A picture
+is drawn again with `piecewise bench --from docs/results/llama_1b.json --plot docs/results/llama_1b.png`.
 """
 
 from __future__ import annotations

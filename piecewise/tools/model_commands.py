@@ -20,8 +20,8 @@ def run_explain(arguments: argparse.Namespace) -> ExitCode:
     graphed = GraphedModule(case.model, config)
     with case.inputs(arguments.tokens) as (args, kwargs), torch.no_grad():
         plan = unless_the_model_raises(case, arguments.tokens, partial(graphed.explain, *args, **kwargs))
-    written = {"text": plan.__str__, "json": plan.to_json, "markdown": plan.to_markdown}
-    print(written[arguments.format]())
+    written = {"json": plan.to_json, "markdown": plan.to_markdown}
+    print(written[arguments.format]() if arguments.format in written else plan.to_text(full=arguments.full))
     return ExitCode.RIGHT
 
 

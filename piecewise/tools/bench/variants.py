@@ -33,6 +33,7 @@ from torch.overrides import TorchFunctionMode
 
 import boundary_ops
 import piecewise
+from piecewise.api import graphs_of
 from piecewise.ir.plan import SegmentPlan
 from piecewise.ir.run_plan import arguments_of, run_plan, state_tensor
 from piecewise.prefill_case import PrefillCase
@@ -142,10 +143,10 @@ class VariantMaker:
         graphed, report = self._captured(name)
 
         def prepare(n: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-            before = graphed.stats.replays
+            before = graphed.stats.reasons.copy()
             graphed(*args, **kwargs)
-            if graphed.stats.replays == before:
-                raise Unavailable(f"{n} tokens ran eagerly: {dict(graphed.stats.reasons)}")
+            for reason in graphed.stats.reasons - before:
+                raise Unavailable(f"{n} tokens ran eagerly: {reason}")
             return lambda: graphed(*args, **kwargs)
 
         capture = {**report.asdict(), "coverage": graphed.report().coverage}
@@ -164,8 +165,7 @@ class VariantMaker:
         graphs: list[Any] = []
 
         def prepare(n: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-            # Taking a call apart needs what the public interface hides.
-            (signature,) = graphed._graphs.signatures
+            (signature,) = graphs_of(graphed).signatures
             matched = signature.match(signature.binder.bind(*args, **kwargs))
             if matched is None or n not in signature.served:
                 raise Unavailable(f"{n} is no captured bucket")

@@ -200,7 +200,10 @@ class SideBySide:
             chunks = {f"part {index}": part for index, part in enumerate(parts)}
             rows.append(self.step(chunks).row())
             self.finish(list(chunks))
-        print(f"\n{table(rows)}")
+        print(
+            "\nLargest difference from the unmodified model, as a share of its largest value, and whether the"
+        )
+        print(f"graphed model's result equals its own eager run bit for bit:\n{table(rows)}")
 
 
 def run(arguments: argparse.Namespace) -> ExitCode:
@@ -233,7 +236,7 @@ def run(arguments: argparse.Namespace) -> ExitCode:
         print(f"\nTraced and captured in {time.perf_counter() - started:.1f} s\n")
         pair.run_prompts(chunks)
         pair.run_sizes()
-    print(f"\n{pair.graphed.report()}")
+    print(f"\n{pair.graphed.report().to_text(full=arguments.full)}")
     print(*[f"\nDIFFERENT: {problem}" for problem in pair.problems], sep="")
     print(*[f"\nNOT REPLAYED: {call}" for call in pair.unserved], sep="")
     if not pair.problems:

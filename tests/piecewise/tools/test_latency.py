@@ -15,8 +15,9 @@ import boundary_ops
 import piecewise
 from piecewise.errors.tools import NoMatplotlib, NothingToMeasure, WrongCase
 from piecewise.tools.bench.latency import LatencyBench
-from piecewise.tools.bench.result import SCHEMA, BenchResult, Spread
+from piecewise.tools.bench.result import BenchResult, Spread
 from piecewise.tools.bench.variants import PEERS, VariantMaker, run_floor
+from piecewise.tools.buckets.step_cost import BENCH_SCHEMA
 
 HIDDEN = 8
 
@@ -64,7 +65,7 @@ def run(case: piecewise.PrefillCase, **options: Any) -> BenchResult:
 
 def test_each_size_and_variant_has_a_line_and_a_ratio() -> None:
     found = json.loads(run(make_case()).to_json())
-    assert found["schema"] == SCHEMA and found["skipped"] == {} and found["sizes"] == [4, 8]
+    assert found["schema"] == BENCH_SCHEMA and found["skipped"] == {} and found["sizes"] == [4, 8]
     lines = {(line["num_tokens"], line["variant"]) for line in found["results"]}
     assert lines == {(n, name) for n in (4, 8) for name in ("eager", "graphed", "floor")}
     for line in found["results"]:
