@@ -172,6 +172,19 @@ def test_one_layer_that_runs_again_and_again_is_one_line():
     assert ("", "9", "boundary", "1", "layer: folding_test::mix") in rows and len(rows) == 4
 
 
+class Flat(nn.Module):
+    def forward(self, x):
+        out = torch.empty_like(x)
+        mix(x, out)
+        return out * 2
+
+
+def test_a_model_without_parts_has_the_op_alone_in_its_line():
+    plan = plan_of(Flat())
+    assert rows_of(plan)[1] == ("", "1", "boundary", "1", "folding_test::mix")
+    assert rows_of(plan, full=True)[1] == ("1", "boundary", "1", "folding_test::mix")
+
+
 def explained(name, **changes):
     model, _ = attached(name, **changes)
     with torch.no_grad():
