@@ -152,7 +152,7 @@ def main() -> int:
     for name, options in runs.items():
         if arguments.only not in (None, name):
             continue
-        result = run_spec(f"docs.results.llama_1b:{name}", log=sys.stderr, **options)
+        result = run_spec(f"docs.results.llama_1b:{name}", **options)
         result.write(arguments.out / f"{name}.json")
         try:
             result.plot(arguments.out / f"{name}.png")

@@ -114,9 +114,10 @@ def _add_bench(commands: _Commands) -> None:
         " the host time of a call alone.", "piecewise.tools.bench.latency:run",
     )
     add = parser.add_argument
-    _add_spec(add, parser.add_mutually_exclusive_group(required=True), buckets="default: --tokens")
+    _add_spec(add, parser.add_mutually_exclusive_group(required=True), "default: settings, else --tokens")
     _add_count(add, "--calls", 2000, "calls per measurement of --host-overhead")
-    add("--tokens", type=_sizes, metavar="N,N,...", help="token counts (default: 16,128,512,1024,2048)")
+    add("--tokens", type=_sizes, metavar="N,N,...",
+        help="token counts (default: 16,128,512,1024,2048, up to max_num_tokens)")
     add("--variants", metavar="NAME,...", help="what to measure (default: all but peers): bench/variants.py")
     add("--peer", choices=("breakable",), help="measure this package too, where it can be imported")
     _add_count(add, "--rounds", 25, "samples per variant and size")

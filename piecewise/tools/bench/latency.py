@@ -16,14 +16,14 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 
 from piecewise import torch_api
 from piecewise.errors.tools import IneffectiveOption, NothingToMeasure, UnknownVariant
 from piecewise.prefill_case import PrefillCase, load_case, unless_the_model_raises
-from piecewise.settings.config import PiecewiseConfig
+from piecewise.settings.config import PiecewiseConfig, read_settings
 from piecewise.tools.bench.host_overhead import run_host_overhead
 from piecewise.tools.bench.result import BenchResult, Spread, environment
 from piecewise.tools.bench.variants import (
@@ -62,7 +62,7 @@ def run(arguments: argparse.Namespace) -> ExitCode:
         result = run_spec(
             arguments.spec, sizes=arguments.tokens, config=arguments.config, buckets=arguments.buckets,
             variants=None if arguments.variants is None else arguments.variants.split(","),
-            peer=arguments.peer, rounds=arguments.rounds, log=sys.stderr,
+            peer=arguments.peer, rounds=arguments.rounds,
         )  # fmt: skip
     print(result)
     if arguments.out is not None:
@@ -85,7 +85,6 @@ def run_spec(
     peer: str | None = None,
     rounds: int = 25,
     draws: int = DEFAULT_DRAWS,
-    log: TextIO = sys.stderr,
 ) -> BenchResult:
     """Loads and measures the case that `spec` names; the defaults are those of `piecewise bench`.
 
@@ -97,14 +96,14 @@ def run_spec(
     unknown = [name for name in wanted if name not in (*DEFAULT_VARIANTS, *PEERS)]
     if unknown:
         raise UnknownVariant(name=unknown[0], known=", ".join((*DEFAULT_VARIANTS, *PEERS)))
-    chosen = sorted(set(sizes or DEFAULT_SIZES))
-    overrides: dict[str, Any] = {"progress": False}
-    if buckets is not None or config is None:
-        overrides["buckets"] = buckets or chosen
-    settings = PiecewiseConfig.from_any(config, **overrides)
+    settings, given = read_settings(config, {"progress": False})
+    most = settings.max_num_tokens or DEFAULT_SIZES[-1]
+    chosen = sorted(set(sizes or [size for size in DEFAULT_SIZES if size <= most] or [most]))
+    if buckets is not None or "buckets" not in given.where:
+        settings = PiecewiseConfig.from_any(settings, buckets=buckets or chosen)
     case = load_case(spec)
     bench = LatencyBench(
-        case, spec=spec, sizes=chosen, variants=wanted, config=settings, rounds=rounds, draws=draws, log=log
+        case, spec=spec, sizes=chosen, variants=wanted, config=settings, rounds=rounds, draws=draws
     )
     result = unless_the_model_raises(case, chosen[0], bench.run)
     if result.has_measured_nothing:
@@ -131,7 +130,6 @@ class LatencyBench:
     config: PiecewiseConfig
     rounds: int
     draws: int = DEFAULT_DRAWS
-    log: TextIO = sys.stderr
 
     def __post_init__(self) -> None:
         most = self.config.max_num_tokens
@@ -159,7 +157,7 @@ class LatencyBench:
         )  # fmt: skip
 
     def _tell(self, text: str) -> None:
-        print(f"[{time.perf_counter() - self._began:6.1f} s] {text}", file=self.log, flush=True)
+        print(f"[{time.perf_counter() - self._began:6.1f} s] {text}", file=sys.stderr, flush=True)
 
     @property
     def _num_draws(self) -> int:

@@ -101,11 +101,8 @@ class GraphMemory:
         return int(left // self.bytes_per_graph) if self.bytes_per_graph else MAX_BUCKET
 
 
-def read_bench(path: str | Path, *, variant: str = "graphed") -> tuple[StepCost, GraphMemory | None]:
+def read_bench(path: str | Path) -> tuple[StepCost, GraphMemory | None]:
     """Reads latency curves, and memory if measured, from a file of `piecewise bench`.
-
-    Args:
-        variant: the graphed variant whose latency replays have.
 
     Raises:
         WrongBenchFile: the file cannot be read, is of another schema, has no size measured both graphed and
@@ -115,22 +112,23 @@ def read_bench(path: str | Path, *, variant: str = "graphed") -> tuple[StepCost,
     results = content.get("results")
     if not isinstance(results, list):
         raise _wrong(path, "a list of results", results)
-    curves: dict[str, dict[int, float]] = {variant: {}, "eager": {}}
+    curves: dict[str, dict[int, float]] = {"graphed": {}, "eager": {}}
     for index, line in enumerate(results):
         where = f"results[{index}]"
         if not isinstance(line, dict):
             raise _wrong(path, "an object", line, where)
-        if line.get("variant") in curves:
+        name = str(line.get("variant"))
+        if name in curves:
             size, latency = line.get("num_tokens"), line.get("latency_ms")
             if not isinstance(size, int) or isinstance(size, bool) or not 1 <= size <= MAX_BUCKET:
                 raise _wrong(path, f"num_tokens from 1 to {MAX_BUCKET}", size, where)
             median = latency.get("median") if isinstance(latency, dict) else None
-            curves[line["variant"]][size] = _positive(path, median, f"{where} latency_ms.median")
-    sizes = sorted(curves[variant].keys() & curves["eager"].keys())
+            curves[name][size] = _positive(path, median, f"{where} latency_ms.median")
+    sizes = sorted(curves["graphed"].keys() & curves["eager"].keys())
     if not sizes:
         names = sorted({str(line.get("variant")) for line in results})
-        raise _wrong(path, f"a size with both {variant!r} and 'eager'", names)
-    graphed, eager = (np.array([curves[name][size] for size in sizes]) for name in (variant, "eager"))
+        raise _wrong(path, "a size with both 'graphed' and 'eager'", names)
+    graphed, eager = (np.array([curves[name][size] for size in sizes]) for name in ("graphed", "eager"))
     ran = content.get("environment")
     device = ran.get("device") if isinstance(ran, dict) else None
     origin = f"ms of {content.get('spec')!s:.60} on {device!s:.60}"

@@ -218,6 +218,7 @@ def test_a_bench_file_gives_the_curves_and_the_memory(tmp_path):
         ({"results": 3}, "a list of results"),
         ({"results": [3]}, "results[0]: expected an object"),
         ({"results": []}, "a size with both 'graphed' and 'eager'"),
+        ({"results": [{"num_tokens": 8, "variant": []}]}, "a size with both 'graphed' and 'eager'"),
         ({"results": [{"num_tokens": 0, "variant": "eager"}]}, "results[0]: expected num_tokens from 1"),
         (
             {"results": [{"num_tokens": 8, "variant": "eager"}]},
