@@ -47,6 +47,14 @@ def llama_8b() -> piecewise.PrefillCase:
     )  # fmt: skip
 
 
+def four_layers() -> piecewise.PrefillCase:
+    """4 layers of the width of `llama_1b`, for the gate: set up in seconds."""
+    return _case(
+        dict(vocab_size=32000, hidden_size=2048, intermediate_size=8192, num_hidden_layers=4,
+             num_attention_heads=32, num_key_value_heads=8, head_dim=64)
+    )  # fmt: skip
+
+
 def smoke() -> piecewise.PrefillCase:
     """3 layers, hidden 128: shows that the command works."""
     return small_layers(3)

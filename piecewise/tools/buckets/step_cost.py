@@ -19,7 +19,9 @@ from runners.errors import short
 Floats = NDArray[np.float64]
 
 _MAX_BENCH_BYTES = 16 * 1024 * 1024
-BENCH_SCHEMA = "piecewise.bench/1"
+BENCH_SCHEMA = "piecewise.bench/2"
+# The two agree in all that is read here.
+_READ_SCHEMAS = (BENCH_SCHEMA, "piecewise.bench/1")
 # Latencies are extrapolated to at most this many times the largest measured size.
 _MOST_EXTRAPOLATED = 8
 
@@ -145,7 +147,7 @@ def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         found = str(error)[:200] or "deep nesting"
         raise WrongBenchFile(where=path, wanted="a readable JSON file", found=found) from error
-    if not isinstance(content, dict) or content.get("schema") != BENCH_SCHEMA:
+    if not isinstance(content, dict) or content.get("schema") not in _READ_SCHEMAS:
         other = content.get("schema") if isinstance(content, dict) else content
         raise _wrong(path, f"the schema {BENCH_SCHEMA!r}", other)
     return content
