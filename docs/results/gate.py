@@ -33,7 +33,7 @@ from piecewise.tools.gate.compare import compare
 from runners.cuda.graph import CudaGraph
 
 SIZES = "16,128,512"
-_DRAWS = 500
+_DRAWS = 200
 
 
 class _Before(nn.Module):
@@ -167,6 +167,15 @@ def _bootstrap(records: list[dict[str, Any]]) -> dict[str, float]:
     return shares
 
 
+def _write(folder: Path, found: dict[str, Any], records: list[dict[str, Any]]) -> None:
+    """Writes what is known so far, since the whole takes minutes."""
+    found["environment"] = records[-1]["environment"]
+    found["false alarms"] = sum(bool(run["regressions"]) for run in found["runs"])
+    found["share of false alarms, by runs in the baseline"] = _bootstrap(records)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "gate.json").write_text(json.dumps(found, indent=1) + "\n")
+
+
 def main() -> None:
     """Measures and writes."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -182,20 +191,17 @@ def main() -> None:
             records.append(_measure(folder, f"run{number}", smoke=arguments.smoke))
             # The first three are the baseline that a user makes; each later run is judged by all before it.
             judged = _regressions(_baseline(records[:-1]), records[-1]) if number >= 3 else None
-            found["runs"].append({"regressions": judged, "ratios": run_of(records[-1])["values"]})
+            found["runs"].append({"regressions": judged, "values": run_of(records[-1])["values"]})
             print(number, judged, flush=True)
+            _write(arguments.out, found, records)
         for number, (fault, (_, part)) in enumerate(FAULTS.items()):
             record = _measure(folder, f"fault{number}", fault=fault, smoke=arguments.smoke)
             told = _regressions(_baseline(records), record)
             is_caught = any(part in name for name in told)
             found["faults"][fault] = {"caught": is_caught, "looked for": part, "regressions": told}
             print(fault, is_caught, told, flush=True)
-    found["environment"] = records[-1]["environment"]
-    found["false alarms"] = sum(bool(run["regressions"]) for run in found["runs"])
-    found["share of false alarms, by runs in the baseline"] = _bootstrap(records)
+            _write(arguments.out, found, records)
     print(found["false alarms"], found["share of false alarms, by runs in the baseline"])
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    (arguments.out / "gate.json").write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":
