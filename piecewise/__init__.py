@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from piecewise.torch_backend import handle
     from runners.mode import capture_window, eager_only
 
+# pyproject.toml reads it here.
+__version__ = "0.1.0"
+
 # Where each name is defined.
 _HOMES = {
     "piecewise.api": ("GraphedModule", "compile", "disable", "enable", "explain"),

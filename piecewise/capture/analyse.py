@@ -31,8 +31,11 @@ from piecewise.ir.aten import AtenGraph
 from piecewise.ir.effects import NodeFacts, find_facts, remove_dead_nodes
 from piecewise.ir.nodes import fakes_of, module_path, source_line
 from piecewise.ir.plan import SegmentPlan
+from piecewise.lowering.lowering import Lowering
+from piecewise.report.report import PlanReport
 from piecewise.report.startup_times import StartupTimes
 from piecewise.settings.config import PiecewiseConfig
+from piecewise.streams.streams import StreamSchedules
 from piecewise.trace.trace import ExampleCall, Trace, front_end
 from runners.errors import PiecewiseError
 from runners.state.state_check import StateFacts
@@ -221,13 +224,28 @@ def one_token_refusal(
         single = trace(model, example, forward=forward, static_dims=static)
     except PiecewiseError as error:
         return f"it cannot be traced with one: {error.what}", StateFacts()
+    return one_token_difference(traced, single, config)
+
+
+def one_token_difference(
+    several: TracedModel, single: Trace, config: PiecewiseConfig
+) -> tuple[str, StateFacts]:
+    """Compares a trace with one of one token; returns as `one_token_refusal` does."""
     single = normalized(single)
     write_captured_forms(single, config)
-    facts = _living_facts(single, config)
-    several = Program(traced.trace, traced.facts, symbol=traced.token.symbol)
-    is_same = several.difference(Program(single, facts)) is None
+    program = Program(several.trace, several.facts, symbol=several.token.symbol)
+    is_same = program.difference(Program(single, _living_facts(single, config))) is None
     refusal = "" if is_same else "the model runs another program with one token than with several"
-    return refusal, single.state_facts.beyond(traced.trace.state_facts)
+    return refusal, single.state_facts.beyond(several.trace.state_facts)
+
+
+def plan_report(traced: TracedModel, config: PiecewiseConfig) -> PlanReport:
+    """Reports the plan of a trace and how it would be lowered; captures and changes nothing."""
+    plan = traced.planned(config, StartupTimes(), move_weights=False)
+    lowering = Lowering(config).preview(plan, config.buckets)
+    num_rows = traced.token.example_num_tokens
+    streams = StreamSchedules(plan, lowering, num_rows=num_rows, num_streams=config.num_streams)
+    return PlanReport.of(plan, traced.trace.example.names, lowering, streams.report())
 
 
 def _check_devices(model: nn.Module, example: ExampleCall) -> None:

@@ -20,8 +20,7 @@ class Inspection:
     @property
     def store(self) -> Any:
         """The store of the graphs."""
-        named = vars(self._graphed)
-        return named["_graphs"] if "_graphs" in named else named["store"]
+        return vars(self._graphed)["_graphs"]
 
     @property
     def pool(self) -> Any:
