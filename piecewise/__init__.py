@@ -3,6 +3,7 @@
 Public names are imported when first used, so that neither `piecewise --help` nor a test plugin loads torch.
 """
 
+import logging
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ from runners.errors import (
     TokenDimError,
     TraceError,
 )
+from runners.stats import FallbackWarning
 
 if TYPE_CHECKING:
     from piecewise.api import GraphedModule, compile, disable, enable, explain
@@ -25,6 +27,9 @@ if TYPE_CHECKING:
 
 # pyproject.toml reads it here.
 __version__ = "0.1.0"
+
+# TORCH_LOGS="+piecewise" shows what is logged.
+logging.getLogger(__name__).addHandler(logging.NullHandler())
 
 # Where each name is defined.
 _HOMES = {
@@ -38,6 +43,7 @@ _HOMES = {
 __all__ = [
     "CaptureError",
     "ConfigError",
+    "FallbackWarning",
     "GraphedModule",
     "PiecewiseConfig",
     "PiecewiseError",

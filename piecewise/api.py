@@ -53,18 +53,20 @@ class GraphControls:
         Args:
             args, kwargs: the model's own arguments, with two or more tokens.
         Returns:
-            The outcome of each bucket; a bucket that could not be captured runs eagerly, with the reason.
+            The outcome of each bucket; a bucket that could not be captured runs eagerly, with a warning and
+            the reason. If graphs are switched off (`disable`, the stance "force_eager"), nothing is captured.
         Raises:
             TraceError: the model cannot be one graph, or tensors are on two devices.
             TokenDimError: the token count cannot be found in the example.
             ConfigError: `boundary="captured"` without a limit that an op needs.
-            CaptureError: with `strict`, an op lets padding reach real rows, or a bucket fails; with
-                `min_coverage`, too few ops are in graphs. Then nothing of this capture is kept.
+            CaptureError: no bucket could be captured, unless `allow_eager` is set; with `strict`, an op lets
+                padding reach real rows, or a bucket fails; with `min_coverage`, too few ops are in graphs.
+                Then nothing of this capture is kept. The model itself serves calls as before.
             StateError: `max_signatures` are captured already, a call is in progress, or it is suspended.
         """
         with self._router.exclusive("capture"):
             self._graphs.refuse_suspended("capture")
-            return self._calls.capture(args, kwargs)
+            return self._graphs.disabled_report() or self._calls.capture(args, kwargs)
 
     def suspend(self) -> None:
         """Gives all graph memory back, for a trainer that needs it, until `resume()`; calls run eagerly.
@@ -157,7 +159,7 @@ class GraphedModule(GraphControls):
             raise NoModule(kind="a GraphedModule", fix="use it as it is, or pass its attribute 'model'")
         if not isinstance(model, nn.Module):
             raise NoModule(kind=type(model).__name__)
-        graphs = GraphStore(config)
+        graphs = GraphStore(PiecewiseConfig.from_any(config))
         self.model = model
         self._forward: Callable[..., Any] = forward if forward is not None else model
         self._in_place = forward is not None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-import logging
+import warnings
 from typing import Any
 
 import torch
@@ -14,8 +14,6 @@ from boundary_ops.step.kv_cache import PagedKVCache
 
 __all__ = ["find_program", "warm_up", "warn_slow"]
 
-_log = logging.getLogger("boundary_ops")
-
 
 @functools.cache
 def find_program() -> Any:
@@ -23,7 +21,7 @@ def find_program() -> Any:
     try:
         from boundary_ops.attention.triton import prefill
     except ImportError as error:
-        _log.warning("op '%s' runs as torch operators on CUDA, which is slow: %s", NAME, error)
+        warnings.warn(f"op '{NAME}' runs as torch operators on CUDA, which is slow: {error}", stacklevel=2)
         return None
     return prefill
 
@@ -31,7 +29,7 @@ def find_program() -> Any:
 @functools.cache
 def warn_slow(why: str) -> None:
     """Warns once for each reason that torch operators serve calls which the program cannot run."""
-    _log.warning("%s runs as torch operators, which is slow: %s", NAME, why)
+    warnings.warn(f"{NAME} runs as torch operators, which is slow: {why}", stacklevel=2)
 
 
 def warm_up(num_tokens: int, *args: Any, **kwargs: Any) -> None:

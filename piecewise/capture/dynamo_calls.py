@@ -75,7 +75,7 @@ class DynamoCalls:
                 self.found(*torch_api.tree_map(lambda leaf: sizes.get(id(leaf), leaf), call))
             if signature.suspended is not None:
                 signature.end_suspension()
-            return self.store.capture(signature, self.store.missing(signature))
+            return self.store.capture_listed(signature)
 
     def traced(self, args: Any, kwargs: Any) -> TracedModel:
         graph, values = self._reach(*torch_api.with_symbolic_sizes((args, kwargs)))
@@ -257,10 +257,11 @@ class CompiledGraph:
         if isinstance(error, CoverageError):
             self._refused = FallbackReason.LOW_COVERAGE
         elif not self._has_boundary_op():
-            self._refused = FallbackReason.DISABLED  # a graph break left a graph without boundary ops
+            self._refused = FallbackReason.NO_GRAPH  # a graph break left a graph without boundary ops
         else:
             codes = FallbackReason.CAPTURE_FAILED, FallbackReason.STATIC_TOKEN_COUNT
             self._refused = codes[self._is_static]
+        self.owner.store.first.because(self._refused, self._note)
         if self.owner.store.config.strict or self._refused is FallbackReason.LOW_COVERAGE:
             raise error
 
@@ -291,7 +292,7 @@ class CompiledGraph:
                 signature.one_token = ""
                 return other, arguments, matched
             signature.one_token = difference if signature.one_token is None else signature.one_token
-            self._refused = FallbackReason.ONE_TOKEN_BRANCH
+            self._refused = self.owner.store.first.because(FallbackReason.ONE_TOKEN_BRANCH, difference)
         return None
 
     def _arguments_of(self, other: CompiledGraph, values: tuple[Any, ...]) -> list[Any] | None:

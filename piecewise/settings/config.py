@@ -67,6 +67,10 @@ class PiecewiseConfig:
         engine: "cuda" (real graphs), "tape" (no GPU needed), or "auto" for the one of the model's device.
         num_streams: above 1, independent branches of a graph segment (q, k and v; gate and up) are captured
             on that many streams, at buckets of up to 512; without a GPU they run in another order.
+        allow_eager: `capture()` returns, with a warning, where no listed bucket can be captured, so that all
+            calls run eagerly; else this is an error.
+        disable: the model runs as without this package, and `capture()` captures nothing. PIECEWISE_DISABLE=1
+            in the environment wins over every other source.
         progress: show a bar while tracing, lowering and capturing.
         frontend: how the model becomes segments; this version has only "trace".
         lowering: what runs inside graph segments: "eager" (torch's own kernels) or "inductor" (each distinct
@@ -107,6 +111,8 @@ class PiecewiseConfig:
     capture: str = _setting("startup", "capture", kinds.choice("startup", "lazy"))
     engine: str = _setting("auto", "capture", kinds.choice(*ENGINE_NAMES))
     num_streams: int = _setting(1, "capture", whole(1, 8))
+    allow_eager: bool = _setting(False, "capture", kinds.flag)
+    disable: bool = _setting(False, "capture", kinds.flag)
     progress: bool = _setting(True, "capture", kinds.flag)
     frontend: str = _setting("trace", "compile", kinds.choice(*FRONT_ENDS, later=LATER))
     lowering: str = _setting("eager", "compile", kinds.choice("eager", "inductor"))
@@ -155,9 +161,8 @@ class PiecewiseConfig:
         Raises:
             ConfigError: any name or value is wrong; the message lists every problem of all sources.
         """
-        if isinstance(source, PiecewiseConfig) and not overrides:
-            return source
-        return cls(**_checked(_gathered(source, overrides)))
+        found = cls(**_checked(_gathered(source, overrides)))
+        return source if isinstance(source, cls) and source == found else found
 
     def to_toml(self, path: str | os.PathLike[str], *, only: Sequence[str] | None = None) -> None:
         """Writes every setting that is not None, or `only` those named; the rest of the file stays as it is.
@@ -257,6 +262,9 @@ def _gathered(source: object, overrides: Mapping[str, Any]) -> Given:
             given.add(name, value, named(name))
         else:
             given.refuse_unknown(named(f"option {name!r}"), name, dict(zip(FIELDS, FIELDS, strict=True)))
+    switch = read_environment({"disable": FIELDS["disable"]}, knows_all=False)
+    if switch.values.get("disable", False) is not False:  # it wins
+        given.add("disable", switch.values["disable"], switch.where["disable"])
     return given
 
 

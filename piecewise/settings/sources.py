@@ -172,16 +172,16 @@ def read_file(path: Path, table_of_fields: Mapping[str, Setting]) -> Given:
     return given
 
 
-def read_environment(table_of_fields: Mapping[str, Setting]) -> Given:
-    """Reads the `PIECEWISE_*` variables: a field's name in capitals."""
+def read_environment(table_of_fields: Mapping[str, Setting], *, knows_all: bool = True) -> Given:
+    """Reads the `PIECEWISE_*` variables, fields' names in capitals; with `knows_all`, others are refused."""
     given = Given()
     fields = {ENVIRONMENT_PREFIX + name.upper(): name for name in table_of_fields}
     for variable in sorted(name for name in os.environ if name.startswith(ENVIRONMENT_PREFIX)):
         name = fields.get(variable)
-        if name is None:
+        if name is None and knows_all:
             same = dict(zip(fields, fields, strict=True))
             given.refuse_unknown(named(f"environment variable {variable}"), variable, same)
-        else:
+        elif name is not None:
             text = os.environ[variable].strip()
             given.add(name, table_of_fields[name].kind.read(text), named(variable))
     return given

@@ -18,6 +18,7 @@ from torch._dynamo import external_utils
 from torch._guards import ChainedSource, Source, TracingContext
 
 from piecewise.torch_api.fakes import einsums_from_the_left, fakes_remembered
+from piecewise.torch_api.process import is_forced_eager
 from piecewise.torch_api.symbols import name_of
 from piecewise.torch_api.trees import tree_map
 
@@ -38,8 +39,7 @@ def tracing_config(int_names: Sequence[str], *, repeats: bool) -> Iterator[None]
 
 def dynamo_is_disabled() -> str | None:
     """Returns why `torch.compile` would not call a backend now, or None."""
-    stance = dynamo.eval_frame._stance.stance
-    if stance == "force_eager":
+    if is_forced_eager():
         return 'torch.compiler.set_stance("force_eager") is active'
     if dynamo.config.disable:  # type: ignore[attr-defined]
         return "TorchDynamo is disabled (TORCH_COMPILE_DISABLE or torch._dynamo.config.disable)"

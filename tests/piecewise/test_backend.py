@@ -219,7 +219,7 @@ def test_a_part_of_a_model_without_a_boundary_op_is_one_without_a_plan():
         with piecewise.capture_window():
             compiled(ids_of(5))
         check_call(model, compiled, 7)
-        assert handle.stats.reasons == {FallbackReason.DISABLED: 2} and handle.stats.replays == 2
+        assert handle.stats.reasons == {FallbackReason.NO_GRAPH: 2} and handle.stats.replays == 2
         for call in (handle.capture, handle.explain, handle.verify):
             with pytest.raises(BreaksApart, match="fullgraph=True"):
                 call(ids_of(5))

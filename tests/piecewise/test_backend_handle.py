@@ -269,8 +269,10 @@ def test_capture_while_suspended_or_with_dynamo_off_is_an_error():
         handle.capture(torch.arange(5))
     handle.resume()
     assert handle.capture(torch.arange(5)).ok
-    with torch.compiler.set_stance("force_eager"), pytest.raises(CompileIsOff):
-        handle.capture(torch.arange(5))
+    with torch.compiler.set_stance("force_eager"):
+        assert {each.status for each in handle.capture(torch.arange(5)).buckets} == {"disabled"}
+        with pytest.raises(CompileIsOff):
+            handle.explain(torch.arange(5))
 
 
 def test_whatever_torch_compile_takes_has_a_handle():

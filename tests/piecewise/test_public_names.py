@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[2]
 NAMES = {
     "piecewise": "PiecewiseConfig PrefillCase GraphedModule compile enable disable explain handle"
     " capture_window eager_only PiecewiseError ConfigError TraceError TokenDimError SplitError CaptureError"
-    " StateError",
+    " StateError FallbackWarning",
     "runners": "PiecewiseRunner TokenBuckets StepPlan CallStats FallbackReason PiecewiseError ConfigError"
     " CaptureError StateError",
     "boundary_ops": "define register registered lookup unregister declare_rows check_rows BoundaryOp"
@@ -60,6 +60,8 @@ TOML_KEYS = {
     "engine": ("capture", "engine"),
     "num_streams": ("capture", "num_streams"),
     "progress": ("capture", "progress"),
+    "allow_eager": ("capture", "allow_eager"),
+    "disable": ("capture", "disable"),
     "frontend": ("compile", "frontend"),
     "lowering": ("compile", "lowering"),
     "compile_sizes": ("compile", "compile_sizes"),
@@ -84,6 +86,8 @@ VALUES = {
     "engine": ("tape", "tape", "'tape'"),
     "num_streams": (2, "2", "2"),
     "progress": (False, "0", "false"),
+    "allow_eager": (True, "1", "true"),
+    "disable": (True, "1", "true"),
     "frontend": ("trace", "trace", "'trace'"),
     "lowering": ("inductor", "inductor", "'inductor'"),
     "compile_sizes": ((16,), "16", "[16]"),
