@@ -25,6 +25,7 @@ from piecewise.capture.dynamo_calls import DynamoCalls
 from piecewise.capture.store import GraphStore
 from piecewise.errors.api import BackendArguments, NoHandle
 from piecewise.settings.config import PiecewiseConfig
+from runners.errors import shown
 
 # The module or function given to torch.compile → a handle for each of its options, all freed with it.
 _handles: weakref.WeakKeyDictionary[Any, list[BackendHandle]] = weakref.WeakKeyDictionary()
@@ -92,22 +93,16 @@ def _handle_of(owner: Any, arguments: Mapping[str, Any]) -> BackendHandle:
     return found
 
 
-def _settings(options: Any = None, mode: str | None = None, **unknown: Any) -> PiecewiseConfig:
+def _settings(options: Any = None, mode: str | None = None) -> PiecewiseConfig:
     if mode is not None:
         fix = (
             "leave mode out: graphs are replayed anyway, as in mode 'reduce-overhead'; for compiled kernels,"
             ' as in \'max-autotune\', pass options={"lowering": "inductor"} instead'
         )
         raise BackendArguments(f"torch.compile argument mode={mode!r}", expected="no mode", fix=fix)
-    if unknown:
-        arguments = ", ".join(map(repr, unknown))
-        raise BackendArguments(f"torch.compile argument {arguments}", expected="none beside 'options'")
-    if not isinstance(options or {}, Mapping):
-        kind = type(options).__name__
-        raise BackendArguments("torch.compile argument 'options'", expected="a dict of settings", got=kind)
-    settings = dict(options or {})
-    odd = [key for key in settings if not isinstance(key, str)]
-    if odd:
-        kind = type(odd[0]).__name__
-        raise BackendArguments(f"option {odd[0]!r}", expected="the name of a setting", got=kind)
+    options = {} if options is None else options
+    if not isinstance(options, Mapping) or not all(isinstance(key, str) for key in options):
+        expected = "a dict with the names of settings"
+        raise BackendArguments("torch.compile argument 'options'", expected=expected, got=shown(options))
+    settings = dict(options)
     return PiecewiseConfig.from_any(settings.pop("config", None), **settings)

@@ -210,6 +210,9 @@ def example_of_size(traced: TracedModel, num_tokens: int) -> ExampleCall:
     return traced.trace.example.with_leaves(leaves)
 
 
+ANOTHER_PROGRAM = "the model runs another program with one token than with several"
+
+
 def one_token_refusal(
     traced: TracedModel, model: nn.Module, *, forward: Any, config: PiecewiseConfig
 ) -> tuple[str, StateFacts]:
@@ -235,19 +238,21 @@ def one_token_refusal(
         single = trace(model, example, forward=forward, static_dims=static)
     except PiecewiseError as error:
         return f"it cannot be traced with one: {error.what}", StateFacts()
-    return one_token_difference(traced, single, config)
+    is_same = runs_same_program(traced, single, config, num_tokens=1)
+    refusal = "" if is_same else ANOTHER_PROGRAM
+    return refusal, single.state_facts.beyond(traced.trace.state_facts)
 
 
-def one_token_difference(
-    several: TracedModel, single: Trace, config: PiecewiseConfig
-) -> tuple[str, StateFacts]:
-    """Compares a trace with one of one token; returns as `one_token_refusal` does."""
-    single = normalized(single)
-    write_captured_forms(single, config)
-    program = Program(several.trace, several.facts, symbol=several.token.symbol)
-    is_same = program.difference(Program(single, _living_facts(single, config))) is None
-    refusal = "" if is_same else "the model runs another program with one token than with several"
-    return refusal, single.state_facts.beyond(several.trace.state_facts)
+def runs_same_program(
+    traced: TracedModel, other: Trace, config: PiecewiseConfig, *, num_tokens: int | None = None
+) -> bool:
+    """Whether another trace is the same program op by op: at one count, for a trace of that count alone, or
+    else as a function of the sizes."""
+    other = normalized(other)
+    write_captured_forms(other, config)
+    symbol = traced.token.symbol if num_tokens is not None else None
+    program = Program(traced.trace, traced.facts, symbol=symbol, num_tokens=num_tokens or 1)
+    return program.difference(Program(other, _living_facts(other, config))) is None
 
 
 def plan_report(traced: TracedModel, config: PiecewiseConfig) -> PlanReport:

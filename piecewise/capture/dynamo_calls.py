@@ -16,7 +16,13 @@ from boundary_ops.declare.registry import lookup
 from piecewise import torch_api
 from piecewise.calls.binder import CallBinder, bound_call
 from piecewise.calls.structure import Structure, flatten_structure
-from piecewise.capture.analyse import TracedModel, example_of_size, one_token_difference, prepare
+from piecewise.capture.analyse import (
+    ANOTHER_PROGRAM,
+    TracedModel,
+    example_of_size,
+    prepare,
+    runs_same_program,
+)
 from piecewise.capture.call_router import CallRouter
 from piecewise.capture.captured_call import CapturedSignature, Cut, FoundCall, Matched, SignatureList
 from piecewise.capture.store import GraphStore
@@ -67,7 +73,8 @@ class DynamoCalls:
         call = torch_api.with_symbolic_sizes((args, kwargs))
         with torch.no_grad():
             graph, values = self._reach(*call)
-            signature = graph.planned(values)
+            twin = graph.twin(values)
+            signature = graph.planned(values) if twin is None else twin[0].planned(twin[1])
             if self.store.config.buckets[0] == 1:  # whether one token is the same program, Dynamo must tell
                 traced = signature.traced
                 leaves = zip(traced.trace.example.leaves, example_of_size(traced, 1).leaves, strict=True)
@@ -167,8 +174,8 @@ class CompiledGraph:
         state = zip(nodes, self.sources, fakes, strict=True)
         torch_api.guard_modules_of([node for node, source, fake in state if _is_state(source, fake)])
         self.binder = self.new_binder()
-        # Another graph → how its program at one token differs from this one; empty where it does not.
-        self._differences: dict[CompiledGraph, str] = {}
+        # Another graph → whether it is the same program.
+        self._is_same: dict[CompiledGraph, bool] = {}
 
     def __call__(self, *args: Any) -> Any:
         if _is_sought.get():
@@ -196,10 +203,9 @@ class CompiledGraph:
     ) -> tuple[CapturedSignature, Matched] | FallbackReason:
         """Plans the graph with the first call's arguments; if that fails, the graph stays eager for good."""
         if not self.signatures:
-            several = self._several(args)
-            if several is not None:
-                graph, arguments, matched = several
-                return graph.signatures[0], matched
+            twin = self.twin(args)
+            if twin is not None:
+                return twin[0].signatures[0], twin[2]
             if self._refused is None:
                 try:
                     self.planned(args)
@@ -212,7 +218,7 @@ class CompiledGraph:
         return (self.signatures[0], own) if own is not None else FallbackReason.UNSEEN_SIGNATURE
 
     @paused_collector()
-    def planned(self, values: tuple[Any, ...]) -> CapturedSignature:
+    def planned(self, values: Sequence[Any]) -> CapturedSignature:
         """Returns the signature of calls like this one, made anew if the model or a number has changed."""
         store = self.owner.store
         if self.signatures:
@@ -239,11 +245,10 @@ class CompiledGraph:
 
     def found(self, values: tuple[Any, ...]) -> FoundCall:
         """Finds what `verify` compares for a call; eager is Dynamo's graph, run op by op."""
-        several = self._several(values) if not self.signatures else None
-        graph, arguments, _ = several or (self, values, None)
+        graph, arguments, _ = self.twin(values) or (self, values, None)
         return graph.signatures, lambda: tuple(self._eager(*values)), arguments, {}
 
-    def traced(self, values: tuple[Any, ...], binder: _ArgumentBinder) -> TracedModel:
+    def traced(self, values: Sequence[Any], binder: _ArgumentBinder) -> TracedModel:
         """Prepares the graph for a cut, with these arguments as the example."""
         binder.take(values)
         return prepare(self._trace(values, binder), self.owner.store.config)
@@ -272,27 +277,31 @@ class CompiledGraph:
         bound = bound_call(self.binder, values, {})
         return self.signatures[0].match(bound) if bound is not None else None
 
-    def _several(self, values: tuple[Any, ...]) -> tuple[CompiledGraph, list[Any], Matched] | None:
-        """Finds the graph of several tokens that serves this call of one token, with its arguments.
+    def twin(self, values: tuple[Any, ...]) -> tuple[CompiledGraph, list[Any], Matched] | None:
+        """Finds an earlier graph that serves this call, with its arguments.
 
-        Dynamo makes a graph of its own for one token. Its guards have matched, so the call is this graph's
-        program; where that is the other graph's program at one token, replays of the other are right.
+        Dynamo makes one more graph for one token, or for a tensor of inference mode. Its guards have matched,
+        so the call is this graph's program; where the earlier one's is the same, its replays are right.
         """
-        for other in self.owner.graphs:
+        for other in self.owner.graphs if not self.signatures else ():
             arguments = self._arguments_of(other, values) if other.signatures else None
             matched = other._match(arguments) if arguments is not None else None
-            if arguments is None or matched is None or matched[0] != 1:
+            if arguments is None or matched is None or not matched[0]:
                 continue
-            if other not in self._differences:
-                self._differences[other] = self._difference(other, values, arguments)
-            signature, difference = other.signatures[0], self._differences[other]
-            if not difference:
+            if other not in self._is_same:
+                self._is_same[other] = self._has_program_of(other, values, arguments, matched[0])
+            signature, is_same = other.signatures[0], self._is_same[other]
+            if matched[0] == 1 and is_same:
                 if signature.one_token:  # unknown, when bucket 1 was to be captured
                     signature.take_back(1)
                 signature.one_token = ""
+            elif matched[0] == 1:
+                signature.one_token = signature.one_token or ANOTHER_PROGRAM
+                self._refused = self.owner.store.first.because(
+                    FallbackReason.ONE_TOKEN_BRANCH, ANOTHER_PROGRAM
+                )
+            if is_same:
                 return other, arguments, matched
-            signature.one_token = difference if signature.one_token is None else signature.one_token
-            self._refused = self.owner.store.first.because(FallbackReason.ONE_TOKEN_BRANCH, difference)
         return None
 
     def _arguments_of(self, other: CompiledGraph, values: tuple[Any, ...]) -> list[Any] | None:
@@ -306,20 +315,21 @@ class CompiledGraph:
         return [found[source] for source in other.sources] if len(found) == len(other.sources) else None
 
     @paused_collector()
-    def _difference(self, other: CompiledGraph, values: tuple[Any, ...], arguments: list[Any]) -> str:
-        """Returns why one token, which is this graph, does not replay the other; empty if it may."""
+    def _has_program_of(
+        self, other: CompiledGraph, values: tuple[Any, ...], arguments: list[Any], num_tokens: int
+    ) -> bool:
         several, config = other.signatures[0].traced, self.owner.store.config
-        leaves = [arguments[position] for position in other.binder.inputs]
-        example = several.trace.example.with_leaves(leaves)
+        example = several.trace.example.with_leaves([arguments[at] for at in other.binder.inputs])
+        count = num_tokens if self._is_static or num_tokens == 1 else None
         try:
-            single = self._trace(values, other.binder, example=example, like=other.sources)
-            return one_token_difference(several, single, config)[0]
-        except PiecewiseError as error:
-            return f"its graph cannot be compared: {error.what}"
+            trace = self._trace(values, other.binder, example=example, like=other.sources)
+            return runs_same_program(several, trace, config, num_tokens=count)
+        except PiecewiseError:
+            return False
 
     def _trace(
         self,
-        values: tuple[Any, ...],
+        values: Sequence[Any],
         binder: _ArgumentBinder,
         *,
         example: ExampleCall | None = None,

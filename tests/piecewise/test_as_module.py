@@ -7,11 +7,14 @@ import io
 import pickle
 
 import pytest
+import small_transformers
 import torch
 from state_models import BUCKETS, assert_equal, new_model, tokens
 from torch import nn
 
 import piecewise
+from boundary_ops import PrefillBatch
+from boundary_ops.huggingface import attach, detach
 
 NAMES = list(new_model().state_dict())
 
@@ -172,3 +175,16 @@ def test_a_model_that_holds_it_can_be_graphed_and_compiled(graphed):
 def test_torch_compile_of_it_takes_the_model(graphed):
     with torch.no_grad():
         assert_equal(torch.compile(graphed, backend="eager")(tokens(5)), graphed.model(tokens(5)))
+
+
+def test_a_cache_is_attached_through_it():
+    model = small_transformers.build("Llama")
+    cache = small_transformers.make_cache(model)
+    graphed = piecewise.compile(model, buckets=[16], progress=False)
+    assert attach(graphed, cache) is graphed
+    assert graphed.capture(torch.randint(3, 90, (1, 7)), position_ids=torch.arange(7)[None]).ok
+    prompts = small_transformers.prompts_of([5])
+    got = small_transformers.call(graphed, PrefillBatch.build(cache, ["a"], [5]), prompts)
+    want = small_transformers.call(model, PrefillBatch.build(cache, ["b"], [5]), prompts)
+    torch.testing.assert_close(got.logits, want.logits)
+    assert graphed.stats.replays == 1 and detach(graphed) is graphed

@@ -17,6 +17,7 @@ from torch import nn
 import piecewise
 from boundary_ops import PrefillBatch
 from piecewise.capture.build_plan import PlanAssembler
+from piecewise.errors.analysis import FixedTokenCount
 from piecewise.errors.api import NoHandle
 from piecewise.errors.trace import CompileIsOff
 from piecewise.torch_backend import piecewise_backend
@@ -95,6 +96,47 @@ def test_a_capture_after_calls_of_a_fixed_size_serves_that_size_too():
         for size in (5, 6):
             check_call(model, compiled, size)
     assert handle.stats.replays == 2
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_a_capture_outside_serves_calls_in_inference_mode_whose_tensors_dynamo_compiles_for_again(dynamic):
+    model, compiled = compiled_model(dynamic=dynamic)
+    handle = piecewise.handle(compiled)
+    handle.capture(torch.arange(5))
+    outside = torch.arange(6)
+    with torch.inference_mode():
+        check_replays(model, compiled)
+        compiled(outside)
+        assert handle.capture(torch.arange(5)).ok
+    check_replays(model, compiled)
+    assert handle.stats.replays == 2 * len(SIZES) + 1 and len(handle.report().plans) == 1
+
+
+def test_a_graph_of_another_program_has_a_plan_of_its_own():
+    class Switched(Model):
+        def forward(self, ids, double=False):
+            found = super().forward(ids)
+            return {name: x * 2 for name, x in found.items()} if double else found
+
+    model, compiled = compiled_model(Switched().eval())
+    handle = piecewise.handle(compiled)
+    for double in (False, True):
+        handle.capture(torch.arange(5), double=double)
+    with torch.no_grad():
+        for size in (1, 5, 1):
+            once, twice = (compiled(torch.arange(size), double)["logits"] for double in (False, True))
+            torch.testing.assert_close(twice, once * 2)
+    assert handle.stats.replays == 6 and len(handle.report().plans) == 2
+
+
+def test_an_example_of_one_token_is_enough_once_there_was_a_longer_one():
+    model, compiled = compiled_model()
+    handle = piecewise.handle(compiled)
+    with pytest.raises(FixedTokenCount, match="two or more tokens"):
+        handle.capture(torch.arange(1))
+    handle.capture(torch.arange(5))
+    assert handle.capture(torch.arange(1)).ok and handle.explain(torch.arange(5)).count("graph") == LAYERS + 1
+    check_replays(model, compiled)
 
 
 def test_a_bucket_of_one_token():
