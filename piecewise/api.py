@@ -245,6 +245,11 @@ class GraphedModule(GraphControls):
             return check_signatures(self._graphs.signatures, self._calls.trace)
 
 
+def graphs_of(graphed: GraphControls) -> GraphStore:
+    """Returns the store of a model's graphs, for tools that take a call apart."""
+    return graphed._graphs
+
+
 def compile(
     model: nn.Module, config: PiecewiseConfig | str | Path | None = None, /, **overrides: Any
 ) -> GraphedModule:

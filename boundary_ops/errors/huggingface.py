@@ -5,48 +5,70 @@ from __future__ import annotations
 from boundary_ops.errors import BoundaryOpError
 
 _OWN_ATTENTION = "use this model with its own attention: detach it, or do not attach it"
+_OWN_OP = (
+    "do not attach this model; call an op of your own, declared with boundary_ops.define, in its attention: "
+    "the rest is graphed as for any other model"
+)
 
 
 class NotAModel(BoundaryOpError):
-    """`attach` or `detach` was given something else than a module."""
+    """A model was asked for, and something else than a module was given."""
 
     what = "argument 'model'"
     expected = "a transformers model"
-    rule = "attach and detach change a model in place"
+    rule = "attach and detach change a model in place, and for_model reads its layers"
     fix = "pass the model itself, before piecewise.compile"
 
 
 class NotACache(BoundaryOpError):
     """`attach` was given something else than a cache."""
 
-    what = "attach({model}, cache)"
+    what = "{call}"
     expected = "a PagedKVCache as 'cache'"
     rule = "the op keeps K and V in a paged cache"
-    fix = "boundary_ops.PagedKVCache(...)"
+    fix = "boundary_ops.PagedKVCache.for_model(model, num_tokens=...)"
 
 
 class UnsupportedModel(BoundaryOpError):
     """A model has a part that the paged attention op cannot serve."""
 
-    what = "attach({model}, cache){place}"
+    what = "{call}{place}"
     rule = "the op is causal self attention over a paged cache, the only state of each layer of one decoder"
-    fix = "use this model with its own attention"
+    fix = _OWN_OP
 
 
 class SeveralDecoders(BoundaryOpError):
     """A model has several stacks of layers with attention."""
 
-    what = "attach({model}, cache)"
+    what = "{call}"
     expected = "one stack of attention layers"
     rule = "a cache serves one decoder"
-    fix = "attach the text decoder alone, for example model.language_model"
+    fix = _OWN_OP
+
+
+class LayersDiffer(BoundaryOpError):
+    """The layers of a model make K and V of different sizes, dtypes or devices."""
+
+    what = "{call}: {size} of '{path}'"
+    expected = "{ours}, as of '{first}'"
+    rule = "the pools of all layers of a cache have the same shape, dtype and device"
+    fix = _OWN_OP
+
+
+class ValuesDiffer(BoundaryOpError):
+    """A model's values have another head size than its keys, as those of DeepSeek (MLA) have."""
+
+    what = "{call}: '{path}' ({layer})"
+    expected = "keys and values of one head size"
+    rule = "no PagedKVCache fits: a cache and the paged op have one head size, for K and for V"
+    fix = _OWN_OP
 
 
 class CacheMismatch(BoundaryOpError):
     """A cache has other sizes, another dtype or another device than a model's K and V."""
 
     rule = "the cache holds each layer's K and V as the model computes them"
-    fix = "make the cache with the model's layers, heads, head size, dtype and device"
+    fix = "boundary_ops.PagedKVCache.for_model(model, num_tokens=...) makes a cache that fits"
 
 
 class PoolingHead(BoundaryOpError):
@@ -150,6 +172,16 @@ class OptionRefused(BoundaryOpError):
     what = "{path}: attention argument '{name}'"
     rule = "what a model asks of its attention is honoured or refused, never dropped: {reason}"
     fix = _OWN_ATTENTION
+
+
+class CalledTwice(BoundaryOpError):
+    """A model calls the attention of one layer several times in a step."""
+
+    what = "{path}: attention"
+    expected = "one call in a step"
+    got = "a second one, as of a layer that is looped over, or that attends twice"
+    rule = "the pages of a layer hold one K and V for each token"
+    fix = _OWN_OP
 
 
 class OtherKeys(BoundaryOpError):

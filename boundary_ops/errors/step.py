@@ -11,7 +11,7 @@ class WrongPoolSize(BoundaryOpError):
     what = "PagedKVCache, argument '{argument}'"
     expected = "a positive int"
     rule = "a pool has at least one block of at least one token"
-    fix = "take the sizes from the model's config, and num_blocks from the memory at hand"
+    fix = "PagedKVCache.for_model(model, num_tokens=...) takes the sizes from a transformers model"
 
 
 class WrongPoolDtype(BoundaryOpError):

@@ -70,6 +70,19 @@ class NestedTuple(SplitError):
     fix = "unpack its result in forward"
 
 
+class WritesTwice(SplitError):
+    """Forward calls an attention op twice on the same pages, as where it loops over its layers."""
+
+    what = "forward calls '{op}' at '{place}'"
+    expected = "pages of its own for each call"
+    got = "pages that an earlier call of the same forward writes"
+    rule = "the pages of a layer hold one K and V for each token of a step"
+    fix = (
+        "in a model of your own give each call a layer of the cache; else do not attach the model, and call "
+        "an op of your own, declared with boundary_ops.define, in its attention"
+    )
+
+
 class ReshapesInPlace(SplitError):
     """Forward changes the shape or the strides of a tensor in place."""
 

@@ -148,7 +148,7 @@ class WrongBenchFile(ConfigError):
     what = "bench file {where}"
     expected = "{wanted}"
     got = "{found}"
-    rule = "the cost of a step comes from latencies measured at the same sizes, graphed and eagerly"
+    rule = "latencies come from what `piecewise bench` wrote; a step's cost needs them graphed and eagerly"
     fix = "make it with `piecewise bench SPEC --out FILE`, or leave --cost out to count padded tokens"
 
 

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from piecewise.api import graphs_of
+
 
 class Inspection:
     """The memory, traces, plans and runners behind a `GraphedModule` or a `torch.compile` handle, as they are
@@ -20,7 +22,7 @@ class Inspection:
     @property
     def store(self) -> Any:
         """The store of the graphs."""
-        return vars(self._graphed)["_graphs"]
+        return graphs_of(self._graphed)
 
     @property
     def pool(self) -> Any:
