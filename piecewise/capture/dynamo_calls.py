@@ -285,12 +285,16 @@ class CompiledGraph:
         """
         for other in self.owner.graphs if not self.signatures else ():
             arguments = self._arguments_of(other, values) if other.signatures else None
-            matched = other._match(arguments) if arguments is not None else None
-            if arguments is None or matched is None or not matched[0]:
+            if arguments is None:
+                continue
+            signature, before = other.signatures[0], list(other.binder.arguments)
+            matched = other._match(arguments)
+            if matched is None or not matched[0] or not signature.is_current():
+                other.binder.take(before)  # of another layer with the same code, maybe
                 continue
             if other not in self._is_same:
                 self._is_same[other] = self._has_program_of(other, values, arguments, matched[0])
-            signature, is_same = other.signatures[0], self._is_same[other]
+            is_same = self._is_same[other]
             if matched[0] == 1 and is_same:
                 if signature.one_token:  # unknown, when bucket 1 was to be captured
                     signature.take_back(1)

@@ -129,6 +129,26 @@ def test_a_graph_of_another_program_has_a_plan_of_its_own():
     assert handle.stats.replays == 6 and len(handle.report().plans) == 2
 
 
+def test_parts_with_the_same_code_have_graphs_of_their_own_weights():
+    class Apart(Model):
+        def forward(self, ids):
+            x = self.embedding(ids)
+            for layer in self.layers:
+                torch._dynamo.graph_break()
+                x = layer(x)
+            return {"logits": self.head(x)}
+
+    model, compiled = compiled_model(Apart().eval(), dynamic=True)
+    handle = piecewise.handle(compiled)
+    with torch.no_grad():
+        with piecewise.capture_window():
+            check_call(model, compiled, 5)
+        for size in (5, 12, 1, 7):
+            check_call(model, compiled, size)
+    assert handle.stats.replays == 5 * LAYERS and len(handle.report().plans) == LAYERS
+    assert handle.stats.eager_calls == 0
+
+
 def test_an_example_of_one_token_is_enough_once_there_was_a_longer_one():
     model, compiled = compiled_model()
     handle = piecewise.handle(compiled)
