@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 import weakref
@@ -30,8 +31,8 @@ from piecewise.errors.analysis import NoBoundaryOp
 from piecewise.errors.api import BreaksApart, ExcludedByDynamo, NoHandle
 from piecewise.errors.report import CoverageError
 from piecewise.errors.trace import CompileIsOff
-from piecewise.ir.array_places import array_source
 from piecewise.ir.plan import ResultLeaf
+from piecewise.ir.tensors import array_source
 from piecewise.report.report import CaptureReport
 from piecewise.report.startup_times import StartupTimes
 from piecewise.trace.dynamo.sources import readable_path
@@ -323,7 +324,8 @@ class CompiledGraph:
         self, other: CompiledGraph, values: tuple[Any, ...], arguments: list[Any], num_tokens: int
     ) -> bool:
         several, config = other.signatures[0].traced, self.owner.store.config
-        example = several.trace.example.with_leaves([arguments[at] for at in other.binder.inputs])
+        leaves = tuple(arguments[at] for at in other.binder.inputs)
+        example = dataclasses.replace(several.trace.example, leaves=leaves)
         count = num_tokens if self._is_static or num_tokens == 1 else None
         try:
             trace = self._trace(values, other.binder, example=example, like=other.sources)
