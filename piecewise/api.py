@@ -223,7 +223,7 @@ class GraphedModule(GraphControls):
         every case.
 
         Raises:
-            As for `capture`; the next `refresh()` captures what is still missing.
+            PiecewiseError: as for `capture`; the next `refresh()` captures what is still missing.
         """
         with self._router.exclusive("refresh"):
             self._graphs.refuse_suspended("refresh")
