@@ -154,8 +154,8 @@ class FallbackReason(str, Enum):
     )
     STATIC_TOKEN_COUNT = (
         "static_token_count",
-        "Dynamo made a graph for exactly this count, as it does for one token, and until it saw two counts.",
-        "Mark the token dim with torch._dynamo.mark_dynamic, or pass dynamic=True; one token stays eager.",
+        "Dynamo made a graph for exactly this count, as it does until it saw two counts, or a capture.",
+        "Call piecewise.handle(compiled).capture with an example, or pass dynamic=True to torch.compile.",
     )
     SUSPENDED = (
         "suspended",
