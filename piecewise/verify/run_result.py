@@ -11,7 +11,6 @@ import torch
 
 from piecewise import torch_api
 from piecewise.calls.structure import Structure, flatten_structure
-from piecewise.trace.subclasses.kinds import plain_tensors
 from piecewise.verify.differences import TensorDifference, Tolerance, compare_values
 from runners.engines import native_engine
 
@@ -30,7 +29,9 @@ class RunResult:
         """Runs `call()`, and copies its result, which the next run may overwrite."""
         structure, leaves = flatten_structure(call())
         # A subclass defines its own comparisons, so all of its inner tensors are compared.
-        opened = [list(plain_tensors(leaf)) if torch_api.is_wrapper(leaf) else [leaf] for leaf in leaves]
+        opened = [
+            list(torch_api.plain_tensors(leaf)) if torch_api.is_wrapper(leaf) else [leaf] for leaf in leaves
+        ]
         kinds = tuple(
             (type(leaf), len(parts))
             for leaf, parts in zip(leaves, opened, strict=True)

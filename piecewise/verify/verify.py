@@ -23,7 +23,6 @@ from piecewise.capture.captured_call import CapturedSignature
 from piecewise.capture.store import GraphStore
 from piecewise.ir.plan import SegmentPlan
 from piecewise.prefill_case import PrefillCase
-from piecewise.trace.subclasses.kinds import plain_tensors
 from piecewise.verify.differences import TensorDifference, Tolerance
 from piecewise.verify.locate_difference import SegmentWalk
 from piecewise.verify.poison import (
@@ -135,7 +134,7 @@ class _SizeVerifier:
                     found[".".join(filter(None, ("model", path, key)))] = tensor
         unique: dict[Any, tuple[str, torch.Tensor]] = {}
         for name, tensor in found.items():
-            for number, part in enumerate(plain_tensors(tensor)):
+            for number, part in enumerate(torch_api.plain_tensors(tensor)):
                 if part.layout is torch.strided:
                     key = part.data_ptr(), part.shape, part.stride(), part.dtype
                     full_name = f"{name}, part {number}" if torch_api.is_wrapper(tensor) else name

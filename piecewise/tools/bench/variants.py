@@ -34,8 +34,7 @@ from torch.overrides import TorchFunctionMode
 import boundary_ops
 import piecewise
 from piecewise.api import graphs_of
-from piecewise.ir.plan import SegmentPlan
-from piecewise.ir.run_plan import arguments_of, run_plan, state_tensor
+from piecewise.ir.plan import SegmentPlan, arguments_of, run_plan, state_tensor
 from piecewise.prefill_case import PrefillCase
 from piecewise.settings.config import PiecewiseConfig
 from runners.engines import native_engine
