@@ -1025,15 +1025,19 @@ def test_I10_under_forward_mode_differentiation_the_model_runs(num_inputs):
     assert serve(graphed, tokens(5), **inputs) == "replay"
 
 
-def test_I10_a_stance_that_forbids_compilation_is_a_clear_error_and_runs_nothing():
+def test_I10_a_disabled_compiler_is_a_clear_error_and_runs_nothing():
     model = new_model()
     graphed = graph(model, captured=False)
     state_models.calls.count = 0
-    with torch.compiler.set_stance("force_eager"):
-        with pytest.raises(CompileIsOff, match=r"(?s)force_eager.*Rule:.*Fix:"):
+    with torch._dynamo.config.patch(disable=True):
+        with pytest.raises(CompileIsOff, match=r"(?s)TORCH_COMPILE_DISABLE.*Rule:.*Fix:"):
             graphed.capture(tokens(7))
         assert serve(graphed, tokens(5)) == "not_captured"
     assert state_models.calls.count == 2, "the two calls of serve"
+    with torch.compiler.set_stance("force_eager"):  # switches graphs off on purpose
+        assert {bucket.status for bucket in graphed.capture(tokens(7)).buckets} == {"disabled"}
+        assert serve(graphed, tokens(5)) == "disabled"
+    assert state_models.calls.count == 4
     assert graphed.capture(tokens(7)).ok
 
 

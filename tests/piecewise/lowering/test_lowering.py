@@ -483,6 +483,7 @@ FIELDS_NOT_IN_KEY = frozenset(
         *("buckets", "max_padding_ratio", "max_num_tokens", "max_num_seqs", "max_seq_len", "compile_sizes"),
         *("decode_batch_sizes", "max_signatures", "warmup_steps", "capture", "engine", "num_streams"),
         *("fusions", "progress", "frontend", "boundary_ops", "boundary", "min_coverage", "outputs", "strict"),
+        *("allow_eager", "disable"),
     }
 )
 
