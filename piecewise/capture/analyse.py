@@ -16,7 +16,6 @@ from piecewise.analysis.classify import Classifier, Verdict, kind_outside
 from piecewise.analysis.normalize import normalized
 from piecewise.analysis.rows.counts import KnownSizes, valid_counts
 from piecewise.analysis.rows.judge import Judge
-from piecewise.analysis.same_program import Program
 from piecewise.analysis.token_dim import TokenSymbol, find_token_symbol
 from piecewise.calls.binder import describe_call
 from piecewise.capture.captured_ops import (
@@ -39,8 +38,6 @@ from piecewise.report.startup_times import StartupTimes
 from piecewise.settings.config import PiecewiseConfig
 from piecewise.streams.streams import StreamSchedules
 from piecewise.trace.trace import ExampleCall, Trace, front_end
-from runners.errors import PiecewiseError
-from runners.state.state_check import StateFacts
 
 _log = logging.getLogger(__name__)
 
@@ -178,7 +175,7 @@ def prepare(traced: Trace, config: PiecewiseConfig) -> TracedModel:
     """Brings a traced graph into the form that is classified and cut."""
     traced = normalized(traced)
     step_metadata = write_captured_forms(traced, config)
-    facts = _living_facts(traced, config)
+    facts = living_facts(traced, config)
     token = find_token_symbol(traced, facts)
     is_captured = config.boundary == "captured"
     if is_captured:
@@ -192,7 +189,7 @@ def prepare(traced: Trace, config: PiecewiseConfig) -> TracedModel:
     )
 
 
-def _living_facts(traced: Trace, config: PiecewiseConfig) -> dict[fx.Node, NodeFacts]:
+def living_facts(traced: Trace, config: PiecewiseConfig) -> dict[fx.Node, NodeFacts]:
     facts = find_facts(traced.graph.graph, enabled=enabled_ops(config))
     remove_dead_nodes(traced.graph.graph, facts)
     return facts
@@ -208,51 +205,6 @@ def example_of_size(traced: TracedModel, num_tokens: int) -> ExampleCall:
         passed, resized = leaves[carried.leaf], resize_leaf(leaves[carried.leaf], sizes)
         leaves = [resized if leaf is passed else leaf for leaf in leaves]  # a tensor may be passed twice
     return dataclasses.replace(traced.trace.example, leaves=tuple(leaves))
-
-
-ANOTHER_PROGRAM = "the model runs another program with one token than with several"
-
-
-def one_token_refusal(
-    traced: TracedModel, model: nn.Module, *, forward: Any, config: PiecewiseConfig
-) -> tuple[str, StateFacts]:
-    """Finds why one token does not run the program of several, and which state decides this [I10].
-
-    torch assumes two or more and records no guard for it, so `if n > 1`, `squeeze(0)` and broadcasts leave
-    no mark. A second trace, at one token and static, is compared op by op.
-
-    Returns:
-        The reason, empty if the programs agree, and the state that only the trace of one token read, such as
-        a flag in its branch.
-    """
-    ratio = config.max_padding_ratio
-    if ratio is not None and config.buckets[0] > ratio:
-        return (
-            f"max_padding_ratio = {ratio:g} excludes it from the smallest bucket, {config.buckets[0]}",
-            StateFacts(),
-        )
-    trace, example = front_end(config.frontend), example_of_size(traced, 1)
-    static: dict[int, tuple[int, ...]] = {c.leaf: tuple(c.dims) for c in traced.token.inputs}
-    static |= dict.fromkeys(traced.static_ints, ())
-    try:
-        single = trace(model, example, forward=forward, static_dims=static)
-    except PiecewiseError as error:
-        return f"it cannot be traced with one: {error.what}", StateFacts()
-    is_same = runs_same_program(traced, single, config, num_tokens=1)
-    refusal = "" if is_same else ANOTHER_PROGRAM
-    return refusal, single.state_facts.beyond(traced.trace.state_facts)
-
-
-def runs_same_program(
-    traced: TracedModel, other: Trace, config: PiecewiseConfig, *, num_tokens: int | None = None
-) -> bool:
-    """Whether another trace is the same program op by op: at one count, for a trace of that count alone, or
-    else as a function of the sizes."""
-    other = normalized(other)
-    write_captured_forms(other, config)
-    symbol = traced.token.symbol if num_tokens is not None else None
-    program = Program(traced.trace, traced.facts, symbol=symbol, num_tokens=num_tokens or 1)
-    return program.difference(Program(other, _living_facts(other, config))) is None
 
 
 def plan_report(traced: TracedModel, config: PiecewiseConfig) -> PlanReport:

@@ -17,15 +17,10 @@ from boundary_ops.declare.registry import lookup
 from piecewise import torch_api
 from piecewise.calls.binder import CallBinder, bound_call
 from piecewise.calls.structure import Structure, flatten_structure
-from piecewise.capture.analyse import (
-    ANOTHER_PROGRAM,
-    TracedModel,
-    example_of_size,
-    prepare,
-    runs_same_program,
-)
+from piecewise.capture.analyse import TracedModel, example_of_size, prepare
 from piecewise.capture.call_router import CallRouter
 from piecewise.capture.captured_call import CapturedSignature, Cut, FoundCall, Matched, SignatureList
+from piecewise.capture.one_token import ANOTHER_PROGRAM, runs_same_program
 from piecewise.capture.store import GraphStore
 from piecewise.errors.analysis import NoBoundaryOp
 from piecewise.errors.api import BreaksApart, ExcludedByDynamo, NoHandle

@@ -12,9 +12,10 @@ from piecewise import torch_api
 from piecewise.calls.binder import Binders, CallBinder, bound_call, describe_call, is_plain_leaf
 from piecewise.calls.structure import flatten_structure
 from piecewise.calls.unseen import UnseenCalls
-from piecewise.capture.analyse import TracedModel, example_of_size, one_token_refusal, trace_model
+from piecewise.capture.analyse import TracedModel, example_of_size, trace_model
 from piecewise.capture.captured_call import CapturedSignature, Cut, FoundCall, Matched
 from piecewise.capture.new_kinds import nearest_difference
+from piecewise.capture.one_token import one_token_refusal
 from piecewise.capture.store import GraphStore
 from piecewise.errors.capture import TooManySignatures
 from piecewise.errors.report import CoverageError

@@ -134,7 +134,7 @@ def test_names_that_are_imported_late_are_as_good_as_others(package, monkeypatch
 
 @pytest.mark.parametrize(("group", "name", "target"), ENTRY_POINTS)
 def test_entry_points_lead_where_they_say(group, name, target):
-    assert callable(resolve_name(target))
+    assert callable(resolve_name(target)) or group == "pytest11"  # a plugin is a module
     project = read_tables(ROOT / "pyproject.toml")[0]["project"]
     listed = project["scripts"] if group == "console_scripts" else project["entry-points"][group]
     assert listed == {name: target}
