@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import warnings
 
-_NOT_USERS = ("piecewise", "runners", "boundary_ops", "torch", "contextlib")
+_NOT_USERS = ("piecewise", "runners", "boundary_ops", "torch", "transformers", "contextlib")
 
 
 def warn_caller(text: str, category: type[Warning] = UserWarning) -> None:
