@@ -174,12 +174,7 @@ class CallRouter:
 
 
 def choose_plan(
-    store: GraphStore,
-    signature: CapturedSignature,
-    num_tokens: int,
-    leaves: list[Any],
-    *,
-    may_capture: bool,
+    store: GraphStore, signature: CapturedSignature, num_tokens: int, leaves: list[Any], *, may_capture: bool
 ) -> Any:
     """Finds (signature, step plan, token count, leaves) for a call, or why no plan serves it."""
     bucket = _bucket_for(store, num_tokens)

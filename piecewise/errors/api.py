@@ -1,29 +1,22 @@
-"""Refusals of `compile`, `enable` and `disable`, and of the `torch.compile` backend."""
+"""Lists the refusals of `compile`, `enable` and `disable`, and of the `torch.compile` backend."""
 
 from runners.errors import ConfigError, StateError
 
 
 class NoModule(ConfigError):
-    """What is to be compiled is no `nn.Module`."""
-
     what = "argument 'model'"
-    expected = "a torch.nn.Module"
-    got = "{kind}"
+    expected, got = "a torch.nn.Module", "{kind}"
     rule = "graphs read weights through their modules"
     fix = "wrap the function in an nn.Module"
 
 
 class AlreadyEnabled(StateError):
-    """A model is to be enabled twice."""
-
     what = "{model} is enabled already"
     rule = "one GraphedModule per model in place"
     fix = "call piecewise.disable(model) first"
 
 
 class NotEnabled(StateError):
-    """A model is to be disabled that is not enabled."""
-
     what = "{model} is not enabled"
     rule = "disable undoes enable"
     fix = "call it with the model that was passed to piecewise.enable"
@@ -37,8 +30,6 @@ class BackendArguments(ConfigError):
 
 
 class NoHandle(StateError):
-    """Nothing was compiled by this backend there yet."""
-
     what = "no handle for {kind}"
     expected = 'the result of torch.compile(model, backend="piecewise"), after its first call'
     rule = "Dynamo calls the backend at the first call"
@@ -46,8 +37,6 @@ class NoHandle(StateError):
 
 
 class ExcludedByDynamo(StateError):
-    """A bucket needs a trace of its own, which the backend cannot ask for."""
-
     what = "bucket {bucket}: Dynamo's guards exclude it"
     rule = "Dynamo alone decides when to trace again"
     fix = "use piecewise.compile, which traces such buckets at their own size"

@@ -1,4 +1,4 @@
-"""Refusals of plans and captures that hold too few of the model's ops."""
+"""Lists the refusals of plans and captures that hold too few of the model's ops."""
 
 from runners.errors import CaptureError
 
@@ -8,8 +8,6 @@ class CoverageError(CaptureError):
 
 
 class LowPlanCoverage(CoverageError):
-    """The plan has too few ops in graphs."""
-
     what = "coverage of the plan{ops}"
     expected = "at least {minimum:.1%} of ops in graphs (min_coverage)"
     got = "{coverage:.1%}; {num_eager} ops run eagerly"
@@ -21,8 +19,6 @@ class LowPlanCoverage(CoverageError):
 
 
 class LowBucketCoverage(CoverageError):
-    """A captured bucket has too few ops in graphs."""
-
     what = "coverage of the captured buckets{buckets}"
     expected = "at least {minimum:.1%} of ops in graphs (min_coverage) in each of {num_buckets} buckets"
     got = "less in {num_low}; nothing of this capture was kept"

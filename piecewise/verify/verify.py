@@ -26,13 +26,7 @@ from piecewise.prefill_case import PrefillCase
 from piecewise.trace.subclasses.kinds import plain_tensors
 from piecewise.verify.differences import TensorDifference, Tolerance
 from piecewise.verify.locate_difference import SegmentWalk
-from piecewise.verify.poison import (
-    AS_SERVED,
-    WITHOUT_GRAPHS,
-    Poison,
-    overwrite_static_memory,
-    poisons_for,
-)
+from piecewise.verify.poison import AS_SERVED, WITHOUT_GRAPHS, Poison, overwrite_static_memory, poisons_for
 from piecewise.verify.report import Difference, SizeCheck, VerifyReport
 from piecewise.verify.run_result import RunResult, has_same_bits, stored
 from runners.bound_steps import StateChanged, copy_elements
