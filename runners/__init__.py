@@ -22,16 +22,9 @@ if TYPE_CHECKING:
 _HOMES = {"PiecewiseRunner": "runners.piecewise_runner", "StepPlan": "runners.step_plan"}
 
 __all__ = [
-    "CallStats",
-    "CaptureError",
-    "ConfigError",
-    "FallbackReason",
-    "PiecewiseError",
-    "PiecewiseRunner",
-    "StateError",
-    "StepPlan",
-    "TokenBuckets",
-]
+    "CallStats", "CaptureError", "ConfigError", "FallbackReason", "PiecewiseError", "PiecewiseRunner",
+    "StateError", "StepPlan", "TokenBuckets",
+]  # fmt: skip
 
 if not TYPE_CHECKING:  # a type checker knows the names listed above, and no others
 

@@ -106,19 +106,15 @@ class Load:
 
 
 class Loadable(Protocol):
-    """Holds a step's metadata at fixed addresses, which ops in graphs read."""
+    """Holds a step's metadata at fixed addresses, which ops in graphs read.
 
-    def mismatch(self, num_tokens: int) -> Any:
-        """Says why the running step cannot be loaded for a call of so many tokens; None where it can."""
-        ...
+    `mismatch` says why the running step cannot be loaded for a call of so many tokens, or None; `load` copies
+    it, on the current stream; `clear` goes back to a step of zero sequences, for which the ops write nothing.
+    """
 
-    def load(self) -> None:
-        """Copies the running step to the addresses, on the current stream."""
-        ...
-
-    def clear(self) -> None:
-        """Goes back to a step of zero sequences, for which those ops write nothing."""
-        ...
+    def mismatch(self, num_tokens: int) -> Any: ...
+    def load(self) -> None: ...
+    def clear(self) -> None: ...
 
 
 @dataclass(slots=True)

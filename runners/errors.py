@@ -45,10 +45,8 @@ class PiecewiseError(Exception):
             template = getattr(type(self), part)
             filled = template.format(**names) if text is None and template is not None else text
             setattr(self, part, filled)
-        found = ", ".join(
-            f"{word} {getattr(self, word)}" for word in ("expected", "got") if getattr(self, word)
-        )
-        lines = [f"{self.what}: {found}" if found else str(self.what)]
+        found = [f"{word} {text}" for word, text in (("expected", self.expected), ("got", self.got)) if text]
+        lines = [f"{self.what}: {', '.join(found)}" if found else str(self.what)]
         lines += [f"  {word} {text}" for word, text in (("Rule:", self.rule), ("Fix: ", self.fix)) if text]
         super().__init__("\n".join(lines))
 

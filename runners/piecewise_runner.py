@@ -14,17 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from runners import errors
 from runners.engine import CapturedGraph, GraphEngine, GraphPool
-from runners.errors import (
-    CaptureError,
-    NegativeWarmUps,
-    NoOutputSequence,
-    PiecewiseError,
-    SegmentFailed,
-    StateError,
-    Unrecordable,
-    WrongBucketState,
-)
 from runners.mode import is_eager_only
 
 
@@ -77,7 +68,7 @@ class PiecewiseRunner:
         module_path: str = "",
     ) -> None:
         if warmup_steps < 0:
-            raise NegativeWarmUps(steps=warmup_steps)
+            raise errors.NegativeWarmUps(steps=warmup_steps)
         self.warmup_steps, self.function = warmup_steps, fn
         self.num_captures = self.num_replays = 0
         self._place = f"{name} ({module_path})" if module_path else name
@@ -95,7 +86,6 @@ class PiecewiseRunner:
         return self._states.get(padded_num_tokens, COLD)
 
     def graph_for(self, padded_num_tokens: int) -> CapturedGraph | None:
-        """Returns the bucket's graph, or None."""
         capture = self._captures.get(padded_num_tokens)
         return capture.graph if capture else None
 
@@ -141,7 +131,7 @@ class PiecewiseRunner:
             graph = self._engine.capture(
                 lambda: (fn or self.function)(padded_num_tokens, *args), pool=self._pool, segment=self._place
             )
-        except StateError:
+        except errors.StateError:
             raise
         except Exception as error:
             failure = self._failure(padded_num_tokens, error)
@@ -190,7 +180,7 @@ class PiecewiseRunner:
         self._captures.clear()
         self._states.clear()
 
-    def _wrong_state(self, verb: str, padded_num_tokens: int, expected: str) -> WrongBucketState:
+    def _wrong_state(self, verb: str, padded_num_tokens: int, expected: str) -> errors.WrongBucketState:
         state = self.state_for(padded_num_tokens)
         got = {
             BucketPhase.COLD: "a cold one",
@@ -198,18 +188,19 @@ class PiecewiseRunner:
             BucketPhase.CAPTURED: "a captured one",
             BucketPhase.EAGER_ONLY: "one that runs eagerly only, as its capture failed",
         }[state.phase]
-        return WrongBucketState(
+        return errors.WrongBucketState(
             expected=expected, got=got, verb=verb, segment=self._place, bucket=padded_num_tokens,
             steps=self.warmup_steps,
         )  # fmt: skip
 
-    def _failure(self, padded_num_tokens: int, error: Exception) -> CaptureError:
-        if isinstance(error, PiecewiseError):
-            kind = type(error) if isinstance(error, (Unrecordable, NoOutputSequence)) else SegmentFailed
+    def _failure(self, padded_num_tokens: int, error: Exception) -> errors.CaptureError:
+        if isinstance(error, errors.PiecewiseError):
+            kept = (errors.Unrecordable, errors.NoOutputSequence)
+            kind = type(error) if isinstance(error, kept) else errors.SegmentFailed
             where = f"bucket {padded_num_tokens}, {error.what}"
             return kind(where, expected=error.expected, got=error.got, rule=error.rule, fix=error.fix)
         found = f"{type(error).__name__}: {error}"
-        return SegmentFailed(segment=self._place, bucket=padded_num_tokens, got=found)
+        return errors.SegmentFailed(segment=self._place, bucket=padded_num_tokens, got=found)
 
 
 def _geometry(args: Sequence[Any]) -> list[Any]:

@@ -18,11 +18,10 @@ RowCopy = tuple[torch.Tensor, torch.Tensor | None]
 
 def narrow_to(tensor: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
     """Views the leading part of `tensor` of the given sizes."""
-    narrowed = tensor
     for dim, (size, wanted) in enumerate(zip(tensor.shape, sizes, strict=True)):
         if size != wanted:
-            narrowed = narrowed.narrow(dim, 0, wanted)
-    return narrowed
+            tensor = tensor.narrow(dim, 0, wanted)
+    return tensor
 
 
 def has_strides(tensor: torch.Tensor, strides: Sequence[int]) -> bool:
@@ -36,10 +35,8 @@ def has_strides(tensor: torch.Tensor, strides: Sequence[int]) -> bool:
 def is_dense(sizes: Sequence[int], strides: Sequence[int]) -> bool:
     """Whether the elements fill their memory without holes or overlaps, in some order of dims."""
     expected = 1
-    for stride, size in sorted(
-        (stride, size) for size, stride in zip(sizes, strides, strict=True) if size != 1
-    ):
-        if stride != expected:
+    for stride, size in sorted(zip(strides, sizes, strict=True)):
+        if size != 1 and stride != expected:
             return False
         expected *= size
     return True

@@ -82,11 +82,7 @@ class FallbackReason(str, Enum):
         "Gradients are enabled, and graphs serve no_grad and inference_mode only.",
         "Call under torch.no_grad() or torch.inference_mode().",
     )
-    EAGER_ONLY = (
-        "eager_only",
-        "The call was made inside a piecewise.eager_only() block.",
-        "Leave the block.",
-    )
+    EAGER_ONLY = "eager_only", "The call was made inside a piecewise.eager_only() block.", "Leave the block."
     DISABLED = (
         "disabled",
         "The plan is switched off, or nothing in it can be a graph segment.",

@@ -22,8 +22,6 @@ from boundary_ops.attention.step_buffers import StepBuffers
 from boundary_ops.declare.boundary_op import CapturedForm, CaptureLimits
 from boundary_ops.declare.registry import define
 
-__all__ = ["FORM", "attend_captured", "attn_captured"]
-
 NAME = "piecewise::attn_captured"
 SCHEMA = (
     f"{NAME}(Tensor q, Tensor k, Tensor v, Tensor(a!) out, Tensor(b!) k_cache, Tensor(c!) v_cache, "
@@ -91,9 +89,8 @@ def _write_rows(pool: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor, is_
     """Writes real rows to their slots; others repeat the first row's write, or its slot's content."""
     lines = pool.view(-1, *pool.shape[2:])
     first = torch.where(is_real[:1, None, None], rows[:1], lines[slots[:1]])
-    lines.index_copy_(
-        0, torch.where(is_real, slots, slots[:1]), torch.where(is_real[:, None, None], rows, first)
-    )
+    rows = torch.where(is_real[:, None, None], rows, first)
+    lines.index_copy_(0, torch.where(is_real, slots, slots[:1]), rows)
 
 
 def _attend_rows(
@@ -113,13 +110,8 @@ def _warm_up(num_tokens: int, *args: Any, **kwargs: Any) -> None:
     warm_up(num_tokens, *CapturedCall(*args, **kwargs).layer)
 
 
-attn_captured = define(
-    SCHEMA,
-    attend_captured,
-    token_args={"q": 0, "k": 0, "v": 0, "out": 0},
-    capture_safe=True,
-    warm_up=_warm_up,
-)
+_ROWS = {"q": 0, "k": 0, "v": 0, "out": 0}
+attn_captured = define(SCHEMA, attend_captured, token_args=_ROWS, capture_safe=True, warm_up=_warm_up)
 
 
 def _refusal(call: Mapping[str, Any]) -> str | None:

@@ -12,8 +12,6 @@ from boundary_ops.attention.scratch import Geometry, ScratchLayer
 from boundary_ops.backends.library import NAME, AttentionCall
 from boundary_ops.step.kv_cache import PagedKVCache
 
-__all__ = ["find_program", "warm_up", "warn_slow"]
-
 _log = logging.getLogger("boundary_ops")
 
 

@@ -8,8 +8,6 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import torch
 
-__all__ = ["NAME", "AttentionCall", "AttentionLibrary", "HostMetadata", "PoolSpec", "StepView"]
-
 NAME = "piecewise::attn_inplace"
 
 
@@ -82,8 +80,6 @@ class AttentionLibrary(Protocol):
 
     def check_call(self, call: AttentionCall) -> None:
         """Raises where the library lacks what a layer asks for. Depends on the call's geometry alone."""
-        ...
 
     def attend(self, step: StepView, call: AttentionCall) -> None:
         """Attends straight into `out`; the step has tokens, and their K and V are in the pages already."""
-        ...

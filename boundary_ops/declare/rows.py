@@ -11,6 +11,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -20,8 +21,6 @@ from boundary_ops._torch import OpOverload
 from boundary_ops.declare.library_rows import LIBRARY_ROWS
 from boundary_ops.declare.schema import OpSchema, find_overload, near, qualified
 from boundary_ops.errors import declare as errors
-
-__all__ = ["RowsDeclaration", "check_rows", "declare_rows", "declared_rows", "token_dims"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,9 +218,7 @@ class _RowsTest:
 
     def results(self, given: Mapping[str, Any]) -> list[torch.Tensor]:
         """Returns the rows of each result for copies of the tensors; one row for a result that is None."""
-        copied = {
-            key: each.clone() if isinstance(each, torch.Tensor) else each for key, each in given.items()
-        }
+        copied = {k: each.clone() if isinstance(each, torch.Tensor) else each for k, each in given.items()}
         arguments = self.overload._schema.arguments
         positional = [copied.pop(argument.name) for argument in arguments if not argument.kwarg_only]
         try:
@@ -232,29 +229,23 @@ class _RowsTest:
         made = [made] if isinstance(made, torch.Tensor) else list(made)
         if len(made) != len(self.said.token_results):
             raise self.refuted(f"{len(self.said.token_results)} results", f"{len(made)}")
-        said = zip(made, self.said.token_results, strict=True)
-        return [
-            self.rows(f"result {at}", torch.empty(0) if each is None else each, where)
-            for at, (each, where) in enumerate(said)
-        ]
-
-
-_AGAIN = "row 0 again"
-_OTHERS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "NaN": lambda rows: _filled(rows, float("nan")),
-    "inf": lambda rows: _filled(rows, float("inf")),
-    "-inf": lambda rows: _filled(rows, -float("inf")),
-    "1e4": lambda rows: _filled(rows, 1e4),
-    "-1e4": lambda rows: _filled(rows, -1e4),
-    "other rows": lambda rows: rows.flip(0),
-    _AGAIN: lambda rows: rows[:1].expand_as(rows),
-}
+        given_back = [torch.empty(0) if each is None else each for each in made]
+        said = zip(given_back, self.said.token_results, strict=True)
+        return [self.rows(f"result {at}", each, where) for at, (each, where) in enumerate(said)]
 
 
 def _filled(rows: torch.Tensor, number: float) -> torch.Tensor:
     if not rows.dtype.is_floating_point:
         return rows.flip(0)
     return torch.full_like(rows, number, dtype=torch.float32).to(rows.dtype)
+
+
+_AGAIN = "row 0 again"
+_OTHERS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    **{text: partial(_filled, number=float(text)) for text in ("NaN", "inf", "-inf", "1e4", "-1e4")},
+    "other rows": lambda rows: rows.flip(0),
+    _AGAIN: lambda rows: rows[:1].expand_as(rows),
+}
 
 
 def _arranged(count: int, *, is_alone: bool) -> Iterator[list[int]]:

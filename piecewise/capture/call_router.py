@@ -38,7 +38,6 @@ class Caller(Protocol):
         self, args: Any, kwargs: Any, *, may_capture: bool
     ) -> tuple[CapturedSignature, Matched] | FallbackReason:
         """Makes a signature for a call that none of `signatures` serves, or returns the reason why not."""
-        ...
 
 
 class CallRouter:

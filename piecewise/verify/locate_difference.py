@@ -49,14 +49,9 @@ class SegmentWalk:
     memory. Random states are restored afterwards."""
 
     def __init__(
-        self,
-        served: ServedBucket,
-        assembler: PlanAssembler,
-        *,
-        leaves: Sequence[Any],
-        num_tokens: int,
-        tolerance: Tolerance,
-    ) -> None:
+        self, served: ServedBucket, assembler: PlanAssembler,
+        *, leaves: Sequence[Any], num_tokens: int, tolerance: Tolerance,
+    ) -> None:  # fmt: skip
         self.plan, self.steps, self.assembler = served.plan, served.steps, assembler
         self.leaves, self.num_tokens = list(leaves), num_tokens
         self.bucket = served.steps.padded_num_tokens
@@ -65,15 +60,15 @@ class SegmentWalk:
         self._by_name = {segment.name: segment for segment in self.plan.segments}
         # Value index → the tensors that graphs read or made at capture.
         self._static = {index: static.buffer for index, static in static_inputs_of(self.steps).items()}
-        run_plan(self.plan, self._static, self.bucket, on_segment=self._graph_outputs)
 
-    def _graph_outputs(self, segment: Segment, arguments: Sequence[Any]) -> Sequence[Any] | None:
-        graph = self.assembler.runners[segment.index].graph_for(self.bucket)
-        return graph.outputs if graph is not None else None
+        def graph_outputs(segment: Segment, arguments: Sequence[Any]) -> Sequence[Any] | None:
+            graph = assembler.runners[segment.index].graph_for(self.bucket)
+            return graph.outputs if graph is not None else None
+
+        run_plan(self.plan, self._static, self.bucket, on_segment=graph_outputs)
 
     def run(self, poison: Poison, on_segment: _OnSegment = lambda segment, env, run: run()) -> list[Any]:
         """Serves the call; returns the result's leaves. Raises StateChanged as `StepPlan.replay`."""
-
         steps, num_tokens, env = self.steps, self.num_tokens, list(self.leaves)
         if steps.begin_call is not None:
             steps.begin_call()
@@ -219,13 +214,9 @@ class SegmentWalk:
         return [copies[value.index] for value in inputs]
 
     def _find_mixing_op(
-        self,
-        wanted: Segment,
-        tolerance: Tolerance | None,
-        segment: Segment,
-        env: list[Any],
-        run: Callable[[], None],
-    ) -> None:
+        self, wanted: Segment, tolerance: Tolerance | None,
+        segment: Segment, env: list[Any], run: Callable[[], None],
+    ) -> None:  # fmt: skip
         """Finds the first op of a graph segment whose real rows change with padding. Without a tolerance the
         comparison is with padding that repeats a row, as kernels may round by the number of rows."""
         if segment is not wanted:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from runners import errors
 from runners._torch import (
     OpOverload,
     OpOverloadPacket,
@@ -29,18 +30,10 @@ from runners._torch import (
     overload_for,
     without_torch_function,
 )
-from runners.errors import (
-    DeviceCrossing,
-    HostTensor,
-    ReadBack,
-    TensorResized,
-    Unrecordable,
-    ValueDependentShape,
-)
 from runners.source_lines import source_line
 from runners.tensors import tensors_in
 
-Refusal: TypeAlias = type[Unrecordable]
+Refusal: TypeAlias = type[errors.Unrecordable]
 
 
 _READING_METHODS = (
@@ -58,12 +51,12 @@ _INDEX_PUTS = ("aten::index_put", "aten::index_put_", "aten::_index_put_impl_", 
 def _refused_functions() -> dict[Callable[..., Any], tuple[str, Refusal]]:
     functions: dict[Callable[..., Any], tuple[str, Refusal]] = {}
     for name in _READING_METHODS:
-        functions[getattr(torch.Tensor, name)] = (f"Tensor.{name}", ReadBack)
+        functions[getattr(torch.Tensor, name)] = (f"Tensor.{name}", errors.ReadBack)
     for name in ("equal", "is_nonzero", "allclose"):
-        functions[getattr(torch, name)] = (f"torch.{name}", ReadBack)
+        functions[getattr(torch, name)] = (f"torch.{name}", errors.ReadBack)
     for name in ("tensor", "as_tensor", "asarray"):
-        functions[getattr(torch, name)] = (f"torch.{name}", HostTensor)
-    functions[torch.Tensor.new_tensor] = ("Tensor.new_tensor", HostTensor)
+        functions[getattr(torch, name)] = (f"torch.{name}", errors.HostTensor)
+    functions[torch.Tensor.new_tensor] = ("Tensor.new_tensor", errors.HostTensor)
     return functions
 
 
@@ -75,9 +68,9 @@ def _refusal_for_function(
         given = args[1:] if func is not torch.tensordot else (*args[2:], kwargs.get("dims"))
         named = (kwargs.get("indices_or_sections"), kwargs.get("tensor_indices_or_sections"))
         if any(isinstance(value, Tensor) for value in (*given, *named)):
-            return f"torch.{func.__name__}", ReadBack
+            return f"torch.{func.__name__}", errors.ReadBack
     found = _refused_functions().get(func)
-    if found is not None and found[1] is HostTensor:
+    if found is not None and found[1] is errors.HostTensor:
         sources = (*args[func is torch.Tensor.new_tensor :], kwargs.get("data"), kwargs.get("obj"))
         # A tensor as the source is a copy on the device, or nothing at all.
         if isinstance(sources[0], Tensor):
@@ -99,28 +92,28 @@ def refusal_for_op(
     """Says why an op's call below autograd cannot be recorded, or None; `host_scalars` are `Watch`'s."""
     name, tags = func._schema.name, func.tags
     if torch.Tag.data_dependent_output in tags:
-        return ReadBack
+        return errors.ReadBack
     if name == "aten::index":
-        return ValueDependentShape if any(map(_is_mask, args[1])) else None
+        return errors.ValueDependentShape if any(map(_is_mask, args[1])) else None
     if name in _INDEX_PUTS and any(map(_is_mask, args[1])):
         # Torch turns `x[mask] = number` into a masked fill, which has no shape to find out.
         given = [index for index in args[1] if index is not None]
         is_fill = len(given) == 1 and args[2].untyped_storage()._cdata in host_scalars
-        return None if is_fill else ValueDependentShape
+        return None if is_fill else errors.ValueDependentShape
     if name == "aten::repeat_interleave" and kwargs.get("output_size") is not None:
         return None
     if torch.Tag.dynamic_output_shape in tags or name in _VALUE_SHAPE_OPS:
-        return ValueDependentShape
+        return errors.ValueDependentShape
     # A number becomes a 0-dim tensor, a mere fill; a list or an array becomes a copy from the host.
     if name == "aten::lift_fresh" and args[0].dim() > 0:
-        return HostTensor
+        return errors.HostTensor
     if name in _RESIZING_OPS:
-        return TensorResized
+        return errors.TensorResized
     if name in _CROSSING_OPS:
         devices = {tensor.device for tensor in tensors_in(args)}
         target: torch.device | None = kwargs.get("device")
         if len(devices) > 1 or any(target is not None and not _is_on(device, target) for device in devices):
-            return DeviceCrossing
+            return errors.DeviceCrossing
     return None
 
 
@@ -132,7 +125,7 @@ class Watch:
 
     def __init__(self, segment: str) -> None:
         self.segment = segment
-        self.error: Unrecordable | None = None
+        self.error: errors.Unrecordable | None = None
         self.host_scalars: dict[int, Tensor] = {}
 
     def refuse(self, op: Any, refusal: Refusal) -> NoReturn:

@@ -20,14 +20,8 @@ from typing import Any
 
 import torch
 import triton
-from triton.runtime.errors import OutOfResources
 
 from boundary_ops._torch import raw_device, raw_stream
-
-__all__ = [
-    "DirectLaunch", "OutOfResources", "compiling_together", "current_device", "current_stream",
-    "direct_launch", "is_interpreted", "jit_launch",
-]  # fmt: skip
 
 # (grid x, grid y, stream, arguments in the order of the program's parameters)
 DirectLaunch = Callable[[int, int, int, tuple[Any, ...]], None]

@@ -14,8 +14,6 @@ import torch
 
 from boundary_ops.step.batch import PrefillBatch, send_to_device
 
-__all__ = ["StepTiles", "tile_records", "tiles_of"]
-
 # One record: sequence, its first row, the tile's first token in it, new tokens, context tokens, three unused.
 RECORD = 8
 
