@@ -73,6 +73,9 @@ def _compared(measure: Any, other: Path) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("other", type=Path, metavar="OTHER")
+    parser.add_argument(
+        "--other-commit", metavar="REV", help="what OTHER holds, where it is no checkout of its own"
+    )
     parser.add_argument("--out", type=Path, default=Path(__file__).parent)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--smoke", action="store_true")
@@ -83,10 +86,13 @@ def main() -> None:
     def latencies(tree: Path) -> dict[str, float]:
         return _latencies(tree, arguments.smoke, arguments.rounds, environments)
 
+    rows = _compared(latencies, other)
+    if arguments.other_commit:
+        environments["other"]["commit"] = arguments.other_commit
     found = {
         "command": "python -m docs.results.two_trees OTHER",
         "environments": environments,
-        "latency_ms": _compared(latencies, other),
+        "latency_ms": rows,
         "host_us_per_call": _compared(lambda tree: _host_times(tree, arguments.smoke), other),
     }
     arguments.out.mkdir(parents=True, exist_ok=True)

@@ -212,3 +212,12 @@ def test_I6_a_namespace_that_fills_up_as_it_is_asked_is_no_change():
     assert serve(graphed, tokens(5)) == "replay"
     assert torch.ops.asked_for_here is vars(torch.ops)["asked_for_here"]
     assert serve(graphed, tokens(5)) == "replay"
+
+
+def test_I6_what_torch_notes_of_an_op_is_no_change(monkeypatch):
+    """An op's `__dict__` grows as torch is asked about the op, for example by a dispatch mode."""
+    op = torch.ops.aten.relu.default
+    graphed = graph(new_model(before=lambda model, x: op(x) if vars(model) else x).eval(), buckets=(8,))
+    assert serve(graphed, tokens(5)) == "replay"
+    monkeypatch.setitem(vars(op), "_noted", object())
+    assert serve(graphed, tokens(5)) == "replay"

@@ -85,7 +85,9 @@ def add_unguarded(
         for place, _ in list(finder.values.values()):
             value = place.get()
             attributes = getattr(value, "__dict__", None)
-            if isinstance(attributes, dict) and not isinstance(value, settled):
+            # An op keeps what torch was asked about it, such as its schema's handle.
+            is_op = type(value).__module__ == "torch._ops"
+            if isinstance(attributes, dict) and not isinstance(value, settled) and not is_op:
                 finder.add_table(attributes, f"vars({place.path})")
 
 
