@@ -43,9 +43,8 @@ def engine_for(name: str, device: torch.device | str) -> GraphEngine:
     kind, (*_, needed) = _kind_of(device), _HOMES[name]
     if needed not in (None, kind):
         fitting = [each for each, (*_, served) in _HOMES.items() if served in (None, kind)]
-        raise EngineOfAnotherDevice(
-            name=name, names=_either(["auto", *fitting]), device=device, device_type=needed
-        )
+        names = _either(["auto", *fitting])
+        raise EngineOfAnotherDevice(name=name, names=names, device=device, device_type=needed)
     return _engine(name)
 
 

@@ -86,15 +86,13 @@ class StateError(PiecewiseError, RuntimeError):
 
 
 class InsideCapture(StateError):
-    what = "{verb} of {segment}"
-    expected, got = "no capture in progress", "the capture of {other}"
+    what, expected, got = "{verb} of {segment}", "no capture in progress", "the capture of {other}"
     rule = "graphs are captured and replayed one after the other, not inside a capture"
     fix = "{verb} it after that capture"
 
 
 class ReplayAfterReset(StateError):
-    what = "replay of {segment}"
-    expected, got = "a captured graph", "a graph that was reset"
+    what, expected, got = "replay of {segment}", "a captured graph", "a graph that was reset"
     rule = "a graph that was reset is gone"
     fix = "capture the segment again"
 
@@ -121,29 +119,25 @@ class PoolHasGraphs(StateError):
 
 
 class NoOutputSequence(CaptureError):
-    what = "{segment}"
-    expected, got = "a tuple or list of outputs", "{type}"
+    what, expected, got = "{segment}", "a tuple or list of outputs", "{type}"
     rule = "a captured function returns the sequence of its outputs"
     fix = "return (tensor,) for a single output"
 
 
 class UnknownEngine(ConfigError):
-    what = "field 'engine'"
-    expected, got = "{names}", "{name!r}"
+    what, expected, got = "field 'engine'", "{names}", "{name!r}"
     rule = "an engine is chosen by its name"
     fix = "use 'auto'"
 
 
 class EngineOfAnotherDevice(ConfigError):
-    what = "field 'engine', device {device}"
-    expected, got = "{names}", "{name!r}"
+    what, expected, got = "field 'engine', device {device}", "{names}", "{name!r}"
     rule = "graphs of the engine {name!r} hold work of a {device_type} device"
     fix = "move the model to a {device_type} device, or use engine='auto'"
 
 
 class ForeignAllocator(ConfigError):
-    what = "torch's CUDA allocator"
-    expected, got = "'native'", "{backend!r}"
+    what, expected, got = "torch's CUDA allocator", "'native'", "{backend!r}"
     rule = "buckets share graph memory through torch's own allocator"
     fix = "leave 'backend' out of PYTORCH_CUDA_ALLOC_CONF"
 
@@ -151,8 +145,7 @@ class ForeignAllocator(ConfigError):
 class DriverCallFailed(StateError):
     """A call of the CUDA driver failed while a failed capture was cleaned up."""
 
-    what = "{name} of the CUDA driver"
-    expected, got = "success", "error {code}"
+    what, expected, got = "{name} of the CUDA driver", "success", "error {code}"
     rule = "a capture that failed is put back to a known state"
     fix = "if an earlier error broke the CUDA context, restart the process"
 
@@ -164,15 +157,13 @@ class InvalidBuckets(ConfigError):
 
 
 class UnlistedBucket(ConfigError):
-    what = "bucket {bucket}"
-    expected, got = "one of {sizes}", "{bucket}"
+    what, expected, got = "bucket {bucket}", "one of {sizes}", "{bucket}"
     rule = "only listed buckets have a range"
     fix = "ask bucket_for(num_tokens) which bucket serves a call"
 
 
 class NegativeWarmUps(ConfigError):
-    what = "field 'warmup_steps'"
-    expected, got = "0 or more", "{steps}"
+    what, expected, got = "field 'warmup_steps'", "0 or more", "{steps}"
     rule = "a bucket is captured after so many eager runs"
     fix = "leave it at 3"
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -127,10 +128,9 @@ class PiecewiseRunner:
             expected = f"a bucket after {self.warmup_steps} warm-ups"
             raise self._wrong_state("capture", padded_num_tokens, expected)
         arguments = _geometry(args)
+        run = partial(fn or self.function, padded_num_tokens, *args)
         try:
-            graph = self._engine.capture(
-                lambda: (fn or self.function)(padded_num_tokens, *args), pool=self._pool, segment=self._place
-            )
+            graph = self._engine.capture(run, pool=self._pool, segment=self._place)
         except errors.StateError:
             raise
         except Exception as error:

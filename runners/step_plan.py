@@ -209,9 +209,7 @@ class _Binder:
         self._copier = plan.copier
         self._views = RowViews()
         self._copy_ins = self._with_views(plan.copy_ins)
-        self._steps: list[Any] = [
-            step if isinstance(step, ReplayStep) else self._template(step) for step in plan.steps
-        ]
+        self._steps: list[Any] = [s if isinstance(s, ReplayStep) else self._template(s) for s in plan.steps]
         self._results = [
             (item, self._views.add(item.tensor, item.value) if item.tensor is not None else -1)
             for item in plan.results

@@ -50,9 +50,8 @@ class StepBuffers:
         self, pools: Sequence[torch.Tensor], *, max_num_seqs: int, max_num_tokens: int, max_seq_len: int
     ) -> None:
         sizes = {"max_num_seqs": max_num_seqs, "max_num_tokens": max_num_tokens, "max_seq_len": max_seq_len}
-        max_num_seqs, max_num_tokens, max_seq_len = (
-            check_whole(size, WrongStepLimit, argument=name) for name, size in sizes.items()
-        )
+        wholes = (check_whole(size, WrongStepLimit, argument=name) for name, size in sizes.items())
+        max_num_seqs, max_num_tokens, max_seq_len = wholes
         check_whole(len(pools), WrongStepLimit, argument="pools", expected="one or more")
         cache = _cache_of(pools[0])
         device, block_size = pools[0].device, pools[0].shape[1]

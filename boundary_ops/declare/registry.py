@@ -176,14 +176,11 @@ def _declare(overload: OpOverload, *, name: str, **fields: Any) -> BoundaryOp:
     return op
 
 
-def _define_in_torch(
-    schema: str, parsed: OpSchema, implementations: Mapping[str, Implementation] | Implementation
-) -> Definition:
+def _define_in_torch(schema: str, parsed: OpSchema, implementations: Any) -> Definition:
     namespace, local = parsed.parsed.name.split("::", 1)
     library = torch.library.Library(namespace, "FRAGMENT")
-    definition = Definition(
-        parsed.name, str(parsed.parsed), tuple(parsed.arguments), library, implementations, None, {}
-    )
+    text, names = str(parsed.parsed), tuple(parsed.arguments)
+    definition = Definition(parsed.name, text, names, library, implementations, None, {})
     # A trace would fix an `int` though it changes; a `SymInt` takes the same calls.
     head, bracket, arguments = schema.strip().removeprefix(f"{namespace}::").partition("(")
     library.define(head + bracket + re.sub(r"\bint(?=[?\[ ])", "SymInt", arguments))

@@ -10,8 +10,7 @@ class UnreadableSchema(BoundaryOpError):
 
 
 class ReturnsResult(BoundaryOpError):
-    what = "op '{op}'"
-    expected, got = "a schema that returns nothing, '-> ()'", "'-> {returns}'"
+    what, expected, got = "op '{op}'", "a schema that returns nothing, '-> ()'", "'-> {returns}'"
     rule = "a boundary op writes its result into memory of its caller, whose address stays the same"
     fix = (
         "allocate the result in the model (torch.empty), pass it as 'Tensor(a!) out', write into it; "
@@ -116,8 +115,7 @@ class WrongRowsArgument(BoundaryOpError):
 
 
 class RowsOfTorchOp(BoundaryOpError):
-    what = "op '{op}'"
-    expected, got = "an op of a library", "one of torch's own"
+    what, expected, got = "op '{op}'", "an op of a library", "one of torch's own"
     rule = "torch's ops have rules, or run eagerly: a declaration would not be read"
     fix = "declare an op of your own that calls it: torch.library.custom_op makes one"
 

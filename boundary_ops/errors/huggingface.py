@@ -92,8 +92,7 @@ class NotPacked(BoundaryOpError):
 
 
 class MaskInTrace(BoundaryOpError):
-    what = "model input 'attention_mask'"
-    expected, got = "none while the model is traced", "a mask"
+    what, expected, got = "model input 'attention_mask'", "none while the model is traced", "a mask"
     rule = "a trace cannot look at a mask's values, and packed input needs no mask"
     fix = "leave attention_mask out"
 
@@ -121,8 +120,7 @@ class OptionRefused(BoundaryOpError):
 
 
 class OtherKeys(BoundaryOpError):
-    what = "{path}: attention input 'key'"
-    expected, got = "as many rows as 'query'", "another number"
+    what, expected, got = "{path}: attention input 'key'", "as many rows as 'query'", "another number"
     rule = "the model passes the step's new K and V; older ones come from the pages"
     fix = "pass no cache to the model, and use no cross attention"
 
@@ -135,14 +133,12 @@ class NoGradient(BoundaryOpError):
 
 
 class GenerateRefused(BoundaryOpError):
-    what = "{model}.generate"
-    expected, got = "prefill calls of the model itself", "generate()"
+    what, expected, got = "{model}.generate", "prefill calls of the model itself", "generate()"
     rule = "an attached model runs prefill steps; generate() brings a cache and masks of its own"
     fix = "call the model itself, with batch.pack(prompts) and batch.positions, or detach(model) first"
 
 
 class LabelsRefused(BoundaryOpError):
-    what = "model input 'labels'"
-    expected, got = "none: an attached model runs prefill steps", "labels"
+    what, expected, got = "model input 'labels'", "none: an attached model runs prefill steps", "labels"
     rule = "a loss over packed sequences is not what the unpacked model gives"
     fix = "compute the loss from the scores, one row per sequence of the batch"

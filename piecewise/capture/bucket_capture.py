@@ -106,7 +106,7 @@ def _assembler_of(context: CaptureContext, signature: CapturedSignature, cut: Cu
             plan, lowered.report(), num_rows=max(served, default=0),
             num_streams=context.config.num_streams,
         )  # fmt: skip
-    metadata = [made.metadata for made in traced.step_metadata]
+    metadata = [metadata for metadata, _ in traced.step_metadata]
     cut.assembler = PlanAssembler(
         plan, context, functions=lowered.functions, streams=streams, leaves=leaves, check=check,
         step_metadata=metadata, times=signature.times,

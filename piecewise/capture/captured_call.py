@@ -175,15 +175,10 @@ class CapturedSignature:
 
     def take_state(self) -> None:
         """Records the state that the traces hold for."""
-        fixed = [place for cut in self.cuts for made in cut.traced.step_metadata for place in made.places]
-        graphs = [cut.traced.trace.graph.graph for cut in self.cuts]
-        ops = [
-            node.target
-            for graph in graphs
-            for node in graph.nodes
-            if isinstance(node.target, torch_api.OpOverload)
-        ]
-        self.state = TracedState.of([cut.plan for cut in self.cuts], fixed, ops)
+        fixed = [place for cut in self.cuts for _, places in cut.traced.step_metadata for place in places]
+        targets = [node.target for cut in self.cuts for node in cut.traced.trace.graph.graph.nodes]
+        ops = [target for target in targets if isinstance(target, torch_api.OpOverload)]
+        self.state = TracedState([cut.plan for cut in self.cuts], fixed, ops)
 
     def may_serve(self, num_tokens: int, leaves: Sequence[Any]) -> bool:
         """Whether the global state is the trace's, and some count allows the sizes that do not follow it: one
@@ -237,9 +232,8 @@ class CapturedSignature:
         self.suspended = tuple(again)
         for bucket in again:
             detail = "its memory was given back by suspend(); resume() captures it again"
-            self.bucket_reports[bucket] = BucketReport(
-                bucket, "suspended", detail, code=FallbackReason.SUSPENDED.value
-            )
+            code = FallbackReason.SUSPENDED.value
+            self.bucket_reports[bucket] = BucketReport(bucket, "suspended", detail, code=code)
         self.reset()
         self.check = None
 

@@ -83,10 +83,6 @@ class GraphStore:
         self._num_added = 0
 
     @property
-    def engine_name(self) -> str:
-        return self.engine.name if self.engine is not None else "none yet"
-
-    @property
     def state(self) -> str:
         """Names the state of the graphs: "suspended", "released", "captured" or "not captured"."""
         if self.is_suspended or self.is_released:
@@ -363,7 +359,7 @@ class GraphStore:
             self.stats.snapshot(),
             dict(unseen),
             tuple(self.changes),
-            self.engine_name,
+            self.engine.name if self.engine is not None else "none yet",
             self.left_out,
             self.state,
         )

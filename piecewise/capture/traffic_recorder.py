@@ -45,11 +45,9 @@ class TrafficRecorder:
 
     @property
     def num_calls(self) -> int:
-        """Returns the number of counted calls."""
         return sum(self.by_count.copy().values())
 
     def reset(self) -> None:
-        """Clears the histogram."""
         self.by_count.clear()
 
     def save(self, path: str | os.PathLike[str]) -> None:

@@ -4,8 +4,7 @@ from runners.errors import ConfigError, StateError
 
 
 class NoModule(ConfigError):
-    what = "argument 'model'"
-    expected, got = "a torch.nn.Module", "{kind}"
+    what, expected, got = "argument 'model'", "a torch.nn.Module", "{kind}"
     rule = "graphs read weights through their modules"
     fix = "wrap the function in an nn.Module"
 

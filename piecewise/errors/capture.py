@@ -4,8 +4,7 @@ from runners.errors import CaptureError, ConfigError, StateError, TraceError
 
 
 class SeveralDevices(TraceError):
-    what = "{other} and {first}"
-    expected, got = "one device", "{other_device} and {device}"
+    what, expected, got = "{other} and {first}", "one device", "{other_device} and {device}"
     rule = "a graph runs on one device"
     fix = "move the model and its inputs to the same device before capture()"
 
@@ -33,8 +32,7 @@ class PaddingMatters(CaptureError):
 
 
 class MissingCaptureLimit(ConfigError):
-    what = "boundary='captured', op '{op}'"
-    expected, got = "a value of {missing}", "None"
+    what, expected, got = "boundary='captured', op '{op}'", "a value of {missing}", "None"
     rule = "a captured step is copied into buffers whose size is fixed when it is captured"
     fix = (
         "piecewise.compile(model, boundary='captured', {first}=...), from the scheduler's limits; larger"

@@ -4,7 +4,6 @@ from runners.errors import CaptureError
 
 
 class SegmentNotLowered(CaptureError):
-    what = "{segment}"
-    expected, got = "a segment that lowering={lowering!r} can compile", "{reason}"
+    what, expected, got = "{segment}", "a segment that lowering={lowering!r} can compile", "{reason}"
     rule = "with strict=True no segment silently keeps eager kernels"
     fix = "use lowering='eager', or strict=False"

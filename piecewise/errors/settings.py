@@ -11,7 +11,6 @@ class WrongSettings(ConfigError):
 
 
 class UnreadableSettingsFile(ConfigError):
-    what = "settings file {path}"
-    expected, got = "a readable TOML file", "{problem}"
+    what, expected, got = "settings file {path}", "a readable TOML file", "{problem}"
     rule = "settings come from a UTF-8 TOML file of at most {limit} KiB"
     fix = "correct the file; PiecewiseConfig(...).to_toml(path) writes a valid one"

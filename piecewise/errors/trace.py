@@ -4,8 +4,7 @@ from runners.errors import TraceError
 
 
 class CompileIsOff(TraceError):
-    what = "the model cannot be traced"
-    expected, got = "torch.compile in its default stance", "{mode}"
+    what, expected, got = "the model cannot be traced", "torch.compile in its default stance", "{mode}"
     rule = "the graph comes from one torch.compile trace"
     fix = "leave that mode around capture(), or run the model eagerly"
 
@@ -39,8 +38,7 @@ class MissingArguments(TraceError):
 
 
 class InputNotPlain(TraceError):
-    what = "input '{name}'"
-    expected, got = "a plain strided tensor", "{kind}"
+    what, expected, got = "input '{name}'", "a plain strided tensor", "{kind}"
     rule = "graphs read static buffers, which are plain memory"
     fix = "convert it before the call, or keep it inside the model"
 

@@ -251,9 +251,7 @@ class _OpResults(torch_api.TorchDispatchMode):
         self.results: list[tuple[str, torch.Tensor]] = []
         self._unwritten: dict[int, torch.Tensor] = {}  # held, so that no other memory gets its address
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         made = list(tensors_in(result))
         if "empty" in str(func):

@@ -208,9 +208,7 @@ class _WorkFinder(TorchDispatchMode):
         self.error: WorkElsewhere | None = None
         self._segment = segment
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         if self.error is None and _is_work(func, args, kwargs, result):

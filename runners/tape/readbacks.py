@@ -82,10 +82,6 @@ def _is_mask(index: Any) -> bool:
     return isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8)
 
 
-def _is_on(device: torch.device, target: torch.device) -> bool:
-    return device.type == target.type and target.index in (None, device.index)
-
-
 def refusal_for_op(
     func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], host_scalars: dict[int, Tensor]
 ) -> Refusal | None:
@@ -112,7 +108,8 @@ def refusal_for_op(
     if name in _CROSSING_OPS:
         devices = {tensor.device for tensor in tensors_in(args)}
         target: torch.device | None = kwargs.get("device")
-        if len(devices) > 1 or any(target is not None and not _is_on(device, target) for device in devices):
+        moves = (target and (target.type != d.type or target.index not in (None, d.index)) for d in devices)
+        if len(devices) > 1 or any(moves):
             return errors.DeviceCrossing
     return None
 
@@ -147,9 +144,7 @@ class HostReads(TorchFunctionMode):
         super().__init__()
         self._watch = watch
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         found = _refusal_for_function(func, args, kwargs)
         if found is not None:
@@ -174,9 +169,7 @@ class WatchedOps(TorchDispatchMode):
         super().__init__()
         self._watch = watch
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         self._check_op(func, args, kwargs)
         if decomposes(func):

@@ -73,9 +73,8 @@ def jit_launch(
 
 def direct_launch(compiled: Any) -> DirectLaunch | None:
     """Returns a function that launches `compiled`, or None where this triton has no such launcher."""
-    run, function, metadata = (
-        getattr(compiled, name, None) for name in ("run", "function", "packed_metadata")
-    )
+    parts = ("run", "function", "packed_metadata")
+    run, function, metadata = (getattr(compiled, name, None) for name in parts)
     if function is None or metadata is None or not _is_known(run):
         return None
 
