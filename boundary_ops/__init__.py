@@ -7,6 +7,7 @@ In: a schema, or the name of an op that exists. Out: a `BoundaryOp`. Read first:
 """
 
 import importlib
+import logging
 from typing import Any
 
 from boundary_ops.attention.attention import attn_inplace
@@ -24,6 +25,8 @@ from boundary_ops.errors import BoundaryOpError
 from boundary_ops.errors.step import CacheExhaustedError
 from boundary_ops.step.batch import PrefillBatch
 from boundary_ops.step.kv_cache import PagedKVCache
+
+logging.getLogger(__name__).addHandler(logging.NullHandler())
 
 __all__ = [
     "BoundaryOp",

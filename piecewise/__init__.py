@@ -3,6 +3,7 @@
 Public names are imported when first used, so that neither `piecewise --help` nor a test plugin loads torch.
 """
 
+import logging
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ from runners.errors import (
     TokenDimError,
     TraceError,
 )
+from runners.stats import FallbackWarning
 
 if TYPE_CHECKING:
     from piecewise.api import GraphedModule, compile, disable, enable, explain
@@ -22,6 +24,9 @@ if TYPE_CHECKING:
     from piecewise.settings.config import PiecewiseConfig
     from piecewise.torch_backend import handle
     from runners.mode import capture_window, eager_only
+
+# TORCH_LOGS="+piecewise" shows what is logged.
+logging.getLogger(__name__).addHandler(logging.NullHandler())
 
 # Where each name is defined.
 _HOMES = {
@@ -35,6 +40,7 @@ _HOMES = {
 __all__ = [
     "CaptureError",
     "ConfigError",
+    "FallbackWarning",
     "GraphedModule",
     "PiecewiseConfig",
     "PiecewiseError",

@@ -39,7 +39,7 @@ class GraphedModule:
     ) -> None:
         if not isinstance(model, nn.Module):
             raise NoModule(kind=type(model).__name__)
-        graphs = GraphStore(config)
+        graphs = GraphStore(PiecewiseConfig.from_any(config))
         self.model = model
         self.piecewise_config = graphs.config
         self.stats, self.traffic = graphs.stats, graphs.traffic
@@ -109,18 +109,20 @@ class GraphedModule:
         Args:
             args, kwargs: the model's own arguments, with two or more tokens.
         Returns:
-            The outcome of each bucket; a bucket that could not be captured runs eagerly, with the reason.
+            The outcome of each bucket; a bucket that could not be captured runs eagerly, with a warning and
+            the reason. If graphs are switched off (`disable`, the stance "force_eager"), nothing is captured.
         Raises:
             TraceError: the model cannot be one graph, or tensors are on two devices.
             TokenDimError: the token count cannot be found in the example.
             ConfigError: `boundary="captured"` without a limit that an op needs.
-            CaptureError: with `strict`, an op lets padding reach real rows, or a bucket fails; with
-                `min_coverage`, too few ops are in graphs. Then nothing of this capture is kept.
+            CaptureError: no bucket could be captured, unless `allow_eager` is set; with `strict`, an op lets
+                padding reach real rows, or a bucket fails; with `min_coverage`, too few ops are in graphs.
+                Then nothing of this capture is kept. The model itself serves calls as before.
             StateError: `max_signatures` are captured already, a call is in progress, or it is suspended.
         """
         with self._router.exclusive("capture"):
             self._graphs.refuse_suspended("capture")
-            return self._calls.capture(args, kwargs)
+            return self._graphs.disabled_report() or self._calls.capture(args, kwargs)
 
     def refresh(self) -> CaptureReport | None:
         """Captures everything again, after weights moved or the model changed; None if nothing was captured.
@@ -242,7 +244,7 @@ def compile(
 
 def explain(model: nn.Module, *args: Any, config: PiecewiseConfig | None = None, **kwargs: Any) -> PlanReport:
     """Returns the plan for `model(*args, **kwargs)`, without capture."""
-    return GraphedModule(model, config if config is not None else PiecewiseConfig()).explain(*args, **kwargs)
+    return GraphedModule(model, PiecewiseConfig.from_any(config)).explain(*args, **kwargs)
 
 
 def enable(

@@ -208,7 +208,7 @@ class CompiledGraph:
         except PiecewiseError as error:
             note = str(error).splitlines()[0]
             self._owner.notes[note] = self._owner.notes.get(note, 0) + 1
-            self._refused = self._refusal(error)
+            self._refused = self._owner.store.first.because(self._refusal(error), note)
             if config.strict or self._refused is FallbackReason.LOW_COVERAGE:
                 raise
 
@@ -217,7 +217,7 @@ class CompiledGraph:
             return FallbackReason.LOW_COVERAGE
         targets = [node.target for node in self._eager.graph.nodes if node.op == "call_function"]
         if not any(lookup(target) is not None for target in targets):
-            return FallbackReason.DISABLED  # a graph break left a graph without boundary ops
+            return FallbackReason.NO_GRAPH  # a graph break left a graph without boundary ops
         sizes = [size for fake in self._fakes if isinstance(fake, torch.Tensor) for size in fake.shape]
         is_static = not any(isinstance(size, torch.SymInt) for size in (*sizes, *self._fakes))
         return FallbackReason.STATIC_TOKEN_COUNT if is_static else FallbackReason.CAPTURE_FAILED

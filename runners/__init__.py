@@ -8,6 +8,7 @@ Rooms: `cuda/` and `tape/` are the engines, `state/` notices a model that change
 Names that need torch are imported when they are first used: settings know buckets and errors alone.
 """
 
+import logging
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from runners.piecewise_runner import PiecewiseRunner
     from runners.step_plan import StepPlan
 
+logging.getLogger(__name__).addHandler(logging.NullHandler())
 _HOMES = {"PiecewiseRunner": "runners.piecewise_runner", "StepPlan": "runners.step_plan"}
 
 __all__ = [

@@ -6,6 +6,7 @@ and leaves nothing behind [I8]. The runner knows neither its place in the model 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -39,6 +40,7 @@ class BucketState:
 
 
 COLD = BucketState(BucketPhase.COLD)
+_log = logging.getLogger(__name__)
 _OPEN = (BucketPhase.COLD, BucketPhase.WARMING)
 
 
@@ -140,6 +142,7 @@ class PiecewiseRunner:
         self._captures[padded_num_tokens] = _Capture(graph, arguments)
         self._states[padded_num_tokens] = BucketState(BucketPhase.CAPTURED)
         self.num_captures += 1
+        _log.debug("captured %s at bucket %d: %d ops", self._place, padded_num_tokens, graph.num_ops)
         return graph.outputs
 
     def replay(self, padded_num_tokens: int) -> tuple[Any, ...]:

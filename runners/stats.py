@@ -13,19 +13,34 @@ from enum import Enum
 from typing import Any
 
 
+class FallbackWarning(UserWarning):
+    """Warns of the first call that ran eagerly for a reason that the user did not ask for."""
+
+
 class FallbackReason(str, Enum):
-    """Says why a call ran eagerly, and what makes such a call replay; a member equals its code."""
+    """Says why a call ran eagerly, and what makes such a call replay; a member equals its code.
+
+    `is_asked_for` marks reasons that the user chose, or can do nothing about: they need no warning.
+    """
 
     explanation: str
     fix: str
+    is_asked_for: bool
 
-    def __new__(cls, code: str, explanation: str, fix: str) -> FallbackReason:
+    def __new__(cls, code: str, explanation: str, fix: str, is_asked_for: bool = False) -> FallbackReason:
         member = str.__new__(cls, code)
         member._value_, member.explanation, member.fix = code, explanation, fix
+        member.is_asked_for = is_asked_for
         return member
 
     def __str__(self) -> str:
         return str(self.value)
+
+    def told(self, detail: str = "") -> str:
+        """Returns the explanation, with the detail of one call if there is any, and the fix."""
+        return (
+            f"{self.explanation[:-1]}: {detail}. {self.fix}" if detail else f"{self.explanation} {self.fix}"
+        )
 
     NOT_CAPTURED = (
         "not_captured",
@@ -36,6 +51,7 @@ class FallbackReason(str, Enum):
         "zero_tokens",
         "The call carries no tokens, so there is nothing to replay.",
         "Nothing to do; skip empty batches to save the call.",
+        True,
     )
     ABOVE_LARGEST_BUCKET = (
         "above_largest_bucket",
@@ -49,8 +65,8 @@ class FallbackReason(str, Enum):
     )
     UNSEEN_SIGNATURE = (
         "unseen_signature",
-        "Structure, dtypes, devices, static dims, strides, aliasing or non-tensor values are new.",
-        "Call capture() with an example of this kind; report() lists the unseen signatures.",
+        "No captured call has this structure, dtypes, devices, static dims, strides, aliasing, plain values.",
+        "Call as captured, or call capture() with an example of this kind, too; report() lists such kinds.",
     )
     SIGNATURE_LIMIT = (
         "signature_limit",
@@ -82,10 +98,21 @@ class FallbackReason(str, Enum):
         "Gradients are enabled, and graphs serve no_grad and inference_mode only.",
         "Call under torch.no_grad() or torch.inference_mode().",
     )
-    EAGER_ONLY = "eager_only", "The call was made inside a piecewise.eager_only() block.", "Leave the block."
+    EAGER_ONLY = (
+        "eager_only",
+        "The call was made inside a piecewise.eager_only() block.",
+        "Leave the block.",
+        True,
+    )
     DISABLED = (
         "disabled",
-        "The plan is switched off, or nothing in it can be a graph segment.",
+        "Graphs are switched off, by PIECEWISE_DISABLE, disable=True or set_stance('force_eager').",
+        "Set PIECEWISE_DISABLE=0 and start again, leave out disable=True, or leave the stance.",
+        True,
+    )
+    NO_GRAPH = (
+        "no_graph",
+        "Nothing in the plan can be a graph segment.",
         "`piecewise explain` gives the reason for each node.",
     )
     SHAPE_GUARD = (
@@ -142,11 +169,13 @@ class FallbackReason(str, Enum):
         "suspended",
         "The graphs' memory was given back by suspend(), and the traces wait for resume().",
         "Call resume().",
+        True,
     )
     RELEASED = (
         "released",
         "The graphs and their memory were given back by release().",
         "Call capture() again.",
+        True,
     )
     NESTED_TRACING = (
         "nested_tracing",

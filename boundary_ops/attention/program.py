@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-import logging
+import warnings
 from typing import Any
 
 import torch
@@ -12,8 +12,6 @@ from boundary_ops.attention.scratch import Geometry, ScratchLayer
 from boundary_ops.backends.library import NAME, AttentionCall
 from boundary_ops.step.kv_cache import PagedKVCache
 
-_log = logging.getLogger("boundary_ops")
-
 
 @functools.cache
 def find_program() -> Any:
@@ -21,7 +19,7 @@ def find_program() -> Any:
     try:
         from boundary_ops.attention.triton import prefill
     except ImportError as error:
-        _log.warning("op '%s' runs as torch operators on CUDA, which is slow: %s", NAME, error)
+        warnings.warn(f"op '{NAME}' runs as torch operators on CUDA, which is slow: {error}", stacklevel=2)
         return None
     return prefill
 
@@ -29,7 +27,7 @@ def find_program() -> Any:
 @functools.cache
 def warn_slow(why: str) -> None:
     """Warns once for each reason that torch operators serve calls which the program cannot run."""
-    _log.warning("%s runs as torch operators, which is slow: %s", NAME, why)
+    warnings.warn(f"{NAME} runs as torch operators, which is slow: {why}", stacklevel=2)
 
 
 def warm_up(num_tokens: int, *args: Any, **kwargs: Any) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import logging
 import types
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,6 +30,8 @@ from boundary_ops.huggingface.sequence_heads import find_pooling_head, pooled
 from boundary_ops.step.kv_cache import PagedKVCache
 
 __all__ = ["attach", "detach"]
+
+_log = logging.getLogger(__name__)
 
 
 class _Absent:
@@ -96,6 +99,7 @@ def attach(model: nn.Module, cache: PagedKVCache) -> nn.Module:
     except BaseException:
         _restore(attachment)
         raise
+    _log.info("attached %s: %d layers", type(model).__name__, len(layers))
     return model
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -86,12 +86,22 @@ class CallBinder:
     def leaf_paths(self, values: Structure) -> dict[int, str]:
         """Names each leaf index as a user would: ``positions`` or ``features[2]['x']``."""
         paths: dict[int, str] = {}
-        for name, child in self._named_children(values):
-            _collect_paths(child, name, paths)
+        for path, node in self.leaf_nodes(values):
+            if node.kind in ("tensor", "int"):
+                paths.setdefault(node.index, path)
         return paths
 
-    def _named_children(self, values: Structure) -> list[tuple[str, Structure]]:
-        return list(zip(self.names, values.children, strict=True))
+    def leaf_nodes(self, values: Structure) -> Iterator[tuple[str, Structure]]:
+        """Lists the nodes of leaves and constants under such names."""
+        for name, child in self._named_children(values):
+            yield from _ends(child, name)
+
+    def _named_children(self, values: Structure) -> Iterator[tuple[str, Structure]]:
+        for parameter, child in zip(self.parameters, values.children, strict=True):
+            is_keywords = parameter.kind == parameter.VAR_KEYWORD
+            yield from (
+                zip(child.keys, child.children, strict=True) if is_keywords else [(parameter.name, child)]
+            )
 
 
 class FormBinder(CallBinder):
@@ -105,11 +115,11 @@ class FormBinder(CallBinder):
         except (TypeError, ValueError):  # a callable without a signature
             self._named = ()
 
-    def _named_children(self, values: Structure) -> list[tuple[str, Structure]]:
+    def _named_children(self, values: Structure) -> Iterator[tuple[str, Structure]]:
         positional, keywords = values.children
         names = [*self._named, *(f"args[{at}]" for at in range(len(self._named), len(positional.children)))]
-        found = list(zip(names, positional.children, strict=False))
-        return found + list(zip(keywords.keys, keywords.children, strict=True))
+        yield from zip(names, positional.children, strict=False)
+        yield from zip(keywords.keys, keywords.children, strict=True)
 
 
 def bound_call(binder: CallBinder, args: Any, kwargs: Any) -> tuple | None:
@@ -124,13 +134,13 @@ def _any_call(*args: Any, **kwargs: Any) -> None:
     """Has the signature that any call fits."""
 
 
-def _collect_paths(node: Structure, path: str, paths: dict[int, str]) -> None:
-    if node.kind in ("tensor", "int"):
-        paths.setdefault(node.index, path)
+def _ends(node: Structure, path: str) -> Iterator[tuple[str, Structure]]:
+    if not node.children:
+        yield path, node
     keys: Sequence[Any] = node.keys or range(len(node.children))
     for key, child in zip(keys, node.children, strict=True):
         named = node.kind in ("dataclass", "namedtuple")
-        _collect_paths(child, f"{path}.{key}" if named else f"{path}[{key!r}]", paths)
+        yield from _ends(child, f"{path}.{key}" if named else f"{path}[{key!r}]")
 
 
 class LeafRule:

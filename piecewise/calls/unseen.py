@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 
 from runners.errors import PiecewiseError
 from runners.stats import FallbackReason
@@ -19,11 +20,13 @@ class UnseenCalls:
         self._refused: dict[str, tuple[FallbackReason, str]] = {}
         self._max_refused = max_refused
 
-    def note(self, text: str, note: str = "") -> None:
-        """Counts one call; `note` says why no graph serves it, if more is known than that it is new."""
+    def note(self, text: str, why: Callable[[], str]) -> str:
+        """Counts one call; returns why no graph serves it, which is asked once for each listed kind."""
+        note = self._notes.get(text) or why()
         if text in self._counts or len(self._counts) < _MAX_LISTED:
             self._counts[text] += 1
-            self._notes[text] = note or self._notes.get(text, "")
+            self._notes[text] = note
+        return note
 
     def refuse(self, text: str, reason: FallbackReason, error: PiecewiseError) -> None:
         """Notes that a capture of this kind failed, so that it is not tried again."""

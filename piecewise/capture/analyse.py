@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,6 +18,7 @@ from piecewise.analysis.rows.counts import KnownSizes, valid_counts
 from piecewise.analysis.rows.judge import Judge
 from piecewise.analysis.same_program import Program
 from piecewise.analysis.token_dim import TokenSymbol, find_token_symbol
+from piecewise.calls.binder import describe_call
 from piecewise.capture.captured_ops import (
     MetadataMade,
     enabled_ops,
@@ -36,6 +38,8 @@ from piecewise.settings.config import PiecewiseConfig
 from piecewise.trace.trace import ExampleCall, Trace, front_end
 from runners.errors import PiecewiseError
 from runners.state.state_check import StateFacts
+
+_log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(slots=True)
@@ -74,7 +78,12 @@ class TracedModel:
             if verdict.code in _STRICT:
                 where = f"{module_path(node) or 'forward'} ({source_line(node)})"
                 raise StrictRefusal(op=node.name, where=where, detail=verdict.detail)
-        return self.splitter.cut()
+        plan = self.splitter.cut()
+        for segment in plan.segments if _log.isEnabledFor(logging.DEBUG) else ():
+            _log.debug("%s: %s, %d ops", segment.name, segment.kind, segment.num_ops)
+            for reason in segment.reasons:
+                _log.debug("not in a graph: %s", reason)
+        return plan
 
     def is_the_models(self, fault: SegmentFault, plan: SegmentPlan) -> bool:
         """Whether a segment fails even on the real rows of its warm-up alone."""
@@ -139,6 +148,7 @@ def trace_model(
             that `config` leaves out.
     """
     _check_devices(model, example)
+    _log.info("tracing %s%s", type(model).__name__, describe_call(example.args, example.kwargs))
     trace = front_end(config.frontend)
     traced = trace(model, example, forward=forward)
     static = dict.fromkeys(_ints_that_decide(traced), ())
@@ -146,6 +156,7 @@ def trace_model(
         traced = trace(model, example, forward=forward, static_dims=static)
     prepared = prepare(traced, config)
     prepared.static_ints = tuple(static)
+    _log.info("traced %d ops; tokens are counted by %s", len(prepared.facts), prepared.token.symbol)
     return prepared
 
 

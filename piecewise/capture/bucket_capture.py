@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import time
 from collections.abc import Sequence
 
@@ -11,10 +12,13 @@ from piecewise.capture.call_rules import is_alike
 from piecewise.capture.captured_call import CapturedSignature, Cut, ServedBucket, is_out_of_memory
 from piecewise.capture.faults import SegmentFault
 from piecewise.ir.plan import SegmentPlan
+from piecewise.report.coverage import eager_ops
 from piecewise.report.report import BucketReport
 from piecewise.streams.streams import StreamSchedules
 from runners.stats import FallbackReason
 from runners.step_plan import StepPlan
+
+_log = logging.getLogger(__name__)
 
 
 def capture_bucket(context: CaptureContext, signature: CapturedSignature, bucket: int) -> BucketReport:
@@ -29,6 +33,7 @@ def capture_bucket(context: CaptureContext, signature: CapturedSignature, bucket
         _capture_cut(context, signature, cut, bucket)
     except Exception as error:
         shown = error.error if isinstance(error, SegmentFault) else error
+        _log.debug("the capture of bucket %d failed", bucket, exc_info=shown)
         if context.config.strict:
             raise shown from shown.__cause__
         lost = None
@@ -76,8 +81,8 @@ def _capture_cut(context: CaptureContext, signature: CapturedSignature, cut: Cut
     before = context.pool.allocated_bytes, context.pool.device_bytes
     assembler = _assembler_of(context, signature, cut)
     if not assembler.runners:
-        detail = "no op can be in a graph; explain() has the reason for each"
-        signature.refuse(bucket, FallbackReason.DISABLED, detail)
+        detail = f"no op can be in a graph{eager_ops(cut.plan)}"
+        signature.refuse(bucket, FallbackReason.NO_GRAPH, detail)
         return
     steps = _step_plan(cut, assembler, bucket)
     signature.served[bucket] = ServedBucket(steps, cut.plan)
@@ -100,12 +105,14 @@ def _assembler_of(context: CaptureContext, signature: CapturedSignature, cut: Cu
     check = signature.check if cut is signature.cuts[0] else state_check_of(plan)
     assert check is not None, "captures follow a trace of the model as it is"
     served = [size for size in context.config.buckets if plan.holds_at(size, leaves)]
+    _log.info("lowering %d graph segments (%s)", len(plan.graph_segments()), context.config.lowering)
     with signature.times.timed("lowering"):
         lowered = cut.lowered = context.lowering.lower(plan, served, traced.graphs)
         streams = StreamSchedules(
             plan, lowered.report(), num_rows=max(served, default=0),
             num_streams=context.config.num_streams,
         )  # fmt: skip
+    _log.info("lowered: %s", lowered.report())
     metadata = [metadata for metadata, _ in traced.step_metadata]
     cut.assembler = PlanAssembler(
         plan, context, functions=lowered.functions, streams=streams, leaves=leaves, check=check,
@@ -146,6 +153,7 @@ def _cut_again(
     lost = [bucket for bucket, served in signature.served.items() if served.plan is cut.plan]
     for bucket in lost:
         del signature.served[bucket]
+    _log.info("cut again, since a capture failed: %s", error.error.what)
     cut.reset()
     cut.plan = plan
     if cut is signature.cuts[0]:

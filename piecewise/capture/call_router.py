@@ -53,6 +53,8 @@ class CallRouter:
     def __init__(self, store: GraphStore, *, captures_calls: bool) -> None:
         self._store, self._stats, self._traffic = store, store.stats, store.traffic
         self._captures_calls = captures_calls
+        # Graphs that are switched off for good cost a call what `eager_only()` does.
+        self._is_eager_only = _always if store.config.disable else is_eager_only
         self._lock = threading.Lock()
         self.owner: int | None = None
         self.is_capturing = False
@@ -61,7 +63,7 @@ class CallRouter:
         """Returns the result of `eager(*args, **kwargs)`, replayed where a plan serves the call."""
         if self.owner == threading.get_ident():
             codes = FallbackReason.REENTRANT_CALL, FallbackReason.CAPTURE_IN_PROGRESS
-            self._stats.count_eager(codes[self.is_capturing])
+            self._count_eager(codes[self.is_capturing])
             return eager(*args, **kwargs)
         with self._lock:
             self.owner = threading.get_ident()
@@ -82,20 +84,27 @@ class CallRouter:
                         self._stats.replays += 1
                         self._stats.calls_by_bucket[steps.padded_num_tokens] += 1
                         return result
-                self._stats.count_eager(found)
+                self._count_eager(found)
             finally:
                 self.owner = None
         return eager(*args, **kwargs)
 
+    def _count_eager(self, reason: FallbackReason) -> None:
+        self._stats.count_eager(reason)
+        # A call that waits for its bucket's capture is no surprise.
+        if reason is not FallbackReason.NOT_CAPTURED or not self._captures_calls:
+            self._store.first.note(reason)
+
     def _find_plan(self, caller: Caller, args: Any, kwargs: Any) -> Any:
         """Finds (signature, step plan, token count, leaves) for a call, or why no plan serves it."""
         store, signatures = self._store, caller.signatures
-        if is_eager_only():
-            return FallbackReason.EAGER_ONLY
+        if self._is_eager_only():
+            return FallbackReason.DISABLED if store.config.disable else FallbackReason.EAGER_ONLY
+        if torch_api.forbids_replay():
+            is_asked_for = torch_api.is_forced_eager()
+            return FallbackReason.DISABLED if is_asked_for else FallbackReason.NESTED_TRACING
         if torch.is_grad_enabled():
             return FallbackReason.GRAD_ENABLED
-        if torch_api.is_transforming():
-            return FallbackReason.NESTED_TRACING
         if store.is_suspended:
             return FallbackReason.SUSPENDED
         in_window = in_capture_window()
@@ -176,14 +185,15 @@ def choose_plan(
     store: GraphStore, signature: CapturedSignature, num_tokens: int, leaves: list[Any], *, may_capture: bool
 ) -> Any:
     """Finds (signature, step plan, token count, leaves) for a call, or why no plan serves it."""
-    bucket = _bucket_for(store, num_tokens)
+    bucket, because = _bucket_for(store, num_tokens), store.first.because
     if bucket is None:
         if num_tokens > 0:
-            return FallbackReason.ABOVE_LARGEST_BUCKET
+            detail = f"{num_tokens} tokens, largest bucket {store.config.buckets[-1]}"
+            return because(FallbackReason.ABOVE_LARGEST_BUCKET, detail)
         return FallbackReason.ZERO_TOKENS if num_tokens == 0 else FallbackReason.TOKEN_COUNT_MISMATCH
     max_ratio = store.config.max_padding_ratio
     if max_ratio is not None and bucket > max_ratio * num_tokens:
-        return FallbackReason.PADDING_RATIO
+        return because(FallbackReason.PADDING_RATIO, f"{num_tokens} of {bucket} rows")
     if not signature.global_state.check():
         return FallbackReason.GLOBAL_STATE_CHANGED
     served = signature.served.get(bucket)
@@ -196,11 +206,11 @@ def choose_plan(
         if signature.one_token is None and (change := signature.find_change()) is not None:
             return store.note_change(change)  # a new trace would be of a changed model
         if signature.one_token_refusal():
-            return FallbackReason.ONE_TOKEN_BRANCH
+            return because(FallbackReason.ONE_TOKEN_BRANCH, signature.one_token_refusal())
         if (change := signature.find_one_token_change()) is not None:
             return store.note_change(change)
     if not served.is_valid(num_tokens, leaves):
-        return FallbackReason.SHAPE_GUARD
+        return because(FallbackReason.SHAPE_GUARD, f"{num_tokens} tokens in bucket {bucket}")
     for metadata in served.steps.step_metadata:
         mismatch = metadata.mismatch(num_tokens)
         if mismatch is not None:
@@ -214,13 +224,18 @@ def preview(store: GraphStore, args: Any, kwargs: Any) -> tuple[int, Any]:
     if store.is_suspended:
         return 0, FallbackReason.SUSPENDED
     if not signatures:
-        return 0, FallbackReason.RELEASED if store.is_released else FallbackReason.NOT_CAPTURED
+        codes = {"released": FallbackReason.RELEASED, "disabled": FallbackReason.DISABLED}
+        return 0, codes.get(store.state, FallbackReason.NOT_CAPTURED)
     signature, matched = signatures.matching(args, kwargs, current=True)
     if signature is None:
         signature, matched = signatures.matching(args, kwargs)
     if signature is None:
         return 0, FallbackReason.UNSEEN_SIGNATURE
     return matched[0], choose_plan(store, signature, *matched, may_capture=False)
+
+
+def _always() -> bool:
+    return True
 
 
 def _bucket_for(store: GraphStore, num_tokens: int) -> int | None:

@@ -22,7 +22,7 @@ from runners.state.state_check import StateRef
 
 def is_alike(first: TracedModel, other: TracedModel) -> bool:
     """Whether both traces recognise calls and rebuild results in the same way."""
-    rules, others = _leaf_rules(first), _leaf_rules(other)
+    rules, others = leaf_rules(first), leaf_rules(other)
     if _written_memory(first) != _written_memory(other):
         return False
     return first.trace.result == other.trace.result and all(
@@ -31,7 +31,8 @@ def is_alike(first: TracedModel, other: TracedModel) -> bool:
     )
 
 
-def _leaf_rules(traced: TracedModel) -> dict[int, LeafRule]:
+def leaf_rules(traced: TracedModel) -> dict[int, LeafRule]:
+    """Finds what each leaf of a call must be: leaf index → rule."""
     trace, example = traced.trace, traced.trace.example
     symbolic = torch_api.symbolic_sizes(trace.shape_env)
     for placeholder in trace.placeholders:
@@ -58,7 +59,7 @@ def _leaf_rules(traced: TracedModel) -> dict[int, LeafRule]:
 
 def matcher_of(traced: TracedModel, plan: SegmentPlan) -> Callable[[tuple], Any]:
     """Makes the matcher of calls that a trace is valid for: bound values → (token count, leaves) or None."""
-    rules, example, token = _leaf_rules(traced), traced.trace.example, plan.token_dim
+    rules, example, token = leaf_rules(traced), traced.trace.example, plan.token_dim
     dims = []
     for rule in token.inputs:
         for dim, size in rule.dims.items():

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import difflib
-import warnings
 
 import torch
 
 import boundary_ops
 from piecewise.errors.capture import UnknownBoundaryOp
+from piecewise.report.caller_warning import warn_caller
 from piecewise.settings.config import PiecewiseConfig
 from runners.engines import native_engine
 
@@ -25,7 +25,7 @@ def capturable(config: PiecewiseConfig) -> tuple[PiecewiseConfig, tuple[str, ...
         more = ", ..." if len(config.decode_batch_sizes) > 8 else ""
         left_out.append(f"decode batch sizes {listed}{more}: this version captures prefill only")
     if left_out:
-        warnings.warn("piecewise captures no graphs for " + "; ".join(left_out), stacklevel=5)
+        warn_caller("piecewise captures no graphs for " + "; ".join(left_out))
     return kept, tuple(left_out)
 
 

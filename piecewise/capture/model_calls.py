@@ -15,6 +15,7 @@ from piecewise.calls.structure import flatten_structure
 from piecewise.calls.unseen import UnseenCalls
 from piecewise.capture.analyse import TracedModel, example_of_size, one_token_refusal, trace_model
 from piecewise.capture.captured_call import CapturedSignature, Cut, Matched
+from piecewise.capture.new_kinds import nearest_difference
 from piecewise.capture.store import GraphStore
 from piecewise.errors.capture import TooManySignatures
 from piecewise.errors.report import CoverageError
@@ -58,20 +59,27 @@ class ModelCalls:
         self, args: Any, kwargs: Any, *, may_capture: bool
     ) -> tuple[CapturedSignature, Matched] | FallbackReason:
         """Adds a signature for the call and captures it inside a capture window, or returns why not."""
+        because = self._store.first.because
         if bound_call(self._binder, args, kwargs) is None:
-            return FallbackReason.UNSEEN_SIGNATURE  # the model itself raises the error
+            return because(FallbackReason.UNSEEN_SIGNATURE, "")  # the model itself raises the error
         limit = self._config.max_signatures
         outdated = self._outdated(args, kwargs) if may_capture else []
         is_full = not outdated and len(self.signatures) >= limit
         text = describe_call(args, kwargs)
-        self.unseen.note(text, f"beyond max_signatures = {limit}" if is_full else "")
+
+        def why() -> str:
+            full = f"beyond max_signatures = {limit}" if is_full else ""
+            return "; ".join(filter(None, (full, nearest_difference(self.signatures, args, kwargs))))
+
+        detail = self.unseen.note(text, why)
         if not all(map(is_plain_leaf, flatten_structure((args, kwargs))[1])):
             return FallbackReason.UNSUPPORTED_INPUT
         if not may_capture:
-            return FallbackReason.UNSEEN_SIGNATURE if self.signatures else FallbackReason.NOT_CAPTURED
+            reason = FallbackReason.UNSEEN_SIGNATURE if self.signatures else FallbackReason.NOT_CAPTURED
+            return because(reason, detail)
         refused = FallbackReason.SIGNATURE_LIMIT if is_full else self.unseen.refusal_for(text)
         if refused is not None:
-            return refused
+            return because(refused, detail)
         try:
             signature = self._added(args, kwargs, instead_of=outdated)
         except CoverageError as error:
@@ -81,7 +89,7 @@ class ModelCalls:
             if self._config.strict:
                 raise
             self.unseen.refuse(text, FallbackReason.CAPTURE_FAILED, error)
-            return FallbackReason.CAPTURE_FAILED
+            return because(FallbackReason.CAPTURE_FAILED, str(error).splitlines()[0])
         if in_capture_window():
             self._store.capture(signature, self._store.missing(signature))
         matched = signature.match(signature.binder.bind(*args, **kwargs))
@@ -100,7 +108,7 @@ class ModelCalls:
         elif signature.suspended is not None:  # suspended until this model state
             signature.end_suspension()
         self.signatures.prefer(signature)
-        return self._store.capture(signature, self._store.missing(signature))
+        return self._store.capture_listed(signature)
 
     def refresh(self) -> CaptureReport | None:
         """Refreshes the store, and lets refused kinds of calls be tried again."""

@@ -12,21 +12,24 @@ rest is the same for both, and is here.
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
 from boundary_ops.declare.boundary_op import StepMismatch
+from piecewise import torch_api
 from piecewise.capture.bucket_capture import capture_bucket
 from piecewise.capture.build_plan import CaptureContext
 from piecewise.capture.captured_call import CapturedSignature, SignatureList
+from piecewise.capture.first_fallbacks import FirstFallbacks
 from piecewise.capture.limits import capturable, check_boundary_ops, lack_of_memory
 from piecewise.capture.traffic_recorder import TrafficRecorder
 from piecewise.errors.capture import NotSuspended, StillSuspended
 from piecewise.errors.report import CoverageError
 from piecewise.lowering.lowering import Lowering
-from piecewise.report.coverage import require_buckets, require_plan
+from piecewise.report.coverage import require_buckets, require_graphs, require_plan
 from piecewise.report.progress import progress_bar
 from piecewise.report.report import BucketReport, CaptureReport, PlanReport, Report
 from piecewise.settings.config import PiecewiseConfig
@@ -38,6 +41,7 @@ from runners.mode import in_capture_window
 from runners.state.state_check import StateChange
 from runners.stats import CallStats, FallbackReason
 
+_log = logging.getLogger(__name__)
 _CHANGE_REASONS = {
     "moved_address": FallbackReason.MOVED_ADDRESS,
     "module_state_changed": FallbackReason.MODULE_STATE_CHANGED,
@@ -56,7 +60,7 @@ class GraphStore:
     Attributes:
         config: the settings, without buckets that their own limits put out of reach; `left_out` names those.
         signatures: the traced kinds of calls.
-        stats, traffic: counters of calls, and of their token counts.
+        stats, traffic: counters of calls, and of their token counts; `first` warns of those that run eagerly.
         changes: changes found since capture, in words.
         is_released: whether the graphs were given back for good, and nothing was captured since.
         is_suspended: whether the graphs were given back until `resume`.
@@ -70,7 +74,7 @@ class GraphStore:
         self._left_out_buckets = {each.size: str(each) for each in config.prefill_sizes().clamped}
         self._advertised = tuple(sorted(config.buckets, reverse=True))
         self.signatures = SignatureList()
-        self.stats = CallStats()
+        self.stats, self.first = CallStats(), FirstFallbacks()
         self.traffic = TrafficRecorder()
         self.changes: OrderedDict[str, None] = OrderedDict()
         self.is_released = self.is_suspended = False
@@ -84,7 +88,9 @@ class GraphStore:
 
     @property
     def state(self) -> str:
-        """Names the state of the graphs: "suspended", "released", "captured" or "not captured"."""
+        """Names the graphs' state: "disabled", "suspended", "released", "captured" or "not captured"."""
+        if self.config.disable:
+            return "disabled"
         if self.is_suspended or self.is_released:
             return "suspended" if self.is_suspended else "released"
         return "captured" if self.stats.captured else "not captured"
@@ -115,6 +121,18 @@ class GraphStore:
         self.signatures[:] = [each for each in self.signatures if each is not signature]
         self._note_captured()
 
+    def capture_listed(self, signature: CapturedSignature) -> CaptureReport:
+        """Captures what a signature lacks; warns of buckets that stay without graphs, as `require_graphs`."""
+        report = self.capture(signature, self.missing(signature))
+        require_graphs(report.buckets, allow_eager=self.config.allow_eager)
+        return report
+
+    def _require_some(self, report: CaptureReport | None) -> None:
+        """Raises NothingCaptured where a refresh or a resumption brought no graph back."""
+        if report is not None:
+            is_served = bool(self.stats.captured)
+            require_graphs(report.buckets, allow_eager=self.config.allow_eager or is_served)
+
     @paused_collector()
     def capture(
         self, signature: CapturedSignature, buckets: Sequence[int], *, doing: str = "capturing"
@@ -128,7 +146,14 @@ class GraphStore:
         try:
             for bucket in buckets:
                 bar.set_description(f"{doing} bucket {bucket}")
-                capture_bucket(context, signature, bucket)
+                _log.info("%s bucket %d", doing, bucket)
+                report = capture_bucket(context, signature, bucket)
+                outcome = (
+                    f"{report.num_graphs} graphs, {report.num_ops} ops"
+                    if not report.reason
+                    else report.reason
+                )
+                _log.info("bucket %d is %s in %.0f ms: %s", bucket, report.status, report.capture_ms, outcome)
                 bar.set_postfix_str(f"{context.pool.allocated_bytes / 2**20:.0f} MiB")
                 bar.update(1)
             for assembler in signature.assemblers:
@@ -152,7 +177,7 @@ class GraphStore:
     ) -> FallbackReason | None:
         """Captures a bucket that is due; returns why it is not served, or None if it is now."""
         if bucket in signature.refused:
-            return signature.refused[bucket]
+            return self._refused(signature, bucket)
         if not may_capture:
             return FallbackReason.NOT_CAPTURED
         if not in_capture_window():
@@ -175,7 +200,11 @@ class GraphStore:
                     self.signatures.append(signature)
                 signature.refuse(bucket, FallbackReason.LOW_COVERAGE, str(error))
                 raise
-        return None if bucket in signature.served else signature.refused[bucket]
+        return None if bucket in signature.served else self._refused(signature, bucket)
+
+    def _refused(self, signature: CapturedSignature, bucket: int) -> FallbackReason:
+        detail = signature.bucket_reports[bucket].reason.splitlines()[0]
+        return self.first.because(signature.refused[bucket], detail.rstrip(":"))
 
     def suspend(self) -> None:
         """Gives all graph memory back and keeps the traces. Idempotent."""
@@ -213,6 +242,7 @@ class GraphStore:
         try:
             for each in due:
                 report = self._capture_again(each)
+            self._require_some(report)
         except BaseException:
             self.signatures[:] = signatures
             self.suspend()
@@ -253,6 +283,7 @@ class GraphStore:
                     self.remove(new)
                     raise
             del self._to_refresh[0]
+        self._require_some(report)
         return report
 
     def resume_at_call(self, signature: CapturedSignature) -> None:
@@ -296,6 +327,15 @@ class GraphStore:
         self.is_suspended = False
         self._note_captured()
 
+    def disabled_report(self) -> CaptureReport | None:
+        """Reports that nothing is captured, if graphs are switched off; else returns None."""
+        if not self.config.disable and not torch_api.is_forced_eager():
+            return None
+        why, code = FallbackReason.DISABLED.explanation, FallbackReason.DISABLED.value
+        _log.info("capture() captures nothing. %s", why)
+        reports = tuple(BucketReport(bucket, "disabled", why, code=code) for bucket in self._advertised)
+        return CaptureReport(reports, False, 0, 0, one_token="graphs are switched off")
+
     def refuse_suspended(self, what: str) -> None:
         """Raises StateError while suspended."""
         if self.is_suspended:
@@ -311,7 +351,7 @@ class GraphStore:
                 if moved is not None and moved.kind == "moved_address":
                     signature.give_up(moved)
             self._note_captured()
-        return _CHANGE_REASONS[change.kind]
+        return self.first.because(_CHANGE_REASONS[change.kind], change.detail)
 
     def reason_for(self, signature: CapturedSignature, mismatch: StepMismatch) -> FallbackReason:
         """Returns why the running step cannot be loaded; a replaced cache counts as a change of the model."""

@@ -7,9 +7,8 @@ import os
 from collections import defaultdict
 from collections.abc import Mapping
 from operator import index
-from pathlib import Path
 
-from piecewise.settings.toml_file import replace_text
+from piecewise.settings.whole_file import replace_file
 
 # Up to here every token count has its own entry; above, counts are rounded up to 9 significant bits, which is
 # at most 0.4 % too much. So there are at most 8192 + 256 * 18 entries.
@@ -54,7 +53,7 @@ class TrafficRecorder:
         """Writes the file that `piecewise buckets plan --traffic` reads, atomically, even while serving."""
         pairs = [list(pair) for pair in self.counts.items()]
         content = {"format": "piecewise-traffic", "version": 1, "unit": "steps", "counts": pairs}
-        replace_text(Path(path), json.dumps(content) + "\n")
+        replace_file(path, json.dumps(content) + "\n")
 
     def __repr__(self) -> str:
         return f"TrafficRecorder({self.num_calls} calls of {len(self.by_count)} token counts)"

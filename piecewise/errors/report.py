@@ -1,4 +1,4 @@
-"""Lists the refusals of plans and captures that hold too few of the model's ops."""
+"""Lists the refusals of plans and captures with too few graphs."""
 
 from runners.errors import CaptureError
 
@@ -24,3 +24,10 @@ class LowBucketCoverage(CoverageError):
     got = "less in {num_low}; nothing of this capture was kept"
     rule = "a bucket that silently runs eagerly is slow for no visible reason"
     fix = "remove the cause named for the bucket, leave the bucket out, or lower min_coverage"
+
+
+class NothingCaptured(CaptureError):
+    what = "capture of {buckets}{reasons}"
+    expected, got = "graphs for at least one", "none"
+    rule = "a model that silently runs without graphs is slow for no visible reason"
+    fix = "do what the reasons above say, or set allow_eager=True to have every call run eagerly"

@@ -109,7 +109,15 @@ class WrongBenchFile(ConfigError):
 
     what, expected, got = "bench file {where}", "{wanted}", "{found}"
     rule = "the cost of a step comes from latencies measured at the same sizes, graphed and eagerly"
-    fix = "make it with `piecewise bench SPEC`, or leave --cost out to count padded tokens"
+    fix = "make it with `piecewise bench SPEC --out FILE`, or leave --cost out to count padded tokens"
+
+
+class TooFarFromMeasured(ConfigError):
+    what = "--cost {path}"
+    expected = "a size of at least {least} tokens, for steps or buckets of {largest}"
+    got = "{measured} as the largest"
+    rule = "latencies are extrapolated to at most {most} times the largest measured size"
+    fix = "measure larger sizes with `piecewise bench SPEC --tokens ...`, or lower --chunk or --cover"
 
 
 class IneffectiveOption(ConfigError):

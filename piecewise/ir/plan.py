@@ -106,6 +106,11 @@ class EagerReason:
     module_path: str
     source: str
 
+    def __str__(self) -> str:
+        where = f" in {self.module_path}" if self.module_path else ""
+        source = f" at {self.source}" if self.source else ""
+        return f"{self.op} ({self.code}: {self.detail}){where}{source}"
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class InputAt:

@@ -1,12 +1,16 @@
-"""Enforces `min_coverage`: too few ops in graphs are an error, not just a slow model."""
+"""Refuses captures with too few graphs: a model that runs without them is slow for no visible reason."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from textwrap import indent
 
-from piecewise.errors.report import LowBucketCoverage, LowPlanCoverage
-from piecewise.ir.plan import EagerReason, SegmentPlan
+from piecewise.errors.report import LowBucketCoverage, LowPlanCoverage, NothingCaptured
+from piecewise.ir.plan import SegmentPlan
+from piecewise.report.caller_warning import warn_caller
 from piecewise.report.report import BucketReport
+from runners.stats import FallbackWarning
 
 _MAX_LISTED = 8
 
@@ -15,8 +19,39 @@ def require_plan(plan: SegmentPlan, minimum: float | None) -> None:
     """Raises LowPlanCoverage, which names the ops outside of graphs, if a plan has less than `minimum`."""
     if minimum is None or plan.coverage >= minimum:
         return
-    ops = [_described(reason) for segment in plan.segments for reason in segment.reasons]
-    raise LowPlanCoverage(ops=_listed(ops), minimum=minimum, coverage=plan.coverage, num_eager=len(ops))
+    num_eager = sum(len(segment.reasons) for segment in plan.segments)
+    raise LowPlanCoverage(
+        ops=eager_ops(plan) + "\n ", minimum=minimum, coverage=plan.coverage, num_eager=num_eager
+    )
+
+
+def eager_ops(plan: SegmentPlan) -> str:
+    """Lists the ops that run outside of graphs, each with its reason and source line, to follow a title."""
+    return _listed([str(reason) for segment in plan.segments for reason in segment.reasons])
+
+
+def require_graphs(reports: Sequence[BucketReport], *, allow_eager: bool) -> None:
+    """Warns of buckets without graphs; raises NothingCaptured if no bucket has any, unless `allow_eager`."""
+    lost = [report for report in reports if report.status in ("failed", "eager")]
+    if not lost:
+        return
+    alike: dict[str, list[BucketReport]] = {}
+    for report in lost:
+        alike.setdefault(re.sub(rf"\b{report.bucket}\b", "n", report.reason), []).append(report)
+    lines = [f"{_named(each)}: {indent(each[0].reason, '    ').strip()}" for each in alike.values()]
+    if not allow_eager and len(lost) == len([each for each in reports if each.status != "left out"]):
+        raise NothingCaptured(buckets=_named(lost), reasons=_listed(lines) + "\n ")
+    have = "has" if len(lost) == 1 else "have"
+    warn_caller(
+        f"piecewise: {_named(lost)} {have} no graphs; such calls run eagerly{_listed(lines)}", FallbackWarning
+    )
+
+
+def _named(reports: Sequence[BucketReport]) -> str:
+    sizes = [str(report.bucket) for report in reports]
+    more = [f"{len(sizes) - _MAX_LISTED} more"] if len(sizes) > _MAX_LISTED else []
+    *first, last = [*sizes[:_MAX_LISTED], *more]
+    return f"buckets {', '.join(first)} and {last}" if first else f"bucket {last}"
 
 
 def require_buckets(reports: Sequence[BucketReport], minimum: float | None) -> None:
@@ -28,17 +63,11 @@ def require_buckets(reports: Sequence[BucketReport], minimum: float | None) -> N
             lines.append(f"bucket {report.bucket}: {report.coverage:.1%}{why}")
     if lines:
         raise LowBucketCoverage(
-            buckets=_listed(lines), minimum=minimum, num_buckets=len(reports), num_low=len(lines)
+            buckets=_listed(lines) + "\n ", minimum=minimum, num_buckets=len(reports), num_low=len(lines)
         )
-
-
-def _described(reason: EagerReason) -> str:
-    where = f" in {reason.module_path}" if reason.module_path else ""
-    source = f" at {reason.source}" if reason.source else ""
-    return f"{reason.op} ({reason.code}: {reason.detail}){where}{source}"
 
 
 def _listed(lines: list[str]) -> str:
     more = [f"and {len(lines) - _MAX_LISTED} more"] if len(lines) > _MAX_LISTED else []
     shown = "".join(f"\n  {line}" for line in [*lines[:_MAX_LISTED], *more])
-    return f":{shown}\n " if shown else ""
+    return f":{shown}" if shown else ""

@@ -20,7 +20,7 @@ class BucketReport:
 
     Attributes:
         status: "captured"; "eager" (the model or its trace excludes the bucket); "failed" (its capture did);
-            "suspended"; "waiting" (no call needed it yet); or "left out" (the limits exclude it).
+            "suspended"; "waiting" (no call needed it yet); "left out" (the limits exclude it); or "disabled".
         reason: why the bucket is not captured, in words.
         code: the reason for programs: a `FallbackReason`, or "left_out"; empty if captured.
         coverage: share of the model's ops in the bucket's graphs.
@@ -192,7 +192,7 @@ class CaptureReport(Record):
     @property
     def ok(self) -> bool:
         """Whether every bucket that was asked for has graphs."""
-        return all(report.status in ("captured", "waiting", "left out") for report in self.buckets)
+        return all(report.status not in ("eager", "failed", "suspended") for report in self.buckets)
 
     def state(self) -> str:
         """Returns the state of the model that the graphs are of, if known, to follow a title."""
@@ -223,7 +223,7 @@ class Report(Record):
 
     Attributes:
         left_out: listed sizes that no signature captures, each with its reason.
-        state: "captured", "not captured", "suspended" or "released".
+        state: "captured", "not captured", "suspended", "released" or "disabled".
     """
 
     derived: ClassVar[tuple[str, ...]] = ("coverage",)
@@ -285,6 +285,7 @@ class Report(Record):
         told = {
             "suspended": "suspended: the graphs' memory was given back until resume()",
             "released": "released: the graphs were given back until the next capture()",
+            "disabled": "disabled: graphs are switched off by PIECEWISE_DISABLE or disable=True",
         }
         return [told.get(self.state, self.state), *(f"left out: {text}" for text in self.left_out)]
 
@@ -301,7 +302,7 @@ class Report(Record):
             )
         for code, count in self.stats.reasons.most_common():
             part = self.shares_of_calls()[code.value]
-            lines.append(f"  eager, {code.value}: {count} ({part:.1%}). {code.explanation} {code.fix}")
+            lines.append(f"  eager, {code.value}: {count} ({part:.1%}). {code.told()}")
         lines += [f"  unseen signature, {count} calls: {text}" for text, count in self.unseen.items()]
         lines += [f"  changed since capture: {text}" for text in self.changes]
         return "\n".join(lines)

@@ -17,7 +17,16 @@ from piecewise.settings.front_ends import FRONT_ENDS, LATER
 from piecewise.settings.grids import Grid
 from piecewise.settings.kinds import Check, Kind, Problem, optional, whole
 from piecewise.settings.limits import Clamped, Clipping, Limit, clip, decode_limit, prefill_limit
-from piecewise.settings.sources import Given, Setting, named, read_environment, read_file
+from piecewise.settings.sources import (
+    Given,
+    Setting,
+    find_project_file,
+    named,
+    read_environment,
+    read_file,
+    root_of,
+)
+from piecewise.settings.whole_file import is_replaced
 from runners.buckets import MAX_BUCKET, MAX_NUM_BUCKETS
 from runners.engines import ENGINE_NAMES
 from runners.errors import shown
@@ -58,6 +67,10 @@ class PiecewiseConfig:
         engine: "cuda" (real graphs), "tape" (no GPU needed), or "auto" for the one of the model's device.
         num_streams: above 1, independent branches of a graph segment (q, k and v; gate and up) are captured
             on that many streams, at buckets of up to 512; without a GPU they run in another order.
+        allow_eager: `capture()` returns, with a warning, where no listed bucket can be captured, so that all
+            calls run eagerly; else this is an error.
+        disable: the model runs as without this package, and `capture()` captures nothing. PIECEWISE_DISABLE=1
+            in the environment wins over every other source.
         progress: show a bar while tracing, lowering and capturing.
         frontend: how the model becomes segments; this version has only "trace".
         lowering: what runs inside graph segments: "eager" (torch's own kernels) or "inductor" (each distinct
@@ -98,6 +111,8 @@ class PiecewiseConfig:
     capture: str = _setting("startup", "capture", kinds.choice("startup", "lazy"))
     engine: str = _setting("auto", "capture", kinds.choice(*ENGINE_NAMES))
     num_streams: int = _setting(1, "capture", whole(1, 8))
+    allow_eager: bool = _setting(False, "capture", kinds.flag)
+    disable: bool = _setting(False, "capture", kinds.flag)
     progress: bool = _setting(True, "capture", kinds.flag)
     frontend: str = _setting("trace", "compile", kinds.choice(*FRONT_ENDS, later=LATER))
     lowering: str = _setting("eager", "compile", kinds.choice("eager", "inductor"))
@@ -121,6 +136,8 @@ class PiecewiseConfig:
     def from_toml(cls, path: str | os.PathLike[str]) -> PiecewiseConfig:
         """Reads a TOML file; settings that the file lacks get their defaults. The environment is not read.
 
+        Of a file named `pyproject.toml`, the tables inside `[tool.piecewise]` are read.
+
         Raises:
             ConfigError: the file cannot be read or parsed, is over 256 KiB, or has any wrong table, key or
                 value; the message lists every problem.
@@ -133,50 +150,34 @@ class PiecewiseConfig:
     ) -> PiecewiseConfig:
         """Combines all sources: an argument wins over the environment, then the file, then the default.
 
+        The file is `source`; without one, the nearest `pyproject.toml` with a table `[tool.piecewise]`, from
+        the working directory up.
+
         Args:
-            source: a config, whose settings all count as arguments, so the environment is not read; the path
-                of a TOML file; or None.
+            source: a config, whose settings all count as arguments, so neither the environment nor a file is
+                read; the path of a TOML file; or None.
             overrides: fields by name.
 
         Raises:
             ConfigError: any name or value is wrong; the message lists every problem of all sources.
         """
-        given = Given()
-        if isinstance(source, PiecewiseConfig):
-            if not overrides:
-                return source
-            given.values = {name: getattr(source, name) for name in FIELDS}
-        elif source is None or isinstance(source, (str, os.PathLike)):
-            if source is not None:
-                given = read_file(Path(source), FIELDS)
-            found = read_environment(FIELDS)
-            given.values |= found.values
-            given.where |= found.where
-            given.problems += found.problems
-        else:
-            fix = "pass settings by name, such as buckets=[64, 128]"
-            expected = "a PiecewiseConfig, the path of a TOML file, or None"
-            given.refuse(named("config"), Problem(expected, shown(source), fix))
-        for name, value in overrides.items():
-            if name in FIELDS:
-                given.add(name, value, named(name))
-            else:
-                given.refuse_unknown(named(f"option {name!r}"), name, dict(zip(FIELDS, FIELDS, strict=True)))
-        return cls(**_checked(given))
+        found = cls(**_checked(_gathered(source, overrides)))
+        return source if isinstance(source, cls) and source == found else found
 
     def to_toml(self, path: str | os.PathLike[str], *, only: Sequence[str] | None = None) -> None:
         """Writes every setting that is not None, or `only` those named; the rest of the file stays as it is.
 
-        Comments are kept, and so is another spelling of the same value (`grid`, `max_batch_size`).
+        Comments are kept, and so is another spelling of the same value (`grid`, `max_batch_size`). In a
+        `pyproject.toml`, the settings go into `[tool.piecewise]`.
 
         Raises:
             ConfigError: the existing file is not a valid settings file; it stays unchanged.
         """
         target = Path(path)
         # An unknown table or key would make the result unreadable.
-        there = read_file(target, FIELDS) if target.exists() else Given()
+        there = read_file(target, FIELDS) if is_replaced(target) else Given()
         there.raise_problems()
-        tables: dict[str, dict[str, object]] = {}
+        tables: dict[str, dict[str, Any]] = {}
         for name, row in FIELDS.items():
             if only is not None and name not in only:
                 continue
@@ -189,7 +190,7 @@ class PiecewiseConfig:
             table[first if name == "buckets" else there.keys.get(name, first)] = (
                 list(value) if isinstance(value, tuple) else value
             )
-        toml_file.write_tables(target, tables)
+        toml_file.write_tables(target, tables, root=root_of(target))
 
     def prefill_sizes(self) -> Clipping:
         """Cuts the buckets at what one prefill step can hold."""
@@ -232,6 +233,39 @@ def _rows() -> dict[str, Setting]:
 
 # Each field's name → its row of the field table.
 FIELDS: Mapping[str, Setting] = _rows()
+
+
+def read_settings(path: str | None = None) -> tuple[PiecewiseConfig, Given]:
+    """Returns what `from_any(path)` does, and what the file and the environment gave, with its places."""
+    given = _gathered(path, {})
+    return PiecewiseConfig(**_checked(given)), given
+
+
+def _gathered(source: object, overrides: Mapping[str, Any]) -> Given:
+    """Collects the settings of all sources, unchecked."""
+    given = Given()
+    if isinstance(source, PiecewiseConfig):
+        given.values = {name: getattr(source, name) for name in FIELDS}
+    elif source is None or isinstance(source, (str, os.PathLike)):
+        path = find_project_file() if source is None else Path(source)
+        given = read_file(path, FIELDS) if path is not None else given
+        found = read_environment(FIELDS)
+        given.values |= found.values
+        given.where |= found.where
+        given.problems += found.problems
+    else:
+        fix = "pass settings by name, such as buckets=[64, 128]"
+        expected = "a PiecewiseConfig, the path of a TOML file, or None"
+        given.refuse(named("config"), Problem(expected, shown(source), fix))
+    for name, value in overrides.items():
+        if name in FIELDS:
+            given.add(name, value, named(name))
+        else:
+            given.refuse_unknown(named(f"option {name!r}"), name, dict(zip(FIELDS, FIELDS, strict=True)))
+    switch = read_environment({"disable": FIELDS["disable"]}, knows_all=False)
+    if switch.values.get("disable", False) is not False:  # it wins
+        given.add("disable", switch.values["disable"], switch.where["disable"])
+    return given
 
 
 def _checked(given: Given) -> dict[str, Any]:

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-import os
 import re
 import sys
-import tempfile
+import textwrap
+from bisect import bisect_right
 from collections.abc import Mapping
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from piecewise.errors.settings import UnreadableSettingsFile
+from piecewise.settings.whole_file import is_replaced, replace_file
 
 # The longest valid bucket list takes 50 KB; parsers may take quadratic time on hostile input.
 MAX_FILE_BYTES = 256 * 1024
 
-# Settings are tables of keys; deeper names have no use, and a hostile file may have thousands.
-_MAX_DEPTH = 3
+# Settings are tables of keys, in pyproject.toml inside of two more; deeper names have no use, and a hostile
+# file may have thousands.
+_MAX_DEPTH = 5
 
 # Tokens that can end or nest a value; everything else inside a value is skipped, and so is white space.
 _TOKEN = re.compile(
@@ -58,43 +60,58 @@ def read_tables(path: Path) -> tuple[dict[str, Any], TomlLines]:
         raise _unreadable(path, str(error)[:200]) from error
 
 
-def write_tables(path: Path, tables: Mapping[str, Mapping[str, object]]) -> None:
-    """Writes keys and plain values by table; a value of None removes its key.
+def write_tables(path: Path, tables: Mapping[str, Mapping[str, Any]], *, root: Keys = ()) -> None:
+    """Writes keys and plain values by table, inside the table `root`; a value of None removes its key.
 
-    An existing file must be valid TOML; its comments, order and formatting stay.
+    An existing file must be valid TOML; its comments, those inside a list too, order and formatting stay.
     """
     # Importing tomlkit takes as long as the rest of the package, and only writing needs it.
     import tomlkit
 
-    document = tomlkit.parse(_read_text(path)) if path.exists() else tomlkit.document()
+    document = tomlkit.parse(_read_text(path)) if is_replaced(path) else tomlkit.document()
+    home: Any = document
+    for name in root:
+        home = home.setdefault(name, tomlkit.table(is_super_table=True))
     for name, values in tables.items():
-        if name not in document and any(value is not None for value in values.values()):
-            document[name] = tomlkit.table()
-        table: Any = document.get(name, {})
+        if name not in home and any(value is not None for value in values.values()):
+            home[name] = tomlkit.table()
+        table: Any = home.get(name, {})
         for key, value in values.items():
             if value is None:
                 table.pop(key, None)
             elif table.get(key) != value or isinstance(table[key], bool) != isinstance(value, bool):
-                # Assigning an equal value would drop the comments inside a list.
-                table[key] = value
-    replace_text(path, tomlkit.dumps(document))
+                # Assigning an equal value would reformat a list.
+                is_list = isinstance(table.get(key), list) and isinstance(value, list)
+                table[key] = tomlkit.value(_with_comments(value, table[key])) if is_list else value
+    replace_file(path, tomlkit.dumps(document))
 
 
-def replace_text(path: Path, text: str) -> None:
-    """Replaces a file in one step (a crash leaves the old file or none), or writes into a pipe or device."""
-    if path.exists() and not path.is_file():
-        path.write_text(text, encoding="utf-8")
-        return
-    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".partial")
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8", newline="") as file:
-            file.write(text)
-        # mkstemp makes the file private; a settings file keeps its mode, or gets the usual 644.
-        os.chmod(name, path.stat().st_mode & 0o777 if path.exists() else 0o644)
-        os.replace(name, path)
-    except BaseException:
-        os.unlink(name)
-        raise
+def _with_comments(new: list[Any], old: Any) -> str:
+    """Writes a list in the lines of tomlkit's list `old`, whose comments stay.
+
+    Comments tell ranges of sizes apart: a line holds what is at most as large as its last size was.
+    """
+    import tomlkit
+
+    text, written = old.as_string(), [tomlkit.item(each).as_string() for each in new]
+    if "\n" not in text:
+        return f"[{', '.join(written)}]"
+    indent = next(iter(re.findall(r"\n([ \t]+)[^\s\]]", text)), "")
+    lines, values, comment, done, end = ["["], iter(old), "", 0, 0
+    for match in _TOKEN.finditer(text[1:]):
+        token, kind = match.group(), match.lastgroup
+        if kind == "comment":
+            comment = token.rstrip()
+        elif kind in ("word", "string"):
+            value = next(values)
+            place = new.index(value) + 1 if value in new else 0
+            end = max(end, bisect_right(new, value) if isinstance(value, int) else place)
+        elif kind == "newline":
+            lines.append(" ".join([*(f"{each}," for each in written[done:end]), comment]).strip())
+            comment, done = "", end
+    lines += textwrap.wrap(" ".join(f"{each}," for each in written[done:]), 100)
+    first = f"{lines[0]} {lines[1]}".strip()
+    return "\n".join([first, *(indent + line for line in lines[2:] if line), "]"])
 
 
 def _read_text(path: Path) -> str:

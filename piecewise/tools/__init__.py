@@ -1,4 +1,4 @@
-"""Runs the command line: demo, explain, verify, bench, buckets.
+"""Runs the command line: demo, explain, verify, bench, buckets, config.
 
 In: arguments of a command.
 Out: printed reports, files and an exit code.

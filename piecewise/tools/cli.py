@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 
 from piecewise.settings import kinds
 from piecewise.settings.grids import ENGINE_GRIDS
-from piecewise.tools.command_output import lasting_streams
+from piecewise.tools.command_output import OutputFile, check_outputs, lasting_streams
 from piecewise.tools.exit_codes import HELP, ExitCode, exit_code_of
 from runners.buckets import MAX_BUCKET, MAX_NUM_BUCKETS
 
@@ -25,19 +25,27 @@ _Add: TypeAlias = Callable[..., argparse.Action]
 # Equals `traffic.FORMATS`, which is not imported here, because that module imports numpy.
 TRAFFIC_FORMATS = ("auto", "numbers", "csv", "jsonl", "azure", "mooncake", "recorded")
 
+PROJECT_TABLE = "[tool.piecewise] of the nearest pyproject.toml"
+
 _UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 _UNITS |= {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; `argv` follows the program's name, and defaults to the process's arguments."""
-
-    def command() -> Callable[[], int]:
-        arguments = _parser().parse_args(argv)
-        return lambda: ExitCode(resolve_name(arguments.run)(arguments))
-
     with lasting_streams():
-        return exit_code_of(command)
+        return exit_code_of(partial(find_command, argv))
+
+
+def find_command(argv: Sequence[str] | None = None) -> Callable[[], ExitCode]:
+    """Parses a command line; the command checks the files that it is to write, then runs."""
+    arguments = _parser().parse_args(argv)
+
+    def command() -> ExitCode:
+        check_outputs(arguments)
+        return ExitCode(resolve_name(arguments.run)(arguments))
+
+    return command
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -46,7 +54,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"piecewise {_version()}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    for add in (_add_demo, _add_explain, _add_verify, _add_bench, _add_buckets):
+    for add in (_add_demo, _add_explain, _add_verify, _add_bench, _add_buckets, _add_config):
         add(commands)
     return parser
 
@@ -91,7 +99,7 @@ def _add_verify(commands: _Commands) -> None:
         " results, KV cache and all else that a call writes.", "piecewise.tools.model_commands:run_verify",
     ).add_argument
     _add_spec(add)
-    add("--json", metavar="FILE", help="write the report here, too")
+    _add_output_file(add, "--json", help="write the report here, too")
 
 
 def _add_bench(commands: _Commands) -> None:
@@ -107,8 +115,8 @@ def _add_bench(commands: _Commands) -> None:
     add("--variants", metavar="NAME,...", help="what to measure (default: all but peers): bench/variants.py")
     add("--peer", choices=("breakable",), help="measure this package too, where it can be imported")
     _add_count(add, "--rounds", 25, "samples per variant and size")
-    add("--out", metavar="FILE", help="write the JSON here; its schema is in bench/result.py")
-    add("--plot", metavar="FILE", help="draw latency over tokens into this image")
+    _add_output_file(add, "--out", help="write the JSON here; its schema is in bench/result.py")
+    _add_output_file(add, "--plot", is_image=True, help="draw latency over tokens into this image")
 
 
 def _add_spec(add: _Add, one_of: Any = None, buckets: str = "instead of the file's") -> None:
@@ -119,7 +127,7 @@ def _add_spec(add: _Add, one_of: Any = None, buckets: str = "instead of the file
         one_of.add_argument("spec", nargs="?", metavar="SPEC", help=text)
         one_of.add_argument("--host-overhead", action="store_true",
                             help="host time per call on the tape engine with empty segments, by part")
-    add("--config", metavar="FILE", help="a TOML file of settings")
+    add("--config", metavar="FILE", help=f"a TOML file of settings (default: {PROJECT_TABLE})")
     _add_buckets_option(add, f"token counts to capture ({buckets})")
 
 
@@ -145,6 +153,18 @@ def _add_buckets(commands: _Commands) -> None:
         part = _command(parts, name, text, f"{text.capitalize()}.", run)
         part.add_argument("file", metavar="FILE", help="a TOML file of settings")
         _add_tokens_per_request(part.add_argument)
+        _add_json(part.add_argument)
+
+
+def _add_config(commands: _Commands) -> None:
+    add = _command(
+        commands, "config", "print each setting, and where it came from",
+        "Print the settings that piecewise.compile(model) or piecewise.compile(model, FILE) uses here, and"
+        " the source of each: the environment, a line of the file, or the default.",
+        "piecewise.tools.settings_command:run",
+    ).add_argument
+    add("file", nargs="?", metavar="FILE", help=f"a TOML file of settings (default: {PROJECT_TABLE})")
+    _add_json(add)
 
 
 def _add_traffic(add: _Add) -> None:
@@ -192,13 +212,23 @@ def _add_decode(add: _Add) -> None:
 
 
 def _add_output(add: _Add) -> None:
-    add("-o", "--output", metavar="FILE",
+    _add_output_file(add, "-o", "--output",
         help="write the list into this TOML file; its other settings and comments stay, and its limits hold"
         " for the plan")
     add("--format", choices=("text", "json"), default="text", help="how to print it")
-    add("--plot", metavar="IMAGE", help="draw histogram, buckets and waste (needs matplotlib)")
+    _add_output_file(add, "--plot", is_image=True,
+                     help="draw histogram, buckets and waste (needs matplotlib)")
     add("--no-progress", action="store_true", help="no bar")
 # fmt: on
+
+
+def _add_json(add: _Add) -> None:
+    add("--json", action="store_true", help="print JSON instead of text")
+
+
+def _add_output_file(add: _Add, *names: str, help: str, is_image: bool = False) -> None:
+    kind = partial(OutputFile, names[-1], is_image=is_image)
+    add(*names, type=kind, metavar="IMAGE" if is_image else "FILE", help=help)
 
 
 def _add_buckets_option(add: _Add, help: str) -> None:

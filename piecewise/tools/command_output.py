@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import argparse
 import os
+import shlex
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout, suppress
+from dataclasses import dataclass
 from typing import Any, TextIO
 
-from piecewise.errors.tools import UnwritableOutput
+from piecewise.errors.tools import NoMatplotlib, UnwritableOutput, WrongPlot
+from piecewise.settings.whole_file import check_replaceable, is_replaced, replace_file
 
 
 @contextmanager
@@ -62,32 +65,72 @@ class _Stream:
                 raise _unwritable(self._name, error) from error
 
 
-def check_writable(option: str, path: str | os.PathLike[str] | None) -> None:
-    """Raises UnwritableOutput, before any work is done, for a path that no file can be written to."""
-    if path is None:
-        return
-    target = os.path.abspath(path)
-    with writing(option, path):
-        if os.path.isdir(target):
-            raise IsADirectoryError("it is a folder")
-        folder = os.path.dirname(target)
-        if not os.path.isdir(folder):
-            raise FileNotFoundError(f"there is no folder {folder}")
-        if os.path.exists(target) and not os.path.isfile(target):
-            return  # a pipe or a device: only writing shows it
-        # A trial, since permissions do not show that a file system takes no files.
-        with tempfile.TemporaryFile(dir=folder):
-            pass
+@dataclass(frozen=True, slots=True)
+class OutputFile:
+    """Holds the path of a file that a command is to write, and the option that names it."""
+
+    option: str
+    path: str
+    is_image: bool = False
+
+    def __fspath__(self) -> str:
+        return self.path
+
+    def check(self) -> None:
+        """Raises UnwritableOutput, WrongPlot or NoMatplotlib where this shows before any work is done."""
+        with self.writing():
+            check_replaceable(self.path)
+        if self.is_image:
+            image_format(self.path)
+
+    def write(self, text: str) -> None:
+        """Writes the file whole; where that fails, prints the text, so that no work is lost, and raises."""
+        with self.writing():
+            try:
+                replace_file(self.path, text)
+            except OSError:
+                print(text)
+                raise
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Raises UnwritableOutput if the block cannot write the file."""
+        try:
+            yield
+        except (OSError, UnicodeEncodeError) as error:
+            is_missing = isinstance(error, FileNotFoundError)
+            folder = shlex.quote(os.path.dirname(os.path.realpath(self.path)))
+            fix = f"mkdir -p {folder}, or name a file in a folder that exists" if is_missing else None
+            raise _unwritable(f"{self.option} {self.path}", error, fix) from error
 
 
-@contextmanager
-def writing(option: str, path: str | os.PathLike[str]) -> Iterator[None]:
-    """Raises UnwritableOutput if a block cannot write the file that an option names."""
+def check_outputs(arguments: argparse.Namespace) -> None:
+    """Raises for the first file of a command's options that could not be written."""
+    for value in vars(arguments).values():
+        if isinstance(value, OutputFile):
+            value.check()
+
+
+def image_format(path: str | os.PathLike[str]) -> str:
+    """Returns the image format that a path's ending names; a pipe or device without one gets PNG.
+
+    Raises:
+        NoMatplotlib: it is not installed.
+        WrongPlot: matplotlib does not write this format.
+    """
     try:
-        yield
-    except (OSError, UnicodeEncodeError) as error:
-        raise _unwritable(f"{option} {os.fspath(path)}", error) from error
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+    except ImportError as error:
+        raise NoMatplotlib() from error
+    known = FigureCanvasAgg.get_supported_filetypes()
+    ending = os.path.splitext(path)[1].lstrip(".").lower()
+    if not ending and os.path.exists(path) and not is_replaced(path):
+        return "png"
+    if ending not in known:
+        problem = f"the ending {f'.{ending}' if ending else ''!r}; known are .{', .'.join(sorted(known))}"
+        raise WrongPlot(path=os.fspath(path), problem=problem)
+    return ending
 
 
-def _unwritable(what: str, error: Exception) -> UnwritableOutput:
-    return UnwritableOutput(what, got=getattr(error, "strerror", None) or str(error))
+def _unwritable(what: str, error: Exception, fix: str | None = None) -> UnwritableOutput:
+    return UnwritableOutput(what, got=getattr(error, "strerror", None) or str(error), fix=fix)

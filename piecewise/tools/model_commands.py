@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import argparse
 from functools import partial
-from pathlib import Path
 
 import torch
 
 from piecewise.api import GraphedModule
 from piecewise.prefill_case import load_case, unless_the_model_raises
 from piecewise.settings.config import PiecewiseConfig
-from piecewise.settings.toml_file import replace_text
-from piecewise.tools.command_output import check_writable, writing
 from piecewise.tools.exit_codes import ExitCode
 from piecewise.verify.report import VerifyReport
 
@@ -31,7 +28,6 @@ def run_explain(arguments: argparse.Namespace) -> ExitCode:
 
 def run_verify(arguments: argparse.Namespace) -> ExitCode:
     """Captures the case and prints how its replays compare with eager calls."""
-    check_writable("--json", arguments.json)
     config, case = _config(arguments), load_case(arguments.spec)
     graphed, size = GraphedModule(case.model, config), max(2, min(32, max(config.buckets)))
 
@@ -46,8 +42,7 @@ def run_verify(arguments: argparse.Namespace) -> ExitCode:
         case.run(size)  # raises the model's own error, if that is why nothing was compared
     print(report)
     if arguments.json is not None:
-        with writing("--json", arguments.json):
-            replace_text(Path(arguments.json), report.to_json() + "\n")
+        arguments.json.write(report.to_json() + "\n")
     if not report.num_compared:
         return ExitCode.NOTHING
     return ExitCode.RIGHT if report.ok else ExitCode.DIFFERENT

@@ -15,6 +15,7 @@ import torch._dynamo as dynamo
 from torch._guards import Source, TracingContext
 
 from piecewise.torch_api.fakes import einsums_from_the_left, fakes_remembered
+from piecewise.torch_api.process import is_forced_eager
 from piecewise.torch_api.symbols import name_of
 
 
@@ -34,8 +35,7 @@ def tracing_config(int_names: Sequence[str], *, repeats: bool) -> Iterator[None]
 
 def dynamo_is_disabled() -> str | None:
     """Returns why `torch.compile` would not call a backend now, or None."""
-    stance = dynamo.eval_frame._stance.stance
-    if stance == "force_eager":
+    if is_forced_eager():
         return 'torch.compiler.set_stance("force_eager") is active'
     if dynamo.config.disable:  # type: ignore[attr-defined]
         return "TorchDynamo is disabled (TORCH_COMPILE_DISABLE or torch._dynamo.config.disable)"

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch._dynamo import eval_frame
 from torch.autograd import forward_ad
 from torch.utils._device import DeviceContext
 
@@ -39,11 +40,17 @@ def _active_modes() -> tuple[Any, ...]:
     return tuple(mode.device if isinstance(mode, DeviceContext) else id(mode) for mode in modes)
 
 
-def is_transforming() -> bool:
-    """Whether a tracer (`torch.jit.trace`), a transform (`vmap`, `jvp`) or forward-mode AD is active. Their
-    tensors stand for others, and they would not see a replay."""
+def forbids_replay() -> bool:
+    """Whether the stance is "force_eager", or a tracer (`torch.jit.trace`), a transform (`vmap`, `jvp`) or
+    forward-mode AD is active, whose tensors stand for others, and which would not see a replay."""
     is_tracing = torch._C._get_tracing_state() is not None or forward_ad._current_level >= 0
-    return is_tracing or torch._C._functorch.peek_interpreter_stack() is not None
+    is_transforming = is_tracing or torch._C._functorch.peek_interpreter_stack() is not None
+    return is_transforming or eval_frame._stance.stance == "force_eager"
+
+
+def is_forced_eager() -> bool:
+    """Whether `torch.compiler.set_stance("force_eager")` is in force; it is so for all threads."""
+    return eval_frame._stance.stance == "force_eager"
 
 
 def dispatch_keys(tensor: torch.Tensor) -> str:

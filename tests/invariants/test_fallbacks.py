@@ -108,6 +108,11 @@ def suspended(graphed):
     return serve(graphed, tokens(5))
 
 
+def under_a_stance(graphed):
+    with torch.compiler.set_stance("force_eager"):
+        return serve(graphed, tokens(5))
+
+
 def without_memory(graphed):
     (signature,) = inspect(graphed).signatures
     signature.served.pop(8)
@@ -239,6 +244,7 @@ CASES = {
     FallbackReason.CAPTURE_FAILED: (failing, at_a_failed_bucket),
     FallbackReason.RELEASED: (plain, released),
     FallbackReason.SUSPENDED: (plain, suspended),
+    FallbackReason.DISABLED: (plain, under_a_stance),
     FallbackReason.OUT_OF_MEMORY: (plain, without_memory),
     FallbackReason.NESTED_TRACING: (lambda: graph(Linear().eval(), captured=False), transformed),
     FallbackReason.REENTRANT_CALL: (plain, called_from_inside),
@@ -246,7 +252,7 @@ CASES = {
 # Not of these models: a plan without any graph and a call inside a capture have tests of their own below; a
 # graph of Dynamo's is the backend's; an error comes before low coverage.
 ELSEWHERE = {
-    FallbackReason.DISABLED,
+    FallbackReason.NO_GRAPH,
     FallbackReason.CAPTURE_IN_PROGRESS,
     FallbackReason.STATIC_TOKEN_COUNT,
     FallbackReason.LOW_COVERAGE,
@@ -273,13 +279,13 @@ def test_I6_every_reason_has_a_case():
 
 def test_I6_a_plan_without_graphs_is_not_called_a_replay():
     model = Last().eval()
-    graphed = piecewise.compile(model, buckets=(8,), progress=False)
+    graphed = piecewise.compile(model, buckets=(8,), progress=False, allow_eager=True)
     report = graphed.capture(torch.randn(7, HIDDEN), torch.empty(7, HIDDEN))
     assert not report.ok and graphed.stats.captured == ()
     with torch.no_grad():
         x, out = torch.randn(5, HIDDEN), torch.empty(5, HIDDEN)
         torch.testing.assert_close(graphed(x, out), model(x, torch.empty(5, HIDDEN)))
-    assert graphed.stats.reasons == {"disabled": 1} and graphed.stats.replays == 0
+    assert graphed.stats.reasons == {"no_graph": 1} and graphed.stats.replays == 0
 
 
 def test_I6_a_call_from_inside_a_capture():

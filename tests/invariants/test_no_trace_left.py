@@ -170,7 +170,7 @@ def test_I8_a_failure_without_a_message_has_a_reason_too(monkeypatch):
         raise AssertionError
 
     monkeypatch.setattr("piecewise.capture.build_plan.PlanAssembler.capture", fail)
-    report = graph(new_model(), captured=False).capture(tokens(7))
+    report = graph(new_model(), captured=False, allow_eager=True).capture(tokens(7))
     assert [bucket.status for bucket in report.buckets] == ["failed"] * 3
     assert all("AssertionError" in bucket.reason for bucket in report.buckets)
 
@@ -178,7 +178,7 @@ def test_I8_a_failure_without_a_message_has_a_reason_too(monkeypatch):
 @pytest.mark.parametrize("in_capture", [False, True], ids=["warm-up", "capture"])
 def test_I8_a_failed_bucket_leaves_no_graph_and_no_memory(fragile, in_capture):
     trouble["in_capture"] = in_capture  # of the second segment: the first one is recorded already
-    graphed = graph(fragile, captured=False, buckets=(16,))
+    graphed = graph(fragile, captured=False, buckets=(16,), allow_eager=True)
     graphed.capture(tokens(7))
     assert inspect(graphed).pool.allocated_bytes == 0
     assert not [tape for tape in inspect(graphed).pool.graphs if not tape.is_reset]

@@ -180,7 +180,7 @@ def test_a_graph_without_a_boundary_op_is_one_without_a_plan():
         x = torch.randn(5, HIDDEN)
         torch.testing.assert_close(compiled(x), model(x))
         handle = piecewise.handle(compiled)
-        assert handle.stats.reasons == {FallbackReason.DISABLED: 1}
+        assert handle.stats.reasons == {FallbackReason.NO_GRAPH: 1}
 
 
 def test_suspend_and_resume_capture_again_at_the_next_call():

@@ -87,7 +87,7 @@ PUBLIC = dict.fromkeys(
     kind
     for package in (boundary_ops, piecewise, runners)
     for kind in (getattr(package, name) for name in package.__all__)
-    if isinstance(kind, type) and issubclass(kind, Exception)
+    if isinstance(kind, type) and issubclass(kind, Exception) and not issubclass(kind, Warning)
 )
 
 

@@ -211,27 +211,110 @@ def test_2_with_rule_and_fix_and_no_traceback_where_something_cannot_be_used(
     assert "PIECEWISE_NUM_STREAMS" in refused("exit_cases:right")
 
 
-@pytest.mark.parametrize(
-    ("argv", "option"),
-    [
-        (("verify", "exit_cases:slow", "--buckets", "4"), "--json"),
-        (("bench", "exit_cases:slow", "--tokens", "4"), "--out"),
-        (("bench", "exit_cases:slow", "--tokens", "4"), "--plot"),
-        (("buckets", "plan", "--traffic", "TRAFFIC"), "--output"),
-        (("buckets", "plan", "--traffic", "TRAFFIC"), "--plot"),
-    ],
-)
-def test_2_before_the_work_where_its_result_could_not_be_written(specs, argv, option, capsys, tmp_path):
-    traffic = tmp_path / "traffic.txt"
-    traffic.write_text("3\n5\n")
-    file = tmp_path / "file"
+# Every option that names a file to write, with a command whose work would show.
+OUTPUTS = [
+    (("verify", "exit_cases:slow", "--buckets", "4"), "--json"),
+    (("bench", "exit_cases:slow", "--tokens", "4"), "--out"),
+    (("bench", "exit_cases:slow", "--tokens", "4"), "--plot"),
+    (("bench", "--host-overhead", "--calls", "1"), "--out"),
+    (("buckets", "plan", "--traffic", "TRAFFIC"), "--output"),
+    (("buckets", "plan", "--traffic", "TRAFFIC"), "--plot"),
+]
+
+
+@pytest.fixture
+def traffic(tmp_path):
+    (tmp_path / "traffic.txt").write_text("3\n5\n")
+    return tmp_path / "traffic.txt"
+
+
+@pytest.mark.parametrize(("argv", "option"), OUTPUTS)
+def test_2_before_the_work_where_its_result_could_not_be_written(specs, argv, option, capsys, traffic):
+    folder, file = traffic.parent, traffic.parent / "file"
     file.write_text("")
-    for path in (tmp_path, file / "report.json", "/proc/report.json"):
+
+    def refused(path) -> str:
         assert run(*(traffic if part == "TRAFFIC" else part for part in argv), option, path) == 2
         captured = capsys.readouterr()
         assert f"{option} {path}" in captured.err and "Fix:" in captured.err
         # `slow` would have said so, and slept.
         assert "Traceback" not in captured.err and not captured.out
+        return captured.err
+
+    for path in (folder, file / "report.json", "/proc/report.json", f"{folder}/new/", folder / ("x" * 300)):
+        refused(path)
+    # One rule for all: a folder is not made.
+    message = refused(folder / "no such" / "report.png")
+    assert f"there is no folder {folder}/no such" in message and f"mkdir -p '{folder}/no such'" in message
+    if option == "--plot":
+        pytest.importorskip("matplotlib")
+        for name, ending in (("plan.xyz", "'.xyz'"), ("plan", "''"), (".png", "''")):
+            assert f"the ending {ending}; known are ." in refused(folder / name)
+    assert sorted(each.name for each in folder.iterdir()) == ["file", "traffic.txt"]
+
+
+def test_a_plot_may_have_any_known_format(capsys, traffic):
+    pytest.importorskip("matplotlib")
+    for name, start in (("a.PNG", b"\x89PNG"), ("b.svg", b"<?xml"), ("c.pdf", b"%PDF")):
+        image = traffic.parent / name
+        assert run("buckets", "plan", "--traffic", traffic, "--no-progress", "--plot", image) == 0
+        assert image.read_bytes().startswith(start)
+    assert not list(traffic.parent.glob("*.partial"))
+
+
+def test_a_report_that_cannot_be_written_in_the_end_is_printed(specs, capsys, monkeypatch, tmp_path):
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "replace", full)
+    for argv, option, table in (
+        (COMMANDS["verify"], "--json", "Graphed equals eager"),
+        (COMMANDS["bench"], "--out", "| tokens | graphed"),
+        (("bench", "--host-overhead", "--calls", "1"), "--out", "whole call"),
+    ):
+        argv = ("exit_cases:right" if part == "SPEC" else part for part in argv)
+        assert run(*argv, option, tmp_path / "report.json") == 2
+        captured = capsys.readouterr()
+        assert f"{option} {tmp_path}/report.json" in captured.err and "No space left" in captured.err
+        # The table comes first, then the whole report.
+        shown, _, report = captured.out.partition("\n{")
+        assert table in shown and json.loads("{" + report)
+        assert not list(tmp_path.iterdir())
+
+
+def test_the_host_overhead_is_written_as_json(capsys, tmp_path):
+    out = tmp_path / "host.json"
+    assert run("bench", "--host-overhead", "--calls", "2", "--out", out) == 0
+    found = json.loads(out.read_text())
+    assert (found["schema"], found["calls"]) == ("piecewise.host-overhead/1", 2)
+    assert found["environment"]["torch"] == torch.__version__ and found["environment"]["device"]
+    printed = capsys.readouterr().out
+    assert found["environment"]["device"] in printed
+    for result, layers in zip(found["results"], (2, 32), strict=True):
+        assert result["num_layers"] == layers and result["whole_us"] > 0
+        shown = f"{result['state_us']:.1f} ({result['num_entries']} entries)"
+        assert next(line for line in printed.splitlines() if shown in line).startswith(f"{layers} layers")
+    for option, value in (("--plot", "host.png"), ("--config", "x.toml"), ("--tokens", "4")):
+        assert run("bench", "--host-overhead", option, value) == 2
+        assert f"{option}: expected to be used with SPEC" in capsys.readouterr().err
+
+
+def test_a_report_may_go_to_the_standard_output(specs, tmp_path, traffic):
+    printed = tmp_path / "printed"
+    for argv, start, end in (
+        (
+            ("buckets", "plan", "--traffic", str(traffic), "-o", "/dev/stdout"),
+            "num_tokens = [3, 5]\n[buckets]",
+            "",
+        ),
+        (("bench", "--host-overhead", "--calls", "1", "--out", "/dev/stdout"), "\n{", "\n}\n"),
+    ):
+        with printed.open("w") as file:
+            ended = process(specs, *argv, stdout=file)
+            _, told = ended.communicate()
+        assert ended.returncode == 0, told
+        text = printed.read_text()
+        assert start in text and "\x00" not in text and text.endswith(end or f"written to {argv[-1]}\n")
 
 
 def test_a_report_may_go_to_a_device_and_leaves_it_one(specs, tmp_path):
@@ -310,7 +393,7 @@ def test_the_codes_of_the_bucket_commands(capsys, monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "argv", ["", *COMMANDS, "demo", "buckets", "buckets plan", "buckets check", "buckets show"]
+    "argv", ["", *COMMANDS, "demo", "config", "buckets", "buckets plan", "buckets check", "buckets show"]
 )
 def test_help_lists_every_code(argv, capsys):
     with pytest.raises(SystemExit) as caught:

@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[2]
 NAMES = {
     "piecewise": "PiecewiseConfig PrefillCase GraphedModule compile enable disable explain handle"
     " capture_window eager_only PiecewiseError ConfigError TraceError TokenDimError SplitError CaptureError"
-    " StateError",
+    " StateError FallbackWarning",
     "runners": "PiecewiseRunner TokenBuckets StepPlan CallStats FallbackReason PiecewiseError ConfigError"
     " CaptureError StateError",
     "boundary_ops": "define register registered lookup unregister declare_rows check_rows BoundaryOp"
@@ -59,6 +59,8 @@ TOML_KEYS = {
     "engine": ("capture", "engine"),
     "num_streams": ("capture", "num_streams"),
     "progress": ("capture", "progress"),
+    "allow_eager": ("capture", "allow_eager"),
+    "disable": ("capture", "disable"),
     "frontend": ("compile", "frontend"),
     "lowering": ("compile", "lowering"),
     "compile_sizes": ("compile", "compile_sizes"),
@@ -83,6 +85,8 @@ VALUES = {
     "engine": ("tape", "tape", "'tape'"),
     "num_streams": (2, "2", "2"),
     "progress": (False, "0", "false"),
+    "allow_eager": (True, "1", "true"),
+    "disable": (True, "1", "true"),
     "frontend": ("trace", "trace", "'trace'"),
     "lowering": ("inductor", "inductor", "'inductor'"),
     "compile_sizes": ((16,), "16", "[16]"),
@@ -156,7 +160,8 @@ def test_a_setting_is_the_same_from_each_source(name, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "command", ["demo", "explain", "verify", "bench", "buckets plan", "buckets check", "buckets show"]
+    "command",
+    ["demo", "explain", "verify", "bench", "config", "buckets plan", "buckets check", "buckets show"],
 )
 def test_every_command_is_there(command, capsys):
     with pytest.raises(SystemExit) as caught:

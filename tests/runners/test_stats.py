@@ -26,6 +26,7 @@ CODES = {
     "grad_enabled",
     "eager_only",
     "disabled",
+    "no_graph",
     "shape_guard",
     "one_token_branch",
     "moved_address",

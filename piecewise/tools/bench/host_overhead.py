@@ -8,12 +8,12 @@ with depth; the comparison of addresses and module state, which does; and the ca
 from __future__ import annotations
 
 import dataclasses
-import platform
+import json
 import timeit
 from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -21,6 +21,8 @@ from torch import nn
 import boundary_ops
 import piecewise
 from piecewise.report.record import table
+from piecewise.tools.bench.result import environment
+from piecewise.tools.command_output import OutputFile
 from piecewise.tools.exit_codes import ExitCode
 from runners.engine import CapturedGraph
 from runners.state.state_check import StateCheck
@@ -28,6 +30,8 @@ from runners.step_plan import CallStep, ReplayStep
 
 _BUCKET, _NUM_TOKENS, _HIDDEN, _VOCAB = 32, 24, 32, 64
 _ROUNDS = 7
+# Of the JSON, whose results have the fields of HostTime.
+SCHEMA = "piecewise.host-overhead/1"
 
 _nothing = boundary_ops.define(
     "piecewise_bench::nothing(Tensor x, Tensor(a!) out) -> ()",
@@ -64,30 +68,45 @@ class _Toy(nn.Module):
         return x
 
 
-def print_host_overhead(*, num_calls: int) -> ExitCode:
-    """Prints the host time of one call by depth, in microseconds, the best of several rounds.
+class HostTime(NamedTuple):
+    """Holds the parts of one call's host time, in µs, and how many entries the comparison of state has."""
+
+    num_layers: int
+    fixed_us: float
+    state_us: float
+    num_entries: int
+    boundary_us: float
+    whole_us: float
+
+
+def run_host_overhead(*, num_calls: int, out: OutputFile | None) -> ExitCode:
+    """Prints the host time of one call by depth, the best of several rounds; `out` gets it as JSON.
 
     A boundary call is timed with an op that does nothing. Returns an exit code, since settings in the
     environment may keep the calls out of graphs.
     """
-    print(f"{_processor()}; torch {torch.__version__}, Python {platform.python_version()}")
+    here = environment(torch.device("cpu"))
+    print("{device}; torch {torch}, Python {python}".format_map(here))
     print(
         f"Host time per call, µs, best of {_ROUNDS} rounds of {num_calls} calls: tape engine, empty segments,"
         " two tensor inputs, one tensor output\n"
     )
+    measured = [time for depth in (2, 32) if (time := host_time(depth, num_calls=num_calls)) is not None]
     rows = [("", "fixed part", "state comparison", "each boundary call", "whole call")]
-    for depth in (2, 32):
-        row = _host_overhead(depth, num_calls=num_calls)
-        if row is None:
-            print(f"NOTHING MEASURED: a call of {_NUM_TOKENS} tokens is not replayed under these settings")
-            return ExitCode.NOTHING
-        rows.append(row)
-    print(table(rows))
-    return ExitCode.RIGHT
+    for layers, fixed, state, entries, boundary, whole in measured:
+        compared = f"{state:.1f} ({entries} entries)"
+        rows.append((f"{layers} layers", f"{fixed:.1f}", compared, f"{boundary:.1f}", f"{whole:.1f}"))
+    unmeasured = f"NOTHING MEASURED: a call of {_NUM_TOKENS} tokens is not replayed under these settings"
+    print(table(rows) if measured else unmeasured)
+    if out is not None:
+        results = [time._asdict() for time in measured]
+        found = {"schema": SCHEMA, "environment": here, "rounds": _ROUNDS, "calls": num_calls}
+        out.write(json.dumps({**found, "results": results}, indent=2) + "\n")
+    return ExitCode.RIGHT if measured else ExitCode.NOTHING
 
 
-def _host_overhead(num_layers: int, *, num_calls: int) -> tuple[str, str, str, str, str] | None:
-    """Measures a model of this depth on the tape engine; returns its row, or None without a replay."""
+def host_time(num_layers: int, *, num_calls: int) -> HostTime | None:
+    """Measures a model of this depth on the tape engine; returns None without a replay."""
     graphed = piecewise.compile(_Toy(num_layers).eval(), buckets=[_BUCKET], engine="tape", progress=False)
     ids, positions = torch.arange(_NUM_TOKENS), torch.arange(_NUM_TOKENS)
     with torch.no_grad():
@@ -112,9 +131,8 @@ def _host_overhead(num_layers: int, *, num_calls: int) -> tuple[str, str, str, s
         fixed, calls, whole = timed
         state = _best_us(steps.check.is_unchanged, num_calls)
     assert graphed.stats.eager_calls == 0, graphed.stats
-    compared = f"{state:.1f} ({steps.check.num_entries} entries)"
     boundary = (calls - fixed) / num_layers
-    return f"{num_layers} layers", f"{fixed:.1f}", compared, f"{boundary:.1f}", f"{whole:.1f}"
+    return HostTime(num_layers, fixed, state, steps.check.num_entries, boundary, whole)
 
 
 def _emptied(step: ReplayStep | CallStep) -> ReplayStep:
@@ -124,10 +142,3 @@ def _emptied(step: ReplayStep | CallStep) -> ReplayStep:
 def _best_us(call: Callable[[], object], num_calls: int) -> float:
     """Returns the least of several rounds' means, since other work on the machine only adds time."""
     return min(timeit.repeat(call, number=num_calls, repeat=_ROUNDS)) / num_calls * 1e6
-
-
-def _processor() -> str:
-    found = Path("/proc/cpuinfo")
-    lines = found.read_text().splitlines() if found.exists() else []
-    names = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.processor() or platform.machine())

@@ -15,16 +15,15 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TextIO
 
 import torch
 
 from piecewise import torch_api
-from piecewise.errors.tools import NothingToMeasure, UnknownVariant
+from piecewise.errors.tools import IneffectiveOption, NothingToMeasure, UnknownVariant
 from piecewise.prefill_case import PrefillCase, load_case, unless_the_model_raises
 from piecewise.settings.config import PiecewiseConfig
-from piecewise.tools.bench.host_overhead import print_host_overhead
+from piecewise.tools.bench.host_overhead import run_host_overhead
 from piecewise.tools.bench.result import SCHEMA, BenchResult, Spread, environment
 from piecewise.tools.bench.variants import (
     DEFAULT_VARIANTS,
@@ -37,7 +36,6 @@ from piecewise.tools.bench.variants import (
     device_of,
     wait_for,
 )
-from piecewise.tools.command_output import check_writable, writing
 from piecewise.tools.exit_codes import ExitCode
 
 DEFAULT_SIZES = (16, 128, 512, 1024, 2048)
@@ -49,12 +47,10 @@ DEFAULT_DRAWS = 32
 def run(arguments: argparse.Namespace) -> ExitCode:
     """Runs `piecewise bench`."""
     if arguments.host_overhead:
-        return print_host_overhead(num_calls=arguments.calls)
-    if arguments.out is not None:
-        with writing("--out", arguments.out):
-            Path(arguments.out).parent.mkdir(parents=True, exist_ok=True)
-    check_writable("--out", arguments.out)
-    check_writable("--plot", arguments.plot)
+        for option in ("config", "buckets", "tokens", "variants", "peer", "plot"):
+            if getattr(arguments, option) is not None:
+                raise IneffectiveOption(option=f"--{option}", needed="SPEC")
+        return run_host_overhead(num_calls=arguments.calls, out=arguments.out)
     result = run_spec(
         arguments.spec, sizes=arguments.tokens, config=arguments.config, buckets=arguments.buckets,
         variants=None if arguments.variants is None else arguments.variants.split(","),
@@ -62,8 +58,7 @@ def run(arguments: argparse.Namespace) -> ExitCode:
     )  # fmt: skip
     print(result)
     if arguments.out is not None:
-        with writing("--out", arguments.out):
-            result.write(arguments.out)
+        arguments.out.write(result.to_json() + "\n")
     if arguments.plot is not None:
         result.plot(arguments.plot)
     if not result.has_measured_nothing:

@@ -38,7 +38,7 @@ from typing import Any, NamedTuple
 import torch
 
 from piecewise.report.record import Record, table
-from piecewise.settings.toml_file import replace_text
+from piecewise.settings.whole_file import replace_file
 from piecewise.tools.buckets.plot import new_figure, save_figure
 
 SCHEMA = "piecewise.bench/1"
@@ -87,9 +87,7 @@ class BenchResult(Record):
 
     def write(self, path: str | os.PathLike[str]) -> None:
         """Writes the JSON in one step."""
-        target = Path(path)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        replace_text(target, self.to_json() + "\n")
+        replace_file(path, self.to_json() + "\n")
 
     def ratio(self, of: str, over: str, num_tokens: int, *, quantity: str = "latency") -> float | None:
         """Returns the median of one ratio, or None if it was not measured."""
@@ -136,11 +134,10 @@ class BenchResult(Record):
 def environment(device: torch.device) -> dict[str, Any]:
     """Returns versions, device and commit of this run, with None for unknown ones."""
     is_cuda = device.type == "cuda"
-    processor = platform.processor() or platform.machine()
     return {
         "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d"),
         "commit": _commit(),
-        "device": torch.cuda.get_device_name(device) if is_cuda else processor,
+        "device": torch.cuda.get_device_name(device) if is_cuda else _processor(),
         "num_processors": os.cpu_count(),
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -148,6 +145,13 @@ def environment(device: torch.device) -> dict[str, Any]:
         "transformers": _version("transformers"),
         "triton": _version("triton"),
     }
+
+
+def _processor() -> str:
+    found = Path("/proc/cpuinfo")
+    lines = found.read_text().splitlines() if found.exists() else []
+    names = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor() or platform.machine())
 
 
 def _version(name: str) -> str | None:

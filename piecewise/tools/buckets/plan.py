@@ -27,12 +27,12 @@ from piecewise.report.progress import delayed_bar
 from piecewise.report.record import shown_bytes, table
 from piecewise.settings.config import DEFAULT_BUCKETS, PiecewiseConfig
 from piecewise.settings.grids import DECODE_GRIDS, ENGINE_GRIDS, Grid
+from piecewise.settings.whole_file import is_replaced
 from piecewise.tools.buckets.planner import BucketPlans, PlanOutcome, SlotRate, evaluate, slot_table
 from piecewise.tools.buckets.plot import draw
 from piecewise.tools.buckets.step_cost import GraphMemory, MeasuredCost, PaddedTokens, StepCost, read_bench
 from piecewise.tools.buckets.steps import Histogram, chunked, decode_batches, packed
 from piecewise.tools.buckets.traffic import Requests, read_requests
-from piecewise.tools.command_output import check_writable, writing
 from piecewise.tools.exit_codes import ExitCode
 
 _DEFAULT_STEP_MS = 25.0
@@ -50,8 +50,6 @@ _Comparison = tuple[str, tuple[int, ...], PlanOutcome]
 def run(arguments: argparse.Namespace) -> ExitCode:
     """Plans a bucket list, prints it, and writes it where asked."""
     _check_options(arguments)
-    check_writable("--output", arguments.output)
-    check_writable("--plot", arguments.plot)
     planner = _Planner(arguments)
     chosen = planner.chosen()
     lines, notes = list(planner.compared(chosen)), list(planner.notes())
@@ -96,7 +94,7 @@ def _check_options(arguments: argparse.Namespace) -> None:
 def _settings(arguments: argparse.Namespace) -> PiecewiseConfig:
     """Returns the settings of the file to write, with the command line's limits."""
     base = PiecewiseConfig()
-    if arguments.output and Path(arguments.output).exists():
+    if arguments.output and is_replaced(arguments.output):
         base = PiecewiseConfig.from_toml(arguments.output)
     # The lists will be replaced, so they need not fit the limits of the command line.
     limits = {name: getattr(arguments, name) or getattr(base, name) for name in _LIMITS}
@@ -121,6 +119,7 @@ class _Planner:
     Attributes:
         steps, judged: the steps that the plan is made from, and those that it is judged on.
         cover: the largest bucket.
+        largest: the largest bucket or step.
         most_graphs: the most sizes of a list.
     """
 
@@ -140,6 +139,9 @@ class _Planner:
         self.steps = self._steps_of(known)
         self.judged = self._steps_of(unseen) if unseen else self.steps
         self.cover = self._find_cover()
+        self.largest = int(max(self.cover, self.steps.sizes[-1], self.judged.sizes[-1]))
+        if isinstance(self.cost, MeasuredCost):
+            self.cost.check_reach(self.largest, path=arguments.cost)
         self.rate = self._slot_rate(known)
         usual = _HOLDOUT_SMOOTHING if arguments.holdout is not None else 0.0
         self.smoothing = usual if arguments.smooth is None else arguments.smooth
@@ -290,6 +292,11 @@ class _Planner:
             yield f"smoothed: {self.smoothing:.0%} of each step spread over sizes within 5 %"
         if isinstance(self.cost, MeasuredCost):
             size, knots = self.cost.break_even(), self.cost.knots
+            if self.largest > knots[-1]:
+                times = f"{self.largest / knots[-1]:.1f} times the largest measured size, {knots[-1]}"
+                yield f"costs of up to {self.largest} tokens are extrapolated: {times}"
+            if self.judged.sizes[0] < knots[0]:
+                yield f"smaller steps are taken to cost as much as the smallest measured size, {knots[0]}"
             if size is None:
                 yield f"graphs pay at the largest measured size, {int(knots[-1])} tokens"
             elif size == int(knots[0]):
@@ -313,13 +320,13 @@ def _shown(lines: list[_Comparison], cost: StepCost, unit: str) -> str:
 
 
 def _write(arguments: argparse.Namespace, chosen: tuple[int, ...]) -> None:
-    path = Path(arguments.output)
-    base = PiecewiseConfig.from_toml(path) if path.exists() else PiecewiseConfig()
+    target = arguments.output
+    base = PiecewiseConfig.from_toml(target) if is_replaced(target) else PiecewiseConfig()
     values: dict[str, Any] = {"buckets" if arguments.phase == "prefill" else "decode_batch_sizes": chosen}
     values |= {each: getattr(arguments, each) for each in _LIMITS if getattr(arguments, each) is not None}
     # Checked as a whole before writing: a file that contradicts the new limits is refused and unchanged.
     changed = dataclasses.replace(base, **values)
-    with writing("--output", path):
-        changed.to_toml(path, only=list(values))
+    with target.writing():
+        changed.to_toml(target, only=list(values))
     if arguments.format == "text":
-        print(f"written to {path}")
+        print(f"written to {target.path}")

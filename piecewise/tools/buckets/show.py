@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from math import ceil
+import json
+from bisect import bisect_left
+from collections.abc import Iterator
+from typing import Any, TypeAlias
 
 from piecewise.report.record import table
 from piecewise.settings.config import PiecewiseConfig
@@ -11,63 +14,97 @@ from piecewise.settings.limits import Clipping
 from piecewise.tools.exit_codes import ExitCode
 from runners.buckets import TokenBuckets
 
+# Both ends of a range of steps' sizes, included; None is no end.
+_Range: TypeAlias = "tuple[int, int | None]"
+
+# The lists of a file, and what one of their sizes is called.
+_SIZES = {"buckets": "bucket", "decode_batch_sizes": "decode batch size"}
+_NO_DECODE = "This version captures no decode steps; it checks and plans their batch sizes."
+
 
 def run_check(arguments: argparse.Namespace) -> ExitCode:
-    """Prints the settings that cannot take effect, if any; an invalid file is a `ConfigError`."""
-    path, config = arguments.file, PiecewiseConfig.from_toml(arguments.file)
-    clipped = _clipped(config, arguments.tokens_per_request)
-    found = [f"{path}: {name} {each}" for name, clipping in clipped.items() for each in clipping.clamped]
-    if not found:
-        counts = " and ".join(f"{len(clipping.sizes)} {name}s" for name, clipping in clipped.items())
-        print(f"{path}: {counts}, all within reach")
-        return ExitCode.RIGHT
-    print("\n".join(found))
-    print("These are never captured; remove them, or raise the limits.")
-    return ExitCode.DIFFERENT
+    """Prints the sizes that cannot take effect, if any; an invalid file is a `ConfigError`."""
+    path, clipped = arguments.file, _clipped(PiecewiseConfig.from_toml(arguments.file), arguments)
+    found = [(name, clamped) for name, each in clipped.items() for clamped in each.clamped]
+    counts = {name: len(each.sizes) for name, each in clipped.items()}
+    if arguments.json:
+        listed = [{"setting": name, **clamped._asdict()} for name, clamped in found]
+        print(json.dumps({"file": path, "within_reach": counts, "out_of_reach": listed}, indent=1))
+        return ExitCode.DIFFERENT if found else ExitCode.RIGHT
+    for name, clamped in found:
+        print(f"{path}: {_SIZES[name]} {clamped}")
+    if found:
+        print("These are never captured; remove them, or raise the limits.")
+    else:
+        words = (f"{count} {_SIZES[name]}{'s' if count > 1 else ''}" for name, count in counts.items())
+        print(f"{path}: {' and '.join(words)}, all within reach")
+    if "decode_batch_sizes" in clipped:
+        print(_NO_DECODE)
+    return ExitCode.DIFFERENT if found else ExitCode.RIGHT
 
 
 def run_show(arguments: argparse.Namespace) -> ExitCode:
-    """Prints a row per bucket; an invalid file is a `ConfigError`."""
+    """Prints a row per size, and one for larger steps; an invalid file is a `ConfigError`."""
     config = PiecewiseConfig.from_toml(arguments.file)
-    for name, clipping in _clipped(config, arguments.tokens_per_request).items():
-        # The padding ratio applies to prefill calls only.
-        ratio = config.max_padding_ratio if name == "bucket" else None
-        print(table(_rows(name, clipping, ratio)))
-        print(_above(clipping, "tokens" if name == "bucket" else "requests") + "\n")
+    # The padding ratio applies to prefill calls only.
+    ratios = {"buckets": config.max_padding_ratio}
+    found = {name: list(rows(each, ratios.get(name))) for name, each in _clipped(config, arguments).items()}
+    if arguments.json:
+        print(json.dumps({"file": arguments.file, **found}, indent=1))
+        return ExitCode.RIGHT
+    for name, lines in found.items():
+        if name == "decode_batch_sizes":
+            print(f"\n{_NO_DECODE}")
+        print(table([(_SIZES[name], "serves", "worst padding", "runs eagerly", "why"), *map(_texts, lines)]))
     return ExitCode.RIGHT
 
 
-def _clipped(config: PiecewiseConfig, tokens_per_request: int) -> dict[str, Clipping]:
-    found = {"bucket": config.prefill_sizes()}
-    decode = config.decode_sizes(tokens_per_request=tokens_per_request)
-    if decode is not None:
-        found["decode batch size"] = decode
-    return found
+def _clipped(config: PiecewiseConfig, arguments: argparse.Namespace) -> dict[str, Clipping]:
+    decode = config.decode_sizes(tokens_per_request=arguments.tokens_per_request)
+    return {"buckets": config.prefill_sizes()} | ({} if decode is None else {"decode_batch_sizes": decode})
 
 
-def _rows(name: str, clipping: Clipping, ratio: float | None) -> list[tuple[object, ...]]:
-    rows: list[tuple[object, ...]] = [(name, "serves", "worst padding", "reachable")]
-    buckets = TokenBuckets(clipping.sizes)
+def rows(clipping: Clipping, max_padding_ratio: float | None) -> Iterator[dict[str, Any]]:
+    """Yields what becomes of steps by size, then of those above all sizes, whose row has the size None.
+
+    A row has the ranges of steps that the size serves and that run eagerly, both ends included, or None; the
+    upper end None is no end. `reason` is why they run eagerly, or why the size is never captured.
+    """
+    buckets, limit = TokenBuckets(clipping.sizes), clipping.limit
     for size in buckets.sizes:
         low, high = buckets.range_for(size)
-        within = low if ratio is None else max(low, ceil(size / ratio))
-        reach = "yes"
-        if within > low:
-            reach = f"yes; {_span(low, within - 1)} eager: beyond max_padding_ratio {ratio:g}"
-        rows.append((size, _span(within, high), f"{size / within:.2f}x", reach))
+        ratio = max_padding_ratio or size
+        # As calls are compared, since the quotient of the two is rounded otherwise.
+        first = low + bisect_left(range(low, high), True, key=lambda n: size <= ratio * n)
+        eager, reason = None, None
+        if first > low:
+            eager, reason = (low, first - 1), f"padded by more than max_padding_ratio {ratio:g}"
+        yield _row(size, (first, high), eager, reason)
     for clamped in clipping.clamped:
-        rows.append((clamped.size, "-", "-", f"no: {clamped}"))
-    return rows
-
-
-def _span(low: int, high: int) -> str:
-    return str(low) if low == high else f"{low}-{high}"
-
-
-def _above(clipping: Clipping, unit: str) -> str:
-    top, limit = clipping.sizes[-1], clipping.limit
+        yield _row(clamped.size, None, None, f"never captured: {clamped}")
+    above = "above the largest size that is captured"
     if limit.size is None:
-        return f"more than {top} {unit}: eager, above the largest"
-    if top == limit.size:
-        return f"every step up to the limit of {top} {unit} ({limit.reason}) is served"
-    return f"{_span(top + 1, limit.size)} {unit}: eager, above the largest ({limit.reason} = {limit.size})"
+        yield _row(None, None, (buckets.max + 1, None), above)
+    elif limit.size == buckets.max:
+        yield _row(None, None, None, f"no step is larger than {limit.size} = {limit.reason}")
+    else:
+        reason = f"{above}; no step is larger than {limit.size} = {limit.reason}"
+        yield _row(None, None, (buckets.max + 1, limit.size), reason)
+
+
+def _row(size: int | None, serves: _Range | None, eager: _Range | None, reason: str | None) -> dict[str, Any]:
+    padding = None if size is None or serves is None else size / serves[0]
+    return {"size": size, "serves": serves, "worst_padding": padding, "eager": eager, "reason": reason}
+
+
+def _texts(row: dict[str, Any]) -> tuple[object, ...]:
+    size = "larger" if row["size"] is None else row["size"]
+    padding = "-" if row["worst_padding"] is None else f"{row['worst_padding']:.2f}x"
+    return size, _span(row["serves"]), padding, _span(row["eager"]), row["reason"] or ""
+
+
+def _span(ends: _Range | None) -> str:
+    if ends is None:
+        return "-"
+    low, high = ends
+    return f"{low} and more" if high is None else str(low) if low == high else f"{low}-{high}"

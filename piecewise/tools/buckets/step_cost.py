@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from piecewise.errors.tools import WrongBenchFile
+from piecewise.errors.tools import TooFarFromMeasured, WrongBenchFile
 from piecewise.tools.buckets.traffic import Ints
 from runners.buckets import MAX_BUCKET, find_problems
 from runners.errors import short
@@ -19,6 +19,8 @@ Floats = NDArray[np.float64]
 
 _MAX_BENCH_BYTES = 16 * 1024 * 1024
 _SCHEMA = "piecewise.bench/1"
+# Latencies are extrapolated to at most this many times the largest measured size.
+_MOST_EXTRAPOLATED = 8
 
 
 class PaddedTokens:
@@ -61,6 +63,13 @@ class MeasuredCost:
             return inside
         slope = max((measured[-1] - measured[-2]) / (self.knots[-1] - self.knots[-2]), 0.0)
         return inside + slope * np.maximum(sizes - self.knots[-1], 0)
+
+    def check_reach(self, largest: int, *, path: str) -> None:
+        """Raises TooFarFromMeasured for tokens far above the largest measured size, of the file at `path`."""
+        measured = int(self.knots[-1])
+        if largest > _MOST_EXTRAPOLATED * measured:
+            least, most = -(-largest // _MOST_EXTRAPOLATED), _MOST_EXTRAPOLATED
+            raise TooFarFromMeasured(path=path, largest=largest, least=least, measured=measured, most=most)
 
     def break_even(self) -> int | None:
         """Finds the size from which on, up to the largest measured one, graphs are no faster; None if the

@@ -128,7 +128,7 @@ def test_names_of_leaves_are_the_users():
     x, y, z = (torch.zeros(1) for _ in range(3))
     structure, _ = flatten_structure(binder.bind(x, [y], 3, z, k={"deep": (x,)}))
     assert binder.leaf_paths(structure) == {
-        0: "a", 1: "b[0]", 2: "c", 3: "args[0]", 4: "kwargs['k']['deep'][0]"
+        0: "a", 1: "b[0]", 2: "c", 3: "args[0]", 4: "k['deep'][0]"
     }  # fmt: skip
 
 

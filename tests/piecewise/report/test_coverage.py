@@ -11,7 +11,8 @@ from state_models import BUCKETS, graph, new_model, serve, tokens
 
 import boundary_ops
 import piecewise
-from piecewise.errors.report import CoverageError, LowBucketCoverage, LowPlanCoverage
+from piecewise.capture.build_plan import PlanAssembler
+from piecewise.errors.report import CoverageError, LowBucketCoverage, LowPlanCoverage, NothingCaptured
 from runners.stats import FallbackReason
 
 _library = torch.library.Library("state_coverage", "DEF")
@@ -31,6 +32,11 @@ def _picky(x):
 _library.impl("picky", _picky, "CPU")
 _library.impl("picky", lambda x: torch.empty_like(x), "Meta")
 boundary_ops.declare_rows("state_coverage::picky", token_args={"x": 0})
+total_ = boundary_ops.define(
+    "state_coverage::total(Tensor x, Tensor(a!) out) -> ()",
+    lambda x, out: out.copy_(x),
+    token_args={"x": 0, "out": 0},
+)
 
 
 @pytest.fixture
@@ -280,3 +286,102 @@ def test_a_bucket_of_one_token_that_no_call_could_reach_is_not_captured():
     assert statuses(graphed)[1] == ("eager", "one_token_branch") and everywhere(graphed, "another program")
     assert serve(graphed, tokens(1)) == "one_token_branch"
     assert graph(new_model(), buckets=(1, 8)).report().captures[0].captured == (1, 8)
+
+
+@pytest.fixture
+def hopeless(monkeypatch):
+    """Lets no bucket be captured, while its list holds the error."""
+    errors, capture = [RuntimeError("no kernel at all")], PlanAssembler.capture
+
+    def failing(*args):
+        if errors:
+            raise errors[0]
+        return capture(*args)
+
+    monkeypatch.setattr(PlanAssembler, "capture", failing)
+    return errors
+
+
+@pytest.mark.parametrize("config", [{}, {"capture": "lazy"}])
+def test_a_capture_without_any_graph_is_an_error_with_every_reason_once(hopeless, config):
+    graphed = graph(new_model(), captured=False, **config)
+    with pytest.raises(NothingCaptured) as caught:
+        graphed.capture(tokens(7))
+    text = str(caught.value)
+    assert isinstance(caught.value, piecewise.CaptureError)
+    assert "capture of buckets 16, 8 and 4" in text and "allow_eager=True" in text
+    assert text.count("no kernel at all") == 1
+    assert statuses(graphed) == dict.fromkeys(BUCKETS, ("failed", "capture_failed")), "to be read afterwards"
+    assert serve(graphed, tokens(5)) == "capture_failed"
+    hopeless.clear()
+    assert graphed.capture(tokens(7)).captured == BUCKETS and serve(graphed, tokens(5)) == "replay"
+
+
+def test_other_reasons_of_other_buckets_are_listed_apart(hopeless):
+    def doubled_alone(model, x):
+        return x * 2 if x.shape[0] == 1 else x
+
+    graphed = graph(new_model(before=doubled_alone), captured=False, buckets=(1, 4, 8, 16))
+    with pytest.raises(
+        NothingCaptured, match=r"(?s)buckets 16, 8 and 4: no kernel.*bucket 1: the model runs"
+    ):
+        graphed.capture(tokens(8))
+
+
+def test_reasons_that_differ_in_the_buckets_size_alone_are_one(picky):
+    _trouble["rows"] = range(2, 17)
+    graphed = graph(picky, captured=False, buckets=(4, 16))
+    with pytest.raises(NothingCaptured) as caught:
+        graphed.capture(tokens(7))
+    text = str(caught.value)
+    assert text.count("no room for 8 rows") == 1 and "buckets 16 and 4: segment 2" in text
+    assert "run the model eagerly at this token count to see the error alone" in text
+
+
+def test_no_op_that_can_be_in_a_graph_is_an_error_that_lists_the_ops():
+    class Total(torch.nn.Module):
+        def forward(self, x, out):
+            total_(x, out)
+            return out.sum(0)
+
+    graphed = piecewise.compile(Total(), buckets=[8, 16], progress=False)
+    with pytest.raises(
+        NothingCaptured, match=r"(?s)16 and 8: no op can be in a graph:.*sum \(consumes_token"
+    ):
+        graphed.capture(torch.randn(7, 4), torch.empty(7, 4))
+
+
+def test_a_model_that_may_run_eagerly_is_warned_of(hopeless):
+    graphed = graph(new_model(), captured=False, allow_eager=True)
+    with pytest.warns(piecewise.FallbackWarning, match=r"(?s)buckets 16, 8 and 4 .*run eagerly:.*no kernel"):
+        report = graphed.capture(tokens(7))
+    assert not report.ok and report.captured == ()
+    assert serve(graphed, tokens(5)) == "capture_failed"
+
+
+def test_some_buckets_without_graphs_are_a_warning_at_the_users_line(picky):
+    graphed = graph(picky, captured=False)
+    with pytest.warns(piecewise.FallbackWarning, match="bucket 8 has no graphs") as found:
+        report = graphed.capture(tokens(7))
+    assert [each.filename for each in found] == [__file__] and "no room for 8 rows" in str(found[0].message)
+    assert report.captured == (4, 16)
+
+
+@pytest.mark.parametrize("do", ["refresh", "resume"])
+def test_graphs_that_do_not_come_back_are_an_error(hopeless, do):
+    error = hopeless.pop()
+    graphed = graph(new_model())
+    if do == "resume":
+        graphed.suspend()
+    hopeless.append(error)
+    with pytest.raises(NothingCaptured):
+        getattr(graphed, do)()
+    assert serve(graphed, tokens(5)) == ("suspended" if do == "resume" else "capture_failed")
+    hopeless.clear()
+    assert getattr(graphed, do)().ok and serve(graphed, tokens(5)) == "replay"
+
+
+def test_a_call_that_captures_in_vain_is_served(hopeless):
+    graphed = graph(new_model(), captured=False)
+    with piecewise.capture_window(), pytest.warns(piecewise.FallbackWarning, match="no kernel at all"):
+        assert serve(graphed, tokens(5)) == "capture_failed"

@@ -27,6 +27,7 @@ FIELDS = {
     "buckets", "max_padding_ratio", "max_num_tokens", "max_num_seqs", "max_seq_len", "max_signatures",
     "warmup_steps", "capture", "engine", "num_streams", "progress", "frontend", "lowering", "fusions",
     "boundary_ops", "boundary", "min_coverage", "outputs", "strict", "decode_batch_sizes", "compile_sizes",
+    "allow_eager", "disable",
 }  # fmt: skip
 
 valid_settings = st.fixed_dictionaries(

@@ -115,6 +115,39 @@ def test_a_plan_is_written_into_a_file_that_keeps_the_rest(capsys, tmp_path, req
     assert "written to" in capsys.readouterr().out
 
 
+def test_comments_inside_the_list_stay_with_the_sizes_that_they_are_about(tmp_path, requests_file):
+    path = tmp_path / "buckets.toml"
+    path.write_text(
+        "[buckets]\nnum_tokens = [ # of the trace\n    # chat\n    16, 32, # short\n\n    128, # long\n"
+        "    4096\n] # planned\n[decode]\nbatch_sizes = [1,\n 2] # two\n"
+    )
+    requests_file.write_text("10\n20\n30\n100\n200\n400\n")
+    assert run("plan", "--traffic", requests_file, "--max-graphs", 6, "--no-progress", "-o", path) == 0
+    assert path.read_text() == (
+        "[buckets]\nnum_tokens = [ # of the trace\n    # chat\n    10, 20, 30, # short\n    100, # long\n"
+        "    200, 400,\n] # planned\n[decode]\nbatch_sizes = [1,\n 2] # two\n"
+    )
+    # What is written is read, and written again without a change.
+    before = path.read_text()
+    assert run("plan", "--traffic", requests_file, "--max-graphs", 6, "--no-progress", "-o", path) == 0
+    assert path.read_text() == before
+
+
+def test_a_plan_goes_into_the_table_of_a_pyproject(tmp_path, requests_file):
+    path = tmp_path / "pyproject.toml"
+    before = "[project]\nname = 'served' # ours\n\n[tool.other]\nbuckets = 3\n"
+    path.write_text(before)
+    argv = ("plan", "--traffic", requests_file, "--no-progress", "--max-num-tokens", 512, "-o", path)
+    assert run(*argv, "--max-graphs", 2) == 0
+    assert path.read_text().startswith(before) and "[tool.piecewise.buckets]" in path.read_text()
+    config = PiecewiseConfig.from_toml(path)
+    assert len(config.buckets) == 2 and config.buckets[-1] == config.max_num_tokens == 512
+    assert run("check", path) == run("show", path) == 0
+    # Its limits hold from now on.
+    assert run(*argv[:-4], "-o", path, "--max-graphs", 3) == 0
+    assert PiecewiseConfig.from_toml(path).buckets[-1] == 512
+
+
 def test_the_limits_of_the_file_hold_for_the_plan(capsys, tmp_path, requests_file):
     path = tmp_path / "buckets.toml"
     path.write_text("[limits]\nmax_batch_size = 2\nmax_seq_len = 51\n")
@@ -188,6 +221,25 @@ def test_a_measured_cost_says_ms_memory_and_from_where_graphs_do_not_pay(capsys,
     listed = np.array(plan["buckets"])
     served = listed[np.searchsorted(listed, tokens)]
     assert plan["cost"] == pytest.approx(float(np.interp(served, [1, 400], [1.0, 9.0]).mean()))
+
+
+def test_how_far_a_cost_is_extrapolated_is_told_and_bounded(capsys, tmp_path):
+    traffic = tmp_path / "requests.txt"
+    bench = bench_file(tmp_path, {16: 1.0, 100: 2.0}, {16: 5.0, 100: 6.0})
+    argv = ("--traffic", traffic, "--cost", bench)
+    traffic.write_text("16\n100\n")
+    assert not any("measured size, 1" in n and "extrapolated" in n for n in plan_json(capsys, *argv)["notes"])
+    traffic.write_text("10\n800\n")
+    notes = plan_json(capsys, *argv)["notes"]
+    assert "costs of up to 800 tokens are extrapolated: 8.0 times the largest measured size, 100" in notes
+    assert "smaller steps are taken to cost as much as the smallest measured size, 16" in notes
+    traffic.write_text("10\n801\n")
+    # A bucket above all steps is extrapolated too, and so are steps above all buckets.
+    for more in ((), ("--cover", 100), ("--chunk", 50, "--cover", 801)):
+        message = refused(capsys, "plan", *argv, "--no-progress", *more)
+        assert "a size of at least 101 tokens, for steps or buckets of 801" in message
+    found = plan_json(capsys, *argv, "--chunk", 400)
+    assert any("extrapolated: 4.0 times" in note for note in found["notes"])
 
 
 @pytest.mark.parametrize(
@@ -353,6 +405,28 @@ def test_check_lists_what_can_never_be_reached(capsys, tmp_path):
     )
 
 
+def test_check_says_the_same_as_json(capsys, tmp_path):
+    path = tmp_path / "buckets.toml"
+    path.write_text(
+        "[buckets]\nnum_tokens = [8, 64]\n[decode]\nbatch_sizes = [1, 9]\n[limits]\nmax_batch_size = 4\n"
+        "max_seq_len = 9\n"
+    )
+    assert run("check", path, "--json") == 1
+    assert json.loads(capsys.readouterr().out) == {
+        "file": str(path),
+        "within_reach": {"buckets": 1, "decode_batch_sizes": 1},
+        "out_of_reach": [
+            {"setting": "buckets", "size": 64, "limit": 32, "reason": "max_num_seqs 4 * (max_seq_len 9 - 1)"},
+            {"setting": "decode_batch_sizes", "size": 9, "limit": 4, "reason": "max_num_seqs"},
+        ],
+    }
+    path.write_text("[buckets]\nnum_tokens = [8]\n")
+    assert run("check", path, "--json") == 0
+    assert json.loads(capsys.readouterr().out)["out_of_reach"] == []
+    assert run("check", path) == 0
+    assert capsys.readouterr().out == f"{path}: 1 bucket, all within reach\n"
+
+
 def test_show_prints_each_bucket(capsys, tmp_path):
     path = tmp_path / "buckets.toml"
     path.write_text(
@@ -360,28 +434,51 @@ def test_show_prints_each_bucket(capsys, tmp_path):
         "max_seq_len = 25\n[decode]\nbatch_sizes = [1, 2]\n"
     )
     assert run("show", path) == 0
-    rows = [line.split(None, 3) for line in capsys.readouterr().out.splitlines() if line]
-    assert rows[1] == ["8", "4-8", "2.00x", "yes; 1-3 eager: beyond max_padding_ratio 2"]
-    assert rows[2] == ["16", "9-16", "1.78x", "yes"]
-    assert rows[3] == ["64", "-", "-", "no: 64 is above 48 = max_num_seqs 2 * (max_seq_len 25 - 1)"]
-    assert " ".join(rows[4]).startswith("17-48 tokens: eager, above the largest")
-    assert rows[6:8] == [["1", "1", "1.00x", "yes"], ["2", "2", "1.00x", "yes"]]
-    assert " ".join(rows[8]).startswith("every step up to the limit of 2 requests")
+    rows = [re.split("  +", line, maxsplit=4) for line in capsys.readouterr().out.splitlines() if line]
+    limit = "48 = max_num_seqs 2 * (max_seq_len 25 - 1)"
+    assert rows[1:5] == [
+        ["8", "4-8", "2.00x", "1-3", "padded by more than max_padding_ratio 2"],
+        ["16", "9-16", "1.78x", "-"],
+        ["64", "-", "-", "-", f"never captured: 64 is above {limit}"],
+        ["larger", "-", "-", "17-48",
+         f"above the largest size that is captured; no step is larger than {limit}"],
+    ]  # fmt: skip
+    assert rows[5] == ["This version captures no decode steps; it checks and plans their batch sizes."]
+    assert rows[7:9] == [["1", "1", "1.00x", "-"], ["2", "2", "1.00x", "-"]]
+    assert rows[9] == ["larger", "-", "-", "-", "no step is larger than 2 = max_num_seqs"]
     path.write_text("[buckets]\nnum_tokens = [8]\n")
     assert run("show", path) == 0
-    assert "more than 8 tokens: eager" in capsys.readouterr().out
+    assert re.search("larger  -.*9 and more +above the largest", capsys.readouterr().out)
 
 
-def test_show_agrees_with_what_is_served():
-    config = PiecewiseConfig(buckets=[3, 10, 37], max_padding_ratio=1.7)
-    from piecewise.tools.buckets.show import _rows
-
-    for row in _rows("bucket", config.prefill_sizes(), config.max_padding_ratio)[1:]:
-        low, _, high = row[1].partition("-")
-        for num_tokens in range(1, 40):
-            bucket = min((b for b in config.buckets if b >= num_tokens), default=0)
-            is_served = bucket == int(row[0]) and bucket <= 1.7 * num_tokens
-            assert is_served == (int(low) <= num_tokens <= int(high or low))
+@pytest.mark.parametrize("limits", ["", "max_num_tokens = 300", "max_batch_size = 4\nmax_seq_len = 65"])
+@pytest.mark.parametrize("ratio", [None, 1.0, 1.4, 1.7, 2.8])
+def test_show_says_of_each_step_once_whether_it_is_served_as_the_router_does(capsys, tmp_path, ratio, limits):
+    # 238 / 2.8 is rounded up to 85.0, but 2.8 * 85 is less than 238.
+    listed = [3, 10, 37, 238, 300]
+    text = f"[buckets]\nnum_tokens = {listed}\n[limits]\n{limits}\n"
+    path = tmp_path / "buckets.toml"
+    path.write_text(
+        text if ratio is None else text.replace("[limits]", f"max_padding_ratio = {ratio}\n[limits]")
+    )
+    assert run("show", path, "--json") == 0
+    rows = json.loads(capsys.readouterr().out)["buckets"]
+    assert [row["size"] for row in rows] == [*listed, None]
+    config = PiecewiseConfig.from_toml(path)
+    most = config.prefill_limit().size
+    captured = config.within_limits()[0].buckets
+    for num_tokens in range(1, (most or 400) + 1):
+        told = []
+        for row in rows:
+            for kind in ("serves", "eager"):
+                ends = row[kind]
+                if ends and ends[0] <= num_tokens and (ends[1] is None or num_tokens <= ends[1]):
+                    told.append((kind, row["size"]))
+                    assert kind == "serves" or row["reason"]
+        bucket = min((size for size in captured if size >= num_tokens), default=None)
+        is_served = bucket is not None and (ratio is None or not bucket > ratio * num_tokens)
+        assert told == [("serves" if is_served else "eager", bucket)], num_tokens
+    assert most is None or all(max(row[kind] or [0]) <= most for row in rows for kind in ("serves", "eager"))
 
 
 def test_there_are_sixty_kinds_of_malformed_files():

@@ -231,7 +231,7 @@ def test_bench_prints_the_parts_at_two_depths(capsys):
     # What is compared grows with depth, by the same for each layer where layers serve each other.
     compared = {depth: num_compared(line) for depth, line in rows.items()}
     for depth in (3, 4):
-        compared[depth] = num_compared(host_overhead._host_overhead(depth, num_calls=1)[2])
+        compared[depth] = host_overhead.host_time(depth, num_calls=1).num_entries
     per_layer = compared[4] - compared[3]
     assert compared[32] == compared[4] + 28 * per_layer and compared[2] + per_layer <= compared[3]
 

@@ -159,6 +159,9 @@ def test_the_floor_runs_the_plans_kernels() -> None:
 
 def test_a_record_is_written_whole_and_drawn(tmp_path: Any) -> None:
     found = run(make_case(), sizes=[4])
+    with pytest.raises(FileNotFoundError, match="there is no folder .*new"):
+        found.write(tmp_path / "new" / "result.json")
+    (tmp_path / "new").mkdir()
     found.write(tmp_path / "new" / "result.json")
     assert json.loads((tmp_path / "new" / "result.json").read_text())["spec"] == "here:case"
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["result.json"]

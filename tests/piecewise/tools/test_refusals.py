@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import sys
-from pkgutil import resolve_name
 
 import pytest
 import torch
 
 from piecewise.errors import tools
-from piecewise.tools.cli import _parser
+from piecewise.tools.cli import find_command
 from piecewise.tools.demo import models
 
 CASE = """
@@ -28,6 +28,10 @@ DECODE = (*PLAN, "--phase", "decode")
 def folder(tmp_path, monkeypatch):
     (tmp_path / "requests.txt").write_text("3\n1\n2\n")
     (tmp_path / "timed.csv").write_text("TIMESTAMP,ContextTokens\n1.0,3\n")
+    results = [
+        {"variant": name, "num_tokens": 2, "latency_ms": {"median": 1.0}} for name in ("eager", "graphed")
+    ]
+    (tmp_path / "bench.json").write_text(json.dumps({"schema": "piecewise.bench/1", "results": results}))
     (tmp_path / "limited.toml").write_text("[limits]\nmax_num_tokens = 2\n")
     (tmp_path / "recorded.json").write_text(
         '{"format": "piecewise-traffic", "version": 1, "counts": [[4, 2]]}'
@@ -39,8 +43,7 @@ def folder(tmp_path, monkeypatch):
 
 
 def run(folder, *argv):
-    arguments = _parser().parse_args([part.replace("FOLDER", str(folder)) for part in argv])
-    return resolve_name(arguments.run)(arguments)
+    return find_command([part.replace("FOLDER", str(folder)) for part in argv])()
 
 
 @pytest.mark.parametrize(
@@ -60,6 +63,7 @@ def run(folder, *argv):
          ("buckets", "plan", "--traffic", "FOLDER/recorded.json", "--chunk", "4"), "--chunk with"),
         (tools.WrongTraffic, (*PLAN, "--traffic-format", "jsonl"), "a JSON object"),
         (tools.WrongBenchFile, (*PLAN, "--cost", "FOLDER/none.json"), "a readable JSON file"),
+        (tools.TooFarFromMeasured, (*PLAN, "--cost", "FOLDER/bench.json", "--cover", "17"), "at least 3 t"),
         (tools.UnwritableOutput, (*PLAN, "-o", "FOLDER/no/such.toml"), "--output"),
         (tools.WrongSpec, ("explain", "refused_case:cases"), "the nearest is case"),
         (tools.UnknownVariant, ("bench", "refused_case:case", "--variants", "fast"), "'fast'"),

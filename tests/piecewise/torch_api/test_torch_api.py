@@ -704,7 +704,7 @@ def test_transforms_and_tracers_are_seen() -> None:
     seen: list[bool] = []
 
     def look(x: torch.Tensor) -> torch.Tensor:
-        seen.append(torch_api.is_transforming())
+        seen.append(torch_api.forbids_replay())
         return x
 
     x = torch.ones(2)
@@ -713,8 +713,13 @@ def test_transforms_and_tracers_are_seen() -> None:
     torch.jit.trace(look, x, check_trace=False)
     with torch.autograd.forward_ad.dual_level():
         look(x)
+    with torch.compiler.set_stance("force_eager"):
+        look(x)
+        assert torch_api.is_forced_eager()
+    with torch.compiler.set_stance("eager_on_recompile"):
+        look(x)
     look(x)
-    assert seen == [False, True, True, True, False]
+    assert seen == [False, True, True, True, True, False, False] and not torch_api.is_forced_eager()
 
 
 def test_einsums_are_chosen_again_after_the_last_of_several_blocks():
