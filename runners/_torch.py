@@ -1,7 +1,5 @@
 """Holds all private names of torch that this package uses; tests/runners/test_torch.py tries them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from typing import Any
@@ -75,8 +73,6 @@ def call_kernel(op: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 
 
 def decomposes(op: OpOverload) -> bool:
-    """Whether an op is composed of other ops alone, which are then inspected in its place.
-
-    Above autograd torch decomposes such an op itself; inference tensors and kernels are below.
-    """
+    """Whether an op is composed of other ops alone, which are then inspected in its place. Above autograd
+    torch decomposes such an op itself; inference tensors and kernels are below."""
     return torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd")

@@ -3,8 +3,6 @@
 `engines.py` lists the engines. The tape needs no GPU, so a machine without one tests the same code.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NoReturn
@@ -42,7 +40,6 @@ class CapturedGraph:
         self.is_reset, self.outputs = True, ()
 
     def refuse_replay(self) -> NoReturn:
-        """Raises for a graph that was reset, or a replay inside a capture."""
         if self.is_reset:
             raise errors.ReplayAfterReset(segment=self.segment)
         raise errors.InsideCapture(verb="replay", segment=self.segment, other=capturing())
@@ -100,7 +97,6 @@ class GraphPool:
 
     @property
     def num_live(self) -> int:
-        """Counts the graphs that were not reset."""
         return sum(not graph.is_reset for graph in self.graphs)
 
     def begin_bucket(self) -> None:

@@ -4,8 +4,6 @@
 of its own, because neither package imports the other.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 
@@ -31,15 +29,9 @@ class PiecewiseError(Exception):
     fix: str | None = None
 
     def __init__(
-        self,
-        what: str | None = None,
-        *,
-        expected: str | None = None,
-        got: str | None = None,
-        rule: str | None = None,
-        fix: str | None = None,
-        **names: object,
-    ) -> None:
+        self, what: str | None = None, *, expected: str | None = None, got: str | None = None,
+        rule: str | None = None, fix: str | None = None, **names: object,
+    ) -> None:  # fmt: skip
         given = {"what": what, "expected": expected, "got": got, "rule": rule, "fix": fix}
         for part, text in given.items():
             template = getattr(type(self), part)
@@ -179,8 +171,7 @@ class WrongBucketState(StateError):
 class SegmentFailed(CaptureError):
     """A segment raised an error in a warm-up or a capture."""
 
-    what = "{segment}, bucket {bucket}"
-    expected = "a segment that runs"
+    what, expected = "{segment}, bucket {bucket}", "a segment that runs"
     rule = "a bucket whose capture fails is served eagerly"
     fix = "run the model eagerly at this token count to see the error alone"
 

@@ -4,8 +4,6 @@ Each mode is one `ContextVar`, so it ends with its block whatever is raised, and
 own. Reading one costs well under 0.2 us, since each call reads two.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar

@@ -4,8 +4,6 @@ A CUDA graph records whatever kernels such a call launches. The tape sees the di
 records, the call is handed to its recorder, which notes one step on the recorded memory.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar

@@ -4,8 +4,6 @@ Per bucket: ``COLD -> WARMING(n) -> CAPTURED | EAGER_ONLY(reason)``. A failed ca
 and leaves nothing behind [I8]. The runner knows neither its place in the model nor what a token is.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -61,15 +59,9 @@ class PiecewiseRunner:
     """
 
     def __init__(
-        self,
-        fn: Callable[..., Sequence[Any]],
-        *,
-        name: str,
-        engine: GraphEngine,
-        pool: GraphPool,
-        warmup_steps: int = 3,
-        module_path: str = "",
-    ) -> None:
+        self, fn: Callable[..., Sequence[Any]], *, name: str, engine: GraphEngine, pool: GraphPool,
+        warmup_steps: int = 3, module_path: str = "",
+    ) -> None:  # fmt: skip
         if warmup_steps < 0:
             raise errors.NegativeWarmUps(steps=warmup_steps)
         self.warmup_steps, self.function = warmup_steps, fn

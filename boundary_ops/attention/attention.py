@@ -8,8 +8,6 @@ Three ways serve a call, by what the step's cache has chosen: a library, the Tri
 operators here, one sequence at a time, with float32 accumulation; none of them reads a device tensor back.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

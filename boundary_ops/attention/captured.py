@@ -8,13 +8,12 @@ The implementation here is written in torch operators on all rows at once, with 
 recorded on any device; it costs room for `max_seq_len` keys per row, however long the sequences are.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from boundary_ops.attention.checks import CapturedCall, attention_shares, check_arguments, check_metadata
 from boundary_ops.attention.program import find_program, warm_up, warn_slow
@@ -85,7 +84,7 @@ def attend_by_torch(call: CapturedCall) -> None:
         out[part].copy_(torch.where(is_real[part, None, None], result.to(out.dtype), out[part]))
 
 
-def _write_rows(pool: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor, is_real: torch.Tensor) -> None:
+def _write_rows(pool: Tensor, rows: Tensor, slots: Tensor, is_real: Tensor) -> None:
     """Writes real rows to their slots; others repeat the first row's write, or its slot's content."""
     lines = pool.view(-1, *pool.shape[2:])
     first = torch.where(is_real[:1, None, None], rows[:1], lines[slots[:1]])
@@ -93,9 +92,7 @@ def _write_rows(pool: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor, is_
     lines.index_copy_(0, torch.where(is_real, slots, slots[:1]), rows)
 
 
-def _attend_rows(
-    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, seen: torch.Tensor, call: CapturedCall
-) -> torch.Tensor:
+def _attend_rows(q: Tensor, keys: Tensor, values: Tensor, seen: Tensor, call: CapturedCall) -> Tensor:
     """Attends float32 rows to keys [rows, width, kv_heads, head_dim] of their own; NaN where none is seen."""
     rows, heads, dim = q.shape
     kv_heads = keys.shape[2]
@@ -118,7 +115,7 @@ def _refusal(call: Mapping[str, Any]) -> str | None:
     """Says why a call cannot be captured: a captured op knows a step by its device metadata alone."""
     if call.get("implied_positions"):
         return "the model numbers the tokens itself; pass position_ids to have it captured"
-    if not all(isinstance(call.get(name), torch.Tensor) for name in ("k_cache", "v_cache")):
+    if not all(isinstance(call.get(name), Tensor) for name in ("k_cache", "v_cache")):
         return "its pools are not tensors of the model"
     return None
 

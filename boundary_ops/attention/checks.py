@@ -1,7 +1,5 @@
 """Checks the arguments of the attention ops against each other and the step; reads no device tensor back."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch
@@ -102,7 +100,6 @@ def _wrong(argument: str, expected: str, got: object) -> WrongArgument:
 
 
 def check_batch(batch: PrefillBatch, call: AttentionCall) -> None:
-    """Raises unless the call fits the step that is running."""
     if call.q.shape[0] != batch.num_tokens:
         where, found = f"op '{NAME}', argument 'q'", f"{call.q.shape[0]} rows"
         raise WrongNumTokens(where, num_tokens=batch.num_tokens, got=found)

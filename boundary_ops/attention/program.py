@@ -1,7 +1,5 @@
 """Finds the Triton program of the attention ops, which alone needs triton, and compiles ahead of calls."""
 
-from __future__ import annotations
-
 import functools
 import warnings
 from typing import Any

@@ -1,7 +1,5 @@
 """Makes a layer of some geometry, and steps through it, on memory of its own: what warm-ups run on."""
 
-from __future__ import annotations
-
 import torch
 
 from boundary_ops.attention.triton.configs import Geometry

@@ -10,8 +10,6 @@ Which rows are real, and how long sequences are, is read on the device; the laun
 and on `max_num_seqs` alone.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

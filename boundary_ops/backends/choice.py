@@ -1,7 +1,5 @@
 """Chooses a cache's back end by its name. Only "auto" chooses among several; any other name is kept to."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable
 

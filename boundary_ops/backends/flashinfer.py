@@ -4,8 +4,6 @@ Source: docs.flashinfer.ai, `BatchPrefillWithPagedKVCacheWrapper`: layout NHD, i
 counts the tokens before the token itself, `logits_soft_cap` as the op's `softcap`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import threading
 from dataclasses import dataclass

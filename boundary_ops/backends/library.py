@@ -1,7 +1,5 @@
 """Describes a call of `piecewise::attn_inplace` to back ends, and what the attention of a library offers."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -67,10 +65,8 @@ class StepView(Protocol):
 
     @property
     def host(self) -> HostMetadata: ...
-
     @property
     def max_seqlen_k(self) -> int: ...
-
     @property
     def derived(self) -> dict[Any, Any]: ...
 

@@ -10,8 +10,6 @@ each call. So a module that is reloaded replaces the implementation, and graphs 
 one. `BoundaryOp.bind` goes past the dispatcher for calls that repeat.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Collection, Mapping
 from typing import Any

@@ -5,8 +5,6 @@ Out: messages of four lines: what, expected and got, rule, fix; docs/ERRORS.md i
 Read first: `BoundaryOpError`.
 """
 
-from __future__ import annotations
-
 from typing import Any, NoReturn
 
 
@@ -32,15 +30,9 @@ class BoundaryOpError(ValueError):
     fix: str | None = None
 
     def __init__(
-        self,
-        what: str | None = None,
-        *,
-        expected: str | None = None,
-        got: str | None = None,
-        rule: str | None = None,
-        fix: str | None = None,
-        **names: object,
-    ) -> None:
+        self, what: str | None = None, *, expected: str | None = None, got: str | None = None,
+        rule: str | None = None, fix: str | None = None, **names: object,
+    ) -> None:  # fmt: skip
         given = {"what": what, "expected": expected, "got": got, "rule": rule, "fix": fix}
         for part, text in given.items():
             template = getattr(type(self), part)

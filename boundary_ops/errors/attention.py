@@ -28,15 +28,13 @@ class PositionsMissing(BoundaryOpError):
 
 
 class WrongStepLimit(BoundaryOpError):
-    what = "StepBuffers, argument '{argument}'"
-    expected = "a positive int"
+    what, expected = "StepBuffers, argument '{argument}'", "a positive int"
     rule = "a captured step is bounded when it is captured"
     fix = "take the bounds from the scheduler's limits, and the pools from the cache"
 
 
 class StepTooLarge(BoundaryOpError):
-    what = "StepBuffers.load, {name} of the batch"
-    expected = "at most {limit}, the buffers' {bound}"
+    what, expected = "StepBuffers.load, {name} of the batch", "at most {limit}, the buffers' {bound}"
     rule = "a captured step is bounded when it is captured"
     fix = "run this step eagerly, or capture with a larger {bound}"
 

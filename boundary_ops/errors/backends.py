@@ -4,8 +4,7 @@ from boundary_ops.errors import BoundaryOpError
 
 
 class UnknownBackend(BoundaryOpError):
-    what = "PagedKVCache, argument 'attention_backend'"
-    expected = "one of {names}"
+    what, expected = "PagedKVCache, argument 'attention_backend'", "one of {names}"
     rule = "a back end is chosen by its name, when the cache is made"
     fix = "leave it out: 'auto' takes what is there"
 

@@ -26,29 +26,25 @@ class WritesNothing(BoundaryOpError):
 
 
 class UnknownArgument(BoundaryOpError):
-    what = "op '{op}', {option}"
-    expected = "one of the {kind} {choices}"
+    what, expected = "op '{op}', {option}", "one of the {kind} {choices}"
     rule = "a declaration names arguments of the op's schema, of the kind that it is about"
     fix = "use the argument names of the schema"
 
 
 class WrongTokenArgs(BoundaryOpError):
-    what = "op '{op}', token_args"
-    expected = "a non-empty dict of argument name -> dim, or None"
+    what, expected = "op '{op}', token_args", "a non-empty dict of argument name -> dim, or None"
     rule = "token_args say where the token count is"
     fix = 'pass for example {{"q": 0, "out": 0}}, or leave token_args out'
 
 
 class WrongTokenDim(BoundaryOpError):
-    what = "op '{op}', {option}"
-    expected = "a dim counted from the front, 0 or more{words}"
+    what, expected = "op '{op}', {option}", "a dim counted from the front, 0 or more{words}"
     rule = "token rows are along one dim of a tensor, or along the dims that a word stands for"
     fix = "count the dim from the front, for example 0 for [num_tokens, heads, head_dim]"
 
 
 class WrongImplementation(BoundaryOpError):
-    what = "op '{op}', impl"
-    expected = "a callable, or a dict from device ({devices}) to callable"
+    what, expected = "op '{op}', impl", "a callable, or a dict from device ({devices}) to callable"
     rule = "each device that the op runs on has an implementation"
     fix = 'pass one callable for all devices, or for example {{"cpu": f, "cuda": g}}'
 
@@ -61,8 +57,7 @@ class WrongCapturedForm(BoundaryOpError):
 
 
 class AmbiguousOverload(BoundaryOpError):
-    what = "op '{op}' has several overloads and no default one"
-    expected, got = "one of {overloads}", "{op}"
+    what, expected, got = "op '{op}' has several overloads and no default one", "one of {overloads}", "{op}"
     rule = "an op is one overload, because overloads differ in what they take and write"
     fix = 'name the overload: "{overloads[0]}"'
 
@@ -87,8 +82,7 @@ class SchemaChanged(BoundaryOpError):
 
 
 class NotDeclared(BoundaryOpError):
-    what = "op '{op}' is not declared as a boundary op"
-    expected = "one of {declared}"
+    what, expected = "op '{op}' is not declared as a boundary op", "one of {declared}"
     rule = "only a declared op can be taken back"
     fix = "boundary_ops.registered() lists the declared ops"
 
@@ -121,22 +115,19 @@ class RowsOfTorchOp(BoundaryOpError):
 
 
 class RowsOfWritingOp(BoundaryOpError):
-    what = "op '{op}'"
-    expected = "an op that writes into none of its arguments"
+    what, expected = "op '{op}'", "an op that writes into none of its arguments"
     rule = "rows are followed from arguments to new results"
     fix = "call a form of it that returns its result, or make it a boundary op: boundary_ops.register"
 
 
 class WrongTokenResults(BoundaryOpError):
-    what = "op '{op}', token_results"
-    expected = "one for each of {count} results"
+    what, expected = "op '{op}', token_results", "one for each of {count} results"
     rule = "each result carries tokens somewhere, or not at all"
     fix = "for example (0,) for one result of [num_tokens, hidden], None for a result without tokens"
 
 
 class WrongPadded(BoundaryOpError):
-    what = "op '{op}', padded"
-    expected = "'real' or 'anything'"
+    what, expected = "op '{op}', padded", "'real' or 'anything'"
     rule = "a padded row that equals a real one gives the real one's result, or nothing is known of it"
     fix = "leave it out for an op without state between rows"
 

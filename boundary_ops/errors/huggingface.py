@@ -6,15 +6,13 @@ _OWN_ATTENTION = "use this model with its own attention: detach it, or do not at
 
 
 class NotAModel(BoundaryOpError):
-    what = "argument 'model'"
-    expected = "a transformers model"
+    what, expected = "argument 'model'", "a transformers model"
     rule = "attach and detach change a model in place"
     fix = "pass the model itself, before piecewise.compile"
 
 
 class NotACache(BoundaryOpError):
-    what = "attach({model}, cache)"
-    expected = "a PagedKVCache as 'cache'"
+    what, expected = "attach({model}, cache)", "a PagedKVCache as 'cache'"
     rule = "the op keeps K and V in a paged cache"
     fix = "boundary_ops.PagedKVCache(...)"
 
@@ -28,8 +26,7 @@ class UnsupportedModel(BoundaryOpError):
 
 
 class SeveralDecoders(BoundaryOpError):
-    what = "attach({model}, cache)"
-    expected = "one stack of attention layers"
+    what, expected = "attach({model}, cache)", "one stack of attention layers"
     rule = "a cache serves one decoder"
     fix = "attach the text decoder alone, for example model.language_model"
 
@@ -64,15 +61,13 @@ class NotAttached(BoundaryOpError):
 
 
 class ForwardReplaced(BoundaryOpError):
-    what = "detach({model}): forward of {owner} was replaced"
-    expected = "the forward that attach put there"
+    what, expected = "detach({model}): forward of {owner} was replaced", "the forward that attach put there"
     rule = "changes are undone in the reverse order"
     fix = "undo the later change first, for example with piecewise.disable(model)"
 
 
 class NameWithoutAttach(BoundaryOpError):
-    what = "attention of {layer}"
-    expected, got = "a module that attach has given its pools", "one without"
+    what, expected, got = "attention of {layer}", "a module that attach has given its pools", "one without"
     rule = "the attention implementation '{name}' is set by attach alone"
     fix = "call boundary_ops.huggingface.attach(model, cache) instead of naming the implementation"
 
@@ -85,8 +80,7 @@ class SecondCache(BoundaryOpError):
 
 
 class NotPacked(BoundaryOpError):
-    what = "{place}"
-    expected = "one row of packed tokens, [1, num_tokens]"
+    what, expected = "{place}", "one row of packed tokens, [1, num_tokens]"
     rule = "sequences are packed one after the other, not stacked and padded"
     fix = "ids = batch.pack(prompts), and call the model inside `with batch:`"
 
@@ -98,8 +92,7 @@ class MaskInTrace(BoundaryOpError):
 
 
 class MaskHides(BoundaryOpError):
-    what = "model input 'attention_mask'"
-    expected = "none, or [1, num_tokens] of ones"
+    what, expected = "model input 'attention_mask'", "none, or [1, num_tokens] of ones"
     rule = "attention is causal within each packed sequence; a mask cannot change that"
     fix = "pack the sequences without padding: batch.pack(prompts), and leave attention_mask out"
 
@@ -126,8 +119,7 @@ class OtherKeys(BoundaryOpError):
 
 
 class NoGradient(BoundaryOpError):
-    what = "op 'piecewise::attn_inplace': backward"
-    expected, got = "a forward pass alone", "a backward pass"
+    what, expected, got = "op 'piecewise::attn_inplace': backward", "a forward pass alone", "a backward pass"
     rule = "the op is for inference and has no gradient"
     fix = "call detach(model) to train, or run the forward under torch.no_grad()"
 

@@ -4,15 +4,13 @@ from boundary_ops.errors import BoundaryOpError
 
 
 class WrongPoolSize(BoundaryOpError):
-    what = "PagedKVCache, argument '{argument}'"
-    expected = "a positive int"
+    what, expected = "PagedKVCache, argument '{argument}'", "a positive int"
     rule = "a pool has at least one block of at least one token"
     fix = "take the sizes from the model's config, and num_blocks from the memory at hand"
 
 
 class WrongPoolDtype(BoundaryOpError):
-    what = "PagedKVCache, argument 'dtype'"
-    expected = "a floating dtype"
+    what, expected = "PagedKVCache, argument 'dtype'", "a floating dtype"
     rule = "the pools hold K and V as the model computes them"
     fix = "pass the model's dtype, for example model.dtype"
 
@@ -30,29 +28,25 @@ class TooFewBlocks(CacheExhaustedError):
 
 
 class WrongTokenCount(BoundaryOpError):
-    what = "{method}, {argument} of request {request!r}"
-    expected = "a positive int"
+    what, expected = "{method}, {argument} of request {request!r}", "a positive int"
     rule = "tokens are counted in whole numbers, one or more of each request at a time"
     fix = "leave the request out when it has no new tokens"
 
 
 class NoRoom(BoundaryOpError):
-    what = "PagedKVCache.append, request {request!r}"
-    expected = "at most {room} more tokens, which have room"
+    what, expected = "PagedKVCache.append, request {request!r}", "at most {room} more tokens, which have room"
     rule = "only tokens that have room can have been written"
     fix = "call allocate({request!r}, ...) before the step that writes them"
 
 
 class WrongTruncation(BoundaryOpError):
-    what = "PagedKVCache.truncate, request {request!r}"
-    expected = "0 to {written}, the tokens written"
+    what, expected = "PagedKVCache.truncate, request {request!r}", "0 to {written}, the tokens written"
     rule = "truncating keeps a leading part of what was written"
     fix = "pass the context length to go back to; `append` counts more tokens"
 
 
 class UnknownLayer(BoundaryOpError):
-    what = "PagedKVCache.gather, argument 'layer'"
-    expected = "0 to {last}"
+    what, expected = "PagedKVCache.gather, argument 'layer'", "0 to {last}"
     rule = "layers are counted from 0"
     fix = "pass the attention layer's index"
 
@@ -72,8 +66,7 @@ class LengthsDiffer(BoundaryOpError):
 
 
 class RepeatedRequest(BoundaryOpError):
-    what = "PrefillBatch.build, request {request!r}"
-    expected, got = "each request once", "the same id twice"
+    what, expected, got = "PrefillBatch.build, request {request!r}", "each request once", "the same id twice"
     rule = "one step extends a request once; two parts of it would not see each other"
     fix = "join its tokens into one query, or give the second sequence an id of its own"
 

@@ -4,8 +4,6 @@ A trace made now reads all that forward reads. If it differs from the recorded p
 no call compares, such as state read by a function that Dynamo was told to treat as constant.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from typing import ClassVar

@@ -1,7 +1,5 @@
 """Captures one bucket of a signature from a trace that holds at its size; cuts again around ops that fail."""
 
-from __future__ import annotations
-
 import dataclasses
 import logging
 import time

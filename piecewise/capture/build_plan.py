@@ -4,8 +4,6 @@ For each bucket, in this order [I8, I9]: allocate static buffers for what graphs
 (`warm_up.py`); capture each graph segment on static memory; restore the model state that segments wrote.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -57,17 +55,10 @@ class PlanAssembler:
     """
 
     def __init__(
-        self,
-        plan: SegmentPlan,
-        context: CaptureContext,
-        *,
-        functions: Mapping[int, Callable[..., Sequence[Any]]],
-        streams: StreamSchedules,
-        leaves: Sequence[Any],
-        check: StateCheck,
-        step_metadata: Sequence[StepMetadata],
-        times: StartupTimes,
-    ) -> None:
+        self, plan: SegmentPlan, context: CaptureContext,
+        *, functions: Mapping[int, Callable[..., Sequence[Any]]], streams: StreamSchedules,
+        leaves: Sequence[Any], check: StateCheck, step_metadata: Sequence[StepMetadata], times: StartupTimes,
+    ) -> None:  # fmt: skip
         self.plan, self.functions, self.leaves, self.buffers = plan, functions, tuple(leaves), context.buffers
         self.outputs, self.pool, self.check, self.times = context.config.outputs, context.pool, check, times
         warmup_steps = context.config.warmup_steps
@@ -154,9 +145,8 @@ class PlanAssembler:
                     torch.zeros_like(tensor) if self.plan.values[index].origin == "graph" else tensor
                     for index, tensor in zip(segment.inputs, arguments, strict=True)
                 ]
-                raise SegmentFault(
-                    error, segment, function, given, bucket=bucket, real_rows=bucket, variant=None
-                ) from error
+                fault = SegmentFault(error, segment, function, given, bucket=bucket, real_rows=bucket)
+                raise fault from error
 
         run_plan(
             self.plan, static, bucket, on_segment=capture,
@@ -276,7 +266,6 @@ class PlanAssembler:
         return len(segments)
 
     def forget(self, bucket: int) -> None:
-        """Drops the captures of one bucket."""
         for runner in self.runners.values():
             runner.forget(bucket)
 

@@ -8,8 +8,6 @@
 static memory. Changes of the graphs wait for a running call, and calls of other threads for them.
 """
 
-from __future__ import annotations
-
 import threading
 from bisect import bisect_left
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Writes the matcher of the calls that a trace is valid for: what each leaf of a call must be [I10]."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Sequence
 from functools import partial

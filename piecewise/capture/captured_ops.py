@@ -4,8 +4,6 @@ The form's metadata tensors enter the graph as constants that it owns; docs/DESI
 A node that is not replaced says why in `meta["kept_out"]`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, TypeAlias
 

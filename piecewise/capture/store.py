@@ -9,8 +9,6 @@
 rest is the same for both, and is here.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import logging
 from collections import OrderedDict
@@ -395,14 +393,9 @@ class GraphStore:
         signatures = self.signatures.captured_order()
         return Report(
             tuple(PlanReport.of(s.plan, s.traced.trace.example.names) for s in signatures),
-            tuple(map(self.report_of, signatures)),
-            self.stats.snapshot(),
-            dict(unseen),
-            tuple(self.changes),
-            self.engine.name if self.engine is not None else "none yet",
-            self.left_out,
-            self.state,
-        )
+            tuple(map(self.report_of, signatures)), self.stats.snapshot(), dict(unseen), tuple(self.changes),
+            self.engine.name if self.engine is not None else "none yet", self.left_out, self.state,
+        )  # fmt: skip
 
     def _note_captured(self) -> None:
         """Notes which buckets have graphs; releases the pool once nothing could capture more into it."""

@@ -4,8 +4,6 @@ A trace needs less than graphs do: tensors of the same kinds, tied and sharing m
 Python state that it read. So weights may move or be rebound without a new trace.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -26,9 +24,7 @@ class TracedState:
         ops: the traced ops, which may be declared again.
     """
 
-    def __init__(
-        self, plans: Sequence[SegmentPlan], fixed: Iterable[StateRef], ops: Iterable[torch_api.OpOverload]
-    ) -> None:
+    def __init__(self, plans: Sequence[SegmentPlan], fixed: Iterable[StateRef], ops: Iterable[Any]) -> None:
         states = [value.state for plan in plans for value in plan.values if value.state is not None]
         # Forward may read no element of two tensors, yet test whether they are the same tensor.
         states += [state for plan in plans for state in plan.state_facts.tensor_places()]

@@ -1,7 +1,5 @@
 """Records the token counts that a running server sees, in bounded memory, for its next bucket file."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections import defaultdict

@@ -8,8 +8,6 @@ on a step of zero sequences; graph-owned memory that it would have written gets 
 the same in each warm-up, and poison in padded rows.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence

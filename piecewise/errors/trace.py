@@ -31,8 +31,7 @@ class NoOps(TraceError):
 
 
 class MissingArguments(TraceError):
-    what = "an example call without {missing}"
-    expected = "forward's arguments ({names})"
+    what, expected = "an example call without {missing}", "forward's arguments ({names})"
     rule = "the model is traced with the example, so each argument without a default is needed"
     fix = "pass to capture() what you pass to the model"
 
@@ -81,8 +80,7 @@ class StoresState(TraceError):
 
 
 class OpaqueResult(TraceError):
-    what = "forward returns {value}"
-    expected = "tensors, numbers and containers of them"
+    what, expected = "forward returns {value}", "tensors, numbers and containers of them"
     rule = "the result is rebuilt on each call; an object with state of its own would be stale"
     fix = "return its tensors, register it with torch.utils._pytree, or pass use_cache=False to transformers"
 

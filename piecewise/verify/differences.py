@@ -9,8 +9,6 @@ another kernel sums in another order, and independent roundings grow with the sq
 bound follows from the model and the call alone. Integers, bools and plain numbers must be equal.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Any

@@ -3,8 +3,6 @@
 Both runs of a segment begin from equal inputs, so that rounding of earlier segments plays no part.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial

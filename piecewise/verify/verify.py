@@ -23,7 +23,6 @@ from piecewise.calls.structure import Structure, flatten_structure
 from piecewise.capture.call_router import preview
 from piecewise.capture.captured_call import CapturedSignature
 from piecewise.capture.store import GraphStore
-from piecewise.ir.plan import SegmentPlan
 from piecewise.prefill_case import PrefillCase
 from piecewise.trace.subclasses.kinds import plain_tensors
 from piecewise.verify.differences import TensorDifference, Tolerance, compare_values
@@ -150,7 +149,11 @@ class _SizeVerifier:
         served = signature.served[self.bucket]
         self.plan = served.plan
         self.device = leaves[self.plan.token_dim.leaf].device
-        self.tolerance = _tolerance_for(self.plan, num_tokens, self.device)
+        state = (value.state.get() for value in self.plan.values if value.state is not None)
+        widths = [x.shape[-1] for x in state if isinstance(x, torch.Tensor) and x.dim() >= 2]
+        has_tf32 = native_engine(self.device).has_tf32()
+        num_graphs = len(self.plan.graph_segments())
+        self.tolerance = Tolerance(max([num_tokens, *widths]), num_graphs, has_tf32)
         self.watched = self._find_watched()
         self.before = {name: stored(tensor) for name, tensor in self.watched.items()}
         self.walk = SegmentWalk(
@@ -283,10 +286,3 @@ class _SizeVerifier:
         except Exception:
             return "plan"
         return "graphs" if eager.difference(found, self.tolerance) is None else "plan"
-
-
-def _tolerance_for(plan: SegmentPlan, num_tokens: int, device: torch.device) -> Tolerance:
-    state = (value.state.get() for value in plan.values if value.state is not None)
-    widths = [x.shape[-1] for x in state if isinstance(x, torch.Tensor) and x.dim() >= 2]
-    has_tf32 = native_engine(device).has_tf32()
-    return Tolerance(max([num_tokens, *widths]), len(plan.graph_segments()), has_tf32)

@@ -4,8 +4,6 @@ Only what is recognised is translated; any other error passes through as it is. 
 since torch gives the codes in some of its versions only.
 """
 
-from __future__ import annotations
-
 import torch
 
 from runners import errors

@@ -14,8 +14,6 @@ per segment; its exit leaves torch in capture mode where a capture has failed. H
 Memory is the business of `pool.py`. Random ops may be refused: segments have none.
 """
 
-from __future__ import annotations
-
 import threading
 import traceback
 import warnings

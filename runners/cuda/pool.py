@@ -11,8 +11,6 @@ inside the bucket's first capture, from the pool: whoever drops torch's workspac
 with CUDA graphs does) cannot take it away from our graphs, and the next bucket reuses it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from typing import Any
 from weakref import WeakMethod

@@ -152,13 +152,9 @@ class StateCheck:
     """
 
     def __init__(
-        self,
-        *,
-        tensors: Sequence[StateRef] = (),
-        looked_up: Sequence[StateRef] = (),
-        facts: StateFacts = StateFacts(),  # noqa: B008
-        dict_versions: DictVersions | None = None,
-    ) -> None:
+        self, *, tensors: Sequence[StateRef] = (), looked_up: Sequence[StateRef] = (),
+        facts: StateFacts = StateFacts(), dict_versions: DictVersions | None = None,  # noqa: B008
+    ) -> None:  # fmt: skip
         # The recorded tensors and, since `.data =` leaves a tensor another one, their storages are held: a
         # replay that began before the mismatch was noticed must never touch freed memory.
         self._tensor_refs = tuple(tensors)

@@ -5,8 +5,6 @@
 gets further than a larger one did.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

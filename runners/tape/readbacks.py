@@ -9,8 +9,6 @@ Not seen by either, as they go straight to C: `torch.frombuffer`, `torch.utils.d
 reading memory through `data_ptr()`, and kernels that read values in C++ without going through the dispatcher.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache
 from typing import Any, NoReturn, TypeAlias
@@ -19,17 +17,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from runners import errors
-from runners._torch import (
-    OpOverload,
-    OpOverloadPacket,
-    TorchDispatchMode,
-    call_boxed,
-    call_kernel,
-    decomposes,
-    overload_for,
-    without_torch_function,
-)
+from runners import _torch, errors
 from runners.source_lines import source_line
 from runners.tensors import tensors_in
 
@@ -60,9 +48,7 @@ def _refused_functions() -> dict[Callable[..., Any], tuple[str, Refusal]]:
     return functions
 
 
-def _refusal_for_function(
-    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[str, Refusal] | None:
+def _refusal_for_function(func: Callable[..., Any], args: Any, kwargs: Any) -> tuple[str, Refusal] | None:
     if func in (torch.tensor_split, torch.Tensor.tensor_split, torch.tensordot):
         # Their tensor argument is read on the host, in C++, where the dispatcher does not see it.
         given = args[1:] if func is not torch.tensordot else (*args[2:], kwargs.get("dims"))
@@ -83,7 +69,7 @@ def _is_mask(index: Any) -> bool:
 
 
 def refusal_for_op(
-    func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], host_scalars: dict[int, Tensor]
+    func: _torch.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], host_scalars: dict[int, Tensor]
 ) -> Refusal | None:
     """Says why an op's call below autograd cannot be recorded, or None; `host_scalars` are `Watch`'s."""
     name, tags = func._schema.name, func.tags
@@ -153,16 +139,16 @@ class HostReads(TorchFunctionMode):
             num_classes = kwargs.get("num_classes", args[1] if len(args) > 1 else -1)
             if num_classes > 0:
                 return one_hot_on_device(args[0] if args else kwargs["input"], num_classes)
-        if isinstance(func, OpOverloadPacket):
-            func = overload_for(func, args, kwargs)
-        if isinstance(func, OpOverload) and func.namespace != "aten":
+        if isinstance(func, _torch.OpOverloadPacket):
+            func = _torch.overload_for(func, args, kwargs)
+        if isinstance(func, _torch.OpOverload) and func.namespace != "aten":
             # The boxed call does not ask function modes again, so this one may stay up inside the kernel.
             with self:
-                return call_boxed(func, args, kwargs)
+                return _torch.call_boxed(func, args, kwargs)
         return func(*args, **kwargs)
 
 
-class WatchedOps(TorchDispatchMode):
+class WatchedOps(_torch.TorchDispatchMode):
     """Refuses ops that a recording cannot hold; records nothing, for use inside a custom op's kernel."""
 
     def __init__(self, watch: Watch) -> None:
@@ -172,30 +158,30 @@ class WatchedOps(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         self._check_op(func, args, kwargs)
-        if decomposes(func):
+        if _torch.decomposes(func):
             return self._call_decomposed(func, args, kwargs)
         result = self._call_op(func, args, kwargs)
         if func is torch.ops.aten.lift_fresh.default:
             self._watch.host_scalars[result.untyped_storage()._cdata] = result
         return result
 
-    def _check_op(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _check_op(self, func: _torch.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         refusal = refusal_for_op(func, args, kwargs, self._watch.host_scalars)
         if refusal is not None:
             self._watch.refuse(func, refusal)
 
-    def _call_op(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _call_op(self, func: _torch.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs an op, with both modes up again if its kernel may be Python."""
         if func.namespace in ("aten", "prims"):
-            with without_torch_function():
+            with _torch.without_torch_function():
                 return func(*args, **kwargs)
         with HostReads(self._watch), WatchedOps(self._watch):
-            return call_kernel(func, args, kwargs)
+            return _torch.call_kernel(func, args, kwargs)
 
-    def _call_decomposed(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _call_decomposed(self, func: _torch.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs an op that `decomposes`, so that this mode sees the ops it calls."""
         if func.namespace in ("aten", "prims"):
-            with self, without_torch_function():
+            with self, _torch.without_torch_function():
                 return func.decompose(*args, **kwargs)
         with self, HostReads(self._watch):
-            return call_kernel(func, args, kwargs)
+            return _torch.call_kernel(func, args, kwargs)

@@ -5,8 +5,6 @@ tensors are known by their storages, not by its schema: `_unsafe_view` or a cust
 without saying so.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -45,10 +43,8 @@ class Recorder(WatchedOps):
         self._watch.host_scalars.clear()
 
     def steps(self) -> tuple[list[Step], list[Step]]:
-        """Returns fills that overwrite all recorded memory with garbage, and the recorded ops.
-
-        Raises CaptureError where the recorded function swallowed a refusal.
-        """
+        """Returns fills that overwrite all recorded memory with garbage, and the recorded ops; raises the
+        `CaptureError` that the recorded function swallowed, if any."""
         if self._watch.error is not None:
             raise self._watch.error
         fills: list[Step] = [partial(fill_with_garbage_, words) for words in self._arena.spans()]

@@ -8,8 +8,6 @@ This file alone touches what triton does not promise: `CompiledKernel.run`, `.fu
 and the order of the launcher's arguments, which triton 3.6 and 3.9 share. Else the JIT launches each time.
 """
 
-from __future__ import annotations
-
 import gc
 import inspect
 from collections.abc import Callable, Iterator, Sequence

@@ -4,8 +4,6 @@ The key of a call is all that its checks and its launch depend on, except values
 shapes, strides, dtypes, devices and options, but neither addresses nor the batch.
 """
 
-from __future__ import annotations
-
 import functools
 from dataclasses import dataclass, field
 from typing import Any

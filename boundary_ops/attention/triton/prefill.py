@@ -5,8 +5,6 @@ pools' addresses and the launch itself. What depends on the batch alone is made 
 by the others. Calls that the program cannot run are left to the op, with the reason.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from collections.abc import Callable

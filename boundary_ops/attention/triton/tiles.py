@@ -4,8 +4,6 @@ The tiles of one size are the same for all layers, so they are kept with the bat
 one copy that nobody waits for.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 
