@@ -28,6 +28,7 @@ autodoc_member_order = "bysource"
 autodoc_typehints_format = "short"
 autodoc_default_options = {"members": True}
 napoleon_numpy_docstring = False
+napoleon_attr_annotations = False
 
 
 def inside_the_site(app: Any, docname: str, source: list[str]) -> None:

@@ -30,23 +30,15 @@ def build() -> Qwen3ForCausalLM:
 def main() -> None:
     torch.manual_seed(0)
     reference = build()
-    config = reference.config
-    cache = boundary_ops.PagedKVCache(
-        num_layers=config.num_hidden_layers,
-        num_blocks=16,
-        block_size=8,
-        num_kv_heads=config.num_key_value_heads,
-        head_dim=config.head_dim,
-        dtype=torch.float32,
-        device="cpu",
-    )
-    model = boundary_ops.huggingface.attach(copy.deepcopy(reference), cache)
+    model = copy.deepcopy(reference)
+    cache = boundary_ops.PagedKVCache.for_model(model, num_tokens=128, block_size=8)
+    boundary_ops.huggingface.attach(model, cache)
     graphed = piecewise.compile(model, buckets=[8, 16, 32], progress=False)
     prompts: list[list[int]] = [[], []]
     with torch.no_grad():
         graphed.capture(input_ids=torch.arange(4)[None], position_ids=torch.arange(4)[None])
         for lens in ((9, 4), (3, 13)):
-            chunks = [torch.randint(config.vocab_size, (length,)).tolist() for length in lens]
+            chunks = [torch.randint(reference.config.vocab_size, (length,)).tolist() for length in lens]
             batch = boundary_ops.PrefillBatch.build(cache, ["a", "b"], lens)
             with batch:
                 found = graphed(input_ids=batch.pack(chunks), position_ids=batch.positions).logits

@@ -228,6 +228,11 @@ class GraphedModule:
         return self._graphs.report(self._calls.unseen.listed())
 
 
+def graphs_of(graphed: GraphedModule) -> GraphStore:
+    """Returns the store of a model's graphs, for tools that take a call apart."""
+    return graphed._graphs
+
+
 def compile(
     model: nn.Module, config: PiecewiseConfig | str | Path | None = None, /, **overrides: Any
 ) -> GraphedModule:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import importlib
 import inspect
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -15,11 +16,21 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+import boundary_ops
 from boundary_ops.errors import BoundaryOpError
+from boundary_ops.whole_numbers import whole_number
 from piecewise.errors.tools import WrongCase, WrongSpec, user_code
 from runners.errors import PiecewiseError, shown
 
 Made = TypeVar("Made")
+Inputs = tuple[Sequence[Any], Mapping[str, Any]]
+
+
+@dataclass(frozen=True, eq=False)
+class CaseRequest:
+    """Names a request of one call of a case, which no other request is equal to."""
+
+    index: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,10 +39,11 @@ class PrefillCase:
 
     Args:
         model: the module to graph; it is not copied.
-        make_inputs: `make_inputs(num_tokens)` returns `(args, kwargs)` of one call with that many tokens. It
-            is called anew for each call, so it may allocate KV cache; a benchmark repeats the call with the
-            inputs made last. If it takes a keyword `seed` (an int), its values must depend on the seed
-            alone; a benchmark then measures errors over many seeds.
+        make_inputs: `make_inputs(num_tokens)` returns `(args, kwargs)` of one call with that many tokens, or
+            a context manager that gives them and stays open around the call, so that it can run a
+            `PrefillBatch` and free its requests afterwards. It is called anew for each call; a benchmark
+            repeats the call with the inputs made last. If it takes a keyword `seed` (an int), its values
+            must depend on the seed alone; a benchmark then measures errors over many seeds.
         baseline: the unmodified model with its own attention and inputs, if `model` was changed to be
             graphed. A benchmark measures it as eager and takes the right results from it.
 
@@ -40,7 +52,7 @@ class PrefillCase:
     """
 
     model: nn.Module
-    make_inputs: Callable[..., tuple[Sequence[Any], Mapping[str, Any]]]
+    make_inputs: Callable[..., Inputs | AbstractContextManager[Inputs]]
     baseline: PrefillCase | None = None
 
     def __post_init__(self) -> None:
@@ -49,6 +61,56 @@ class PrefillCase:
         _require(callable(make), "PrefillCase.make_inputs", "a function of num_tokens", make)
         is_case = baseline is None or isinstance(baseline, PrefillCase)
         _require(is_case, "PrefillCase.baseline", "a PrefillCase or None", baseline)
+
+    @classmethod
+    def for_model(
+        cls,
+        model: nn.Module,
+        cache: boundary_ops.PagedKVCache,
+        *,
+        num_seqs: int = 1,
+        logits_to_keep: bool = True,
+    ) -> PrefillCase:
+        """Makes a case of a model that `boundary_ops.huggingface.attach` has given this cache.
+
+        A call packs new requests of random tokens. They are freed when the call is over, and other requests
+        of the cache are left alone.
+
+        Args:
+            num_seqs: requests of a call, of equal length to one token; fewer where there are fewer tokens.
+            logits_to_keep: asks for the logits of each request's last token alone, where the model's forward
+                takes `logits_to_keep`.
+
+        Raises:
+            WrongCase: the model is not attached to the cache, or `num_seqs` is no positive int.
+        """
+        where, most = "PrefillCase.for_model", whole_number(num_seqs) or 0
+        _require(most > 0, f"{where}, argument 'num_seqs'", "a positive int", num_seqs)
+        attached = boundary_ops.huggingface.cache_of(model)
+        if attached is None or attached is not cache:
+            got = f"{type(model).__name__}, attached to {'no' if attached is None else 'another'} cache"
+            fix = "case = PrefillCase.for_model(boundary_ops.huggingface.attach(model, cache), cache)"
+            raise WrongCase(where, expected="a model that is attached to the cache", got=got, fix=fix)
+        keeps = logits_to_keep and "logits_to_keep" in inspect.signature(model.forward).parameters
+        config: Any = model.config
+        vocab_size = config.get_text_config().vocab_size
+
+        @contextmanager
+        def make_inputs(num_tokens: int, *, seed: int = 0) -> Iterator[Inputs]:
+            count = min(most, num_tokens)
+            lens = [num_tokens // count + (at < num_tokens % count) for at in range(count)]
+            ids = torch.randint(vocab_size, (num_tokens,), generator=torch.Generator().manual_seed(seed))
+            requests = [CaseRequest(at) for at in range(count)]
+            batch = boundary_ops.PrefillBatch.build(cache, requests, lens)
+            kwargs = dict(input_ids=batch.pack(ids.split(lens)), position_ids=batch.positions)
+            try:
+                with batch:
+                    yield (), kwargs | (dict(logits_to_keep=batch.last_token_indices) if keeps else {})
+            finally:
+                for request in requests:
+                    cache.free(request)
+
+        return cls(model, make_inputs)
 
     @property
     def takes_seed(self) -> bool:
@@ -59,27 +121,30 @@ class PrefillCase:
             return False
         return seed is not None and seed.kind in (seed.KEYWORD_ONLY, seed.POSITIONAL_OR_KEYWORD)
 
-    def inputs(self, num_tokens: int, *, seed: int = 0) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Makes the arguments of one call, from `seed` if `make_inputs` takes one.
+    @contextmanager
+    def inputs(self, num_tokens: int, *, seed: int = 0) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
+        """Makes the arguments of one call, from `seed` if `make_inputs` takes one; the block is the call's.
 
         Raises:
-            WrongCase: `make_inputs` did not return `(args, kwargs)`.
+            WrongCase: `make_inputs` made something else than `(args, kwargs)`.
         """
         seeded = {"seed": seed} if self.takes_seed else {}
-        with user_code():
-            made = self.make_inputs(num_tokens, **seeded)
-        where = f"make_inputs({num_tokens})"
-        _require(isinstance(made, tuple) and len(made) == 2, where, "a pair (args, kwargs)", made)
-        args, kwargs = made
-        _require(isinstance(args, (tuple, list)), f"{where}[0]", "a tuple of positional arguments", args)
-        is_named = isinstance(kwargs, Mapping) and all(isinstance(key, str) for key in kwargs)
-        _require(is_named, f"{where}[1]", "a dict of keyword arguments", kwargs)
-        return tuple(args), dict(kwargs)
+        with ExitStack() as stack:
+            with user_code():
+                made = self.make_inputs(num_tokens, **seeded)
+                if isinstance(made, AbstractContextManager):
+                    made = stack.enter_context(made)
+            where = f"make_inputs({num_tokens})"
+            _require(isinstance(made, tuple) and len(made) == 2, where, "a pair (args, kwargs)", made)
+            args, kwargs = made
+            _require(isinstance(args, (tuple, list)), f"{where}[0]", "a tuple of positional arguments", args)
+            is_named = isinstance(kwargs, Mapping) and all(isinstance(key, str) for key in kwargs)
+            _require(is_named, f"{where}[1]", "a dict of keyword arguments", kwargs)
+            yield tuple(args), dict(kwargs)
 
     def run(self, num_tokens: int) -> None:
         """Calls the model itself once, so that errors of its own appear."""
-        args, kwargs = self.inputs(num_tokens)
-        with user_code(), torch.no_grad():
+        with self.inputs(num_tokens) as (args, kwargs), user_code(), torch.no_grad():
             self.model(*args, **kwargs)
 
 

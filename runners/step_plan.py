@@ -72,28 +72,27 @@ class CallStep:
     owned: tuple[int, ...] = ()
 
 
+# Reads a leaf of the result from `env`.
+Reader = Callable[[list[Any]], Any]
+
+
 @dataclass(frozen=True, slots=True)
 class ResultItem:
     """Says where one leaf of the result comes from.
 
     Attributes:
-        kind: "static" (graph memory, narrowed), "slot" (a value of this call), "number" (computed),
-            "state" or "const".
+        bind: num_tokens → what reads the leaf, if `tensor` is None.
+        tensor: graph memory, which is narrowed to the rows of the call.
+        slot: the place of a leaf that is cloned and no graph's.
         clone: whether the caller must be given memory of its own.
-        number_type: `int` or `float` for a number that a tensor carries.
         memory: cloned results with the same number share memory for the caller as they do here.
     """
 
-    kind: str
+    bind: Callable[[int], Reader] | None = None
     tensor: torch.Tensor | None = None
     value: SizedValue | None = None
     slot: int = -1
     clone: bool = False
-    compute: Callable[..., Any] | None = None
-    slots: tuple[int, ...] = ()
-    state: StateRef | None = None
-    const: Any = None
-    number_type: type | None = None
     memory: int = -1
 
 
@@ -101,7 +100,7 @@ class _Bound(NamedTuple):
     """Holds the steps for one `num_tokens`, and how to read the results."""
 
     steps: list[Any]
-    results: list[Callable[[list[Any]], Any]]
+    results: list[Reader]
 
 
 @dataclass(slots=True)
@@ -298,29 +297,17 @@ def _with_own_memory(step: CallStep) -> Callable[..., Any]:
     return call
 
 
-def _reader(item: ResultItem, num_tokens: int, rows: torch.Tensor | None) -> Callable[[list[Any]], Any]:
-    if rows is not None:
-        if not item.clone:
-            return lambda env: rows
-        strides = item.value.strides if item.value is not None else None
-        wanted = tuple(strides(num_tokens)) if strides is not None else rows.stride()
-        if strides is None or has_strides(rows, wanted) and is_dense(rows.shape, wanted):
-            return lambda env: rows.clone()
-        return lambda env: bound_steps.own_copy(rows, wanted)
-    if item.kind == "slot":
-        slot, convert = item.slot, item.number_type
-        if convert is not None:
-            return lambda env: convert(env[slot].item() if isinstance(env[slot], torch.Tensor) else env[slot])
-        return (lambda env: env[slot].clone()) if item.clone else itemgetter(slot)
-    if item.kind == "number":
-        compute, slots = item.compute, item.slots
-        assert compute is not None
-        return lambda env: compute(num_tokens, *(env[slot] for slot in slots))[0]
-    if item.kind == "state":
-        state = item.state
-        assert state is not None
-        return lambda env: state.get()
-    return lambda env: item.const
+def _reader(item: ResultItem, num_tokens: int, rows: torch.Tensor | None) -> Reader:
+    if rows is None:
+        assert item.bind is not None
+        return item.bind(num_tokens)
+    if not item.clone:
+        return lambda env: rows
+    strides = item.value.strides if item.value is not None else None
+    wanted = tuple(strides(num_tokens)) if strides is not None else rows.stride()
+    if strides is None or has_strides(rows, wanted) and is_dense(rows.shape, wanted):
+        return lambda env: rows.clone()
+    return lambda env: bound_steps.own_copy(rows, wanted)
 
 
 def _shared_results(results: tuple[ResultItem, ...]) -> list[list[int]]:

@@ -3,39 +3,55 @@
 from boundary_ops.errors import BoundaryOpError
 
 _OWN_ATTENTION = "use this model with its own attention: detach it, or do not attach it"
+_OWN_OP = (
+    "do not attach this model; call an op of your own, declared with boundary_ops.define, in its attention: "
+    "the rest is graphed as for any other model"
+)
 
 
 class NotAModel(BoundaryOpError):
     what, expected = "argument 'model'", "a transformers model"
-    rule = "attach and detach change a model in place"
+    rule = "attach and detach change a model in place, and for_model reads its layers"
     fix = "pass the model itself, before piecewise.compile"
 
 
 class NotACache(BoundaryOpError):
-    what, expected = "attach({model}, cache)", "a PagedKVCache as 'cache'"
+    what, expected = "{call}", "a PagedKVCache as 'cache'"
     rule = "the op keeps K and V in a paged cache"
-    fix = "boundary_ops.PagedKVCache(...)"
+    fix = "boundary_ops.PagedKVCache.for_model(model, num_tokens=...)"
 
 
 class UnsupportedModel(BoundaryOpError):
     """A model has a part that the paged attention op cannot serve."""
 
-    what = "attach({model}, cache){place}"
+    what = "{call}{place}"
     rule = "the op is causal self attention over a paged cache, the only state of each layer of one decoder"
-    fix = "use this model with its own attention"
+    fix = _OWN_OP
 
 
 class SeveralDecoders(BoundaryOpError):
-    what, expected = "attach({model}, cache)", "one stack of attention layers"
+    what, expected = "{call}", "one stack of attention layers"
     rule = "a cache serves one decoder"
-    fix = "attach the text decoder alone, for example model.language_model"
+    fix = _OWN_OP
+
+
+class LayersDiffer(BoundaryOpError):
+    what, expected = "{call}: {size} of '{path}'", "{ours}, as of '{first}'"
+    rule = "the pools of all layers of a cache have the same shape, dtype and device"
+    fix = _OWN_OP
+
+
+class ValuesDiffer(BoundaryOpError):
+    what, expected = "{call}: '{path}' ({layer})", "keys and values of one head size"
+    rule = "no PagedKVCache fits: a cache and the paged op have one head size, for K and for V"
+    fix = _OWN_OP
 
 
 class CacheMismatch(BoundaryOpError):
     """A cache has other sizes, another dtype or another device than a model's K and V."""
 
     rule = "the cache holds each layer's K and V as the model computes them"
-    fix = "make the cache with the model's layers, heads, head size, dtype and device"
+    fix = "boundary_ops.PagedKVCache.for_model(model, num_tokens=...) makes a cache that fits"
 
 
 class PoolingHead(BoundaryOpError):
@@ -110,6 +126,14 @@ class OptionRefused(BoundaryOpError):
     what = "{path}: attention argument '{name}'"
     rule = "what a model asks of its attention is honoured or refused, never dropped: {reason}"
     fix = _OWN_ATTENTION
+
+
+class CalledTwice(BoundaryOpError):
+    what = "{path}: attention"
+    expected = "one call in a step"
+    got = "a second one, as of a layer that is looped over, or that attends twice"
+    rule = "the pages of a layer hold one K and V for each token"
+    fix = _OWN_OP
 
 
 class OtherKeys(BoundaryOpError):

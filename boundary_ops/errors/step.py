@@ -6,7 +6,7 @@ from boundary_ops.errors import BoundaryOpError
 class WrongPoolSize(BoundaryOpError):
     what, expected = "PagedKVCache, argument '{argument}'", "a positive int"
     rule = "a pool has at least one block of at least one token"
-    fix = "take the sizes from the model's config, and num_blocks from the memory at hand"
+    fix = "PagedKVCache.for_model(model, num_tokens=...) takes the sizes from a transformers model"
 
 
 class WrongPoolDtype(BoundaryOpError):

@@ -22,14 +22,21 @@ import torch
 from torch import nn
 
 from boundary_ops.errors import refuse
-from boundary_ops.errors.huggingface import AlreadyAttached, ForwardReplaced, NotAModel, NotAttached
+from boundary_ops.errors.huggingface import (
+    AlreadyAttached,
+    CacheMismatch,
+    ForwardReplaced,
+    NotACache,
+    NotAModel,
+    NotAttached,
+)
 from boundary_ops.huggingface.call_guard import ATTACHMENT, guarded, is_guarded, refuse_generate
-from boundary_ops.huggingface.decoder import DecoderLayer, find_decoder
 from boundary_ops.huggingface.paged_attention import NAME, no_mask, paged_attention
 from boundary_ops.huggingface.sequence_heads import find_pooling_head, pooled
+from boundary_ops.step.decoder import Decoder, DecoderLayer, find_decoder
 from boundary_ops.step.kv_cache import PagedKVCache
 
-__all__ = ["attach", "detach"]
+__all__ = ["attach", "cache_of", "detach"]
 
 _log = logging.getLogger(__name__)
 
@@ -82,7 +89,12 @@ def attach(model: nn.Module, cache: PagedKVCache) -> nn.Module:
     """
     if _find_attachment(model) is not None:
         raise AlreadyAttached(model=type(model).__name__)
-    decoder, layers = find_decoder(model, cache)
+    call = f"attach({type(model).__name__}, cache)"
+    if not isinstance(cache, PagedKVCache):
+        raise NotACache(call=call, got=type(cache).__name__)
+    found = find_decoder(model, call)
+    _check_fit(call, found, cache)
+    decoder = found.module
     head = find_pooling_head(model, decoder)
     _register_with_transformers()
     parameters = inspect.signature(decoder.forward).parameters
@@ -95,11 +107,11 @@ def attach(model: nn.Module, cache: PagedKVCache) -> nn.Module:
         or any(value.kind is value.VAR_KEYWORD for value in parameters.values()),
     )
     try:
-        _change(model, attachment, layers, head)
+        _change(model, attachment, found.layers, head)
     except BaseException:
         _restore(attachment)
         raise
-    _log.info("attached %s: %d layers", type(model).__name__, len(layers))
+    _log.info("attached %s: %d layers", type(model).__name__, len(found.layers))
     return model
 
 
@@ -121,11 +133,25 @@ def detach(model: nn.Module) -> nn.Module:
     return model
 
 
+def cache_of(model: nn.Module) -> PagedKVCache | None:
+    """Returns the cache that a model is attached to, or None; raises NotAModel for anything else."""
+    attachment = _find_attachment(model)
+    return None if attachment is None else attachment.cache
+
+
 def _find_attachment(model: nn.Module) -> _Attachment | None:
     if not isinstance(model, nn.Module):
         raise NotAModel(got=type(model).__name__)
     found = (module.__dict__.get(ATTACHMENT) for module in model.modules())
     return next((attachment for attachment in found if attachment is not None), None)
+
+
+def _check_fit(call: str, decoder: Decoder, cache: PagedKVCache) -> None:
+    for name, theirs in decoder.sizes.items():
+        ours, place = getattr(cache, name), f" of '{decoder.layers[0].path}'"
+        if theirs is not None and ours != theirs:
+            what = f"{call}: {name}{'' if name == 'num_layers' else place}"
+            raise CacheMismatch(what, expected=f"{theirs}, the model's", got=str(ours))
 
 
 def _change(

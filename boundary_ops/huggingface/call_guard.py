@@ -113,6 +113,7 @@ def _check_against_batch(attachment: Any, arguments: dict[str, Any], implied_pos
     value = arguments.get("input_ids")
     value = arguments.get("inputs_embeds") if value is None else value
     positions = arguments.get("position_ids")
+    batch.derived[ATTACHMENT] = set()  # the attention modules that this call has been in
     for name, tensor, dim in (("input_ids", value, 1), ("position_ids", positions, -1)):
         if tensor is not None and tensor.shape[dim] != batch.num_tokens:
             raise WrongNumTokens(

@@ -152,7 +152,7 @@ class PrefillBatch:
 
     @property
     def last_token_indices(self) -> torch.Tensor:
-        """Returns each sequence's last row, whose logits give the next token: int64 [B], a new tensor."""
+        """Returns each sequence's last row, int64 [B], a new tensor; its logits give the next token."""
         return self.cu_seqlens_q[1:].to(torch.int64) - 1
 
     def pack(self, prompts: Sequence[Sequence[int] | torch.Tensor]) -> torch.Tensor:

@@ -21,6 +21,7 @@ import torch
 from boundary_ops.backends.choice import choose
 from boundary_ops.backends.library import AttentionLibrary, PoolSpec
 from boundary_ops.errors import step as errors
+from boundary_ops.step.decoder import find_decoder
 from boundary_ops.whole_numbers import check_whole
 
 __all__ = ["PagedKVCache", "RequestId"]
@@ -110,6 +111,46 @@ class PagedKVCache:
         self._claim_pools()
         self._free = list(range(num_blocks - 1, -1, -1))
         self._requests: dict[RequestId, CachedRequest] = {}
+
+    @classmethod
+    def for_model(
+        cls,
+        model: Any,
+        *,
+        num_tokens: int,
+        block_size: int = 16,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        attention_backend: str = "auto",
+    ) -> PagedKVCache:
+        """Makes a cache that fits a transformers model; the model is read, not changed.
+
+        `boundary_ops.huggingface.attach` reads the same layers, heads and sizes, so it takes the cache. Of a
+        model of images and text, those of its text decoder are read.
+
+        Args:
+            num_tokens: tokens that the cache holds, rounded up to whole blocks. Each request's last block may
+                be partly empty, so add `block_size` for each request that lives at the same time.
+            dtype, device: the model's, unless given.
+
+        Raises:
+            BoundaryOpError: the model cannot be attached (the message says which part), or a size is wrong.
+        """
+        sizes = find_decoder(
+            model, f"PagedKVCache.for_model({type(model).__name__})", among_others=True
+        ).sizes
+        block_size = check_whole(block_size, errors.WrongPoolSize, argument="block_size")
+        num_tokens = check_whole(num_tokens, errors.WrongPoolSize, argument="num_tokens")
+        return cls(
+            num_layers=sizes["num_layers"],
+            num_blocks=-(-num_tokens // block_size),
+            block_size=block_size,
+            num_kv_heads=sizes["num_kv_heads"],
+            head_dim=sizes["head_dim"],
+            dtype=dtype or sizes["dtype"] or model.dtype,
+            device=device or sizes["device"] or model.device,
+            attention_backend=attention_backend,
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         # A library's workspaces and plans, and the buffers of captured ops, are this cache's alone.

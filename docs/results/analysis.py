@@ -95,8 +95,7 @@ def _measured(num_layers: int, rounds: int) -> dict[str, Any]:
     compiler.find_facts, Classifier.run = timed_facts, timed_rules  # type: ignore[method-assign]
     try:
         graphed = piecewise.compile(case.model, buckets=(4, 8, 16), progress=False)
-        args, kwargs = case.inputs(8)
-        with torch.inference_mode():
+        with case.inputs(8) as (args, kwargs), torch.inference_mode():
             graphed.capture(*args, **kwargs)
     finally:
         for name, function in walk.items():

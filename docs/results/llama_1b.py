@@ -4,7 +4,8 @@ Writes `llama_1b.json`, `llama_8b.json` and a plot of each beside this file, or 
 random and made on the device; one sequence, bfloat16, logits of the last token only. `--smoke` runs a tiny
 model on whatever device there is, to try the command itself.
 
-Each factory is a spec for the command line too: `piecewise bench docs.results.llama_1b:llama_1b`.
+Each factory is a spec for the command line too: `piecewise bench docs.results.llama_1b:llama_1b`. A picture
+is drawn again with `piecewise bench --from docs/results/llama_1b.json --plot docs/results/llama_1b.png`.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ from __future__ import annotations
 import argparse
 import copy
 import sys
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -81,15 +82,7 @@ def _case(sizes: dict[str, int]) -> piecewise.PrefillCase:
     # The same weights in both, so that the larger model fits three times beside a float32 copy.
     tensors = [*unmodified.parameters(), *unmodified.buffers()]
     model = copy.deepcopy(unmodified, {id(tensor): tensor for tensor in tensors})
-    cache = boundary_ops.PagedKVCache(
-        num_layers=config.num_hidden_layers,
-        num_blocks=4096 // _BLOCK_SIZE,
-        block_size=_BLOCK_SIZE,
-        num_kv_heads=config.num_key_value_heads,
-        head_dim=config.head_dim,
-        dtype=dtype,
-        device=device,
-    )
+    cache = boundary_ops.PagedKVCache.for_model(model, num_tokens=4096, block_size=_BLOCK_SIZE)
     boundary_ops.huggingface.attach(model, cache)
     ids_of = _ids(config.vocab_size, device)
 
@@ -116,17 +109,18 @@ def _ids(vocab_size: int, device: torch.device) -> Callable[[int, int], torch.Te
 
 def _paged_inputs(
     cache: boundary_ops.PagedKVCache, ids_of: Callable[[int, int], torch.Tensor]
-) -> Callable[..., tuple[tuple[()], dict[str, Any]]]:
-    """Inputs of one sequence whose step stays the current one until the next inputs are made."""
-    current = ExitStack()
+) -> Callable[..., AbstractContextManager[tuple[tuple[()], dict[str, Any]]]]:
+    """Inputs of one sequence, whose step runs and whose blocks are held as long as the call."""
 
-    def make_inputs(num_tokens: int, *, seed: int = 0) -> tuple[tuple[()], dict[str, Any]]:
-        current.close()
-        if cache.has_request("sequence"):
-            cache.free("sequence")
+    @contextmanager
+    def make_inputs(num_tokens: int, *, seed: int = 0) -> Iterator[tuple[tuple[()], dict[str, Any]]]:
         batch = boundary_ops.PrefillBatch.build(cache, ["sequence"], [num_tokens])
-        current.enter_context(batch)
-        return (), dict(input_ids=ids_of(num_tokens, seed), position_ids=batch.positions, logits_to_keep=1)
+        try:
+            with batch:
+                ids = ids_of(num_tokens, seed)
+                yield (), dict(input_ids=ids, position_ids=batch.positions, logits_to_keep=1)
+        finally:
+            cache.free("sequence")
 
     return make_inputs
 

@@ -45,21 +45,21 @@ def main() -> int:
     case = llama_1b.smoke() if arguments.smoke else llama_1b.llama_1b()
     sizes = (4, 8) if arguments.smoke else SIZES
     with torch.inference_mode():
-        _, example = case.inputs(sizes[-1])
-        device = example["input_ids"].device
         made, reports = {}, {}
-        for count in _STREAMS:
-            made[count] = piecewise.compile(case.model, buckets=sizes, num_streams=count, progress=False)
-            reports[count] = made[count].capture(**example).asdict()["streams"]
+        with case.inputs(sizes[-1]) as (_, example):
+            device = example["input_ids"].device
+            for count in _STREAMS:
+                made[count] = piecewise.compile(case.model, buckets=sizes, num_streams=count, progress=False)
+                reports[count] = made[count].capture(**example).asdict()["streams"]
         results = []
         for size in sizes:
-            _, call = case.inputs(size)
-            logits = [graphed(**call).logits for graphed in made.values()]
-            assert all(torch.equal(logits[0], other) for other in logits), "other bits on several streams"
-            taken: dict[int, list[float]] = {count: [] for count in made}
-            for _ in range(arguments.rounds):
-                for count, graphed in made.items():
-                    taken[count].append(_milliseconds(graphed, call, device))
+            with case.inputs(size) as (_, call):
+                logits = [graphed(**call).logits for graphed in made.values()]
+                assert all(torch.equal(logits[0], other) for other in logits), "other bits on several streams"
+                taken: dict[int, list[float]] = {count: [] for count in made}
+                for _ in range(arguments.rounds):
+                    for count, graphed in made.items():
+                        taken[count].append(_milliseconds(graphed, call, device))
             medians = {count: statistics.median(times) for count, times in taken.items()}
             results.append({"num_tokens": size, "ms": medians})
             ratios = ", ".join(f"{count} streams {medians[count] / medians[1]:.3f}" for count in _STREAMS[1:])

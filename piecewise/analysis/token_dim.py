@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import sympy
 import torch
@@ -12,9 +12,16 @@ from torch import fx
 
 import boundary_ops
 from piecewise import torch_api
-from piecewise.errors.analysis import FixedTokenCount, NoAnchorInput, NoBoundaryOp, NoCommonDim, SeveralDims
+from piecewise.errors.analysis import (
+    FixedTokenCount,
+    NoAnchorInput,
+    NoBoundaryOp,
+    NoCommonDim,
+    SeveralDims,
+    WritesTwice,
+)
 from piecewise.ir.effects import NodeFacts
-from piecewise.ir.nodes import fakes_of, source_line, storages_of, target_name, value_of
+from piecewise.ir.nodes import fakes_of, module_path, source_line, storages_of, target_name, value_of
 from piecewise.ir.plan import InputRule
 from piecewise.ir.tensors import bound_arguments, storage_of
 from piecewise.trace.trace import Trace
@@ -35,12 +42,14 @@ def find_token_symbol(trace: Trace, facts: Mapping[fx.Node, NodeFacts]) -> Token
     """Returns the token symbol; specialises the other symbols of inputs that carry it to their example value.
 
     Raises:
+        SplitError: two calls of a boundary op write the same pages.
         TokenDimError: no boundary op, or the symbol is absent, ambiguous or not a symbol of its own.
     """
     boundaries = [(node, fact) for node, fact in facts.items() if fact.boundary is not None]
     if not boundaries:
         raise NoBoundaryOp
     outside = storages_of(placeholder.node for placeholder in trace.placeholders)
+    _check_pools(boundaries, outside)
     candidates: set[sympy.Symbol] = set()
     for node, fact in boundaries:
         carried = _symbols_carried(node, fact, trace, outside)
@@ -55,6 +64,17 @@ def find_token_symbol(trace: Trace, facts: Mapping[fx.Node, NodeFacts]) -> Token
         raise NoAnchorInput(symbol=symbol)
     leaf, dim = anchor
     return TokenSymbol(symbol, int(trace.example.leaves[leaf].shape[dim]), inputs, anchor)
+
+
+def _check_pools(boundaries: Sequence[tuple[fx.Node, NodeFacts]], outside: set[int]) -> None:
+    """Checks that no two calls of a forward leave their rows at the same places."""
+    written: set[int] = set()
+    for node, fact in boundaries:
+        if fact.boundary is not None and fact.boundary.repeatable:
+            memory = storages_of(fact.writes) & outside
+            if memory & written:
+                raise WritesTwice(op=target_name(node), place=module_path(node))
+            written |= memory
 
 
 def _symbols_carried(node: fx.Node, fact: NodeFacts, trace: Trace, outside: set[int]) -> set[sympy.Symbol]:

@@ -6,6 +6,7 @@ For each bucket, in this order [I8, I9]: allocate static buffers for what graphs
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -225,27 +226,27 @@ class PlanAssembler:
 
     def _result_item(self, leaf: Any, static: _Tensors) -> ResultItem:
         if leaf.kind == "input":
-            return ResultItem("slot", slot=leaf.index)
+            return ResultItem(lambda _: itemgetter(leaf.index))
         if leaf.kind == "state":
-            return ResultItem("state", state=leaf.state)
+            return ResultItem(lambda _: lambda env: leaf.state.get())
         if leaf.kind == "const":
-            return ResultItem("const", const=leaf.value)
+            return ResultItem(lambda _: lambda env: leaf.value)
         source = self.plan.result_values[leaf.index]
         if isinstance(source, ComputedNumber):
-            return ResultItem("number", compute=source.compute, slots=tuple(map(self._slot, source.indices)))
-        assert isinstance(source, int)
-        value = self.plan.values[source]
-        copied = self.outputs == "copy"
+            compute, slots = source.compute, tuple(map(self._slot, source.indices))
+            return ResultItem(lambda rows: lambda env: compute(rows, *(env[slot] for slot in slots))[0])
+        value, copied = self.plan.values[source], self.outputs == "copy"
         if value.origin == "graph":
-            return ResultItem("static", tensor=static[source], value=value, clone=copied, memory=value.memory)
+            return ResultItem(tensor=static[source], value=value, clone=copied, memory=value.memory)
         if value.origin == "state":
-            return ResultItem("state", state=value.state)
-        number_type = leaf.value if isinstance(leaf.value, type) else None
-        is_graphs = value.origin == "eager" and value.memory in self.graph_memory
-        return ResultItem(
-            "slot", slot=self._slot(source), value=value, clone=copied and is_graphs and number_type is None,
-            number_type=number_type, memory=value.memory,
-        )  # fmt: skip
+            state: Any = value.state
+            return ResultItem(lambda _: lambda env: state.get())
+        slot, number = self._slot(source), leaf.value
+        if isinstance(number, type):  # a number that a tensor carries
+            return ResultItem(lambda _: lambda env: number(_plain(env[slot])))
+        if not copied or value.origin != "eager" or value.memory not in self.graph_memory:
+            return ResultItem(lambda _: itemgetter(slot))
+        return ResultItem(lambda _: lambda env: env[slot].clone(), None, value, slot, True, value.memory)
 
     def _check_before(self, segments: Sequence[Segment]) -> int:
         """Finds the first segment with lasting effects that an eager run would not simply write again."""
@@ -295,6 +296,10 @@ def _are_repeatable(segments: Sequence[Segment]) -> Callable[[], bool]:
 def _is_repeatable(segment: Segment) -> bool:
     op = op_of(segment)
     return op is not None and op.repeatable
+
+
+def _plain(value: Any) -> Any:
+    return value.item() if isinstance(value, torch.Tensor) else value
 
 
 def state_check_of(plan: SegmentPlan) -> StateCheck:

@@ -51,8 +51,6 @@ class CallRouter:
     def __init__(self, store: GraphStore, *, captures_calls: bool) -> None:
         self._store, self._stats, self._traffic = store, store.stats, store.traffic
         self._captures_calls = captures_calls
-        # Graphs that are switched off for good cost a call what `eager_only()` does.
-        self._is_eager_only = _always if store.config.disable else is_eager_only
         self._lock = threading.Lock()
         self.owner: int | None = None
         self.is_capturing = False
@@ -88,6 +86,7 @@ class CallRouter:
         return eager(*args, **kwargs)
 
     def _count_eager(self, reason: FallbackReason) -> None:
+        reason = FallbackReason.DISABLED if self._store.config.disable else reason
         self._stats.count_eager(reason)
         # A call that waits for its bucket's capture is no surprise.
         if reason is not FallbackReason.NOT_CAPTURED or not self._captures_calls:
@@ -96,8 +95,8 @@ class CallRouter:
     def _find_plan(self, caller: Caller, args: Any, kwargs: Any) -> Any:
         """Finds (signature, step plan, token count, leaves) for a call, or why no plan serves it."""
         store, signatures = self._store, caller.signatures
-        if self._is_eager_only():
-            return FallbackReason.DISABLED if store.config.disable else FallbackReason.EAGER_ONLY
+        if is_eager_only():
+            return FallbackReason.EAGER_ONLY
         if torch_api.forbids_replay():
             is_asked_for = torch_api.is_forced_eager()
             return FallbackReason.DISABLED if is_asked_for else FallbackReason.NESTED_TRACING
@@ -107,8 +106,8 @@ class CallRouter:
             return FallbackReason.SUSPENDED
         in_window = in_capture_window()
         may_capture = in_window or (self._captures_calls and not store.is_released)
-        if not signatures and not may_capture:
-            return FallbackReason.RELEASED if store.is_released else FallbackReason.NOT_CAPTURED
+        if not signatures and (store.config.disable or not may_capture):
+            return store.reason_for_none
         signature, matched = signatures.matching(args, kwargs, current=in_window)
         if signature is None or (may_capture and not signature.may_serve(*matched)):
             found = caller.new_kind(args, kwargs, may_capture=may_capture)
@@ -222,18 +221,13 @@ def preview(store: GraphStore, args: Any, kwargs: Any) -> tuple[int, Any]:
     if store.is_suspended:
         return 0, FallbackReason.SUSPENDED
     if not signatures:
-        codes = {"released": FallbackReason.RELEASED, "disabled": FallbackReason.DISABLED}
-        return 0, codes.get(store.state, FallbackReason.NOT_CAPTURED)
+        return 0, store.reason_for_none
     signature, matched = signatures.matching(args, kwargs, current=True)
     if signature is None:
         signature, matched = signatures.matching(args, kwargs)
     if signature is None:
         return 0, FallbackReason.UNSEEN_SIGNATURE
     return matched[0], choose_plan(store, signature, *matched, may_capture=False)
-
-
-def _always() -> bool:
-    return True
 
 
 def _bucket_for(store: GraphStore, num_tokens: int) -> int | None:

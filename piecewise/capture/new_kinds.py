@@ -7,18 +7,18 @@ Texts hold no sizes that follow the token count, so that calls of one kind have 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
-from piecewise.calls.binder import MISSING, LeafRule, bound_call
+from piecewise.calls.binder import MISSING, CallBinder, bound_call
 from piecewise.calls.structure import PLAIN, Structure, flatten_structure
 from piecewise.capture.call_rules import leaf_rules
 from piecewise.capture.captured_call import CapturedSignature, SignatureList
 
 _MAX_LISTED = 3
-_ABSENT = Structure("const", value=MISSING)
+_FIXES = {"dtype": "{name}.to({had})", "device": "{name}.to('{had}')", "contiguity": "{name}.contiguous()"}
 
 
 def nearest_difference(signatures: SignatureList, args: Any, kwargs: Any) -> str:
@@ -32,52 +32,45 @@ def _differences(signature: CapturedSignature, args: Any, kwargs: Any) -> Iterat
     if bound is None:
         return
     rules = leaf_rules(signature.traced)
-    values, leaves = flatten_structure(bound)
-    captured, given = (dict(signature.binder.leaf_nodes(each)) for each in (example.values, values))
+    captured = _named(signature.binder, example.values, example.leaves)
+    given = _named(signature.binder, *flatten_structure(bound))
     for name in dict.fromkeys([*captured, *given]):
-        node, new = captured.get(name, _ABSENT), given.get(name, _ABSENT)
-        value = leaves[new.index] if new.index >= 0 else new.value
-        rule = rules.get(node.index)
-        expected = example.leaves[node.index] if rule else node.value
-        if rule is not None and isinstance(value, torch.Tensor) and isinstance(expected, torch.Tensor):
-            yield from _broken(rule, value, name)
-        elif rule is not None and rule.exact is None and type(value) is type(expected):
-            continue  # an int that may change
-        elif (node.kind, node.keys) != (new.kind, new.keys) or not _is_same(expected, value):
-            fix = " (leave it out)" if expected is None or expected is MISSING else ""
-            yield f"{name} is {_shown(value)}, was {_shown(expected)} at capture{fix}"
-    twins, others = _twins(given, leaves), _twins(captured, example.leaves)
-    for name in twins if twins.keys() == others.keys() else ():
-        if twins[name] != others[name]:
-            is_one = twins[name] != name
-            first, number = (twins if is_one else others)[name], "one tensor" if is_one else "two tensors"
-            yield f"{first} and {name} are {number}, unlike at capture"
+        (index, had, facts), (_, has, new) = captured.get(name, _ABSENT), given.get(name, _ABSENT)
+        rule = rules.get(index)
+        if facts and new:
+            sizes = rule.static if rule and new["number of dims"] == facts["number of dims"] else {}
+            facts |= {f"size of dim {dim}": size for dim, size in sizes.items()}
+            new |= {f"size of dim {dim}": has.shape[dim] for dim in sizes}
+            for what in (what for what in facts if new[what] != facts[what]):
+                fix = f" (pass {_FIXES[what].format(name=name, had=facts[what])})" if what in _FIXES else ""
+                yield f"the {what} of {name} is {new[what]}, was {facts[what]} at capture{fix}"
+        elif not _is_same(had, has) and not (rule and rule.exact is None and type(had) is type(has)):
+            fix = " (leave it out)" if had is None or had is MISSING else ""
+            yield f"{name} is {_shown(has)}, was {_shown(had)} at capture{fix}"
 
 
-def _twins(nodes: Mapping[str, Structure], leaves: Sequence[Any]) -> dict[str, str]:
-    """Maps each tensor's name to the first name of the same tensor."""
+# An argument's leaf index (-1 for a constant), its value, and what calls compare of a tensor.
+_Argument = tuple[int, Any, dict[str, Any]]
+_ABSENT: _Argument = (-1, MISSING, {})
+
+
+def _named(binder: CallBinder, values: Structure, leaves: Sequence[Any]) -> dict[str, _Argument]:
+    found: dict[str, _Argument] = {}
     firsts: dict[int, str] = {}
-    tensors = {name: id(leaves[node.index]) for name, node in nodes.items() if node.kind == "tensor"}
-    return {name: firsts.setdefault(tensor, name) for name, tensor in tensors.items()}
+    for name, node in binder.leaf_nodes(values):
+        value = leaves[node.index] if node.index >= 0 else node.value if node.kind == "const" else node
+        facts = {}
+        if isinstance(value, torch.Tensor):
+            facts = {"dtype": value.dtype, "device": value.device, "number of dims": value.dim()}
+            first = firsts.setdefault(id(value), name)
+            facts["contiguity"] = value.is_contiguous()
+            facts["tensor"] = "its own" if first == name else f"that of {first}"
+        found[name] = node.index, value, facts
+    return found
 
 
-def _broken(rule: LeafRule, value: torch.Tensor, name: str) -> Iterator[str]:
-    dense = f" (pass {name}.contiguous())" if rule.contiguous else ""
-    sizes = ((f"size of dim {dim}", value.shape[dim], size, "") for dim, size in rule.static.items())
-    for what, has, had, fix in (
-        ("dtype", value.dtype, rule.dtype, f" (pass {name}.to({rule.dtype}))"),
-        ("device", value.device, rule.device, f" (pass {name}.to('{rule.device}'))"),
-        ("number of dims", value.dim(), rule.rank, ""),
-        ("contiguity", value.is_contiguous(), rule.contiguous, dense),
-        *(sizes if value.dim() == rule.rank else ()),
-    ):
-        if has != had:
-            yield f"the {what} of {name} is {has}, was {had} at capture{fix}"
-
-
-def _is_same(captured: Any, value: Any) -> bool:
-    is_equal = type(value) is type(captured) and isinstance(value, PLAIN) and value == captured
-    return value is captured or is_equal
+def _is_same(had: Any, has: Any) -> bool:
+    return has is had or type(has) is type(had) and isinstance(has, (*PLAIN, int, Structure)) and has == had
 
 
 def _shown(value: Any) -> str:

@@ -119,17 +119,16 @@ class GraphStore:
         self.signatures[:] = [each for each in self.signatures if each is not signature]
         self._note_captured()
 
+    @property
+    def reason_for_none(self) -> FallbackReason:
+        """Says why there is no signature."""
+        return FallbackReason[self.state.replace(" ", "_").upper()]
+
     def capture_listed(self, signature: CapturedSignature) -> CaptureReport:
         """Captures what a signature lacks; warns of buckets that stay without graphs, as `require_graphs`."""
         report = self.capture(signature, self.missing(signature))
-        require_graphs(report.buckets, allow_eager=self.config.allow_eager)
+        require_graphs(report, allow_eager=self.config.allow_eager)
         return report
-
-    def _require_some(self, report: CaptureReport | None) -> None:
-        """Raises NothingCaptured where a refresh or a resumption brought no graph back."""
-        if report is not None:
-            is_served = bool(self.stats.captured)
-            require_graphs(report.buckets, allow_eager=self.config.allow_eager or is_served)
 
     @paused_collector()
     def capture(
@@ -146,11 +145,7 @@ class GraphStore:
                 bar.set_description(f"{doing} bucket {bucket}")
                 _log.info("%s bucket %d", doing, bucket)
                 report = capture_bucket(context, signature, bucket)
-                outcome = (
-                    f"{report.num_graphs} graphs, {report.num_ops} ops"
-                    if not report.reason
-                    else report.reason
-                )
+                outcome = report.reason or f"{report.num_graphs} graphs, {report.num_ops} ops"
                 _log.info("bucket %d is %s in %.0f ms: %s", bucket, report.status, report.capture_ms, outcome)
                 bar.set_postfix_str(f"{context.pool.allocated_bytes / 2**20:.0f} MiB")
                 bar.update(1)
@@ -240,7 +235,7 @@ class GraphStore:
         try:
             for each in due:
                 report = self._capture_again(each)
-            self._require_some(report)
+            require_graphs(report, allow_eager=self.config.allow_eager or bool(self.stats.captured))
         except BaseException:
             self.signatures[:] = signatures
             self.suspend()
@@ -281,7 +276,7 @@ class GraphStore:
                     self.remove(new)
                     raise
             del self._to_refresh[0]
-        self._require_some(report)
+        require_graphs(report, allow_eager=self.config.allow_eager or bool(self.stats.captured))
         return report
 
     def resume_at_call(self, signature: CapturedSignature) -> None:

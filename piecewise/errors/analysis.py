@@ -52,6 +52,16 @@ class NestedTuple(SplitError):
     fix = "unpack its result in forward"
 
 
+class WritesTwice(SplitError):
+    what = "forward calls '{op}' at '{place}'"
+    expected, got = "pages of its own for each call", "pages that an earlier call of the same forward writes"
+    rule = "the pages of a layer hold one K and V for each token of a step"
+    fix = (
+        "in a model of your own give each call a layer of the cache; else do not attach the model, and call "
+        "an op of your own, declared with boundary_ops.define, in its attention"
+    )
+
+
 class ReshapesInPlace(SplitError):
     what = "forward calls '{name}'{where}"
     rule = "a tensor keeps its shape and strides while graphs are cut out of forward"

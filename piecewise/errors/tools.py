@@ -107,7 +107,7 @@ class WrongBenchFile(ConfigError):
     """The file of measured latencies is not one that `piecewise bench` wrote."""
 
     what, expected, got = "bench file {where}", "{wanted}", "{found}"
-    rule = "the cost of a step comes from latencies measured at the same sizes, graphed and eagerly"
+    rule = "latencies come from what `piecewise bench` wrote; a step's cost needs them graphed and eagerly"
     fix = "make it with `piecewise bench SPEC --out FILE`, or leave --cost out to count padded tokens"
 
 

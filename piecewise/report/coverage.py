@@ -9,7 +9,7 @@ from textwrap import indent
 from piecewise.errors.report import LowBucketCoverage, LowPlanCoverage, NothingCaptured
 from piecewise.ir.plan import SegmentPlan
 from piecewise.report.caller_warning import warn_caller
-from piecewise.report.report import BucketReport
+from piecewise.report.report import BucketReport, CaptureReport
 from runners.stats import FallbackWarning
 
 _MAX_LISTED = 8
@@ -30,15 +30,16 @@ def eager_ops(plan: SegmentPlan) -> str:
     return _listed([str(reason) for segment in plan.segments for reason in segment.reasons])
 
 
-def require_graphs(reports: Sequence[BucketReport], *, allow_eager: bool) -> None:
+def require_graphs(report: CaptureReport | None, *, allow_eager: bool) -> None:
     """Warns of buckets without graphs; raises NothingCaptured if no bucket has any, unless `allow_eager`."""
-    lost = [report for report in reports if report.status in ("failed", "eager")]
+    reports = [] if report is None else report.buckets
+    lost = [each for each in reports if each.status in ("failed", "eager")]
     if not lost:
         return
     alike: dict[str, list[BucketReport]] = {}
-    for report in lost:
-        alike.setdefault(re.sub(rf"\b{report.bucket}\b", "n", report.reason), []).append(report)
-    lines = [f"{_named(each)}: {indent(each[0].reason, '    ').strip()}" for each in alike.values()]
+    for each in lost:
+        alike.setdefault(re.sub(rf"\b{each.bucket}\b", "n", each.reason), []).append(each)
+    lines = [f"{_named(some)}: {indent(some[0].reason, '    ').strip()}" for some in alike.values()]
     if not allow_eager and len(lost) == len([each for each in reports if each.status != "left out"]):
         raise NothingCaptured(buckets=_named(lost), reasons=_listed(lines) + "\n ")
     have = "has" if len(lost) == 1 else "have"

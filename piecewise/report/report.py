@@ -7,7 +7,8 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from piecewise.ir.plan import EagerReason, FusionReport, SegmentPlan
+from piecewise.ir.plan import FusionReport, SegmentPlan
+from piecewise.report.folding import SegmentReport, segment_rows
 from piecewise.report.record import Record, shown_bytes, table
 from piecewise.report.segments import LoweringReport, StreamReport
 from piecewise.report.startup_times import LayerReuse, StartupTimes
@@ -41,26 +42,11 @@ class BucketReport:
     code: str = ""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class SegmentReport:
-    """Describes one segment of the plan for readers."""
-
-    index: int
-    kind: str
-    num_ops: int
-    module_path: str
-    ops: tuple[str, ...]
-    reasons: tuple[EagerReason, ...]
-    captured_ops: int = 0
-
-    def notes(self, quote: str = "") -> list[str]:
-        """Says why each op is not in a graph, or what is special about it; op names get `quote` marks."""
-        if self.kind == "boundary":
-            why = f", not captured: {self.reasons[0].detail}" if self.reasons else ""
-            return [f"{quote}{self.ops[0]}{quote}: a registered boundary op{why}"]
-        if self.captured_ops:
-            return [f"{self.captured_ops} boundary ops captured"]
-        return [f"{quote}{reason.op}{quote}: {reason.detail}" for reason in self.reasons]
+_KINDS = {
+    "graph": "ops that are captured once for each bucket, and then replayed together",
+    "boundary": "an op that runs between graphs on the call's own tokens, as attention over a KV cache does",
+    "eager": "ops that run between graphs one by one, for the reason that stands beside them",
+}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -88,14 +74,11 @@ class PlanReport(Record):
         lowering: LoweringReport | None = None,
         streams: StreamReport | None = None,
     ) -> PlanReport:
-        segments = tuple(
-            SegmentReport(s.index, s.kind, s.num_ops, s.module_path, s.op_names, s.reasons, s.captured_ops)
-            for s in plan.segments
-        )
         carried = ", ".join(
             f"{input_names.get(rule.leaf, rule.leaf)} dim {', '.join(map(str, rule.dims))}"
             for rule in plan.token_dim.inputs
         )
+        segments = SegmentReport.all_of(plan.segments)
         return cls(carried, segments, plan.coverage, plan.fusions, lowering, plan.fills, streams)
 
     def count(self, kind: str) -> int:
@@ -119,28 +102,29 @@ class PlanReport(Record):
         return self.shares()
 
     def __str__(self) -> str:
+        return self.to_text()
+
+    def to_text(self, *, full: bool = False) -> str:
+        """Formats the plan with a line for all segments that are alike or, if `full`, a line for each."""
+        rows = segment_rows(self.segments, full=full)
+        kinds = [f"{kind}: {text}" for kind, text in _KINDS.items() if self.count(kind)]
+        eager = "".join(f"; {share:.1%} eager: {code}" for code, share in sorted(self.shares().items()))
         summary = (
             f"{self.count('graph')} graph, {self.count('boundary')} boundary and {self.count('eager')} eager "
-            f"segments; {self.coverage:.1%} of ops in graphs; tokens in {self.token_dim}"
+            f"segments; {self.coverage:.1%} of ops in graphs{eager}\n"
+            f"the number of tokens is the size of {self.token_dim}"
         )
-        eager = "".join(f"; {share:.1%} eager: {code}" for code, share in sorted(self.shares().items()))
-        return "\n".join([self._table(), summary + eager, *self._parts()])
+        hint = (
+            f"{len(self.segments)} segments in {len(rows) - 1} lines; --full or to_text(full=True) lists each"
+        )
+        folded = [hint] if len(rows) <= len(self.segments) else []
+        return "\n".join([table(rows), summary, *kinds, *self._parts(full=full), *folded])
 
-    def _table(self, *, markdown: bool = False) -> str:
-        rows: list[tuple[object, ...]] = [("segment", "kind", "ops", "module path", "reason")]
-        for segment in self.segments:
-            notes = segment.notes("`" if markdown else "")
-            if not markdown and notes:
-                more = f" (+{len(notes) - 1})" if len(notes) > 1 else ""
-                source = segment.reasons[0].source if segment.kind == "eager" and segment.reasons else ""
-                notes = [notes[0] + more + (f" at {source}" if source else "")]
-            what = segment.index, segment.kind, segment.num_ops, segment.module_path
-            rows.append((*what, "; ".join(notes)))
-        return table(rows, markdown=markdown)
-
-    def _parts(self) -> list[str]:
+    def _parts(self, *, full: bool = True) -> list[str]:
         counts = ", ".join(
-            f"{count} {'' if why == 'needless' else 'kept: '}{why}" for why, count in self.fills.items()
+            f"{count} {'' if why == 'needless' else 'kept: '}{why}"
+            for why, count in self.fills.items()
+            if full or why != "needless"  # nothing that a reader would have to know
         )
         why = "zeros keep an op from using what padded rows happen to hold"
         fills = f"zero-fills of empty memory: {counts} ({why})" if counts else None
@@ -148,7 +132,11 @@ class PlanReport(Record):
 
     def to_markdown(self) -> str:
         eager = "".join(f" {share:.1%} eager: `{code}`." for code, share in sorted(self.shares().items()))
-        lines = [self._table(markdown=True), "", f"{self.coverage:.1%} of ops in graphs.{eager}"]
+        lines = [
+            table(segment_rows(self.segments, full=True), markdown=True),
+            "",
+            f"{self.coverage:.1%} of ops in graphs.{eager}",
+        ]
         parts = (f"* {line.strip()}" for part in self._parts() for line in part.splitlines())
         return "\n".join([*lines, *parts])
 
@@ -243,9 +231,15 @@ class Report(Record):
         return self.plans[0].coverage if self.plans else 0.0
 
     def __str__(self) -> str:
-        parts = ["\n".join([f"engine: {self.engine}; {self._state()[0]}", *self._state()[1:]])]
+        return self.to_text()
+
+    def to_text(self, *, full: bool = False) -> str:
+        """Formats the report; `full` gives each segment of the plans a line, as in `PlanReport.to_text`."""
+        what = ", which plays recorded ops back one by one, without a GPU" if self.engine == "tape" else ""
+        parts = ["\n".join([f"engine: {self.engine}{what}; {self._state()[0]}", *self._state()[1:]])]
         for index, (plan, capture) in enumerate(zip(self.plans, self.captures, strict=True)):
-            parts += [f"signature {index}{capture.state()}", str(plan), str(capture)]
+            title = f"signature {index}{capture.state()}"
+            parts += [title, plan.to_text(full=full), str(capture)]
         parts.append(self._calls())
         return "\n\n".join(parts)
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 from itertools import groupby
 
-# Why a function has no ops that other code can inspect.
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class KeptEager:
@@ -47,7 +45,7 @@ class LoweringReport:
     def __str__(self) -> str:
         segments = f"{self.num_segments} graph segments, {self.num_distinct} distinct"
         if self.lowering == "eager":
-            return f"{segments}, eager kernels"
+            return f"{segments}, run by PyTorch's own kernels"
         text = f"{segments}, to be lowered by {self.lowering}"
         if self.is_done:
             text = (

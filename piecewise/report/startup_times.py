@@ -58,4 +58,4 @@ class LayerReuse:
     def __str__(self) -> str:
         if self.reason:
             return f"all {self.num_calls} layers traced: {self.reason}"
-        return f"{self.num_traced} of {self.num_calls} layers traced, whose graphs are those of the others"
+        return f"{self.num_traced} of {self.num_calls} layers traced; the others are like them"

@@ -12,20 +12,12 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from piecewise.settings import kinds, toml_file
+from piecewise.settings import kinds, sources, toml_file
 from piecewise.settings.front_ends import FRONT_ENDS, LATER
 from piecewise.settings.grids import Grid
 from piecewise.settings.kinds import Check, Kind, Problem, optional, whole
 from piecewise.settings.limits import Clamped, Clipping, Limit, clip, decode_limit, prefill_limit
-from piecewise.settings.sources import (
-    Given,
-    Setting,
-    find_project_file,
-    named,
-    read_environment,
-    read_file,
-    root_of,
-)
+from piecewise.settings.sources import Given, Setting, named, read_file
 from piecewise.settings.whole_file import is_replaced
 from runners.buckets import MAX_BUCKET, MAX_NUM_BUCKETS
 from runners.engines import ENGINE_NAMES
@@ -161,7 +153,7 @@ class PiecewiseConfig:
         Raises:
             ConfigError: any name or value is wrong; the message lists every problem of all sources.
         """
-        found = cls(**_checked(_gathered(source, overrides)))
+        found, _ = read_settings(source, overrides)
         return source if isinstance(source, cls) and source == found else found
 
     def to_toml(self, path: str | os.PathLike[str], *, only: Sequence[str] | None = None) -> None:
@@ -190,22 +182,18 @@ class PiecewiseConfig:
             table[first if name == "buckets" else there.keys.get(name, first)] = (
                 list(value) if isinstance(value, tuple) else value
             )
-        toml_file.write_tables(target, tables, root=root_of(target))
+        toml_file.write_tables(target, tables, root=sources.root_of(target))
 
     def prefill_sizes(self) -> Clipping:
         """Cuts the buckets at what one prefill step can hold."""
-        return clip(self.buckets, self.prefill_limit())
+        names = "max_num_tokens", "max_num_seqs", "max_seq_len"
+        return clip(self.buckets, prefill_limit(**{name: getattr(self, name) for name in names}))
 
     def decode_sizes(self, *, tokens_per_request: int = 1) -> Clipping | None:
         """Cuts the decode batch sizes at what one decode step can hold; returns None if none are listed."""
         if self.decode_batch_sizes is None:
             return None
         return clip(self.decode_batch_sizes, self.decode_limit(tokens_per_request=tokens_per_request))
-
-    def prefill_limit(self) -> Limit:
-        """Finds the most tokens of one prefill step."""
-        limits = {"max_num_tokens": self.max_num_tokens, "max_num_seqs": self.max_num_seqs}
-        return prefill_limit(**limits, max_seq_len=self.max_seq_len)
 
     def decode_limit(self, *, tokens_per_request: int = 1) -> Limit:
         """Finds the most requests of one decode step."""
@@ -235,21 +223,15 @@ def _rows() -> dict[str, Setting]:
 FIELDS: Mapping[str, Setting] = _rows()
 
 
-def read_settings(path: str | None = None) -> tuple[PiecewiseConfig, Given]:
-    """Returns what `from_any(path)` does, and what the file and the environment gave, with its places."""
-    given = _gathered(path, {})
-    return PiecewiseConfig(**_checked(given)), given
-
-
-def _gathered(source: object, overrides: Mapping[str, Any]) -> Given:
-    """Collects the settings of all sources, unchecked."""
+def read_settings(source: object, overrides: Mapping[str, Any]) -> tuple[PiecewiseConfig, Given]:
+    """Returns what `from_any` does, and what each source gave, with its place."""
     given = Given()
     if isinstance(source, PiecewiseConfig):
         given.values = {name: getattr(source, name) for name in FIELDS}
     elif source is None or isinstance(source, (str, os.PathLike)):
-        path = find_project_file() if source is None else Path(source)
+        path = sources.find_project_file() if source is None else Path(source)
         given = read_file(path, FIELDS) if path is not None else given
-        found = read_environment(FIELDS)
+        found = sources.read_environment(FIELDS)
         given.values |= found.values
         given.where |= found.where
         given.problems += found.problems
@@ -262,10 +244,10 @@ def _gathered(source: object, overrides: Mapping[str, Any]) -> Given:
             given.add(name, value, named(name))
         else:
             given.refuse_unknown(named(f"option {name!r}"), name, dict(zip(FIELDS, FIELDS, strict=True)))
-    switch = read_environment({"disable": FIELDS["disable"]}, knows_all=False)
+    switch = sources.read_environment({"disable": FIELDS["disable"]}, knows_all=False)
     if switch.values.get("disable", False) is not False:  # it wins
         given.add("disable", switch.values["disable"], switch.where["disable"])
-    return given
+    return PiecewiseConfig(**_checked(given)), given
 
 
 def _checked(given: Given) -> dict[str, Any]:

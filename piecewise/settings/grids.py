@@ -5,11 +5,11 @@ A grid ends at the largest of its sizes that fits the limit; the limit itself is
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, islice, takewhile
 
-from runners.buckets import MAX_NUM_BUCKETS
+from runners.buckets import MAX_BUCKET, MAX_NUM_BUCKETS
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,34 +36,12 @@ class Grid:
         return ENGINE_GRIDS[self.name](*(() if top is None else (top,)))
 
 
-def _tensorrt_llm(top: int = 3072) -> tuple[int, ...]:
-    return _up_to(top, [1 << power for power in range(8)], range(256, top + 1, 256))
+def _grid(usual_top: int, *parts: Sequence[int]) -> Callable[..., tuple[int, ...]]:
+    def sizes(top: int = usual_top) -> tuple[int, ...]:
+        # A hostile limit must not make a list of 2**31 / 16 entries; one that long is refused anyway.
+        return tuple(takewhile(top.__ge__, islice(chain(*parts), MAX_NUM_BUCKETS + 1)))
 
-
-def _sglang(top: int = 4096) -> tuple[int, ...]:
-    return _up_to(
-        top,
-        range(4, 33, 4),
-        range(48, 257, 16),
-        range(288, 513, 32),
-        range(576, 1025, 64),
-        range(1280, 4097, 256),
-        range(4608, top + 1, 512),
-    )
-
-
-def _vllm(top: int = 512) -> tuple[int, ...]:
-    return _up_to(top, [1, 2, 4], range(8, 256, 8), range(256, top + 1, 16))
-
-
-def _up_to(top: int, *parts: range | list[int]) -> tuple[int, ...]:
-    # A hostile limit must not make a list of 2**31 / 16 entries; one that long is refused anyway.
-    found: list[int] = []
-    for size in chain(*parts):
-        if size > top or len(found) > MAX_NUM_BUCKETS:
-            break
-        found.append(size)
-    return tuple(found)
+    return sizes
 
 
 # Sizes that each engine captures for prefill by default, by the largest size allowed (by default, the size at
@@ -71,14 +49,17 @@ def _up_to(top: int, *parts: range | list[int]) -> tuple[int, ...]:
 # Sources: the defaults of TensorRT-LLM's capture_num_tokens, SGLang's piecewise_cuda_graph_tokens and vLLM's
 # cudagraph_capture_sizes (its rule is continued above its own stop where a larger limit is given).
 ENGINE_GRIDS: dict[str, Callable[..., tuple[int, ...]]] = {
-    "tensorrt-llm": _tensorrt_llm,
-    "sglang": _sglang,
-    "vllm": _vllm,
-}
+    "tensorrt-llm": _grid(3072, [1 << power for power in range(8)], range(256, MAX_BUCKET, 256)),
+    "sglang": _grid(
+        4096, range(4, 33, 4), range(48, 257, 16), range(288, 513, 32), range(576, 1025, 64),
+        range(1280, 4097, 256), range(4608, MAX_BUCKET, 512),
+    ),
+    "vllm": _grid(512, [1, 2, 4], range(8, 256, 8), range(256, MAX_BUCKET, 16)),
+}  # fmt: skip
 
 # Lists that a plan of decode batch sizes is compared with.
 DECODE_GRIDS: dict[str, Callable[[int], tuple[int, ...]]] = {
     "every size": lambda top: tuple(range(1, top + 1)),
     "powers of two": lambda top: tuple(1 << power for power in range(top.bit_length())),
-    "vllm": _vllm,
+    "vllm": ENGINE_GRIDS["vllm"],
 }

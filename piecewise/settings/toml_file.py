@@ -54,10 +54,10 @@ def read_tables(path: Path) -> tuple[dict[str, Any], TomlLines]:
     text = _read_text(path)
     try:
         return tomllib.loads(text), TomlLines(text)
-    except RecursionError as error:
-        raise _unreadable(path, "nesting deeper than the parser allows") from error
-    except ValueError as error:
-        raise _unreadable(path, str(error)[:200]) from error
+    except (RecursionError, ValueError) as error:
+        is_deep = isinstance(error, RecursionError)
+        problem = "nesting deeper than the parser allows" if is_deep else str(error)[:200]
+        raise _unreadable(path, problem) from error
 
 
 def write_tables(path: Path, tables: Mapping[str, Mapping[str, Any]], *, root: Keys = ()) -> None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import re
 import stat
+from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
 # Names of streams that the process holds open; opening such a name again may truncate the file behind it.
 _STREAM = re.compile(r"/dev/(stdin|stdout|stderr)|(?:/dev|/proc/self)/fd/([0-9]+)")
-_STANDARD = ("stdin", "stdout", "stderr")
 
 
 def replace_file(path: str | os.PathLike[str], content: str | bytes) -> None:
@@ -47,17 +47,16 @@ def check_replaceable(path: str | os.PathLike[str]) -> None:
     target = Path(os.path.realpath(path))
     if target.is_dir() or not os.path.basename(path):
         raise IsADirectoryError("it is a folder")
-    try:
+    with suppress(FileNotFoundError):
         mode = os.stat(target).st_mode
-    except FileNotFoundError:
-        mode = None
-    if mode is not None and not os.access(target, os.W_OK):
-        raise PermissionError("it may not be written to")
-    if mode is None or stat.S_ISREG(mode):
-        # A trial, since permissions do not show that a file system takes no files.
-        partial, file = _open_partial(target)
-        file.close()
-        partial.unlink()
+        if not os.access(target, os.W_OK):
+            raise PermissionError("it may not be written to")
+        if not stat.S_ISREG(mode):
+            return
+    # A trial, since permissions do not show that a file system takes no files.
+    partial, file = _open_partial(target)
+    file.close()
+    partial.unlink()
 
 
 def is_replaced(path: str | os.PathLike[str]) -> bool:
@@ -69,8 +68,7 @@ def _stream_number(path: str | os.PathLike[str]) -> int | None:
     match = _STREAM.fullmatch(os.fspath(path))
     if match is None:
         return None
-    name, number = match.groups()
-    return _STANDARD.index(name) if name else int(number)
+    return int(match.group(2) or ("stdin", "stdout", "stderr").index(match.group(1)))
 
 
 def _open_partial(target: Path) -> tuple[Path, BinaryIO]:

@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 
 from piecewise.settings import kinds
 from piecewise.settings.grids import ENGINE_GRIDS
-from piecewise.tools.command_output import OutputFile, check_outputs, lasting_streams
+from piecewise.tools.command_output import OutputFile, lasting_streams
 from piecewise.tools.exit_codes import HELP, ExitCode, exit_code_of
 from runners.buckets import MAX_BUCKET, MAX_NUM_BUCKETS
 
@@ -42,7 +42,9 @@ def find_command(argv: Sequence[str] | None = None) -> Callable[[], ExitCode]:
     arguments = _parser().parse_args(argv)
 
     def command() -> ExitCode:
-        check_outputs(arguments)
+        for value in vars(arguments).values():
+            if isinstance(value, OutputFile):
+                value.check()
         return ExitCode(resolve_name(arguments.run)(arguments))
 
     return command
@@ -79,17 +81,20 @@ def _add_demo(commands: _Commands) -> None:
     _add_buckets_option(add, "token counts to capture (default: 16,32,64)")
     add("--device", choices=("cpu", "cuda"), help="where to run; the GPU where torch has one, else the CPU")
     add("--no-progress", action="store_true", help="no bar while capturing")
+    _add_full(add)
 
 
 def _add_explain(commands: _Commands) -> None:
     add = _command(
         commands, "explain", "show how a model would be cut, and why",
-        "Trace a model and print each segment: its kind, number of ops, module path and reason, and the share"
-        " of ops in graphs. Nothing is captured.", "piecewise.tools.model_commands:run_explain",
+        "Trace a model and print its segments, alike ones in one line: kind, number of ops, module path and"
+        " reason, and the share of ops in graphs. Nothing is captured.",
+        "piecewise.tools.model_commands:run_explain",
     ).add_argument
     _add_spec(add)
     _add_count(add, "--tokens", 32, "tokens of the example call")
     add("--format", choices=("text", "json", "markdown"), default="text", help="default: text")
+    _add_full(add)
 
 
 def _add_verify(commands: _Commands) -> None:
@@ -116,7 +121,8 @@ def _add_bench(commands: _Commands) -> None:
     add("--peer", choices=("breakable",), help="measure this package too, where it can be imported")
     _add_count(add, "--rounds", 25, "samples per variant and size")
     _add_output_file(add, "--out", help="write the JSON here; its schema is in bench/result.py")
-    _add_output_file(add, "--plot", is_image=True, help="draw latency over tokens into this image")
+    _add_output_file(add, "--plot", is_image=True,
+                     help="draw latencies and their ratios over tokens (needs matplotlib)")
 
 
 def _add_spec(add: _Add, one_of: Any = None, buckets: str = "instead of the file's") -> None:
@@ -127,6 +133,8 @@ def _add_spec(add: _Add, one_of: Any = None, buckets: str = "instead of the file
         one_of.add_argument("spec", nargs="?", metavar="SPEC", help=text)
         one_of.add_argument("--host-overhead", action="store_true",
                             help="host time per call on the tape engine with empty segments, by part")
+        one_of.add_argument("--from", dest="results", metavar="FILE",
+                            help="measure nothing; show what --out wrote before, and draw it with --plot")
     add("--config", metavar="FILE", help=f"a TOML file of settings (default: {PROJECT_TABLE})")
     _add_buckets_option(add, f"token counts to capture ({buckets})")
 
@@ -217,9 +225,14 @@ def _add_output(add: _Add) -> None:
         " for the plan")
     add("--format", choices=("text", "json"), default="text", help="how to print it")
     _add_output_file(add, "--plot", is_image=True,
-                     help="draw histogram, buckets and waste (needs matplotlib)")
+                     help="draw the steps, the buckets and their padding (needs matplotlib)")
     add("--no-progress", action="store_true", help="no bar")
 # fmt: on
+
+
+def _add_full(add: _Add) -> None:
+    text = "a line for each part of the model, also for those that are alike"
+    add("--full", action="store_true", help=text)
 
 
 def _add_json(add: _Add) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import shlex
 import sys
@@ -102,13 +101,6 @@ class OutputFile:
             folder = shlex.quote(os.path.dirname(os.path.realpath(self.path)))
             fix = f"mkdir -p {folder}, or name a file in a folder that exists" if is_missing else None
             raise _unwritable(f"{self.option} {self.path}", error, fix) from error
-
-
-def check_outputs(arguments: argparse.Namespace) -> None:
-    """Raises for the first file of a command's options that could not be written."""
-    for value in vars(arguments).values():
-        if isinstance(value, OutputFile):
-            value.check()
 
 
 def image_format(path: str | os.PathLike[str]) -> str:

@@ -17,12 +17,11 @@ from piecewise.verify.report import VerifyReport
 def run_explain(arguments: argparse.Namespace) -> ExitCode:
     """Prints the plan for one call of the case."""
     config, case = _config(arguments), load_case(arguments.spec)
-    args, kwargs = case.inputs(arguments.tokens)
     graphed = GraphedModule(case.model, config)
-    with torch.no_grad():
+    with case.inputs(arguments.tokens) as (args, kwargs), torch.no_grad():
         plan = unless_the_model_raises(case, arguments.tokens, partial(graphed.explain, *args, **kwargs))
-    written = {"text": plan.__str__, "json": plan.to_json, "markdown": plan.to_markdown}
-    print(written[arguments.format]())
+    written = {"json": plan.to_json, "markdown": plan.to_markdown}
+    print(written[arguments.format]() if arguments.format in written else plan.to_text(full=arguments.full))
     return ExitCode.RIGHT
 
 
@@ -32,10 +31,9 @@ def run_verify(arguments: argparse.Namespace) -> ExitCode:
     graphed, size = GraphedModule(case.model, config), max(2, min(32, max(config.buckets)))
 
     def verified() -> VerifyReport:
-        args, kwargs = case.inputs(size)
-        with torch.no_grad():
+        with case.inputs(size) as (args, kwargs), torch.no_grad():
             graphed.capture(*args, **kwargs)
-            return graphed.verify(make_inputs=case.make_inputs)
+        return graphed.verify(make_inputs=case.make_inputs)
 
     report = unless_the_model_raises(case, size, verified)
     if not report.num_compared:

@@ -116,7 +116,7 @@ class VerifyReport(Record):
 
     @property
     def ok(self) -> bool:
-        """Whether something was compared and nothing differs: a run that replays nothing proves nothing."""
+        """Whether something was compared and nothing differs; a run that replays nothing proves nothing."""
         return self.num_compared > 0 and self.first_difference is None
 
     def __str__(self) -> str:

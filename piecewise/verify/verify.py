@@ -34,8 +34,6 @@ from runners.engines import native_engine
 from runners.stats import FallbackReason
 from runners.step_plan import StepPlan
 
-MakeInputs = Callable[[int], tuple[Sequence[Any], Mapping[str, Any]]]
-
 
 def edge_sizes(buckets: Sequence[int], max_padding_ratio: float | None = None) -> list[int]:
     """Lists token counts at each bucket's edges: itself, one less, the smallest served and one more."""
@@ -52,7 +50,7 @@ def edge_sizes(buckets: Sequence[int], max_padding_ratio: float | None = None) -
 
 def verify(
     model: nn.Module, forward: Callable[..., Any], store: GraphStore,
-    args: Sequence[Any], kwargs: Mapping[str, Any], make_inputs: MakeInputs | None,
+    args: Sequence[Any], kwargs: Mapping[str, Any], make_inputs: Callable[..., Any] | None,
 ) -> VerifyReport:  # fmt: skip
     """Implements `GraphedModule.verify`, which holds its lock meanwhile; `forward` is the eager call."""
 
@@ -67,7 +65,8 @@ def verify(
     if make_inputs is not None:
         case, config = PrefillCase(model, make_inputs), store.config
         for size in edge_sizes(config.buckets, config.max_padding_ratio):
-            checks.append(check(*case.inputs(size), size))
+            with case.inputs(size) as inputs:
+                checks.append(check(*inputs, size))
     # Of two checks of one size, one that found a difference, else the later one.
     checks.sort(key=lambda each: (each.num_tokens, each.difference is not None))
     return VerifyReport(tuple({each.num_tokens: each for each in checks}.values()))

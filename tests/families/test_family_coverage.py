@@ -11,11 +11,11 @@ from toy_models import compare
 
 import boundary_ops
 import piecewise
-from boundary_ops import PrefillBatch
+from boundary_ops import PagedKVCache, PrefillBatch
 
 pytest.importorskip("transformers")
 
-from families import FAMILIES, paged_cache  # noqa: E402
+from families import FAMILIES  # noqa: E402
 
 TRACED = [family for family in FAMILIES if not family.error]
 UNTRACED = [family for family in FAMILIES if family.error]
@@ -30,7 +30,7 @@ def _eager_ops(plan):
 @pytest.mark.parametrize("family", TRACED, ids=lambda family: family.name)
 def test_I3_a_family_is_in_graphs_as_far_as_the_table_says(family):
     model = family.build()
-    cache = paged_cache(model) if family.is_attached else None
+    cache = PagedKVCache.for_model(model, num_tokens=128, block_size=4) if family.is_attached else None
     if cache is not None:
         boundary_ops.huggingface.attach(model, cache)
     # The ratio leaves calls of one token out, so that the model is traced once and not twice.

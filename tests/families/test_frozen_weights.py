@@ -118,10 +118,7 @@ def adapted(**options):
     model = transformers.LlamaForCausalLM(config).eval()
     lora = peft.LoraConfig(init_lora_weights=False, **options)
     whole = peft.get_peft_model(model, lora).eval()
-    cache = PagedKVCache(
-        num_layers=3, num_blocks=32, block_size=4, num_kv_heads=2, head_dim=8, dtype=torch.float32,
-        device="cpu",
-    )  # fmt: skip
+    cache = PagedKVCache.for_model(model, num_tokens=128, block_size=4)
     boundary_ops.huggingface.attach(model, cache)
     return whole, model, cache
 

@@ -59,12 +59,8 @@ def build(name, **changes):
     return model
 
 
-def cache_for(model, **changes):
-    config = model.config
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    sizes = dict(num_blocks=32, block_size=4, num_kv_heads=config.num_key_value_heads, head_dim=head_dim)
-    sizes |= dict(num_layers=config.num_hidden_layers, dtype=torch.float32, device="cpu")
-    return PagedKVCache(**{**sizes, **changes})
+def cache_for(model):
+    return PagedKVCache.for_model(model, num_tokens=128, block_size=4)
 
 
 @dataclasses.dataclass

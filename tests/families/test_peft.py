@@ -36,15 +36,7 @@ def new_llama():
 
 
 def attach(model):
-    cache = PagedKVCache(
-        num_layers=2,
-        num_blocks=16,
-        block_size=4,
-        num_kv_heads=2,
-        head_dim=8,
-        dtype=torch.float32,
-        device="cpu",
-    )
+    cache = PagedKVCache.for_model(model, num_tokens=64, block_size=4)
     boundary_ops.huggingface.attach(model, cache)
     return cache
 

@@ -134,9 +134,7 @@ def test_a_transformers_model(dtype: torch.dtype) -> None:
         num_key_value_heads=2, max_position_embeddings=512,
     )  # fmt: skip
     model = transformers.LlamaForCausalLM(config).to("cuda", dtype).eval()
-    cache = PagedKVCache(
-        num_layers=3, num_blocks=64, block_size=16, num_kv_heads=2, head_dim=64, dtype=dtype, device="cuda"
-    )
+    cache = PagedKVCache.for_model(model, num_tokens=1024)
     boundary_ops.huggingface.attach(model, cache)
     graphed = piecewise.compile(
         model, buckets=[16, 64], progress=False, boundary="captured", max_num_seqs=8, max_seq_len=256

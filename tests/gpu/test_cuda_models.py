@@ -273,9 +273,7 @@ def test_a_transformers_model_equals_eager(name: str, dtype: torch.dtype) -> Non
         num_key_value_heads=2, max_position_embeddings=512, **FAMILIES[name],
     )  # fmt: skip
     model = getattr(transformers, f"{name}ForCausalLM")(config).to("cuda", dtype).eval()
-    cache = boundary_ops.PagedKVCache(
-        num_layers=3, num_blocks=64, block_size=16, num_kv_heads=2, head_dim=64, dtype=dtype, device="cuda"
-    )
+    cache = boundary_ops.PagedKVCache.for_model(model, num_tokens=1024)
     boundary_ops.huggingface.attach(model, cache)
     graphed = piecewise.compile(model, buckets=[16, 32, 64], progress=False)
     rounding = 2e-4 if dtype is torch.float32 else 0.05

@@ -15,7 +15,6 @@ import torch
 import transformers
 
 import boundary_ops
-from boundary_ops import PagedKVCache
 
 LAYERS, VOCAB, HIDDEN = 2, 61, 32
 NAME = "families_attention"
@@ -152,16 +151,6 @@ class Family:
         if self.is_attached:
             return dict(input_ids=ids, position_ids=torch.arange(num_tokens)[None])
         return dict(input_ids=ids, **self.arguments(ids))
-
-
-def paged_cache(model: Any) -> PagedKVCache:
-    """Makes a paged cache that fits the model."""
-    config = model.config
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return PagedKVCache(
-        num_layers=config.num_hidden_layers, num_kv_heads=config.num_key_value_heads, num_blocks=32,
-        block_size=4, head_dim=head_dim, dtype=model.dtype, device=model.device,
-    )  # fmt: skip
 
 
 def _no_cache(ids: torch.Tensor) -> dict[str, Any]:

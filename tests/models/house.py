@@ -76,7 +76,6 @@ OPTIONAL = (
     "boundary_ops.attention.triton",
     "boundary_ops.backends.flashinfer",
     "piecewise.passes.kernels",
-    "piecewise.tools.buckets.plot",
 )
 # What resolves names on first use, and the command line, whose sub-commands are loaded when they run.
 LAZY_PLACES = ("/__init__.py", "piecewise/__main__.py", "piecewise/tools/cli.py")

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from piecewise.api import graphs_of
+
 
 class Inspection:
     """The memory, traces, plans and runners behind a `GraphedModule` or a `torch.compile` handle, as they are
@@ -21,7 +23,7 @@ class Inspection:
     def store(self) -> Any:
         """The store of the graphs."""
         named = vars(self._graphed)
-        return named["_graphs"] if "_graphs" in named else named["store"]
+        return graphs_of(self._graphed) if "_graphs" in named else named["store"]
 
     @property
     def pool(self) -> Any:

@@ -104,12 +104,7 @@ def linears(model):
 
 
 def attach(model):
-    config = model.config
-    cache = PagedKVCache(
-        num_layers=config.num_hidden_layers, num_blocks=96, block_size=4,
-        num_kv_heads=config.num_key_value_heads,
-        head_dim=config.hidden_size // config.num_attention_heads, dtype=model.dtype, device=model.device,
-    )  # fmt: skip
+    cache = PagedKVCache.for_model(model, num_tokens=384, block_size=4)
     boundary_ops.huggingface.attach(model, cache)
     return cache
 

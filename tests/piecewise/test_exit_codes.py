@@ -253,19 +253,33 @@ def test_2_before_the_work_where_its_result_could_not_be_written(specs, argv, op
     assert sorted(each.name for each in folder.iterdir()) == ["file", "traffic.txt"]
 
 
-def test_a_plot_may_have_any_known_format(capsys, traffic):
+def full(*args):
+    raise OSError(28, "No space left on device")
+
+
+def test_a_plot_is_written_whole_in_any_known_format(capsys, traffic, monkeypatch):
     pytest.importorskip("matplotlib")
     for name, start in (("a.PNG", b"\x89PNG"), ("b.svg", b"<?xml"), ("c.pdf", b"%PDF")):
         image = traffic.parent / name
         assert run("buckets", "plan", "--traffic", traffic, "--no-progress", "--plot", image) == 0
         assert image.read_bytes().startswith(start)
-    assert not list(traffic.parent.glob("*.partial"))
+    with (traffic.parent / "stream").open("wb") as stream:
+        plot = ("--plot", f"/dev/fd/{stream.fileno()}")
+        assert run("buckets", "plan", "--traffic", traffic, "--no-progress", *plot) == 0
+    assert (traffic.parent / "stream").read_bytes().startswith(b"\x89PNG")
+    # The plan was printed before; the picture that was there stays.
+    monkeypatch.setattr(Path, "replace", full)
+    capsys.readouterr()
+    assert (
+        run("buckets", "plan", "--traffic", traffic, "--no-progress", "--plot", traffic.parent / "b.svg") == 2
+    )
+    captured = capsys.readouterr()
+    assert "num_tokens = [3, 5]" in captured.out and "No space left" in captured.err
+    assert (traffic.parent / "b.svg").read_bytes().endswith(b"</svg>\n")
+    assert not list(traffic.parent.glob(".piecewise*"))
 
 
 def test_a_report_that_cannot_be_written_in_the_end_is_printed(specs, capsys, monkeypatch, tmp_path):
-    def full(*args):
-        raise OSError(28, "No space left on device")
-
     monkeypatch.setattr(Path, "replace", full)
     for argv, option, table in (
         (COMMANDS["verify"], "--json", "Graphed equals eager"),

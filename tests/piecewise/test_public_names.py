@@ -31,9 +31,10 @@ NAMES = {
     "boundary_ops": "define register registered lookup unregister declare_rows check_rows BoundaryOp"
     " BoundaryOpError CacheExhaustedError PagedKVCache PrefillBatch CapturedForm CaptureLimits StepMetadata"
     " attn_inplace attn_captured huggingface",
-    "boundary_ops.huggingface": "attach detach",
-    "boundary_ops:PagedKVCache": "allocate free num_free_blocks",
+    "boundary_ops.huggingface": "attach cache_of detach",
+    "boundary_ops:PagedKVCache": "for_model allocate free num_free_blocks",
     "boundary_ops:PrefillBatch": "build pack",
+    "piecewise:PrefillCase": "for_model",
     "piecewise:PiecewiseConfig": "from_toml to_toml from_any",
     "runners:TokenBuckets": "bucket_for",
 }

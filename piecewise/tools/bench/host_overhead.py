@@ -13,13 +13,13 @@ import timeit
 from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch import nn
 
 import boundary_ops
 import piecewise
+from piecewise.api import graphs_of
 from piecewise.report.record import table
 from piecewise.tools.bench.result import environment
 from piecewise.tools.command_output import OutputFile
@@ -30,7 +30,7 @@ from runners.step_plan import CallStep, ReplayStep
 
 _BUCKET, _NUM_TOKENS, _HIDDEN, _VOCAB = 32, 24, 32, 64
 _ROUNDS = 7
-# Of the JSON, whose results have the fields of HostTime.
+# Of the JSON, whose results have what `host_time` returns.
 SCHEMA = "piecewise.host-overhead/1"
 
 _nothing = boundary_ops.define(
@@ -68,17 +68,6 @@ class _Toy(nn.Module):
         return x
 
 
-class HostTime(NamedTuple):
-    """Holds the parts of one call's host time, in µs, and how many entries the comparison of state has."""
-
-    num_layers: int
-    fixed_us: float
-    state_us: float
-    num_entries: int
-    boundary_us: float
-    whole_us: float
-
-
 def run_host_overhead(*, num_calls: int, out: OutputFile | None) -> ExitCode:
     """Prints the host time of one call by depth, the best of several rounds; `out` gets it as JSON.
 
@@ -93,20 +82,21 @@ def run_host_overhead(*, num_calls: int, out: OutputFile | None) -> ExitCode:
     )
     measured = [time for depth in (2, 32) if (time := host_time(depth, num_calls=num_calls)) is not None]
     rows = [("", "fixed part", "state comparison", "each boundary call", "whole call")]
-    for layers, fixed, state, entries, boundary, whole in measured:
-        compared = f"{state:.1f} ({entries} entries)"
-        rows.append((f"{layers} layers", f"{fixed:.1f}", compared, f"{boundary:.1f}", f"{whole:.1f}"))
+    for time in measured:
+        parts = (f"{time[f'{part}_us']:.1f}" for part in ("fixed", "state", "boundary", "whole"))
+        fixed, state, boundary, whole = parts
+        compared = f"{state} ({time['num_entries']} entries)"
+        rows.append((f"{time['num_layers']} layers", fixed, compared, boundary, whole))
     unmeasured = f"NOTHING MEASURED: a call of {_NUM_TOKENS} tokens is not replayed under these settings"
     print(table(rows) if measured else unmeasured)
     if out is not None:
-        results = [time._asdict() for time in measured]
         found = {"schema": SCHEMA, "environment": here, "rounds": _ROUNDS, "calls": num_calls}
-        out.write(json.dumps({**found, "results": results}, indent=2) + "\n")
+        out.write(json.dumps({**found, "results": measured}, indent=2) + "\n")
     return ExitCode.RIGHT if measured else ExitCode.NOTHING
 
 
-def host_time(num_layers: int, *, num_calls: int) -> HostTime | None:
-    """Measures a model of this depth on the tape engine; returns None without a replay."""
+def host_time(num_layers: int, *, num_calls: int) -> dict[str, float] | None:
+    """Measures the parts of a call of this depth on the tape engine; returns None without a replay."""
     graphed = piecewise.compile(_Toy(num_layers).eval(), buckets=[_BUCKET], engine="tape", progress=False)
     ids, positions = torch.arange(_NUM_TOKENS), torch.arange(_NUM_TOKENS)
     with torch.no_grad():
@@ -114,8 +104,7 @@ def host_time(num_layers: int, *, num_calls: int) -> HostTime | None:
         graphed(ids, positions)
         if not graphed.stats.replays:
             return None
-        # Taking a call apart needs what the public interface hides.
-        served = graphed._graphs.signatures[0].served
+        served = graphs_of(graphed).signatures[0].served
         steps = served[_BUCKET].steps
         graphs_empty = [_emptied(step) if isinstance(step, ReplayStep) else step for step in steps.steps]
         all_empty = [_emptied(step) for step in steps.steps]
@@ -131,8 +120,10 @@ def host_time(num_layers: int, *, num_calls: int) -> HostTime | None:
         fixed, calls, whole = timed
         state = _best_us(steps.check.is_unchanged, num_calls)
     assert graphed.stats.eager_calls == 0, graphed.stats
-    boundary = (calls - fixed) / num_layers
-    return HostTime(num_layers, fixed, state, steps.check.num_entries, boundary, whole)
+    return {
+        "num_layers": num_layers, "fixed_us": fixed, "state_us": state, "whole_us": whole,
+        "num_entries": steps.check.num_entries, "boundary_us": (calls - fixed) / num_layers,
+    }  # fmt: skip
 
 
 def _emptied(step: ReplayStep | CallStep) -> ReplayStep:

@@ -14,6 +14,7 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, TextIO
 
@@ -24,7 +25,7 @@ from piecewise.errors.tools import IneffectiveOption, NothingToMeasure, UnknownV
 from piecewise.prefill_case import PrefillCase, load_case, unless_the_model_raises
 from piecewise.settings.config import PiecewiseConfig
 from piecewise.tools.bench.host_overhead import run_host_overhead
-from piecewise.tools.bench.result import SCHEMA, BenchResult, Spread, environment
+from piecewise.tools.bench.result import BenchResult, Spread, environment
 from piecewise.tools.bench.variants import (
     DEFAULT_VARIANTS,
     FLOORS,
@@ -36,6 +37,7 @@ from piecewise.tools.bench.variants import (
     device_of,
     wait_for,
 )
+from piecewise.tools.buckets.step_cost import BENCH_SCHEMA
 from piecewise.tools.exit_codes import ExitCode
 
 DEFAULT_SIZES = (16, 128, 512, 1024, 2048)
@@ -46,16 +48,22 @@ DEFAULT_DRAWS = 32
 
 def run(arguments: argparse.Namespace) -> ExitCode:
     """Runs `piecewise bench`."""
+    for option in (
+        ("config", "buckets", "tokens", "variants", "peer", "plot") if arguments.spec is None else ()
+    ):
+        has_effect = option == "plot" and arguments.results is not None
+        if getattr(arguments, option) is not None and not has_effect:
+            raise IneffectiveOption(option=f"--{option}", needed="SPEC")
     if arguments.host_overhead:
-        for option in ("config", "buckets", "tokens", "variants", "peer", "plot"):
-            if getattr(arguments, option) is not None:
-                raise IneffectiveOption(option=f"--{option}", needed="SPEC")
         return run_host_overhead(num_calls=arguments.calls, out=arguments.out)
-    result = run_spec(
-        arguments.spec, sizes=arguments.tokens, config=arguments.config, buckets=arguments.buckets,
-        variants=None if arguments.variants is None else arguments.variants.split(","),
-        peer=arguments.peer, rounds=arguments.rounds, log=sys.stderr,
-    )  # fmt: skip
+    if arguments.results is not None:
+        result = BenchResult.read(arguments.results)
+    else:
+        result = run_spec(
+            arguments.spec, sizes=arguments.tokens, config=arguments.config, buckets=arguments.buckets,
+            variants=None if arguments.variants is None else arguments.variants.split(","),
+            peer=arguments.peer, rounds=arguments.rounds, log=sys.stderr,
+        )  # fmt: skip
     print(result)
     if arguments.out is not None:
         arguments.out.write(result.to_json() + "\n")
@@ -142,7 +150,8 @@ class LatencyBench:
             for variant in prepared:
                 variant.close()
         return BenchResult(
-            SCHEMA, self.spec, environment(self.device), tuple(self.sizes), self.rounds, dict(self._skipped),
+            BENCH_SCHEMA, self.spec, environment(self.device),
+            tuple(self.sizes), self.rounds, dict(self._skipped),
             {v.name: {"setup_s": round(v.setup_s, 2), "capture": v.capture} for v in prepared},
             "float32 baseline" if references else "none", _memory(prepared),
             tuple(line for lines, _ in results for line in lines),
@@ -167,8 +176,9 @@ class LatencyBench:
         found: dict[int, list[list[torch.Tensor]]] = {}
         for n in self.sizes:
             for seed in range(self._num_draws):
-                args, kwargs = torch_api.tree_map(_to_float32, source.inputs(n, seed=seed))
-                found.setdefault(n, []).append([x.cpu() for x in _float_leaves(model(*args, **kwargs))])
+                with source.inputs(n, seed=seed) as inputs:
+                    args, kwargs = torch_api.tree_map(_to_float32, inputs)
+                    found.setdefault(n, []).append([x.cpu() for x in _float_leaves(model(*args, **kwargs))])
         del model
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -197,22 +207,24 @@ class LatencyBench:
         # By draw; the first draw's inputs are made last, since the timed calls use them.
         errors: dict[str, list[float]] = {variant.name: [] for variant in prepared}
         for seed in reversed(range(max(len(references), 1))):
-            plain = self.case.inputs(n, seed=seed)
-            baseline = self.case.baseline.inputs(n, seed=seed) if self.case.baseline is not None else plain
-            for variant in prepared:
-                if seed and variant.holds_inputs or f"{variant.name}, {n} tokens" in self._skipped:
-                    continue
-                try:
-                    call = variant.prepare(n, *(baseline if variant.uses_baseline else plain))
-                    result = call()
-                except Unavailable as reason:
-                    self._skip(f"{variant.name}, {n} tokens", reason)
-                    continue
-                if references:
-                    errors[variant.name].append(_distance(result, references[seed]))
-                if not seed:
-                    calls[variant.name] = call
-        samples = self._take_turns(calls)
+            with ExitStack() as stack:
+                plain = stack.enter_context(self.case.inputs(n, seed=seed))
+                source = self.case.baseline
+                baseline = plain if source is None else stack.enter_context(source.inputs(n, seed=seed))
+                for variant in prepared:
+                    if seed and variant.holds_inputs or f"{variant.name}, {n} tokens" in self._skipped:
+                        continue
+                    try:
+                        call = variant.prepare(n, *(baseline if variant.uses_baseline else plain))
+                        result = call()
+                    except Unavailable as reason:
+                        self._skip(f"{variant.name}, {n} tokens", reason)
+                        continue
+                    if references:
+                        errors[variant.name].append(_distance(result, references[seed]))
+                    if not seed:
+                        calls[variant.name] = call
+                samples = self._take_turns(calls) if not seed else {}
         results = [
             {
                 "num_tokens": n,

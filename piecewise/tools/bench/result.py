@@ -30,18 +30,25 @@ import os
 import platform
 import statistics
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
+from math import inf
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
+from piecewise.errors.tools import WrongBenchFile
 from piecewise.report.record import Record, table
 from piecewise.settings.whole_file import replace_file
-from piecewise.tools.buckets.plot import new_figure, save_figure
+from piecewise.tools.bench.variants import DEFAULT_VARIANTS, PEERS
+from piecewise.tools.buckets.step_cost import BENCH_SCHEMA, read_json
+from piecewise.tools.plot import add_legend, add_notes, label_axis, line_style, new_panels, save_figure
+from runners.errors import one_line
 
-SCHEMA = "piecewise.bench/1"
+_INDUCTORS_KERNELS = ("compile", "reduce-overhead", "graphed-fused", "graphed-inductor", "floor-inductor")
+# The largest ratio that must have room in the panel of ratios.
+_MOST_CLOSE = 1.5
 
 
 class Spread(NamedTuple):
@@ -85,6 +92,19 @@ class BenchResult(Record):
         graphed = {name for name in asked if name.startswith("graphed")}
         return not (graphed or asked) & {line["variant"] for line in self.results}
 
+    @classmethod
+    def read(cls, path: str | os.PathLike[str]) -> BenchResult:
+        """Reads what `write` wrote; raises WrongBenchFile for anything else."""
+        content = read_json(path)
+        try:
+            found = cls(**{each.name: content[each.name] for each in dataclasses.fields(cls)})
+            # Both take apart all that a picture needs.
+            str(found), found.title, [found._spreads(name) for name in found.variants]
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            wanted = f"all of the schema {BENCH_SCHEMA!r}"
+            raise WrongBenchFile(where=path, wanted=wanted, found=one_line(error)) from error
+        return found
+
     def write(self, path: str | os.PathLike[str]) -> None:
         """Writes the JSON in one step."""
         replace_file(path, self.to_json() + "\n")
@@ -111,24 +131,92 @@ class BenchResult(Record):
         left_out = [f"\n{name} left out: {reason}" for name, reason in self.skipped.items()]
         return "\n".join([table(rows, markdown=True), "", table(ratios, markdown=True), *left_out])
 
-    def plot(self, path: str | os.PathLike[str]) -> None:
-        """Draws latency over tokens, a line per variant; raises NoMatplotlib or, if unwritable, WrongPlot."""
-        figure = new_figure(figsize=(7, 4.5), layout="tight")
-        axes = figure.subplots()
-        for name in self.variants:
-            lines = [line for line in self.results if line["variant"] == name]
-            tokens = [line["num_tokens"] for line in lines]
-            median, low, high = (
-                [line["latency_ms"][each] for line in lines] for each in ("median", "low", "high")
+    @property
+    def title(self) -> str:
+        return "\n".join([self.spec, "{device}, torch {torch}, {date}".format_map(self.environment)])
+
+    def figure(self) -> Any:
+        """Draws latency over tokens, a line per variant, and below it ratios, which tell close lines apart.
+
+        Raises:
+            NoMatplotlib: it is not installed.
+        """
+        lines = {name: spreads for name in self.variants if (spreads := self._spreads(name))}
+        ratios = {pair: found for pair in _compared(list(lines)) if (found := self._quotients(*pair))}
+        figure, panels = new_panels(self.title, (3, 2) if ratios else (3,))
+        notes = [*self._left_out(), f"Medians of {self.rounds} rounds; the bands are quartiles."]
+        if any(over.startswith("floor") for _, over in ratios):
+            notes.append(
+                "A floor runs the same kernels in one graph: a ratio is what cuts and host work cost."
             )
-            axes.plot(tokens, median, marker="o", label=name)
-            axes.fill_between(tokens, low, high, alpha=0.2)
-        title = f"{self.spec}\n{self.environment['device']}, torch {self.environment['torch']}"
-        axes.set(xlabel="tokens", ylabel="ms, call to idle device", yscale="log", title=title)
-        axes.set_xscale("log", base=2)
-        axes.grid(alpha=0.3, which="both")
-        axes.legend(fontsize=8)
-        save_figure(figure, path)
+        for name, spreads in lines.items():
+            median, low, high = zip(*spreads.values(), strict=True)
+            panels[0].plot(list(spreads), median, label=name, **_style(name))
+            panels[0].fill_between(list(spreads), low, high, alpha=0.15, color=_style(name)["color"])
+        medians = [each.median for spreads in lines.values() for each in spreads.values()]
+        label_axis(panels[0], "y", "ms, call to idle device", medians)
+        label_axis(panels[-1], "x", "tokens in the call", self.sizes, self.sizes)
+        if ratios:
+            notes += _draw_ratios(panels[1], ratios)
+        for panel in panels:
+            add_legend(panel)
+        add_notes(figure, notes)
+        return figure
+
+    def plot(self, path: str | os.PathLike[str]) -> None:
+        """Writes `figure()` to an image; raises NoMatplotlib or, if unwritable, WrongPlot."""
+        save_figure(self.figure(), path)
+
+    def _spreads(self, variant: str) -> dict[int, Spread]:
+        lines = (line for line in self.results if line["variant"] == variant)
+        return {line["num_tokens"]: Spread(*map(float, line["latency_ms"].values())) for line in lines}
+
+    def _quotients(self, of: str, over: str) -> dict[int, float]:
+        """Returns the ratio at each size: per round where the run formed it, else that of the medians."""
+        above, below = self._spreads(of), self._spreads(over)
+        return {n: self.ratio(of, over, n) or above[n].median / below[n].median for n in above if n in below}
+
+    def _left_out(self) -> list[str]:
+        """Says why each variant that could be measured is not in the results."""
+        known = {*self.variants, *(name.split(",")[0] for name in self.skipped)}
+        unasked = [name for name in DEFAULT_VARIANTS if name not in known]
+        return [
+            *(f"{name} left out: {reason}" for name, reason in self.skipped.items()),
+            *([f"{', '.join(unasked)} left out: not asked for"] if unasked else []),
+        ]
+
+
+def _style(variant: str) -> dict[str, Any]:
+    """Returns the look of a variant's lines, the same in all pictures."""
+    known = (*DEFAULT_VARIANTS, *PEERS)
+    return line_style(known.index(variant) if variant in known else len(known))
+
+
+def _draw_ratios(panel: Any, ratios: Mapping[tuple[str, str], Mapping[int, float]]) -> list[str]:
+    """Draws the lines of a panel, and names those that leave it: few that are far away, since with room for
+    them close ones would be one line."""
+    num_near = sum(min(found.values()) <= _MOST_CLOSE for found in ratios.values())
+    limit = _MOST_CLOSE if num_near > len(ratios) / 2 else inf
+    close = [ratio for found in ratios.values() for ratio in found.values() if ratio <= limit]
+    for (of, over), found in ratios.items():
+        panel.plot(list(found), list(found.values()), label=f"{of} ÷ {over}", **_style(of))
+    panel.axhline(1, color="0.4", linewidth=0.8)
+    margin = 0.05 * max(max(close) - min(close), 0.02)
+    panel.set_ylim(min(*close, 1) - margin, max(*close, 1) + margin)
+    label_axis(panel, "y", "ratio of latencies", close)
+    far = {f"{of} ÷ {over}": max(found.values()) for (of, over), found in ratios.items()}
+    return [f"Above the lower panel: {label}, up to {top:.2f}." for label, top in far.items() if top > limit]
+
+
+def _compared(variants: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Yields each variant, and the one that its latency is divided by: the same kernels in one graph, if
+    measured, else the graphed variant or the first one."""
+    default = "graphed" if "graphed" in variants else next(iter(variants), "")
+    for name in variants:
+        floor = "floor-inductor" if name in _INDUCTORS_KERNELS else "floor"
+        over = floor if floor in variants else default
+        if name != over:
+            yield name, over
 
 
 def environment(device: torch.device) -> dict[str, Any]:

@@ -33,6 +33,7 @@ from torch.overrides import TorchFunctionMode
 
 import boundary_ops
 import piecewise
+from piecewise.api import graphs_of
 from piecewise.ir.plan import SegmentPlan
 from piecewise.ir.run_plan import arguments_of, run_plan, state_tensor
 from piecewise.prefill_case import PrefillCase
@@ -116,8 +117,8 @@ class VariantMaker:
         if name not in self._made:
             with _unavailable_after(PiecewiseError):
                 graphed = piecewise.compile(self.case.model, self._config_of(name))
-                args, kwargs = self.case.inputs(max(min(self.sizes), 2))
-                report = graphed.capture(*args, **kwargs)
+                with self.case.inputs(max(min(self.sizes), 2)) as (args, kwargs):
+                    report = graphed.capture(*args, **kwargs)
             segments = graphed.report().plans[0].segments
             if name == "graphed-captured" and not any(segment.captured_ops for segment in segments):
                 notes = next(segment.notes() for segment in segments if segment.kind == "boundary")
@@ -142,10 +143,10 @@ class VariantMaker:
         graphed, report = self._captured(name)
 
         def prepare(n: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-            before = graphed.stats.replays
+            before = graphed.stats.reasons.copy()
             graphed(*args, **kwargs)
-            if graphed.stats.replays == before:
-                raise Unavailable(f"{n} tokens ran eagerly: {dict(graphed.stats.reasons)}")
+            for reason in graphed.stats.reasons - before:
+                raise Unavailable(f"{n} tokens ran eagerly: {reason}")
             return lambda: graphed(*args, **kwargs)
 
         capture = {**report.asdict(), "coverage": graphed.report().coverage}
@@ -164,8 +165,7 @@ class VariantMaker:
         graphs: list[Any] = []
 
         def prepare(n: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-            # Taking a call apart needs what the public interface hides.
-            (signature,) = graphed._graphs.signatures
+            (signature,) = graphs_of(graphed).signatures
             matched = signature.match(signature.binder.bind(*args, **kwargs))
             if matched is None or n not in signature.served:
                 raise Unavailable(f"{n} is no captured bucket")
@@ -246,10 +246,10 @@ def _compiled(case: PrefillCase, name: str, sizes: Sequence[int]) -> Prepared:
 
     with _unavailable_after(Exception):
         for n in sizes:
-            args, kwargs = source.inputs(n)
-            for _ in range(_WARM_UPS):
-                prepare(n, args, kwargs)()
-            wait_for(device_of(case))
+            with source.inputs(n) as (args, kwargs):
+                for _ in range(_WARM_UPS):
+                    prepare(n, args, kwargs)()
+                wait_for(device_of(case))
     return Prepared(name, True, prepare)
 
 

@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import json
 from collections.abc import Callable, Iterator
+from datetime import date
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,11 +30,12 @@ from piecewise.settings.config import DEFAULT_BUCKETS, PiecewiseConfig
 from piecewise.settings.grids import DECODE_GRIDS, ENGINE_GRIDS, Grid
 from piecewise.settings.whole_file import is_replaced
 from piecewise.tools.buckets.planner import BucketPlans, PlanOutcome, SlotRate, evaluate, slot_table
-from piecewise.tools.buckets.plot import draw
-from piecewise.tools.buckets.step_cost import GraphMemory, MeasuredCost, PaddedTokens, StepCost, read_bench
+from piecewise.tools.buckets.plot import plan_figure
+from piecewise.tools.buckets.step_cost import PADDED_TOKENS, GraphMemory, StepCost, read_bench
 from piecewise.tools.buckets.steps import Histogram, chunked, decode_batches, packed
 from piecewise.tools.buckets.traffic import Requests, read_requests
 from piecewise.tools.exit_codes import ExitCode
+from piecewise.tools.plot import save_figure
 
 _DEFAULT_STEP_MS = 25.0
 _HOLDOUT_SMOOTHING = 0.3
@@ -67,10 +69,9 @@ def run(arguments: argparse.Namespace) -> ExitCode:
             print(f"\n{shown}")
         print(f"\n{'batch_sizes' if planner.is_decode else 'num_tokens'} = {list(chosen)}")
     if arguments.output:
-        _write(arguments, chosen)
+        _write(planner, chosen)
     if arguments.plot:
-        lists = {name: buckets for name, buckets, _ in lines if not name.startswith(" ")}
-        draw(arguments.plot, planner.judged, lists)
+        save_figure(planner.figure(lines, notes), arguments.plot)
     return ExitCode.RIGHT
 
 
@@ -91,11 +92,8 @@ def _check_options(arguments: argparse.Namespace) -> None:
             raise IneffectiveOption(option=option, needed=needed)
 
 
-def _settings(arguments: argparse.Namespace) -> PiecewiseConfig:
+def _settings(arguments: argparse.Namespace, base: PiecewiseConfig) -> PiecewiseConfig:
     """Returns the settings of the file to write, with the command line's limits."""
-    base = PiecewiseConfig()
-    if arguments.output and is_replaced(arguments.output):
-        base = PiecewiseConfig.from_toml(arguments.output)
     # The lists will be replaced, so they need not fit the limits of the command line.
     limits = {name: getattr(arguments, name) or getattr(base, name) for name in _LIMITS}
     if arguments.chunk and limits["max_num_tokens"] and arguments.chunk > limits["max_num_tokens"]:
@@ -104,7 +102,7 @@ def _settings(arguments: argparse.Namespace) -> PiecewiseConfig:
 
 
 def _cost(arguments: argparse.Namespace) -> tuple[StepCost, GraphMemory | None]:
-    cost, memory = read_bench(arguments.cost) if arguments.cost else (PaddedTokens(), None)
+    cost, memory = read_bench(arguments.cost) if arguments.cost else (PADDED_TOKENS, None)
     for name in ("bytes_per_token", "bytes_per_graph"):
         if getattr(arguments, name) is not None:
             memory = dataclasses.replace(memory or GraphMemory(0, 0), **{name: getattr(arguments, name)})
@@ -117,6 +115,7 @@ class _Planner:
     """Plans bucket lists for the known steps, under the budgets of the command line.
 
     Attributes:
+        base: the settings of the file to write.
         steps, judged: the steps that the plan is made from, and those that it is judged on.
         cover: the largest bucket.
         largest: the largest bucket or step.
@@ -128,8 +127,11 @@ class _Planner:
         self.is_decode = arguments.phase == "decode"
         self.unit = "requests" if self.is_decode else "tokens"
         self._bar = partial(delayed_bar, enabled=not arguments.no_progress)
-        self.settings = _settings(arguments)
-        self.limit = self.settings.prefill_limit()
+        target = arguments.output
+        is_there = target is not None and is_replaced(target)
+        self.base = PiecewiseConfig.from_toml(target) if is_there else PiecewiseConfig()
+        self.settings = _settings(arguments, self.base)
+        self.limit = self.settings.prefill_sizes().limit
         if self.is_decode:
             self.limit = self.settings.decode_limit(tokens_per_request=arguments.tokens_per_request)
         self.cost, self.memory = _cost(arguments)
@@ -140,7 +142,7 @@ class _Planner:
         self.judged = self._steps_of(unseen) if unseen else self.steps
         self.cover = self._find_cover()
         self.largest = int(max(self.cover, self.steps.sizes[-1], self.judged.sizes[-1]))
-        if isinstance(self.cost, MeasuredCost):
+        if self.cost.unit == "ms":
             self.cost.check_reach(self.largest, path=arguments.cost)
         self.rate = self._slot_rate(known)
         usual = _HOLDOUT_SMOOTHING if arguments.holdout is not None else 0.0
@@ -267,6 +269,16 @@ class _Planner:
                 yield "  plan, as many", same, judge(same)
         yield "plan", chosen, judge(chosen)
 
+    def figure(self, compared: list[_Comparison], notes: list[str]) -> Any:
+        """Draws the compared lists, without the plans of as many graphs as an engine's grid has."""
+        lists = {name: buckets for name, buckets, _ in compared if not name.startswith(" ")}
+        grids = DECODE_GRIDS if self.is_decode else ENGINE_GRIDS
+        left_out = [f"{name} left out: no size up to {self.cover}" for name in grids if name not in lists]
+        traffic = ", ".join(Path(path).name for path in self.arguments.traffic)
+        title = f"{len(lists['plan'])} graphs for {traffic}\ncost: {self.cost.origin}, {date.today()}"
+        notes = [*left_out, *notes]
+        return plan_figure(self.judged, lists, title=title, unit=self.unit, notes=notes)
+
     def notes(self) -> Iterator[str]:
         """Yields notes for the reader on the traffic, the limits and the cost."""
         arguments, limit = self.arguments, self.limit
@@ -290,7 +302,7 @@ class _Planner:
             yield f"the memory budget allows {self.most_graphs} graphs"
         if self.smoothing:
             yield f"smoothed: {self.smoothing:.0%} of each step spread over sizes within 5 %"
-        if isinstance(self.cost, MeasuredCost):
+        if self.cost.unit == "ms":
             size, knots = self.cost.break_even(), self.cost.knots
             if self.largest > knots[-1]:
                 times = f"{self.largest / knots[-1]:.1f} times the largest measured size, {knots[-1]}"
@@ -319,13 +331,12 @@ def _shown(lines: list[_Comparison], cost: StepCost, unit: str) -> str:
     return table(rows)
 
 
-def _write(arguments: argparse.Namespace, chosen: tuple[int, ...]) -> None:
-    target = arguments.output
-    base = PiecewiseConfig.from_toml(target) if is_replaced(target) else PiecewiseConfig()
-    values: dict[str, Any] = {"buckets" if arguments.phase == "prefill" else "decode_batch_sizes": chosen}
+def _write(planner: _Planner, chosen: tuple[int, ...]) -> None:
+    arguments, target = planner.arguments, planner.arguments.output
+    values: dict[str, Any] = {"decode_batch_sizes" if planner.is_decode else "buckets": chosen}
     values |= {each: getattr(arguments, each) for each in _LIMITS if getattr(arguments, each) is not None}
     # Checked as a whole before writing: a file that contradicts the new limits is refused and unchanged.
-    changed = dataclasses.replace(base, **values)
+    changed = dataclasses.replace(planner.base, **values)
     with target.writing():
         changed.to_toml(target, only=list(values))
     if arguments.format == "text":

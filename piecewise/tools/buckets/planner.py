@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from piecewise.errors.tools import PlanTooLarge
 from piecewise.report.record import table
-from piecewise.tools.buckets.step_cost import Floats, GraphMemory, PaddedTokens, StepCost
+from piecewise.tools.buckets.step_cost import PADDED_TOKENS, Floats, GraphMemory, StepCost
 from piecewise.tools.buckets.steps import Histogram
 from piecewise.tools.buckets.traffic import Ints, Requests
 from runners.buckets import MAX_NUM_BUCKETS
@@ -32,8 +32,6 @@ Choices = NDArray[np.int32]
 # Backtracking keeps one number per layer and candidate.
 _MAX_TABLE = 200_000_000
 
-_PADDED_TOKENS = PaddedTokens()
-
 
 class BucketPlans:
     """Finds the best list of any number of sizes for the same steps, and reuses layers between lists.
@@ -42,7 +40,7 @@ class BucketPlans:
     counts; larger steps run eagerly under any plan and are ignored.
     """
 
-    def __init__(self, histogram: Histogram, *, cover: int, cost: StepCost = _PADDED_TOKENS) -> None:
+    def __init__(self, histogram: Histogram, *, cover: int, cost: StepCost = PADDED_TOKENS) -> None:
         self._sizes, costs, steps = _candidates(histogram, cover, cost)
         # Row and column 0 stand for "no bucket yet".
         self._prefix, self._price, self._best = (
@@ -163,7 +161,7 @@ def evaluate(
     buckets: tuple[int, ...],
     histogram: Histogram,
     *,
-    cost: StepCost = _PADDED_TOKENS,
+    cost: StepCost = PADDED_TOKENS,
     max_padding_ratio: float | None = None,
     memory: GraphMemory | None = None,
 ) -> PlanOutcome:

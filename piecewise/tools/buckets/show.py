@@ -6,7 +6,7 @@ import argparse
 import json
 from bisect import bisect_left
 from collections.abc import Iterator
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from piecewise.report.record import table
 from piecewise.settings.config import PiecewiseConfig
@@ -16,6 +16,9 @@ from runners.buckets import TokenBuckets
 
 # Both ends of a range of steps' sizes, included; None is no end.
 _Range: TypeAlias = "tuple[int, int | None]"
+# A size (None: above all), the steps that it serves, its worst padding, the steps that run eagerly, and why.
+_Row: TypeAlias = "tuple[int | None, _Range | None, float | None, _Range | None, str | None]"
+_COLUMNS = ("size", "serves", "worst_padding", "eager", "why")
 
 # The lists of a file, and what one of their sizes is called.
 _SIZES = {"buckets": "bucket", "decode_batch_sizes": "decode batch size"}
@@ -48,14 +51,21 @@ def run_show(arguments: argparse.Namespace) -> ExitCode:
     config = PiecewiseConfig.from_toml(arguments.file)
     # The padding ratio applies to prefill calls only.
     ratios = {"buckets": config.max_padding_ratio}
-    found = {name: list(rows(each, ratios.get(name))) for name, each in _clipped(config, arguments).items()}
+    found = {name: list(_rows(each, ratios.get(name))) for name, each in _clipped(config, arguments).items()}
     if arguments.json:
-        print(json.dumps({"file": arguments.file, **found}, indent=1))
+        described = {
+            name: [dict(zip(_COLUMNS, row, strict=True)) for row in rows] for name, rows in found.items()
+        }
+        print(json.dumps({"file": arguments.file, **described}, indent=1))
         return ExitCode.RIGHT
-    for name, lines in found.items():
+    for name, rows in found.items():
         if name == "decode_batch_sizes":
             print(f"\n{_NO_DECODE}")
-        print(table([(_SIZES[name], "serves", "worst padding", "runs eagerly", "why"), *map(_texts, lines)]))
+        texts: list[tuple[object, ...]] = [(_SIZES[name], "serves", "worst padding", "runs eagerly", "why")]
+        for size, serves, padding, eager, why in rows:
+            worst = f"{padding:.2f}x" if padding is not None else "-"
+            texts.append((size or "larger", _span(serves), worst, _span(eager), why or ""))
+        print(table(texts))
     return ExitCode.RIGHT
 
 
@@ -64,43 +74,24 @@ def _clipped(config: PiecewiseConfig, arguments: argparse.Namespace) -> dict[str
     return {"buckets": config.prefill_sizes()} | ({} if decode is None else {"decode_batch_sizes": decode})
 
 
-def rows(clipping: Clipping, max_padding_ratio: float | None) -> Iterator[dict[str, Any]]:
-    """Yields what becomes of steps by size, then of those above all sizes, whose row has the size None.
-
-    A row has the ranges of steps that the size serves and that run eagerly, both ends included, or None; the
-    upper end None is no end. `reason` is why they run eagerly, or why the size is never captured.
-    """
+def _rows(clipping: Clipping, max_padding_ratio: float | None) -> Iterator[_Row]:
+    """Yields what becomes of steps by size, and at last of those above all sizes that are captured."""
     buckets, limit = TokenBuckets(clipping.sizes), clipping.limit
     for size in buckets.sizes:
         low, high = buckets.range_for(size)
         ratio = max_padding_ratio or size
         # As calls are compared, since the quotient of the two is rounded otherwise.
         first = low + bisect_left(range(low, high), True, key=lambda n: size <= ratio * n)
-        eager, reason = None, None
+        eager, why = None, None
         if first > low:
-            eager, reason = (low, first - 1), f"padded by more than max_padding_ratio {ratio:g}"
-        yield _row(size, (first, high), eager, reason)
+            eager, why = (low, first - 1), f"padded by more than max_padding_ratio {ratio:g}"
+        yield size, (first, high), size / first, eager, why
     for clamped in clipping.clamped:
-        yield _row(clamped.size, None, None, f"never captured: {clamped}")
-    above = "above the largest size that is captured"
-    if limit.size is None:
-        yield _row(None, None, (buckets.max + 1, None), above)
-    elif limit.size == buckets.max:
-        yield _row(None, None, None, f"no step is larger than {limit.size} = {limit.reason}")
-    else:
-        reason = f"{above}; no step is larger than {limit.size} = {limit.reason}"
-        yield _row(None, None, (buckets.max + 1, limit.size), reason)
-
-
-def _row(size: int | None, serves: _Range | None, eager: _Range | None, reason: str | None) -> dict[str, Any]:
-    padding = None if size is None or serves is None else size / serves[0]
-    return {"size": size, "serves": serves, "worst_padding": padding, "eager": eager, "reason": reason}
-
-
-def _texts(row: dict[str, Any]) -> tuple[object, ...]:
-    size = "larger" if row["size"] is None else row["size"]
-    padding = "-" if row["worst_padding"] is None else f"{row['worst_padding']:.2f}x"
-    return size, _span(row["serves"]), padding, _span(row["eager"]), row["reason"] or ""
+        yield clamped.size, None, None, None, f"never captured: {clamped}"
+    above = None if limit.size == buckets.max else (buckets.max + 1, limit.size)
+    whys = ["above the largest size that is captured"] if above else []
+    whys += [] if limit.size is None else [f"no step is larger than {limit.size} = {limit.reason}"]
+    yield None, None, None, above, "; ".join(whys)
 
 
 def _span(ends: _Range | None) -> str:

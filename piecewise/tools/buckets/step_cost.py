@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,38 +19,28 @@ from runners.errors import short
 Floats = NDArray[np.float64]
 
 _MAX_BENCH_BYTES = 16 * 1024 * 1024
-_SCHEMA = "piecewise.bench/1"
+BENCH_SCHEMA = "piecewise.bench/1"
 # Latencies are extrapolated to at most this many times the largest measured size.
 _MOST_EXTRAPOLATED = 8
 
 
-class PaddedTokens:
-    """Counts tokens as the cost: a replay costs its bucket's tokens, an eager step its own."""
+class StepCost:
+    """Interpolates what steps cost between known sizes, which ascend strictly.
 
-    unit = "tokens"
-    knots: Ints = np.zeros(0, np.int64)
-
-    def graphed(self, buckets: Ints) -> Floats:
-        """Returns the cost of a replay of each bucket."""
-        return buckets.astype(np.float64)
-
-    def eager(self, num_tokens: Ints) -> Floats:
-        """Returns the cost of an eager step of each token count."""
-        return num_tokens.astype(np.float64)
-
-
-class MeasuredCost:
-    """Interpolates milliseconds between measured sizes, which ascend strictly.
-
-    Latency is constant below the smallest size; above the largest it goes on with the slope of the last two
+    The cost is constant below the smallest size; above the largest it goes on with the slope of the last two
     sizes, but never falls.
+
+    Args:
+        graphed, eager: of a replay of each size, and of an eager step of as many tokens.
+        unit: "ms" if they were measured, or "tokens".
+        origin: the unit, and what was measured: the model and the device.
     """
 
-    unit = "ms"
-
-    def __init__(self, num_tokens: Ints, graphed_ms: Floats, eager_ms: Floats) -> None:
-        self.knots = num_tokens
-        self._graphed, self._eager = graphed_ms, eager_ms
+    def __init__(
+        self, num_tokens: Ints, graphed: Floats, eager: Floats, unit: str = "ms", origin: str = "ms"
+    ) -> None:
+        self.knots, self.unit, self.origin = num_tokens, unit, origin
+        self._graphed, self._eager = graphed, eager
 
     def graphed(self, buckets: Ints) -> Floats:
         return self._interpolated(buckets, self._graphed)
@@ -86,7 +77,8 @@ class MeasuredCost:
         return int(between[np.argmax(slower)])
 
 
-StepCost = PaddedTokens | MeasuredCost
+# A replay costs its bucket's tokens, an eager step its own.
+PADDED_TOKENS = StepCost(np.arange(1, 3), np.arange(1.0, 3), np.arange(1.0, 3), "tokens", "padded tokens")
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +101,7 @@ class GraphMemory:
         return int(left // self.bytes_per_graph) if self.bytes_per_graph else MAX_BUCKET
 
 
-def read_bench(path: str | Path, *, variant: str = "graphed") -> tuple[MeasuredCost, GraphMemory | None]:
+def read_bench(path: str | Path, *, variant: str = "graphed") -> tuple[StepCost, GraphMemory | None]:
     """Reads latency curves, and memory if measured, from a file of `piecewise bench`.
 
     Args:
@@ -119,10 +111,7 @@ def read_bench(path: str | Path, *, variant: str = "graphed") -> tuple[MeasuredC
         WrongBenchFile: the file cannot be read, is of another schema, has no size measured both graphed and
             eagerly, or has a wrong value (named in the message).
     """
-    content = _read_json(Path(path))
-    if not isinstance(content, dict) or content.get("schema") != _SCHEMA:
-        found = content.get("schema") if isinstance(content, dict) else content
-        raise _wrong(path, f"the schema {_SCHEMA!r}", found)
+    content = read_json(path)
     results = content.get("results")
     if not isinstance(results, list):
         raise _wrong(path, "a list of results", results)
@@ -142,17 +131,26 @@ def read_bench(path: str | Path, *, variant: str = "graphed") -> tuple[MeasuredC
         names = sorted({str(line.get("variant")) for line in results})
         raise _wrong(path, f"a size with both {variant!r} and 'eager'", names)
     graphed, eager = (np.array([curves[name][size] for size in sizes]) for name in (variant, "eager"))
-    return MeasuredCost(np.array(sizes, np.int64), graphed, eager), _memory(path, content.get("memory"))
+    ran = content.get("environment")
+    device = ran.get("device") if isinstance(ran, dict) else None
+    origin = f"ms of {content.get('spec')!s:.60} on {device!s:.60}"
+    cost = StepCost(np.array(sizes, np.int64), graphed, eager, origin=origin)
+    return cost, _memory(path, content.get("memory"))
 
 
-def _read_json(path: Path) -> Any:
+def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Reads a file of `piecewise bench`, and checks its schema's name; raises WrongBenchFile."""
     try:
-        with path.open("rb") as file:
+        with Path(path).open("rb") as file:
             raw = file.read(_MAX_BENCH_BYTES + 1)
-        return json.loads(raw) if len(raw) <= _MAX_BENCH_BYTES else f"more than {_MAX_BENCH_BYTES} bytes"
+        content = json.loads(raw) if len(raw) <= _MAX_BENCH_BYTES else f"more than {_MAX_BENCH_BYTES} bytes"
     except (OSError, ValueError, RecursionError) as error:
         found = str(error)[:200] or "deep nesting"
         raise WrongBenchFile(where=path, wanted="a readable JSON file", found=found) from error
+    if not isinstance(content, dict) or content.get("schema") != BENCH_SCHEMA:
+        other = content.get("schema") if isinstance(content, dict) else content
+        raise _wrong(path, f"the schema {BENCH_SCHEMA!r}", other)
+    return content
 
 
 def _memory(path: str | Path, memory: Any) -> GraphMemory | None:
@@ -177,6 +175,6 @@ def _positive(path: str | Path, value: Any, where: str) -> float:
     return float(value)
 
 
-def _wrong(path: str | Path, wanted: str, found: Any, part: str = "") -> WrongBenchFile:
+def _wrong(path: str | os.PathLike[str], wanted: str, found: Any, part: str = "") -> WrongBenchFile:
     where = f"{path}{f': {part}' if part else ''}"
     return WrongBenchFile(where=where, wanted=wanted, found=short(found))

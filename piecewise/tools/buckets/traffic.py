@@ -11,6 +11,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
+from functools import partial
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, TextIO
@@ -119,13 +120,9 @@ def read_requests(
 
 
 def _detected(file: TextIO) -> str:
-    first = ""
-    while not first.strip():
-        first = file.readline(1 << 20)
-        if not first:
-            break
+    lines = (line.strip() for line in iter(partial(file.readline, 1 << 20), ""))
+    text = next(filter(None, lines), "")
     file.seek(0)
-    text = first.strip()
     if text.startswith("{"):
         if f'"{RECORDED_FORMAT}"' in text or text == "{":
             return "recorded"

@@ -95,18 +95,10 @@ class SideBySide:
     def __init__(
         self, demo: DemoModel, config: PiecewiseConfig, *, num_tokens: int, num_requests: int
     ) -> None:
-        shape = demo.reference.config
         self._demo = demo
-        self.cache = boundary_ops.PagedKVCache(
-            num_layers=shape.num_hidden_layers,
-            # Every request may leave its last block nearly empty.
-            num_blocks=-(-num_tokens // BLOCK_SIZE) + num_requests,
-            block_size=BLOCK_SIZE,
-            num_kv_heads=shape.num_key_value_heads,
-            head_dim=shape.head_dim,
-            dtype=torch.float32,
-            device=next(demo.model.parameters()).device,
-        )
+        # Every request may leave its last block nearly empty.
+        room = num_tokens + num_requests * BLOCK_SIZE
+        self.cache = boundary_ops.PagedKVCache.for_model(demo.model, num_tokens=room, block_size=BLOCK_SIZE)
         self._pasts: dict[str, Any] = {}
         # Transformers renamed the argument within version 5, and warns at each use of the older name.
         accepted = inspect.signature(demo.reference.forward).parameters
@@ -208,7 +200,10 @@ class SideBySide:
             chunks = {f"part {index}": part for index, part in enumerate(parts)}
             rows.append(self.step(chunks).row())
             self.finish(list(chunks))
-        print(f"\n{table(rows)}")
+        print(
+            "\nLargest difference from the unmodified model, as a share of its largest value, and whether the"
+        )
+        print(f"graphed model's result equals its own eager run bit for bit:\n{table(rows)}")
 
 
 def run(arguments: argparse.Namespace) -> ExitCode:
@@ -241,7 +236,7 @@ def run(arguments: argparse.Namespace) -> ExitCode:
         print(f"\nTraced and captured in {time.perf_counter() - started:.1f} s\n")
         pair.run_prompts(chunks)
         pair.run_sizes()
-    print(f"\n{pair.graphed.report()}")
+    print(f"\n{pair.graphed.report().to_text(full=arguments.full)}")
     print(*[f"\nDIFFERENT: {problem}" for problem in pair.problems], sep="")
     print(*[f"\nNOT REPLAYED: {call}" for call in pair.unserved], sep="")
     if not pair.problems:

@@ -185,10 +185,7 @@ def test_a_head_that_may_pool_is_refused_by_name(cls):
     cls = getattr(transformers, cls) if isinstance(cls, str) else cls
     heads = dict(num_attention_heads=4, num_key_value_heads=4)
     model = cls(getattr(transformers, config)(**{**SMALL, **heads, **changes})).eval()
-    cache = PagedKVCache(
-        num_layers=LAYERS, num_blocks=8, block_size=4, num_kv_heads=4, head_dim=8, dtype=model.dtype,
-        device=model.device,
-    )  # fmt: skip
+    cache = PagedKVCache.for_model(model, num_tokens=32, block_size=4)
     with pytest.raises(PoolingHead, match=rf"(?s){cls.__name__}.*Rule:.*Fix:.*(attach|without)") as error:
         attach(model, cache)
     assert TOKEN_WISE[0] in str(error.value)

@@ -116,11 +116,11 @@ def test_an_int_that_may_change_is_no_difference():
 def test_tensors_that_are_one_or_two_are_named():
     graphed = captured(Model(), x=X, table={"a": ROW, "b": ROW}, weight=ROW.clone())
     parts = {"a": ROW, "b": ROW.clone()}
-    assert "table['a'] and table['b'] are two tensors, unlike at capture" in told(
+    assert "the tensor of table['b'] is its own, was that of table['a'] at capture" in told(
         graphed, X, ROW.clone(), table=parts
     )
     graphed = captured(Model(), x=X, table={"a": ROW, "b": ROW.clone()})
-    assert "table['a'] and table['b'] are one tensor, unlike at capture" in told(
+    assert "the tensor of table['b'] is that of table['a'], was its own at capture" in told(
         graphed, X, table=dict.fromkeys("ab", ROW)
     )
 

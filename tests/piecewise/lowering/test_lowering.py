@@ -80,11 +80,7 @@ def test_a_transformers_llama_is_eagers_to_rounding():
     from boundary_ops.huggingface.adapter import attach
 
     model = build("Llama", num_hidden_layers=4)
-    config = model.config
-    cache = PagedKVCache(
-        num_layers=4, num_blocks=32, block_size=4, num_kv_heads=config.num_key_value_heads,
-        head_dim=model.base_model.layers[0].self_attn.head_dim, dtype=model.dtype, device="cpu",
-    )  # fmt: skip
+    cache = PagedKVCache.for_model(model, num_tokens=128, block_size=4)
     attach(model, cache)
     graphed = piecewise.compile(model, buckets=[8, 16], lowering="inductor", progress=False)
     ids = torch.arange(8).unsqueeze(0)

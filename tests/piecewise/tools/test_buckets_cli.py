@@ -465,7 +465,7 @@ def test_show_says_of_each_step_once_whether_it_is_served_as_the_router_does(cap
     rows = json.loads(capsys.readouterr().out)["buckets"]
     assert [row["size"] for row in rows] == [*listed, None]
     config = PiecewiseConfig.from_toml(path)
-    most = config.prefill_limit().size
+    most = config.prefill_sizes().limit.size
     captured = config.within_limits()[0].buckets
     for num_tokens in range(1, (most or 400) + 1):
         told = []
@@ -474,7 +474,7 @@ def test_show_says_of_each_step_once_whether_it_is_served_as_the_router_does(cap
                 ends = row[kind]
                 if ends and ends[0] <= num_tokens and (ends[1] is None or num_tokens <= ends[1]):
                     told.append((kind, row["size"]))
-                    assert kind == "serves" or row["reason"]
+                    assert kind == "serves" or row["why"]
         bucket = min((size for size in captured if size >= num_tokens), default=None)
         is_served = bucket is not None and (ratio is None or not bucket > ratio * num_tokens)
         assert told == [("serves" if is_served else "eager", bucket)], num_tokens

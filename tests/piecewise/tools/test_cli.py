@@ -197,10 +197,10 @@ def test_usage_errors_end_with_2(capsys, argv):
 
 
 def test_explain_prints_each_segment_and_the_share(case_folder, capsys):
-    assert run("explain", "cli_case:case", "--buckets", "8") == 0
+    assert run("explain", "cli_case:case", "--buckets", "8", "--full") == 0
     printed = capsys.readouterr().out
     header, *rows = [line.split() for line in printed.splitlines()[:6]]
-    assert header[:3] == ["segment", "kind", "ops"]
+    assert header == ["segment", "runs", "as", "ops", "modules"]
     # Two blocks of linear, boundary op, linear; the linears on both sides of the border share a segment.
     assert [row[:2] for row in rows] == [
         ["0", "graph"], ["1", "boundary"], ["2", "graph"], ["3", "boundary"], ["4", "graph"]
@@ -210,9 +210,17 @@ def test_explain_prints_each_segment_and_the_share(case_folder, capsys):
     assert "3 graph, 2 boundary and 0 eager segments; 100.0% of ops in graphs" in printed
 
 
+def test_explain_folds_layers_that_are_alike(case_folder, capsys):
+    assert run("explain", "cli_case:case", "--buckets", "8") == 0
+    header, *rows = capsys.readouterr().out.splitlines()[:5]
+    assert header.split() == ["layers", "segments", "runs", "as", "ops", "each", "modules"]
+    assert re.fullmatch(r"0 to 1 +2 +boundary +1 +N: cli_test::mix", rows[1]), rows
+    assert [row.split()[-1] for row in rows[2:]] == ["1", "1.second"]
+
+
 def test_explain_as_json_is_json(case_folder, capsys):
     assert run("explain", "cli_case:case", "--format", "json") == 0
-    assert json.loads(capsys.readouterr().out)
+    assert len(json.loads(capsys.readouterr().out)["segments"]) == 5
     assert run("explain", "cli_case:case", "--format", "markdown") == 0
     assert "|" in capsys.readouterr().out
 
@@ -231,7 +239,7 @@ def test_bench_prints_the_parts_at_two_depths(capsys):
     # What is compared grows with depth, by the same for each layer where layers serve each other.
     compared = {depth: num_compared(line) for depth, line in rows.items()}
     for depth in (3, 4):
-        compared[depth] = host_overhead.host_time(depth, num_calls=1).num_entries
+        compared[depth] = host_overhead.host_time(depth, num_calls=1)["num_entries"]
     per_layer = compared[4] - compared[3]
     assert compared[32] == compared[4] + 28 * per_layer and compared[2] + per_layer <= compared[3]
 

@@ -15,8 +15,9 @@ import boundary_ops
 import piecewise
 from piecewise.errors.tools import NoMatplotlib, NothingToMeasure, WrongCase
 from piecewise.tools.bench.latency import LatencyBench
-from piecewise.tools.bench.result import SCHEMA, BenchResult, Spread
+from piecewise.tools.bench.result import BenchResult, Spread
 from piecewise.tools.bench.variants import PEERS, VariantMaker, run_floor
+from piecewise.tools.buckets.step_cost import BENCH_SCHEMA
 
 HIDDEN = 8
 
@@ -64,7 +65,7 @@ def run(case: piecewise.PrefillCase, **options: Any) -> BenchResult:
 
 def test_each_size_and_variant_has_a_line_and_a_ratio() -> None:
     found = json.loads(run(make_case()).to_json())
-    assert found["schema"] == SCHEMA and found["skipped"] == {} and found["sizes"] == [4, 8]
+    assert found["schema"] == BENCH_SCHEMA and found["skipped"] == {} and found["sizes"] == [4, 8]
     lines = {(line["num_tokens"], line["variant"]) for line in found["results"]}
     assert lines == {(n, name) for n in (4, 8) for name in ("eager", "graphed", "floor")}
     for line in found["results"]:
@@ -149,12 +150,12 @@ def test_the_floor_runs_the_plans_kernels() -> None:
     with torch.inference_mode():
         maker = VariantMaker(case, config, [4])
         graphed, _ = maker._captured("graphed")
-        args, kwargs = case.inputs(4)
         (signature,) = inspect(graphed).signatures
-        _, leaves = signature.match(signature.binder.bind(*args, **kwargs))
         functions = signature.assemblers[0].functions
-        (found,) = run_floor(signature.served[4].plan, functions, leaves, 4)
-        assert torch.equal(found, case.model(*args, **kwargs)["y"])
+        with case.inputs(4) as (args, kwargs):
+            _, leaves = signature.match(signature.binder.bind(*args, **kwargs))
+            (found,) = run_floor(signature.served[4].plan, functions, leaves, 4)
+            assert torch.equal(found, case.model(*args, **kwargs)["y"])
 
 
 def test_a_record_is_written_whole_and_drawn(tmp_path: Any) -> None:

@@ -14,7 +14,7 @@ from traces import TRACES, needs_traces
 from piecewise.errors.tools import PlanTooLarge, WrongBenchFile
 from piecewise.settings.grids import ENGINE_GRIDS, Grid
 from piecewise.tools.buckets.planner import BucketPlans, SlotRate, _layer, evaluate, padded_slots
-from piecewise.tools.buckets.step_cost import GraphMemory, MeasuredCost, PaddedTokens, read_bench
+from piecewise.tools.buckets.step_cost import PADDED_TOKENS, GraphMemory, StepCost, read_bench
 from piecewise.tools.buckets.steps import Histogram, chunked, packed
 from piecewise.tools.buckets.traffic import read_requests
 
@@ -22,7 +22,7 @@ CHUNK = 2048
 
 
 def plan_buckets(steps: Histogram, *, max_graphs: int, cover: int, cost=None) -> tuple[int, ...]:
-    return BucketPlans(steps, cover=cover, cost=cost or PaddedTokens()).of(max_graphs)
+    return BucketPlans(steps, cover=cover, cost=cost or PADDED_TOKENS).of(max_graphs)
 
 
 def histogram(counts: dict[int, int]) -> Histogram:
@@ -72,7 +72,7 @@ curves = st.lists(
 @settings(deadline=None)
 def test_a_measured_curve_that_falls_and_rises_is_planned_exactly_too(counts, max_graphs, points):
     sizes, times = (np.array(each) for each in zip(*points, strict=True))
-    cost = MeasuredCost(sizes, times.astype(float), times.astype(float))
+    cost = StepCost(sizes, times.astype(float), times.astype(float))
     graphed = {size: float(cost.graphed(np.array([size]))[0]) for size in range(1, 11)}
     found = plan_buckets(histogram(counts), max_graphs=max_graphs, cover=10, cost=cost)
     assert found[-1] == 10 and len(found) <= max_graphs
@@ -162,10 +162,10 @@ def test_graphs_without_a_share_of_their_own_are_bounded_by_the_pool_only():
 
 
 def test_latencies_are_interpolated_and_continued():
-    cost = MeasuredCost(np.array([10, 20, 40]), np.array([1.0, 2.0, 3.0]), np.array([5.0, 5.0, 4.0]))
+    cost = StepCost(np.array([10, 20, 40]), np.array([1.0, 2.0, 3.0]), np.array([5.0, 5.0, 4.0]))
     assert cost.graphed(np.array([1, 10, 15, 40, 60])).tolist() == [1, 1, 1.5, 3, 4]
     assert cost.eager(np.array([60])).tolist() == [4], "a falling end is not continued below zero"
-    alone = MeasuredCost(np.array([10]), np.array([1.0]), np.array([5.0]))
+    alone = StepCost(np.array([10]), np.array([1.0]), np.array([5.0]))
     assert alone.graphed(np.array([1, 99])).tolist() == [1, 1]
 
 
@@ -174,7 +174,7 @@ def test_latencies_are_interpolated_and_continued():
     [([1.0, 2.0, 3.0], None), ([1.0, 2.0, 6.0], 27), ([6.0, 1.0, 6.0], 30), ([9.0, 9.0, 9.0], 10)],
 )
 def test_from_where_on_graphs_do_not_pay(graphed, size):
-    cost = MeasuredCost(np.array([10, 20, 40]), np.array(graphed), np.array([5.0, 3.0, 4.0]))
+    cost = StepCost(np.array([10, 20, 40]), np.array(graphed), np.array([5.0, 3.0, 4.0]))
     found = cost.break_even()
     assert (found is None) == (size is None)
     if found is not None:
@@ -322,4 +322,4 @@ def test_the_plan_pads_no_more_than_any_engine_s_grid_of_its_size(name, kind):
 
 def test_padded_tokens_cost_their_bucket_graphed_and_themselves_eager():
     sizes = np.array([3, 8])
-    assert PaddedTokens().graphed(sizes).tolist() == PaddedTokens().eager(sizes).tolist() == [3.0, 8.0]
+    assert PADDED_TOKENS.graphed(sizes).tolist() == PADDED_TOKENS.eager(sizes).tolist() == [3.0, 8.0]
