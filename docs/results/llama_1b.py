@@ -47,6 +47,14 @@ def llama_8b() -> piecewise.PrefillCase:
     )  # fmt: skip
 
 
+def four_layers() -> piecewise.PrefillCase:
+    """4 layers of the width of `llama_1b`, for the gate: set up in seconds."""
+    return _case(
+        dict(vocab_size=32000, hidden_size=2048, intermediate_size=8192, num_hidden_layers=4,
+             num_attention_heads=32, num_key_value_heads=8, head_dim=64)
+    )  # fmt: skip
+
+
 def smoke() -> piecewise.PrefillCase:
     """3 layers, hidden 128: shows that the command works."""
     return small_layers(3)
@@ -152,7 +160,7 @@ def main() -> int:
     for name, options in runs.items():
         if arguments.only not in (None, name):
             continue
-        result = run_spec(f"docs.results.llama_1b:{name}", log=sys.stderr, **options)
+        result = run_spec(f"docs.results.llama_1b:{name}", **options)
         result.write(arguments.out / f"{name}.json")
         try:
             result.plot(arguments.out / f"{name}.png")

@@ -5,9 +5,8 @@ The verdict follows from what the op does to token rows, never from its name.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -16,7 +15,7 @@ from piecewise import torch_api
 from piecewise.analysis.rows.judge import Judge
 from piecewise.analysis.rows.walk import RowsWalk
 from piecewise.analysis.token_dim import TokenSymbol
-from piecewise.ir.effects import NodeFacts, written_storages
+from piecewise.ir.effects import Facts, NodeFacts, written_storages
 from piecewise.ir.nodes import fakes_of, has_fakes, is_call, is_tuple_item, storages_of, target_name, value_of
 from piecewise.ir.tensors import storage_of, tensors_in
 from piecewise.trace.trace import Trace
@@ -45,8 +44,7 @@ REASONS: Mapping[str, str] = {
 _COLLECTIVES = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd", "symm_mem"})
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Verdict:
+class Verdict(NamedTuple):
     """Holds where a node runs: "graph", "boundary", "eager" or "scalar". An eager node, and a boundary op
     that might have been in a graph, also has a code of `REASONS` and a detail."""
 
@@ -60,6 +58,9 @@ class Verdict:
         return cls(kind, code, ": ".join(filter(None, (REASONS[code], detail))))
 
 
+Verdicts = dict[fx.Node, Verdict]
+
+
 def kind_outside(fact: NodeFacts) -> str:
     return "eager" if fact.boundary is None else "boundary"
 
@@ -68,23 +69,16 @@ class Classifier:
     """Classifies the nodes of one graph; `rows` holds what is known of each value's rows."""
 
     def __init__(
-        self,
-        trace: Trace,
-        facts: Mapping[fx.Node, NodeFacts],
-        token: TokenSymbol,
-        *,
-        judge: Judge,
-        forced: Mapping[fx.Node, Verdict],
-        captures_boundaries: bool = False,
+        self, trace: Trace, facts: Facts, token: TokenSymbol, judge: Judge, forced: Verdicts, captures: bool
     ) -> None:
         self.trace, self.facts, self.token, self.judge = trace, facts, token, judge
-        self.graph, self.captures_boundaries = trace.graph.graph, captures_boundaries
-        self.verdicts: dict[fx.Node, Verdict] = {}
+        self.graph, self.captures_boundaries = trace.graph.graph, captures
+        self.verdicts: Verdicts = {}
         self.rows = RowsWalk(judge, facts)
         self._device: torch.device = trace.example.leaves[token.anchor[0]].device
         self._forced = dict(forced)
 
-    def run(self) -> dict[fx.Node, Verdict]:
+    def run(self) -> Verdicts:
         """Returns one verdict per call node, and marks pinned views in `node.meta["pinned"]`."""
         while True:
             self.rows = RowsWalk(self.judge, self.facts)
@@ -101,9 +95,6 @@ class Classifier:
                 for node, verdict in found.items()
             }
 
-    def _carries_tokens(self, tensor: torch.Tensor) -> bool:
-        return any(map(self._varies, tensor.shape))
-
     def _varies(self, size: Any) -> bool:
         """Whether a size or stride is not a constant: it follows the token count or another symbol."""
         known = self.judge.known.of(size)
@@ -117,8 +108,7 @@ class Classifier:
         if is_tuple_item(node):
             self.rows.item(node)
             return self.verdicts[node.args[0]]  # type: ignore[index]
-        verdict = self._forced.get(node)
-        if verdict is None:
+        if (verdict := self._forced.get(node)) is None:
             code = self._unrecordable(node, fact, value_of(node))
             is_checked = fact.recording is not None and bool(fact.recording.calls)
             if not (code or fact.writes or is_checked or has_fakes(node)):
@@ -130,16 +120,17 @@ class Classifier:
         return verdict
 
     def _by_rows(self, node: fx.Node, fact: NodeFacts) -> Verdict:
-        mixes = self.rows.in_graph(node)
-        if mixes is None:
+        if (mixes := self.rows.in_graph(node)) is None:
             return Verdict("graph")
         if mixes.code == "unknown_op":
             return Verdict("eager", *mixes)
         made = fact.writes or [node]
-        reads, makes = (any(map(self._carries_tokens, fakes_of(each))) for each in (fact.reads, made))
+        reads, makes = (
+            any(self._varies(size) for fake in fakes_of(nodes) for size in fake.shape)
+            for nodes in (fact.reads, made)
+        )
         is_gone = mixes.code == "mixes_tokens" and reads and not makes
-        code = "consumes_token_dim" if is_gone else mixes.code
-        return Verdict.of(code, detail=mixes.detail)
+        return Verdict.of("consumes_token_dim" if is_gone else mixes.code, detail=mixes.detail)
 
     def _boundary_verdict(self, node: fx.Node, fact: NodeFacts) -> Verdict:
         """Returns "graph" where capturing was asked for and is possible; the op may write any state."""
@@ -182,7 +173,7 @@ class Classifier:
         numbers = [size for size in sizes if isinstance(size, torch_api.SYMBOLIC)]
         return bool(torch_api.free_symbols(numbers, self.trace.shape_env))
 
-    def _shared_writes(self) -> dict[fx.Node, Verdict]:
+    def _shared_writes(self) -> Verdicts:
         """Finds graph ops that write memory which an eager op also holds; these ops become eager."""
         held = storages_of(each.node for each in self.trace.placeholders if each.kind == "input")
         for node, verdict in self.verdicts.items():
@@ -194,7 +185,7 @@ class Classifier:
             if verdict.kind == "graph" and written_storages([self.facts[node]]) & held
         }
 
-    def _shared_copies(self) -> dict[fx.Node, Verdict]:
+    def _shared_copies(self) -> Verdicts:
         """Finds values with padding between their rows, of which eager ops get separate dense copies: such a
         value is made eagerly where an eager op writes its memory and another op, or view, reads it."""
         written: set[int] = set()
@@ -241,7 +232,7 @@ class Classifier:
     def _is_in_graph(self, node: fx.Node) -> bool:
         return node in self.verdicts and self.verdicts[node].kind == "graph"
 
-    def _pinned_views(self) -> dict[fx.Node, Verdict]:
+    def _pinned_views(self) -> Verdicts:
         """Pins views that a boundary op or the caller takes: each is made once, beside its base, and so
         eagerly where graphs do not own that base."""
         found = {}
@@ -252,7 +243,7 @@ class Classifier:
                 found[taken] = Verdict.of("view_for_boundary")
         return found
 
-    def _borders(self) -> dict[fx.Node, Verdict]:
+    def _borders(self) -> Verdicts:
         """Finds values that leave a graph though real rows do not lead; their origin runs eagerly [I1]."""
         verdict = Verdict.of("mixes_tokens", detail="its real rows do not lead where it leaves the graph")
         found = {}

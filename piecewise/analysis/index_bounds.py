@@ -110,9 +110,7 @@ def check_indices(op: torch_api.OpOverload, args: Sequence[Any], kwargs: Mapping
 class CheckedIndices(torch_api.TorchDispatchMode):
     """Calls `check_indices` before each aten op in its block, also inside Python kernels of custom ops."""
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func.namespace == "aten":
             check_indices(func, args, kwargs)

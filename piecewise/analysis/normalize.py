@@ -5,7 +5,7 @@
 2. The nodes between the entry and the exit of a `vmap` become one node: their tensors exist only inside.
 3. Autocast regions become `meta["autocast"]` on each node: a region may span segments, and each segment
    re-opens it. Grad-mode switches are dropped, since captures serve calls without grad.
-4. Ops on tensor subclasses become the ops below them, on the plain inner tensors (`trace/subclasses`).
+4. Ops on tensor subclasses become the ops below them, on the plain inner tensors (`trace/subclasses.py`).
 5. A `getitem` on a tuple moves next to its producer, so that tuples never cross a segment border.
 6. Numbers that the model returns, and that Dynamo carries in 0-dim tensors, become numbers again.
 7. Float attributes that Dynamo carries in tensors (`dynamic=True`) become numbers where the trace fixed them.
@@ -29,8 +29,7 @@ from piecewise import torch_api
 from piecewise.errors.analysis import NestedTuple, ReshapesInPlace
 from piecewise.ir.nodes import call_on_fakes, is_call, source_line, storages_of, target_name, value_of
 from piecewise.ir.tensors import storage_of
-from piecewise.trace.subclasses.state import mark_subclasses, open_state
-from piecewise.trace.subclasses.subclasses import Wrapped, see_through
+from piecewise.trace.subclasses import Wrapped, mark_subclasses, open_state, see_through
 from piecewise.trace.trace import Trace
 
 _GRAD_SWITCHES = ("_set_grad_enabled", "_enter_inference_mode", "_exit_inference_mode")
@@ -64,7 +63,10 @@ def normalize(
         TraceError: a tensor subclass cannot be replaced by its inner tensors.
     """
     _inline_wrappers(graph)
-    _refuse_reshaping_in_place(graph.graph)
+    for node in filter(is_call, graph.graph.nodes):
+        name, line = target_name(node), source_line(node)
+        if name.rpartition("::")[2] in _RESHAPE_IN_PLACE:
+            raise ReshapesInPlace(name=name, where=f" ({line})" if line else "", twin=name.rstrip("_"))
     _join_transforms(graph)
     _lift_regions(graph.graph)
     wrapped = see_through(graph)
@@ -82,11 +84,18 @@ def _function_name(node: fx.Node) -> str:
 
 def _inline_wrappers(graph: fx.GraphModule) -> None:
     for node in list(graph.graph.nodes):
-        inner, arguments = _wrapped_module(graph, node)
+        inner, given = _wrapped_module(graph, node)
         if inner is None:
             continue
         _inline_wrappers(inner)
-        result = _copy_inner(graph, node, inner, arguments)
+        values: dict[fx.Node, Any] = dict(zip(inner.graph.find_nodes(op="placeholder"), given, strict=True))
+        with graph.graph.inserting_before(node):
+            for held in inner.graph.find_nodes(op="get_attr"):
+                name = f"{node.name}_{held.name}"
+                setattr(graph, name, getattr(inner, str(held.target)))
+                values[held] = graph.graph.create_node("get_attr", name)
+                values[held].meta = dict(held.meta)
+            result = graph.graph.graph_copy(inner.graph, values)
         for user in list(node.users):
             is_item = user.op == "call_function" and user.target is operator.getitem
             if is_item and isinstance(result, (tuple, list)):
@@ -98,17 +107,6 @@ def _inline_wrappers(graph: fx.GraphModule) -> None:
             node.replace_all_uses_with(result)
         graph.graph.erase_node(node)
     graph.recompile()
-
-
-def _copy_inner(graph: fx.GraphModule, node: fx.Node, inner: fx.GraphModule, arguments: list[Any]) -> Any:
-    values: dict[fx.Node, Any] = dict(zip(inner.graph.find_nodes(op="placeholder"), arguments, strict=True))
-    with graph.graph.inserting_before(node):
-        for held in inner.graph.find_nodes(op="get_attr"):
-            name = f"{node.name}_{held.name}"
-            setattr(graph, name, getattr(inner, str(held.target)))
-            values[held] = graph.graph.create_node("get_attr", name)
-            values[held].meta = dict(held.meta)
-        return graph.graph.graph_copy(inner.graph, values)
 
 
 def _wrapped_module(graph: fx.GraphModule, node: fx.Node) -> tuple[fx.GraphModule | None, list[Any]]:
@@ -125,13 +123,6 @@ def _wrapped_module(graph: fx.GraphModule, node: fx.Node) -> tuple[fx.GraphModul
     return None, []
 
 
-def _refuse_reshaping_in_place(graph: fx.Graph) -> None:
-    for node in filter(is_call, graph.nodes):
-        name, line = target_name(node), source_line(node)
-        if name.rpartition("::")[2] in _RESHAPE_IN_PLACE:
-            raise ReshapesInPlace(name=name, where=f" ({line})" if line else "", twin=name.rstrip("_"))
-
-
 class _Joined:
     """Runs the nodes of a `vmap` as one function; equal programs have equal names."""
 
@@ -140,8 +131,7 @@ class _Joined:
         self.__name__, self.__module__ = "vmap", __name__
 
     def __call__(self, *arguments: Any) -> tuple[Any, ...]:
-        made: tuple[Any, ...] = self._module(*arguments)
-        return made
+        return self._module(*arguments)
 
     def __repr__(self) -> str:
         return f"vmap of {self._module.code}"
@@ -258,11 +248,8 @@ def _rename_in_place_results(graph: fx.Graph) -> None:
         written = node.args[0] if is_call(node) and node.args else None
         if isinstance(written, fx.Node) and _writes_first_argument(node):
             # Comparing as text adds no guard on sizes.
-            views = [
-                f"{storage_of(fake)} {[*fake.shape]} {[*fake.stride()]} {fake.storage_offset()}"
-                for fake in map(value_of, (written, node))
-                if isinstance(fake, torch.Tensor)
-            ]
+            fakes = [fake for fake in map(value_of, (written, node)) if isinstance(fake, torch.Tensor)]
+            views = [f"{storage_of(t)} {[*t.shape]} {[*t.stride()]} {t.storage_offset()}" for t in fakes]
             if len(views) == 2 and views[0] == views[1]:
                 node.replace_all_uses_with(written)
 

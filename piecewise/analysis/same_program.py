@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
 from typing import Any
 
 import sympy
@@ -12,14 +11,13 @@ from torch import fx
 
 from piecewise import torch_api
 from piecewise.calls.structure import Structure
-from piecewise.ir.effects import NodeFacts
+from piecewise.ir.effects import Facts
 from piecewise.ir.graph_key import argument_key
 from piecewise.ir.nodes import fakes_of, has_fakes, is_call, source_line, storages_of, target_name, value_of
 from piecewise.ir.plan import ResultLeaf
 from piecewise.ir.tensors import storage_of
 from piecewise.trace.trace import Trace
 
-Facts = Mapping[fx.Node, NodeFacts]
 _VIEW = "view of"
 
 
@@ -104,11 +102,8 @@ class Program:
             return ()
         written = storages_of(fact.writes)
         holders = dict.fromkeys(other for each in written for other in self._holders.get(each, ()))
-        return sorted(
-            str(self._names[other])
-            for other in holders
-            if other.op == "placeholder" or any(order[user] > order[node] for user in other.users)
-        )
+        later = {other for other in holders if any(order[user] > order[node] for user in other.users)}
+        return sorted(str(self._names[each]) for each in holders if each.op == "placeholder" or each in later)
 
     def _result(self, node: Structure) -> Any:
         if node.kind in ("tensor", "int"):
@@ -135,8 +130,7 @@ class Program:
         return tuple(map(self._number, sizes))
 
     def _number(self, value: Any) -> Any:
-        expr = torch_api.expression(value, self._trace.shape_env)
-        if expr is None:
+        if (expr := torch_api.expression(value, self._trace.shape_env)) is None:
             return repr(value)
         if expr not in self._known:
             taken = expr.subs(self._symbol, self._num_tokens) if self._symbol is not None else expr

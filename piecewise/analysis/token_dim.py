@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import sympy
 import torch
@@ -12,23 +12,15 @@ from torch import fx
 
 import boundary_ops
 from piecewise import torch_api
-from piecewise.errors.analysis import (
-    FixedTokenCount,
-    NoAnchorInput,
-    NoBoundaryOp,
-    NoCommonDim,
-    SeveralDims,
-    WritesTwice,
-)
-from piecewise.ir.effects import NodeFacts
+from piecewise.errors import analysis as errors
+from piecewise.ir.effects import Facts, NodeFacts
 from piecewise.ir.nodes import fakes_of, module_path, source_line, storages_of, target_name, value_of
 from piecewise.ir.plan import InputRule
 from piecewise.ir.tensors import bound_arguments, storage_of
 from piecewise.trace.trace import Trace
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class TokenSymbol:
+class TokenSymbol(NamedTuple):
     """Holds the token count's symbol, its example value, the inputs that carry it, and the (leaf, dim) whose
     size is exactly the count."""
 
@@ -38,7 +30,7 @@ class TokenSymbol:
     anchor: tuple[int, int]
 
 
-def find_token_symbol(trace: Trace, facts: Mapping[fx.Node, NodeFacts]) -> TokenSymbol:
+def find_token_symbol(trace: Trace, facts: Facts) -> TokenSymbol:
     """Returns the token symbol; specialises the other symbols of inputs that carry it to their example value.
 
     Raises:
@@ -47,7 +39,7 @@ def find_token_symbol(trace: Trace, facts: Mapping[fx.Node, NodeFacts]) -> Token
     """
     boundaries = [(node, fact) for node, fact in facts.items() if fact.boundary is not None]
     if not boundaries:
-        raise NoBoundaryOp
+        raise errors.NoBoundaryOp
     outside = storages_of(placeholder.node for placeholder in trace.placeholders)
     _check_pools(boundaries, outside)
     candidates: set[sympy.Symbol] = set()
@@ -57,11 +49,16 @@ def find_token_symbol(trace: Trace, facts: Mapping[fx.Node, NodeFacts]) -> Token
         if len(candidates) == 1:
             break
     symbol = _only(candidates, trace, boundaries[0][0])
-    _make_the_rest_static(trace, symbol)
+    # The 3 of a [3, n] or the hidden size of [1, n, hidden] becomes static; the token count stays dynamic.
+    for fake in fakes_of(placeholder.node for placeholder in trace.placeholders):
+        symbols = [torch_api.free_symbols([size], trace.shape_env) for size in fake.shape]
+        for size, others in zip(fake.shape, symbols, strict=True):
+            if others and symbol not in others and symbol in set[Any]().union(*symbols):
+                int(size)  # adds Eq(other, hint) to the ShapeEnv; later `simplify` returns the constant
     inputs = _inputs_carrying(trace, symbol)
     anchor = next(((rule.leaf, rule.anchor_dim) for rule in inputs if rule.anchor_dim >= 0), None)
     if anchor is None:
-        raise NoAnchorInput(symbol=symbol)
+        raise errors.NoAnchorInput(symbol=symbol)
     leaf, dim = anchor
     return TokenSymbol(symbol, int(trace.example.leaves[leaf].shape[dim]), inputs, anchor)
 
@@ -73,7 +70,7 @@ def _check_pools(boundaries: Sequence[tuple[fx.Node, NodeFacts]], outside: set[i
         if fact.boundary is not None and fact.boundary.repeatable:
             memory = storages_of(fact.writes) & outside
             if memory & written:
-                raise WritesTwice(op=target_name(node), place=module_path(node))
+                raise errors.WritesTwice(op=target_name(node), place=module_path(node))
             written |= memory
 
 
@@ -99,16 +96,20 @@ def _only(candidates: set[sympy.Symbol], trace: Trace, node: fx.Node) -> sympy.S
         return next(iter(candidates))
     # The user's line that calls the op; the frames of the op's own library are left out.
     line = source_line(node, outside=os.path.dirname(boundary_ops.__file__))
-    about = dict(
-        where=f"'{target_name(node)}'" + (f" ({line})" if line else ""), inputs=_describe_inputs(trace)
-    )
+    inputs = [
+        f"{trace.example.names[leaf]} [{', '.join(map(str, trace.symbols_of_leaf(leaf) or value.shape))}]"
+        for leaf, value in enumerate(trace.example.leaves)
+        if isinstance(value, torch.Tensor)
+    ]
+    where = f"'{target_name(node)}'" + (f" ({line})" if line else "")
+    about = dict(where=where, inputs=", ".join(inputs) or "no tensors")
     if candidates:
-        raise SeveralDims(names=", ".join(sorted(map(str, candidates))), **about)
+        raise errors.SeveralDims(names=", ".join(sorted(map(str, candidates))), **about)
     if any(_symbols_of(tensor, trace) for tensor in fakes_of(node.all_input_nodes)):
-        raise NoCommonDim(**about)
+        raise errors.NoCommonDim(**about)
     places = torch_api.specialisation_places(trace.shape_env)
     fixed = f"; fixed at {', '.join(places)}" if places else ""
-    raise FixedTokenCount(fixed=fixed, ints=_ints_in_schema(node), **about)
+    raise errors.FixedTokenCount(fixed=fixed, ints=_ints_in_schema(node), **about)
 
 
 def _ints_in_schema(node: fx.Node) -> str:
@@ -119,15 +120,6 @@ def _ints_in_schema(node: fx.Node) -> str:
     if not listed:
         return ""
     return f"; an int argument fixes what it is computed from: declare {listed} as SymInt in the op's schema"
-
-
-def _describe_inputs(trace: Trace) -> str:
-    parts = []
-    for leaf, value in enumerate(trace.example.leaves):
-        if isinstance(value, torch.Tensor):
-            sizes = trace.symbols_of_leaf(leaf) or tuple(value.shape)
-            parts.append(f"{trace.example.names[leaf]} [{', '.join(map(str, sizes))}]")
-    return ", ".join(parts) or "no tensors"
 
 
 def _inputs_carrying(trace: Trace, symbol: sympy.Symbol) -> tuple[InputRule, ...]:
@@ -142,14 +134,3 @@ def _inputs_carrying(trace: Trace, symbol: sympy.Symbol) -> tuple[InputRule, ...
         if dims:
             found.append(InputRule(leaf, dims, exprs.index(symbol) if symbol in exprs else -1))
     return tuple(found)
-
-
-def _make_the_rest_static(trace: Trace, symbol: sympy.Symbol) -> None:
-    """Specialises the 3 of a [3, n] or the hidden size of [1, n, hidden]; the token count stays dynamic."""
-    for placeholder in trace.placeholders:
-        value = value_of(placeholder.node)
-        if not isinstance(value, torch.Tensor) or symbol not in _symbols_of(value, trace):
-            continue
-        for size, others in [(size, torch_api.free_symbols([size], trace.shape_env)) for size in value.shape]:
-            if others and symbol not in others:
-                int(size)  # adds Eq(other, hint) to the ShapeEnv; later `simplify` returns the constant

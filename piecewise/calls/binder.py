@@ -1,7 +1,7 @@
 """Binds calls to forward's parameters, so that positional and keyword calls match alike [I10].
 
 `CallBinder` maps `(args, kwargs)` to one value per parameter, through a generated function with forward's own
-signature, so that Python's call machinery does the work; `FormBinder` keeps a call's form (`form.py`).
+signature, so that Python's call machinery does the work; `FormBinder` keeps a call's form.
 `write_matcher` generates the check of bound values against a trace's structure, which extracts the leaves.
 """
 
@@ -10,12 +10,17 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import itertools
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import FunctionType
 from typing import Any
 
 import torch
+from torch import nn
+from torch.nn.modules import module as module_hooks
 
 from piecewise.calls.structure import PLAIN, MatchWriter, Namespace, Structure, build_source
+from piecewise.errors.trace import BackwardHook
 
 
 class _Missing:
@@ -43,30 +48,24 @@ class CallBinder:
     def __init__(self, forward: Callable[..., Any], *, fills_defaults: bool = True) -> None:
         self.parameters = tuple(inspect.signature(forward).parameters.values())
         self.names = tuple(parameter.name for parameter in self.parameters)
-        written, returned = [], []
+        written = []
         names: dict[str, Any] = {"_missing": MISSING}
         for position, parameter in enumerate(self.parameters):
-            kind, name = parameter.kind, parameter.name
+            kind = parameter.kind
             default: Any = parameter.empty
             if kind not in _VARIABLE:
                 is_plain = isinstance(parameter.default, PLAIN) and kind != parameter.POSITIONAL_ONLY
                 default = _Source(f"_default{position}" if is_plain and fills_defaults else "_missing")
                 names.setdefault(default, parameter.default)
             written.append(parameter.replace(default=default, annotation=parameter.empty))
-            returned.append(name)
-        source = (
-            f"lambda {str(inspect.Signature(written))[1:-1]}: ({''.join(f'{each},' for each in returned)})"
-        )
+        source = f"lambda {str(inspect.Signature(written))[1:-1]}: ({''.join(f'{n},' for n in self.names)})"
         self.bind: Callable[..., tuple] = eval(source, names)
         self.bind.__qualname__ = "forward"  # a call that does not fit is told in forward's name
 
     def absent(self, bound: tuple) -> list[str]:
         """Names the parameters without a default and without a value in this bound call."""
-        return [
-            parameter.name
-            for parameter, value in zip(self.parameters, bound, strict=True)
-            if value is MISSING and parameter.default is parameter.empty and parameter.kind not in _VARIABLE
-        ]
+        missing = (each for each, value in zip(self.parameters, bound, strict=True) if value is MISSING)
+        return [each.name for each in missing if each.default is each.empty and each.kind not in _VARIABLE]
 
     def call_source(self, values: Structure, leaf_names: Sequence[str], namespace: Namespace) -> str:
         """Writes the argument list that repeats the bound call, by keyword wherever forward allows it."""
@@ -74,9 +73,8 @@ class CallBinder:
         has_star = any(each.kind == each.VAR_POSITIONAL and child.children for each, child in pairs)
         parts = []
         for parameter, child in pairs:
-            by_position = parameter.kind == parameter.POSITIONAL_ONLY or (
-                has_star and parameter.kind == parameter.POSITIONAL_OR_KEYWORD
-            )
+            positional = (parameter.POSITIONAL_ONLY, *([parameter.POSITIONAL_OR_KEYWORD] if has_star else []))
+            by_position = parameter.kind in positional
             stars: dict[Any, str] = {parameter.VAR_POSITIONAL: "*", parameter.VAR_KEYWORD: "**"}
             prefix = stars.get(parameter.kind, "" if by_position else f"{parameter.name}=")
             if child.kind != "const" or child.value is not MISSING:
@@ -123,7 +121,6 @@ class FormBinder(CallBinder):
 
 
 def bound_call(binder: CallBinder, args: Any, kwargs: Any) -> tuple | None:
-    """Binds a call; None if it does not fit."""
     try:
         return binder.bind(*args, **kwargs)
     except TypeError:
@@ -154,9 +151,7 @@ class LeafRule:
 
     __slots__ = ("contiguous", "device", "dtype", "exact", "kind", "plain", "rank", "static")
 
-    def __init__(
-        self, value: Any, *, static: Mapping[int, int], exact: int | None, plain: bool = False
-    ) -> None:
+    def __init__(self, value: Any, *, static: dict[int, int], exact: int | None, plain: bool = False) -> None:
         self.plain = plain
         self.kind = "tensor" if isinstance(value, torch.Tensor) else "int"
         self.static, self.exact = dict(static), exact
@@ -307,3 +302,62 @@ def describe_call(args: Any, kwargs: Any) -> str:
 
     named = (f"{key}={describe(value)}" for key, value in kwargs.items())
     return f"({', '.join([*map(describe, args), *named])})"
+
+
+# Wrappers from these packages treat both forms alike; the tests call attached models in both.
+_FORM_BLIND = frozenset({"torch", "transformers", "boundary_ops"}) | sys.stdlib_module_names
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+
+
+class Binders:
+    """Binds the calls of `forward`, with one binder per answer of `sees_form`."""
+
+    def __init__(self, model: nn.Module, forward: Callable[..., Any]) -> None:
+        self._model, self._forward = model, forward
+        own = model.forward if forward is model else forward
+        self._by_form = {False: CallBinder(own), True: FormBinder(own)}
+
+    def for_now(self) -> CallBinder:
+        """Returns the binder for the model's present hooks; the same object each time."""
+        return self._by_form[sees_form(self._model, self._forward)]
+
+
+def sees_form(model: nn.Module, forward: Callable[..., Any]) -> bool:
+    """Whether a call passes code that may read its form: which arguments are positional, and which are
+    passed. forward cannot tell `model(ids)` from `model(ids=ids)`, but a hook, a wrapper of forward or the
+    model's own `__call__` can; each form is then a kind of call of its own, traced in this form."""
+    if forward is not model:
+        return is_wrapped(forward)
+    ways = type(model).__call__, type(model)._call_impl
+    hooks = [getattr(model, name) for name in _HOOKS]
+    hooks += [getattr(module_hooks, f"_global{name}") for name in _HOOKS]
+    return any(hooks) or not all(map(_is_form_blind, ways)) or is_wrapped(model.forward)
+
+
+def is_wrapped(forward: Callable[..., Any]) -> bool:
+    """Whether forward is more than a function with the parameters of its signature."""
+    function: Any = getattr(forward, "__func__", forward)
+    while isinstance(function, FunctionType) and hasattr(function, "__wrapped__"):
+        if not _is_form_blind(function):
+            return True
+        function = function.__wrapped__
+    return not isinstance(function, FunctionType) or hasattr(function, "__signature__")
+
+
+def refuse_backward_hooks(model: nn.Module, *, skip_root: bool) -> None:
+    """Raises `BackwardHook`, which names the module, for hooks that Dynamo does not trace."""
+    for path, module in model.named_modules():
+        if skip_root and not path:  # they run around the forward that is traced
+            continue
+        if module._backward_pre_hooks or (module._backward_hooks and module._is_full_backward_hook):
+            owner = f"'{path}'" if path else "the model"
+            raise BackwardHook(owner=f"{owner} ({type(module).__name__})")
+    is_full = module_hooks._global_is_full_backward_hook
+    if module_hooks._global_backward_pre_hooks or (module_hooks._global_backward_hooks and is_full):
+        like = "torch.nn.modules.module.register_module_full_backward_hook and its like"
+        raise BackwardHook(owner=f"every module ({like})")
+
+
+def _is_form_blind(function: Any) -> bool:
+    where = getattr(function, "__globals__", {}).get("__name__")
+    return str(where).partition(".")[0] in _FORM_BLIND

@@ -106,8 +106,7 @@ class Namespace:
         self._names: dict[int, str] = {}
 
     def name(self, value: Any, prefix: str = "c") -> str:
-        known = self._names.get(id(value))
-        if known is None:
+        if (known := self._names.get(id(value))) is None:
             known = self._names[id(value)] = f"{prefix}{len(self.globals)}"
             self.globals[known] = value
         return known
@@ -166,8 +165,19 @@ class MatchWriter:
             self.leaf_names[node.index] = name
             for condition in self._leaf_check(node, name):
                 self.reject(condition)
+        elif node.kind == "const" and (node.value is None or type(node.value) is bool):
+            self.reject(f"{name} is not {node.value!r}")
         elif node.kind == "const":
-            self._write_const(node.value, name)
+            value, const = node.value, names.name(node.value)
+            if (
+                type(value) in (float, complex) and value == 0
+            ):  # 0.0 and -0.0 are equal, and divide differently
+                self.reject(f"type({name}) is not type({const}) or repr({name}) != {repr(value)!r}")
+            elif isinstance(value, PLAIN):
+                differs = f"type({name}) is not type({const}) or {name} != {const}"
+                self.reject(f"{name} is not {const} and ({differs})")
+            else:
+                self.reject(f"{name} is not {const}")
         else:
             if node.kind == "pytree":
                 self.reject(f"type({name}) is not {names.name(node.type)}")
@@ -187,15 +197,3 @@ class MatchWriter:
             self.reject(condition)
             for place, child in zip(places, node.children, strict=True):
                 self.write(child, self._fresh(name + place))
-
-    def _write_const(self, value: Any, name: str) -> None:
-        if value is None or type(value) is bool:
-            self.reject(f"{name} is not {value!r}")
-            return
-        const = self.names.name(value)
-        if type(value) in (float, complex) and value == 0:  # 0.0 and -0.0 are equal, and divide differently
-            self.reject(f"type({name}) is not type({const}) or repr({name}) != {repr(value)!r}")
-        elif isinstance(value, PLAIN):
-            self.reject(f"{name} is not {const} and (type({name}) is not type({const}) or {name} != {const})")
-        else:
-            self.reject(f"{name} is not {const}")

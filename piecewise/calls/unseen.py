@@ -33,13 +33,11 @@ class UnseenCalls:
         self._refused[text] = reason, str(error).splitlines()[0]
 
     def refusal_for(self, text: str) -> FallbackReason | None:
-        """Returns why this kind must not be captured; None if it may."""
         if text in self._refused:
             return self._refused[text][0]
         return FallbackReason.CAPTURE_FAILED if len(self._refused) >= self._max_refused else None
 
     def forget_refusals(self) -> None:
-        """Allows every kind to be tried again."""
         self._refused.clear()
 
     def listed(self) -> dict[str, int]:

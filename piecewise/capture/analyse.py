@@ -64,7 +64,7 @@ class TracedModel:
         """Cuts the trace; with `strict`, raises CaptureError if an op lets padding reach real rows."""
         classifier = Classifier(
             self.trace, self.facts, self.token, judge=self.judge, forced=self.forced,
-            captures_boundaries=self.captures_boundaries,
+            captures=self.captures_boundaries,
         )  # fmt: skip
         self.splitter = Splitter(classifier, keeps_own=self.keeps_own)
         for node, verdict in self.splitter.verdicts.items() if strict else ():
@@ -101,7 +101,7 @@ class TracedModel:
         else:
             return False
         for node, verdict in wrong.items():
-            self.forced[node] = dataclasses.replace(verdict, kind=kind_outside(self.facts[node]))
+            self.forced[node] = verdict._replace(kind=kind_outside(self.facts[node]))
         self.num_cuts += 1
         return True
 
@@ -194,7 +194,7 @@ def example_of_size(traced: TracedModel, num_tokens: int) -> ExampleCall:
             sizes[dim] = size(num_tokens)
         passed, resized = leaves[carried.leaf], resize_leaf(leaves[carried.leaf], sizes)
         leaves = [resized if leaf is passed else leaf for leaf in leaves]  # a tensor may be passed twice
-    return traced.trace.example.with_leaves(leaves)
+    return dataclasses.replace(traced.trace.example, leaves=tuple(leaves))
 
 
 def one_token_refusal(

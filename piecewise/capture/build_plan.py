@@ -16,9 +16,8 @@ from boundary_ops.declare.registry import declarations
 from piecewise import torch_api
 from piecewise.capture.faults import SegmentFault
 from piecewise.capture.warm_up import WarmUp
-from piecewise.cut.free_strides import op_of, takers_of_any_strides
-from piecewise.ir.plan import ComputedNumber, InputAt, Segment, SegmentPlan, ValueSpec
-from piecewise.ir.run_plan import run_plan, state_tensor
+from piecewise.cut.split import op_of, takers_of_any_strides
+from piecewise.ir.plan import ComputedNumber, InputAt, Segment, SegmentPlan, ValueSpec, run_plan, state_tensor
 from piecewise.lowering.lowering import Lowering
 from piecewise.report.startup_times import StartupTimes
 from piecewise.settings.config import PiecewiseConfig

@@ -7,8 +7,7 @@ import torch
 from torch import nn
 
 from piecewise import torch_api
-from piecewise.calls.binder import CallBinder, bound_call, describe_call, is_plain_leaf
-from piecewise.calls.form import Binders
+from piecewise.calls.binder import Binders, CallBinder, bound_call, describe_call, is_plain_leaf
 from piecewise.calls.structure import flatten_structure
 from piecewise.calls.unseen import UnseenCalls
 from piecewise.capture.analyse import TracedModel, example_of_size, one_token_refusal, trace_model
@@ -20,7 +19,7 @@ from piecewise.errors.report import CoverageError
 from piecewise.report.progress import steps_bar
 from piecewise.report.report import CaptureReport
 from piecewise.report.startup_times import StartupTimes
-from piecewise.trace.state.adapters import adapters_in_use
+from piecewise.trace.state.state import adapters_in_use
 from piecewise.trace.trace import ExampleCall
 from runners.collector import paused_collector
 from runners.errors import PiecewiseError

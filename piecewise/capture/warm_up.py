@@ -23,8 +23,7 @@ from boundary_ops import BoundaryOp
 from piecewise.capture import placeholders
 from piecewise.capture.faults import SegmentFault
 from piecewise.errors.capture import PaddingMatters
-from piecewise.ir.plan import Segment, SegmentPlan, ValueSpec
-from piecewise.ir.run_plan import run_plan, state_tensor
+from piecewise.ir.plan import Segment, SegmentPlan, ValueSpec, run_plan, state_tensor
 from piecewise.ir.tensors import bound_arguments, storage_of, tensors_in
 from runners.engines import native_engine
 from runners.errors import CaptureError, one_line

@@ -2,5 +2,5 @@
 
 In: a trace and the verdicts.
 Out: a `SegmentPlan`.
-Read first: `split.py`, then `segment_writer.py`; `context.py` numbers what crosses a border.
+Read first: `split.py`, then `segment_writer.py`, which also numbers what crosses a border.
 """

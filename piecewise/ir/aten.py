@@ -6,12 +6,11 @@ unchanged, so writes and shared memory are the same before and after.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import hashlib
 import linecache
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx, nn
@@ -25,8 +24,7 @@ class NotTraceable(Exception):
     """Says why a segment keeps its own function."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class AtenGraph:
+class AtenGraph(NamedTuple):
     """Holds a traced segment.
 
     Attributes:

@@ -67,9 +67,7 @@ def node_key(node: fx.Node) -> Any:
     return node.op, str(node.target), arguments, pattern, node.meta.get("autocast", ())
 
 
-def graph_key(
-    plan: SegmentPlan, segment: Segment, *, what: Literal["program", "inputs"] = "program"
-) -> tuple[Any, ...]:
+def graph_key(plan: SegmentPlan, segment: Segment, *, what: Literal["program", "inputs"] = "program") -> Any:
     """Makes a key of what a segment computes and of its tensors' geometry, equal in every process. "inputs"
     adds where inputs come from, and keeps of results only which may have any strides."""
     numbers: dict[int, int] = {}
@@ -95,12 +93,8 @@ def code_key(
     """Makes a key of generated code that is not `taken`, equal in each process if the code uses only torch
     and Python; code that calls other functions gets a new key each time. `names` and `modules` are the
     objects behind globals and behind attributes of ``self``."""
-    foreign = [f"{name} = {_named(value)}" for name, value in sorted(names.items())]
-    foreign += [
-        f"self.{name} = {getattr(module, 'code', type(module).__qualname__)}"
-        for name, module in sorted(modules.items())
-    ]
-    digest = hashlib.sha256("\n".join([source, *foreign]).encode()).hexdigest()[:24]
+    lines = [source, *(f"{name} = {_named(value)}" for name, value in sorted(names.items()))]
+    digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()[:24]
     key = f"{kind}-{digest}"
     # Two objects may share a name, so that their equality is unknown.
     is_known = not modules and all(map(_is_torchs, names.values()))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from piecewise import torch_api
-from piecewise.ir.tensors import storage_of, tensors_in
+from piecewise.ir.tensors import map_tensors, storage_of, tensors_in
 
 
 def value_of(node: fx.Node) -> Any:
@@ -45,12 +45,8 @@ def is_call(node: fx.Node) -> bool:
 
 def is_tuple_item(node: fx.Node) -> bool:
     """Whether the node takes an item of another node's tuple."""
-    return (
-        node.op == "call_function"
-        and node.target is operator.getitem
-        and isinstance(node.args[0], fx.Node)
-        and isinstance(value_of(node.args[0]), (tuple, list))
-    )
+    source = node.args[0] if node.op == "call_function" and node.target is operator.getitem else None
+    return isinstance(source, fx.Node) and isinstance(value_of(source), (tuple, list))
 
 
 def makes_empty(node: fx.Node) -> bool:
@@ -72,8 +68,7 @@ def target_name(node: fx.Node) -> str:
 
 def module_path(node: fx.Node) -> str:
     """Returns the innermost module that called this op, as a user writes it: ``layers.0.self_attn``."""
-    stack = node.meta.get("nn_module_stack")
-    if not stack:
+    if not (stack := node.meta.get("nn_module_stack")):
         return ""
     path = list(stack.values())[-1][0]
     path = path.replace("L['model']", "").replace("['", ".").replace("']", "").replace("._modules", "")
@@ -84,11 +79,8 @@ def module_path(node: fx.Node) -> str:
 def source_line(node: fx.Node, *, outside: str | None = None) -> str:
     """Returns the user's line, ``modeling.py:42, in forward: x = x[-1:]``; skips the folder `outside`."""
     lines = [line.strip() for line in (node.meta.get("stack_trace") or "").strip().splitlines()]
-    places = [
-        index
-        for index, line in enumerate(lines)
-        if line.startswith("File ") and (outside is None or outside not in line)
-    ]
+    files = [(index, line) for index, line in enumerate(lines) if line.startswith("File ")]
+    places = [index for index, line in files if outside is None or outside not in line]
     if not places:
         return ""
     where, *code = lines[places[-1] : places[-1] + 2]
@@ -133,3 +125,56 @@ def autocast_of(node: fx.Node) -> Iterator[None]:
             yield
         finally:
             torch.set_autocast_cache_enabled(before)
+
+
+def copy_calls(
+    graph: fx.Graph,
+    values: dict[fx.Node, Any],
+    place: fx.Node,
+    *,
+    like: Mapping[fx.Node, Any] | None,
+    fake_mode: Any,
+    meta_of: Callable[[fx.Node], dict[str, Any]],
+) -> dict[fx.Node, Any]:
+    """Copies the calls of `graph` in front of `place`; returns the fake of each of its nodes in the copy.
+
+    A node's result and its memory follow from the op and from the sizes, strides and shared memory of its
+    arguments. A copy whose arguments agree in these with a known one takes that one's fakes, moved to the
+    memory of its own arguments, and runs no op.
+
+    Args:
+        values: placeholder → argument; the copies are added.
+        like: fakes of a copy with equivalent arguments; None runs each node.
+        meta_of: the copy's ``meta``, without its fake.
+    """
+    fakes = {node: value_of(given) if isinstance(given, fx.Node) else given for node, given in values.items()}
+    # Tensor or memory of the other copy → the one in this copy.
+    twins: dict[int, torch.Tensor] = {}
+    memory: dict[int, torch.Tensor] = {}
+    taken: dict[int, int] = {}
+    for node, value in fakes.items():
+        if like is not None and isinstance(value, torch.Tensor):
+            there, here = storage_of(like[node]), storage_of(value)
+            twins[id(like[node])] = value
+            if storage_of(memory.setdefault(there, value)) != here or taken.setdefault(here, there) != there:
+                like = None  # memory is shared in one of the copies alone
+
+    def twin(tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in twins:
+            twins[id(tensor)] = torch_api.fake_twin(tensor, memory.get(storage_of(tensor)))
+            memory.setdefault(storage_of(tensor), twins[id(tensor)])
+        return twins[id(tensor)]
+
+    with place.graph.inserting_before(place):
+        for node in filter(is_call, graph.nodes):
+            copy = values[node] = place.graph.node_copy(node, lambda old: values[old])
+            copy.meta = meta_of(node)
+            old = like[node] if like is not None else None
+            if like is None or any(map(torch_api.holds_constant, tensors_in(old))):
+                made = call_on_fakes(copy, fake_mode)
+                for tensor, new in zip(tensors_in(old), tensors_in(made), strict=False):
+                    twins[id(tensor)] = memory[storage_of(tensor)] = new
+            else:
+                made = map_tensors(old, twin)
+            copy.meta["example_value"] = fakes[node] = made
+    return fakes

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -33,8 +33,7 @@ class ResultLeaf:
 WrappedLeaf = tuple[int, tuple[int, ...], Callable[[Sequence[Any]], Any]]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class PaddedRows:
+class PaddedRows(NamedTuple):
     """Describes what padded rows of a value may hold in a graph, as proven and tested.
 
     Attributes:
@@ -119,8 +118,7 @@ class InputAt:
     position: int
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class BoundaryCall:
+class BoundaryCall(NamedTuple):
     """Describes a boundary segment that only calls the op, on inputs and constants.
 
     Attributes:
@@ -177,8 +175,7 @@ class Segment:
         return f"segment {self.index}{where}"
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class InputRule:
+class InputRule(NamedTuple):
     """Maps an input's dims to functions of the token count, which is the size of `anchor_dim` (−1: none)."""
 
     leaf: int
@@ -186,8 +183,7 @@ class InputRule:
     anchor_dim: int
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class TokenDim:
+class TokenDim(NamedTuple):
     """Describes the token count: its symbol's name, the input dim that gives it, all inputs that carry it."""
 
     symbol: str
@@ -196,8 +192,7 @@ class TokenDim:
     inputs: tuple[InputRule, ...]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class ComputedNumber:
+class ComputedNumber(NamedTuple):
     """Describes a number of the result computed from sizes: `compute(num_tokens, *values at indices)[0]`."""
 
     compute: Any
@@ -263,7 +258,6 @@ class SegmentPlan:
         return tuple(segment for segment in self.segments if segment.kind == "graph")
 
     def computing_segments(self) -> tuple[Segment, ...]:
-        """Returns the graph segments that do more than make views."""
         return tuple(segment for segment in self.graph_segments() if not segment.views_only)
 
     def holds_at(self, num_tokens: int, leaves: Sequence[Any]) -> bool:
@@ -278,3 +272,56 @@ class SegmentPlan:
         graph = sum(segment.num_ops for segment in self.graph_segments())
         total = sum(segment.num_ops for segment in self.segments if segment.kind != "boundary")
         return graph / total if total else 0.0
+
+
+Outputs = Sequence[Any] | None
+
+
+def run_plan(
+    plan: SegmentPlan,
+    env: dict[int, Any],
+    num_rows: int,
+    *,
+    on_segment: Callable[[Segment, list[Any]], Outputs],
+    on_boundary: Callable[[Segment], Outputs] = lambda segment: None,
+    on_live: Callable[[set[int]], object] | None = None,
+) -> None:
+    """Runs each segment and keeps its results in `env`; calls segments that only make views directly.
+
+    Args:
+        env: value index → value; holds what no segment here makes.
+        num_rows: rows of the tensors in `env`.
+        on_segment: runs a graph segment on its arguments.
+        on_boundary: runs a boundary or eager segment. Both return the segment's results, None for none.
+        on_live: called after each segment with the values in `env` whose memory is still read.
+    """
+    # Per memory the last segment that uses it; results are read after all segments.
+    last_use: dict[int, int] = {}
+    for position, segment in enumerate(plan.segments):
+        for index in (*segment.inputs, *segment.outputs):
+            last_use[plan.values[index].memory] = position
+    for source in plan.result_values:
+        if isinstance(source, int):
+            last_use[plan.values[source].memory] = len(plan.segments)
+    for position, segment in enumerate(plan.segments):
+        if segment.kind != "graph":
+            outputs = on_boundary(segment)
+        elif segment.views_only:
+            outputs = segment.function(num_rows, *arguments_of(segment, plan.values, env))
+        else:
+            outputs = on_segment(segment, arguments_of(segment, plan.values, env))
+        if outputs is not None:
+            env.update(zip(segment.outputs, outputs, strict=True))
+        if on_live is not None:
+            on_live({index for index in env if last_use.get(plan.values[index].memory, -1) > position})
+
+
+def arguments_of(segment: Segment, values: Sequence[ValueSpec], env: Mapping[int, Any]) -> list[Any]:
+    """Returns a segment's arguments: values of `env`, and the model's present tensors."""
+    return [env[index] if index in env else state_tensor(values[index]) for index in segment.inputs]
+
+
+def state_tensor(value: ValueSpec) -> torch.Tensor:
+    """Returns the model's present tensor of a value of origin "state"."""
+    assert value.state is not None
+    return value.state.get().detach()

@@ -66,14 +66,6 @@ def size_node(graph: fx.Graph, expr: sympy.Expr, nodes: dict[sympy.Symbol, fx.No
     return found.node if isinstance(found, fx.Proxy) else found
 
 
-def _floor(value: float) -> float:
-    return float(math.floor(value))
-
-
-def _ceil(value: float) -> float:
-    return float(math.ceil(value))
-
-
 def _recorded(function: Callable[..., Any], num_arguments: int = 1) -> Any:
     """Calls `function` on its first arguments (the rest is a dtype); records one call if one is a proxy."""
 
@@ -93,5 +85,5 @@ class _RowFormulas(torch_api.PythonReferenceAnalysis):
     truediv = int_truediv = _recorded(operator.truediv, 2)
     floor_to_int, ceil_to_int = _recorded(math.floor), _recorded(math.ceil)
     trunc_to_int, round_to_int = _recorded(math.trunc), _recorded(round)
-    floor, ceil, round_decimal = _recorded(_floor), _recorded(_ceil), _recorded(round, 2)
+    round_decimal = _recorded(round, 2)
     exp, log, log2, sqrt = map(_recorded, (math.exp, math.log, math.log2, math.sqrt))

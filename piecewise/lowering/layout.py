@@ -21,13 +21,14 @@ from collections import Counter
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from piecewise.ir.plan import Segment, SegmentPlan, ValueSpec
 from runners.bound_steps import copied_together, own_copy
 from runners.row_views import place_of
 from runners.rows import has_strides, is_dense, num_spanned
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+_PLAIN = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 
 class Unlowerable(Exception):
@@ -61,7 +62,13 @@ class SegmentLayout:
 
     @classmethod
     def of(cls, plan: SegmentPlan, segment: Segment, row_counts: Sequence[int]) -> SegmentLayout:
-        """Finds the layout that holds at each of `row_counts`; raises `Unlowerable` where there is none."""
+        """Finds the layout that holds at each of `row_counts`; raises `Unlowerable` without one, or if the
+        segment must not be compiled."""
+        if segment.keeps_own:
+            raise Unlowerable(segment.keeps_own)
+        if segment.captured_ops:
+            # Functional graphs copy what an op writes: here whole KV pools.
+            raise Unlowerable("it holds captured boundary ops, which write memory that must not be copied")
         inputs = tuple(plan.values[index] for index in segment.inputs)
         outputs = tuple(plan.values[index] for index in segment.outputs)
         for value in (*inputs, *outputs):
@@ -80,12 +87,19 @@ class SegmentLayout:
         kept |= {memory for memory, count in given.items() if count > 1}
         return cls(inputs, outputs, *_results(inputs, outputs, kept, row_counts))
 
-    def results_of(
-        self, rows: int, inputs: Sequence[torch.Tensor], made: Sequence[torch.Tensor]
-    ) -> tuple[torch.Tensor, ...]:
+    def results_of(self, rows: int, inputs: Sequence[Tensor], made: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Makes the segment's results from its inputs and the function's results."""
         own = self._own(rows, inputs, made)
-        copies = self._copies(rows, own)
+        # Results that share memory where none covers the rest, by their memory.
+        groups: dict[int, list[tuple[ValueSpec, int]]] = {}
+        for value, result in zip(self.outputs, self.results, strict=True):
+            if result.source == "copy":
+                groups.setdefault(value.memory, []).append((value, result.index))
+        copies: dict[int, Tensor] = {}
+        for members in groups.values():
+            places = [place_of(value, rows) for value, _ in members]
+            together = copied_together(places, [own[index] for _, index in members])
+            copies.update(zip((index for _, index in members), together, strict=True))
         found = []
         for value, result in zip(self.outputs, self.results, strict=True):
             if result.of is not None:
@@ -97,9 +111,7 @@ class SegmentLayout:
                 found.append(copies.get(result.index, own[result.index]))
         return tuple(found)
 
-    def _own(
-        self, rows: int, inputs: Sequence[torch.Tensor], made: Sequence[torch.Tensor]
-    ) -> list[torch.Tensor]:
+    def _own(self, rows: int, inputs: Sequence[Tensor], made: Sequence[Tensor]) -> list[Tensor]:
         """Returns the function's results with the plan's strides, if any, copied where a result shares memory
         with an input or with a result of another memory."""
         owners: dict[int, int] = {tensor.untyped_storage().data_ptr(): -1 for tensor in inputs}
@@ -114,19 +126,6 @@ class SegmentLayout:
                 dense = torch.contiguous_format
                 tensor = tensor.clone(memory_format=dense) if strides is None else own_copy(tensor, strides)
             found.append(tensor)
-        return found
-
-    def _copies(self, rows: int, own: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
-        """Copies results that share memory where none covers the rest; returns them by index in `made`."""
-        groups: dict[int, list[tuple[ValueSpec, int]]] = {}
-        for value, result in zip(self.outputs, self.results, strict=True):
-            if result.source == "copy":
-                groups.setdefault(value.memory, []).append((value, result.index))
-        found: dict[int, torch.Tensor] = {}
-        for members in groups.values():
-            places = [place_of(value, rows) for value, _ in members]
-            copies = copied_together(places, [own[index] for _, index in members])
-            found.update(zip((index for _, index in members), copies, strict=True))
         return found
 
 

@@ -9,19 +9,20 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import operator
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import fx, nn
 
 from piecewise import torch_api
 from piecewise.errors.lowering import SegmentNotLowered
 from piecewise.ir.aten import AtenGraph
 from piecewise.ir.graph_key import graph_key
 from piecewise.ir.plan import Segment, SegmentPlan
-from piecewise.lowering.aten_segment import AtenSegment
 from piecewise.lowering.layout import SegmentLayout, Unlowerable
 from piecewise.report.progress import progress_bar
 from piecewise.report.segments import KeptEager, LoweringReport
@@ -30,6 +31,70 @@ from runners.engines import native_engine
 from runners.errors import one_line
 from runners.mode import capturing
 from runners.opaque_call import OpaqueCall
+from runners.row_views import place_of
+
+
+class AtenSegment(NamedTuple):
+    """Holds a segment as the functional graph of aten ops that a compiler takes, with fakes in
+    ``meta["val"]``.
+
+    Its `arguments` are the row count `rows`, where that is a symbol, and tensors that share no memory,
+    weights included; it returns what it makes. Autocast and sizes are resolved: aten and custom ops on
+    tensors, and numbers computed from the row count, are left. Each write into an argument is one
+    `aten.copy_` at the end.
+    """
+
+    module: fx.GraphModule
+    rows: Any
+    arguments: tuple[Any, ...]
+    fake_mode: Any
+
+    @classmethod
+    def of(cls, segment: Segment, layout: SegmentLayout, *, rows: int, is_dynamic: bool) -> AtenSegment:
+        """Traces the segment for `rows` rows, or for any count with that hint; may raise any error."""
+        fake_mode = torch_api.new_fake_mode()
+        count = torch_api.symbolic_count(fake_mode, "num_rows", rows) if is_dynamic else rows
+        tensors = []
+        with fake_mode:
+            for value in layout.inputs:
+                sizes, strides, _ = place_of(value, count)
+                tensors.append(torch.empty_strided(sizes, strides, dtype=value.dtype, device=value.device))
+
+        def program(*arguments: Any) -> tuple[torch.Tensor, ...]:
+            own_rows, *given = arguments if is_dynamic else (rows, *arguments)
+            outputs = segment.function(own_rows, *given)
+            return tuple(outputs[position] for position in layout.made)
+
+        placeholders = (count, *tensors) if is_dynamic else tuple(tensors)
+        module = torch_api.functional_aten_graph(program, placeholders, fake_mode)
+        return cls(module, count, placeholders, fake_mode)
+
+    @classmethod
+    def of_graph(cls, graph: AtenGraph, layout: SegmentLayout) -> AtenSegment | None:
+        """Reuses the graph of a segment's function; None where it writes, which only a trace resolves."""
+        if not all(map(_is_functional, graph.module.graph.nodes)):
+            return None
+        copied = fx.Graph()
+        outputs: Any = copied.graph_copy(graph.module.graph, {})
+        copied.output(tuple(outputs[position] for position in layout.made))
+        copied.eliminate_dead_code()
+        placeholders = tuple(node.meta["val"] for node in copied.find_nodes(op="placeholder"))
+        return cls(fx.GraphModule(nn.Module(), copied), graph.rows, placeholders, graph.fake_mode)
+
+    def compiled(self) -> Callable[..., Any]:
+        """Compiles the graph to `function(rows, *tensors)`, consuming it; may raise any error."""
+        function = torch_api.compile_aten_graph(self.module, self.arguments, self.fake_mode)
+        return (lambda rows, *tensors: function(*tensors)) if isinstance(self.rows, int) else function
+
+
+def _is_functional(node: fx.Node) -> bool:
+    if node.op != "call_function":
+        return node.op in ("placeholder", "output")
+    if isinstance(node.target, torch_api.OpOverload):
+        return not node.target._schema.is_mutable
+    # Arithmetic on sizes and items of tuples.
+    return node.target is operator.getitem or getattr(node.target, "__module__", "") in ("_operator", "math")
+
 
 # Settings on which a segment's code depends, but for those that its key holds through the row count or the
 # fused program.
@@ -75,18 +140,12 @@ class LoweredPlan:
     at_first: LoweringReport
 
     def report(self) -> LoweringReport:
-        failed = [
-            KeptEager(lowered.segment.name, f"at {rows} rows, when it ran: {reason}")
-            for lowered in self.lowered
-            for rows, reason in sorted(lowered.failed.items())
-        ]
+        runs = ((each.segment.name, *why) for each in self.lowered for why in sorted(each.failed.items()))
+        failed = [KeptEager(name, f"at {rows} rows, when it ran: {reason}") for name, rows, reason in runs]
         return dataclasses.replace(self.at_first, kept_eager=(*self.at_first.kept_eager, *failed))
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Compiled:
-    """Holds `function(num_rows, *arguments)`, and for which row counts it is valid."""
-
+class _Compiled(NamedTuple):
     function: Callable[..., Any]
     holds_for: Callable[[int], bool]
 
@@ -99,10 +158,7 @@ class Lowering:
         self._compiled: dict[str, _Compiled | Unlowerable] = {}
 
     def lower(
-        self,
-        plan: SegmentPlan,
-        buckets: Sequence[int],
-        graphs: Mapping[Callable[..., tuple], AtenGraph] = {},
+        self, plan: SegmentPlan, buckets: Sequence[int], graphs: Mapping[Callable[..., tuple], AtenGraph] = {}
     ) -> LoweredPlan:
         """Lowers a plan's graph segments for these buckets; functions that are in `graphs` need no trace.
 
@@ -123,10 +179,8 @@ class Lowering:
                 except Unlowerable as reason:
                     kept_eager.append(KeptEager(segment.name, str(reason)))
                     if self.config.strict:
-                        lowering = self.config.lowering
-                        raise SegmentNotLowered(
-                            segment=segment.name, lowering=lowering, reason=reason
-                        ) from reason
+                        name, how = segment.name, self.config.lowering
+                        raise SegmentNotLowered(segment=name, lowering=how, reason=reason) from reason
                 bar.update(1)
         report = dataclasses.replace(
             self._planned(plan), num_compiled=job.num_compiled, num_from_disk=job.num_from_disk,
@@ -140,7 +194,7 @@ class Lowering:
         kept = []
         for segment in plan.computing_segments() if self.config.lowering != "eager" else ():
             try:
-                _layout_of(plan, segment, buckets)
+                SegmentLayout.of(plan, segment, buckets)
             except Unlowerable as reason:
                 kept.append(KeptEager(segment.name, str(reason)))
         return dataclasses.replace(self._planned(plan), kept_eager=tuple(kept))
@@ -165,7 +219,7 @@ class _Job:
 
     def lower(self, segment: Segment) -> LoweredSegment:
         """Compiles one function for all buckets, and others where it does not hold; raises `Unlowerable`."""
-        layout = _layout_of(self.plan, segment, self.buckets)
+        layout = SegmentLayout.of(self.plan, segment, self.buckets)
         largest = self.buckets[-1]
         # A symbolic size of torch is never 1.
         dynamic = self._compiled(segment, layout, largest, is_dynamic=True) if largest > 1 else None
@@ -215,13 +269,3 @@ class _Job:
             return Unlowerable(one_line(error))
         # The condition holds what tracing and compiling assumed about the row count.
         return _Compiled(function, torch_api.row_condition(aten.fake_mode, aten.rows))
-
-
-def _layout_of(plan: SegmentPlan, segment: Segment, buckets: Sequence[int]) -> SegmentLayout:
-    """Returns the layout of a segment that may be compiled, else raises `Unlowerable`."""
-    if segment.keeps_own:
-        raise Unlowerable(segment.keeps_own)
-    if segment.captured_ops:
-        # Functional graphs copy what an op writes: here whole KV pools.
-        raise Unlowerable("it holds captured boundary ops, which write memory that must not be copied")
-    return SegmentLayout.of(plan, segment, buckets)

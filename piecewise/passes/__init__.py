@@ -2,7 +2,7 @@
 
 In: the aten graph of one segment.
 Out: another graph that computes the same, and counts of what matched.
-Read first: `pipeline.py`, then `fusions/silu_and_mul.py` as an example.
+Read first: `fuse.py`, then `fusions/silu_and_mul.py` as an example.
 A wing: the story of a call can be read without this room.
 """
 

@@ -33,16 +33,14 @@ def sweep(module: fx.GraphModule) -> int:
 
 
 def _op_of(node: fx.Node) -> Any:
-    is_op = node.op == "call_function" and isinstance(node.target, torch_api.OpOverload)
-    return node.target if is_op else None
+    return node.target if isinstance(node.target, torch_api.OpOverload) else None
 
 
 def is_pure(node: fx.Node) -> bool:
     """Whether a node has no effect but its result."""
     if node.op != "call_function" or is_mutation_op(node):
         return False
-    op = _op_of(node)
-    if op is None:  # arithmetic on sizes and items of tuples
+    if (op := _op_of(node)) is None:  # arithmetic on sizes and items of tuples
         return getattr(node.target, "__module__", "") in ("_operator", "math", "builtins")
     is_random = torch.Tag.nondeterministic_seeded in op.tags
     return bool(op._schema.returns) and "assert" not in op._schema.name and not is_random
@@ -50,12 +48,12 @@ def is_pure(node: fx.Node) -> bool:
 
 def remove_dead_nodes(graph: fx.Graph) -> int:
     """Erases nodes without users and effects, last first; returns how many."""
-    removed = 0
+    dead = 0
     for node in reversed(list(graph.nodes)):
         if not node.users and is_pure(node):
             graph.erase_node(node)
-            removed += 1
-    return removed
+            dead += 1
+    return dead
 
 
 def _drop_needless_options(graph: fx.Graph) -> int:
@@ -75,8 +73,7 @@ def _make_temporaries_plain(graph: fx.Graph) -> int:
     """Rewrites `t = op(...); t.add_(x)`, with no other user of `t`, to `t.add(x)`."""
     changed = 0
     for node in list(graph.nodes):
-        plain = _plain_twin_for(node)
-        if plain is not None:
+        if (plain := _plain_twin_for(node)) is not None:
             node.target = plain
             del node.meta["val"]
             changed += 1
@@ -91,12 +88,13 @@ def _plain_twin_for(node: fx.Node) -> Any:
     if not name.endswith("_") or name.endswith("__"):
         return None
     written = node.args[0]
-    if not isinstance(written, fx.Node) or len(written.users) > 1 or not _makes_memory(written):
+    if not isinstance(written, fx.Node) or len(written.users) > 1 or is_mutation_op(written):
         return None
-    if value_of(node) is None:  # follows a node that was just made functional
+    memory, given = memory_of(value_of(written)), map(value_of, written.all_input_nodes)
+    makes_memory = _op_of(written) is not None and memory is not None and memory not in map(memory_of, given)
+    if not makes_memory or value_of(node) is None:  # it follows a node that was just made functional
         return None
-    packet = getattr(aten, name.removeprefix("aten::")[:-1], None)
-    plain = getattr(packet, op._overloadname, None) if packet is not None else None
+    plain = getattr(getattr(aten, name.removeprefix("aten::")[:-1], None), op._overloadname, None)
     if plain is None or plain._schema.is_mutable:
         return None
     # An in-place op keeps the dtype of what it writes, a functional one may promote it.
@@ -104,29 +102,18 @@ def _plain_twin_for(node: fx.Node) -> Any:
     return plain if geometry(result) == geometry(value_of(node)) else None
 
 
-def _makes_memory(node: fx.Node) -> bool:
-    if _op_of(node) is None or is_mutation_op(node):
-        return False
-    mine = memory_of(value_of(node))
-    return mine is not None and mine not in {memory_of(value_of(each)) for each in node.all_input_nodes}
-
-
 def _remove_no_ops(graph: fx.Graph) -> int:
     outputs = {memory_of(value_of(node)) for node in graph.output_node().all_input_nodes}
     writes = any(is_mutation_op(node) for node in graph.nodes)
     removed = 0
     for node in list(graph.nodes):
-        if node.op != "call_function":
-            continue
-        source = _source_of_no_op(node)
-        if source is None:
-            continue
+        source = _source_of_no_op(node) if node.op == "call_function" else None
         # A copy owns its memory, which matters where something is written or returned.
-        if node.target in _COPIES and (writes or memory_of(value_of(node)) in outputs):
-            continue
-        node.replace_all_uses_with(source)
-        graph.erase_node(node)
-        removed += 1
+        owns = node.target in _COPIES and (writes or memory_of(value_of(node)) in outputs)
+        if source is not None and not owns:
+            node.replace_all_uses_with(source)
+            graph.erase_node(node)
+            removed += 1
     return removed
 
 
@@ -157,8 +144,7 @@ def _share_equal(graph: fx.Graph, key_of: Callable[[fx.Node], Any]) -> int:
     known: dict[Any, fx.Node] = {}
     shared = 0
     for node in list(graph.nodes):
-        key = key_of(node)
-        if key is None:
+        if (key := key_of(node)) is None:
             continue
         first = known.setdefault((node.target, frozen(node.args), frozen(node.kwargs), key), node)
         if first is not node:
@@ -187,15 +173,10 @@ def _share_results(graph: fx.Graph) -> int:
     owned = {memory_of(value_of(each)) for taker in takers for each in taker.all_input_nodes}
 
     def region(node: fx.Node) -> Any:
-        is_shareable = _is_repeatable(node) and memory_of(value_of(node)) not in owned
+        op, value = _op_of(node), value_of(node)
+        if op is None or op.namespace != "aten" or "empty" in op._schema.name or not is_pure(node):
+            return None
+        is_shareable = isinstance(value, torch.Tensor) and memory_of(value) not in owned
         return node.meta["mutation_region_id"] if is_shareable else None
 
     return _share_equal(graph, region)
-
-
-def _is_repeatable(node: fx.Node) -> bool:
-    """Whether a node is an aten op that returns one tensor, the same for the same arguments."""
-    op = _op_of(node)
-    if op is None or op.namespace != "aten" or "empty" in op._schema.name:
-        return False
-    return is_pure(node) and isinstance(value_of(node), torch.Tensor)

@@ -7,23 +7,88 @@ memory in another way. docs/DESIGN.md says why fusing runs between the cut and t
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
 
+import piecewise.passes.fusions  # noqa: F401  (they declare themselves)
 from piecewise import torch_api
 from piecewise.ir.aten import AtenGraph, NotTraceable, trace_aten
 from piecewise.ir.graph_key import graph_key
 from piecewise.ir.plan import FusionReport, Segment, SegmentPlan
-from piecewise.passes.fakes import memory_of
-from piecewise.passes.pack_linears import LinearGroup, find_groups
-from piecewise.passes.packed_weights import pack_, why_not_packable
-from piecewise.passes.pipeline import GraphPass, passes_for, passes_named, run_passes
-from piecewise.passes.results import keep_geometry
+from piecewise.ir.sizes import size_node
+from piecewise.passes import clean_up, pack_linears
+from piecewise.passes.fakes import aten, geometry, memory_of, propagate, value_of
+from piecewise.passes.fusion_pass import FUSIONS
+from piecewise.passes.pack_linears import LinearGroup, find_groups, pack_, why_not_packable
 from runners.errors import one_line
+
+# A pass that finds work this often does not converge.
+_MAX_SWEEPS = 100
+
+
+class GraphPass(NamedTuple):
+    """Describes one rewrite; `sweep` and `trigger` are as in `FusionPass`."""
+
+    name: str
+    sweep: Callable[[fx.GraphModule], int]
+    trigger: Callable[[fx.Graph], str | None]
+
+
+def passes_for(fusions: Sequence[str], lowering: str) -> tuple[str, ...]:
+    """Lists the passes for the settings `fusions` and `lowering`."""
+    if tuple(fusions) != ("auto",):
+        return tuple(fusions)
+    return ("clean_up", "pack_linears", *(each for each in sorted(FUSIONS) if lowering in FUSIONS[each].auto))
+
+
+def passes_named(names: Sequence[str], *, groups: Sequence[pack_linears.LinearGroup] = ()) -> list[GraphPass]:
+    """Returns `clean_up`, the passes of these names and those that they need, in order.
+
+    Patterns are written for graphs without no-ops, and dead code must go before a write could become an op's
+    only effect. `pack_linears` comes before the passes that read results of linears, which become slices.
+    """
+    found = {"clean_up": GraphPass("clean_up", clean_up.sweep, lambda graph: None)}
+    if "pack_linears" in names:
+        sweep = functools.partial(pack_linears.sweep, groups=groups)
+        found["pack_linears"] = GraphPass(
+            "pack_linears", sweep, lambda graph: "linears of one input" if find_groups(graph) else None
+        )
+
+    def add(name: str) -> None:
+        for need in FUSIONS[name].needs:
+            add(need)
+        found.setdefault(name, GraphPass(name, FUSIONS[name].sweep, FUSIONS[name].trigger))
+
+    for name in sorted(set(names) & set(FUSIONS)):
+        add(name)
+    return list(found.values())
+
+
+def run_passes(module: fx.GraphModule, passes: Sequence[GraphPass], fake_mode: Any) -> Counter[str]:
+    """Rewrites an aten graph in place, fakes included: runs each pass until it finds nothing, then all again
+    until none matches. Returns matches per pass."""
+    found: Counter[str] = Counter()
+    while True:
+        before = found.total()
+        for each in passes:
+            for _ in range(_MAX_SWEEPS):
+                count = each.sweep(module)
+                found[each.name] += count
+                if not count:
+                    break
+                clean_up.remove_dead_nodes(module.graph)
+                propagate(module.graph, fake_mode)
+            else:
+                raise AssertionError(f"pass {each.name} still matches after {_MAX_SWEEPS} sweeps")
+        if found.total() == before:
+            module.recompile()
+            return found
+
 
 # Segment function → the graph it runs.
 FusedGraphs = Mapping[Callable[..., tuple], AtenGraph]
@@ -43,12 +108,8 @@ def fuse(
     return fusing.run(), fusing.graphs
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Fused:
-    key: str
-    function: Callable[..., tuple]
-    matches: Counter[str]
-    expected: dict[str, str]
+# A lowering key, a function, matches per pass, and per pass what one would expect it to match.
+_Fused = tuple[str, Callable[..., tuple], Counter[str], dict[str, str]]
 
 
 class _Fusing:
@@ -65,30 +126,25 @@ class _Fusing:
         segments = list(self.plan.segments)
         for segment in self.plan.computing_segments():
             try:
-                fused = self._fused(segment)
+                if segment.keeps_own:
+                    raise NotTraceable(segment.keeps_own)
+                kind = graph_key(self.plan, segment, what="inputs")
+                groups = self._once(kind, functools.partial(self._find_groups, segment, kind))
+                packed = tuple(group for group in groups if self._pack(segment, group))
+                rewrite = functools.partial(self._rewrite, segment, kind, packed)
+                key, function, found, hoped = self._once((kind, packed), rewrite)
             except NotTraceable as reason:
                 self._notes[f"{segment.name} keeps its own ops: {reason}"] = None
                 continue
-            matches += fused.matches
-            expected |= fused.expected
-            segments[segment.index] = dataclasses.replace(
-                segment, function=fused.function, lowering_key=fused.key
-            )
+            matches += found
+            expected |= hoped
+            segments[segment.index] = dataclasses.replace(segment, function=function, lowering_key=key)
         for name, op in expected.items():
             if not matches[name]:
                 self._notes[f"{name} matched nothing, although there are {op}"] = None
         counts = tuple((each.name, matches[each.name]) for each in passes_named(self.names))
         report = FusionReport(counts, tuple(self._notes))
         return dataclasses.replace(self.plan, segments=tuple(segments), fusions=report)
-
-    def _fused(self, segment: Segment) -> _Fused:
-        if segment.keeps_own:
-            raise NotTraceable(segment.keeps_own)
-        kind = graph_key(self.plan, segment, what="inputs")
-        groups = self._once(kind, lambda: self._find_groups(segment, kind))
-        packed = tuple(group for group in groups if self._pack(segment, group))
-        fused: _Fused = self._once((kind, packed), lambda: self._rewrite(segment, kind, packed))
-        return fused
 
     def _once(self, key: Any, make: Callable[[], Any]) -> Any:
         """Returns what `make` returned, or raises the NotTraceable it raised, at the key's first use."""
@@ -149,7 +205,7 @@ class _Fusing:
         key = f"{segment.lowering_key}, {self.names}, {list(groups)}, {free}"
         function = _where_valid(traced.is_valid, traced.function(), segment.function)
         self.graphs[function] = traced
-        return _Fused(key, function, matches, expected)
+        return key, function, matches, expected
 
 
 def _rewritten(traced: AtenGraph, passes: Sequence[GraphPass]) -> Counter[str]:
@@ -182,6 +238,30 @@ def _results(graph: fx.Graph) -> list[tuple[Any, int]]:
         known.setdefault(memory_of(node.meta["val"]), -1 - position)
     found = []
     for position, node in enumerate(graph.output_node().args[0]):  # type: ignore[arg-type, union-attr]
-        value = node.meta["val"]
-        found.append((value, known.setdefault(memory_of(value), position)))
+        found.append((node.meta["val"], known.setdefault(memory_of(node.meta["val"]), position)))
     return found
+
+
+def keep_geometry(graph: fx.Graph, wanted: list[Any], fake_mode: Any, *, free: Collection[int] = ()) -> None:
+    """Copies results whose strides a rewrite changed from those of `wanted`: a segment's readers may rely on
+    them. Readers of the results at positions in `free` need only that the last stride is 1."""
+    output, (rows, *placeholders) = graph.output_node(), graph.find_nodes(op="placeholder")
+    results: list[Any] = list(output.args[0])  # type: ignore[arg-type]
+    for position, (node, fake) in enumerate(zip(results, wanted, strict=True)):
+        if not isinstance(node, fx.Node) or geometry(value_of(node)) == geometry(fake):
+            continue
+        # A result that is returned twice is in the list twice.
+        memories = [memory_of(value_of(other)) for other in (*placeholders, *results)]
+        is_alone = memories.count(memory_of(value_of(node))) == 1
+        if position in free and value_of(node).stride()[-1] == 1 and is_alone:
+            continue
+        with graph.inserting_before(output):
+            symbols = {value_of(rows).node.expr: rows}
+            exprs: Any = [
+                [torch_api.expression(n, None) for n in each] for each in (fake.shape, fake.stride())
+            ]
+            sizes, strides = ([size_node(graph, expr, symbols) for expr in each] for each in exprs)
+            dense = graph.call_function(aten.new_empty_strided.default, (node, sizes, strides))
+            results[position] = graph.call_function(aten.copy_.default, (dense, node))
+    output.args = (tuple(results),)
+    propagate(graph, fake_mode)

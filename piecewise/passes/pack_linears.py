@@ -3,9 +3,9 @@
     before   mm(x, t(wq)) · mm(x, t(wk)) · mm(x, t(wv))
     after    y = mm(x, t(as_strided(wq, [nq + nk + nv, hidden]))) · y[:, :nq] · y[:, nq:nq + nk] · ...
 
-The graph keeps reading the model's own weights: `packed_weights.py` has laid them out one after the other,
-and the packed linear reads the first one beyond its end. So no weight is copied, writes into one are seen,
-and the addresses of all of them are compared on each call [I4].
+The graph keeps reading the model's own weights: `pack_` has laid them out one after the other, and the packed
+linear reads the first one beyond its end. So no weight is copied, writes into one are seen, and the addresses
+of all of them are compared on each call [I4].
 
 A quantised weight is several tensors: integers or float8, and scales. Each kind is laid out in this way, and
 the ops that a linear applies column by column are applied to all columns at once:
@@ -15,24 +15,24 @@ the ops that a linear applies column by column are applied to all columns at onc
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import itertools
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
+from piecewise import torch_api
+from piecewise.ir.tensors import ArrayPlace, storage_of
 from piecewise.passes.fakes import aten, frozen, value_of
 from piecewise.passes.int8_matmul import int8_matmul
 from piecewise.torch_api.pattern_matcher import find_regions, same_mutation_regions
+from runners.state.state_check import InnerRef, StateRef
 
 # Positions of the arguments with a column, or an element, per column of the result.
-_LINEARS: dict[Any, tuple[int, ...]] = {
-    aten.mm.default: (1,),
-    aten.addmm.default: (2, 0),
-    aten._int_mm.default: (1,),
-    int8_matmul: (1,),
-    aten._scaled_mm.default: (1, 3),
-}
+_LINEARS: Any = dict.fromkeys((aten.mm.default, aten._int_mm.default, int8_matmul), (1,))
+_LINEARS |= {aten.addmm.default: (2, 0), aten._scaled_mm.default: (1, 3)}
 # Ops that compute each column from the same column.
 _BY_COLUMN = (aten._to_copy.default, aten.mul.Tensor)
 
@@ -43,21 +43,13 @@ LinearGroup = tuple[tuple[int, ...], ...]
 
 def sweep(module: fx.GraphModule, groups: Sequence[LinearGroup]) -> int:
     """Packs the linears of `groups` that the graph has; returns how many groups."""
-    packed = 0
-    for group, nodes in find_groups(module.graph).items():
-        if group in groups:
-            _pack(module.graph, nodes)
-            packed += 1
-    return packed
+    found = [nodes for group, nodes in find_groups(module.graph).items() if group in groups]
+    for nodes in found:
+        _pack(module.graph, nodes)
+    return len(found)
 
 
-def trigger(graph: fx.Graph) -> str | None:
-    return "linears of one input" if find_groups(graph) else None
-
-
-def find_groups(
-    graph: fx.Graph, parameters: Collection[int] | None = None
-) -> dict[LinearGroup, list[fx.Node]]:
+def find_groups(graph: fx.Graph, parameters: set[int] | None = None) -> dict[LinearGroup, list[fx.Node]]:
     """Finds groups of two or more linears that could be one, each with its nodes; `parameters` are the
     positions of the placeholders that are the model's own tensors, None for all."""
     placeholders = {node: position for position, node in enumerate(graph.find_nodes(op="placeholder"))}
@@ -147,3 +139,96 @@ def _pack(graph: fx.Graph, nodes: Sequence[fx.Node]) -> None:
             begin += size
     for node in nodes:
         graph.erase_node(node)
+
+
+# Kernels load weights in vectors of this size.
+_ALIGNMENT_BYTES = 16
+
+
+def why_not_packable(places: Sequence[StateRef]) -> str | None:
+    """Returns why these tensors cannot lie in one storage, in order; None where they can or already do."""
+    tensors = [place.get() for place in places]
+    for place, tensor in zip(places, tensors, strict=True):
+        if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+            return f"{place.path} is a {type(tensor).__name__}"
+        if isinstance(place.owner, ArrayPlace):
+            return f"{place.path} is a NumPy array, which stays where it is"
+        if tensor.layout is not torch.strided or not tensor.is_contiguous() or tensor.is_inference():
+            return f"{place.path} is not a plain contiguous tensor"
+        if not tensor.numel():
+            return f"{place.path} is empty"
+    first = tensors[0]
+    if any((each.dtype, each.device, each.shape[1:]) != (first.dtype, first.device, first.shape[1:])
+           for each in tensors):  # fmt: skip
+        return f"{places[0].path} and the others differ in dtype, device or width"
+    if len({id(each) for each in tensors}) < len(tensors):
+        return f"{places[0].path} is used twice"
+    if are_packed(tensors):
+        return None
+    begins = itertools.accumulate((each.numel() for each in tensors), initial=0)
+    moved = {id(each): begin for each, begin in zip(tensors, begins, strict=False)}
+    for place in places:
+        if isinstance(place, InnerRef) and not _may_move(place, moved):
+            return f"{place.path} is inside of a class that takes no tensors which lie there"
+    if any(each.numel() * each.element_size() % _ALIGNMENT_BYTES for each in tensors[:-1]):
+        return f"the weight behind {places[0].path} would not be aligned"
+    storages = {storage_of(each): each.untyped_storage() for each in tensors}
+    members = Counter(map(storage_of, tensors))
+    for key, storage in storages.items():
+        # Another user would keep the old memory: a view, or a graph captured before.
+        if torch_api.num_storage_users(storage) > members[key]:
+            held = (place for place, each in zip(places, tensors, strict=True) if storage_of(each) == key)
+            return f"{next(held).path} shares its memory with another tensor, or is in use by other graphs"
+    return None
+
+
+def _may_move(place: StateRef, moved: Mapping[int, int]) -> bool:
+    """Whether a subclass accepts its inner tensors at new offsets: eager rebuilds it from them in each op,
+    and a class may ask for equal offsets."""
+    while isinstance(place, InnerRef):
+        place = place.owner
+    try:
+        _made_on_meta(place.get(), moved)
+    except Exception:  # a class may raise anything
+        return False
+    return True
+
+
+def _made_on_meta(tensor: Any, moved: Mapping[int, int]) -> torch.Tensor:
+    if not torch_api.is_wrapper(tensor):
+        size, stride = tensor.size(), tensor.stride()
+        begin = moved.get(id(tensor), tensor.storage_offset())
+        end = begin + 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
+        memory = torch.empty(max(end, begin), dtype=tensor.dtype, device="meta")
+        return memory.as_strided(size, stride, begin)
+    names, context = tensor.__tensor_flatten__()
+    inner = {name: _made_on_meta(getattr(tensor, name), moved) for name in names}
+    return type(tensor).__tensor_unflatten__(inner, context, tensor.size(), tensor.stride())
+
+
+def are_packed(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether contiguous tensors lie one after the other from the beginning of one storage."""
+    begins = itertools.accumulate((each.numel() for each in tensors), initial=0)
+    places = ((storage_of(each), each.storage_offset()) for each in tensors)
+    return all(place == (storage_of(tensors[0]), begin) for place, begin in zip(places, begins, strict=False))
+
+
+def pack_(places: Sequence[StateRef]) -> None:
+    """Moves tensors for which `why_not_packable` is None into one storage, in order, for good.
+
+    The tensors stay the same objects, so optimizers, tied modules, `load_state_dict` and in-place updates
+    work as before; a copy of the model gets a storage of its own. The peak is one more copy of them: an old
+    storage goes with its last tensor.
+    """
+    tensors: list[Any] = [place.get() for place in places]
+    if are_packed(tensors):
+        return
+    with torch.inference_mode(False), torch.no_grad():
+        first = tensors[0]
+        packed = first.new_empty((sum(each.shape[0] for each in tensors), *first.shape[1:]))
+        begin = 0
+        for each in tensors:
+            part = packed.narrow(0, begin, each.shape[0])
+            part.copy_(each)
+            each.data = part  # frees the old memory before the next copy
+            begin += each.shape[0]

@@ -84,6 +84,18 @@ class PlanReport(Record):
     def count(self, kind: str) -> int:
         return sum(segment.kind == kind for segment in self.segments)
 
+    def summary(self) -> dict[str, dict[str, int]]:
+        """Counts the plan's segments by kind, boundary ops by name, and ops outside of graphs by reason."""
+        boundary = (segment.ops[0] for segment in self.segments if segment.kind == "boundary")
+        captured = sum(segment.captured_ops for segment in self.segments)
+        return {
+            "segments": Counter(segment.kind for segment in self.segments),
+            "boundary_ops": Counter(boundary) + Counter({"captured": captured}),
+            "eager_ops": Counter(
+                f"{r.op} ({r.code})" for s in self.segments if s.kind == "eager" for r in s.reasons
+            ),
+        }
+
     def reasons(self) -> Counter[str]:
         return Counter(reason.code for segment in self.segments for reason in segment.reasons)
 

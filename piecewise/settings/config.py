@@ -259,7 +259,8 @@ def _checked(given: Given) -> dict[str, Any]:
             with given.refusing(given.place(name)):
                 checked[name] = row.kind.check(given.values[name])
     if "buckets" in checked or "buckets" not in given.values:
-        given.refuse(given.place("buckets"), *_settle_buckets(checked))
+        limit = given.place("max_num_tokens")("")
+        given.refuse(given.place("buckets"), *_settle_buckets(checked, limit))
     if len(given.problems) == num_problems:
         for name, problems in (*_out_of_reach(checked), ("compile_sizes", _compiled_in_vain(checked))):
             given.refuse(given.place(name), *problems)
@@ -267,8 +268,8 @@ def _checked(given: Given) -> dict[str, Any]:
     return checked
 
 
-def _settle_buckets(checked: dict[str, Any]) -> list[Problem]:
-    """Replaces a rule or the default by its list, and finds buckets above `max_num_tokens`."""
+def _settle_buckets(checked: dict[str, Any], place: str) -> list[Problem]:
+    """Replaces a rule or the default by its list, and finds buckets above `max_num_tokens`, at `place`."""
     sizes, limit = checked.get("buckets", DEFAULT_BUCKETS), checked.get("max_num_tokens")
     if sizes is DEFAULT_BUCKETS:
         # The user did not ask for these sizes, so sizes above the user's limit are no error.
@@ -284,9 +285,7 @@ def _settle_buckets(checked: dict[str, Any]) -> list[Problem]:
     above = [index for index, size in enumerate(sizes) if limit is not None and size > limit]
     fix = "remove the bucket or raise max_num_tokens"
     return [
-        Problem(
-            f"at most max_num_tokens = {limit}", f"{sizes[index]} (no call could reach it)", fix, f"[{index}]"
-        )
+        Problem(f"at most {place} = {limit}", f"{sizes[index]} (no call could reach it)", fix, f"[{index}]")
         for index in above[:_MAX_LISTED]
     ]
 

@@ -6,6 +6,7 @@ raised at once, so that one error lists all of them.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -17,6 +18,8 @@ from piecewise.errors.settings import WrongSettings
 from piecewise.settings.kinds import Check, Kind, Problem, Refused
 from piecewise.settings.toml_file import Keys, read_tables
 from runners.errors import shown
+
+_log = logging.getLogger(__name__)
 
 ENVIRONMENT_PREFIX = "PIECEWISE_"
 
@@ -120,6 +123,7 @@ def find_project_file() -> Path | None:
                 if path.is_file() and b"piecewise" in path.read_bytes():
                     tool = read_tables(path)[0].get("tool")
                     if isinstance(tool, dict) and "piecewise" in tool:
+                        _log.info("settings come from %s", path)
                         return path
     return None
 

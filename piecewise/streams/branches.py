@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -33,29 +34,25 @@ class OpFacts:
     is_barrier: bool = False
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Fork:
+class Fork(NamedTuple):
     """Starts streams 1 to `num_streams` - 1 behind all that stream 0 runs so far."""
 
     num_streams: int
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class RunOp:
+class RunOp(NamedTuple):
     op: int
     stream: int = 0
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Join:
+class Join(NamedTuple):
     """Makes stream 0 wait for all other streams."""
 
 
 Command = Fork | RunOp | Join
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Region:
+class Region(NamedTuple):
     """Describes ops `start` to `stop` (excluded) with independent branches: those `before` the fork and
     `after` the join, and those of each stream, all ascending; stream 0 has the heaviest branch."""
 
@@ -67,8 +64,7 @@ class Region:
     num_branches: int
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class StreamSchedule:
+class StreamSchedule(NamedTuple):
     """Says where each of `num_ops` ops runs: `regions` in order, everything between them on stream 0."""
 
     num_ops: int
@@ -112,7 +108,7 @@ def schedule(ops: Sequence[OpFacts], num_streams: int) -> StreamSchedule:
             continue
         branches = _branches(group, after)
         if len(branches) > 1:
-            regions.append(_region(ops, after, start, mark, branches, num_streams))
+            regions.append(_region(ops, after, range(start, mark), branches, num_streams))
         group, start = [], mark + 1
     return StreamSchedule(len(ops), tuple(regions))
 
@@ -142,7 +138,6 @@ def _are_ordered(after: Sequence[int], one: int, other: int) -> bool:
 
 
 def _branches(group: Sequence[int], after: Sequence[int]) -> list[list[int]]:
-    """Groups the heavy ops that depend on each other."""
     branches: list[list[int]] = []
     for op in group:
         joined = [branch for branch in branches if any(_are_ordered(after, other, op) for other in branch)]
@@ -152,19 +147,14 @@ def _branches(group: Sequence[int], after: Sequence[int]) -> list[list[int]]:
 
 
 def _region(
-    ops: Sequence[OpFacts],
-    after: Sequence[int],
-    start: int,
-    stop: int,
-    branches: Sequence[Sequence[int]],
-    num_streams: int,
+    ops: Sequence[OpFacts], after: Sequence[int], span: range, branches: Sequence[list[int]], num_streams: int
 ) -> Region:
     before: list[int] = []
     behind: list[int] = []
     members: list[list[int]] = [[] for _ in branches]
     place: dict[int, int | None] = {}  # op → its branch, None behind the join
     branch_of = {op: number for number, branch in enumerate(branches) for op in branch}
-    for op in range(start, stop):
+    for op in span:
         needs = {number for other, number in place.items() if after[op] >> other & 1}
         needed_by = {number for heavy, number in branch_of.items() if after[heavy] >> op & 1}
         if op not in branch_of and not needs and len(needed_by) != 1:
@@ -176,7 +166,7 @@ def _region(
         place[op] = number
         (behind if number is None else members[number]).append(op)
     streams = _dealt(ops, members, num_streams)
-    return Region(start, stop, tuple(before), streams, tuple(behind), len(branches))
+    return Region(span.start, span.stop, tuple(before), streams, tuple(behind), len(branches))
 
 
 def _dealt(

@@ -56,7 +56,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"piecewise {_version()}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    for add in (_add_demo, _add_explain, _add_verify, _add_bench, _add_buckets, _add_config):
+    for add in (_add_demo, _add_explain, _add_verify, _add_bench, _add_regress, _add_buckets, _add_config):
         add(commands)
     return parser
 
@@ -114,15 +114,43 @@ def _add_bench(commands: _Commands) -> None:
         " the host time of a call alone.", "piecewise.tools.bench.latency:run",
     )
     add = parser.add_argument
-    _add_spec(add, parser.add_mutually_exclusive_group(required=True), buckets="default: --tokens")
+    _add_spec(add, parser.add_mutually_exclusive_group(required=True), "default: settings, else --tokens")
     _add_count(add, "--calls", 2000, "calls per measurement of --host-overhead")
-    add("--tokens", type=_sizes, metavar="N,N,...", help="token counts (default: 16,128,512,1024,2048)")
+    add("--tokens", type=_sizes, metavar="N,N,...",
+        help="token counts (default: 16,128,512,1024,2048, up to max_num_tokens)")
     add("--variants", metavar="NAME,...", help="what to measure (default: all but peers): bench/variants.py")
     add("--peer", choices=("breakable",), help="measure this package too, where it can be imported")
     _add_count(add, "--rounds", 25, "samples per variant and size")
-    _add_output_file(add, "--out", help="write the JSON here; its schema is in bench/result.py")
+    presets = parser.add_mutually_exclusive_group()
+    parser.set_defaults(preset="full")
+    for name, text in (("quick", "measure for at most 15 s, set-up not counted"),
+                       ("minute", "for at most a minute"), ("full", "take all rounds (the default)")):
+        presets.add_argument(f"--{name}", dest="preset", action="store_const", const=name, help=text)
+    _add_output_file(add, "--out", help="write the JSON here; bench/schema.json describes it")
     _add_output_file(add, "--plot", is_image=True,
                      help="draw latencies and their ratios over tokens (needs matplotlib)")
+
+
+def _add_regress(commands: _Commands) -> None:
+    add = _command(
+        commands, "regress", "compare a benchmark's record with a baseline",
+        "Compare two records of `piecewise bench SPEC --out`: ratios within a run, coverage, captured"
+        " buckets, boundary ops, fusions, memory and start-up; times where device, driver and versions are"
+        " equal."
+        " Exit code 0: nothing regressed; 1: something did; 2: the two cannot be compared.",
+        "piecewise.tools.gate.regress:run",
+    ).add_argument
+    add("baseline", metavar="BASELINE", help="a baseline that --update wrote, or a record")
+    add("current", metavar="CURRENT", help="the record to judge")
+    add("--update", action="store_true", help="accept CURRENT: print what changed and write it into BASELINE")
+    add("--strict", action="store_true", help="refuse a baseline that was measured on uncommitted changes")
+    add("--threshold", action="append", default=[], metavar="KIND=SHARE",
+        help="the share from which on changes of a kind count, such as over-floor=0.08; may be repeated")
+    _add_output_file(add, "--json", help="write all findings here")
+    _add_output_file(add, "--junit", help="write JUnit XML here")
+    _add_output_file(add, "--benchmark",
+        help="write github-action-benchmark's array here (customSmallerIsBetter)")
+    _add_output_file(add, "--plot", is_image=True, help="draw each ratio over the baseline's runs")
 
 
 def _add_spec(add: _Add, one_of: Any = None, buckets: str = "instead of the file's") -> None:

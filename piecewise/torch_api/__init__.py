@@ -14,15 +14,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from piecewise.torch_api.dynamo import *  # noqa: F403
     from piecewise.torch_api.fakes import *  # noqa: F403
-    from piecewise.torch_api.inductor import *  # noqa: F403
-    from piecewise.torch_api.ops import *  # noqa: F403
     from piecewise.torch_api.process import *  # noqa: F403
-    from piecewise.torch_api.subclasses import *  # noqa: F403
-    from piecewise.torch_api.symbols import *  # noqa: F403
-    from piecewise.torch_api.trees import *  # noqa: F403
 
 # Those that load in no time come first.
-_MODULES = ("trees", "ops", "process", "inductor", "subclasses", "fakes", "symbols", "dynamo")
+_MODULES = ("process", "fakes", "dynamo")
 
 
 def __getattr__(name: str) -> Any:

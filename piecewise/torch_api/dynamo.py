@@ -1,22 +1,196 @@
-"""Wraps private parts of Dynamo: settings of a trace, and what a trace reads and writes."""
+"""Wraps private parts of Dynamo: settings of a trace, what it reads and writes, and its symbolic sizes."""
 
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
+import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from types import CodeType
 from typing import Any, ClassVar
 
+import sympy
 import torch
 import torch._dynamo as dynamo
+from torch._dynamo.guards import GuardBuilder, _get_closure_vars
+from torch._dynamo.side_effects import SideEffects
+from torch._dynamo.source import LocalSource
+from torch._dynamo.symbolic_convert import InstructionTranslator
+from torch._dynamo.variables import TensorVariable
+from torch._dynamo.variables.base import AttributeMutationExisting, ValueMutationExisting
+from torch._dynamo.variables.builder import VariableBuilder
 from torch._guards import Source, TracingContext
+from torch._library.opaque_object import get_opaque_obj_info
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+from torch.utils._sympy.interp import sympy_interp as sympy_interp
+from torch.utils._sympy.printers import PythonPrinter
+from torch.utils._sympy.reference import PythonReferenceAnalysis as PythonReferenceAnalysis
 
-from piecewise.torch_api.fakes import einsums_from_the_left, fakes_remembered
+from piecewise.torch_api.fakes import einsums_from_the_left, fake_mode_of, fakes_remembered
 from piecewise.torch_api.process import is_forced_eager
-from piecewise.torch_api.symbols import name_of
+
+_TORCH = os.path.dirname(torch.__file__)
+SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
+
+
+def shape_env_of(values: Sequence[Any]) -> ShapeEnv | None:
+    """Finds the ShapeEnv of the first fake tensor among `values`."""
+    return getattr(fake_mode_of(values), "shape_env", None)
+
+
+def name_of(source: Any) -> Any:
+    """Writes a source as Python source: a method in some versions of torch, a property in others."""
+    name = getattr(source, "name", None)
+    return name() if callable(name) else name
+
+
+def expression(value: Any, shape_env: ShapeEnv | None) -> sympy.Expr | None:
+    """Simplifies the expression of an int, float or symbolic scalar; None for anything else. `example_value`
+    keeps the symbol at recording; symbols are unified later, so always simplify."""
+    if isinstance(value, SYMBOLIC):
+        expr = value.node.expr
+        return shape_env.simplify(expr) if shape_env is not None and isinstance(expr, sympy.Expr) else expr
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    return sympy.Integer(value) if isinstance(value, int) else sympy.Float(value)
+
+
+def free_symbols(values: Iterable[Any], shape_env: ShapeEnv | None) -> set[sympy.Symbol]:
+    """Finds the symbols in the simplified expressions of sizes and other numbers."""
+    exprs = [expression(value, shape_env) for value in values]
+    return {symbol for expr in exprs if expr is not None for symbol in expr.free_symbols}  # type: ignore[misc]
+
+
+def is_unbacked(expr: sympy.Basic) -> bool:
+    """Whether the expression has a data-dependent symbol (`u0`, `zuf0`)."""
+    return any(symbol.name.startswith(("u", "zu")) for symbol in expr.free_symbols)  # type: ignore[attr-defined]
+
+
+def compile_expressions(
+    expressions: Sequence[sympy.Basic], symbols: Sequence[sympy.Symbol]
+) -> Callable[..., tuple]:
+    """Compiles one plain Python function of `symbols`: 0.1 µs an expression, not sympy's 40."""
+    import math
+
+    names = {symbol: f"a{position}" for position, symbol in enumerate(symbols)}
+    printer = PythonPrinter()
+    parts = []
+    for expr in expressions:
+        renamed = expr.xreplace({symbol: sympy.Symbol(name, integer=True) for symbol, name in names.items()})
+        parts.append(printer.doprint(renamed))
+    source = f"lambda {', '.join(names.values())}: ({', '.join(parts)}{',' if len(parts) == 1 else ''})"
+    return eval(source, {"math": math, "torch": torch})  # the printer's own output, not user text
+
+
+def guard_expressions(shape_env: ShapeEnv | None) -> list[sympy.Basic]:
+    """Lists the trace's simplified conditions on symbols, without true ones."""
+    if shape_env is None:
+        return []
+    exprs = dict.fromkeys(shape_env.simplify(guard.expr) for guard in shape_env.guards)
+    return [expr for expr in exprs if expr != sympy.true]
+
+
+def holds_as_guard(shape_env: ShapeEnv | None, condition: sympy.Basic) -> bool:
+    """Whether a condition holds for the symbols' hints; adds the condition as a guard."""
+    if condition in (sympy.true, sympy.false) or shape_env is None:
+        return bool(condition)
+    return bool(shape_env.evaluate_expr(condition))
+
+
+@contextmanager
+def asked_of_sizes(shape_env: ShapeEnv | None) -> Iterator[set[sympy.Basic]]:
+    """Collects what code in this block asks of sizes, answered for the example; adds no guard or symbol."""
+    asked: set[sympy.Basic] = set()
+    if shape_env is None:
+        yield asked
+        return
+    answer = shape_env.evaluate_expr
+
+    def noted(expr: sympy.Basic, *args: Any, **kwargs: Any) -> Any:
+        asked.add(expr)
+        return answer(expr, *args, **kwargs)
+
+    shape_env.evaluate_expr = noted  # type: ignore[assignment, method-assign]
+    try:
+        quiet, fresh = shape_env.suppress_guards(), shape_env.ignore_fresh_unbacked_symbols()
+        with quiet, fresh, einsums_from_the_left():
+            yield asked
+    finally:
+        del shape_env.evaluate_expr
+
+
+def specialisation_places(shape_env: ShapeEnv | None) -> list[str]:
+    """Lists ``"file.py", line 42, in forward: code`` of each place where the model fixed a size, if known."""
+    found = []
+    for stack in getattr(shape_env, "specialization_stacks", {}).values():
+        theirs = [frame for frame in stack or () if not frame.filename.startswith(_TORCH)]
+        if theirs:
+            frame = theirs[-1]
+            found.append(f'"{frame.filename}", line {frame.lineno}, in {frame.name}: {frame.line}')
+    return list(dict.fromkeys(found))
+
+
+def symbol_source(shape_env: ShapeEnv | None, symbol: sympy.Symbol) -> tuple[int, int] | None:
+    """Finds (leaf, dim) of the traced function's argument that defines `symbol`; dim −1 for an int."""
+    for source in shape_env.var_to_sources.get(symbol, ()) if shape_env is not None else ():
+        found = re.fullmatch(r"L\['t(\d+)'\]\.size\(\)\[(\d+)\]|L\['i(\d+)'\]", name_of(source))
+        if found:
+            tensor, dim, number = found.groups()
+            return (int(tensor), int(dim)) if number is None else (int(number), -1)
+    return None
+
+
+def source_of_symbol(shape_env: ShapeEnv | None, symbol: sympy.Basic) -> str | None:
+    """Finds the Python source of a value that the symbol stands for."""
+    sources = shape_env.var_to_sources.get(symbol, ()) if shape_env is not None else ()
+    return name_of(sources[0]) if sources else None
+
+
+def symbolic_sizes(shape_env: ShapeEnv | None) -> dict[tuple[int, int], sympy.Expr]:
+    """Maps (leaf, dim) to the expression of each symbolic size, read or not; dim −1 for an int."""
+    found: dict[tuple[int, int], sympy.Expr] = {}
+    for symbol in list(shape_env.var_to_sources) if shape_env is not None else []:
+        if (source := symbol_source(shape_env, symbol)) is not None:
+            found[source] = shape_env.simplify(symbol)  # type: ignore[union-attr]
+    return found
+
+
+def symbolic_count(fake_mode: FakeTensorMode, name: str, hint: int) -> torch.SymInt:
+    """Makes an int symbol, 2 or more, whose name follows from `name` alone; `hint` is its example value."""
+    source, shape_env = LocalSource(name), fake_mode.shape_env
+    assert shape_env is not None
+    symbol = shape_env.create_symbol(hint, source, DimDynamic.DYNAMIC, None)
+    return shape_env.create_symintnode(symbol, hint=hint, source=source)  # type: ignore[return-value]
+
+
+def size_hint(size: Any) -> int:
+    return int(size.node.hint) if isinstance(size, torch.SymInt) else int(size)  # type: ignore[arg-type]
+
+
+def row_condition(fake_mode: FakeTensorMode, rows: Any) -> Callable[[int], bool]:
+    """Makes a predicate: whether a count may stand for `rows`, under the symbols' guards and range."""
+    if isinstance(rows, int):
+        return lambda count: count == rows
+    symbol, shape_env = rows.node.expr, fake_mode.shape_env
+    assert shape_env is not None
+    if not symbol.is_Symbol or shape_env.simplify(symbol) != symbol:
+        known = int(shape_env.simplify(symbol))
+        return lambda count: count == known
+    bounds = shape_env.var_to_range[symbol]
+    # Plain ints also compare with symbols, since a function that asks may be traced in its turn.
+    low, high = int(bounds.lower), int(bounds.upper) if bounds.upper.is_Integer else sys.maxsize
+    conditions = compile_expressions(guard_expressions(shape_env), [symbol])
+    return lambda count: low <= count <= high and all(conditions(count))
+
+
+# Gives a dim of a tensor a symbol of its own; unlike the strict form, the model may still specialise it.
+mark_dynamic: Callable[[torch.Tensor, int], None] = dynamo.maybe_mark_dynamic
+# Maps the names that sources may call, beside Python's builtins, to their objects.
+names_in_sources: Callable[[], Mapping[str, Any]] = _get_closure_vars
 
 
 @contextmanager
@@ -40,11 +214,6 @@ def dynamo_is_disabled() -> str | None:
     if dynamo.config.disable:  # type: ignore[attr-defined]
         return "TorchDynamo is disabled (TORCH_COMPILE_DISABLE or torch._dynamo.config.disable)"
     return None
-
-
-def mark_dynamic(tensor: torch.Tensor, dim: int) -> None:
-    """Gives `dim` a symbol of its own; unlike the strict form, the model may still specialise it."""
-    dynamo.maybe_mark_dynamic(tensor, dim)
 
 
 def forget_compilation(code: Any, backend: Any) -> None:
@@ -72,8 +241,7 @@ class SeenGuard:
 
 def current_guards() -> list[SeenGuard]:
     """Lists the guards of the trace in progress; only inside a backend."""
-    context = TracingContext.try_get()
-    if context is None:
+    if (context := TracingContext.try_get()) is None:
         return []
     found = []
     for guard in context.guards_context.dynamo_guards:
@@ -85,22 +253,11 @@ def current_guards() -> list[SeenGuard]:
 
 def guard_kinds() -> frozenset[str]:
     """Names all kinds of guards of this torch version."""
-    from torch._dynamo.guards import GuardBuilder
-
     return frozenset(name for name in vars(GuardBuilder) if name.isupper())
-
-
-def names_in_sources() -> Mapping[str, Any]:
-    """Maps the names that sources may call, beside Python's builtins, to their objects."""
-    from torch._dynamo.guards import _get_closure_vars
-
-    return _get_closure_vars()
 
 
 def opaque_answer(value: Any) -> Any:
     """Returns what an opaque object's class has registered for comparison; None without a registration."""
-    from torch._library.opaque_object import get_opaque_obj_info
-
     known = get_opaque_obj_info(type(value))
     compared: Any = known.guard_fn if known is not None else None
     return tuple(compared(value)) if compared is not None else None
@@ -115,9 +272,6 @@ def traced_code() -> list[CodeType]:
 def sources_to_be_written() -> list[tuple[str, tuple[str, ...]]]:
     """Lists the sources of older objects that Dynamo writes after the graph; only inside a backend. Each has
     the names of the attributes that Dynamo sets; none for a container whose items it writes."""
-    from torch._dynamo.symbolic_convert import InstructionTranslator
-    from torch._dynamo.variables.base import AttributeMutationExisting, ValueMutationExisting
-
     effects = InstructionTranslator.current_tx().output.side_effects
     older = (AttributeMutationExisting, ValueMutationExisting)
     known = [item for item in effects.id_to_variable.values() if isinstance(item.mutation_type, older)]
@@ -131,57 +285,40 @@ _patches = threading.RLock()
 
 
 @contextmanager
-def _patched(owner: Any, name: str, patch: Callable[[Any], Any]) -> Iterator[None]:
+def _noted(owner: Any, name: str, note: Callable[..., list[str]]) -> Iterator[list[str]]:
+    """Lists what `note` says of each call of a method that this thread makes in this block."""
+    found: list[str] = []
+    thread = threading.get_ident()
+
+    def noting(*args: Any, **kwargs: Any) -> Any:
+        made = original(*args, **kwargs)
+        if threading.get_ident() == thread:
+            with suppress(NotImplementedError):  # one that lives for a moment has no source
+                found.extend(note(*args, **kwargs))
+        return made
+
     with _patches:
         original = getattr(owner, name)
-        setattr(owner, name, patch(original))
+        setattr(owner, name, noting)
         try:
-            yield
+            yield found
         finally:
             setattr(owner, name, original)
 
 
-@contextmanager
-def sources_read() -> Iterator[list[str]]:
-    """Lists the sources that Dynamo reads in this block, as Python source; Dynamo guards nearly all of them.
+def sources_read() -> AbstractContextManager[list[str]]:
+    """Lists the sources that Dynamo reads in a block, as Python source; Dynamo guards nearly all of them.
     Dynamo leaves out methods of C types, and objects that it has met under another source."""
-    from torch._dynamo.variables.builder import VariableBuilder
-
-    found: list[str] = []
-    thread = threading.get_ident()
-
-    def noting(original: Any) -> Any:
-        def build(self: Any, value: Any) -> Any:
-            made = original(self, value)
-            if threading.get_ident() == thread:
-                with suppress(NotImplementedError):  # one that lives for a moment
-                    found.append(name_of(self.source))
-            return made
-
-        return build
-
-    with _patched(VariableBuilder, "__call__", noting):
-        yield found
+    return _noted(VariableBuilder, "__call__", lambda builder, value: [name_of(builder.source)])
 
 
-@contextmanager
-def tensor_attributes_set() -> Iterator[list[str]]:
-    """Lists the Python attributes that Dynamo sees set on tensors in this block. The block notes them when
-    they are set, since Dynamo forgets tensors that are gone when it calls its backend."""
-    from torch._dynamo.side_effects import SideEffects
-    from torch._dynamo.variables import TensorVariable
-
-    names: list[str] = []
-
-    def noting(original: Any) -> Any:
-        def store_attr(self: Any, item: Any, name: str, *args: Any, **kwargs: Any) -> Any:
-            names.extend([name] if isinstance(item, TensorVariable) else [])
-            return original(self, item, name, *args, **kwargs)
-
-        return store_attr
-
-    with _patched(SideEffects, "store_attr", noting):
-        yield names
+def tensor_attributes_set() -> AbstractContextManager[list[str]]:
+    """Lists the Python attributes that Dynamo sees set on tensors in a block, when they are set, since Dynamo
+    forgets tensors that are gone when it calls its backend."""
+    return _noted(
+        SideEffects, "store_attr",
+        lambda effects, item, name, *rest, **options: [name] if isinstance(item, TensorVariable) else [],
+    )  # fmt: skip
 
 
 def source_name(node: torch.fx.Node) -> str | None:
@@ -196,8 +333,6 @@ def wraps_number(node: torch.fx.Node) -> bool:
 
 def compiled_object() -> Any:
     """Finds the module, or else the code, that Dynamo is compiling now; only inside a backend."""
-    from torch._dynamo.symbolic_convert import InstructionTranslator
-
     try:
         root = InstructionTranslator.current_tx().output.root_tx
     except (AttributeError, RuntimeError):

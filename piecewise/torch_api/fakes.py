@@ -1,9 +1,9 @@
-"""Makes fake tensors, and records the aten ops that a function runs on them."""
+"""Makes fake tensors, records the aten ops that run on them, and sees inside tensor subclasses."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -11,11 +11,21 @@ import torch
 import torch._dynamo as dynamo
 from torch._dispatch.python import enable_python_dispatcher
 from torch._guards import detect_fake_mode
+from torch._higher_order_ops.out_dtype import is_int_mm, out_dtype, out_dtype_fallback
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch._subclasses.fake_tensor import in_kernel_invocation_manager
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from piecewise.errors.trace import DistributedTensor, OwnTorchFunction, SilentSubclass, StateNotStrided
+from runners.tensors import tensors_in
+
+# Whether a value is a tensor around other tensors, which its class lists and can rebuild it from.
+is_wrapper: Callable[[Any], bool] = is_traceable_wrapper_subclass
+# Disables tensors' `__torch_function__` in a block.
+below_torch_function = torch._C.DisableTorchFunctionSubclass
 
 
 @contextmanager
@@ -30,9 +40,7 @@ def python_dispatcher() -> Iterator[None]:
 class _OneHotChecks(TorchFunctionMode):
     """Adds the checks of values that `one_hot` leaves out for fakes before torch 2.13."""
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
         if getattr(func, "__name__", "") == "one_hot":
             given = dict(zip(("input", "num_classes"), args, strict=False)) | (kwargs or {})
             index, count = given["input"], given.get("num_classes", -1)
@@ -55,7 +63,6 @@ def forget_tensors(fake_mode: Any) -> None:
 
 
 def is_fake(value: Any) -> bool:
-    """Whether the value is a tensor of a trace."""
     return isinstance(value, FakeTensor)
 
 
@@ -76,7 +83,6 @@ def fake_twin(fake: torch.Tensor, memory: torch.Tensor | None) -> torch.Tensor:
 
 
 def holds_constant(fake: torch.Tensor) -> bool:
-    """Whether a fake holds its tensor's constant values."""
     return getattr(fake, "constant", None) is not None
 
 
@@ -86,7 +92,6 @@ def is_composite(op: Any) -> bool:
 
 
 def has_dynamic_dims(tensor: torch.Tensor) -> bool:
-    """Whether dims of the tensor are marked for Dynamo."""
     return any(name.startswith("_dynamo_") and "dynamic" in name for name in vars(tensor))
 
 
@@ -137,11 +142,7 @@ def functional_aten_graph(
 
 
 def trace_aten(
-    function: Callable[..., Any],
-    arguments: Sequence[Any],
-    fake_mode: Any,
-    *,
-    decompositions: Mapping[Any, Callable[..., Any]] | None = None,
+    function: Callable[..., Any], arguments: Sequence[Any], fake_mode: Any, decompositions: dict | None = None
 ) -> torch.fx.GraphModule:
     """Records the aten ops that `function` runs on fakes and symbolic ints, without gradients and autocast.
     Nodes have fakes in ``meta["val"]``; ops that write stay unchanged."""
@@ -149,3 +150,83 @@ def trace_aten(
     # on from where its guard is made, so the guard is made inside of the other modes.
     with torch.no_grad(), fake_mode, enable_python_dispatcher(), einsums_from_the_left():
         return make_fx(function, decomposition_table=decompositions)(*arguments)  # type: ignore[arg-type]
+
+
+def is_opaque(value: Any) -> bool:
+    """Whether the value is a tensor whose class dispatches in Python but does not list what is inside."""
+    dispatch = getattr(type(value), "__torch_dispatch__", None)
+    is_disabled = dispatch is torch._C._disabled_torch_dispatch_impl
+    return isinstance(value, torch.Tensor) and not is_disabled and not is_wrapper(value)
+
+
+def has_torch_function(value: Any) -> bool:
+    """Whether Dynamo traces the `__torch_function__` of the tensor's class; false for wrappers."""
+    function = getattr(type(value), "__torch_function__", None)
+    is_called = function is not torch._C._disabled_torch_function_impl and type(value) is not torch.Tensor
+    return isinstance(value, torch.Tensor) and is_called and not is_wrapper(value)
+
+
+def has_own_torch_function(value: Any) -> bool:
+    """Whether the class has its own `__torch_function__` and is no Parameter. Dynamo may give its results
+    another class than eager does."""
+    function = getattr(type(value), "__torch_function__", None)
+    torchs: Any = torch.Tensor.__torch_function__
+    is_torchs = getattr(function, "__func__", None) is torchs.__func__
+    return has_torch_function(value) and not is_torchs and not issubclass(type(value), torch.nn.Parameter)
+
+
+def trace_below(
+    function: Callable[..., Any],
+    leaves: Sequence[Any],
+    fake_mode: Any,
+    *,
+    int_matmul: Any,
+    torch_function: bool,
+) -> torch.fx.GraphModule:
+    """Records the aten ops of `function` below tensor subclasses; guards on sizes stay in the fake mode.
+
+    Args:
+        leaves: fakes and symbolic numbers, the function's arguments.
+        int_matmul: the product of two int8 matrices on a GPU, in int32.
+        torch_function: whether to call the `__torch_function__` of classes, too.
+    """
+
+    def typed(op: Any, dtype: torch.dtype, *args: Any) -> Any:
+        if is_int_mm(op, dtype, args):
+            return int_matmul(*args)
+        return out_dtype_fallback(op, dtype, *args)
+
+    below = nullcontext() if torch_function else below_torch_function()
+    with torch.inference_mode(False), below:
+        return trace_aten(function, leaves, fake_mode, {out_dtype: typed})
+
+
+def holds_wrapper(value: Any) -> bool:
+    return any(map(is_wrapper, tensors_in(value)))
+
+
+def tensors_inside(tensor: Any, keys: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], torch.Tensor]]:
+    """Yields a tensor and the tensors inside of a subclass, each with its path, outer ones first."""
+    yield keys, tensor
+    for name in tensor.__tensor_flatten__()[0] if is_wrapper(tensor) else ():
+        yield from tensors_inside(getattr(tensor, name), (*keys, name))
+
+
+def plain_tensors(value: Any) -> Iterator[torch.Tensor]:
+    """Finds the plain tensors of a value, including those inside of subclasses."""
+    for tensor in tensors_in(value):
+        yield from (each for _, each in tensors_inside(tensor) if not is_wrapper(each))
+
+
+def refuse_class(what: str, tensor: torch.Tensor, *, cause: Exception | None = None) -> None:
+    """Raises TraceError for a tensor whose class does not say, or not fully, what is inside."""
+    cls = type(tensor)
+    names = {"where": what, "name": f"{cls.__module__}.{cls.__qualname__}", "cls": cls.__name__}
+    if any(c.__name__ == "DTensor" and c.__module__.startswith("torch.distributed") for c in cls.__mro__):
+        raise DistributedTensor(**names) from cause
+    if is_opaque(tensor):
+        raise SilentSubclass(**names) from cause
+    if has_own_torch_function(tensor):
+        raise OwnTorchFunction(**names) from cause
+    if tensor.layout is not torch.strided:
+        raise StateNotStrided(layout=tensor.layout, **names) from cause

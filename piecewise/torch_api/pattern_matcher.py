@@ -18,7 +18,6 @@ from torch._inductor.pattern_matcher import (
     CallFunction,
     KeywordArg,
     Match,
-    PatternExpr,
     PatternMatcherPass,
     compute_mutation_region_ids,
     is_mutation_op,
@@ -43,8 +42,11 @@ class PatternSet:
             rewrite(match)
 
         def is_match(match: Match) -> bool:
+            # The pattern must name all keyword arguments, such as `alpha`; torch's matcher ignores others.
+            pairs = [(p, n) for p, n in match.ctx.pattern_to_node.items() if isinstance(p, CallFunction)]
+            says_all = all(n is None or set(n.kwargs) <= set(p.kwargs) for p, n in pairs)
             # Nodes that an earlier match of this sweep left without users are dead and must not match.
-            return bool(match.output_node().users) and _says_all(match) and check(match)
+            return bool(match.output_node().users) and says_all and check(match)
 
         register_graph_pattern(pattern, extra_check=is_match, pass_dict=self._patterns)(apply)  # type: ignore[arg-type]
 
@@ -52,15 +54,6 @@ class PatternSet:
         """Matches all nodes once; returns the number of matches."""
         find_regions(module.graph)
         return self._patterns.apply(module)
-
-
-def _says_all(match: Match) -> bool:
-    """Whether the pattern names all keyword arguments, such as `alpha`; torch's matcher ignores others."""
-    return all(
-        set(node.kwargs) <= set(pattern.kwargs)
-        for pattern, node in match.ctx.pattern_to_node.items()
-        if isinstance(pattern, CallFunction) and node is not None
-    )
 
 
 def find_regions(graph: fx.Graph) -> None:

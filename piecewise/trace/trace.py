@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import pkgutil
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import sympy
 import torch
@@ -47,18 +47,13 @@ class ExampleCall:
     def from_call(cls, binder: CallBinder, args: Sequence[Any], kwargs: Mapping[str, Any]) -> ExampleCall:
         """Binds and flattens a call; raises TypeError or `MissingArguments` if it does not fit."""
         bound = binder.bind(*args, **kwargs)
-        absent = binder.absent(bound)
-        if absent:
+        if absent := binder.absent(bound):
             raise MissingArguments(missing=", ".join(map(repr, absent)), names=", ".join(binder.names))
         values, leaves = flatten_structure(bound)
         return cls(binder, values, tuple(leaves), binder.leaf_paths(values), tuple(args), kwargs)
 
-    def with_leaves(self, leaves: Sequence[Any]) -> ExampleCall:
-        return dataclasses.replace(self, leaves=tuple(leaves))
 
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Placeholder:
+class Placeholder(NamedTuple):
     """Describes what a placeholder stands for: an input leaf, state of the model, or a symbol's value."""
 
     node: fx.Node
@@ -128,5 +123,4 @@ class FrontEnd(Protocol):
 @functools.cache
 def front_end(name: str) -> FrontEnd:
     """Loads the front end of that name, a key of `FRONT_ENDS`."""
-    found: FrontEnd = pkgutil.resolve_name(FRONT_ENDS[name])
-    return found
+    return pkgutil.resolve_name(FRONT_ENDS[name])

@@ -15,8 +15,7 @@ from piecewise import torch_api
 from piecewise.capture.build_plan import PlanAssembler
 from piecewise.capture.captured_call import ServedBucket
 from piecewise.capture.placeholders import poison_padding_
-from piecewise.ir.plan import Segment, ValueSpec
-from piecewise.ir.run_plan import arguments_of, run_plan, state_tensor
+from piecewise.ir.plan import Segment, ValueSpec, arguments_of, run_plan, state_tensor
 from piecewise.ir.tensors import bound_arguments, storage_of, tensors_in, written_arguments
 from piecewise.verify.differences import TensorDifference, Tolerance, compare_values
 from piecewise.verify.poison import AS_SERVED, Poison, static_inputs_of

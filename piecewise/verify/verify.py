@@ -24,7 +24,6 @@ from piecewise.capture.call_router import preview
 from piecewise.capture.captured_call import CapturedSignature
 from piecewise.capture.store import GraphStore
 from piecewise.prefill_case import PrefillCase
-from piecewise.trace.subclasses.kinds import plain_tensors
 from piecewise.verify.differences import TensorDifference, Tolerance, compare_values
 from piecewise.verify.locate_difference import SegmentWalk
 from piecewise.verify.poison import AS_SERVED, WITHOUT_GRAPHS, Poison, overwrite_static_memory, poisons_for
@@ -86,7 +85,8 @@ class RunResult:
         """Runs `call()`, and copies its result, which the next run may overwrite."""
         structure, leaves = flatten_structure(call())
         # A subclass defines its own comparisons, so all of its inner tensors are compared.
-        opened = [list(plain_tensors(leaf)) if torch_api.is_wrapper(leaf) else [leaf] for leaf in leaves]
+        plain = torch_api.plain_tensors
+        opened = [list(plain(x)) if torch_api.is_wrapper(x) else [x] for x in leaves]
         pairs = zip(leaves, opened, strict=True)
         kinds = tuple((type(leaf), len(parts)) for leaf, parts in pairs if torch_api.is_wrapper(leaf))
         parts = itertools.chain.from_iterable(opened)
@@ -175,7 +175,7 @@ class _SizeVerifier:
                     found[".".join(filter(None, ("model", path, key)))] = tensor
         unique: dict[Any, tuple[str, torch.Tensor]] = {}
         for name, tensor in found.items():
-            for number, part in enumerate(plain_tensors(tensor)):
+            for number, part in enumerate(torch_api.plain_tensors(tensor)):
                 if part.layout is torch.strided:
                     key = part.data_ptr(), part.shape, part.stride(), part.dtype
                     full_name = f"{name}, part {number}" if torch_api.is_wrapper(tensor) else name

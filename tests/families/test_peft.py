@@ -17,7 +17,7 @@ peft = pytest.importorskip("peft", reason="PEFT is not installed")
 import boundary_ops  # noqa: E402
 import piecewise  # noqa: E402
 from boundary_ops import PagedKVCache, PrefillBatch  # noqa: E402
-from piecewise.trace.state.adapters import adapters_in_use  # noqa: E402
+from piecewise.trace.state.state import adapters_in_use  # noqa: E402
 
 VOCAB = 97
 CONFIG = dict(

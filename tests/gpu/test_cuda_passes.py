@@ -9,7 +9,7 @@ from toy_models import make_ids
 
 import piecewise
 from piecewise.passes.fusions import add_rms_norm, add_rms_norm_quant, rms_norm, rotary, silu_and_mul
-from piecewise.passes.packed_weights import pack_
+from piecewise.passes.pack_linears import pack_
 from piecewise.settings.fusions import PASS_NAMES
 from runners.state.state_check import StateRef
 

@@ -19,8 +19,8 @@ from toy_models import HIDDEN, make_ids, mix
 import boundary_ops
 import piecewise
 from boundary_ops import PrefillBatch
-from piecewise.streams import stream_graph, streams
-from piecewise.streams.stream_graph import ScheduledFunction
+from piecewise.streams import streams
+from piecewise.streams.streams import ScheduledFunction
 from runners.engines import engine_for
 from runners.errors import CaptureError
 
@@ -173,7 +173,7 @@ def test_memory_that_a_stream_still_reads_is_not_handed_out():
 
 
 def test_the_test_above_sees_memory_that_is_freed_too_early(monkeypatch):
-    monkeypatch.setattr(stream_graph, "_has_memory", lambda node: False)
+    monkeypatch.setattr(streams, "_has_memory", lambda node: False)
     with trial(late_read, rows(), *(weight() for _ in range(3))) as made:
         expected, found = made.results(made.serial), made.results(made.parallel)
         assert not all(map(torch.equal, expected, found))

@@ -10,7 +10,7 @@ from cuda_models import compiled, inputs, make
 from inspection import inspect
 from torch import Tensor
 
-from piecewise.cut.zero_fills import ZeroFills
+from piecewise.cut.split import ZeroFills
 from runners.cuda import pool as cuda_pool
 
 pytestmark = pytest.mark.gpu

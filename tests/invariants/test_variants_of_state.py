@@ -15,7 +15,7 @@ from state_models import HIDDEN, graph, new_model, serve, tokens
 from torch import nn
 
 import piecewise
-from piecewise.trace.state.adapters import adapters_in_use
+from piecewise.trace.state.state import adapters_in_use
 
 
 def in_a_row(model, x):

@@ -5,9 +5,8 @@ from __future__ import annotations
 from piecewise.ir.aten import function_of, trace_aten
 from piecewise.ir.plan import Segment, ValueSpec
 from piecewise.passes.fakes import geometry, value_of
+from piecewise.passes.fuse import keep_geometry, passes_named, run_passes
 from piecewise.passes.pack_linears import find_groups
-from piecewise.passes.pipeline import passes_named, run_passes
-from piecewise.passes.results import keep_geometry
 
 # Sizes that are this in an example are the row count.
 ROWS = 11

@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn import functional as F
 from toy_models import HIDDEN, VOCAB, mix
 
-from piecewise.passes.packed_weights import are_packed
+from piecewise.passes.pack_linears import are_packed
 
 
 class Layer(nn.Module):

@@ -23,7 +23,7 @@ from piecewise.analysis.rows.counts import KnownSizes, valid_counts
 from piecewise.analysis.rows.judge import Judge, Judged
 from piecewise.analysis.rows.layout import Layout, Mixes, prefixes
 from piecewise.analysis.rows.table import UNBOUNDED, Bounds, Rows, bounds_within
-from piecewise.ir.recording import OpRecorder, Recording
+from piecewise.ir.effects import OpRecorder, Recording
 from piecewise.ir.tensors import tensors_in
 
 LARGEST = 24

@@ -27,7 +27,7 @@ from row_cases import (
 )
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from piecewise.ir.recording import OpRecorder
+from piecewise.ir.effects import OpRecorder
 
 PAIRS = ((1, 3), (2, 5), (4, 7), (6, 16))
 _TRIED_AT = (5, 8)

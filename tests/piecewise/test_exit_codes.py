@@ -357,7 +357,7 @@ def test_4_where_nothing_was_replayed_or_measured(specs, capsys, monkeypatch, tm
     assert run(*argv, "--variants", "eager") == 0
     if not torch.cuda.is_available():
         assert run(*argv, "--variants", "reduce-overhead") == 4
-    monkeypatch.setenv("PIECEWISE_MAX_PADDING_RATIO", "1")
+    monkeypatch.setenv("PIECEWISE_DISABLE", "1")
     assert run("bench", "--host-overhead", "--calls", "1") == 4
     assert "NOTHING MEASURED" in capsys.readouterr().out
 
@@ -456,3 +456,25 @@ def test_an_interrupted_process_says_so(specs):
     slow.send_signal(signal.SIGINT)
     _, told = slow.communicate()
     assert slow.returncode == 130 and told == "piecewise: interrupted\n"
+
+
+def test_commands_run_under_the_settings_of_a_project_but_for_models_of_our_own(
+    specs, capsys, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    project = tmp_path / "pyproject.toml"
+    project.write_text("[tool.piecewise]\nlimits.max_num_tokens = 4\nbuckets.num_tokens = [2, 4]\n")
+    out = tmp_path / "bench.json"
+    bench = ("bench", "exit_cases:right", "--rounds", "1", "--variants", "graphed", "--out", out)
+    # Its buckets are captured, and the usual sizes end at its limit.
+    assert run(*bench) == 0
+    found = json.loads(out.read_text())
+    assert found["variants"]["graphed"]["capture"]["captured"] == [2, 4] and found["sizes"] == [4]
+    assert run(*bench, "--tokens", "3", "--buckets", "3") == 0
+    assert json.loads(out.read_text())["variants"]["graphed"]["capture"]["captured"] == [3]
+    # A limit is named with its place.
+    assert run("verify", "exit_cases:right", "--buckets", "8") == 2
+    limit = f"{project}:2: [tool.piecewise.limits] max_num_tokens = 4"
+    assert f"buckets[0]: expected at most {limit}, got 8" in capsys.readouterr().err
+    assert run("bench", "--host-overhead", "--calls", "1") == 0
+    assert run("demo", "--model", "random", "--buckets", "8", "--no-progress") == 0

@@ -24,8 +24,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 NAMES = {
     "piecewise": "PiecewiseConfig PrefillCase GraphedModule compile enable disable explain handle"
-    " capture_window eager_only PiecewiseError ConfigError TraceError TokenDimError SplitError CaptureError"
-    " StateError FallbackWarning",
+    " assert_graphed capture_window eager_only PiecewiseError ConfigError TraceError TokenDimError"
+    " SplitError CaptureError StateError FallbackWarning",
     "runners": "PiecewiseRunner TokenBuckets StepPlan CallStats FallbackReason PiecewiseError ConfigError"
     " CaptureError StateError",
     "boundary_ops": "define register registered lookup unregister declare_rows check_rows BoundaryOp"
@@ -45,6 +45,7 @@ STATS = "replays eager_calls reasons captured calls_by_bucket".split()
 ENTRY_POINTS = [
     ("console_scripts", "piecewise", "piecewise.tools.cli:main"),
     ("torch_dynamo_backends", "piecewise", "piecewise.torch_backend:piecewise_backend"),
+    ("pytest11", "piecewise", "piecewise.tools.gate.pytest_plugin"),
 ]
 # Field → its table and keys in a file; the variable is the field's name.
 TOML_KEYS = {

@@ -30,7 +30,7 @@ class Size:
 
     @property
     def unit(self) -> int:
-        """The largest number that divides the size at every count: k for n·k."""
+        """Returns the largest number that divides the size at every count: k for n·k."""
         return max(int(np.gcd.reduce(self.values)), 1)
 
     @property
@@ -58,14 +58,12 @@ class KnownSizes:
         if key not in self._by_expression:
             expr = sympy.Integer(key) if isinstance(key, int) else self._simplified(key)
             is_known = expr.free_symbols <= {self._symbol}
-            self._by_expression[key] = self.interned(self._values(expr, self.counts)) if is_known else None
+            values = values_at(expr, self._symbol, self.counts).astype(np.int64) if is_known else None
+            self._by_expression[key] = self.interned(values) if values is not None else None
         return self._by_expression[key]
 
     def _simplified(self, expr: sympy.Basic) -> Any:
         return self._shape_env.simplify(expr) if self._shape_env is not None else expr  # type: ignore[arg-type]
-
-    def _values(self, expr: sympy.Basic, counts: Counts) -> Counts:
-        return values_at(expr, self._symbol, counts).astype(np.int64)
 
     def number(self, value: Any) -> float | bool | None:
         """Returns the value of a symbolic float or bool; None where it is not the same at all counts."""
@@ -80,7 +78,7 @@ class KnownSizes:
             expr = self._simplified(asked)
             self._settled[asked] = not expr.free_symbols
             if not isinstance(expr, sympy.Expr) and expr.free_symbols == {self._symbol}:
-                values = self._values(expr, self.counts[self.counts > 1])
+                values = values_at(expr, self._symbol, self.counts[self.counts > 1])
                 self._settled[asked] = bool((values == values[:1]).all())
         return self._settled[asked]
 
@@ -136,8 +134,7 @@ _DIRECT: dict[Any, Any] = {
 
 def values_at(expr: sympy.Basic, symbol: sympy.Symbol, counts: Counts) -> NDArray[Any]:
     """Evaluates an expression at each count; a condition is false where it cannot be evaluated."""
-    found = _direct(expr, symbol, counts)
-    if found is not None:
+    if (found := _direct(expr, symbol, counts)) is not None:
         return np.broadcast_to(found, counts.shape)
     function = torch_api.compile_expressions([expr], [symbol])
     try:
@@ -163,8 +160,7 @@ def _direct(expr: Any, symbol: sympy.Symbol, counts: Counts) -> Any:
         return counts
     if isinstance(expr, sympy.Integer):
         return np.int64(int(expr))
-    operator = _DIRECT.get(type(expr))
-    if operator is None:
+    if (operator := _DIRECT.get(type(expr))) is None:
         return None
     parts = [_direct(part, symbol, counts) for part in expr.args]
     return None if any(part is None for part in parts) else operator(*parts)

@@ -3,28 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from boundary_ops.declare.rows import declared_rows, is_shipped, token_dims
 from piecewise import torch_api
+from piecewise.analysis.rows import layout as layouts
 from piecewise.analysis.rows import rules, table
 from piecewise.analysis.rows.counts import KnownSizes, Size
-from piecewise.analysis.rows.layout import (
-    Dim,
-    Layout,
-    Mixes,
-    MixReason,
-    is_static,
-    prefixes_or_none,
-    regrouped,
-)
+from piecewise.analysis.rows.layout import Dim, Layout, Mixes, MixReason
 from piecewise.analysis.rows.table import UNBOUNDED, Bounds, Claim, OpOnRows, Rows, bounds_within, is_inexact
-from piecewise.ir.recording import AtenCall, Recording, Ref
+from piecewise.ir.effects import AtenCall, Recording, Ref
 
 __all__ = ["Judge", "Judged", "rules"]
 
@@ -36,8 +28,7 @@ _INDICES = (torch.int32, torch.int64)
 _Found = TypeVar("_Found")
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Judged:
+class Judged(NamedTuple):
     """Describes a node's effect: rows per result, later rows by position of a written operand, the `largest`
     row count for which they hold (None for any), and why the node runs eagerly (None in a graph)."""
 
@@ -65,7 +56,7 @@ class Judge:
                 if not in_graph:
                     raise
                 outside = self.judge(recording, given, in_graph=False)
-                found = dataclasses.replace(outside, mixes=mixes.refusal)
+                found = outside._replace(mixes=mixes.refusal)
             self._judged[key] = found
         return self._judged[key]
 
@@ -78,16 +69,13 @@ class Judge:
 class _Judging:
     """Judges one recording. Outside of graphs only the bounds of integers matter, not layouts."""
 
-    def __init__(
-        self, judge: Judge, recording: Recording, given: tuple[Rows, ...], *, in_graph: bool
-    ) -> None:
+    def __init__(self, judge: Judge, recording: Recording, given: Sequence[Rows], *, in_graph: bool) -> None:
         self.known, self.in_graph = judge.known, in_graph
         self.largest: int | None = None
         self._recording, self._tensors = recording, recording.tensors
         self._sizes = [judge.sizes(tensor.sizes) for tensor in recording.tensors]
-        self._rows = {
-            at: rows._replace(is_real=_is_real(rows.layout, rows.is_real)) for at, rows in enumerate(given)
-        }
+        real = (rows._replace(is_real=_is_real(rows.layout, rows.is_real)) for rows in given)
+        self._rows = dict(enumerate(real))
         self._written: set[int] = set()
 
     def judged(self) -> Judged:
@@ -147,9 +135,8 @@ class _Judging:
         if base.endswith("_") and not base.endswith("__") and not outs:
             base = base[:-1]
         full = f"{base}.{schema.overload_name}"
-        return OpOnRows(
-            full if full in table.RULES or full in table.BOUNDS else base, arguments, results, self.known
-        )
+        name = full if full in table.RULES or full in table.BOUNDS else base
+        return OpOnRows(name, arguments, results, self.known)
 
     def _resolved(self, value: Any) -> Any:
         if isinstance(value, Ref):
@@ -165,7 +152,7 @@ class _Judging:
 
     def _claim(self, noted: AtenCall, call: OpOnRows) -> Claim:
         if not self.in_graph:
-            return Claim([prefixes_or_none(sizes) for sizes, _ in call.results])
+            return Claim([layouts.prefixes_or_none(sizes) for sizes, _ in call.results])
         try:
             found = self._ruled(noted, call)
             claim = found if isinstance(found, Claim) else Claim([found])
@@ -243,7 +230,8 @@ def _is_real(layout: Layout | None, is_kept: bool) -> bool:
     """Whether padded rows can repeat a real row: there is one at each count."""
     if layout is None:
         return is_kept
-    return is_static(layout) or (is_kept and all(f.values.min() > 0 for dim in layout for f in dim.factors))
+    is_never_empty = all(factor.values.min() > 0 for dim in layout for factor in dim.factors)
+    return layouts.is_static(layout) or (is_kept and is_never_empty)
 
 
 def _holds_count(value: Any) -> bool:
@@ -251,12 +239,9 @@ def _holds_count(value: Any) -> bool:
 
 
 def _declared(op: Any, call: OpOnRows) -> Claim:
-    found = declared_rows(op)
-    if found is None:
-        raise Mixes(
-            f'nobody has said how rows go through it: boundary_ops.declare_rows("{op._schema.name}", ...)',
-            code="unknown_op",
-        )
+    if (found := declared_rows(op)) is None:
+        hint = f'boundary_ops.declare_rows("{op._schema.name}", ...)'
+        raise Mixes(f"nobody has said how rows go through it: {hint}", code="unknown_op")
     for name, wanted in found.only.items():
         if call[name] is not wanted and call[name] != wanted:
             raise Mixes(f"its rows are known for {name}={wanted!r} alone", code="unknown_op")
@@ -273,7 +258,7 @@ def _declared(op: Any, call: OpOnRows) -> Claim:
             one = call.known.constant(1)
             size = functools.reduce(call.known.product, [rows.sizes[dim] for dim in dims], one)
             if size.constant != 1:
-                carried += regrouped(tuple(rows.layout[dim] for dim in dims), [size], call.known)
+                carried += layouts.regrouped(tuple(rows.layout[dim] for dim in dims), [size], call.known)
     growing = next((dim for dim in carried if not dim.is_static), None)
     if growing is not None and any(dim != growing for dim in carried):
         raise Mixes("its operands are of other rows")
@@ -286,7 +271,7 @@ def _declared(op: Any, call: OpOnRows) -> Claim:
     for (sizes, _), at in zip(call.results, said, strict=True):
         layout, dims = list(map(Dim, sizes)), token_dims(at, len(sizes))
         if growing is not None and dims:
-            placed = regrouped((growing,), [sizes[dim] for dim in dims], call.known)
+            placed = layouts.regrouped((growing,), [sizes[dim] for dim in dims], call.known)
             for dim, place in zip(dims, placed, strict=True):
                 layout[dim] = place
         made.append(tuple(layout))

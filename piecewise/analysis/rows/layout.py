@@ -105,10 +105,8 @@ def met(dims: Sequence[Dim], size: Size) -> Dim:
 
 def broadcast(layouts: Iterable[Layout], sizes: Sequence[Size]) -> Layout:
     aligned = [(len(sizes) - len(layout), layout) for layout in layouts]
-    return tuple(
-        met([layout[at - offset] for offset, layout in aligned if at >= offset], size)
-        for at, size in enumerate(sizes)
-    )
+    dims = ([layout[at - offset] for offset, layout in aligned if at >= offset] for at in range(len(sizes)))
+    return tuple(map(met, dims, sizes))
 
 
 def regrouped(layout: Layout, sizes: Sequence[Size], known: KnownSizes) -> Layout:

@@ -93,8 +93,7 @@ class OpOnRows:
         return self.results[0][0]
 
     def layout(self, name: str = "self") -> Layout:
-        found: Layout = self[name].layout
-        return found
+        return self[name].layout
 
     def tensors(self) -> Iterator[Rows]:
         for value in self.args.values():
@@ -123,7 +122,6 @@ class OpOnRows:
 
 
 def lesser(limit: int | None, other: int | None) -> int | None:
-    """Returns the smaller of two limits; None means no limit."""
     return min(filter(None, (limit, other)), default=None)
 
 
@@ -132,10 +130,7 @@ BoundsRule = Callable[[OpOnRows], "Bounds | Sequence[Bounds]"]
 _AnyRule = TypeVar("_AnyRule", bound=Callable[..., Any])
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Entry:
-    """Holds a rule, and the names of its op's arguments that are sizes, which may follow the token count."""
-
+class Entry(NamedTuple):
     rule: Rule
     sizes: frozenset[str] = frozenset()
 

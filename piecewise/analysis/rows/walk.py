@@ -16,9 +16,8 @@ from torch import fx
 from piecewise.analysis.rows.judge import Judge
 from piecewise.analysis.rows.layout import MixReason, is_prefix, prefixes_or_none
 from piecewise.analysis.rows.table import UNBOUNDED, Bounds, Rows, bounds_within, lesser
-from piecewise.ir.effects import NodeFacts
+from piecewise.ir.effects import Facts, NodeFacts, Ref
 from piecewise.ir.nodes import fakes_of, makes_empty, storages_of, value_of
-from piecewise.ir.recording import Ref
 from piecewise.ir.tensors import map_tensors, storage_of
 
 # A node, and the position of a tensor in its value.
@@ -28,7 +27,7 @@ _Place = tuple[fx.Node, int]
 class RowsWalk:
     """Walks over one graph; `largest` is the largest row count with all indices in range, None for any."""
 
-    def __init__(self, judge: Judge, facts: Mapping[fx.Node, NodeFacts]) -> None:
+    def __init__(self, judge: Judge, facts: Facts) -> None:
         self._judge, self._facts = judge, facts
         self._rows: dict[fx.Node, tuple[Rows, ...]] = {}
         self._origins: dict[fx.Node, fx.Node] = {}

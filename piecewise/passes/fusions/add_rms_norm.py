@@ -13,8 +13,7 @@ import torch
 from torch import fx
 
 from piecewise.passes.fakes import aten, geometry, value_of
-from piecewise.passes.fused_op import fused_op
-from piecewise.passes.fusion_pass import fusion_pass
+from piecewise.passes.fusion_pass import fused_op, fusion_pass
 from piecewise.passes.fusions import rms_norm
 from piecewise.torch_api.pattern_matcher import MULTIPLE, CallFunction, KeywordArg, Match, PatternSet
 

@@ -16,11 +16,10 @@ import operator
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from piecewise.passes.fakes import aten, value_of
-from piecewise.passes.fused_op import MAX_FLOAT8, fused_op
-from piecewise.passes.fusion_pass import fusion_pass
+from piecewise.passes.fusion_pass import MAX_FLOAT8, fused_op, fusion_pass
 from piecewise.passes.fusions import add_rms_norm, rms_norm
 from piecewise.torch_api.pattern_matcher import MULTIPLE, CallFunction, KeywordArg, Match, PatternSet
 
@@ -28,16 +27,16 @@ _OPTIONS = ("weight", "eps", "offset", "round_first")
 
 
 def reference(
-    x: torch.Tensor,
-    weight: torch.Tensor,
+    x: Tensor,
+    weight: Tensor,
     eps: float,
     offset: float,
     round_first: bool,
-    scale: torch.Tensor | None,
+    scale: Tensor | None,
     least_peak: float,
     least_step: float,
     round_step: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """Returns (the norm in float8, the scale per row [..., 1] in float32, empty where `scale` is given).
 
     The normed value is rounded to x's dtype, divided by the scale in float32, clamped to float8's range and
@@ -52,15 +51,13 @@ def reference(
     return (wide / step).clamp(-MAX_FLOAT8, MAX_FLOAT8).to(torch.float8_e4m3fn), scales
 
 
-def sum_reference(
-    x: torch.Tensor, residual: torch.Tensor, *options: Any
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def sum_reference(x: Tensor, residual: Tensor, *options: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the results of `reference` for x + residual, and x + residual."""
     total = x + residual
     return (*reference(total, *options), total)
 
 
-def _fake(x: torch.Tensor, scale: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+def _fake(x: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor]:
     sizes = (0,) if scale is not None else (*x.shape[:-1], 1)
     return torch.empty_like(x, dtype=torch.float8_e4m3fn), x.new_empty(sizes, dtype=torch.float32)
 
@@ -97,14 +94,12 @@ def add_rms_norm_quant(patterns: PatternSet) -> None:
 def _quantised(with_sum: bool, widened: bool, kind: str | None) -> Any:
     """Makes a pattern; `kind` is None for a given scale, else says where the least value is applied."""
     users = 1 if kind is None or (widened and kind != "rounded") else 2
-    options = map(KeywordArg, _OPTIONS)
     if with_sum:
-        both = CallFunction(
-            add_rms_norm.op, KeywordArg("x"), KeywordArg("residual"), *options, _users=MULTIPLE
-        )
+        inputs = map(KeywordArg, ("x", "residual", *_OPTIONS))
+        both = CallFunction(add_rms_norm.op, *inputs, _users=MULTIPLE)
         wide: Any = CallFunction(operator.getitem, both, 0, _users=users)
     else:
-        wide = CallFunction(rms_norm.op, KeywordArg("x"), *options, _users=users)
+        wide = CallFunction(rms_norm.op, *map(KeywordArg, ("x", *_OPTIONS)), _users=users)
     narrow = wide
     if widened:
         count = 1 if kind in (None, "rounded") else 2
@@ -117,9 +112,8 @@ def _quantised(with_sum: bool, widened: bool, kind: str | None) -> Any:
 
 def _step(wide: Any, kind: str) -> Any:
     least = [aten.clamp.default, aten.clamp_min.default]
-    peak: Any = CallFunction(
-        aten.amax.default, CallFunction(aten.abs.default, wide), KeywordArg("dims"), True
-    )
+    absolute = CallFunction(aten.abs.default, wide)
+    peak: Any = CallFunction(aten.amax.default, absolute, KeywordArg("dims"), True)
     if kind == "peak":
         peak = CallFunction(least, peak, KeywordArg("least"))
     is_last = kind in ("peak", "none")
@@ -137,7 +131,7 @@ def _is_quantised(match: Match, *, kind: str | None) -> bool:
         return False
     if kind is None:
         scale = value_of(match.kwargs["scale"])
-        is_one = isinstance(scale, torch.Tensor) and scale.dtype is torch.float32 and scale.numel() == 1
+        is_one = isinstance(scale, Tensor) and scale.dtype is torch.float32 and scale.numel() == 1
         return is_one and scale.dim() <= x.dim() and match.kwargs["scale"] < _norm_of(match)
     over_last = list(match.kwargs["dims"]) in ([-1], [x.dim() - 1])
     return over_last and isinstance(match.kwargs.get("least", 0.0), (int, float))
@@ -158,9 +152,7 @@ def _replace(with_sum: bool, kind: str | None, match: Match) -> None:
     # In the norm's place: readers of its sum and scales may come before the cast to float8.
     with graph.inserting_before(norm):
         made = graph.call_function(sum_op if with_sum else op, arguments)
-        items = [
-            graph.call_function(operator.getitem, (made, index)) for index in range(3 if with_sum else 2)
-        ]
+        items = [graph.call_function(operator.getitem, (made, index)) for index in range(2 + with_sum)]
     if kind is not None:
         clamped: Any = last.args[0]
         step: Any = clamped.args[0].args[1]

@@ -16,26 +16,18 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from piecewise.passes.fakes import aten, value_of
-from piecewise.passes.fused_op import DTYPES, MAX_WIDTH, fused_op
-from piecewise.passes.fusion_pass import fusion_pass
-from piecewise.torch_api.pattern_matcher import (
-    MULTIPLE,
-    CallFunction,
-    KeywordArg,
-    Match,
-    PatternSet,
-    replace_output,
-)
+from piecewise.passes.fusion_pass import DTYPES, MAX_WIDTH, fused_op, fusion_pass
+from piecewise.torch_api import pattern_matcher
+from piecewise.torch_api.pattern_matcher import MULTIPLE, CallFunction, KeywordArg, Match, PatternSet
 
 # Ops that a norm contains, or that are a whole norm.
 NORMS = (aten.rsqrt.default, aten._fused_rms_norm.default)
 
 
-def reference(
-    x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float, round_first: bool
-) -> torch.Tensor:
+def reference(x: Tensor, weight: Tensor, eps: float, offset: float, round_first: bool) -> Tensor:
     """Norms x [..., width] over its last dim, in x's dtype, with statistics in float32.
 
     Args:
@@ -66,17 +58,16 @@ def rms_norm(patterns: PatternSet) -> None:
 
 def _formulations() -> Iterator[tuple[Any, float, bool]]:
     """Yields (pattern, offset, round_first), the longest first for each kind of last op."""
-    weight, mul, cast = KeywordArg("weight"), aten.mul.Tensor, aten._to_copy.default
+    x, dims, weight, eps = map(KeywordArg, ("x", "dims", "weight", "eps"))
+    mul, cast = aten.mul.Tensor, aten._to_copy.default
     wide_weight = CallFunction(cast, weight, dtype=torch.float32, _users=MULTIPLE)
     raised = [CallFunction(aten.add.Tensor, each, 1.0, _users=MULTIPLE) for each in (wide_weight, weight)]
     factors = [(each, 1.0) for each in raised] + [(wide_weight, 0.0), (weight, 0.0)]
     for widened, is_power in itertools.product((True, False), (True, False)):
-        wide: Any = KeywordArg("x")
-        if widened:
-            wide = CallFunction(cast, wide, dtype=torch.float32, _users=MULTIPLE)
+        wide: Any = CallFunction(cast, x, dtype=torch.float32, _users=MULTIPLE) if widened else x
         square = CallFunction(aten.pow.Tensor_Scalar, wide, 2) if is_power else CallFunction(mul, wide, wide)
-        mean = CallFunction(aten.mean.dim, square, KeywordArg("dims"), True)
-        total = CallFunction([aten.add.Tensor, aten.add.Scalar], mean, KeywordArg("eps"))
+        mean = CallFunction(aten.mean.dim, square, dims, True)
+        total = CallFunction([aten.add.Tensor, aten.add.Scalar], mean, eps)
         root = CallFunction(aten.rsqrt.default, total)
         cores = [CallFunction(mul, wide, root), CallFunction(mul, root, wide)]
         for (factor, offset), core in itertools.product(factors, cores):
@@ -89,18 +80,14 @@ def _formulations() -> Iterator[tuple[Any, float, bool]]:
             rounded = CallFunction(cast, core, dtype=KeywordArg("dtype"))
             for pair in ((rounded, weight), (weight, rounded)):
                 yield CallFunction(mul, *pair), 0.0, True
-    whole = CallFunction(
-        aten._fused_rms_norm.default, KeywordArg("x"), KeywordArg("dims"), weight, KeywordArg("eps")
-    )
+    whole = CallFunction(aten._fused_rms_norm.default, x, dims, weight, eps)
     yield CallFunction(operator.getitem, whole, 0), 0.0, False
 
 
 def _is_norm(match: Match) -> bool:
-    x, weight, result = (
-        value_of(each) for each in (match.kwargs["x"], match.kwargs["weight"], match.output_node())
-    )
+    x, weight, result = map(value_of, (match.kwargs["x"], match.kwargs["weight"], match.output_node()))
     dims, eps = match.kwargs["dims"], match.kwargs["eps"]
-    if not all(isinstance(each, torch.Tensor) for each in (x, weight)) or not isinstance(eps, float):
+    if not all(isinstance(each, Tensor) for each in (x, weight)) or not isinstance(eps, float):
         return False
     width = x.shape[-1]
     if isinstance(width, torch.SymInt) or not 1 < width <= MAX_WIDTH or x.dtype not in DTYPES:
@@ -108,14 +95,8 @@ def _is_norm(match: Match) -> bool:
     # `_fused_rms_norm` takes the sizes of the normed dims, `mean` takes dims.
     is_whole = any(node.target is aten._fused_rms_norm.default for node in match.nodes)
     over_last = list(dims or ()) in ([[width]] if is_whole else [[-1], [x.dim() - 1]])
-    return (
-        over_last
-        and result.dtype is x.dtype
-        and weight.dtype in DTYPES
-        and tuple(weight.shape) == (width,)
-        and weight.stride(0) == 1
-        and _computes_in_float32(match)
-    )
+    is_dense = weight.dtype in DTYPES and tuple(weight.shape) == (width,) and weight.stride(0) == 1
+    return over_last and result.dtype is x.dtype and is_dense and _computes_in_float32(match)
 
 
 def _computes_in_float32(match: Match) -> bool:
@@ -130,5 +111,5 @@ def _computes_in_float32(match: Match) -> bool:
 
 
 def _replace(offset: float, round_first: bool, match: Match) -> None:
-    found = match.kwargs
-    replace_output(match, op, (found["x"], found["weight"], found["eps"], offset, round_first))
+    given = (match.kwargs[name] for name in ("x", "weight", "eps"))
+    pattern_matcher.replace_output(match, op, (*given, offset, round_first))

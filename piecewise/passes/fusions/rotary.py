@@ -17,17 +17,9 @@ import torch
 from torch import fx
 
 from piecewise.passes.fakes import aten, geometry, value_of
-from piecewise.passes.fused_op import DTYPES, fused_op
-from piecewise.passes.fusion_pass import fusion_pass
-from piecewise.torch_api.pattern_matcher import (
-    CallFunction,
-    KeywordArg,
-    Match,
-    PatternSet,
-    find_regions,
-    replace_output,
-    same_mutation_regions,
-)
+from piecewise.passes.fusion_pass import DTYPES, fused_op, fusion_pass
+from piecewise.torch_api import pattern_matcher
+from piecewise.torch_api.pattern_matcher import CallFunction, KeywordArg, Match, PatternSet, replace_output
 
 
 def reference(tensors: Sequence[torch.Tensor], cos: torch.Tensor, sin: torch.Tensor) -> list[torch.Tensor]:
@@ -54,14 +46,17 @@ def _is_turned(cat: fx.Node) -> bool:
 
 
 def _join_pairs(graph: fx.Graph) -> None:
-    find_regions(graph)
+    pattern_matcher.find_regions(graph)
     alone: dict[Any, fx.Node] = {}
     for node in list(graph.find_nodes(op="call_function", target=op)):
         tensors, cos, sin = node.args
         if len(tensors) > 1:  # type: ignore[arg-type]
             continue
         first = alone.get((cos, sin))
-        if first is None or not same_mutation_regions(first, node) or not _can_move(first, node):
+        # All readers of the first rotation must come after the second one.
+        readers = [reader for item in first.users for reader in item.users] if first is not None else []
+        can_move = first is not None and all(node < reader for reader in readers)
+        if first is None or not can_move or not pattern_matcher.same_mutation_regions(first, node):
             alone[cos, sin] = node
             continue
         del alone[cos, sin]
@@ -107,17 +102,10 @@ def _is_rotation(match: Match) -> bool:
         return False
     dims = all(found[name] in (last, -1) for name in ("dim1", "dim2", "dim3"))
     halves = found["begin"] == found["middle"] == width // 2 and found["end"] >= width
-    fits = all(
-        each.dtype is x.dtype and each.shape[-1] == width and each.dim() <= x.dim() for each in (cos, sin)
-    )
+    fits = all(t.dtype is x.dtype and t.shape[-1] == width and t.dim() <= x.dim() for t in (cos, sin))
     return dims and halves and fits and geometry(result)[2] == geometry(x)[2]
 
 
 def _replace(match: Match) -> None:
     found = match.kwargs
     replace_output(match, op, ([found["x"]], found["cos"], found["sin"]), item=0)
-
-
-def _can_move(first: fx.Node, second: fx.Node) -> bool:
-    """Whether all readers of the first rotation come after the second one."""
-    return all(second < reader for item in first.users for reader in item.users)

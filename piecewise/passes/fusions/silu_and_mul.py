@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 
 from piecewise.passes.fakes import aten, geometry, value_of
-from piecewise.passes.fused_op import DTYPES, fused_op
-from piecewise.passes.fusion_pass import fusion_pass
+from piecewise.passes.fusion_pass import DTYPES, fused_op, fusion_pass
 from piecewise.torch_api.pattern_matcher import CallFunction, KeywordArg, Match, PatternSet, replace_output
 
 

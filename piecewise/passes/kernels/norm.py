@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from piecewise.passes.fused_op import MAX_FLOAT8, MAX_WIDTH
+from piecewise.passes.fusion_pass import MAX_FLOAT8, MAX_WIDTH
 from piecewise.passes.kernels.rows import TILE, addressable, as_made, output_like, row_begin
 
 # Triton's own types are values, not annotations that a type checker knows.
@@ -86,8 +86,7 @@ def norm(
         x, residual: [..., width], width at most `MAX_WIDTH`.
         weight: [width], dense.
         quant: 0 for x's dtype, 1 for float8 by `scale`, 2 for float8 by a scale per row, of a peak of at
-            least
-            `least_peak` and itself at least `least_step`; 3 as 2, with that scale in x's dtype.
+            least `least_peak` and itself at least `least_step`; 3 as 2, with that scale in x's dtype.
     """
     width = x.shape[-1]
     assert width <= MAX_WIDTH

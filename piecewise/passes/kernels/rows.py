@@ -57,9 +57,7 @@ def output_like(like: torch.Tensor, dtype: torch.dtype | None = None) -> torch.T
 
 def as_made(written: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """Returns the result of an `output_like`, copied to the strides of `empty_like` where they differ."""
-    if (
-        row_steps(like) is not None
-        or row_steps(made := torch.empty_like(like, dtype=written.dtype)) is not None
-    ):
+    if row_steps(like) is not None:
         return written
-    return made.copy_(written)
+    made = torch.empty_like(like, dtype=written.dtype)
+    return written if row_steps(made) is not None else made.copy_(written)

@@ -71,8 +71,8 @@ class _Toy(nn.Module):
 def run_host_overhead(*, num_calls: int, out: OutputFile | None) -> ExitCode:
     """Prints the host time of one call by depth, the best of several rounds; `out` gets it as JSON.
 
-    A boundary call is timed with an op that does nothing. Returns an exit code, since settings in the
-    environment may keep the calls out of graphs.
+    A boundary call is timed with an op that does nothing. Returns an exit code, since PIECEWISE_DISABLE keeps
+    the calls out of graphs.
     """
     here = environment(torch.device("cpu"))
     print("{device}; torch {torch}, Python {python}".format_map(here))
@@ -87,7 +87,7 @@ def run_host_overhead(*, num_calls: int, out: OutputFile | None) -> ExitCode:
         fixed, state, boundary, whole = parts
         compared = f"{state} ({time['num_entries']} entries)"
         rows.append((f"{time['num_layers']} layers", fixed, compared, boundary, whole))
-    unmeasured = f"NOTHING MEASURED: a call of {_NUM_TOKENS} tokens is not replayed under these settings"
+    unmeasured = f"NOTHING MEASURED: a call of {_NUM_TOKENS} tokens is not replayed"
     print(table(rows) if measured else unmeasured)
     if out is not None:
         found = {"schema": SCHEMA, "environment": here, "rounds": _ROUNDS, "calls": num_calls}
@@ -97,7 +97,9 @@ def run_host_overhead(*, num_calls: int, out: OutputFile | None) -> ExitCode:
 
 def host_time(num_layers: int, *, num_calls: int) -> dict[str, float] | None:
     """Measures the parts of a call of this depth on the tape engine; returns None without a replay."""
-    graphed = piecewise.compile(_Toy(num_layers).eval(), buckets=[_BUCKET], engine="tape", progress=False)
+    # The settings of a project are about its own model.
+    config = piecewise.PiecewiseConfig(buckets=(_BUCKET,), engine="tape", progress=False)
+    graphed = piecewise.compile(_Toy(num_layers).eval(), config)
     ids, positions = torch.arange(_NUM_TOKENS), torch.arange(_NUM_TOKENS)
     with torch.no_grad():
         graphed.capture(ids, positions)

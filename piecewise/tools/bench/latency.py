@@ -16,16 +16,16 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 
 from piecewise import torch_api
 from piecewise.errors.tools import IneffectiveOption, NothingToMeasure, UnknownVariant
 from piecewise.prefill_case import PrefillCase, load_case, unless_the_model_raises
-from piecewise.settings.config import PiecewiseConfig
+from piecewise.settings.config import FIELDS, PiecewiseConfig, read_settings
 from piecewise.tools.bench.host_overhead import run_host_overhead
-from piecewise.tools.bench.result import BenchResult, Spread, environment
+from piecewise.tools.bench.result import BenchResult, Spread, environment, interval
 from piecewise.tools.bench.variants import (
     DEFAULT_VARIANTS,
     FLOORS,
@@ -44,6 +44,12 @@ DEFAULT_SIZES = (16, 128, 512, 1024, 2048)
 _CALLS_PER_ROUND = 3
 # Many, since the largest rounding error varies by a tenth from input to input.
 DEFAULT_DRAWS = 32
+# Rounds that no limit of time cuts, since a median of fewer says little.
+_LEAST_ROUNDS = 3
+# Seconds of measuring, and draws, of each preset; set-up comes on top.
+PRESETS = {"quick": (14.0, 4), "minute": (55.0, 16), "full": (None, DEFAULT_DRAWS)}
+# Settings that say how much is told and shown, not what is run.
+_IRRELEVANT = ("progress",)
 
 
 def run(arguments: argparse.Namespace) -> ExitCode:
@@ -62,7 +68,7 @@ def run(arguments: argparse.Namespace) -> ExitCode:
         result = run_spec(
             arguments.spec, sizes=arguments.tokens, config=arguments.config, buckets=arguments.buckets,
             variants=None if arguments.variants is None else arguments.variants.split(","),
-            peer=arguments.peer, rounds=arguments.rounds, log=sys.stderr,
+            peer=arguments.peer, rounds=arguments.rounds, preset=arguments.preset,
         )  # fmt: skip
     print(result)
     if arguments.out is not None:
@@ -84,10 +90,12 @@ def run_spec(
     variants: Sequence[str] | None = None,
     peer: str | None = None,
     rounds: int = 25,
-    draws: int = DEFAULT_DRAWS,
-    log: TextIO = sys.stderr,
+    draws: int | None = None,
+    preset: str = "full",
 ) -> BenchResult:
     """Loads and measures the case that `spec` names; the defaults are those of `piecewise bench`.
+
+    A preset ("quick", "minute") ends the measuring after its seconds; `rounds` are then the most.
 
     Raises:
         ConfigError: the spec, a setting or a variant's name is wrong.
@@ -97,15 +105,17 @@ def run_spec(
     unknown = [name for name in wanted if name not in (*DEFAULT_VARIANTS, *PEERS)]
     if unknown:
         raise UnknownVariant(name=unknown[0], known=", ".join((*DEFAULT_VARIANTS, *PEERS)))
-    chosen = sorted(set(sizes or DEFAULT_SIZES))
-    overrides: dict[str, Any] = {"progress": False}
-    if buckets is not None or config is None:
-        overrides["buckets"] = buckets or chosen
-    settings = PiecewiseConfig.from_any(config, **overrides)
+    settings, given = read_settings(config, {"progress": False})
+    most = settings.max_num_tokens or DEFAULT_SIZES[-1]
+    chosen = sorted(set(sizes or [size for size in DEFAULT_SIZES if size <= most] or [most]))
+    if buckets is not None or "buckets" not in given.where:
+        settings = PiecewiseConfig.from_any(settings, buckets=buckets or chosen)
     case = load_case(spec)
+    seconds, usual_draws = PRESETS[preset]
     bench = LatencyBench(
-        case, spec=spec, sizes=chosen, variants=wanted, config=settings, rounds=rounds, draws=draws, log=log
-    )
+        case, spec=spec, sizes=chosen, variants=wanted, config=settings, rounds=rounds,
+        draws=draws or usual_draws, max_seconds=seconds,
+    )  # fmt: skip
     result = unless_the_model_raises(case, chosen[0], bench.run)
     if result.has_measured_nothing:
         case.run(chosen[0])  # else every variant would be skipped without the model's own error
@@ -122,6 +132,7 @@ class LatencyBench:
         config: for the graphed variants.
         rounds: how often each variant is timed at each size.
         draws: number of inputs that errors are averaged over, if the case takes a seed.
+        max_seconds: how long to measure, set-up not counted; None: all rounds.
     """
 
     case: PrefillCase
@@ -131,7 +142,7 @@ class LatencyBench:
     config: PiecewiseConfig
     rounds: int
     draws: int = DEFAULT_DRAWS
-    log: TextIO = sys.stderr
+    max_seconds: float | None = None
 
     def __post_init__(self) -> None:
         most = self.config.max_num_tokens
@@ -146,12 +157,15 @@ class LatencyBench:
         with torch.inference_mode():
             references = self._references()
             prepared = self._prepare_all()
+            set_up = time.perf_counter() - self._began
             results = [self._measure(n, prepared, references.get(n, [])) for n in self.sizes]
+            took = {"set_up": set_up, "measuring": time.perf_counter() - self._began - set_up}
             for variant in prepared:
                 variant.close()
+        settings = {name: getattr(self.config, name) for name in FIELDS if name not in _IRRELEVANT}
         return BenchResult(
-            BENCH_SCHEMA, self.spec, environment(self.device),
-            tuple(self.sizes), self.rounds, dict(self._skipped),
+            BENCH_SCHEMA, self.spec, environment(self.device), settings, tuple(self.sizes), self.rounds,
+            {part: round(seconds, 2) for part, seconds in took.items()}, dict(self._skipped),
             {v.name: {"setup_s": round(v.setup_s, 2), "capture": v.capture} for v in prepared},
             "float32 baseline" if references else "none", _memory(prepared),
             tuple(line for lines, _ in results for line in lines),
@@ -159,7 +173,7 @@ class LatencyBench:
         )  # fmt: skip
 
     def _tell(self, text: str) -> None:
-        print(f"[{time.perf_counter() - self._began:6.1f} s] {text}", file=self.log, flush=True)
+        print(f"[{time.perf_counter() - self._began:6.1f} s] {text}", file=sys.stderr, flush=True)
 
     @property
     def _num_draws(self) -> int:
@@ -203,6 +217,8 @@ class LatencyBench:
         self, n: int, prepared: Sequence[Prepared], references: list[list[torch.Tensor]]
     ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         self._tell(f"{n} tokens")
+        share = float("inf") if self.max_seconds is None else self.max_seconds / len(self.sizes)
+        until = time.perf_counter() + share
         calls: dict[str, Call] = {}
         # By draw; the first draw's inputs are made last, since the timed calls use them.
         errors: dict[str, list[float]] = {variant.name: [] for variant in prepared}
@@ -224,7 +240,12 @@ class LatencyBench:
                         errors[variant.name].append(_distance(result, references[seed]))
                     if not seed:
                         calls[variant.name] = call
-                samples = self._take_turns(calls) if not seed else {}
+                samples = self._take_turns(calls, until) if not seed else {}
+        for variant in prepared:
+            # A call that fell back would be timed as if it had been replayed.
+            if variant.name in samples and (fell := variant.fallbacks()):
+                del samples[variant.name]
+                self._skip(f"{variant.name}, {n} tokens", f"calls ran eagerly: {fell}")
         results = [
             {
                 "num_tokens": n,
@@ -238,14 +259,17 @@ class LatencyBench:
         ]
         return results, list(_ratios(n, samples, errors))
 
-    def _take_turns(self, calls: Mapping[str, Call]) -> dict[str, list[tuple[float, float]]]:
-        """Times a few calls by variant and round: medians of (latency, host time) in ms."""
+    def _take_turns(self, calls: Mapping[str, Call], until: float) -> dict[str, list[tuple[float, float]]]:
+        """Times a few calls by variant and round, at most `until` that time: medians of (latency, host time)
+        in ms."""
         for call in calls.values():
             for _ in range(3):
                 call()
         names = list(calls)
         samples: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
         for turn in range(self.rounds):
+            if turn >= _LEAST_ROUNDS and time.perf_counter() > until:
+                break
             first = turn % max(len(names), 1)
             for name in names[first:] + names[:first]:
                 taken = [_timed(calls[name], self.device) for _ in range(_CALLS_PER_ROUND)]
@@ -273,7 +297,7 @@ def _ratios(
     def line(above: str, below: str) -> dict[str, Any]:
         per_round = [a[0] / b[0] for a, b in zip(samples[above], samples[below], strict=True)]
         pair = {"num_tokens": n, "quantity": "latency", "of": above, "over": below}
-        return pair | Spread.of(per_round).asdict()
+        return pair | Spread.of(per_round).asdict() | {"interval": interval(per_round)}
 
     floors = {graphed: floor for floor, graphed in FLOORS.items()} | {"graphed-fused": "floor-inductor"}
     for name in samples:

@@ -1,31 +1,13 @@
 """Records the results of a benchmark as JSON, a table and a plot.
 
-Schema ``piecewise.bench/1`` (times in ms, sizes in bytes):
-
-==============  ==========================================================================================
-spec            where the case came from
-environment     python, torch, transformers and triton versions, device, number of processors, commit, date
-sizes, rounds   token counts measured; samples per size and variant
-skipped         variant, or "variant, n tokens" → why it was not measured
-variants        name → setup_s, and for graphed ones the capture report: buckets with capture_ms, num_graphs,
-                num_ops, grown_bytes, device_bytes; pool_bytes, buffer_bytes, device_bytes, coverage; the
-                same of a second capture, again, when all kernels were loaded and compiled
-reference       what errors are measured against
-memory          device_bytes of all buckets (free memory before minus after), of the largest alone, their
-                ratio; of the second capture, since CUDA's memory for a kernel's code is the kernel's
-results         num_tokens, variant, latency_ms and host_ms {median, low, high}; max_abs_error: the largest
-                difference from the reference, its mean over num_draws inputs
-ratios          num_tokens, quantity, of, over, median, low, high: per round, then the median over rounds; for
-                errors the ratio of their means
-==============  ==========================================================================================
-
-`low` and `high` are the quartiles over rounds.
+The schema is `schema.json` beside this file, which describes each field; times are in ms, sizes in bytes.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import datetime
+import json
 import os
 import platform
 import statistics
@@ -36,6 +18,7 @@ from math import inf
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from piecewise.errors.tools import WrongBenchFile
@@ -49,6 +32,21 @@ from runners.errors import one_line
 _INDUCTORS_KERNELS = ("compile", "reduce-overhead", "graphed-fused", "graphed-inductor", "floor-inductor")
 # The largest ratio that must have room in the panel of ratios.
 _MOST_CLOSE = 1.5
+_RESAMPLES = 1000
+
+
+def bench_schema() -> dict[str, Any]:
+    """Reads the JSON Schema (draft 2020-12) of a benchmark's record."""
+    found: dict[str, Any] = json.loads(Path(__file__).with_name("schema.json").read_text(encoding="utf-8"))
+    return found
+
+
+def interval(samples: Sequence[float], share: float = 0.95) -> list[float]:
+    """Estimates by bootstrap in which interval the median of the samples lies with the given probability."""
+    values = np.asarray(samples, dtype=float)
+    drawn = np.random.default_rng(0).integers(len(values), size=(_RESAMPLES, len(values)))
+    low, high = np.quantile(np.median(values[drawn], axis=1), ((1 - share) / 2, (1 + share) / 2))
+    return [round(float(low), 5), round(float(high), 5)]
 
 
 class Spread(NamedTuple):
@@ -76,8 +74,10 @@ class BenchResult(Record):
     schema: str
     spec: str
     environment: Mapping[str, Any]
+    settings: Mapping[str, Any]
     sizes: tuple[int, ...]
     rounds: int
+    seconds: Mapping[str, float]
     skipped: Mapping[str, str]
     variants: Mapping[str, Mapping[str, Any]]
     reference: str
@@ -95,7 +95,7 @@ class BenchResult(Record):
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> BenchResult:
         """Reads what `write` wrote; raises WrongBenchFile for anything else."""
-        content = read_json(path)
+        content = {"settings": {}, "seconds": {}} | read_json(path)  # the first schema lacks them
         try:
             found = cls(**{each.name: content[each.name] for each in dataclasses.fields(cls)})
             # Both take apart all that a picture needs.
@@ -220,12 +220,19 @@ def _compared(variants: Sequence[str]) -> Iterator[tuple[str, str]]:
 
 
 def environment(device: torch.device) -> dict[str, Any]:
-    """Returns versions, device and commit of this run, with None for unknown ones."""
+    """Returns versions, device and the working directory's commit, with None for what is unknown."""
     is_cuda = device.type == "cuda"
+    commit = Path("COMMIT")  # of a copy without history
+    changes = _asked("git", "status", "--porcelain", "--untracked-files=no")
     return {
         "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d"),
-        "commit": _commit(),
+        "commit": commit.read_text().strip() if commit.exists() else _asked("git", "rev-parse", "HEAD"),
+        "dirty": None if changes is None else bool(changes),
+        "piecewise": _version("piecewise-prefill"),
         "device": torch.cuda.get_device_name(device) if is_cuda else _processor(),
+        "driver": _asked("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0")
+        if is_cuda
+        else None,
         "num_processors": os.cpu_count(),
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -249,14 +256,10 @@ def _version(name: str) -> str | None:
         return None
 
 
-def _commit() -> str | None:
-    """Returns the commit of this checkout, from a file if the checkout has no history."""
-    root = Path(__file__).resolve().parents[3]
-    if (root / "COMMIT").exists():
-        return (root / "COMMIT").read_text().strip() or None
-    command = ["git", "-C", str(root), "rev-parse", "HEAD"]
+def _asked(*command: str) -> str | None:
+    """Runs a command and returns what it prints; None if it fails."""
     try:
         asked = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
     except (OSError, subprocess.SubprocessError):
         return None
-    return asked.stdout.strip() or None
+    return asked.stdout.strip()

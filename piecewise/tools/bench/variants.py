@@ -24,6 +24,7 @@ import dataclasses
 import functools
 import importlib
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -34,8 +35,7 @@ from torch.overrides import TorchFunctionMode
 import boundary_ops
 import piecewise
 from piecewise.api import graphs_of
-from piecewise.ir.plan import SegmentPlan
-from piecewise.ir.run_plan import arguments_of, run_plan, state_tensor
+from piecewise.ir.plan import SegmentPlan, arguments_of, run_plan, state_tensor
 from piecewise.prefill_case import PrefillCase
 from piecewise.settings.config import PiecewiseConfig
 from runners.engines import native_engine
@@ -76,6 +76,7 @@ class Prepared:
         close: frees the variant's memory.
         holds_inputs: whether calls read the inputs' values of preparation, so that new ones need another,
             expensive preparation.
+        fallbacks: returns how many calls since the last preparation ran eagerly, by reason.
     """
 
     name: str
@@ -85,6 +86,7 @@ class Prepared:
     capture: dict[str, Any] | None = None
     close: Callable[[], None] = lambda: None
     holds_inputs: bool = False
+    fallbacks: Callable[[], dict[str, int]] = dict
 
 
 class VariantMaker:
@@ -141,21 +143,27 @@ class VariantMaker:
 
     def _graphed(self, name: str) -> Prepared:
         graphed, report = self._captured(name)
+        before: Counter[Any] = Counter()
+
+        def fallbacks() -> dict[str, int]:
+            return {str(reason): count for reason, count in (graphed.stats.reasons - before).items()}
 
         def prepare(n: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-            before = graphed.stats.reasons.copy()
+            before.clear()
+            before.update(graphed.stats.reasons)
             graphed(*args, **kwargs)
-            for reason in graphed.stats.reasons - before:
-                raise Unavailable(f"{n} tokens ran eagerly: {reason}")
+            if fell := fallbacks():
+                raise Unavailable(f"{n} tokens ran eagerly: {fell}")
             return lambda: graphed(*args, **kwargs)
 
-        capture = {**report.asdict(), "coverage": graphed.report().coverage}
+        plan = graphed.report().plans[0]
+        capture = {**report.asdict(), "coverage": plan.coverage, "plan": plan.summary()}
         # A second capture, now that the kernels of every bucket are loaded and compiled.
         graphed.suspend()
         again = graphed.resume()
         if again is not None:
             capture["again"] = {key: again.asdict()[key] for key in ("buckets", "device_bytes", "pool_bytes")}
-        return Prepared(name, False, prepare, capture=capture, close=graphed.release)
+        return Prepared(name, False, prepare, capture=capture, close=graphed.release, fallbacks=fallbacks)
 
     def _floor(self, name: str) -> Prepared:
         graphed, _ = self._captured(FLOORS[name])

@@ -19,7 +19,9 @@ from runners.errors import short
 Floats = NDArray[np.float64]
 
 _MAX_BENCH_BYTES = 16 * 1024 * 1024
-BENCH_SCHEMA = "piecewise.bench/1"
+BENCH_SCHEMA = "piecewise.bench/2"
+# The two agree in all that is read here.
+_READ_SCHEMAS = (BENCH_SCHEMA, "piecewise.bench/1")
 # Latencies are extrapolated to at most this many times the largest measured size.
 _MOST_EXTRAPOLATED = 8
 
@@ -101,11 +103,8 @@ class GraphMemory:
         return int(left // self.bytes_per_graph) if self.bytes_per_graph else MAX_BUCKET
 
 
-def read_bench(path: str | Path, *, variant: str = "graphed") -> tuple[StepCost, GraphMemory | None]:
+def read_bench(path: str | Path) -> tuple[StepCost, GraphMemory | None]:
     """Reads latency curves, and memory if measured, from a file of `piecewise bench`.
-
-    Args:
-        variant: the graphed variant whose latency replays have.
 
     Raises:
         WrongBenchFile: the file cannot be read, is of another schema, has no size measured both graphed and
@@ -115,22 +114,23 @@ def read_bench(path: str | Path, *, variant: str = "graphed") -> tuple[StepCost,
     results = content.get("results")
     if not isinstance(results, list):
         raise _wrong(path, "a list of results", results)
-    curves: dict[str, dict[int, float]] = {variant: {}, "eager": {}}
+    curves: dict[str, dict[int, float]] = {"graphed": {}, "eager": {}}
     for index, line in enumerate(results):
         where = f"results[{index}]"
         if not isinstance(line, dict):
             raise _wrong(path, "an object", line, where)
-        if line.get("variant") in curves:
+        name = str(line.get("variant"))
+        if name in curves:
             size, latency = line.get("num_tokens"), line.get("latency_ms")
             if not isinstance(size, int) or isinstance(size, bool) or not 1 <= size <= MAX_BUCKET:
                 raise _wrong(path, f"num_tokens from 1 to {MAX_BUCKET}", size, where)
             median = latency.get("median") if isinstance(latency, dict) else None
-            curves[line["variant"]][size] = _positive(path, median, f"{where} latency_ms.median")
-    sizes = sorted(curves[variant].keys() & curves["eager"].keys())
+            curves[name][size] = _positive(path, median, f"{where} latency_ms.median")
+    sizes = sorted(curves["graphed"].keys() & curves["eager"].keys())
     if not sizes:
         names = sorted({str(line.get("variant")) for line in results})
-        raise _wrong(path, f"a size with both {variant!r} and 'eager'", names)
-    graphed, eager = (np.array([curves[name][size] for size in sizes]) for name in (variant, "eager"))
+        raise _wrong(path, "a size with both 'graphed' and 'eager'", names)
+    graphed, eager = (np.array([curves[name][size] for size in sizes]) for name in ("graphed", "eager"))
     ran = content.get("environment")
     device = ran.get("device") if isinstance(ran, dict) else None
     origin = f"ms of {content.get('spec')!s:.60} on {device!s:.60}"
@@ -147,7 +147,7 @@ def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         found = str(error)[:200] or "deep nesting"
         raise WrongBenchFile(where=path, wanted="a readable JSON file", found=found) from error
-    if not isinstance(content, dict) or content.get("schema") != BENCH_SCHEMA:
+    if not isinstance(content, dict) or content.get("schema") not in _READ_SCHEMAS:
         other = content.get("schema") if isinstance(content, dict) else content
         raise _wrong(path, f"the schema {BENCH_SCHEMA!r}", other)
     return content

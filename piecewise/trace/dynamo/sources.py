@@ -28,7 +28,7 @@ _ATTRIBUTES = ("object.__getattribute__", "getattr")
 
 
 def readable_path(source: str) -> str:
-    """``L['model']._modules['layers']._modules['0']._parameters['weight']`` → ``model.layers.0.weight``."""
+    """Writes ``L['model']._modules['head']._parameters['weight']`` as ``model.head.weight``."""
     text = re.sub(r"\._(?:modules|parameters|buffers)\['([^']*)'\]", r".\1", source)
     text = re.sub(r"^dict\(type\((.*)\)\.__dict__\)\['([^']*)'\]", r"\1.\2", text)
     text = re.sub(r"^G\['__import_([^']*)'\]", lambda found: found[1].replace("_dot_", "."), text)
@@ -37,14 +37,10 @@ def readable_path(source: str) -> str:
     return re.sub(r"\['?([^'\]]*)'?\]", r".\1", text)
 
 
-def source_reader(
-    sources: Iterable[str], global_names: Mapping[str, Any]
-) -> Callable[[Mapping[str, Any]], tuple[Any, ...]]:
+def source_reader(sources: Iterable[str], global_names: Mapping[str, Any]) -> Callable[..., tuple]:
     """Compiles sources into one function from L to their values."""
     text = f"lambda L: ({''.join(f'{source}, ' for source in sources)})"
-    read: Callable[[Mapping[str, Any]], tuple[Any, ...]]
-    read = eval(text, {**torch_api.names_in_sources(), "G": global_names})  # Dynamo's own source text
-    return read
+    return eval(text, {**torch_api.names_in_sources(), "G": global_names})  # Dynamo's own source text
 
 
 def owner_and_name(source: str) -> tuple[str, str]:

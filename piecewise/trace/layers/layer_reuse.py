@@ -6,6 +6,9 @@ only in its place. If anything is unusual, the whole model is traced at once.
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import itertools
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,28 +18,13 @@ from torch import fx, nn
 
 from piecewise import torch_api
 from piecewise.calls.structure import Namespace
-from piecewise.ir.nodes import call_on_fakes
+from piecewise.ir.nodes import call_on_fakes, copy_calls, is_call, value_of
 from piecewise.ir.tensors import storage_of, tensors_in
 from piecewise.report.startup_times import LayerReuse
 from piecewise.trace.dynamo.run import DynamoRun
 from piecewise.trace.dynamo.sources import resolve
-from piecewise.trace.layers.graph_copy import copy_calls
-from piecewise.trace.layers.layer_run import (
-    LayerCall,
-    LayerRun,
-    NotReused,
-    geometry,
-    has_unbacked,
-    moved,
-    switches_mode,
-)
-from piecewise.trace.layers.repeated_layers import (
-    RepeatedLayer,
-    call_layer,
-    layers_as_ops,
-    one_at_a_time,
-    repeated_layers,
-)
+from piecewise.trace.layers import layer_run
+from piecewise.trace.layers.layer_run import LayerCall, LayerRun, NotReused, RepeatedLayer, call_layer, moved
 from piecewise.trace.trace import Placeholder
 from runners.errors import one_line
 
@@ -44,13 +32,12 @@ from runners.errors import one_line
 def run_in_layers(model: nn.Module, run: Callable[..., DynamoRun]) -> tuple[DynamoRun, LayerReuse | None]:
     """Runs Dynamo over one layer of each kind and the rest of the model, or over the whole model if it must.
     `run` takes `repeats` and a `namespace`."""
-    with one_at_a_time:
-        layers = repeated_layers(model)
-        if not layers:
+    with layer_run.one_at_a_time:
+        if not (layers := layer_run.repeated_layers(model)):
             return run(repeats=True), None
         namespace = Namespace()
         try:
-            with layers_as_ops(layers):
+            with layer_run.layers_as_ops(layers):
                 whole = run(repeats=False, namespace=namespace)
             return whole, _Inliner(whole, layers, namespace).inline_layers()
         except Exception as refusal:  # whatever it is, a run over all of it does without, or has the reason
@@ -68,44 +55,44 @@ class _Inliner:
         self.whole, self.namespace = whole, namespace
         self.layers = {layer.number: layer for layer in layers}
         self.graph = whole.graph.graph
-        self.fake_mode = whole.fake_mode()
+        self.fake_mode = torch_api.fake_mode_of(list(map(value_of, whole.placeholders())))
         self.shape_env = getattr(self.fake_mode, "shape_env", None)
         self.runs: list[LayerRun] = []
         # Per run and key of a call, the fakes of the first copy.
         self.fakes: list[tuple[LayerRun, Any, dict[fx.Node, Any]]] = []
         passed = dict(zip(whole.placeholders(), whole.arguments, strict=True))
-        self.sizes = {
-            expr: node
-            for node in passed
-            if isinstance(node.meta["example_value"], torch.SymInt)
-            and (expr := torch_api.expression(node.meta["example_value"], self.shape_env)) is not None
-        }
+        symbols = [node for node in passed if isinstance(value_of(node), torch.SymInt)]
+        exprs = ((torch_api.expression(value_of(node), self.shape_env), node) for node in symbols)
+        self.sizes = {expr: node for expr, node in exprs if expr is not None}
         # Fake → the model's own tensor.
-        self.states = {
-            id(node.meta["example_value"]): argument
-            for node, argument in passed.items()
-            if isinstance(argument, torch.Tensor) and not any(argument is leaf for leaf in whole.leaves)
-        }
+        leaves = set(map(id, whole.leaves))
+        own = [
+            (n, given)
+            for n, given in passed.items()
+            if isinstance(given, torch.Tensor) and id(given) not in leaves
+        ]
+        self.states = {id(value_of(node)): given for node, given in own}
         # Tensor's id → its node in the graph.
         self.held = {id(argument): node for node, argument in passed.items()}
 
     def inline_layers(self) -> LayerReuse | None:
-        num_calls = sum(node.target is call_layer for node in self.graph.nodes)
-        if not num_calls:
+        if not (num_calls := sum(node.target is call_layer for node in self.graph.nodes)):
             return None
-        self._check_rest()
+        if self.fake_mode is None or any(written is None for written in self.whole.written):
+            raise NotReused("forward writes state that is not found again")
+        if self.whole.marks_tensors:
+            raise NotReused("forward sets attributes of tensors, which a layer could read")
+        for node in self.graph.nodes:
+            if node.op == "get_attr" or layer_run.switches_mode(node):
+                raise NotReused(f"'{node.name}' may surround layers")
         self.whole.guards = [guard for guard in self.whole.guards if not self._is_of_an_op(guard)]
         renewed: set[fx.Node] = set()
         kept = self._sized_by_data_apart()
         for node in list(self.graph.nodes):
             if node.target is call_layer:
                 renewed.add(self._inline(node))
-            elif (
-                node.op.startswith("call")
-                and node not in kept
-                and not renewed.isdisjoint(node.all_input_nodes)
-            ):
-                if has_unbacked(node.meta.get("example_value")):
+            elif is_call(node) and node not in kept and not renewed.isdisjoint(node.all_input_nodes):
+                if layer_run.has_unbacked(node.meta.get("example_value")):
                     raise NotReused("data tell a size")
                 node.meta["example_value"] = call_on_fakes(node, self.fake_mode)
                 renewed.add(node)
@@ -119,19 +106,10 @@ class _Inliner:
         for node in self.graph.nodes:
             value = node.meta.get("example_value")
             storages = set(map(storage_of, tensors_in(value)))
-            if storages and has_unbacked(value) and storages.isdisjoint(holders):
+            if storages and layer_run.has_unbacked(value) and storages.isdisjoint(holders):
                 found.add(node)
             holders |= dict.fromkeys(storages - holders.keys(), node)
         return found
-
-    def _check_rest(self) -> None:
-        if self.fake_mode is None or any(written is None for written in self.whole.written):
-            raise NotReused("forward writes state that is not found again")
-        if self.whole.marks_tensors:
-            raise NotReused("forward sets attributes of tensors, which a layer could read")
-        for node in self.graph.nodes:
-            if node.op == "get_attr" or switches_mode(node):
-                raise NotReused(f"'{node.name}' may surround layers")
 
     def _is_of_an_op(self, guard: torch_api.SeenGuard) -> bool:
         """Whether Dynamo read this only because layers had the op as their forward."""
@@ -153,14 +131,22 @@ class _Inliner:
         if any(map(vars, given)):
             raise NotReused("a layer is given a tensor with attributes of its own")
         served = self._run_for(layer, call)
-        if served.reads_one_of(given, layer):
-            raise NotReused("a layer is given a tensor that it also holds")
-        self.whole.guards += served.guards_of(layer)
+        if not set(map(id, given)).isdisjoint(map(id, itertools.chain(*served.read_in(layer)))):
+            raise NotReused("a layer is given a tensor that it also holds")  # a run over it cannot tell
+        # As a run over the whole model gives them for this layer.
+        to = functools.partial(moved, layer_source=layer.source)
+        self.whole.guards += [
+            dataclasses.replace(g, source=to(g.source), other=to(g.other)) for g in served.own_guards
+        ]
         values = self._copied(served, layer, call, node)
         outputs: Any = served.run.graph.graph.output_node().args[0]
         result = values[outputs[served.output]]
-        made = result.meta["example_value"]
-        if not _is_alike(node.meta["example_value"], made, self.shape_env):
+        like, made = node.meta["example_value"], result.meta["example_value"]
+        wanted, got = (
+            (fake.dtype, fake.device, fake.requires_grad, layer_run.geometry(fake, self.shape_env)[:-1])
+            for fake in (like, made)
+        )
+        if not torch_api.is_fake(made) or wanted != got:
             raise NotReused("a layer returns another kind of tensor than it was given")
         if storage_of(made) in map(storage_of, call.fakes()):
             raise NotReused("a layer returns memory that it was given")
@@ -185,7 +171,8 @@ class _Inliner:
     def _copied(
         self, served: LayerRun, layer: RepeatedLayer, call: LayerCall, place: fx.Node
     ) -> dict[fx.Node, Any]:
-        states = served.states_of(layer)
+        nodes = [each.node for each in served.placeholders if each.kind == "state"]
+        states = dict(zip(nodes, served.read_in(layer)[0], strict=True))
 
         def argument(each: Placeholder) -> Any:
             if each.kind == "input":
@@ -193,9 +180,8 @@ class _Inliner:
             if each.kind == "symbol":
                 number, dim = served.size_of(each)
                 return self._size(call.nodes[number], dim)
-            return self._state(
-                states[each.node], moved(str(served.run.sources[each.node.name]), layer.source)
-            )
+            source = str(served.run.sources[each.node.name])
+            return self._state(states[each.node], moved(source, layer.source))
 
         values = {each.node: argument(each) for each in served.placeholders if each.node.users}
         outer = dict(place.meta.get("nn_module_stack") or {})
@@ -213,9 +199,8 @@ class _Inliner:
         # Two symbols may have become one since, which changes how sizes are written.
         key = call.key()
         like = next((fakes for run, known, fakes in self.fakes if run is served and known == key), None)
-        fakes = copy_calls(
-            served.run.graph.graph, values, place, like=like, fake_mode=self.fake_mode, meta_of=meta_of
-        )
+        inner, fake_mode = served.run.graph.graph, self.fake_mode
+        fakes = copy_calls(inner, values, place, like=like, fake_mode=fake_mode, meta_of=meta_of)
         if like is None:
             self.fakes.append((served, key, fakes))
         return values
@@ -235,8 +220,7 @@ class _Inliner:
             return int(size)
         if expr not in self.sizes and expr.is_Symbol:
             # Dynamo itself makes such a placeholder for a symbol that an op takes.
-            source = torch_api.source_of_symbol(self.shape_env, expr)
-            if source is None:
+            if (source := torch_api.source_of_symbol(self.shape_env, expr)) is None:
                 raise NotReused("a size that is no input's")
             self.sizes[expr] = self._placed(str(expr), source, torch_api.size_hint(size))
         elif expr not in self.sizes:
@@ -252,11 +236,3 @@ class _Inliner:
         self.whole.sources[node.name] = source
         self.whole.arguments = (*self.whole.arguments, argument)
         return node
-
-
-def _is_alike(left: Any, right: Any, shape_env: Any) -> bool:
-    return (
-        torch_api.is_fake(right)
-        and (left.dtype, left.device, left.requires_grad) == (right.dtype, right.device, right.requires_grad)
-        and geometry(left, shape_env)[:-1] == geometry(right, shape_env)[:-1]
-    )

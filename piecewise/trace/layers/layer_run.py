@@ -1,33 +1,114 @@
-"""Runs Dynamo over one layer, and decides whether its graph serves another layer.
+"""Finds a model's layers of one kind, runs Dynamo over one, and decides whether its graph serves another
+layer.
 
 The graph does if the outer graph passes equivalent arguments and the run's guards give the same answers under
-the other layer's sources.
+the other layer's sources. During a run over the rest of the model each such layer's `forward` is one op,
+`call_layer`, which Dynamo does not trace into; hooks and the loop around the layers are traced as usual.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import itertools
 import re
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import sympy
 import torch
-from torch import fx
+from torch import fx, nn
 
 from piecewise import torch_api
-from piecewise.calls.binder import CallBinder, FormBinder
-from piecewise.calls.form import is_wrapped
+from piecewise.calls.binder import CallBinder, FormBinder, is_wrapped
 from piecewise.calls.structure import PLAIN, Namespace
-from piecewise.ir.tensors import tensors_in
+from piecewise.ir.nodes import value_of
+from piecewise.ir.tensors import map_tensors, tensors_in
 from piecewise.trace.dynamo.guard_kinds import is_asked_of, is_same_to, looked_at
 from piecewise.trace.dynamo.result import placeholders_of, result_of
 from piecewise.trace.dynamo.run import DynamoRun, run_dynamo
 from piecewise.trace.dynamo.sources import readable_path, source_reader
-from piecewise.trace.layers.repeated_layers import RepeatedLayer
-from piecewise.trace.state.unguarded import names_read, reads_attribute_tables
+from piecewise.trace.state.unguarded import TABLES, names_read
 from piecewise.trace.trace import ExampleCall, Placeholder
+
+# Tracing fewer layers one by one is as fast.
+_MIN_LAYERS = 3
+# A linear or a norm alone is not worth it.
+_MIN_SUBMODULES = 3
+_numbers = itertools.count()
+
+
+class RepeatedLayer(NamedTuple):
+    """Describes one of several siblings of one class; `source` leads to it from ``L['model']``."""
+
+    number: int
+    module: nn.Module
+    source: str
+
+
+def repeated_layers(model: nn.Module) -> list[RepeatedLayer]:
+    """Finds the outermost modules with at least two siblings of their class in one container."""
+    found: dict[int, RepeatedLayer] = {}
+
+    def walk(module: nn.Module, source: str) -> None:
+        children = {key: child for key, child in module._modules.items() if child is not None}
+        is_container = isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential))
+        kinds = Counter(map(type, children.values()))
+        for key, child in children.items():
+            place = f"{source}._modules[{key!r}]"
+            is_code = isinstance(child, (torch.jit.ScriptModule, fx.GraphModule)) or "forward" in vars(child)
+            is_large = sum(1 for _ in child.modules()) > _MIN_SUBMODULES
+            if is_container and kinds[type(child)] >= _MIN_LAYERS and is_large and not is_code:
+                found.setdefault(id(child), RepeatedLayer(next(_numbers), child, place))
+            else:
+                walk(child, place)
+
+    walk(model, "L['model']")
+    return list(found.values())
+
+
+# Layers that are ops now. The modules outlive the block, since another trace may have seen the op.
+_active: set[int] = set()
+_modules: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()
+# Held while layers are ops, so that no other trace of ours takes the op for a layer's own forward.
+one_at_a_time = threading.RLock()
+
+
+@torch.compiler.allow_in_graph
+def call_layer(number: int, *args: Any, **kwargs: Any) -> Any:
+    """Runs the forward of a layer, as one op. On fakes the op returns a tensor like its first one, which
+    `layer_reuse.py` proves or does without; in another thread the op runs the forward."""
+    given: list[torch.Tensor] = []
+    map_tensors((args, kwargs), given.append)
+    if number in _active and any(map(torch_api.is_fake, given)):
+        like = given[0]
+        return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
+    module = _modules[number]
+    return type(module).forward(module, *args, **kwargs)
+
+
+@contextmanager
+def layers_as_ops(layers: Sequence[RepeatedLayer]) -> Iterator[None]:
+    """Turns each layer's forward into one op inside the block."""
+    try:
+        for layer in layers:
+            _modules[layer.number] = layer.module
+            _active.add(layer.number)
+            # The number is part of the code, not a closure that Dynamo would guard.
+            names: dict[str, Any] = {"call_layer": call_layer}
+            exec(f"def forward(*args, **kw): return call_layer({layer.number}, *args, **kw)", names)
+            names["forward"].__signature__ = inspect.signature(layer.module.forward)
+            layer.module.__dict__["forward"] = names["forward"]
+        yield
+    finally:
+        for layer in layers:
+            layer.module.__dict__.pop("forward", None)
+            _active.discard(layer.number)
+
 
 _INPUT = re.compile(r"\bL\['[ti]\d+'\]")
 _SIZE = re.compile(r"^L\['t(\d+)'\]\.size\(\)\[(\d+)\]$")
@@ -76,29 +157,24 @@ class LayerCall:
         return self._constants, tensors
 
     def fakes(self) -> list[Any]:
-        """Lists the tensors, by number."""
         return [node.meta["example_value"] for node in self.nodes]
 
     def example(self, binder: CallBinder) -> tuple[ExampleCall, dict[int, tuple[int, ...]], dict[int, int]]:
         """Makes the call on placeholder tensors, dims that get no symbol, and leaf → number of the tensor."""
-        made = {id(fake): _empty_like(fake) for fake in self.fakes()}
-        args, kwargs = fx.node.map_arg(
-            (self._args, self._kwargs), lambda node: made[id(node.meta["example_value"])]
-        )
+        made = {}
+        for fake in self.fakes():
+            sizes, strides = (list(map(torch_api.size_hint, each)) for each in (fake.shape, fake.stride()))
+            made[id(fake)] = torch.empty_strided(sizes, strides, dtype=fake.dtype, device=fake.device)
+        args, kwargs = fx.node.map_arg((self._args, self._kwargs), lambda node: made[id(value_of(node))])
         example = ExampleCall.from_call(binder, args, kwargs)
         by_tensor = {id(tensor): number for number, tensor in enumerate(made.values())}
         leaves = enumerate(example.leaves)
         numbers = {at: by_tensor[id(leaf)] for at, leaf in leaves if isinstance(leaf, torch.Tensor)}
         static: dict[int, tuple[int, ...]] = dict.fromkeys(range(len(example.leaves)), ())
         for at, number in numbers.items():
-            sizes = [torch_api.expression(n, self._shape_env) for n in self.fakes()[number].shape]
-            static[at] = tuple(dim for dim, size in enumerate(sizes) if size is None or size.is_number)
+            exprs = [torch_api.expression(n, self._shape_env) for n in self.fakes()[number].shape]
+            static[at] = tuple(dim for dim, size in enumerate(exprs) if size is None or size.is_number)
         return example, static, numbers
-
-
-def _empty_like(fake: torch.Tensor) -> torch.Tensor:
-    sizes, strides = (list(map(torch_api.size_hint, numbers)) for numbers in (fake.shape, fake.stride()))
-    return torch.empty_strided(sizes, strides, dtype=fake.dtype, device=fake.device)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -134,7 +210,7 @@ class LayerRun:
         )
         if run.changes or run.written:
             raise NotReused("a layer writes state")
-        if run.marks_tensors or reads_attribute_tables(names_read(run.code)):
+        if run.marks_tensors or names_read(run.code) & TABLES:
             raise NotReused("a layer sets attributes of tensors, or reads names of attributes")
         for node in run.graph.graph.nodes:
             is_copied = node.op not in ("get_attr", "call_module") and not switches_mode(node)
@@ -144,9 +220,7 @@ class LayerRun:
         result, leaves, wrapped = result_of(run, placeholders)
         if result.kind != "tensor" or leaves[0].kind != "output" or wrapped:
             raise NotReused("a layer returns something else than one tensor that it has made")
-        guards = [
-            guard for guard in run.guards if not _INPUT.search(guard.source) and guard.source not in _FORWARD
-        ]
+        guards = [g for g in run.guards if not _INPUT.search(g.source) and g.source not in _FORWARD]
         own = {repr(guard): guard for guard in guards if "L['model']" in guard.source + guard.other}
         shared = tuple(guard for guard in guards if repr(guard) not in own)
         own_guards = tuple(filter(is_asked_of, own.values()))
@@ -200,29 +274,9 @@ class LayerRun:
             return False
         return all(map(is_same_to, self.own_guards, seen[1:], found[1:]))
 
-    def reads_one_of(self, tensors: Sequence[Any], layer: RepeatedLayer) -> bool:
-        """Whether `layer` leads to one of these tensors, which a run over it cannot recognise."""
-        read = set(map(id, itertools.chain(*self.read_in(layer))))
-        return any(id(tensor) in read for tensor in tensors)
-
-    def guards_of(self, layer: RepeatedLayer) -> list[torch_api.SeenGuard]:
-        """Rewrites the layer's own guards as a run over the whole model gives them for `layer`."""
-        return [
-            dataclasses.replace(
-                guard, source=moved(guard.source, layer.source), other=moved(guard.other, layer.source)
-            )
-            for guard in self.own_guards
-        ]
-
-    def states_of(self, layer: RepeatedLayer) -> dict[fx.Node, Any]:
-        """Maps the placeholder of each state to its tensor in `layer`."""
-        states = [each.node for each in self.placeholders if each.kind == "state"]
-        return dict(zip(states, self.read_in(layer)[0], strict=True))
-
     def size_of(self, placeholder: Placeholder) -> tuple[int, int]:
         """Finds (number of the argument, dim) of the size that a placeholder stands for."""
-        found = _SIZE.match(self.run.sources[placeholder.node.name] or "")
-        if found is None:
+        if (found := _SIZE.match(self.run.sources[placeholder.node.name] or "")) is None:
             raise NotReused("a layer computes with a number that is no size")
         return self.numbers[int(found[1])], int(found[2])
 
@@ -246,7 +300,6 @@ def switches_mode(node: fx.Node) -> bool:
 
 
 def has_unbacked(value: Any) -> bool:
-    """Whether the value has a data-dependent size or number."""
     if isinstance(value, torch_api.SYMBOLIC):
         expr = torch_api.expression(value, None)
         return expr is not None and torch_api.is_unbacked(expr)

@@ -18,20 +18,33 @@ from torch.nn.modules import module as module_hooks
 
 from piecewise import torch_api
 from piecewise.calls.structure import PLAIN
-from piecewise.trace.dynamo.guard_kinds import (
-    Lookup,
-    Rule,
-    is_asked_of,
-    metadata_of,
-    owner_and_attribute,
-    refusal,
-    rule_of,
-)
+from piecewise.trace.dynamo import guard_kinds
+from piecewise.trace.dynamo.guard_kinds import Lookup, Rule, is_asked_of, owner_and_attribute
 from piecewise.trace.dynamo.sources import Scope, Step, readable_path
-from piecewise.trace.state.adapters import has_adapters
 from runners.errors import PiecewiseError
 from runners.state.same_value import table_content
 from runners.state.state_check import InnerRef, StateFacts, StateRef, kind_of
+
+
+def has_adapters(module: nn.Module) -> bool:
+    """Whether a module is a layer with PEFT's adapters; a transformers model has methods of these names."""
+    names = getattr(module, "active_adapters", None)
+    return isinstance(names, (list, tuple)) and isinstance(getattr(module, "disable_adapters", None), bool)
+
+
+def adapters_in_use(model: nn.Module) -> str:
+    """Writes "adapters a, b", "adapter a (merged)" or "no adapter", for a report; empty without any."""
+    active: dict[str, None] = {}
+    merged: dict[str, None] = {}
+    layers: list[Any] = [module for module in model.modules() if has_adapters(module)]
+    for layer in layers:
+        merged |= dict.fromkeys(map(str, getattr(layer, "merged_adapters", None) or ()))
+        active |= {} if layer.disable_adapters else dict.fromkeys(map(str, layer.active_adapters))
+    found = [f"{name} (merged)" for name in merged] + [name for name in active if name not in merged]
+    if not found:
+        return "no adapter" if layers else ""
+    return f"adapter{'s' if len(found) > 1 else ''} {', '.join(found)}"
+
 
 _MODULE_TABLES = ("_modules", "_parameters", "_buffers")
 # Inputs, which the signature compares; hooks that forward does not have, or that are listed elsewhere.
@@ -96,8 +109,7 @@ class FactFinder:
         ref = StateRef(function, "__code__", f"the code of {path}", is_attribute=True)
         self.add_value(ref, function.__code__)
         for key in ("__defaults__", "__kwdefaults__"):  # torch 2.11 guards no default by itself
-            defaults = getattr(function, key)
-            if defaults is not None:
+            if (defaults := getattr(function, key)) is not None:
                 self.add_value(StateRef(function, key, f"{path}.{key}", is_attribute=True), defaults)
         self._add_items(function.__kwdefaults__, function.__kwdefaults__ or {}, f"{path}.__kwdefaults__")
 
@@ -151,9 +163,9 @@ class FactFinder:
 
     def add_guard(self, guard: torch_api.SeenGuard, scope: Scope) -> None:
         """Adds one guard of the trace and the path that leads to it; raises if no call could compare it."""
-        rule = rule_of(guard)
+        rule = guard_kinds.rule_of(guard)
         if rule is Rule.REFUSED:
-            raise refusal(guard)
+            raise guard_kinds.refusal(guard)
         sources = (owner_and_attribute(guard)[0], *filter(None, [guard.other]))
         if not is_asked_of(guard) or any(map(_NOISE.search, sources)):
             return
@@ -168,7 +180,7 @@ class FactFinder:
         except PiecewiseError:
             raise
         except Exception as error:
-            raise refusal(guard) from error
+            raise guard_kinds.refusal(guard) from error
 
     def _add_path(self, steps: Iterable[Step]) -> None:
         """Adds what makes each step lead to the next; a tensor at the end may be replaced."""
@@ -196,7 +208,7 @@ class FactFinder:
         elif is_tensor and rule in (Rule.TENSOR, Rule.TYPE, Rule.VALUE, Rule.METADATA):
             if leaf.place is not None:
                 self._tensors.setdefault((id(leaf.place.owner), leaf.place.key), (leaf.place, kind_of(value)))
-            for key, item in metadata_of(value).items() if rule is Rule.METADATA else ():
+            for key, item in guard_kinds.metadata_of(value).items() if rule is Rule.METADATA else ():
                 ref = None if leaf.place is None else InnerRef(leaf.place, key, f"{path}.{key}")
                 self.add_value(ref or StateRef(vars(value), key, f"{path}.{key}"), item)
                 self._add_content(item, f"{path}.{key}", _MAX_DEPTH)

@@ -28,6 +28,9 @@ from piecewise.trace.state.state import FactFinder
 from runners.state.state_check import StateRef
 
 _SETTLED_CLASSES = (object, nn.Module, torch.Tensor)
+# By these names forward may list attributes, or ask if an input is a Parameter or requires grad.
+TABLES = frozenset({"__dict__", "vars"})
+FLAGS = frozenset({"requires_grad", "is_leaf", "grad_fn", "Parameter"})
 
 
 def names_read(code: Iterable[CodeType]) -> frozenset[str]:
@@ -41,19 +44,7 @@ def names_read(code: Iterable[CodeType]) -> frozenset[str]:
     return frozenset(name for each in code if not is_settled(each.co_filename) for name in each.co_names)
 
 
-def reads_attribute_tables(names: frozenset[str]) -> bool:
-    """Whether forward may list names of attributes."""
-    return bool(names & {"__dict__", "vars"})
-
-
-def reads_flags(names: frozenset[str]) -> bool:
-    """Whether forward may ask if an input is a Parameter or requires grad."""
-    return bool(names & {"requires_grad", "is_leaf", "grad_fn", "Parameter"})
-
-
-def add_unguarded(
-    finder: FactFinder, run: DynamoRun, *, places: Mapping[int, StateRef], scope: Scope
-) -> None:
+def add_unguarded(finder: FactFinder, run: DynamoRun, *, places: dict[int, StateRef], scope: Scope) -> None:
     """Adds the facts that forward read without a guard; `places`: tensor's id → the place the graph reads."""
     names = names_read(run.code)
     modules = [(f"model.{path}" if path else "model", module) for path, module in run.model.named_modules()]
@@ -72,13 +63,13 @@ def add_unguarded(
         elif id(value) not in places or not _is_one(places[id(value)], place):
             # A weak reference, since a suspended trace holds no tensor.
             finder.add_answer(_is_there, place, Said("what forward sets", weakref.ref(value)), place.path)
-    for path, module in modules if reads_flags(names) else ():
+    for path, module in modules if names & FLAGS else ():
         for owner in (module._parameters, module._buffers):
             for key in [key for key, tensor in owner.items() if tensor is not None]:
                 finder.add_answer(_requires_grad, owner, key, f"the tensors of {path} that require grad")
     if names & {"environ", "getenv"}:
         finder.add_answer(_is_environment, environment(), Said("the value read"), "the environment")
-    if reads_attribute_tables(names):
+    if names & TABLES:
         for path, module in modules:
             finder.add_table(vars(module), f"vars({path})")
         settled = (nn.Module, type, FunctionType, MethodType, ModuleType)
@@ -99,9 +90,7 @@ def _is_environment(seen: dict[str, str], _: Said) -> bool:
     return environment() == seen
 
 
-def _ties(
-    run: DynamoRun, places: Mapping[int, StateRef], scope: Scope
-) -> Iterable[tuple[StateRef, StateRef]]:
+def _ties(run: DynamoRun, places: dict[int, StateRef], scope: Scope) -> Iterable[tuple[StateRef, StateRef]]:
     """Pairs the place where the graph reads a tensor with each other place where forward reads it."""
     found = {}
     for guard in run.guards:
@@ -137,17 +126,15 @@ def _add_methods(finder: FactFinder, code: Sequence[CodeType], scope: Scope) -> 
     """Adds methods and properties that forward ran: Dynamo guards an object's class, not its attributes."""
     traced = set(map(id, code))
     for cls in list(finder.classes):
-        before: list[type] = []
-        for base in cls.__mro__:
+        for at, base in enumerate(cls.__mro__):
             for name, item in vars(base).items() if base not in _SETTLED_CLASSES else ():
                 function = getattr(item, "__func__", None) or getattr(item, "fget", None) or item
                 if isinstance(function, FunctionType) and id(function.__code__) in traced:
                     path = f"{base.__name__}.{name}"
                     finder.add_value(StateRef(scope.class_table(base), name, path), item)
                     finder.add_code(function, path)
-                    for other in before:
+                    for other in cls.__mro__[:at]:
                         finder.add_answer(operator.contains, scope.class_table(other), name, other.__name__)
-            before.append(base)
 
 
 def _add_builtins(finder: FactFinder, code: Sequence[CodeType]) -> None:

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from row_cases import Input, anything, check_claims, check_eager, integers, judge, noted_rules, real
 
-from piecewise.analysis.rows.rules.pointwise import TAGGED, UNTAGGED
+from piecewise.analysis.rows.rules.arithmetic import TAGGED, UNTAGGED
 from piecewise.analysis.rows.table import BOUNDS, RULES, Entry
 
 aten = torch.ops.aten

@@ -17,7 +17,7 @@ from toy_models import HIDDEN, VOCAB, compare, make_ids
 import boundary_ops
 import piecewise
 from boundary_ops.errors.declare import UnknownArgument
-from piecewise.cut.free_strides import with_free_strides
+from piecewise.cut.split import with_free_strides
 from piecewise.ir.graph_key import graph_key
 from runners.stats import FallbackReason
 

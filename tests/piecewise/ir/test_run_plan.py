@@ -6,7 +6,7 @@ import torch
 from toy_models import Toy, make_ids
 
 import piecewise
-from piecewise.ir.run_plan import arguments_of, run_plan
+from piecewise.ir.plan import arguments_of, run_plan
 
 
 def plan_of(model):

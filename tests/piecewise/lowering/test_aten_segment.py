@@ -14,8 +14,8 @@ from toy_models import Toy, make_ids
 import piecewise
 from piecewise.ir.aten import trace_aten
 from piecewise.lowering import lowering
-from piecewise.lowering.aten_segment import AtenSegment
 from piecewise.lowering.layout import SegmentLayout
+from piecewise.lowering.lowering import AtenSegment
 
 
 def graph_of(function, tensors):

@@ -17,7 +17,7 @@ from aten_segments import ROWS, Rewritten
 from norms import DTYPES, NORMS, WIDTH, plain, rows
 from torch.nn import functional as F
 
-from piecewise.passes import fused_op
+from piecewise.passes import fusion_pass
 from piecewise.passes.fusions import add_rms_norm, rms_norm, rotary, silu_and_mul
 from piecewise.settings.fusions import PASS_NAMES
 
@@ -53,8 +53,8 @@ def test_program(outcomes, name):
 def test_a_kernel_runs_on_devices_whose_engine_has_triton_where_it_can_be_imported(monkeypatch):
     def chosen(kernel, *, has_triton):
         engine = SimpleNamespace(has_triton=has_triton)
-        monkeypatch.setattr(fused_op, "native_engine", lambda device: engine)
-        return fused_op._on_device(kernel, torch.cos, ([torch.zeros(1)], 2.0))
+        monkeypatch.setattr(fusion_pass, "native_engine", lambda device: engine)
+        return fusion_pass._on_device(kernel, torch.cos, ([torch.zeros(1)], 2.0))
 
     assert chosen("torch:sin", has_triton=True) is torch.sin
     for kernel, has_triton in (("torch:sin", False), ("no_such_module:sin", True), (None, True)):

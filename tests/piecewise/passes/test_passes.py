@@ -8,9 +8,9 @@ from aten_segments import ROWS, Rewritten, segment_of
 from torch.nn import functional as F
 
 from piecewise.ir.aten import NotTraceable, trace_aten
+from piecewise.passes.fuse import passes_for, passes_named
 from piecewise.passes.fusion_pass import FUSIONS
-from piecewise.passes.packed_weights import are_packed, pack_, why_not_packable
-from piecewise.passes.pipeline import passes_for, passes_named
+from piecewise.passes.pack_linears import are_packed, pack_, why_not_packable
 from piecewise.settings.fusions import PASS_NAMES
 from runners.state.state_check import StateRef
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import subprocess
 import sys
@@ -30,7 +31,13 @@ def project(tmp_path, monkeypatch):
 
 
 def test_the_nearest_file_with_the_table_is_read(project, monkeypatch):
-    assert PiecewiseConfig.from_any().buckets == (8, 24)
+    told = []
+    with monkeypatch.context() as patched:
+        patched.setattr(
+            logging.getLogger("piecewise.settings.sources"), "info", lambda *args: told.append(args)
+        )
+        assert PiecewiseConfig.from_any().buckets == (8, 24)
+    assert told == [("settings come from %s", project / "pyproject.toml")]
     # One without the table is passed by, whatever it holds.
     for other in ("[project]\nname = 'part'\n", "[tool.ruff]\n", "piecewise = 3\n", "[[[ no TOML"):
         Path("pyproject.toml").write_text(other)

@@ -11,7 +11,7 @@ from race_oracle import find_races
 from torch.nn import functional as F
 
 from piecewise.ir.aten import NotTraceable, trace_aten
-from piecewise.streams.stream_graph import ScheduledFunction, facts_of, is_heavy
+from piecewise.streams.streams import ScheduledFunction, facts_of, is_heavy
 
 WIDTH = 6
 

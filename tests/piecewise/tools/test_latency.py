@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 from typing import Any
 
@@ -60,7 +59,7 @@ def make_case(*, wrong_by: float = 0.0, dtype: torch.dtype = torch.bfloat16) -> 
 def run(case: piecewise.PrefillCase, **options: Any) -> BenchResult:
     settings = dict(sizes=[4, 8], variants=["eager", "graphed", "floor"], rounds=2, spec="here:case")
     config = piecewise.PiecewiseConfig(buckets=(2, 4, 8), progress=False)
-    return LatencyBench(case, **{**settings, "config": config, "log": io.StringIO(), **options}).run()
+    return LatencyBench(case, **{**settings, "config": config, **options}).run()
 
 
 def test_each_size_and_variant_has_a_line_and_a_ratio() -> None:

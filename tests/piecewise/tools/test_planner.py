@@ -214,10 +214,11 @@ def test_a_bench_file_gives_the_curves_and_the_memory(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"schema": "other/1"}, "the schema 'piecewise.bench/1', got 'other/1'"),
+        ({"schema": "other/1"}, "the schema 'piecewise.bench/2', got 'other/1'"),
         ({"results": 3}, "a list of results"),
         ({"results": [3]}, "results[0]: expected an object"),
         ({"results": []}, "a size with both 'graphed' and 'eager'"),
+        ({"results": [{"num_tokens": 8, "variant": []}]}, "a size with both 'graphed' and 'eager'"),
         ({"results": [{"num_tokens": 0, "variant": "eager"}]}, "results[0]: expected num_tokens from 1"),
         (
             {"results": [{"num_tokens": 8, "variant": "eager"}]},

@@ -553,7 +553,7 @@ def test_the_workers_that_compile_kernels_are_woken_for_a_gpu_alone(monkeypatch)
     assert isinstance(inspect.getattr_static(AsyncCompile, "wakeup"), classmethod)
     monkeypatch.setattr(AsyncCompile, "wakeup", lambda: woken.append(True))
     hashed = queue.SimpleQueue()
-    monkeypatch.setattr(torch_api.inductor, "_hash_installed_code", hashed.put)
+    monkeypatch.setattr(torch_api.process, "_hash_installed_code", hashed.put)
     torch_api.start_compile_workers([3, torch.ones(2), "text"])
     assert woken == [] and hashed.empty()
     mode = FakeTensorMode()
@@ -565,12 +565,12 @@ def test_the_workers_that_compile_kernels_are_woken_for_a_gpu_alone(monkeypatch)
 def test_the_hashes_that_cache_keys_hold_are_kept():
     assert codecache.torch_key() is codecache.torch_key()
     assert codecache.CacheBase.get_system() is codecache.CacheBase.get_system()
-    torch_api.inductor._hash_installed_code(torch.device("cuda", 99))  # says nothing, wherever it fails
+    torch_api.process._hash_installed_code(torch.device("cuda", 99))  # says nothing, wherever it fails
 
 
 def test_the_settings_that_a_compile_changes_exist():
     known = torch._inductor.config.save_config_portable()
-    assert set(torch_api.inductor._INDUCTOR_PATCHES) <= set(known) | set(torch._inductor.config._config)
+    assert set(torch_api.process._INDUCTOR_PATCHES) <= set(known) | set(torch._inductor.config._config)
 
 
 def test_no_autocast_inside_the_block():

@@ -1,5 +1,5 @@
 """Holds the rules, by what an op does with dims. Importing this package fills the table."""
 
-from piecewise.analysis.rows.rules import bounds, lookups, pointwise, reductions, views
+from piecewise.analysis.rows.rules import arithmetic, bounds, lookups, views
 
-__all__ = ["bounds", "lookups", "pointwise", "reductions", "views"]
+__all__ = ["arithmetic", "bounds", "lookups", "views"]

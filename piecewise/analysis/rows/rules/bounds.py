@@ -55,10 +55,6 @@ def _is_natural(found: Bounds) -> bool:
     return bool((_ends(found)[0] >= 0).all())
 
 
-def _constant(found: Bounds) -> int | None:
-    return found.low.constant if found.low is not None and found.low is found.high else None
-
-
 def _below(call: OpOnRows, size: Size) -> Bounds:
     return _made(call, 0.0 * size.values, np.maximum(size.values - 1.0, 0))
 
@@ -167,7 +163,7 @@ def mirrored(call: OpOnRows) -> Bounds:
 @bounds("floor_divide div __rshift__ bitwise_right_shift remainder fmod")
 def divided(call: OpOnRows) -> Bounds:
     bound, by = _pair(call)
-    divisor = _constant(by)
+    divisor = by.low.constant if by.low is not None and by.low is by.high else None
     truncates = call["rounding_mode"] == "trunc" or call.name == "fmod"
     if divisor is None or divisor < 0 or truncates and not _is_natural(bound):
         return UNBOUNDED
@@ -221,10 +217,7 @@ def put(call: OpOnRows) -> Bounds:
         places, value = [call["index"]], call["src"] if call["src"] is not None else call["value"]
     else:
         places, value = [index for index in call["indices"] if index is not None], call["values"]
-    is_whole = (
-        len(target.sizes) == len(places) == 1
-        and places[0].bounds.permutes
-        and places[0].sizes == target.sizes
-        and (not isinstance(value, Rows) or value.sizes == target.sizes)
-    )
+    is_one = len(target.sizes) == len(places) == 1 and places[0].sizes == target.sizes
+    is_written_whole = not isinstance(value, Rows) or value.sizes == target.sizes
+    is_whole = is_one and is_written_whole and places[0].bounds.permutes
     return _of(call, value) if is_whole else _united(call, target.bounds, _of(call, value))

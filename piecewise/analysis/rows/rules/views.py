@@ -15,11 +15,17 @@ rule("alias detach _conj _neg_view zeros_like ones_like full_like")(lambda call:
 rule("zeros ones full new_zeros new_ones new_full", sizes="size")(lambda call: layouts.prefixes(call.sizes))
 rule("view_as_real")(lambda call: (*call.layout(), Dim(call.sizes[-1])))
 rule("view_as_complex")(lambda call: call.layout()[:-1])
-
-
-@rule("view _unsafe_view", sizes="size")
-def viewed(call: OpOnRows) -> Layout:
-    return layouts.regrouped(call.layout(), call.sizes, call.known)
+rule("view _unsafe_view", sizes="size")(lambda call: layouts.regrouped(call.layout(), call.sizes, call.known))
+rule("expand", sizes="size")(lambda call: Claim([broadcast([call.layout()], call.sizes)], keeps_cover=False))
+rule("squeeze")(
+    lambda call: tuple(
+        d for at, d in enumerate(call.layout()) if at not in call.dims() or d.size.constant != 1
+    )
+)
+rule("empty_like")(lambda call: Claim([call.layout()], keeps_real=False))
+rule("empty empty_strided new_empty arange eye", sizes="size stride end n m")(
+    lambda call: Claim([layouts.prefixes(call.sizes)], keeps_real=False)
+)
 
 
 @rule("view.dtype")
@@ -45,17 +51,6 @@ def unsqueezed(call: OpOnRows) -> Layout:
     layout = call.layout()
     at = call["dim"] % (len(layout) + 1)
     return (*layout[:at], Dim(call.known.constant(1)), *layout[at:])
-
-
-@rule("squeeze")
-def squeezed(call: OpOnRows) -> Layout:
-    gone = call.dims()
-    return tuple(dim for at, dim in enumerate(call.layout()) if at not in gone or dim.size.constant != 1)
-
-
-@rule("expand", sizes="size")
-def expanded(call: OpOnRows) -> Claim:
-    return Claim([broadcast([call.layout()], call.sizes)], keeps_cover=False)
 
 
 @rule("select", sizes="index")
@@ -165,14 +160,6 @@ def triangle(call: OpOnRows) -> Claim:
     return Claim([layout], keeps_real=layouts.is_static(layout[-2:]))
 
 
-@rule("empty empty_strided new_empty arange eye", sizes="size stride end n m")
-@rule("empty_like")
-def unlike(call: OpOnRows) -> Claim:
-    return Claim(
-        [call.layout() if call.name == "empty_like" else layouts.prefixes(call.sizes)], keeps_real=False
-    )
-
-
 @rule("cat")
 def joined(call: OpOnRows) -> Claim:
     sizes = call.sizes
@@ -189,8 +176,7 @@ def joined(call: OpOnRows) -> Claim:
 
 def _row(dims: Sequence[Dim], size: Size) -> tuple[Dim, bool]:
     """Returns the concatenation of dims, and whether padded rows stay real."""
-    growing = [dim for dim in dims if dim.factors]
-    if not growing:
+    if not (growing := [dim for dim in dims if dim.factors]):
         return Dim(size), True
     if len(dims) == 1:
         return dims[0], True

@@ -23,7 +23,7 @@ from piecewise.analysis.token_dim import find_token_symbol
 from piecewise.calls.binder import CallBinder
 from piecewise.ir.effects import find_facts
 from piecewise.trace.dynamo import front_end
-from piecewise.trace.layers import layer_reuse, layer_run
+from piecewise.trace.layers import layer_run
 from piecewise.trace.trace import ExampleCall
 from runners.errors import TraceError
 
@@ -105,7 +105,7 @@ def traced(model, num_tokens=6, **options):
 @contextlib.contextmanager
 def whole_traces(monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr(layer_reuse, "repeated_layers", lambda model: [])
+        patch.setattr(layer_run, "repeated_layers", lambda model: [])
         yield
 
 

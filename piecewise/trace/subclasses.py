@@ -22,88 +22,61 @@ import torch
 from torch import fx
 
 from piecewise import torch_api
-from piecewise.errors.trace import ResultSubclass, SubclassOp
-from piecewise.ir.nodes import autocast_of, call_on_fakes, whereabouts
+from piecewise.errors.trace import InputNotPlain, ResultSubclass, SubclassOp
+from piecewise.ir.nodes import autocast_of, call_on_fakes, copy_calls, whereabouts
+from piecewise.ir.plan import ResultLeaf
 from piecewise.ir.tensors import storage_of, tensors_in
 from piecewise.passes.int8_matmul import int8_matmul
-from piecewise.trace.layers.graph_copy import copy_calls
-from piecewise.trace.subclasses.kinds import holds_wrapper, plain_tensors, refuse_class, tensors_inside
+from piecewise.trace.trace import Placeholder, Trace
 from runners.errors import one_line
+from runners.state.state_check import InnerRef, StateRef
 
 Make = Callable[[Sequence[Any]], Any]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Wrapped:
-    """Describes an output that is a subclass: the positions of its plain tensors, and `make(tensors)`."""
-
-    parts: tuple[int, ...]
-    make: Make
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Inner:
-    """Describes the path from a placeholder's subclass to a tensor inside."""
-
-    outer: fx.Node
-    keys: tuple[str, ...]
+# An output that is a subclass: the positions of its plain tensors, and what makes it of these.
+Wrapped = tuple[tuple[int, ...], Make]
 
 
 def see_through(graph: fx.GraphModule) -> dict[int, Wrapped]:
     """Rewrites the graph, in place, to one of plain tensors.
 
-    A placeholder of a subclass becomes one per tensor inside, with an `Inner` in ``meta["inner"]``.
+    A placeholder of a subclass becomes one per tensor inside; ``meta["inner"]`` is (that placeholder, path).
 
     Returns:
         The outputs that are subclasses, by position; their tensors are outputs after all others.
     Raises:
         TraceError: a class or one of its ops cannot be rewritten.
     """
-    rewrite = _Rewrite(graph)
-    rewrite.run()
-    return rewrite.wrapped
-
-
-def _autocast_devices(node: fx.Node, values: Any) -> list[str]:
-    """Finds where autocast must be off for the ops below a node, since they include its casts."""
-    kinds = {tensor.device.type for tensor in plain_tensors(values)}
-    is_on = bool(node.meta.get("autocast")) or any(map(torch.is_autocast_enabled, kinds))
-    return sorted(kinds) if is_on else []
-
-
-@dataclasses.dataclass(slots=True)
-class _Below:
-    """Records the ops of one node on plain tensors and sizes; `make(outputs)` builds the node's result."""
-
-    graph: fx.Graph
-    make: Make
-    fakes: Mapping[fx.Node, Any] | None = None
+    return _Rewrite(graph).run()
 
 
 class _Rewrite:
     def __init__(self, graph: fx.GraphModule) -> None:
         self.module, self.graph = graph, graph.graph
         fakes = [node.meta.get("example_value") for node in self.graph.nodes]
-        self.fake_mode = torch_api.fake_mode_of([*fakes, *plain_tensors(fakes)])
+        self.fake_mode = torch_api.fake_mode_of([*fakes, *torch_api.plain_tensors(fakes)])
         self.wrapped: dict[int, Wrapped] = {}
         # Values of erased nodes, and the node of each plain fake inside of them.
         self.values: dict[fx.Node, Any] = {}
         self.nodes: dict[int, fx.Node] = {}
         self.held: list[Any] = []  # so that none of these numbers is given again
-        self.known: dict[Any, _Below] = {}
+        # The ops of a kind of node on plain tensors and sizes, what makes its result, and fakes of the ops.
+        self.known: dict[Any, tuple[fx.Graph, Make]] = {}
+        self.fakes: dict[fx.Graph, Mapping[fx.Node, Any]] = {}
         self.contexts: list[Any] = []
         # Memory of fakes that were recreated.
         self.stale: set[int] = set()
 
-    def run(self) -> None:
+    def run(self) -> dict[int, Wrapped]:
         for node in list(self.graph.nodes):
             value = node.meta.get("example_value")
             is_below = any(argument in self.values for argument in node.all_input_nodes)
-            if node.op == "placeholder" and holds_wrapper(value):
+            if node.op == "placeholder" and torch_api.holds_wrapper(value):
                 self._open(node)
             elif node.op == "output" and is_below:
                 self._open_outputs(node)
-            elif node.op.startswith("call") and (is_below or holds_wrapper(value)):
+            elif node.op.startswith("call") and (is_below or torch_api.holds_wrapper(value)):
                 self._replace(node)
             elif self.stale and any(storage_of(fake) in self.stale for fake in tensors_in(value)):
                 node.meta["example_value"] = call_on_fakes(node, self.fake_mode)
@@ -111,16 +84,17 @@ class _Rewrite:
             self.graph.erase_node(node)
         if self.values:
             self.module.recompile()
+        return self.wrapped
 
     def _open(self, node: fx.Node) -> None:
         self.values[node] = node.meta["example_value"]
-        for keys, fake in tensors_inside(self.values[node]):
+        for keys, fake in torch_api.tensors_inside(self.values[node]):
             if torch_api.is_wrapper(fake):
-                refuse_class(whereabouts(node), fake)
+                torch_api.refuse_class(whereabouts(node), fake)
                 continue
             with self.graph.inserting_before(node):
                 inner = self.graph.placeholder("_".join((node.name, *keys)))
-            inner.meta = {"example_value": fake, "inner": Inner(node, keys)}
+            inner.meta = {"example_value": fake, "inner": (node, keys)}
             self._note(fake, inner)
 
     def number_of(self, context: Any) -> int:
@@ -144,64 +118,63 @@ class _Rewrite:
         taken = _Taken(self, node)
         given, make = taken.apart((args, kwargs))
         key = given, node.op, str(node.target), node.meta.get("autocast", ()), taken.pattern()
-        below = self.known.get(key)
-        if below is None:
-            below = self.known[key] = self._record(node, make, taken.leaves)
-        self._keep(node, self._put_in(node, below, taken.nodes))
+        if key not in self.known:
+            self.known[key] = self._record(node, make, taken.leaves)
+        self._keep(node, self._put_in(node, *self.known[key], taken.nodes))
 
-    def _record(self, node: fx.Node, make: Make, leaves: Sequence[Any]) -> _Below:
+    def _record(self, node: fx.Node, make: Make, leaves: Sequence[Any]) -> tuple[fx.Graph, Make]:
         makers: list[Make] = []
         what = f"'{node.name}'" + (f" ({where})" if (where := whereabouts(node)) else "")
 
         def program(*given: Any) -> tuple[Any, ...]:
             args, kwargs = make(given)
-            before = [id(tensor) for tensor in plain_tensors((args, tuple(kwargs.values())))]
+            before = [id(tensor) for tensor in torch_api.plain_tensors((args, tuple(kwargs.values())))]
             call: Any = getattr(args[0], str(node.target)) if node.op == "call_method" else node.target
             with autocast_of(node):
                 made = call(*(args[1:] if node.op == "call_method" else args), **kwargs)
-            if before != [id(tensor) for tensor in plain_tensors((args, tuple(kwargs.values())))]:
+            if before != [id(tensor) for tensor in torch_api.plain_tensors((args, tuple(kwargs.values())))]:
                 raise TypeError("it binds other tensors inside of a tensor that it was given")
             taken = _Taken(self)
             makers[:] = [taken.apart(made)[1]]
             return tuple(taken.leaves)
 
         involved = torch_api.tree_leaves((node.meta.get("example_value"), make(leaves)))
-        names = " and a ".join(
-            sorted({type(each).__name__ for each in involved if torch_api.is_wrapper(each)})
-        )
+        names = " and a ".join(sorted({type(t).__name__ for t in involved if torch_api.is_wrapper(t)}))
         try:
             module = torch_api.trace_below(
                 program, leaves, self.fake_mode,
                 int_matmul=int8_matmul, torch_function="below_torch_function" not in node.meta,
             )  # fmt: skip
         except Exception as error:
-            raise SubclassOp(
-                node=what, names=names, problem=f"cannot be followed: {one_line(error)}"
-            ) from error
+            problem = f"cannot be followed: {one_line(error)}"
+            raise SubclassOp(node=what, names=names, problem=problem) from error
         if any(op.op == "get_attr" for op in module.graph.nodes):
             raise SubclassOp(node=what, names=names, problem="reads a tensor that is not inside of it")
-        return _Below(module.graph, makers[0])
+        return module.graph, makers[0]
 
-    def _put_in(self, node: fx.Node, below: _Below, nodes: Sequence[fx.Node]) -> Any:
-        """Copies the ops below, on these nodes, in front of the node; returns their results."""
-        values: dict[fx.Node, Any] = dict(zip(below.graph.find_nodes(op="placeholder"), nodes, strict=True))
+    def _put_in(self, node: fx.Node, below: fx.Graph, make: Make, nodes: Sequence[fx.Node]) -> Any:
+        """Copies the ops below, on these nodes, in front of the node; makes the node's result."""
+        values: dict[fx.Node, Any] = dict(zip(below.find_nodes(op="placeholder"), nodes, strict=True))
         kept = ("stack_trace", "nn_module_stack", "below_torch_function")
         meta: dict[str, Any] = {key: node.meta[key] for key in kept if key in node.meta}
-        devices = _autocast_devices(node, list(map(self.value_of, node.all_input_nodes)))
-        meta["autocast"] = tuple((kind, None, False, False) for kind in devices)
+        given = torch_api.plain_tensors(list(map(self.value_of, node.all_input_nodes)))
+        kinds = sorted({tensor.device.type for tensor in given})
+        # The ops below include autocast's casts.
+        is_on = bool(node.meta.get("autocast")) or any(map(torch.is_autocast_enabled, kinds))
+        meta["autocast"] = tuple((kind, None, False, False) for kind in kinds if is_on)
         fakes = copy_calls(
-            below.graph, values, node,
-            like=below.fakes, fake_mode=self.fake_mode, meta_of=lambda _: dict(meta),
+            below, values, node,
+            like=self.fakes.get(below), fake_mode=self.fake_mode, meta_of=lambda _: dict(meta),
         )  # fmt: skip
-        below.fakes = below.fakes or fakes
-        outputs: Any = below.graph.output_node().args[0]
+        self.fakes.setdefault(below, fakes)
+        outputs: Any = below.output_node().args[0]
         results = []
         for output in outputs:
             made = values[output] if isinstance(output, fx.Node) else output
             results.append(made.meta["example_value"] if isinstance(made, fx.Node) else made)
             if isinstance(made, fx.Node):
                 self._note(results[-1], made)
-        return below.make(results)
+        return make(results)
 
     def _note(self, value: Any, node: fx.Node) -> None:
         self.nodes.setdefault(id(value), node)
@@ -209,9 +182,9 @@ class _Rewrite:
 
     def _keep(self, node: fx.Node, value: Any) -> None:
         """Registers a value for a node: the node that makes it, if it is one plain tensor or number."""
-        old = node.meta.get("example_value")
-        self.stale |= set(map(storage_of, plain_tensors(old)))
-        self.stale -= set(map(storage_of, plain_tensors(list(map(self.value_of, node.all_input_nodes)))))
+        self.stale |= set(map(storage_of, torch_api.plain_tensors(node.meta.get("example_value"))))
+        given = list(map(self.value_of, node.all_input_nodes))
+        self.stale -= set(map(storage_of, torch_api.plain_tensors(given)))
         if id(value) not in self.nodes or torch_api.is_wrapper(value):
             self.values[node] = value
             return
@@ -229,7 +202,7 @@ class _Rewrite:
                 items[position] = value
                 continue
             parts = tuple(range(len(items), len(items) + len(taken.nodes)))
-            self.wrapped[position] = Wrapped(parts, _maker(value, iter(range(len(parts)))))
+            self.wrapped[position] = parts, _maker(value, iter(range(len(parts))))
             items[position] = taken.nodes[0]
             items += taken.nodes
         output.args = (tuple(items),)
@@ -248,7 +221,11 @@ class _Taken:
         if torch_api.is_wrapper(value):
             return self._subclass(value)
         if isinstance(value, (torch.Tensor, *torch_api.SYMBOLIC)):
-            return self._leaf(value)
+            at = next((at for at, known in enumerate(self.leaves) if known is value), len(self.leaves))
+            if at == len(self.leaves):
+                self.leaves.append(value)
+                self.nodes += [self._node(value, self.taker)] if self.taker is not None else []
+            return ("leaf", at), lambda given: given[at]
         if isinstance(value, (tuple, list)):
             kind: Any = list if isinstance(value, list) else tuple
             keys, makers = zip(*map(self.apart, value), strict=True) if value else ((), ())
@@ -260,13 +237,6 @@ class _Taken:
             items, make_items = self.apart(tuple(value.values()))
             return (dict, *value, items), lambda given: dict(zip(value, make_items(given), strict=True))
         return (type(value), repr(value)), lambda given: value
-
-    def _leaf(self, value: Any) -> tuple[Any, Make]:
-        at = next((at for at, known in enumerate(self.leaves) if known is value), len(self.leaves))
-        if at == len(self.leaves):
-            self.leaves.append(value)
-            self.nodes += [self._node(value, self.taker)] if self.taker is not None else []
-        return ("leaf", at), lambda given: given[at]
 
     def _subclass(self, value: Any) -> tuple[Any, Make]:
         names, context = value.__tensor_flatten__()
@@ -322,13 +292,12 @@ def _maker(value: Any, places: Iterator[int]) -> Make:
         return lambda given: given[at]
     names, context = value.__tensor_flatten__()
     outer = _exprs((*value.size(), *value.stride()))
-    like = [
-        name for name in names if _exprs((*(part := getattr(value, name)).size(), *part.stride())) == outer
-    ]
+    parts = {name: getattr(value, name) for name in names}
+    like = [name for name, part in parts.items() if _exprs((*part.size(), *part.stride())) == outer]
     cls = type(value)
     if not like:
         raise ResultSubclass(name=f"{cls.__module__}.{cls.__qualname__}")
-    makers = {name: _maker(getattr(value, name), places) for name in names}
+    makers = {name: _maker(part, places) for name, part in parts.items()}
 
     def make(given: Sequence[Any]) -> Any:
         tensors = {name: maker(given) for name, maker in makers.items()}
@@ -336,3 +305,68 @@ def _maker(value: Any, places: Iterator[int]) -> Make:
         return cls.__tensor_unflatten__(tensors, context, shape.size(), shape.stride())
 
     return make
+
+
+def mark_subclasses(trace: Trace) -> None:
+    """Prepares the graph, in place, for `see_through`: marks nodes whose class code Dynamo has followed."""
+    for placeholder in trace.placeholders:
+        place = placeholder.state
+        tensor = place.get() if place is not None else None
+        if isinstance(tensor, torch.Tensor) and type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+            assert place is not None
+            torch_api.refuse_class(place.path, tensor)
+            if torch_api.has_torch_function(tensor):
+                for node in trace.graph.graph.nodes:
+                    node.meta["below_torch_function"] = True
+    # Drops `weight.data = x` where the weight lies there already, as bitsandbytes writes in each call. Graphs
+    # that read either tensor compare its address [I4].
+    state = {placeholder.node: placeholder.state for placeholder in trace.placeholders}
+    for node in list(trace.graph.graph.nodes):
+        if node.op != "call_function" or node.target is not torch.Tensor.set_ or len(node.args) != 2:
+            continue
+        places = [state.get(argument) for argument in node.args]
+        tensors = [place.get() for place in places if place is not None]
+        if len(tensors) == 2 and _place_of(tensors[0]) == _place_of(tensors[1]):
+            for user in [user for user in node.users if "_lower_version_count" in str(user.target)]:
+                trace.graph.graph.erase_node(user)
+            node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]
+            trace.graph.graph.erase_node(node)
+
+
+def _place_of(tensor: torch.Tensor) -> Any:
+    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.untyped_storage().data_ptr()
+
+
+def open_state(trace: Trace, wrapped: Mapping[int, Wrapped]) -> Trace:
+    """Makes the trace of the graph after `see_through`, which returned `wrapped`. State that is a subclass is
+    read as the plain tensors inside, each at a place that calls compare like a weight, through the subclass
+    [I4]. Tensors inside of results that are subclasses become leaves, after all others."""
+    leaves, made_of = list(trace.result_leaves), list(trace.wrapped)
+    for place, leaf in enumerate(trace.result_leaves):
+        if leaf.kind == "output" and leaf.index in wrapped:
+            parts, make = wrapped[leaf.index]
+            made_of.append((place, tuple(range(len(leaves), len(leaves) + len(parts))), make))
+            leaves[place] = ResultLeaf("const")
+            leaves += [ResultLeaf("output", part) for part in parts]
+    return dataclasses.replace(
+        trace, placeholders=_opened(trace), result_leaves=tuple(leaves), wrapped=tuple(made_of)
+    )
+
+
+def _opened(trace: Trace) -> tuple[Placeholder, ...]:
+    known = {placeholder.node: placeholder for placeholder in trace.placeholders}
+    found: list[Placeholder] = []
+    places: dict[tuple[int, str], StateRef] = {}
+    for node in trace.graph.graph.find_nodes(op="placeholder"):
+        if "inner" not in node.meta:
+            found.append(known[node])
+            continue
+        outer, keys = node.meta["inner"]
+        given = known[outer]
+        if (place := given.state) is None:
+            name = trace.example.names.get(given.leaf, given.leaf)
+            raise InputNotPlain(name=name, kind="a tensor subclass")
+        for key in keys:
+            place = places.setdefault((id(place), key), InnerRef(place, key, f"{place.path}.{key}"))
+        found.append(Placeholder(node, "state", state=place))
+    return tuple(found)

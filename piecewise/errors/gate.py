@@ -1,0 +1,48 @@
+"""Refusals of `piecewise regress`: what it cannot compare."""
+
+from runners.errors import CaptureError, ConfigError
+
+
+class WrongRecord(ConfigError):
+    what, expected, got = "{where}", "{wanted}", "{found}"
+    rule = "records that are compared are whole, of this version's schema, with finite times above 0"
+    fix = "measure again with `piecewise bench SPEC --out FILE`, or make the baseline anew with --update"
+
+
+class AnotherCase(ConfigError):
+    what, expected, got = "piecewise regress", "two records of one spec and the same settings", "{differing}"
+    rule = "a ratio says something only about the same model under the same settings"
+    fix = "measure both alike, or accept the new ones with --update"
+
+
+class NothingInCommon(ConfigError):
+    what = "piecewise regress"
+    expected, got = "variants that both records measured", "{base} in the baseline, {current} now"
+    rule = "a comparison that compares nothing cannot pass"
+    fix = "measure with the baseline's --variants and --tokens"
+
+
+class DirtyBaseline(ConfigError):
+    what = "the baseline {path}"
+    expected, got = "a record of a committed tree", "one with uncommitted changes"
+    rule = "with --strict a baseline can be measured again from its commit"
+    fix = "commit, measure again, and write it with --update"
+
+
+class WrongThreshold(ConfigError):
+    what, expected = "--threshold {given}", "KIND=SHARE with a share above 0, and a kind of {kinds}"
+    rule = "a threshold belongs to one kind of quantity"
+    fix = "for example --threshold over-floor=0.08"
+
+
+class NoJsonschema(ConfigError):
+    what, expected, got = "piecewise regress", "jsonschema", "not installed"
+    rule = "records are checked against their schema before they are compared"
+    fix = "pip install 'piecewise-prefill[gate]'"
+
+
+class NotGraphed(CaptureError, AssertionError):
+    what = "assert_graphed({model})"
+    got = "{problems}"
+    rule = "every bucket has graphs, and every call in reach of one is replayed with eager's results"
+    fix = "`print(graphed.report())` and `graphed.explain(...)` say why; lower min_coverage if it is meant so"

@@ -1,0 +1,250 @@
+"""Compares a benchmark record with a baseline and finds what is worse, better, or cannot be compared.
+
+Numbers are compared against a threshold and against the measured spread: inside a run the bootstrap interval,
+between runs the deviation of the baseline's history. What is no number (captured buckets, boundary ops,
+fusions, what ran eagerly) is compared by name.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from piecewise.errors.gate import AnotherCase, NothingInCommon
+from piecewise.report.record import Record, table
+from piecewise.tools.gate.baseline import Baseline
+from piecewise.tools.gate.quantities import RULES, Quantity, Threshold, captures, quantities, relative
+
+# Versions and hardware that times depend on.
+MACHINE = ("device", "driver", "python", "torch", "cuda", "triton")
+# Quantiles of Student's t at 0.9995, by runs less one: 999 of 1000 further runs lie inside of this many
+# deviations. Below three runs the deviation is not known.
+_T = {2: 31.6, 3: 12.9, 4: 8.61, 5: 6.87, 6: 5.96, 7: 5.41, 8: 5.04, 9: 4.78, 12: 4.32, 15: 4.07, 19: 3.88}
+VERDICTS = ("regression", "better", "within the spread", "same", "not compared")
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Says how one quantity or fact compares.
+
+    Attributes:
+        kind: a key of `RULES`, or "buckets", "variants", "boundary ops", "eager ops", "fusions".
+        verdict: one of `VERDICTS`.
+        base, current: values as text.
+        change: growth as a share of the baseline's value; None for what is no number.
+        limit: the change from which on it counts: the threshold, or the measured spread where that is larger.
+        cause: what happened, in words; empty if nothing did.
+    """
+
+    name: str
+    kind: str
+    verdict: str
+    base: str
+    current: str
+    change: float | None = None
+    limit: float | None = None
+    cause: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison(Record):
+    """Holds the findings; `warnings` are about the records themselves."""
+
+    derived: ClassVar[tuple[str, ...]] = ("regressed",)
+
+    spec: str
+    base_commit: str
+    current_commit: str
+    findings: tuple[Finding, ...]
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def regressed(self) -> bool:
+        return bool(self.of("regression"))
+
+    def of(self, verdict: str) -> list[Finding]:
+        return [finding for finding in self.findings if finding.verdict == verdict]
+
+    def __str__(self) -> str:
+        return self._text(markdown=False)
+
+    def to_markdown(self) -> str:
+        mark = "❌" if self.regressed else "✅"
+        return f"## {mark} piecewise regress: {self.spec}\n\n{self._text(markdown=True)}\n"
+
+    def _text(self, *, markdown: bool) -> str:
+        counts = ", ".join(f"{len(self.of(verdict))} {verdict}" for verdict in VERDICTS if self.of(verdict))
+        lines = [f"{self.base_commit} → {self.current_commit}: {counts}"]
+        shown = [each for each in self.findings if each.verdict not in ("same", "not compared")]
+        if shown:
+            rows: list[Sequence[object]] = [("", "what", "baseline", "now", "change", "counts beyond")]
+            for each in sorted(shown, key=lambda each: VERDICTS.index(each.verdict)):
+                shares = (_percent(each.change), _percent(each.limit, sign=""))
+                rows.append((each.verdict, each.name, each.base, each.current, *shares))
+            lines += ["", table(rows, markdown=markdown)]
+        causes = [f"{each.name}: {each.cause}" for each in self.of("regression")]
+        skipped = {each.cause for each in self.of("not compared")}
+        notes = [*causes, *(f"not compared: {why}" for why in sorted(skipped)), *self.warnings]
+        if notes:
+            lines += ["", *(f"* {note}" for note in notes)]
+        return "\n".join(lines)
+
+
+def compare(
+    baseline: Baseline, current: Mapping[str, Any], rules: Mapping[str, Threshold] = RULES
+) -> Comparison:
+    """Compares a record with the baseline.
+
+    Args:
+        current: a checked record.
+        rules: thresholds by kind.
+
+    Raises:
+        AnotherCase: the two measured different specs or settings.
+        NothingInCommon: no quantity was measured in both.
+    """
+    base = baseline.record
+    _require_same_case(base, current)
+    differing = _machine_differences(base, current)
+    named = (("baseline", base), ("current record", current))
+    dirty = [name for name, record in named if record["environment"].get("dirty")]
+    findings = [*_compare_facts(base, current), *_compare_numbers(baseline, current, rules, differing)]
+    if all(finding.verdict == "not compared" for finding in findings):
+        raise NothingInCommon(base=", ".join(base["variants"]), current=", ".join(current["variants"]))
+    was, now = (str(record["environment"].get("commit") or "unknown")[:12] for record in (base, current))
+    warnings = tuple(f"the {name} is of a tree with uncommitted changes" for name in dirty)
+    return Comparison(str(current["spec"]), was, now, tuple(findings), warnings)
+
+
+def is_one_machine(base: Mapping[str, Any], current: Mapping[str, Any]) -> bool:
+    """Whether two records are of equal hardware and versions, so that times compare."""
+    return not _machine_differences(base, current)
+
+
+def _machine_differences(base: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
+    return [key for key in MACHINE if base["environment"].get(key) != current["environment"].get(key)]
+
+
+def _require_same_case(base: Mapping[str, Any], current: Mapping[str, Any]) -> None:
+    pairs = {"spec": (base["spec"], current["spec"])}
+    for name in sorted({*base["settings"], *current["settings"]}):
+        pairs[name] = base["settings"].get(name), current["settings"].get(name)
+    differing = [f"{name} {was!r}, now {now!r}" for name, (was, now) in pairs.items() if was != now]
+    if differing:
+        raise AnotherCase(differing="; ".join(differing))
+
+
+def _compare_numbers(
+    baseline: Baseline, current: Mapping[str, Any], rules: Mapping[str, Threshold], differing: Sequence[str]
+) -> Iterator[Finding]:
+    was, now = quantities(baseline.record), quantities(current)
+    for name, present in now.items():
+        rule, before = rules[present.kind], was.get(name)
+        texts = (
+            "–" if before is None else _shown(before.value, before.unit),
+            _shown(present.value, present.unit),
+        )
+        if before is None:
+            yield Finding(
+                name, present.kind, "not compared", *texts, cause="the baseline lacks some quantities"
+            )
+        elif rule.is_timed and differing:
+            why = f"times of another machine or version ({', '.join(differing)})"
+            yield Finding(name, present.kind, "not compared", *texts, cause=why)
+        else:
+            yield _judged(name, before, present, baseline.past(name), rule)
+    for name in was.keys() - now.keys():
+        # A skipped variant is a finding of its own.
+        text = _shown(was[name].value, was[name].unit)
+        yield Finding(
+            name, was[name].kind, "not compared", text, "–", cause="some quantities were not measured now"
+        )
+
+
+def _judged(name: str, before: Quantity, now: Quantity, past: Sequence[float], rule: Threshold) -> Finding:
+    """Judges a number by its change from the median of all runs of the baseline."""
+    runs = [*past, before.value]
+    base = statistics.median(runs)
+    change = relative(base, now.value)
+    spread = 2 * math.hypot(before.spread, now.spread)
+    if len(runs) > min(_T) and base:
+        factor = _T[max(known for known in _T if known < len(runs))]
+        spread = max(spread, factor * math.sqrt(1 + 1 / len(runs)) * statistics.stdev(runs) / base)
+    limit = max(rule.share, spread)
+    counts = abs(now.value - base) > rule.least
+    if counts and abs(change) > limit:
+        verdict = "regression" if change > 0 else "better"
+    else:
+        verdict = "within the spread" if counts and abs(change) > rule.share else "same"
+    texts = _shown(base, now.unit), _shown(now.value, now.unit)
+    cause = f"{texts[0]} became {texts[1]}" if verdict == "regression" else ""
+    return Finding(name, now.kind, verdict, *texts, change, limit, cause)
+
+
+def _compare_facts(base: Mapping[str, Any], current: Mapping[str, Any]) -> Iterator[Finding]:
+    """Compares what has names: variants and sizes, captured buckets, boundary ops, eager ops, fusions."""
+    measured = [
+        {f"{x['variant']}, {x['num_tokens']} tokens" for x in each["results"]} for each in (base, current)
+    ]
+    for name in sorted(measured[0] - measured[1]):
+        variant = name.split(",")[0]
+        why = current["skipped"].get(name) or current["skipped"].get(variant) or "it was not asked for"
+        is_lost = name in current["skipped"] or variant in current["skipped"]
+        yield Finding(
+            name,
+            "variants",
+            "regression" if is_lost else "not compared",
+            "measured",
+            "not measured",
+            cause=why,
+        )
+    then = dict(captures(base))
+    for name, capture in captures(current):
+        if name in then:
+            yield from _compare_captures(name, then[name], capture)
+
+
+def _compare_captures(name: str, was: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[Finding]:
+    outcome = {each["bucket"]: each for each in now["buckets"]}
+    for bucket in sorted({*was["captured"], *now["captured"]}):
+        title = f"{name}: bucket {bucket}"
+        if bucket not in now["captured"]:
+            there = outcome.get(bucket)
+            why = f"it is {there['status']}: {there['reason']}" if there else "it is not listed any more"
+            yield Finding(title, "buckets", "regression", "captured", "not captured", cause=why)
+        else:
+            is_new = bucket not in was["captured"]
+            yield Finding(
+                title, "buckets", "better" if is_new else "same", "–" if is_new else "captured", "captured"
+            )
+    parts = (
+        ("boundary ops", was["plan"]["boundary_ops"], now["plan"]["boundary_ops"], -1,
+         "{gone} fewer calls of {op} are boundaries: they are in a graph segment, or gone from the model"),
+        ("eager ops", was["plan"]["eager_ops"], now["plan"]["eager_ops"], 1,
+         "{more} more of {op} run outside of graphs"),
+        ("fusions", _matches(was), _matches(now), -1, "the pass {op} matches {gone} fewer times{notes}"),
+    )  # fmt: skip
+    notes = "; ".join((now.get("fusions") or {}).get("notes", ()))
+    for kind, before, after, worse, cause in parts:
+        for op in sorted({*before, *after}):
+            old, new = before.get(op, 0), after.get(op, 0)
+            change = (new > old) - (new < old)
+            verdict = {0: "same", worse: "regression"}.get(change, "better")
+            words = {"op": op, "gone": old - new, "more": new - old, "notes": f" ({notes})" if notes else ""}
+            text = cause.format(**words) if verdict == "regression" else ""
+            yield Finding(f"{name}: {kind}, {op}", kind, verdict, str(old), str(new), cause=text)
+
+
+def _matches(capture: Mapping[str, Any]) -> dict[str, int]:
+    return dict((capture.get("fusions") or {}).get("matches", ()))
+
+
+def _shown(value: float, unit: str) -> str:
+    return f"{value:.4g} {unit}".rstrip() if unit != "bytes" else f"{value / 2**20:.1f} MiB"
+
+
+def _percent(share: float | None, sign: str = "+") -> str:
+    return "" if share is None else f"{share:{sign}.1%}"
