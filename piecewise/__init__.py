@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from piecewise.torch_backend import handle
     from runners.mode import capture_window, eager_only
 
+# pyproject.toml reads it here.
+__version__ = "0.1.0"
+
 # TORCH_LOGS="+piecewise" shows what is logged.
 logging.getLogger(__name__).addHandler(logging.NullHandler())
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,90 +11,33 @@ import torch
 from torch import nn
 
 from piecewise.capture.address_check import AddressReport, check_signatures
+from piecewise.capture.analyse import plan_report
 from piecewise.capture.call_router import CallRouter
+from piecewise.capture.dynamo_calls import DynamoCalls
 from piecewise.capture.model_calls import ModelCalls
 from piecewise.capture.store import GraphStore
 from piecewise.errors.api import AlreadyEnabled, NoModule, NotEnabled
-from piecewise.lowering.lowering import Lowering
 from piecewise.report.report import CaptureReport, PlanReport, Report
-from piecewise.report.startup_times import StartupTimes
 from piecewise.settings.config import PiecewiseConfig
-from piecewise.streams.streams import StreamSchedules
 from piecewise.verify.report import VerifyReport
 from piecewise.verify.verify import verify
 from runners.collector import paused_collector
 
 
-class GraphedModule:
-    """Replays graphs of a model where that is proven equal, and runs the model itself everywhere else.
+class GraphControls:
+    """Captures, checks and reports on the graphs of one callable, however its calls are found.
 
     Attributes:
-        model: the user's module, unchanged; other attributes of this object are the model's.
         piecewise_config: the settings.
         stats: counters of calls; see `CallStats`.
         traffic: the token counts of calls, for `piecewise buckets plan`; see `TrafficRecorder`.
     """
 
-    def __init__(
-        self, model: nn.Module, config: PiecewiseConfig, *, forward: Callable[..., Any] | None = None
-    ) -> None:
-        if not isinstance(model, nn.Module):
-            raise NoModule(kind=type(model).__name__)
-        graphs = GraphStore(PiecewiseConfig.from_any(config))
-        self.model = model
+    def __init__(self, graphs: GraphStore, calls: ModelCalls | DynamoCalls, router: CallRouter) -> None:
         self.piecewise_config = graphs.config
         self.stats, self.traffic = graphs.stats, graphs.traffic
-        self._forward: Callable[..., Any] = forward if forward is not None else model
-        self._in_place = forward is not None
-        self._calls = ModelCalls(model, self._forward, graphs)
-        self._router = CallRouter(graphs, captures_calls=graphs.config.capture == "lazy")
+        self._calls, self._router = calls, router
         self._graphs = graphs
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "model":  # not set yet: a failed __init__
-            raise AttributeError(name)
-        return getattr(self.model, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        """Sets the model's attribute, matching `__getattr__`, except for this object's own few."""
-        if name in self.__dict__ or "_graphs" not in self.__dict__:  # the last that __init__ sets
-            object.__setattr__(self, name, value)
-        else:
-            setattr(self.model, name, value)
-
-    def __delattr__(self, name: str) -> None:
-        if name in self.__dict__:
-            object.__delattr__(self, name)
-        else:
-            delattr(self.model, name)
-
-    def __dir__(self) -> list[str]:
-        return sorted({*super().__dir__(), *dir(self.model)})
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Copies or pickles only the model and the settings: a graph is valid only at its own addresses."""
-        forward = self._forward if self._in_place else None
-        return _copied, (self.model, self.piecewise_config, forward)
-
-    def train(self, mode: bool = True) -> GraphedModule:
-        """Calls the model's `train`; returns this object, so `piecewise.compile(model).eval()` is graphed."""
-        self.model.train(mode)
-        return self
-
-    def eval(self) -> GraphedModule:
-        """Calls `train(False)`."""
-        return self.train(False)
-
-    def __repr__(self) -> str:
-        return f"GraphedModule({type(self.model).__name__}, captured={list(self.stats.captured)})"
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs `model(*args, **kwargs)`, as a replay where a captured bucket serves the call."""
-        compiler = torch.compiler
-        # is_compiling() is also true while another thread traces; such a trace is waited for.
-        if compiler.is_dynamo_compiling() or (compiler.is_compiling() and self._router.owner is None):
-            return self._forward(*args, **kwargs)
-        return self._router.serve(self._calls, self._forward, args, kwargs)
 
     @paused_collector()
     def capture(self, *args: Any, **kwargs: Any) -> CaptureReport:
@@ -124,22 +68,6 @@ class GraphedModule:
             self._graphs.refuse_suspended("capture")
             return self._graphs.disabled_report() or self._calls.capture(args, kwargs)
 
-    def refresh(self) -> CaptureReport | None:
-        """Captures everything again, after weights moved or the model changed; None if nothing was captured.
-
-        The model is captured in its present state; captures from other states are forgotten. The old graphs
-        and their memory are freed first, so two pools never exist at once. The model is traced again if its
-        tensors are of other kinds or Python state that calls compare has changed; and if calls find no change
-        at all, since the change must then be one that no call can find. `release()` and `capture()` trace in
-        every case.
-
-        Raises:
-            As for `capture`; the next `refresh()` captures what is still missing.
-        """
-        with self._router.exclusive("refresh"):
-            self._graphs.refuse_suspended("refresh")
-            return self._calls.refresh()
-
     def suspend(self) -> None:
         """Gives all graph memory back, for a trainer that needs it, until `resume()`; calls run eagerly.
 
@@ -152,6 +80,7 @@ class GraphedModule:
         """
         with self._router.exclusive("suspend"):
             self._graphs.suspend()
+            self._calls.let_go()
 
     def resume(self) -> CaptureReport | None:
         """Captures the buckets again that `suspend()` gave back; None if nothing was captured.
@@ -174,8 +103,131 @@ class GraphedModule:
         """
         with self._router.exclusive("release"):
             self._graphs.drop_graphs()
-            self._graphs.is_released = True
-            self._calls.forget()
+            self._calls.release()
+
+    def explain(self, *args: Any, **kwargs: Any) -> PlanReport:
+        """Returns the plan for calls like this one: segments, reasons, coverage.
+
+        Nothing is captured and no state changes.
+
+        Raises:
+            TraceError, TokenDimError: as for `capture`.
+        """
+        with self._router.exclusive("explain"):
+            return plan_report(self._calls.traced(args, kwargs), self.piecewise_config)
+
+    def verify(
+        self, *args: Any, make_inputs: Callable[..., Any] | None = None, **kwargs: Any
+    ) -> VerifyReport:
+        """Compares replays of this call with the model: results and all that it writes; see `verify.py`.
+
+        Captures, counts and changes nothing, except the memory of `outputs="view"` results.
+
+        Args:
+            make_inputs: `make_inputs(num_tokens)` returns `(args, kwargs)`, as in `PrefillCase`: then each
+                bucket is also compared at the sizes around its edge.
+        """
+        with self._router.exclusive("verify"):
+            return verify(self._calls.model, self._calls.found, self._graphs, args, kwargs, make_inputs)
+
+    def report(self) -> Report:
+        """Reports plans, captures and calls so far."""
+        return self._graphs.report(self._calls.refused())
+
+
+# Methods of nn.Module that return the module, so that `piecewise.compile(model).to(device)` stays graphed.
+_CHAINED = frozenset(
+    "apply bfloat16 cpu cuda double eval float half ipu mtia requires_grad_ share_memory to to_empty"
+    " train type xpu".split()
+)
+
+
+class GraphedModule(GraphControls):
+    """Replays graphs of a model where that is proven equal, and runs the model itself everywhere else.
+
+    Attributes:
+        model: the user's module, unchanged; other attributes of this object are the model's, and so is its
+            class for `isinstance`, so that it stands in for the model wherever a module may stand.
+    """
+
+    _calls: ModelCalls  # type: ignore[assignment]
+
+    def __init__(
+        self, model: nn.Module, config: PiecewiseConfig, *, forward: Callable[..., Any] | None = None
+    ) -> None:
+        if type(model) is GraphedModule:
+            raise NoModule(kind="a GraphedModule", fix="use it as it is, or pass its attribute 'model'")
+        if not isinstance(model, nn.Module):
+            raise NoModule(kind=type(model).__name__)
+        graphs = GraphStore(PiecewiseConfig.from_any(config))
+        self.model = model
+        self._forward: Callable[..., Any] = forward if forward is not None else model
+        self._in_place = forward is not None
+        router = CallRouter(graphs, captures_calls=graphs.config.capture == "lazy")
+        super().__init__(graphs, ModelCalls(model, self._forward, graphs), router)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type[nn.Module]:  # type: ignore[override]
+        """Returns the model's class, so that `isinstance` takes this object for the model."""
+        return type(vars(self).get("model", self))
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "model":  # not set yet: a failed __init__
+            raise AttributeError(name)
+        value = getattr(self.model, name)
+        return partial(self._chained, value) if name in _CHAINED else value
+
+    def _chained(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        result = method(*args, **kwargs)
+        return self if result is self.model else result
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Sets the model's attribute, matching `__getattr__`, except for this object's own few."""
+        if name in self.__dict__ or "_graphs" not in self.__dict__:  # the last that __init__ sets
+            object.__setattr__(self, name, value)
+        else:
+            setattr(self.model, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if name in self.__dict__:
+            object.__delattr__(self, name)
+        else:
+            delattr(self.model, name)
+
+    def __dir__(self) -> list[str]:
+        return sorted({*dir(GraphedModule), *vars(self), *dir(self.model)})
+
+    def __reduce_ex__(self, _: Any) -> tuple[Any, ...]:
+        """Copies or pickles only the model and the settings: a graph is valid only at its own addresses."""
+        forward = self._forward if self._in_place else None
+        return _copied, (self.model, self.piecewise_config, forward)
+
+    def __repr__(self) -> str:
+        return f"GraphedModule({type(self.model).__name__}, captured={list(self.stats.captured)})"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs `model(*args, **kwargs)`, as a replay where a captured bucket serves the call."""
+        compiler = torch.compiler
+        # is_compiling() is also true while another thread traces; such a trace is waited for.
+        if compiler.is_dynamo_compiling() or (compiler.is_compiling() and self._router.owner is None):
+            return self._forward(*args, **kwargs)
+        return self._router.serve(self._calls, self._forward, args, kwargs)
+
+    def refresh(self) -> CaptureReport | None:
+        """Captures everything again, after weights moved or the model changed; None if nothing was captured.
+
+        The model is captured in its present state; captures from other states are forgotten. The old graphs
+        and their memory are freed first, so two pools never exist at once. The model is traced again if its
+        tensors are of other kinds or Python state that calls compare has changed; and if calls find no change
+        at all, since the change must then be one that no call can find. `release()` and `capture()` trace in
+        every case.
+
+        Raises:
+            PiecewiseError: as for `capture`; the next `refresh()` captures what is still missing.
+        """
+        with self._router.exclusive("refresh"):
+            self._graphs.refuse_suspended("refresh")
+            return self._calls.refresh()
 
     def check_addresses(self) -> AddressReport:
         """Compares the model with its captures more deeply than calls do, by tracing it again.
@@ -192,43 +244,8 @@ class GraphedModule:
             self._graphs.refuse_suspended("check_addresses")
             return check_signatures(self._graphs.signatures, self._calls.trace)
 
-    def explain(self, *args: Any, **kwargs: Any) -> PlanReport:
-        """Returns the plan for calls like this one: segments, reasons, coverage.
 
-        Nothing is captured and no state changes.
-
-        Raises:
-            TraceError, TokenDimError: as for `capture`.
-        """
-        with self._router.exclusive("explain"):
-            config, example = self.piecewise_config, self._calls.example(args, kwargs)
-            traced = self._calls.trace(example)
-            plan = traced.planned(config, StartupTimes(), move_weights=False)
-            lowering = Lowering(config).preview(plan, config.buckets)
-            num_rows = traced.token.example_num_tokens
-            streams = StreamSchedules(plan, lowering, num_rows=num_rows, num_streams=config.num_streams)
-            return PlanReport.of(plan, example.names, lowering, streams.report())
-
-    def verify(
-        self, *args: Any, make_inputs: Callable[..., Any] | None = None, **kwargs: Any
-    ) -> VerifyReport:
-        """Compares replays of this call with the model: results and all that it writes; see `verify.py`.
-
-        Captures, counts and changes nothing, except the memory of `outputs="view"` results.
-
-        Args:
-            make_inputs: `make_inputs(num_tokens)` returns `(args, kwargs)`, as in `PrefillCase`: then each
-                bucket is also compared at the sizes around its edge.
-        """
-        with self._router.exclusive("verify"):
-            return verify(self.model, self._forward, self._graphs, args, kwargs, make_inputs)
-
-    def report(self) -> Report:
-        """Reports plans, captures and calls so far."""
-        return self._graphs.report(self._calls.unseen.listed())
-
-
-def graphs_of(graphed: GraphedModule) -> GraphStore:
+def graphs_of(graphed: GraphControls) -> GraphStore:
     """Returns the store of a model's graphs, for tools that take a call apart."""
     return graphed._graphs
 

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 import boundary_ops
+from boundary_ops import PagedKVCache, PrefillBatch
 from boundary_ops.errors import BoundaryOpError
 from boundary_ops.whole_numbers import whole_number
 from piecewise.errors.tools import WrongCase, WrongSpec, user_code
@@ -24,13 +25,6 @@ from runners.errors import PiecewiseError, shown
 
 Made = TypeVar("Made")
 Inputs = tuple[Sequence[Any], Mapping[str, Any]]
-
-
-@dataclass(frozen=True, eq=False)
-class CaseRequest:
-    """Names a request of one call of a case, which no other request is equal to."""
-
-    index: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,25 +58,15 @@ class PrefillCase:
 
     @classmethod
     def for_model(
-        cls,
-        model: nn.Module,
-        cache: boundary_ops.PagedKVCache,
-        *,
-        num_seqs: int = 1,
-        logits_to_keep: bool = True,
+        cls, model: nn.Module, cache: PagedKVCache, *, num_seqs: int = 1, logits_to_keep: bool = True
     ) -> PrefillCase:
         """Makes a case of a model that `boundary_ops.huggingface.attach` has given this cache.
 
-        A call packs new requests of random tokens. They are freed when the call is over, and other requests
-        of the cache are left alone.
+        A call packs `num_seqs` new requests of random tokens, about equally long; other requests of the cache
+        are left alone, and the new ones are freed when the call is over. With `logits_to_keep`, and a forward
+        that takes it, the call asks for the logits of each request's last token alone.
 
-        Args:
-            num_seqs: requests of a call, of equal length to one token; fewer where there are fewer tokens.
-            logits_to_keep: asks for the logits of each request's last token alone, where the model's forward
-                takes `logits_to_keep`.
-
-        Raises:
-            WrongCase: the model is not attached to the cache, or `num_seqs` is no positive int.
+        Raises WrongCase where the model is not attached to the cache, or `num_seqs` is no positive int.
         """
         where, most = "PrefillCase.for_model", whole_number(num_seqs) or 0
         _require(most > 0, f"{where}, argument 'num_seqs'", "a positive int", num_seqs)
@@ -100,8 +84,9 @@ class PrefillCase:
             count = min(most, num_tokens)
             lens = [num_tokens // count + (at < num_tokens % count) for at in range(count)]
             ids = torch.randint(vocab_size, (num_tokens,), generator=torch.Generator().manual_seed(seed))
-            requests = [CaseRequest(at) for at in range(count)]
-            batch = boundary_ops.PrefillBatch.build(cache, requests, lens)
+            # Equal to no other request's, as long as `lens` lives.
+            requests = [f"sequence {at} of case {id(lens):x}" for at in range(count)]
+            batch = PrefillBatch.build(cache, requests, lens)
             kwargs = dict(input_ids=batch.pack(ids.split(lens)), position_ids=batch.positions)
             try:
                 with batch:
@@ -125,8 +110,7 @@ class PrefillCase:
     def inputs(self, num_tokens: int, *, seed: int = 0) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
         """Makes the arguments of one call, from `seed` if `make_inputs` takes one; the block is the call's.
 
-        Raises:
-            WrongCase: `make_inputs` made something else than `(args, kwargs)`.
+        Raises WrongCase where `make_inputs` made something else than `(args, kwargs)`.
         """
         seeded = {"seed": seed} if self.takes_seed else {}
         with ExitStack() as stack:

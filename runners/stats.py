@@ -18,19 +18,14 @@ class FallbackWarning(UserWarning):
 
 
 class FallbackReason(str, Enum):
-    """Says why a call ran eagerly, and what makes such a call replay; a member equals its code.
-
-    `is_asked_for` marks reasons that the user chose, or can do nothing about: they need no warning.
-    """
+    """Says why a call ran eagerly, and what makes such a call replay; a member equals its code."""
 
     explanation: str
     fix: str
-    is_asked_for: bool
 
-    def __new__(cls, code: str, explanation: str, fix: str, is_asked_for: bool = False) -> FallbackReason:
+    def __new__(cls, code: str, explanation: str, fix: str) -> FallbackReason:
         member = str.__new__(cls, code)
         member._value_, member.explanation, member.fix = code, explanation, fix
-        member.is_asked_for = is_asked_for
         return member
 
     def __str__(self) -> str:
@@ -51,7 +46,6 @@ class FallbackReason(str, Enum):
         "zero_tokens",
         "The call carries no tokens, so there is nothing to replay.",
         "Nothing to do; skip empty batches to save the call.",
-        True,
     )
     ABOVE_LARGEST_BUCKET = (
         "above_largest_bucket",
@@ -102,13 +96,11 @@ class FallbackReason(str, Enum):
         "eager_only",
         "The call was made inside a piecewise.eager_only() block.",
         "Leave the block.",
-        True,
     )
     DISABLED = (
         "disabled",
         "Graphs are switched off, by PIECEWISE_DISABLE, disable=True or set_stance('force_eager').",
         "Set PIECEWISE_DISABLE=0 and start again, leave out disable=True, or leave the stance.",
-        True,
     )
     NO_GRAPH = (
         "no_graph",
@@ -162,20 +154,18 @@ class FallbackReason(str, Enum):
     )
     STATIC_TOKEN_COUNT = (
         "static_token_count",
-        "Dynamo made a graph for exactly this count, as it does for one token, and until it saw two counts.",
-        "Mark the token dim with torch._dynamo.mark_dynamic, or pass dynamic=True; one token stays eager.",
+        "Dynamo made a graph for exactly this count, as it does until it saw two counts, or a capture.",
+        "Call piecewise.handle(compiled).capture with an example, or pass dynamic=True to torch.compile.",
     )
     SUSPENDED = (
         "suspended",
         "The graphs' memory was given back by suspend(), and the traces wait for resume().",
         "Call resume().",
-        True,
     )
     RELEASED = (
         "released",
         "The graphs and their memory were given back by release().",
         "Call capture() again.",
-        True,
     )
     NESTED_TRACING = (
         "nested_tracing",

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import piecewise
 from piecewise.settings.toml_file import read_tables
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -48,4 +49,4 @@ def test_classifiers_name_the_pythons_that_ci_runs():
 
 
 def test_the_changelog_has_this_version():
-    assert f"\n## {PROJECT['version']}\n" in (ROOT / "CHANGELOG.md").read_text()
+    assert f"\n## {piecewise.__version__}\n" in (ROOT / "CHANGELOG.md").read_text()

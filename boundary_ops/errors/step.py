@@ -24,7 +24,7 @@ class TooFewBlocks(CacheExhaustedError):
     expected = "{needed} free blocks of {block_size} tokens"
     got = "{free} free of {num_blocks}, held by {holders} requests"
     rule = "room is given to all tokens asked for, or to none; nothing was changed"
-    fix = "free finished requests, run fewer tokens, or make the cache with more num_blocks"
+    fix = "free finished requests, run fewer tokens, or make a larger cache"
 
 
 class WrongTokenCount(BoundaryOpError):

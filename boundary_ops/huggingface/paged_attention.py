@@ -76,8 +76,11 @@ def paged_attention(
         refuse(errors.NameWithoutAttach, layer=type(module).__name__, name=NAME)
     _check_options(module, attention_mask, dropout, sliding_window, is_causal, kwargs)
     _check_rows(module, query, key, value)
-    if not torch.compiler.is_compiling():
-        _check_once(module)
+    if not torch.compiler.is_compiling() and (batch := PrefillBatch.peek()) is not None:
+        called = batch.derived.setdefault(ATTACHMENT, set())  # emptied as the call began
+        if module in called:
+            raise errors.CalledTwice(path=module.paged_path)
+        called.add(module)
     q, k, v = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
     # [num_tokens, heads, head_dim]; allocated by the model, so that its address belongs to the graph before
     # the op
@@ -137,15 +140,6 @@ def _check_options(
         if name in REFUSED:
             no(name, "none", kind, REFUSED[name])
         no(name, "only arguments that the op knows", kind, "it does not know this one")
-
-
-def _check_once(module: Any) -> None:
-    """Checks that the running call comes here once: traced calls are checked in their graph."""
-    batch = PrefillBatch.peek()
-    called = batch.derived.get(ATTACHMENT, set()) if batch is not None else set()
-    if module in called:
-        raise errors.CalledTwice(path=module.paged_path)
-    called.add(module)
 
 
 def _check_rows(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:

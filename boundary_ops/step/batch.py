@@ -121,7 +121,7 @@ class PrefillBatch:
         owner = np.repeat(np.arange(len(ids)), new)
         positions = np.arange(int(starts[-1]), dtype=np.int64) - (starts[:-1] - context)[owner]
         slots = tables[owner, positions // size].astype(np.int64) * size + positions % size
-        sent = send_to_device((starts, totals, tables, slots, positions[None]), cache.device)
+        sent = send_to_device((starts, totals, tables, slots, positions.reshape(1, -1)), cache.device)
         return cls(
             cu_seqlens_q=sent[0],
             seq_lens=sent[1],

@@ -13,13 +13,7 @@ from typing import Any
 from torch import nn
 
 from boundary_ops.errors import BoundaryOpError
-from boundary_ops.errors.huggingface import (
-    LayersDiffer,
-    NotAModel,
-    SeveralDecoders,
-    UnsupportedModel,
-    ValuesDiffer,
-)
+from boundary_ops.errors import huggingface as errors
 
 __all__ = ["Decoder", "DecoderLayer", "find_decoder"]
 
@@ -58,19 +52,14 @@ class Decoder:
 
 
 def find_decoder(model: Any, call: str, *, among_others: bool = False) -> Decoder:
-    """Returns the one decoder of a model, or raises in the name of `call`.
+    """Returns the one decoder of a model, or raises a BoundaryOpError in the name of `call`.
 
-    Args:
-        among_others: whether the decoder may be the only one that can be served among several stacks, as in a
-            model of images and text.
-
-    Raises:
-        BoundaryOpError: there is no decoder, none that the op can serve, or more than one.
+    With `among_others` it may be the only one of several stacks that can be served, as the text decoder of a
+    model of images and text.
     """
     if not isinstance(model, nn.Module):
-        raise NotAModel(got=type(model).__name__)
-    name = type(model).__name__
-    config: Any = getattr(model, "config", None)
+        raise errors.NotAModel(got=type(model).__name__)
+    name, config = type(model).__name__, getattr(model, "config", None)
     if config is None or not hasattr(config, "_attn_implementation"):
         got = f"{name} without a transformers config"
         raise _unsupported(call, "a transformers model", got, fix=_OWN_MODEL)
@@ -82,10 +71,8 @@ def find_decoder(model: Any, call: str, *, among_others: bool = False) -> Decode
         if isinstance(module, nn.ModuleList) and any(_attention_name(layer) for layer in module)
     }
     if not stacks:
-        got = (
-            "recurrent layers (_is_stateful)" if getattr(model, "_is_stateful", False) else f"none in {name}"
-        )
-        raise _unsupported(call, "a list of decoder layers with 'self_attn'", got)
+        _check_kind(call, model, model)
+        raise _unsupported(call, "a list of decoder layers with 'self_attn'", f"none in {name}")
     if len(stacks) > 1:
         return _find_among(model, call, stacks, is_enough=among_others)
     ((path, stack),) = stacks.items()
@@ -111,11 +98,11 @@ def _find_among(model: nn.Module, call: str, stacks: Iterable[str], *, is_enough
         if is_enough:
             return decoder
         fix = f"attach that decoder alone and call it: boundary_ops.huggingface.attach(model.{owner}, cache)"
-    raise SeveralDecoders(call=call, got=" and ".join(told), fix=fix)
+    raise errors.SeveralDecoders(call=call, got=" and ".join(told), fix=fix)
 
 
-def _unsupported(call: str, expected: str, got: str, place: str = "", **fix: str) -> UnsupportedModel:
-    return UnsupportedModel(call=call, place=place and f": {place}", expected=expected, got=got, **fix)
+def _unsupported(call: str, expected: str, got: str, place: str = "", **fix: str) -> BoundaryOpError:
+    return errors.UnsupportedModel(call=call, place=place and f": {place}", expected=expected, got=got, **fix)
 
 
 def _attention_name(layer: nn.Module) -> str | None:
@@ -137,11 +124,9 @@ def _layer(call: str, path: str, index: int, layer: nn.Module) -> DecoderLayer:
     if getattr(attention, "is_causal", True) is False or getattr(config, "is_causal", True) is False:
         raise _unsupported(call, "causal attention", "is_causal=False", place)
     types = getattr(config, "layer_types", None)
-    kind = types[index] if types and index < len(types) else None
-    if kind is None and getattr(config, "attention_chunk_size", None):
-        kind = "chunked_attention"
-    if kind is None and getattr(config, "sliding_window", None):
-        kind = "sliding_attention"
+    implied = (("attention_chunk_size", "chunked_attention"), ("sliding_window", "sliding_attention"))
+    kind = next((kind for field, kind in implied if getattr(config, field, None)), None)
+    kind = types[index] if types and index < len(types) else kind
     if kind is not None and kind not in LAYER_TYPES:
         raise _unsupported(call, f"a layer of type {' or '.join(LAYER_TYPES)}", f"'{kind}'", place)
     return DecoderLayer(path=f"{path}.{name}", attention=attention, kind=kind)
@@ -167,40 +152,31 @@ def _sizes(call: str, layers: tuple[DecoderLayer, ...]) -> dict[str, Any]:
         for size, theirs in _sizes_of(call, layer).items():
             if theirs != first[size]:
                 about = dict(call=call, size=size, path=layer.path, first=layers[0].path)
-                raise LayersDiffer(ours=first[size], got=str(theirs), **about)
+                raise errors.LayersDiffer(ours=first[size], got=str(theirs), **about)
     return {"num_layers": len(layers), **first}
 
 
 def _sizes_of(call: str, layer: DecoderLayer) -> dict[str, Any]:
-    config, attention, kind = layer.attention.config, layer.attention, type(layer.attention).__name__
-    # A config's `attribute_map` gives the names of older families (n_head, n_embd), too.
-    heads = _first(
-        (attention, "num_heads"), (attention, "num_attention_heads"), (config, "num_attention_heads")
-    )
+    attention, config = layer.attention, layer.attention.config
+
+    def first(*names: str) -> Any:
+        # A config's `attribute_map` gives the names of older families (n_head, n_embd), too.
+        values = (getattr(owner, name, None) for owner in (attention, config) for name in names)
+        return next((value for value in values if value is not None), None)
+
+    heads = first("num_heads", "num_attention_heads")
     if heads is None:
-        raise _unsupported(call, "'num_attention_heads' in its config", "none", f"'{layer.path}' ({kind})")
-    head_dim = _first(
-        (attention, "head_dim"), (attention, "head_size"), (attention, "qk_head_dim"), (config, "head_dim")
-    )
-    head_dim = head_dim or config.hidden_size // heads
+        raise _unsupported(call, "'num_attention_heads' in its config", "none", f"'{layer.path}'")
+    head_dim = first("qk_head_dim", "head_dim", "head_size") or config.hidden_size // heads
     value_dim = getattr(attention, "v_head_dim", None) or head_dim
     if value_dim != head_dim:
         latent = "multi-head latent attention (MLA), " if hasattr(attention, "kv_lora_rank") else ""
         got = f"{latent}keys of {head_dim}, values of {value_dim}"
-        raise ValuesDiffer(call=call, path=layer.path, layer=kind, got=got)
+        raise errors.ValuesDiffer(call=call, path=layer.path, layer=type(attention).__name__, got=got)
     # The first weight, which makes queries: one of packed integers or 8 bit floats says nothing of K and V.
     weight = next((each for each in attention.parameters() if each.dim() > 1), None)
-    says = weight is not None and weight.dtype.is_floating_point and weight.dtype.itemsize > 1
-    return {
-        # By this count an attention function of transformers repeats the keys that it is given.
-        "num_kv_heads": heads // getattr(attention, "num_key_value_groups", 1),
-        "head_dim": head_dim,
-        "dtype": weight.dtype if weight is not None and says else None,
-        "device": weight.device if weight is not None else None,
-    }
-
-
-def _first(*places: tuple[Any, str]) -> Any:
-    """Returns the first attribute that is there and not None."""
-    values = (getattr(owner, name, None) for owner, name in places)
-    return next((value for value in values if value is not None), None)
+    dtype, device = (None, None) if weight is None else (weight.dtype, weight.device)
+    says = dtype is not None and dtype.is_floating_point and dtype.itemsize > 1
+    # By the groups an attention function of transformers repeats the keys that it is given.
+    kv_heads = heads // getattr(attention, "num_key_value_groups", 1)
+    return dict(num_kv_heads=kv_heads, head_dim=head_dim, dtype=dtype if says else None, device=device)

@@ -123,34 +123,21 @@ class PagedKVCache:
         device: torch.device | str | None = None,
         attention_backend: str = "auto",
     ) -> PagedKVCache:
-        """Makes a cache that fits a transformers model; the model is read, not changed.
+        """Makes a cache that fits a transformers model, or the text decoder of one of images and text.
 
-        `boundary_ops.huggingface.attach` reads the same layers, heads and sizes, so it takes the cache. Of a
-        model of images and text, those of its text decoder are read.
+        `num_tokens` is what the cache holds, rounded up to whole blocks; since the last block of a request
+        may be partly empty, add `block_size` for each request at a time. Dtype and device are the model's,
+        unless given. The model is read, not changed, as `boundary_ops.huggingface.attach` reads it.
 
-        Args:
-            num_tokens: tokens that the cache holds, rounded up to whole blocks. Each request's last block may
-                be partly empty, so add `block_size` for each request that lives at the same time.
-            dtype, device: the model's, unless given.
-
-        Raises:
-            BoundaryOpError: the model cannot be attached (the message says which part), or a size is wrong.
+        Raises BoundaryOpError where the model cannot be attached, with the part that stands in the way.
         """
-        sizes = find_decoder(
-            model, f"PagedKVCache.for_model({type(model).__name__})", among_others=True
-        ).sizes
-        block_size = check_whole(block_size, errors.WrongPoolSize, argument="block_size")
-        num_tokens = check_whole(num_tokens, errors.WrongPoolSize, argument="num_tokens")
-        return cls(
-            num_layers=sizes["num_layers"],
-            num_blocks=-(-num_tokens // block_size),
-            block_size=block_size,
-            num_kv_heads=sizes["num_kv_heads"],
-            head_dim=sizes["head_dim"],
-            dtype=dtype or sizes["dtype"] or model.dtype,
-            device=device or sizes["device"] or model.device,
-            attention_backend=attention_backend,
-        )
+        call = f"PagedKVCache.for_model({type(model).__name__})"
+        sizes = dict(find_decoder(model, call, among_others=True).sizes)
+        sizes["dtype"] = dtype or sizes["dtype"] or model.dtype
+        sizes["device"] = device or sizes["device"] or model.device
+        size = check_whole(block_size, errors.WrongPoolSize, argument="block_size")
+        num_blocks = -(-check_whole(num_tokens, errors.WrongPoolSize, argument="num_tokens") // size)
+        return cls(num_blocks=num_blocks, block_size=size, attention_backend=attention_backend, **sizes)
 
     def __getstate__(self) -> dict[str, Any]:
         # A library's workspaces and plans, and the buffers of captured ops, are this cache's alone.

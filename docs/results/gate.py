@@ -17,7 +17,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +29,14 @@ import piecewise
 from docs.results.llama_1b import four_layers, smoke
 from piecewise.capture.build_plan import PlanAssembler
 from piecewise.tools.gate.baseline import Baseline, read_record, run_of
-from piecewise.tools.gate.compare import compare
+from piecewise.tools.gate.compare import compare, judge
+from piecewise.tools.gate.quantities import RULES, Quantity, quantities
 from runners.cuda.graph import CudaGraph
 
 SIZES = "16,128,512"
-_DRAWS = 500
+_DRAWS = 200
+# Runs of the first baseline.
+_FIRST = 3
 
 
 class _Before(nn.Module):
@@ -144,27 +147,44 @@ def _measure(folder: Path, name: str, *, fault: str = "", smoke: bool) -> dict[s
     return read_record(out)
 
 
-def _regressions(baseline: Baseline, record: dict[str, Any]) -> dict[str, str]:
-    return {each.name: each.cause for each in compare(baseline, record).of("regression")}
+def _alarms(
+    runs: Sequence[Mapping[str, Any]], values: Mapping[str, Any], kinds: Mapping[str, str]
+) -> list[str]:
+    """Judges the numbers of a run by those of others."""
+    found = []
+    for name, now in values.items():
+        before, now = (Quantity(kinds[name], *each) for each in (runs[-1]["values"][name], now))
+        past = [run["values"][name][0] for run in runs[:-1]]
+        if judge(name, before, now, past, RULES[kinds[name]]).verdict == "regression":
+            found.append(name)
+    return found
 
 
-def _baseline(records: list[dict[str, Any]]) -> Baseline:
-    return Baseline(records[-1], tuple(run_of(record) for record in records[:-1]))
-
-
-def _bootstrap(records: list[dict[str, Any]]) -> dict[str, float]:
+def _bootstrap(runs: Sequence[Mapping[str, Any]], kinds: Mapping[str, str]) -> dict[str, float]:
     """Returns the share of false alarms by the number of runs in the baseline."""
     generator, shares = np.random.default_rng(0), {}
     for size in (1, 3, 5):
-        if len(records) <= size:
+        if len(runs) <= size:
             continue
-        draws = (generator.permutation(len(records))[: size + 1] for _ in range(_DRAWS))
+        draws = (generator.permutation(len(runs))[: size + 1] for _ in range(_DRAWS))
         alarms = [
-            bool(_regressions(_baseline([records[i] for i in drawn[1:]]), records[drawn[0]]))
-            for drawn in draws
+            bool(_alarms([runs[i] for i in drawn[1:]], runs[drawn[0]]["values"], kinds)) for drawn in draws
         ]
         shares[str(size)] = sum(alarms) / len(alarms)
     return shares
+
+
+def _write(folder: Path, found: dict[str, Any], record: dict[str, Any]) -> None:
+    """Writes what is known so far, since the whole takes minutes."""
+    kinds, runs = {name: each.kind for name, each in quantities(record).items()}, found["runs"]
+    # The first three are the baseline that a user makes; each later run is judged by all before it.
+    for number, run in enumerate(runs):
+        run["regressions"] = _alarms(runs[:number], run["values"], kinds) if number >= _FIRST else None
+    found["environment"] = record["environment"]
+    found["false alarms"] = sum(bool(run["regressions"]) for run in runs)
+    found["share of false alarms, by runs in the baseline"] = _bootstrap(runs, kinds)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "gate.json").write_text(json.dumps(found, indent=1) + "\n")
 
 
 def main() -> None:
@@ -172,30 +192,32 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path(__file__).parent)
     parser.add_argument("--runs", type=int, default=20)
+    parser.add_argument(
+        "--go-on", type=Path, metavar="FILE", help="add to what this file of an earlier run holds"
+    )
     parser.add_argument("--smoke", action="store_true")
     arguments = parser.parse_args()
     found: dict[str, Any] = {"command": "python -m docs.results.gate", "runs": [], "faults": {}}
-    records: list[dict[str, Any]] = []
+    if arguments.go_on is not None:
+        found = json.loads(arguments.go_on.read_text())
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        for number in range(arguments.runs):
-            records.append(_measure(folder, f"run{number}", smoke=arguments.smoke))
-            # The first three are the baseline that a user makes; each later run is judged by all before it.
-            judged = _regressions(_baseline(records[:-1]), records[-1]) if number >= 3 else None
-            found["runs"].append({"regressions": judged, "ratios": run_of(records[-1])["values"]})
-            print(number, judged, flush=True)
-        for number, (fault, (_, part)) in enumerate(FAULTS.items()):
-            record = _measure(folder, f"fault{number}", fault=fault, smoke=arguments.smoke)
-            told = _regressions(_baseline(records), record)
-            is_caught = any(part in name for name in told)
-            found["faults"][fault] = {"caught": is_caught, "looked for": part, "regressions": told}
+        record = _measure(folder, "first", smoke=arguments.smoke)
+        found["runs"].append(run_of(record))
+        while len(found["runs"]) < arguments.runs:
+            record = _measure(folder, f"run{len(found['runs'])}", smoke=arguments.smoke)
+            found["runs"].append(run_of(record))
+            _write(arguments.out, found, record)
+            print(len(found["runs"]), found["runs"][-1]["regressions"], flush=True)
+        baseline = Baseline(record, tuple(found["runs"][:-1]))
+        for fault in [fault for fault in FAULTS if fault not in found["faults"]]:
+            faulty = _measure(folder, "fault", fault=fault, smoke=arguments.smoke)
+            told = {each.name: each.cause for each in compare(baseline, faulty).of("regression")}
+            is_caught = any(FAULTS[fault][1] in name for name in told)
+            found["faults"][fault] = {"caught": is_caught, "regressions": told}
             print(fault, is_caught, told, flush=True)
-    found["environment"] = records[-1]["environment"]
-    found["false alarms"] = sum(bool(run["regressions"]) for run in found["runs"])
-    found["share of false alarms, by runs in the baseline"] = _bootstrap(records)
+            _write(arguments.out, found, record)
     print(found["false alarms"], found["share of false alarms, by runs in the baseline"])
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    (arguments.out / "gate.json").write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ class UnseenCalls:
     def __init__(self, max_refused: int) -> None:
         self._counts: Counter[str] = Counter()
         self._notes: dict[str, str] = {}
-        self._refused: dict[str, tuple[FallbackReason, str]] = {}
+        self._refused: dict[str, FallbackReason] = {}
         self._max_refused = max_refused
 
     def note(self, text: str, why: Callable[[], str]) -> str:
@@ -30,24 +30,19 @@ class UnseenCalls:
 
     def refuse(self, text: str, reason: FallbackReason, error: PiecewiseError) -> None:
         """Notes that a capture of this kind failed, so that it is not tried again."""
-        self._refused[text] = reason, str(error).splitlines()[0]
+        outcome = "cannot be traced" if reason is FallbackReason.CAPTURE_FAILED else "not captured"
+        self._refused[text], self._notes[text] = reason, f"{outcome}: {str(error).splitlines()[0]}"
 
     def refusal_for(self, text: str) -> FallbackReason | None:
-        if text in self._refused:
-            return self._refused[text][0]
-        return FallbackReason.CAPTURE_FAILED if len(self._refused) >= self._max_refused else None
+        is_full = len(self._refused) >= self._max_refused
+        return self._refused.get(text, FallbackReason.CAPTURE_FAILED if is_full else None)
 
     def forget_refusals(self) -> None:
+        for text in self._refused:
+            del self._notes[text]
         self._refused.clear()
 
     def listed(self) -> dict[str, int]:
         """Lists each kind's description with the count of its calls."""
-        found = {}
-        for text, count in self._counts.items():
-            note = f", {self._notes[text]}" if self._notes[text] else ""
-            if text in self._refused:
-                reason, error = self._refused[text]
-                untraced = reason is FallbackReason.CAPTURE_FAILED
-                note = f", {'cannot be traced' if untraced else 'not captured'}: {error}"
-            found[text + note] = count
-        return found
+        notes = ((text, self._notes.get(text)) for text in self._counts)
+        return {text + (f", {note}" if note else ""): self._counts[text] for text, note in notes}

@@ -26,8 +26,11 @@ from piecewise.ir.aten import AtenGraph
 from piecewise.ir.effects import NodeFacts, find_facts, remove_dead_nodes
 from piecewise.ir.nodes import fakes_of, module_path, source_line
 from piecewise.ir.plan import SegmentPlan
+from piecewise.lowering.lowering import Lowering
+from piecewise.report.report import PlanReport
 from piecewise.report.startup_times import StartupTimes
 from piecewise.settings.config import PiecewiseConfig
+from piecewise.streams.streams import StreamSchedules
 from piecewise.trace.trace import ExampleCall, Trace, front_end
 from runners.errors import PiecewiseError
 from runners.state.state_check import StateFacts
@@ -197,6 +200,9 @@ def example_of_size(traced: TracedModel, num_tokens: int) -> ExampleCall:
     return dataclasses.replace(traced.trace.example, leaves=tuple(leaves))
 
 
+ANOTHER_PROGRAM = "the model runs another program with one token than with several"
+
+
 def one_token_refusal(
     traced: TracedModel, model: nn.Module, *, forward: Any, config: PiecewiseConfig
 ) -> tuple[str, StateFacts]:
@@ -222,13 +228,30 @@ def one_token_refusal(
         single = trace(model, example, forward=forward, static_dims=static)
     except PiecewiseError as error:
         return f"it cannot be traced with one: {error.what}", StateFacts()
-    single = normalized(single)
-    captured_ops.write_captured_forms(single, config)
-    facts = _living_facts(single, config)
-    several = Program(traced.trace, traced.facts, symbol=traced.token.symbol)
-    is_same = several.difference(Program(single, facts)) is None
-    refusal = "" if is_same else "the model runs another program with one token than with several"
+    is_same = runs_same_program(traced, single, config, num_tokens=1)
+    refusal = "" if is_same else ANOTHER_PROGRAM
     return refusal, single.state_facts.beyond(traced.trace.state_facts)
+
+
+def runs_same_program(
+    traced: TracedModel, other: Trace, config: PiecewiseConfig, *, num_tokens: int | None = None
+) -> bool:
+    """Whether another trace is the same program op by op: at one count, for a trace of that count alone, or
+    else as a function of the sizes."""
+    other = normalized(other)
+    captured_ops.write_captured_forms(other, config)
+    symbol = traced.token.symbol if num_tokens is not None else None
+    program = Program(traced.trace, traced.facts, symbol=symbol, num_tokens=num_tokens or 1)
+    return program.difference(Program(other, _living_facts(other, config))) is None
+
+
+def plan_report(traced: TracedModel, config: PiecewiseConfig) -> PlanReport:
+    """Reports the plan of a trace and how it would be lowered; captures and changes nothing."""
+    plan = traced.planned(config, StartupTimes(), move_weights=False)
+    lowering = Lowering(config).preview(plan, config.buckets)
+    num_rows = traced.token.example_num_tokens
+    streams = StreamSchedules(plan, lowering, num_rows=num_rows, num_streams=config.num_streams)
+    return PlanReport.of(plan, traced.trace.example.names, lowering, streams.report())
 
 
 def _check_devices(model: nn.Module, example: ExampleCall) -> None:

@@ -215,9 +215,8 @@ def choose_plan(
     return signature, served.steps, num_tokens, leaves
 
 
-def preview(store: GraphStore, args: Any, kwargs: Any) -> tuple[int, Any]:
+def preview(store: GraphStore, signatures: SignatureList, args: Any, kwargs: Any) -> tuple[int, Any]:
     """Returns a call's token count (0 if unknown) and the choice for it; counts and captures nothing."""
-    signatures = store.signatures
     if store.is_suspended:
         return 0, FallbackReason.SUSPENDED
     if not signatures:

@@ -11,7 +11,7 @@ trace read. The last one that served is tried first, so that several variants co
 import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -33,6 +33,9 @@ from runners.step_plan import StepPlan
 
 # (token count, leaves) of a call that matched.
 Matched = tuple[int, list[Any]]
+
+# For `verify`: the signatures that may serve a call, the call without them, its arguments for their binders.
+FoundCall: TypeAlias = "tuple[SignatureList, Callable[[], Any], Sequence[Any], Mapping[str, Any]]"
 
 _NO_FACTS = StateFacts()
 # Refusals after which another capture of the same trace may succeed.

@@ -11,6 +11,10 @@ from runners.stats import FallbackReason, FallbackWarning
 # Most warnings of one model: each kind of call that was not captured has one of its own.
 _MAX_WARNINGS = 32
 _OF_A_KIND = (FallbackReason.UNSEEN_SIGNATURE, FallbackReason.SIGNATURE_LIMIT)
+_ASKED_FOR = (
+    *(FallbackReason.EAGER_ONLY, FallbackReason.DISABLED, FallbackReason.SUSPENDED),
+    *(FallbackReason.RELEASED, FallbackReason.ZERO_TOKENS),
+)
 _log = logging.getLogger(__name__)
 
 
@@ -31,7 +35,7 @@ class FirstFallbacks:
         detail = self._last[1] if self._last[0] is reason else ""
         _log.debug("a call runs eagerly (%s) %s", reason, detail)
         kind = f"{reason}: {detail}" if reason in _OF_A_KIND else str(reason)
-        if not reason.is_asked_for and kind not in self._told and len(self._told) < _MAX_WARNINGS:
+        if reason not in _ASKED_FOR and kind not in self._told and len(self._told) < _MAX_WARNINGS:
             self._told.add(kind)
             text = f"piecewise: a call runs eagerly, as will all like it ({reason}). {reason.told(detail)}"
             warn_caller(text, FallbackWarning)

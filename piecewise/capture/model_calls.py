@@ -1,6 +1,6 @@
 """Knows the kinds of calls of one model: binds calls, and traces new kinds."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from piecewise.calls.binder import Binders, CallBinder, bound_call, describe_cal
 from piecewise.calls.structure import flatten_structure
 from piecewise.calls.unseen import UnseenCalls
 from piecewise.capture.analyse import TracedModel, example_of_size, one_token_refusal, trace_model
-from piecewise.capture.captured_call import CapturedSignature, Cut, Matched
+from piecewise.capture.captured_call import CapturedSignature, Cut, FoundCall, Matched
 from piecewise.capture.new_kinds import nearest_difference
 from piecewise.capture.store import GraphStore
 from piecewise.errors.capture import TooManySignatures
@@ -32,7 +32,7 @@ class ModelCalls:
     """Traces the calls of a model, within the limits of its settings; `unseen` lists those not traced."""
 
     def __init__(self, model: nn.Module, forward: Callable[..., Any], store: GraphStore) -> None:
-        self._model, self._forward, self._store = model, forward, store
+        self.model, self._forward, self._store = model, forward, store
         self._config = store.config
         self.signatures = store.signatures
         self.unseen = UnseenCalls(self._config.max_signatures)
@@ -42,15 +42,21 @@ class ModelCalls:
     def _binder(self) -> CallBinder:
         """Returns the binder for calls that are traced now: hooks may have come or gone."""
         if self._binders is None:
-            self._binders = Binders(self._model, self._forward)
+            self._binders = Binders(self.model, self._forward)
         return self._binders.for_now()
 
     def example(self, args: Any, kwargs: Any) -> ExampleCall:
         """Binds a call and flattens its arguments."""
         return ExampleCall.from_call(self._binder, args, kwargs)
 
+    def traced(self, args: Any, kwargs: Any) -> TracedModel:
+        return self.trace(self.example(args, kwargs))
+
+    def found(self, args: Any, kwargs: Any) -> FoundCall:
+        return self.signatures, lambda: self._forward(*args, **kwargs), args, kwargs
+
     def trace(self, example: ExampleCall) -> TracedModel:
-        return trace_model(self._model, example, forward=self._forward, config=self._config)
+        return trace_model(self.model, example, forward=self._forward, config=self._config)
 
     def new_kind(
         self, args: Any, kwargs: Any, *, may_capture: bool
@@ -116,6 +122,16 @@ class ModelCalls:
         self._binders = None  # forward's defaults may have changed
         return self._store.resume(self._retraced)
 
+    def release(self) -> None:
+        self._store.is_released = True
+        self.forget()
+
+    def let_go(self) -> None:
+        """Holds no tensors beside the store's signatures."""
+
+    def refused(self) -> Mapping[str, int]:
+        return self.unseen.listed()
+
     def forget(self) -> None:
         """Lets every kind of call be tried again, with forward as it is by then."""
         self._binders = None
@@ -129,7 +145,7 @@ class ModelCalls:
 
     def _outdated(self, args: Any, kwargs: Any) -> list[CapturedSignature]:
         limit = self._config.max_signatures
-        return self.signatures.to_replace(self._model, args, kwargs, max_kept=limit)
+        return self.signatures.to_replace(self.model, args, kwargs, max_kept=limit)
 
     def _added(self, args: Any, kwargs: Any, *, instead_of: list[CapturedSignature]) -> CapturedSignature:
         self._binders = None  # forward's defaults may have changed
@@ -160,7 +176,7 @@ class ModelCalls:
 
             def trace_one_token() -> tuple[str, StateFacts]:
                 with times.timed("trace"):
-                    return one_token_refusal(traced, self._model, forward=self._forward, config=config)
+                    return one_token_refusal(traced, self.model, forward=self._forward, config=config)
 
             if is_asked:
                 begin()
@@ -170,5 +186,5 @@ class ModelCalls:
             return self.trace(example_of_size(traced, bucket))
 
         cut = Cut(traced, traced.planned(config, times, move_weights=True))
-        adapters = adapters_in_use(self._model)
+        adapters = adapters_in_use(self.model)
         return CapturedSignature([cut], trace_one_token, retrace, times, adapters, *(one_token or ()))

@@ -1,6 +1,6 @@
 """Lists the refusals of `compile`, `enable` and `disable`, and of the `torch.compile` backend."""
 
-from runners.errors import ConfigError, StateError
+from runners.errors import ConfigError, StateError, TraceError
 
 
 class NoModule(ConfigError):
@@ -24,15 +24,27 @@ class NotEnabled(StateError):
 class BackendArguments(ConfigError):
     """`torch.compile` passes something on that is no setting."""
 
-    rule = "the backend is configured by options alone, which are fields of PiecewiseConfig by name"
-    fix = 'torch.compile(model, backend="piecewise", options={{"buckets": [64, 128]}})'
+    rule = "the backend is configured by options alone: fields of PiecewiseConfig, and 'config', a TOML path"
+    fix = (
+        'torch.compile(model, backend="piecewise", options={{"buckets": [64, 128]}}), or'
+        ' options={{"config": "settings.toml"}}'
+    )
 
 
 class NoHandle(StateError):
     what = "no handle for {kind}"
-    expected = 'the result of torch.compile(model, backend="piecewise"), after its first call'
-    rule = "Dynamo calls the backend at the first call"
-    fix = "call it once, then ask again"
+    expected = 'the result of torch.compile(model, backend="piecewise"), kept alive'
+    rule = "a handle holds no model, and torch._dynamo.reset() ends what was compiled before it"
+    fix = 'compiled = torch.compile(model, backend="piecewise"); piecewise.handle(compiled)'
+
+
+class BreaksApart(TraceError):
+    what, expected = "a model that Dynamo cuts at graph breaks", "one Dynamo graph with all of forward"
+    rule = "capture, explain and verify look at one graph; calls replay in each part with boundary ops"
+    fix = (
+        "torch.compile(..., fullgraph=True) names the line that breaks; or call the compiled model inside"
+        " piecewise.capture_window(), which captures each part"
+    )
 
 
 class ExcludedByDynamo(StateError):

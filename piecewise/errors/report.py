@@ -27,6 +27,6 @@ class LowBucketCoverage(CoverageError):
 
 
 class NothingCaptured(CaptureError):
-    what, expected, got = "capture of {buckets}{reasons}", "graphs for at least one", "none"
+    what, expected, got = "capture(){reasons}", "graphs for at least one bucket", "none"
     rule = "a model that silently runs without graphs is slow for no visible reason"
     fix = "do what the reasons above say, or set allow_eager=True to have every call run eagerly"

@@ -41,7 +41,7 @@ def require_graphs(report: CaptureReport | None, *, allow_eager: bool) -> None:
         alike.setdefault(re.sub(rf"\b{each.bucket}\b", "n", each.reason), []).append(each)
     lines = [f"{_named(some)}: {indent(some[0].reason, '    ').strip()}" for some in alike.values()]
     if not allow_eager and len(lost) == len([each for each in reports if each.status != "left out"]):
-        raise NothingCaptured(buckets=_named(lost), reasons=_listed(lines) + "\n ")
+        raise NothingCaptured(reasons=_listed(lines) + "\n ")
     have = "has" if len(lost) == 1 else "have"
     warn_caller(
         f"piecewise: {_named(lost)} {have} no graphs; such calls run eagerly{_listed(lines)}", FallbackWarning

@@ -118,8 +118,8 @@ def _row(group: Sequence[SegmentReport], *, deep: bool) -> tuple[object, ...]:
     notes = first.notes()
     more = f" (+{len(notes) - 1})" if len(notes) > 1 else ""
     source = _short(first.reasons[0].source) if first.kind == "eager" and first.reasons else ""
-    note = f": {notes[0]}{more}{source}" if notes else ""
-    return shown, len(group), first.kind, first.num_ops, f"{path}{note}"
+    note = f"{notes[0]}{more}{source}" if notes else ""
+    return shown, len(group), first.kind, first.num_ops, ": ".join(filter(None, (path, note)))
 
 
 def _template(path: str, *, deep: bool) -> tuple[str, int | None]:

@@ -42,6 +42,7 @@ class BucketReport:
     code: str = ""
 
 
+_MAX_PART_LINES = 6
 _KINDS = {
     "graph": "ops that are captured once for each bucket, and then replayed together",
     "boundary": "an op that runs between graphs on the call's own tokens, as attention over a KV cache does",
@@ -140,7 +141,8 @@ class PlanReport(Record):
         )
         why = "zeros keep an op from using what padded rows happen to hold"
         fills = f"zero-fills of empty memory: {counts} ({why})" if counts else None
-        return [str(part) for part in (fills, self.fusions, self.lowering, self.streams) if part is not None]
+        parts = [str(part) for part in (fills, self.fusions, self.lowering, self.streams) if part is not None]
+        return parts if full else list(map(_cut, parts))
 
     def to_markdown(self) -> str:
         eager = "".join(f" {share:.1%} eager: `{code}`." for code, share in sorted(self.shares().items()))
@@ -151,6 +153,13 @@ class PlanReport(Record):
         ]
         parts = (f"* {line.strip()}" for part in self._parts() for line in part.splitlines())
         return "\n".join([*lines, *parts])
+
+
+def _cut(text: str) -> str:
+    """Cuts what has a line for each segment or layer to what fits on a screen."""
+    lines = text.splitlines()
+    left_out = len(lines) - _MAX_PART_LINES
+    return "\n".join([*lines[:_MAX_PART_LINES], f"  and {left_out} more lines"]) if left_out > 1 else text
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

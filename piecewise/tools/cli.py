@@ -9,10 +9,10 @@ import argparse
 import re
 from collections.abc import Callable, Sequence
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from pkgutil import resolve_name
 from typing import Any, TypeAlias
 
+from piecewise import __version__
 from piecewise.settings import kinds
 from piecewise.settings.grids import ENGINE_GRIDS
 from piecewise.tools.command_output import OutputFile, lasting_streams
@@ -54,7 +54,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="piecewise", description="Graphed prefill for any torch model.", epilog=HELP, allow_abbrev=False
     )
-    parser.add_argument("--version", action="version", version=f"piecewise {_version()}")
+    parser.add_argument("--version", action="version", version=f"piecewise {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     for add in (_add_demo, _add_explain, _add_verify, _add_bench, _add_regress, _add_buckets, _add_config):
         add(commands)
@@ -325,10 +325,3 @@ def _bytes(text: str) -> int:
     if match is None or match.group(2).upper() not in _UNITS:
         raise argparse.ArgumentTypeError(f"expected a size such as 512MiB or 2GiB, got {text[:80]!r}")
     return round(float(match.group(1)) * _UNITS[match.group(2).upper()])
-
-
-def _version() -> str:
-    try:
-        return version("piecewise-prefill")
-    except PackageNotFoundError:
-        return "(not installed)"

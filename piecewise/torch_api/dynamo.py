@@ -15,17 +15,20 @@ from typing import Any, ClassVar
 import sympy
 import torch
 import torch._dynamo as dynamo
-from torch._dynamo.guards import GuardBuilder, _get_closure_vars
+from torch import nn
+from torch._dynamo import external_utils
+from torch._dynamo.guards import GuardBuilder, _get_closure_vars, install_guard
 from torch._dynamo.side_effects import SideEffects
-from torch._dynamo.source import LocalSource
+from torch._dynamo.source import GlobalSource, LocalSource
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.variables import TensorVariable
 from torch._dynamo.variables.base import AttributeMutationExisting, ValueMutationExisting
 from torch._dynamo.variables.builder import VariableBuilder
-from torch._guards import Source, TracingContext
+from torch._guards import ChainedSource, Source, TracingContext
 from torch._library.opaque_object import get_opaque_obj_info
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+from torch.utils._pytree import tree_map
 from torch.utils._sympy.interp import sympy_interp as sympy_interp
 from torch.utils._sympy.printers import PythonPrinter
 from torch.utils._sympy.reference import PythonReferenceAnalysis as PythonReferenceAnalysis
@@ -331,12 +334,90 @@ def wraps_number(node: torch.fx.Node) -> bool:
     return bool(getattr(node.meta.get("grapharg"), "pass_arg_as_tensor", False))
 
 
-def compiled_object() -> Any:
-    """Finds the module, or else the code, that Dynamo is compiling now; only inside a backend."""
-    try:
-        root = InstructionTranslator.current_tx().output.root_tx
-    except (AttributeError, RuntimeError):
+def guard_modules_of(placeholders: Iterable[torch.fx.Node]) -> None:
+    """Lets the compilation in progress serve only the modules that hold these tensors; only inside a backend.
+
+    Dynamo would reuse it for another model of the same class, whose weights lie elsewhere, and would keep it
+    when the model is gone.
+    """
+
+    frame = InstructionTranslator.current_tx().output.root_tx
+    names = {LocalSource: ("local_name", frame.f_locals), GlobalSource: ("global_name", frame.f_globals)}
+    sources = [getattr(node.meta.get("grapharg"), "source", None) for node in placeholders]
+    for root in {each.get_base() if isinstance(each, ChainedSource) else each for each in sources if each}:
+        attribute, values = names.get(type(root), ("", {}))
+        if isinstance(values.get(getattr(root, attribute, "")), nn.Module):
+            install_guard(root.make_guard(GuardBuilder.ID_MATCH))
+
+
+def callable_in_compilation() -> tuple[Any, bool]:
+    """Finds the module or function whose `torch.compile` call is running, and whether Dynamo's graph is the
+    whole of its forward; only inside a backend."""
+
+    caller: Any = sys._getframe()
+    while caller.f_code.co_name != "compile_wrapper" or caller.f_globals is not vars(dynamo.eval_frame):
+        caller = caller.f_back
+    function, output = caller.f_locals["fn"], InstructionTranslator.current_tx().output
+    owner, code = _owner_of(function), output.root_tx.f_code
+    entries = [function, owner.forward if isinstance(owner, nn.Module) else function.__call__]
+    for entry in entries:  # decorators of torch's own have no frame in Dynamo's eyes
+        entries += [entry.__wrapped__] if hasattr(entry, "__wrapped__") else []
+    is_entry = any(getattr(entry, "__code__", None) is code for entry in [*entries, nn.Module._call_impl])
+    return owner, is_entry and not output.compile_subgraph_reason.graph_break
+
+
+def _owner_of(function: Any) -> Any:
+    """Finds the module of a bound method or of Dynamo's wrapper; any other function is its own owner."""
+    if getattr(function, "__code__", None) is external_utils.wrap_inline(len).__code__:
+        function = function.__wrapped__
+    owner = getattr(function, "__self__", None)
+    return owner if isinstance(owner, nn.Module) else getattr(function, "__func__", function)
+
+
+def compilation_of(compiled: Any) -> tuple[Any, Any, Mapping[str, Any]] | None:
+    """Finds the owner, the backend and the backend's arguments behind a result of `torch.compile`."""
+    compiled = getattr(compiled, "_compiled_call_impl", None) or compiled
+    context = getattr(compiled, "dynamo_ctx", None)
+    if context is not None:
+        owner = compiled._orig_mod
+    elif hasattr(compiled, "_torchdynamo_orig_callable"):
+        owner = _owner_of(compiled._torchdynamo_orig_callable)
+        names = dict(zip(compiled.__code__.co_freevars, compiled.__closure__ or (), strict=True))
+        context = names["self"].cell_contents if "self" in names else None
+    else:
         return None
-    arguments = root.f_code.co_varnames[: root.f_code.co_argcount]
-    owner = root.f_locals.get(arguments[0]) if arguments else None
-    return owner if isinstance(owner, torch.nn.Module) else root.f_code
+    backend: Any = getattr(context, "callback", None)
+    while hasattr(backend, "_torchdynamo_orig_backend"):
+        backend = backend._torchdynamo_orig_backend
+    return owner, getattr(backend, "compiler_fn", backend), getattr(backend, "kwargs", {})
+
+
+def with_symbolic_sizes(call: Any) -> Any:
+    """Replaces a call's tensors by twins, each dim above 1 of which has a symbol in a compilation."""
+    twins: dict[int, torch.Tensor] = {}
+
+    def twin_of(leaf: Any) -> Any:
+        if type(leaf) is not torch.Tensor or leaf.layout is not torch.strided:
+            return leaf
+        if id(leaf) not in twins:
+            with torch.inference_mode(leaf.is_inference()), torch.no_grad():
+                twin = twins[id(leaf)] = twin_in_memory(leaf)
+            for dim in [dim for dim, size in enumerate(twin.shape) if size > 1]:
+                dynamo.mark_dynamic(twin, dim)
+        return twins[id(leaf)]
+
+    return tree_map(twin_of, call)
+
+
+def marks_are_wishes() -> Any:
+    """Lets code specialise marked dims in this block. A weak mark would, but it does not make each version
+    leave earlier compilations without symbols."""
+    return dynamo.config.patch(allow_ignore_mark_dynamic=True)  # type: ignore[attr-defined]
+
+
+def twin_in_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """Makes a tensor of the present inference mode in the same memory, which is no view of the other."""
+    if tensor.is_conj() or tensor.is_neg():
+        return tensor.clone()
+    twin = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return twin.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())  # type: ignore[call-overload, no-any-return]

@@ -1,5 +1,5 @@
-"""Wraps what loads in no time: classes of ops, pytrees, settings of the process, versions of dicts, and
-Inductor, which is loaded where it is used."""
+"""Wraps classes of ops, pytrees, settings of the process, versions of dicts, and Inductor, which is loaded
+where it is used."""
 
 # ruff: noqa: F401
 

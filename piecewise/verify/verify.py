@@ -21,7 +21,7 @@ from boundary_ops import PrefillBatch
 from piecewise import torch_api
 from piecewise.calls.structure import Structure, flatten_structure
 from piecewise.capture.call_router import preview
-from piecewise.capture.captured_call import CapturedSignature
+from piecewise.capture.captured_call import CapturedSignature, FoundCall
 from piecewise.capture.store import GraphStore
 from piecewise.prefill_case import PrefillCase
 from piecewise.verify.differences import TensorDifference, Tolerance, compare_values
@@ -48,17 +48,18 @@ def edge_sizes(buckets: Sequence[int], max_padding_ratio: float | None = None) -
 
 
 def verify(
-    model: nn.Module, forward: Callable[..., Any], store: GraphStore,
+    model: nn.Module, find: Callable[[Sequence[Any], Mapping[str, Any]], FoundCall], store: GraphStore,
     args: Sequence[Any], kwargs: Mapping[str, Any], make_inputs: Callable[..., Any] | None,
 ) -> VerifyReport:  # fmt: skip
-    """Implements `GraphedModule.verify`, which holds its lock meanwhile; `forward` is the eager call."""
+    """Implements `GraphedModule.verify`, which holds its lock meanwhile; `find` says what serves a call."""
 
     def check(args: Sequence[Any], kwargs: Mapping[str, Any], num_tokens: int = 0) -> SizeCheck:
         with torch.no_grad(), _uncounted_step():
-            count, found = preview(store, args, kwargs)
+            signatures, eager, *bound = find(args, kwargs)
+            count, found = preview(store, signatures, *bound)
             if isinstance(found, FallbackReason):
                 return SizeCheck(max(num_tokens, count), None, str(found))
-            return _SizeVerifier(model, store, *found).run(lambda: forward(*args, **kwargs))
+            return _SizeVerifier(model, store, *found).run(eager)
 
     checks = [check(args, kwargs)] if args or kwargs or make_inputs is None else []
     if make_inputs is not None:

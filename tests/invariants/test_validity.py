@@ -1041,7 +1041,9 @@ def test_I10_an_unseen_signature_is_listed_once_with_its_count():
     graphed = graph(new_model())
     for _ in range(3):
         serve(graphed, tokens(5).int())
-    assert graphed.report().unseen == {"(int32[5])": 3}
+    assert graphed.report().unseen == {
+        "(int32[5]), ids is int32[n], was int64[n] at capture (pass ids.to(torch.int64))": 3
+    }
     assert "unseen signature, 3 calls: (int32[5])" in str(graphed.report())
 
 

@@ -22,8 +22,7 @@ class Inspection:
     @property
     def store(self) -> Any:
         """The store of the graphs."""
-        named = vars(self._graphed)
-        return graphs_of(self._graphed) if "_graphs" in named else named["store"]
+        return graphs_of(self._graphed)
 
     @property
     def pool(self) -> Any:

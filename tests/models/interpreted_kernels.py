@@ -449,24 +449,22 @@ def test_a_bound_call_goes_to_the_back_end_of_the_running_steps_cache(monkeypatc
         assert served.pop() == wanted and not served
 
 
-def test_triton_by_name_is_not_replaced_and_auto_says_once_that_it_is(monkeypatch):
+def test_triton_by_name_is_not_replaced_and_auto_says_once_that_it_is(recwarn):
     layer = Layer(poison=False)
     q, k, v = layer.rows(5)
-    out, warned = torch.full((5, layer.heads, 2 * layer.dim), 7.0)[:, :, ::2], []
+    out = torch.full((5, layer.heads, 2 * layer.dim), 7.0)[:, :, ::2]
     arguments = (q, k, v, out, layer.cache.k[0], layer.cache.v[0], 0.3)
     warn_slow.cache_clear()
-    monkeypatch.setattr(
-        "boundary_ops.attention.program._log.warning", lambda text, op, why: warned.append(why)
-    )
     layer.cache.attention_backend = "triton"
     with (
         pytest.raises(BoundaryOpError, match="attention_backend='triton'.*\n.*no other one steps in"),
         PrefillBatch.build(layer.cache, "a", [5]),
     ):
         attend(*arguments)
-    assert not warned and (out == 7).all() and not (layer.cache.k[0] != 7).any()
+    assert not recwarn and (out == 7).all() and not (layer.cache.k[0] != 7).any()
     layer.cache.attention_backend = "auto"
     for _ in range(2):
         with PrefillBatch.build(layer.cache, "a", [5]):
             attend(*arguments)
-    assert len(warned) == 1 and "side by side" in warned[0] and not (out == 7).any()
+    (warned,) = recwarn
+    assert "side by side" in str(warned.message) and not (out == 7).any()

@@ -12,7 +12,8 @@ from torch import nn
 
 import boundary_ops
 import piecewise
-from piecewise.errors.api import BackendArguments, ExcludedByDynamo, NoHandle
+from piecewise.errors.analysis import NoBoundaryOp
+from piecewise.errors.api import BackendArguments, BreaksApart, ExcludedByDynamo, NoHandle
 from piecewise.torch_backend import piecewise_backend
 from runners.stats import FallbackReason
 
@@ -153,34 +154,75 @@ def test_a_static_first_trace_runs_eagerly_and_says_why():
         check_call(model, compiled, 5)
     handle = piecewise.handle(compiled)
     assert handle.stats.reasons == {FallbackReason.STATIC_TOKEN_COUNT: 1}
-    assert "no symbolic dim" in next(iter(handle.notes))
+    assert "no symbolic dim" in str(handle.report())
 
 
-def test_one_token_is_a_graph_of_its_own_and_says_so():
+def test_one_token_replays_though_dynamo_makes_a_graph_of_its_own():
     model, compiled = compiled_model()
+    handle = piecewise.handle(compiled)
     with torch.no_grad():
+        check_call(model, compiled, 1)
+        assert handle.stats.reasons == {FallbackReason.STATIC_TOKEN_COUNT: 1}, "no graph of several is there"
         with piecewise.capture_window():
             compiled(ids_of(5))
         check_call(model, compiled, 1)
         check_call(model, compiled, 1)
+    assert handle.stats.replays == 3 and handle.stats.eager_calls == 1
+    assert "calls of one token replay" in str(handle.report())
+
+
+def test_one_token_that_is_another_program_runs_eagerly_and_says_so():
+    class Branching(Model):
+        def forward(self, ids):
+            found = super().forward(ids)
+            return found if ids.shape[0] > 1 else {name: x * 2 for name, x in found.items()}
+
+    model = Branching().eval()
+    compiled = torch.compile(model, backend=piecewise_backend, options={"buckets": [8]})
     handle = piecewise.handle(compiled)
-    assert handle.stats.reasons == {FallbackReason.STATIC_TOKEN_COUNT: 2} and handle.stats.replays == 1
-    assert list(handle.notes.values()) == [1], "planned once, in vain"
-    assert "calls of one token run eagerly: Dynamo makes a graph of its own" in str(handle.report())
-
-
-def test_a_graph_without_a_boundary_op_is_one_without_a_plan():
-    class Rows(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x * 2
-
-    model = Rows()
-    compiled = torch.compile(model, backend=piecewise_backend, options={"buckets": [8]}, dynamic=True)
+    handle.capture(torch.arange(5))
     with torch.no_grad():
-        x = torch.randn(5, HIDDEN)
-        torch.testing.assert_close(compiled(x), model(x))
-        handle = piecewise.handle(compiled)
-        assert handle.stats.reasons == {FallbackReason.NO_GRAPH: 1}
+        check_call(model, compiled, 1)
+        check_call(model, compiled, 2)
+    assert handle.stats.replays == 1 and handle.stats.reasons == {FallbackReason.ONE_TOKEN_BRANCH: 1}
+    assert "another program with one token" in str(handle.report())
+
+
+class Rows(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+
+def test_a_model_without_a_boundary_op_is_an_error_at_each_call():
+    compiled = torch.compile(Rows(), backend=piecewise_backend, options={"buckets": [8]}, dynamic=True)
+    handle = piecewise.handle(compiled)
+    with torch.no_grad():
+        for call in (compiled, compiled, handle.capture, handle.explain):
+            with pytest.raises(NoBoundaryOp, match="boundary_ops.define"):
+                call(torch.randn(5, HIDDEN))
+        with piecewise.eager_only():
+            assert compiled(torch.ones(5, 2)).sum() == 20
+
+
+def test_a_part_of_a_model_without_a_boundary_op_is_one_without_a_plan():
+    class Broken(Model):
+        def forward(self, ids):
+            ids = ids + 0
+            torch._dynamo.graph_break()
+            return super().forward(ids)
+
+    model = Broken().eval()
+    options = {"buckets": [8, 16]}
+    compiled = torch.compile(model, backend=piecewise_backend, options=options, dynamic=True)
+    handle = piecewise.handle(compiled)
+    with torch.no_grad():
+        with piecewise.capture_window():
+            compiled(ids_of(5))
+        check_call(model, compiled, 7)
+        assert handle.stats.reasons == {FallbackReason.NO_GRAPH: 2} and handle.stats.replays == 2
+        for call in (handle.capture, handle.explain, handle.verify):
+            with pytest.raises(BreaksApart, match="fullgraph=True"):
+                call(ids_of(5))
 
 
 def test_suspend_and_resume_capture_again_at_the_next_call():
@@ -263,22 +305,54 @@ def test_a_bucket_that_dynamos_guards_exclude_cannot_be_traced():
 
 
 def test_an_option_that_is_no_name_is_refused():
-    with pytest.raises(BackendArguments, match="Fix:"):
-        piecewise_backend(torch.fx.GraphModule({}, torch.fx.Graph()), [], options={3: 4})
     compiled = torch.compile(Model(), backend=piecewise_backend, options={3: 4})
-    with pytest.raises(Exception, match="option 3: expected the name of a setting, got int"), torch.no_grad():
+    with pytest.raises(BackendArguments, match="Fix:"):
+        piecewise.handle(compiled)
+    with (
+        pytest.raises(
+            Exception, match=r"'options': expected a dict with the names of settings, got \{3: 4\}"
+        ),
+        torch.no_grad(),
+    ):
         compiled(ids_of(5))
 
 
-def test_a_mode_is_refused():
-    compiled = torch.compile(Model(), backend=piecewise_backend, mode="max-autotune")
-    with pytest.raises(Exception, match="'mode'"), torch.no_grad():
+@pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"])
+def test_a_mode_is_refused_with_what_to_set_instead(mode):
+    compiled = torch.compile(Model(), backend=piecewise_backend, mode=mode)
+    text = rf"(?s)mode='{mode}': expected no mode.*Fix:.*'reduce-overhead'.*\"lowering\": \"inductor\""
+    with pytest.raises(BackendArguments, match=text):
+        piecewise.handle(compiled)
+    with pytest.raises(Exception, match=text), torch.no_grad():
         compiled(ids_of(5))
+    piecewise.handle(torch.compile(Model(), backend=piecewise_backend, mode="default"))
+
+
+def test_settings_come_from_a_toml_file_and_options_win(tmp_path):
+    path = tmp_path / "settings.toml"
+    path.write_text("[buckets]\nnum_tokens = [4, 8]\n[capture]\nwarmup_steps = 5\n")
+    for given in (path, str(path)):
+        options = {"config": given, "buckets": [8, 16]}
+        config = piecewise.handle(
+            torch.compile(Model(), backend=piecewise_backend, options=options)
+        ).piecewise_config
+        assert config.buckets == (8, 16) and config.warmup_steps == 5
+    whole = piecewise.PiecewiseConfig(buckets=[4])
+    compiled = torch.compile(Model(), backend=piecewise_backend, options={"config": whole})
+    assert piecewise.handle(compiled).piecewise_config == whole
+    for wrong, text in (
+        ({"config": "nowhere.toml"}, "nowhere.toml"),
+        ({"config": 3}, "path of a TOML file"),
+        (str(path), '"config": "settings.toml"'),
+    ):
+        with pytest.raises(piecewise.ConfigError, match=text):
+            piecewise.handle(torch.compile(Model(), backend=piecewise_backend, options=wrong))
 
 
 def test_handle_of_something_else_is_an_error():
-    with pytest.raises(NoHandle, match="no handle for Model"):
-        piecewise.handle(Model())
+    for other in (Model(), torch.compile(Model(), backend="eager"), torch.compile(len, backend="eager"), 3):
+        with pytest.raises(NoHandle, match=f"no handle for {type(other).__name__}"):
+            piecewise.handle(other)
 
 
 def test_the_backend_is_registered_by_name():

@@ -123,12 +123,6 @@ def test_attributes_are_the_models_to_read_and_to_set():
     assert [id(p) for p in graphed.parameters()] == [id(p) for p in model.parameters()]
 
 
-def test_eval_and_train_return_the_graphed_module():
-    graphed = piecewise.compile(new_model().train(), **SETTINGS).eval()
-    assert isinstance(graphed, piecewise.GraphedModule) and not graphed.model.training
-    assert graphed.train() is graphed and graphed.model.training and graphed.training
-
-
 def test_repr_says_what_is_captured():
     graphed = graph(new_model(), captured=False)
     assert repr(graphed) == "GraphedModule(Model, captured=[])"
@@ -192,6 +186,14 @@ def test_a_shallow_copy_shares_the_model():
     graphed = graph(new_model())
     copied = copy.copy(graphed)
     assert copied.model is graphed.model and copied.stats is not graphed.stats
+
+
+def test_a_graphed_module_is_not_graphed_again():
+    graphed = piecewise.compile(new_model(), **SETTINGS)
+    for again in (piecewise.compile, piecewise.enable, piecewise.explain):
+        with pytest.raises(NoModule, match="got a GraphedModule.*(?s:.)*use it as it is"):
+            again(graphed)
+    assert piecewise.compile(graphed.model, buckets=[4]).piecewise_config.buckets == (4,)
 
 
 def test_a_function_is_no_model():

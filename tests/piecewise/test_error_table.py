@@ -5,10 +5,12 @@ from __future__ import annotations
 import ast
 import copy
 import pickle
+import re
 from functools import cache
 from pathlib import Path
 
 import error_table
+import house
 import pytest
 
 import boundary_ops
@@ -95,3 +97,30 @@ PUBLIC = dict.fromkeys(
 def test_an_error_with_a_public_name_can_be_raised_with_words_of_the_callers_own(kind):
     assert str(kind("no room for {x}")) == "no room for {x}"
     assert str(kind("no room", got="{x}", fix="wait")) == "no room: got {x}\n  Fix:  wait"
+
+
+def texts(tree: ast.Module) -> list[str]:
+    """The strings of a module but its docstrings: all that messages, reports and commands are made of."""
+    documented = [node for node in ast.walk(tree) if hasattr(node, "body") and isinstance(node.body, list)]
+    docstrings = {
+        id(node.body[0].value) for node in documented if node.body and isinstance(node.body[0], ast.Expr)
+    }
+    strings = [
+        node for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    ]
+    return [node.value for node in strings if id(node) not in docstrings]
+
+
+INVARIANT = re.compile(r"\bI\d{1,2}\b")
+
+
+def test_no_message_has_the_number_of_an_invariant():
+    """Readers of code and of the design know the numbers; users do not."""
+    sample = ast.parse('"""[I1]"""\ndef f(name):\n    """[I2]"""\n    return f"{name} breaks [I3]"\n')
+    assert [text for text in texts(sample) if INVARIANT.search(text)] == [" breaks [I3]"]
+    found = {
+        path: [text for text in texts(tree) if INVARIANT.search(text)]
+        for path, tree in house.sources().items()
+    }
+    assert not {path: lines for path, lines in found.items() if lines}
+    assert not INVARIANT.search(error_table.document())

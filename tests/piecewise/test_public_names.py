@@ -4,6 +4,7 @@ import of the package leaves out."""
 from __future__ import annotations
 
 import pickle
+import re
 import subprocess
 import sys
 from dataclasses import fields
@@ -171,13 +172,24 @@ def test_every_command_is_there(command, capsys):
     assert caught.value.code == 0 and f"usage: piecewise {command}" in capsys.readouterr().out
 
 
+def test_the_version_is_written_once():
+    project, tool = (read_tables(ROOT / "pyproject.toml")[0][name] for name in ("project", "tool"))
+    assert "version" not in project and project["dynamic"] == ["version"]
+    assert tool["setuptools"]["dynamic"] == {"version": {"attr": "piecewise.__version__"}}
+    assert re.fullmatch(r"\d+\.\d+\.\d+(\.dev\d+)?", piecewise.__version__)
+    program = ["-m", "piecewise", "--version"]
+    shown = subprocess.run([sys.executable, *program], capture_output=True, text=True, cwd=ROOT).stdout
+    assert shown == f"piecewise {piecewise.__version__}\n"
+
+
 @pytest.mark.parametrize(
     "code",
     [
-        "import piecewise, runners; dir(piecewise), runners.TokenBuckets([8]), piecewise.ConfigError",
+        "import piecewise, runners\n"
+        "dir(piecewise), piecewise.__version__, runners.TokenBuckets([8]), piecewise.ConfigError",
         "import piecewise.__main__; from piecewise.tools.cli import main\n"
-        "for command in ([], ['buckets', 'plan'], ['explain']):\n"
-        "    try: main([*command, '--help'])\n"
+        "for command in (['--help'], ['--version'], ['buckets', 'plan', '--help'], ['explain', '--help']):\n"
+        "    try: main(command)\n"
         "    except SystemExit: pass",
     ],
     ids=["import", "help"],

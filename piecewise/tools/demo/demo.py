@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import inspect
 import time
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +27,7 @@ from piecewise.tools.demo.models import FRANCE, PARIS, PROMPTS, DemoModel, load_
 from piecewise.tools.exit_codes import ExitCode
 from piecewise.verify.report import SizeCheck
 from runners.buckets import TokenBuckets
+from runners.stats import FallbackWarning
 
 DEMO_BUCKETS = (16, 32, 64)
 
@@ -232,7 +234,8 @@ def run(arguments: argparse.Namespace) -> ExitCode:
     chunks = _fitting_chunks(demo, largest)
     # The prompts' two chunks and the sizes' requests never live at the same time.
     pair = SideBySide(demo, config, num_tokens=2 * largest + len(FRANCE), num_requests=2 * len(PROMPTS))
-    with torch.no_grad():
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", FallbackWarning)  # the report below tells of every call
         started = time.perf_counter()
         pair.capture(chunks[0]["0"] + chunks[0]["1"])
         print(f"\nTraced and captured in {time.perf_counter() - started:.1f} s\n")

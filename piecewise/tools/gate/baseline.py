@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,9 +40,17 @@ class Baseline:
         """Returns a quantity's values in the earlier runs."""
         return [run["values"][name][0] for run in self.history if name in run["values"]]
 
-    def followed_by(self, record: Mapping[str, Any]) -> Baseline:
-        """Makes the baseline whose record is a newer one of the same case and machine."""
-        return Baseline(record, (*self.history, run_of(self.record))[-(MAX_RUNS - 1) :])
+    def followed_by(self, record: Mapping[str, Any], changed: Collection[str]) -> Baseline:
+        """Makes the baseline whose record is a newer one of the same case and machine.
+
+        Earlier values of the quantities in `changed` go, since the change is accepted.
+        """
+        runs = (*self.history, run_of(self.record))[-(MAX_RUNS - 1) :]
+        kept = (
+            {**run, "values": {name: each for name, each in run["values"].items() if name not in changed}}
+            for run in runs
+        )
+        return Baseline(record, tuple(kept))
 
     def to_json(self) -> str:
         content = {"schema": BASELINE_SCHEMA, "record": self.record, "history": list(self.history)}

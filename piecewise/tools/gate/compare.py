@@ -155,7 +155,7 @@ def _compare_numbers(
             why = f"times of another machine or version ({', '.join(differing)})"
             yield Finding(name, present.kind, "not compared", *texts, cause=why)
         else:
-            yield _judged(name, before, present, baseline.past(name), rule)
+            yield judge(name, before, present, baseline.past(name), rule)
     for name in was.keys() - now.keys():
         # A skipped variant is a finding of its own.
         text = _shown(was[name].value, was[name].unit)
@@ -164,21 +164,23 @@ def _compare_numbers(
         )
 
 
-def _judged(name: str, before: Quantity, now: Quantity, past: Sequence[float], rule: Threshold) -> Finding:
-    """Judges a number by its change from the median of all runs of the baseline."""
+def judge(name: str, before: Quantity, now: Quantity, past: Sequence[float], rule: Threshold) -> Finding:
+    """Judges a number by its change from the median of the baseline's runs, `past` and `before`."""
     runs = [*past, before.value]
     base = statistics.median(runs)
     change = relative(base, now.value)
-    spread = 2 * math.hypot(before.spread, now.spread)
-    if len(runs) > min(_T) and base:
+    share, spread = rule.share, 2 * math.hypot(before.spread, now.spread)
+    if len(runs) <= min(_T):
+        share *= 2  # what equal runs differ by is not known yet
+    elif base:
         factor = _T[max(known for known in _T if known < len(runs))]
         spread = max(spread, factor * math.sqrt(1 + 1 / len(runs)) * statistics.stdev(runs) / base)
-    limit = max(rule.share, spread)
+    limit = max(share, spread)
     counts = abs(now.value - base) > rule.least
     if counts and abs(change) > limit:
         verdict = "regression" if change > 0 else "better"
     else:
-        verdict = "within the spread" if counts and abs(change) > rule.share else "same"
+        verdict = "within the spread" if counts and abs(change) > share else "same"
     texts = _shown(base, now.unit), _shown(now.value, now.unit)
     cause = f"{texts[0]} became {texts[1]}" if verdict == "regression" else ""
     return Finding(name, now.kind, verdict, *texts, change, limit, cause)

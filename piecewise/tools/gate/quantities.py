@@ -21,13 +21,14 @@ class Threshold(NamedTuple):
     is_timed: bool = False
 
 
-# Shares are above what equal runs on an idle machine differ by; spread beyond it comes from the records.
+# Twenty equal runs on one H200 (docs/results/gate.json) differed by 2 % (standard deviation) in ratios to the
+# floor and in latencies, by 17 % in ratios to eager and by 27 % in host time, which follow the host's speed.
 RULES = {
     "over-floor": Threshold(0.05),
     "over-graphed": Threshold(0.05),
-    "over-eager": Threshold(0.25),  # eager calls wait for the host, whose speed changes by the minute
+    "over-eager": Threshold(0.50),
     "latency": Threshold(0.10, 0.01, is_timed=True),
-    "host": Threshold(0.15, 0.02, is_timed=True),
+    "host": Threshold(1.0, 0.05, is_timed=True),
     "error": Threshold(0.25, 1e-3),
     "memory": Threshold(0.10, 8 * 2**20),
     "startup": Threshold(0.50, 5.0, is_timed=True),

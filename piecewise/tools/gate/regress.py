@@ -38,7 +38,8 @@ def run(arguments: argparse.Namespace) -> ExitCode:
     if arguments.update:
         following = Baseline(current)
         if baseline is not None and comparison is not None and is_one_machine(baseline.record, current):
-            following = baseline.followed_by(current)
+            changed = [*comparison.of("regression"), *comparison.of("better")]
+            following = baseline.followed_by(current, {finding.name for finding in changed})
         target.write(following.to_json())
         runs = f"after {len(following.history)} earlier runs"
         print(f"baseline {arguments.baseline} now holds {arguments.current}, {runs}")

@@ -214,19 +214,11 @@ def _prepare_leaves(example: ExampleCall, static_dims: Mapping[int, Sequence[int
             raise InputNotPlain(name=example.names[index], kind=kind)
         if isinstance(leaf, torch.Tensor) and id(leaf) not in twins:
             with torch.inference_mode(False), torch.no_grad():
-                twins[id(leaf)] = _normal_twin(leaf) if leaf.is_inference() else leaf.detach()
+                twins[id(leaf)] = torch_api.twin_in_memory(leaf) if leaf.is_inference() else leaf.detach()
         for dim, size in enumerate(twins[id(leaf)].shape) if isinstance(leaf, torch.Tensor) else ():
             if size > 1 and dim not in static_dims.get(index, ()):
                 torch_api.mark_dynamic(twins[id(leaf)], dim)
     return [twins.get(id(leaf), leaf) for leaf in example.leaves]
-
-
-def _normal_twin(leaf: torch.Tensor) -> torch.Tensor:
-    """Makes a tensor outside of inference mode in the same memory, so that the trace sees shared memory."""
-    if leaf.is_conj() or leaf.is_neg():
-        return leaf.clone()
-    twin = torch.empty(0, dtype=leaf.dtype, device=leaf.device)
-    return twin.set_(leaf.untyped_storage(), leaf.storage_offset(), leaf.shape, leaf.stride())  # type: ignore[call-overload, no-any-return]
 
 
 def _traced_function(example: ExampleCall, forward: Any, namespace: Namespace) -> Any:

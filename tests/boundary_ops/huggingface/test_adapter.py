@@ -552,7 +552,7 @@ UNFIT = {
     hybrid: "layer 'model.layers.1' .*a self attention.*linear_attn",
     encoder_decoder: "an encoder-decoder",
     encoder: "encoder.layer.0",
-    two_stacks: "text_model.*layers' and '.*vision_model.*layers'",
+    two_stacks: r"text_model.encoder' \(.*is_causal=False\) and '.*vision_model.encoder' \(",
     chunked: "layer 'model.layers.0'.*chunked_attention",
     bidirectional: "causal attention.*(is_causal=False|use_bidirectional_attention)",
     own_attention: r"attach\(BloomForCausalLM.*",

@@ -62,7 +62,7 @@ FIRST = {
     FallbackReason.UNSEEN_SIGNATURE: (
         plain,
         lambda it: serve(it, dtype=torch.int32),
-        "the dtype of ids is torch.int32, was torch.int64 at capture (pass ids.to(torch.int64))",
+        "ids is int32[n], was int64[n] at capture (pass ids.to(torch.int64))",
     ),
     FallbackReason.ONE_TOKEN_BRANCH: (
         lambda: graph(new_model(before=lambda model, x: x if x.shape[0] > 1 else x * 2)),

@@ -45,23 +45,19 @@ class Model(nn.Module):
 
 X, ROW = torch.ones(5, 4), torch.ones(4)
 # What differs from the call below → the words for it.
-CAPTURED = dict(weight=ROW, table={"a": ROW}, parts=[ROW, None], step=Step(2.0, ROW))
+CAPTURED = dict(weight=ROW, table={"a": ROW[:]}, parts=[ROW[:], None], step=Step(2.0, ROW[:]))
 CASES = {
-    "the dtype of x is torch.float64, was torch.float32 at capture (pass x.to(torch.float32))": {
-        "x": X.double()
-    },
-    "the size of dim 1 of x is 1, was 4 at capture": {"x": torch.ones(5, 1)},
-    "the number of dims of weight is 2, was 1 at capture": {"weight": ROW[None]},
-    "the contiguity of x is False, was True at capture (pass x.contiguous())": {"x": torch.ones(4, 5).t()},
-    "weight is left out, was a tensor (float32) at capture": {"weight": None},
-    "weight is 3.0, was a tensor (float32) at capture": {"weight": 3.0},
+    "x is float64[n, 4], was float32[n, 4] at capture (pass x.to(torch.float32))": {"x": X.double()},
+    "x is float32[n, 1], was float32[n, 4] at capture": {"x": torch.ones(5, 1)},
+    "weight is float32[1, n], was float32[4] at capture": {"weight": ROW[None]},
+    "x is float32[n, 4], not contiguous, was float32[n, 4] at capture": {"x": torch.ones(4, 5).t()},
+    "weight is left out, was float32[4] at capture": {"weight": None},
+    "weight is 3.0, was float32[4] at capture": {"weight": 3.0},
     "scale is 2.0, was 1.0 at capture": {"scale": 2.0},
-    "table['b'] is a tensor (float32), was left out at capture (leave it out)": {
-        "table": {"a": ROW, "b": ROW}
-    },
-    "table['a'] is left out, was a tensor (float32) at capture": {"table": {}},
-    "the dtype of parts[0] is torch.float64, was torch.float32": {"parts": [ROW.double(), None]},
-    "parts[1] is a tensor (float32), was left out at capture (leave it out)": {"parts": [ROW, ROW]},
+    "table['b'] is float32[n], was left out at capture (leave it out)": {"table": {"a": ROW, "b": ROW[:]}},
+    "table['a'] is left out, was float32[4] at capture": {"table": {}},
+    "parts[0] is float64[4], was float32[4] at capture": {"parts": [ROW.double(), None]},
+    "parts[1] is float32[n], was left out at capture (leave it out)": {"parts": [ROW[:], ROW.clone()]},
     "step.scale is 3.0, was 2.0 at capture": {"step": Step(3.0, ROW)},
     "debug is True, was left out at capture (leave it out)": {"debug": True},
 }
@@ -100,7 +96,7 @@ def test_a_model_whose_hooks_see_the_form_names_arguments_too():
     model = Model()
     model.register_forward_pre_hook(lambda module, args, kwargs: None, with_kwargs=True)
     graphed = captured(model, x=X, weight=ROW)
-    assert "the dtype of weight is torch.float64" in told(graphed, x=X, weight=ROW.double())
+    assert "weight is float64[4], was float32[4]" in told(graphed, x=X, weight=ROW.double())
 
 
 def test_an_int_that_may_change_is_no_difference():
@@ -116,21 +112,21 @@ def test_an_int_that_may_change_is_no_difference():
 def test_tensors_that_are_one_or_two_are_named():
     graphed = captured(Model(), x=X, table={"a": ROW, "b": ROW}, weight=ROW.clone())
     parts = {"a": ROW, "b": ROW.clone()}
-    assert "the tensor of table['b'] is its own, was that of table['a'] at capture" in told(
+    assert "table['b'] is float32[4], was float32[4], as table['a'] at capture" in told(
         graphed, X, ROW.clone(), table=parts
     )
     graphed = captured(Model(), x=X, table={"a": ROW, "b": ROW.clone()})
-    assert "the tensor of table['b'] is that of table['a'], was its own at capture" in told(
+    assert "table['b'] is float32[4], as table['a'], was float32[4] at capture" in told(
         graphed, X, table=dict.fromkeys("ab", ROW)
     )
 
 
 MISTAKES = {
-    "attention_mask is a tensor (int64), was left out at capture (leave it out)": {
+    "attention_mask is int64[n, n], was left out at capture (leave it out)": {
         "attention_mask": torch.ones(1, 5, dtype=torch.int64)
     },
     "use_cache is True, was left out at capture (leave it out)": {"use_cache": True},
-    "the dtype of input_ids is torch.int32, was torch.int64 at capture (pass input_ids.to(torch.int64))": {
+    "input_ids is int32[1, n], was int64[1, n] at capture (pass input_ids.to(torch.int64))": {
         "input_ids": torch.arange(5, dtype=torch.int32)[None]
     },
 }

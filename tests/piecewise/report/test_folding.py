@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 
 import pytest
 import torch
-from small_transformers import VOCAB, attached, build
+from small_transformers import VOCAB, attached
 from torch import nn
 
 import boundary_ops
 import piecewise
 from piecewise.errors.analysis import NoBoundaryOp
+from piecewise.ir.plan import FusionReport
 
 _SCREEN = 24
 
@@ -170,6 +172,19 @@ def test_one_layer_that_runs_again_and_again_is_one_line():
     assert ("", "9", "boundary", "1", "layer: folding_test::mix") in rows and len(rows) == 4
 
 
+class Flat(nn.Module):
+    def forward(self, x):
+        out = torch.empty_like(x)
+        mix(x, out)
+        return out * 2
+
+
+def test_a_model_without_parts_has_the_op_alone_in_its_line():
+    plan = plan_of(Flat())
+    assert rows_of(plan)[1] == ("", "1", "boundary", "1", "folding_test::mix")
+    assert rows_of(plan, full=True)[1] == ("1", "boundary", "1", "folding_test::mix")
+
+
 def explained(name, **changes):
     model, _ = attached(name, **changes)
     with torch.no_grad():
@@ -210,6 +225,24 @@ def test_the_report_folds_too_and_says_all_on_request():
     assert "layers.17: folding_test::mix" in report.to_text(full=True)
 
 
-def test_a_model_without_a_boundary_op_is_refused():
-    with pytest.raises(NoBoundaryOp, match="boundary op"), torch.no_grad():
-        piecewise.explain(build("Llama"), input_ids=torch.randint(3, VOCAB, (1, 7)), use_cache=False)
+def test_what_each_layer_adds_to_the_notes_is_cut_too():
+    plan = plan_of(Model(Layer() for _ in range(30)))
+    notes = tuple(f"segment {index} keeps its own ops: no" for index in range(30))
+    noted = dataclasses.replace(plan, fusions=FusionReport((("silu", 0),), notes))
+    assert "and 25 more lines" in str(noted) and len(str(noted).splitlines()) <= _SCREEN
+    assert all(note in noted.to_text(full=True) for note in notes)
+
+
+class SelfAttention(nn.Module):
+    """What a model of one's own does before it knows of boundary ops."""
+
+    def forward(self, x):
+        q = k = v = x.view(1, -1, 2, SIZE // 2).transpose(1, 2)
+        y = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return y.transpose(1, 2).reshape(x.shape)
+
+
+def test_a_model_without_a_boundary_op_is_refused_with_what_to_do():
+    with pytest.raises(NoBoundaryOp, match="boundary_ops.define") as caught:
+        plan_of(Model(SelfAttention() for _ in range(3)))
+    assert "Rule:" in str(caught.value) and "Fix:" in str(caught.value)

@@ -31,7 +31,6 @@ def compile_with(function, *args, names=(), mark=()):
         seen["guards"] = torch_api.current_guards()
         seen["writes"] = torch_api.sources_to_be_written()
         seen["sources"] = {n.name: torch_api.source_name(n) for n in graph.graph.find_nodes(op="placeholder")}
-        seen["object"] = torch_api.compiled_object()
         seen["code"] = torch_api.traced_code()
         return graph.forward
 
@@ -177,7 +176,7 @@ def test_guards_name_what_was_read_and_writes_what_will_be_written():
 
 
 def test_outside_a_backend_there_are_no_guards():
-    assert torch_api.current_guards() == [] and torch_api.compiled_object() is None
+    assert torch_api.current_guards() == []
     assert torch_api.traced_code() == []
 
 
@@ -216,21 +215,121 @@ def test_the_code_that_a_trace_went_through():
     assert function.__code__ in code and called.__code__ in code
 
 
-def test_the_object_that_is_compiled():
-    class Outer(nn.Module):
-        def forward(self, x):
-            return x + 1
+class Part(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
 
-    model = Outer()
+    def forward(self, x):
+        return self.linear(x) + 1
+
+
+class Broken(Part):
+    def forward(self, x):
+        y = x * 2
+        torch._dynamo.graph_break()
+        return super().forward(y)
+
+
+class Decorated(Part):
+    @torch.no_grad()
+    def forward(self, x):
+        return super().forward(x)
+
+
+class Called:
+    def __init__(self):
+        self.part = Part()
+
+    def __call__(self, x):
+        return self.part(x)
+
+
+def part_of_a_function(x, part=Part()):  # noqa: B008
+    return part(x)
+
+
+@pytest.mark.parametrize(
+    ("given", "owner_of", "whole"),
+    [
+        (Part(), lambda given: given, [True]),
+        (Broken(), lambda given: given, [False, False]),
+        (Decorated(), lambda given: given, [True]),
+        (Called(), lambda given: given, [True]),
+        (nn.Sequential(Part()), lambda given: given, [True]),
+        (Part().forward, lambda given: given.__self__, [True]),
+        (part_of_a_function, lambda given: given, [True]),
+    ],
+    ids=["module", "broken", "decorated", "callable", "torch's module", "method", "function"],
+)
+def test_what_torch_compile_was_called_with(given, owner_of, whole):
     seen = []
 
-    def backend(graph, example_inputs):
-        seen.append(torch_api.compiled_object())
+    def backend(graph, example_inputs, **arguments):
+        seen.append(torch_api.callable_in_compilation())
         return graph.forward
 
+    dynamo.reset()
+    compiled = torch.compile(given, backend=backend, options={"a": 1})
     with torch.no_grad():
-        torch.compile(model, backend=backend)(torch.zeros(2, 3))
-    assert seen == [model]
+        compiled(torch.zeros(2, 3))
+    assert seen == [(owner_of(given), each) for each in whole]
+    found = torch_api.compilation_of(compiled)
+    assert found == (owner_of(given), backend, {"options": {"a": 1}}) and found[0] is owner_of(given)
+
+
+def test_a_module_compiled_in_place_and_what_was_not_compiled():
+    def backend(graph, example_inputs):
+        return graph.forward
+
+    part = Part()
+    assert torch_api.compilation_of(part) is None and torch_api.compilation_of(len) is None
+    part.compile(backend=backend)
+    assert torch_api.compilation_of(part) == (part, backend, {})
+
+
+def test_a_compilation_may_be_one_models_alone():
+    """Dynamo would use it for any model of the class."""
+    for guard, expected in ((list, 1), (torch_api.guard_modules_of, 2)):
+        compiled = []
+
+        def backend(graph, example_inputs, guard=guard, compiled=compiled):
+            compiled.append(graph)
+            guard(graph.graph.find_nodes(op="placeholder"))
+            return graph.forward
+
+        dynamo.reset()
+        for part in [Part(), Part()]:
+            with torch.no_grad():
+                torch.compile(part, backend=backend)(torch.zeros(2, 3))
+        assert len(compiled) == expected
+
+
+def test_twins_have_symbols_where_earlier_compilations_had_none_and_leave_the_tensors_alone():
+    graphs = []
+
+    def backend(graph, example_inputs):
+        graphs.append(fakes_of(graph))
+        return graph.forward
+
+    def function(x, y, names):
+        return x + y, names["z"] @ names["z"].T
+
+    x, longer = torch.arange(5.0)[None], torch.zeros(1, 9)  # x is a view
+    z = torch.zeros(4, 3)
+    compiled = torch.compile(function, backend=backend, dynamic=False)
+    with torch.no_grad():
+        compiled(x, x, {"z": z})
+        assert not any(isinstance(size, torch.SymInt) for fake in graphs[0] for size in fake.shape)
+        twins = torch_api.with_symbolic_sizes((x, x, {"z": z}))
+        with torch_api.marks_are_wishes():
+            compiled(*twins)
+        (fake, *_) = [fake for fake in graphs[1] if isinstance(fake, torch.Tensor)]
+        assert fake.shape[0] == 1 and isinstance(fake.shape[1], torch.SymInt)
+        compiled(longer, longer, {"z": torch.zeros(7, 5)})
+    assert len(graphs) == 2 and not vars(x) and not vars(z)
+    assert twins[0] is twins[1] and twins[0]._base is None and twins[0].data_ptr() == x.data_ptr()
+    assert twins[0].stride() == x.stride() and torch.equal(twins[0], x)
 
 
 def test_what_is_forgotten_is_freed():

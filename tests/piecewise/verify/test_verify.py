@@ -161,23 +161,19 @@ def test_real_graphs_are_verified_and_a_wrong_op_is_found():
     assert len([run for check in report.checks for run in check.runs if "nan" in run]) == 0
 
 
-@contextlib.contextmanager
 def packed_inputs(cache):
-    """`make_inputs`, which leaves the step of what it made last running until this block ends."""
-    running = contextlib.ExitStack()
+    """`make_inputs`, whose step runs as long as the call."""
 
+    @contextlib.contextmanager
     def make_inputs(n):
-        running.close()
-        for name in cache.request_ids:
-            cache.free(name)
         lens = [n] if n < 3 else [n - n // 3, n // 3]
-        batch = PrefillBatch.build(cache, list(range(len(lens))), lens)
-        running.enter_context(batch)
         ids = torch.randint(0, 90, (1, n), generator=torch.Generator().manual_seed(n))
-        return (), dict(input_ids=ids, position_ids=batch.positions)
+        with PrefillBatch.build(cache, list(range(len(lens))), lens) as batch:
+            yield (), dict(input_ids=ids, position_ids=batch.positions)
+        for name in range(len(lens)):
+            cache.free(name)
 
-    with running:
-        yield make_inputs
+    return make_inputs
 
 
 def test_an_attached_transformers_model_agrees_and_its_cache_counts_nothing():
@@ -198,8 +194,7 @@ def test_an_attached_transformers_model_agrees_and_its_cache_counts_nothing():
     assert report.checks[0].num_tensors >= 2 * LAYERS + 3
     assert cache.context_len("a") == cache.context_len("b") == 0
     assert all(map(torch.equal, before, (*cache.k, *cache.v)))
-    with packed_inputs(cache) as make_inputs:
-        report = graphed.verify(make_inputs=make_inputs)
+    report = graphed.verify(make_inputs=packed_inputs(cache))
     assert report.ok and report.num_compared == 8, report
 
 
@@ -245,8 +240,7 @@ def test_I3_eager_segments_of_a_mixture_of_experts_agree():
     with torch.no_grad():
         graphed.capture(input_ids=ids, position_ids=ids.clone())
     assert any(segment.kind == "eager" for segment in graphed.report().plans[0].segments)
-    with packed_inputs(cache) as make_inputs:
-        report = graphed.verify(make_inputs=make_inputs)
+    report = graphed.verify(make_inputs=packed_inputs(cache))
     assert report.ok and report.num_compared == 4, report
 
 
