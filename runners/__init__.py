@@ -24,16 +24,9 @@ logging.getLogger(__name__).addHandler(logging.NullHandler())
 _HOMES = {"PiecewiseRunner": "runners.piecewise_runner", "StepPlan": "runners.step_plan"}
 
 __all__ = [
-    "CallStats",
-    "CaptureError",
-    "ConfigError",
-    "FallbackReason",
-    "PiecewiseError",
-    "PiecewiseRunner",
-    "StateError",
-    "StepPlan",
-    "TokenBuckets",
-]
+    "CallStats", "CaptureError", "ConfigError", "FallbackReason", "PiecewiseError", "PiecewiseRunner",
+    "StateError", "StepPlan", "TokenBuckets",
+]  # fmt: skip
 
 if not TYPE_CHECKING:  # a type checker knows the names listed above, and no others
 

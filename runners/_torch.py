@@ -1,7 +1,5 @@
 """Holds all private names of torch that this package uses; tests/runners/test_torch.py tries them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from typing import Any
@@ -29,11 +27,9 @@ def tensor_guard(tensors: Sequence[torch.Tensor]) -> Any:
     return _TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None) if tensors else None
 
 
-def storage_at(address: int, device: torch.device, num_bytes: int) -> torch.UntypedStorage:
+def storage_at(address: int, device: torch.device, num_bytes: int) -> Any:
     """Makes a storage of bytes that it does not own."""
-    make: Any = torch._C._construct_storage_from_data_pointer
-    storage: torch.UntypedStorage = make(address, device, num_bytes)
-    return storage
+    return torch._C._construct_storage_from_data_pointer(address, device, num_bytes)
 
 
 def clear_cublas_workspaces() -> None:
@@ -41,7 +37,6 @@ def clear_cublas_workspaces() -> None:
 
 
 def release_graph_pool(device_index: int, handle: Any) -> None:
-    """Drops one hold on a graph memory pool."""
     torch._C._cuda_releasePool(device_index, handle)
 
 
@@ -60,12 +55,9 @@ def keys_above_kernels() -> torch._C.DispatchKeySet:
     return keys
 
 
-def overload_for(packet: OpOverloadPacket, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OpOverload:
+def overload_for(packet: OpOverloadPacket, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Finds the overload that a packet takes for these arguments."""
-    resolved: OpOverload = getattr(
-        packet, torch._C._jit_resolve_packet(packet._qualified_op_name, *args, **kwargs)
-    )
-    return resolved
+    return getattr(packet, torch._C._jit_resolve_packet(packet._qualified_op_name, *args, **kwargs))
 
 
 def call_boxed(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -81,8 +73,6 @@ def call_kernel(op: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 
 
 def decomposes(op: OpOverload) -> bool:
-    """Whether an op is composed of other ops alone, which are then inspected in its place.
-
-    Above autograd torch decomposes such an op itself; inference tensors and kernels are below.
-    """
+    """Whether an op is composed of other ops alone, which are then inspected in its place. Above autograd
+    torch decomposes such an op itself; inference tensors and kernels are below."""
     return torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd")

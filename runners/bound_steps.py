@@ -1,7 +1,5 @@
 """Defines the steps of one row count: copy in, check, look up, call, copy out; each a `replay(env)`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -85,16 +83,16 @@ class Check:
 
 
 def raise_change(check: StateCheck) -> None:
-    """Raises `StateChanged` if anything did change."""
     change = check.find_change()
     if change is not None:
         raise StateChanged(change)
 
 
-class Load:
-    """Looks up tensors that only eager steps read; they are never recorded [I4]."""
+class LookUp:
+    """Reads what only eager steps take, and no graph records [I4]: tensors of the model, sizes of inputs."""
 
-    def __init__(self, slots: Sequence[tuple[int, StateRef]]) -> None:
+    def __init__(self, slots: Sequence[tuple[int, StateRef]], sizes: Sequence[tuple[int, int, int]]) -> None:
+        self._sizes = sizes
         self._items = [(slot, ref.owner, ref.key) for slot, ref in slots if not ref.is_attribute]
         self._attributes = [(slot, ref) for slot, ref in slots if ref.is_attribute]
 
@@ -103,22 +101,20 @@ class Load:
             env[slot] = owner[key]
         for slot, ref in self._attributes:
             env[slot] = ref.get()
+        for slot, leaf, dim in self._sizes:
+            env[slot] = env[leaf].shape[dim]
 
 
 class Loadable(Protocol):
-    """Holds a step's metadata at fixed addresses, which ops in graphs read."""
+    """Holds a step's metadata at fixed addresses, which ops in graphs read.
 
-    def mismatch(self, num_tokens: int) -> Any:
-        """Says why the running step cannot be loaded for a call of so many tokens; None where it can."""
-        ...
+    `mismatch` says why the running step cannot be loaded for a call of so many tokens, or None; `load` copies
+    it, on the current stream; `clear` goes back to a step of zero sequences, for which the ops write nothing.
+    """
 
-    def load(self) -> None:
-        """Copies the running step to the addresses, on the current stream."""
-        ...
-
-    def clear(self) -> None:
-        """Goes back to a step of zero sequences, for which those ops write nothing."""
-        ...
+    def mismatch(self, num_tokens: int) -> Any: ...
+    def load(self) -> None: ...
+    def clear(self) -> None: ...
 
 
 @dataclass(slots=True)
@@ -129,17 +125,6 @@ class LoadStep:
 
     def replay(self, env: list[Any]) -> None:
         self.metadata.load()
-
-
-@dataclass(slots=True)
-class Measure:
-    """Reads sizes of inputs that are not the token count: (slot, leaf, dim) each."""
-
-    sources: tuple[tuple[int, int, int], ...]
-
-    def replay(self, env: list[Any]) -> None:
-        for slot, leaf, dim in self.sources:
-            env[slot] = env[leaf].shape[dim]
 
 
 @dataclass(slots=True)
@@ -229,27 +214,20 @@ class BoundOpCall(BoundCall):
         self.held, self.op_from_env, self.op = held, from_env, op
 
 
-@dataclass(frozen=True, slots=True)
-class CopiedResult:
-    """Describes a result that shares memory: static `rows`, or the slot `source`; `place` is eager's."""
-
-    target: int
-    rows: torch.Tensor | None
-    source: int
-    place: Place
-
-
 @dataclass(slots=True)
 class CopyOut:
-    """Copies results that share memory into memory of the caller's own, where they share it again [I7]."""
+    """Copies results that share memory into memory of the caller's own, where they share it again [I7].
 
-    results: list[CopiedResult]
+    `results`: per result its slot, the static rows or the slot that hold it, and its place in eager's memory.
+    """
+
+    results: list[tuple[int, torch.Tensor | int, Place]]
 
     def replay(self, env: list[Any]) -> None:
-        values = [env[item.source] if item.rows is None else item.rows for item in self.results]
-        copies = copied_together([item.place for item in self.results], values)
-        for item, copy in zip(self.results, copies, strict=True):
-            env[item.target] = copy
+        values = [env[source] if isinstance(source, int) else source for _, source, _ in self.results]
+        copies = copied_together([place for *_, place in self.results], values)
+        for (target, *_), copy in zip(self.results, copies, strict=True):
+            env[target] = copy
 
 
 def copied_together(places: Sequence[Place], tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

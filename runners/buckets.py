@@ -3,8 +3,6 @@
 Nothing above the largest bucket is ever captured, and zero tokens have nothing to replay.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

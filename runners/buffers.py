@@ -4,8 +4,6 @@ One storage per value serves all buckets: the largest, captured first, decides i
 beginning.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Hashable, Sequence
 
@@ -25,13 +23,9 @@ class StaticBuffers:
         return sum(storage.numel() for storage in self._storages.values())
 
     def tensor(
-        self,
-        key: Hashable,
-        sizes: Sequence[int],
-        strides: Sequence[int],
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> torch.Tensor:
+        self, key: Hashable, sizes: Sequence[int], strides: Sequence[int],
+        dtype: torch.dtype, device: torch.device,
+    ) -> torch.Tensor:  # fmt: skip
         """Makes a tensor of this geometry at the beginning of the buffer `key`.
 
         Strides with holes or overlaps become contiguous ones. A buffer that is too small is replaced by a

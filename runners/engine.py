@@ -3,8 +3,6 @@
 `engines.py` lists the engines. The tape needs no GPU, so a machine without one tests the same code.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NoReturn
@@ -12,14 +10,7 @@ from weakref import WeakSet
 
 import torch
 
-from runners.errors import (
-    InsideCapture,
-    NoOutputSequence,
-    PoolHasGraphs,
-    PoolInUse,
-    PoolReleased,
-    ReplayAfterReset,
-)
+from runners import errors
 from runners.mode import capturing
 
 
@@ -49,10 +40,9 @@ class CapturedGraph:
         self.is_reset, self.outputs = True, ()
 
     def refuse_replay(self) -> NoReturn:
-        """Raises for a graph that was reset, or a replay inside a capture."""
         if self.is_reset:
-            raise ReplayAfterReset(segment=self.segment)
-        raise InsideCapture(verb="replay", segment=self.segment, other=capturing())
+            raise errors.ReplayAfterReset(segment=self.segment)
+        raise errors.InsideCapture(verb="replay", segment=self.segment, other=capturing())
 
 
 class Streams:
@@ -107,7 +97,6 @@ class GraphPool:
 
     @property
     def num_live(self) -> int:
-        """Counts the graphs that were not reset."""
         return sum(not graph.is_reset for graph in self.graphs)
 
     def begin_bucket(self) -> None:
@@ -128,24 +117,23 @@ class GraphPool:
             return
         self.check_usable("release")
         if self.num_live:
-            raise PoolHasGraphs(kind=self.kind, device=self.device, count=self.num_live)
+            raise errors.PoolHasGraphs(kind=self.kind, device=self.device, count=self.num_live)
         self._is_released = True
         self._give_back()
 
-    def _give_back(self) -> None:
-        """Drops the memory: no graph uses it."""
+    def _give_back(self) -> None: ...
 
     def check_usable(self, verb: str) -> None:
         """Raises where the pool was released, or a capture uses it."""
         if self._is_released:
-            raise PoolReleased(verb=verb, kind=self.kind, device=self.device)
+            raise errors.PoolReleased(verb=verb, kind=self.kind, device=self.device)
         if self.is_recording:
-            raise PoolInUse(verb=verb, kind=self.kind, device=self.device)
+            raise errors.PoolInUse(verb=verb, kind=self.kind, device=self.device)
 
     def check_capture(self, segment: str) -> None:
         """Raises where nothing can be captured into the pool now."""
         if (other := capturing()) is not None:
-            raise InsideCapture(verb="capture", segment=segment, other=other)
+            raise errors.InsideCapture(verb="capture", segment=segment, other=other)
         self.check_usable("capture into")
 
 
@@ -197,5 +185,5 @@ class GraphEngine:
 def checked_outputs(outputs: Any, segment: str) -> tuple[Any, ...]:
     """Returns a captured function's outputs as a tuple; raises `NoOutputSequence` for anything else."""
     if not isinstance(outputs, (tuple, list)):
-        raise NoOutputSequence(segment=segment, type=type(outputs).__name__)
+        raise errors.NoOutputSequence(segment=segment, type=type(outputs).__name__)
     return tuple(outputs)

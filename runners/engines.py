@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cache
 from importlib import import_module
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from runners.errors import EngineOfAnotherDevice, UnknownEngine
 
@@ -19,17 +19,10 @@ if TYPE_CHECKING:
     from runners.engine import GraphEngine
 
 
-class _Home(NamedTuple):
-    """Names an engine's class, its module, and the kind of device whose work it records; None for any."""
-
-    module: str
-    class_name: str
-    device_type: str | None = None
-
-
+# Per engine its module, its class, and the kind of device whose work it records; None for any.
 _HOMES = {
-    "tape": _Home("runners.tape.tape", "TapeEngine"),
-    "cuda": _Home("runners.cuda.graph", "CudaEngine", "cuda"),
+    "tape": ("runners.tape.tape", "TapeEngine", None),
+    "cuda": ("runners.cuda.graph", "CudaEngine", "cuda"),
 }
 # What a configuration may say: "auto" is the engine of the model's device.
 ENGINE_NAMES = ("auto", *_HOMES)
@@ -38,7 +31,7 @@ ENGINE_NAMES = ("auto", *_HOMES)
 def native_engine(device: torch.device | str) -> GraphEngine:
     """Finds the engine of a device's own kind, which knows the device; the tape where there is none."""
     kind = _kind_of(device)
-    return _engine(next((name for name, home in _HOMES.items() if home.device_type == kind), "tape"))
+    return _engine(next((name for name, (*_, served) in _HOMES.items() if served == kind), "tape"))
 
 
 def engine_for(name: str, device: torch.device | str) -> GraphEngine:
@@ -47,12 +40,11 @@ def engine_for(name: str, device: torch.device | str) -> GraphEngine:
         return native_engine(device)
     if name not in _HOMES:
         raise UnknownEngine(name=name, names=_either(ENGINE_NAMES))
-    kind, needed = _kind_of(device), _HOMES[name].device_type
+    kind, (*_, needed) = _kind_of(device), _HOMES[name]
     if needed not in (None, kind):
-        fitting = [each for each, home in _HOMES.items() if home.device_type in (None, kind)]
-        raise EngineOfAnotherDevice(
-            name=name, names=_either(["auto", *fitting]), device=device, device_type=needed
-        )
+        fitting = [each for each, (*_, served) in _HOMES.items() if served in (None, kind)]
+        names = _either(["auto", *fitting])
+        raise EngineOfAnotherDevice(name=name, names=names, device=device, device_type=needed)
     return _engine(name)
 
 
@@ -67,7 +59,7 @@ def _either(names: Sequence[str]) -> str:
 
 @cache
 def _engine(name: str) -> GraphEngine:
-    home = _HOMES[name]
-    engine: GraphEngine = getattr(import_module(home.module), home.class_name)()
-    assert (engine.name, engine.device_type) == (name, home.device_type)
+    module, class_name, device_type = _HOMES[name]
+    engine: GraphEngine = getattr(import_module(module), class_name)()
+    assert (engine.name, engine.device_type) == (name, device_type)
     return engine

@@ -4,8 +4,6 @@
 of its own, because neither package imports the other.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 
@@ -31,24 +29,16 @@ class PiecewiseError(Exception):
     fix: str | None = None
 
     def __init__(
-        self,
-        what: str | None = None,
-        *,
-        expected: str | None = None,
-        got: str | None = None,
-        rule: str | None = None,
-        fix: str | None = None,
-        **names: object,
-    ) -> None:
+        self, what: str | None = None, *, expected: str | None = None, got: str | None = None,
+        rule: str | None = None, fix: str | None = None, **names: object,
+    ) -> None:  # fmt: skip
         given = {"what": what, "expected": expected, "got": got, "rule": rule, "fix": fix}
         for part, text in given.items():
             template = getattr(type(self), part)
             filled = template.format(**names) if text is None and template is not None else text
             setattr(self, part, filled)
-        found = ", ".join(
-            f"{word} {getattr(self, word)}" for word in ("expected", "got") if getattr(self, word)
-        )
-        lines = [f"{self.what}: {found}" if found else str(self.what)]
+        found = [f"{word} {text}" for word, text in (("expected", self.expected), ("got", self.got)) if text]
+        lines = [f"{self.what}: {', '.join(found)}" if found else str(self.what)]
         lines += [f"  {word} {text}" for word, text in (("Rule:", self.rule), ("Fix: ", self.fix)) if text]
         super().__init__("\n".join(lines))
 
@@ -88,91 +78,58 @@ class StateError(PiecewiseError, RuntimeError):
 
 
 class InsideCapture(StateError):
-    """A graph was captured or replayed inside another capture."""
-
-    what = "{verb} of {segment}"
-    expected = "no capture in progress"
-    got = "the capture of {other}"
+    what, expected, got = "{verb} of {segment}", "no capture in progress", "the capture of {other}"
     rule = "graphs are captured and replayed one after the other, not inside a capture"
     fix = "{verb} it after that capture"
 
 
 class ReplayAfterReset(StateError):
-    """A graph was replayed after its reset."""
-
-    what = "replay of {segment}"
-    expected = "a captured graph"
-    got = "a graph that was reset"
+    what, expected, got = "replay of {segment}", "a captured graph", "a graph that was reset"
     rule = "a graph that was reset is gone"
     fix = "capture the segment again"
 
 
 class PoolReleased(StateError):
-    """A pool was used after its release."""
-
     what = "attempt to {verb} the {kind} pool on {device}"
-    expected = "a pool that holds memory"
-    got = "a released pool"
+    expected, got = "a pool that holds memory", "a released pool"
     rule = "a released pool has given its memory back"
     fix = "take a new pool"
 
 
 class PoolInUse(StateError):
-    """A pool was asked for something while a capture used it."""
-
     what = "attempt to {verb} the {kind} pool on {device}"
-    expected = "a pool that no capture uses"
-    got = "a capture in progress"
+    expected, got = "a pool that no capture uses", "a capture in progress"
     rule = "a pool serves one capture at a time"
     fix = "finish the other capture first"
 
 
 class PoolHasGraphs(StateError):
-    """A pool was released before its graphs were reset."""
-
     what = "attempt to release the {kind} pool on {device}"
-    expected = "all graphs of the pool reset"
-    got = "{count} still captured"
+    expected, got = "all graphs of the pool reset", "{count} still captured"
     rule = "a pool's memory goes after the last graph that uses it"
     fix = "reset every graph first"
 
 
 class NoOutputSequence(CaptureError):
-    """A captured function returned no tuple or list."""
-
-    what = "{segment}"
-    expected = "a tuple or list of outputs"
-    got = "{type}"
+    what, expected, got = "{segment}", "a tuple or list of outputs", "{type}"
     rule = "a captured function returns the sequence of its outputs"
     fix = "return (tensor,) for a single output"
 
 
 class UnknownEngine(ConfigError):
-    """No graph engine has that name."""
-
-    what = "field 'engine'"
-    expected = "{names}"
-    got = "{name!r}"
+    what, expected, got = "field 'engine'", "{names}", "{name!r}"
     rule = "an engine is chosen by its name"
     fix = "use 'auto'"
 
 
 class EngineOfAnotherDevice(ConfigError):
-    """The graph engine is for another kind of device than the model's."""
-
-    what = "field 'engine', device {device}"
-    expected = "{names}"
-    got = "{name!r}"
+    what, expected, got = "field 'engine', device {device}", "{names}", "{name!r}"
     rule = "graphs of the engine {name!r} hold work of a {device_type} device"
     fix = "move the model to a {device_type} device, or use engine='auto'"
 
 
 class ForeignAllocator(ConfigError):
-    """torch was told to use another CUDA allocator than its own."""
-
-    what = "torch's CUDA allocator"
-    expected = "'native'"
-    got = "{backend!r}"
+    what, expected, got = "torch's CUDA allocator", "'native'", "{backend!r}"
     rule = "buckets share graph memory through torch's own allocator"
     fix = "leave 'backend' out of PYTORCH_CUDA_ALLOC_CONF"
 
@@ -180,37 +137,25 @@ class ForeignAllocator(ConfigError):
 class DriverCallFailed(StateError):
     """A call of the CUDA driver failed while a failed capture was cleaned up."""
 
-    what = "{name} of the CUDA driver"
-    expected = "success"
-    got = "error {code}"
+    what, expected, got = "{name} of the CUDA driver", "success", "error {code}"
     rule = "a capture that failed is put back to a known state"
     fix = "if an earlier error broke the CUDA context, restart the process"
 
 
 class InvalidBuckets(ConfigError):
-    """A bucket list is no ascending list of token counts."""
-
     what = "buckets{part}"
     rule = "buckets are whole token counts from 1 up, strictly ascending"
     fix = "list each token count once, from small to large, such as [64, 128, 256]"
 
 
 class UnlistedBucket(ConfigError):
-    """A bucket was asked for that is not in the list."""
-
-    what = "bucket {bucket}"
-    expected = "one of {sizes}"
-    got = "{bucket}"
+    what, expected, got = "bucket {bucket}", "one of {sizes}", "{bucket}"
     rule = "only listed buckets have a range"
     fix = "ask bucket_for(num_tokens) which bucket serves a call"
 
 
 class NegativeWarmUps(ConfigError):
-    """The number of warm-ups is below 0."""
-
-    what = "field 'warmup_steps'"
-    expected = "0 or more"
-    got = "{steps}"
+    what, expected, got = "field 'warmup_steps'", "0 or more", "{steps}"
     rule = "a bucket is captured after so many eager runs"
     fix = "leave it at 3"
 
@@ -226,8 +171,7 @@ class WrongBucketState(StateError):
 class SegmentFailed(CaptureError):
     """A segment raised an error in a warm-up or a capture."""
 
-    what = "{segment}, bucket {bucket}"
-    expected = "a segment that runs"
+    what, expected = "{segment}, bucket {bucket}", "a segment that runs"
     rule = "a bucket whose capture fails is served eagerly"
     fix = "run the model eagerly at this token count to see the error alone"
 
@@ -242,58 +186,42 @@ class Unrecordable(CaptureError):
 
 
 class ReadBack(Unrecordable):
-    """The host reads a tensor's value."""
-
     got = "a tensor's value read by the host{more}"
     rule = "a replay runs no Python, so a value read while recording would be frozen"
     fix = "keep the value in a tensor (torch.where, masked_fill), or let this part of the model run eagerly"
 
 
 class ValueDependentShape(Unrecordable):
-    """A tensor's values decide an output's shape."""
-
     got = "an output whose shape depends on values{more}"
     rule = "a graph has fixed shapes, and finding this one waits for the device"
-    fix = (
-        "use a mask or a fixed size (torch.where, nonzero_static, output_size=), or let this part run eagerly"
-    )
+    fix = "use a mask or a fixed size (torch.where, nonzero_static, output_size=), or run this part eagerly"
 
 
 class HostTensor(Unrecordable):
-    """A tensor is made from values of the host."""
-
     got = "a tensor made from host values{more}"
     rule = "a graph holds device work only: the values would be frozen, and CUDA captures no copy of them"
     fix = "make the tensor once outside (a buffer or an input), or use torch.full, zeros or arange"
 
 
 class TensorResized(Unrecordable):
-    """A tensor is resized, or bound to other memory."""
-
     got = "a tensor that was resized or given other memory{more}"
     rule = "recorded tensors keep their address and shape"
     fix = "allocate the tensor, or out=, at its final shape"
 
 
 class DeviceCrossing(Unrecordable):
-    """A tensor lies on another device than the graph's."""
-
     got = "a tensor on another device than the pool's{more}"
     rule = "a graph holds work of one device; a copy between devices cannot be captured"
     fix = "move the tensor outside of the graph segment"
 
 
 class UnstridedTensor(Unrecordable):
-    """A tensor is sparse, quantized or otherwise not strided."""
-
     got = "a sparse, quantized or otherwise not strided tensor{more}"
     rule = "recorded memory is plain strided memory"
     fix = "let this part of the model run eagerly"
 
 
 class WaitForDevice(Unrecordable):
-    """An op waits for the device inside a capture."""
-
     got = "a wait for the device, or another call that a capture forbids{more}"
     rule = "nothing in a graph may wait for the device, read back or allocate outside torch's allocator"
     fix = (
@@ -303,48 +231,36 @@ class WaitForDevice(Unrecordable):
 
 
 class UnjoinedStream(Unrecordable):
-    """Work on a forked stream is not joined."""
-
     got = "a stream that was forked from the captured one and not joined again{more}"
     rule = "all work of a graph ends on the stream that it began on"
     fix = "make the first stream wait for the other one (wait_stream, wait_event) before the op returns"
 
 
 class LegacyStream(Unrecordable):
-    """Work on the legacy default stream waits for a capture."""
-
     got = "work on the legacy default stream that waits for the captured one{more}"
     rule = "during a capture nothing may depend on the default stream"
     fix = "launch on torch.cuda.current_stream() instead of stream 0"
 
 
 class OtherCapture(Unrecordable):
-    """An event or stream belongs to another capture."""
-
     got = "an event or stream of another capture{more}"
     rule = "captures do not exchange work"
     fix = "record and wait for events inside one op"
 
 
 class OutOfDeviceMemory(Unrecordable):
-    """The device has no memory left for a capture."""
-
     got = "no memory left on the device{more}"
     rule = "the largest bucket's intermediates must fit beside weights and caches"
     fix = "capture smaller buckets, make the KV cache smaller, or free memory before capture()"
 
 
 class RandomDraw(Unrecordable):
-    """An op draws random numbers."""
-
     got = "a draw of random numbers{more}"
     rule = "graphs of this engine hold no random ops, so that captures leave the generator alone"
     fix = "let this part of the model run eagerly"
 
 
 class WorkElsewhere(Unrecordable):
-    """All kernels of a segment ran on a stream that is not captured."""
-
     got = "kernels that ran on another stream, so that the graph is empty{more}"
     rule = "a graph holds what was launched on the captured stream or on streams forked from it"
     fix = "launch on torch.cuda.current_stream(), or make the other stream wait for it and join it again"

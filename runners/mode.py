@@ -4,8 +4,6 @@ Each mode is one `ContextVar`, so it ends with its block whatever is raised, and
 own. Reading one costs well under 0.2 us, since each call reads two.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
@@ -15,8 +13,6 @@ T = TypeVar("T")
 _eager_only: ContextVar[bool] = ContextVar("piecewise_eager_only", default=False)
 _capture_window: ContextVar[bool] = ContextVar("piecewise_capture_window", default=False)
 _capturing: ContextVar[str | None] = ContextVar("piecewise_capturing", default=None)
-
-
 # Whether a block of that kind is open here; the segment that is being captured here, or None.
 is_eager_only = _eager_only.get
 in_capture_window = _capture_window.get
@@ -24,7 +20,8 @@ capturing = _capturing.get
 
 
 @contextmanager
-def _set(mode: ContextVar[T], value: T) -> Iterator[None]:
+def during_block(mode: ContextVar[T], value: T) -> Iterator[None]:
+    """Sets a mode for a block."""
     token = mode.set(value)
     try:
         yield
@@ -34,14 +31,14 @@ def _set(mode: ContextVar[T], value: T) -> Iterator[None]:
 
 def eager_only() -> AbstractContextManager[None]:
     """Runs every call of a block eagerly, with the reason ``eager_only``."""
-    return _set(_eager_only, True)
+    return during_block(_eager_only, True)
 
 
 def capture_window() -> AbstractContextManager[None]:
     """Lets shapes seen in a block be captured [I5]; outside of one, an unseen shape runs eagerly."""
-    return _set(_capture_window, True)
+    return during_block(_capture_window, True)
 
 
 def capture_of(segment: str) -> AbstractContextManager[None]:
     """Marks this block as the capture of `segment`; graph engines open it around the recorded function."""
-    return _set(_capturing, segment)
+    return during_block(_capturing, segment)

@@ -4,26 +4,21 @@ A CUDA graph records whatever kernels such a call launches. The tape sees the di
 records, the call is handed to its recorder, which notes one step on the recorded memory.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import Any
+
+from runners.mode import during_block
 
 # Runs `function(*args)`, notes how to repeat it, and returns its results in recorded memory.
 CallRecorder = Callable[[Callable[..., Sequence[Any]], tuple[Any, ...]], Sequence[Any]]
 _recorder: ContextVar[CallRecorder | None] = ContextVar("piecewise_call_recorder", default=None)
 
 
-@contextmanager
-def recording_calls(record: CallRecorder) -> Iterator[None]:
+def recording_calls(record: CallRecorder) -> AbstractContextManager[None]:
     """Hands the opaque calls of this block to `record`."""
-    token = _recorder.set(record)
-    try:
-        yield
-    finally:
-        _recorder.reset(token)
+    return during_block(_recorder, record)
 
 
 class OpaqueCall:

@@ -4,28 +4,18 @@ Per bucket: ``COLD -> WARMING(n) -> CAPTURED | EAGER_ONLY(reason)``. A failed ca
 and leaves nothing behind [I8]. The runner knows neither its place in the model nor what a token is.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from runners import errors
 from runners.engine import CapturedGraph, GraphEngine, GraphPool
-from runners.errors import (
-    CaptureError,
-    NegativeWarmUps,
-    NoOutputSequence,
-    PiecewiseError,
-    SegmentFailed,
-    StateError,
-    Unrecordable,
-    WrongBucketState,
-)
 from runners.mode import is_eager_only
 
 
@@ -69,17 +59,11 @@ class PiecewiseRunner:
     """
 
     def __init__(
-        self,
-        fn: Callable[..., Sequence[Any]],
-        *,
-        name: str,
-        engine: GraphEngine,
-        pool: GraphPool,
-        warmup_steps: int = 3,
-        module_path: str = "",
-    ) -> None:
+        self, fn: Callable[..., Sequence[Any]], *, name: str, engine: GraphEngine, pool: GraphPool,
+        warmup_steps: int = 3, module_path: str = "",
+    ) -> None:  # fmt: skip
         if warmup_steps < 0:
-            raise NegativeWarmUps(steps=warmup_steps)
+            raise errors.NegativeWarmUps(steps=warmup_steps)
         self.warmup_steps, self.function = warmup_steps, fn
         self.num_captures = self.num_replays = 0
         self._place = f"{name} ({module_path})" if module_path else name
@@ -97,7 +81,6 @@ class PiecewiseRunner:
         return self._states.get(padded_num_tokens, COLD)
 
     def graph_for(self, padded_num_tokens: int) -> CapturedGraph | None:
-        """Returns the bucket's graph, or None."""
         capture = self._captures.get(padded_num_tokens)
         return capture.graph if capture else None
 
@@ -139,11 +122,10 @@ class PiecewiseRunner:
             expected = f"a bucket after {self.warmup_steps} warm-ups"
             raise self._wrong_state("capture", padded_num_tokens, expected)
         arguments = _geometry(args)
+        run = partial(fn or self.function, padded_num_tokens, *args)
         try:
-            graph = self._engine.capture(
-                lambda: (fn or self.function)(padded_num_tokens, *args), pool=self._pool, segment=self._place
-            )
-        except StateError:
+            graph = self._engine.capture(run, pool=self._pool, segment=self._place)
+        except errors.StateError:
             raise
         except Exception as error:
             failure = self._failure(padded_num_tokens, error)
@@ -193,7 +175,7 @@ class PiecewiseRunner:
         self._captures.clear()
         self._states.clear()
 
-    def _wrong_state(self, verb: str, padded_num_tokens: int, expected: str) -> WrongBucketState:
+    def _wrong_state(self, verb: str, padded_num_tokens: int, expected: str) -> errors.WrongBucketState:
         state = self.state_for(padded_num_tokens)
         got = {
             BucketPhase.COLD: "a cold one",
@@ -201,18 +183,19 @@ class PiecewiseRunner:
             BucketPhase.CAPTURED: "a captured one",
             BucketPhase.EAGER_ONLY: "one that runs eagerly only, as its capture failed",
         }[state.phase]
-        return WrongBucketState(
+        return errors.WrongBucketState(
             expected=expected, got=got, verb=verb, segment=self._place, bucket=padded_num_tokens,
             steps=self.warmup_steps,
         )  # fmt: skip
 
-    def _failure(self, padded_num_tokens: int, error: Exception) -> CaptureError:
-        if isinstance(error, PiecewiseError):
-            kind = type(error) if isinstance(error, (Unrecordable, NoOutputSequence)) else SegmentFailed
+    def _failure(self, padded_num_tokens: int, error: Exception) -> errors.CaptureError:
+        if isinstance(error, errors.PiecewiseError):
+            kept = (errors.Unrecordable, errors.NoOutputSequence)
+            kind = type(error) if isinstance(error, kept) else errors.SegmentFailed
             where = f"bucket {padded_num_tokens}, {error.what}"
             return kind(where, expected=error.expected, got=error.got, rule=error.rule, fix=error.fix)
         found = f"{type(error).__name__}: {error}"
-        return SegmentFailed(segment=self._place, bucket=padded_num_tokens, got=found)
+        return errors.SegmentFailed(segment=self._place, bucket=padded_num_tokens, got=found)
 
 
 def _geometry(args: Sequence[Any]) -> list[Any]:

@@ -4,8 +4,6 @@ A new row count needs a view of every tensor that an eager call takes, some hund
 the call waits. So what tensors of one geometry have in common is worked out once.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 

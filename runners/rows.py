@@ -4,28 +4,26 @@ A graph works on `padded_num_tokens` rows; everything outside works on `num_toke
 leading ones on each dim that carries tokens [I1].
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 # Sizes, strides and offset of a tensor.
 Place = tuple[tuple[int, ...], tuple[int, ...], int]
 # A target and its source; None where there is no row to repeat: such a target is filled with zeros.
-RowCopy = tuple[torch.Tensor, torch.Tensor | None]
+RowCopy = tuple[Tensor, Tensor | None]
 
 
-def narrow_to(tensor: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
+def narrow_to(tensor: Tensor, sizes: Sequence[int]) -> Tensor:
     """Views the leading part of `tensor` of the given sizes."""
-    narrowed = tensor
     for dim, (size, wanted) in enumerate(zip(tensor.shape, sizes, strict=True)):
         if size != wanted:
-            narrowed = narrowed.narrow(dim, 0, wanted)
-    return narrowed
+            tensor = tensor.narrow(dim, 0, wanted)
+    return tensor
 
 
-def has_strides(tensor: torch.Tensor, strides: Sequence[int]) -> bool:
+def has_strides(tensor: Tensor, strides: Sequence[int]) -> bool:
     """Whether the strides match where they matter: dims of size 0 or 1 may have any."""
     return tensor.numel() == 0 or all(
         size <= 1 or have == want
@@ -36,10 +34,8 @@ def has_strides(tensor: torch.Tensor, strides: Sequence[int]) -> bool:
 def is_dense(sizes: Sequence[int], strides: Sequence[int]) -> bool:
     """Whether the elements fill their memory without holes or overlaps, in some order of dims."""
     expected = 1
-    for stride, size in sorted(
-        (stride, size) for size, stride in zip(sizes, strides, strict=True) if size != 1
-    ):
-        if stride != expected:
+    for stride, size in sorted(zip(strides, sizes, strict=True)):
+        if size != 1 and stride != expected:
             return False
         expected *= size
     return True
@@ -52,14 +48,12 @@ def num_spanned(sizes: Sequence[int], strides: Sequence[int]) -> int:
     return 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
 
 
-def padded_parts(tensor: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
+def padded_parts(tensor: Tensor, sizes: Sequence[int]) -> list[Tensor]:
     """Returns views that together cover what lies outside the leading part of `sizes`."""
     return [target for target, _ in row_copies(tensor, sizes, [1] * len(sizes))]
 
 
-def row_copies(
-    tensor: torch.Tensor, sizes: Sequence[int], units: Sequence[int], *, row: int = 0
-) -> list[RowCopy]:
+def row_copies(tensor: Tensor, sizes: Sequence[int], units: Sequence[int], *, row: int = 0) -> list[RowCopy]:
     """Finds views whose copies, in order, repeat one leading row behind the leading part of `sizes` [I2].
 
     `units` is how many elements are one row, per dim; `row` is the leading row, the same in all tensors.
@@ -81,7 +75,7 @@ def row_copies(
     return found[::-1]
 
 
-def repeat_row_(tensor: torch.Tensor, sizes: Sequence[int], units: Sequence[int], *, row: int = 0) -> None:
+def repeat_row_(tensor: Tensor, sizes: Sequence[int], units: Sequence[int], *, row: int = 0) -> None:
     """Fills the rows behind the leading part of `sizes` as `row_copies` says."""
     for target, source in row_copies(tensor, sizes, units, row=row):
         target.copy_(source) if source is not None else target.zero_()

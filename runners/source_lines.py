@@ -1,7 +1,5 @@
 """Finds the user's line of code that an error in a capture comes from."""
 
-from __future__ import annotations
-
 import linecache
 import os
 import sys

@@ -224,9 +224,7 @@ class CallStats:
             "reasons": _plain(self.reasons),
             "captured": list(self.captured),
             "calls_by_bucket": _plain(self.calls_by_bucket),
-            "eager_by_bucket": {
-                str(size): _plain(reasons) for size, reasons in sorted(self.eager_by_bucket.items())
-            },
+            "eager_by_bucket": {str(k): _plain(found) for k, found in sorted(self.eager_by_bucket.items())},
         }
 
 

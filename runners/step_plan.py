@@ -16,25 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from runners.bound_steps import (
-    BoundCall,
-    BoundOpCall,
-    Check,
-    CopiedResult,
-    CopyIn,
-    CopyInputs,
-    CopyLaunch,
-    CopyOut,
-    Dense,
-    DirectCall,
-    Load,
-    Loadable,
-    LoadStep,
-    Measure,
-    StateChanged,
-    own_copy,
-    raise_change,
-)
+from runners import bound_steps
 from runners.engine import CapturedGraph
 from runners.row_views import BoundRows, RowViews, SizedValue, place_of
 from runners.rows import has_strides, is_dense, row_copies
@@ -86,7 +68,7 @@ class CallStep:
     arguments: tuple[StaticArgument | int, ...]
     results: tuple[int, ...] = ()
     copies: tuple[StaticInput, ...] = ()
-    direct: DirectCall | None = None
+    direct: bound_steps.DirectCall | None = None
     owned: tuple[int, ...] = ()
 
 
@@ -151,9 +133,9 @@ class StepPlan:
     check_before: int
     begin_call: Callable[[], None] | None = None
     may_run_ahead: Callable[[], bool] = lambda: True
-    step_metadata: tuple[Loadable, ...] = ()
+    step_metadata: tuple[bound_steps.Loadable, ...] = ()
     max_bound: int = 64
-    copier: Callable[[Sequence[CopyIn]], CopyLaunch | None] | None = None
+    copier: Callable[[Sequence[bound_steps.CopyIn]], bound_steps.CopyLaunch | None] | None = None
     _bound: OrderedDict[int, _Bound] = field(default_factory=OrderedDict)
     _binder: _Binder = field(init=False)
 
@@ -176,11 +158,11 @@ class StepPlan:
         try:
             for step in bound.steps:
                 step.replay(env)
-        except StateChanged:
+        except bound_steps.StateChanged:
             raise
         except Exception:
             # It may be no fault of the call: the model changed, which was not looked at yet.
-            raise_change(self.check)
+            bound_steps.raise_change(self.check)
             raise
         return [read(env) for read in bound.results]
 
@@ -208,9 +190,7 @@ class _Binder:
         self._copier = plan.copier
         self._views = RowViews()
         self._copy_ins = self._with_views(plan.copy_ins)
-        self._steps: list[Any] = [
-            step if isinstance(step, ReplayStep) else self._template(step) for step in plan.steps
-        ]
+        self._steps: list[Any] = [s if isinstance(s, ReplayStep) else self._template(s) for s in plan.steps]
         self._results = [
             (item, self._views.add(item.tensor, item.value) if item.tensor is not None else -1)
             for item in plan.results
@@ -219,16 +199,15 @@ class _Binder:
         self._first_copy = plan.num_leaves + plan.num_values
         calls = [at for at, step in enumerate(plan.steps) if isinstance(step, CallStep)]
         first_call = calls[0] if calls else len(plan.steps)
-        look: list[Any] = [Load(plan.state_slots)] if plan.state_slots else []
-        if plan.size_slots:
-            look.append(Measure(plan.size_slots))
+        is_asked = plan.state_slots or plan.size_slots
+        look: list[Any] = [bound_steps.LookUp(plan.state_slots, plan.size_slots)] if is_asked else []
         # A check goes before all look-ups: what it finds may be that a place is gone.
         if plan.check_before <= first_call:
-            self._steps[plan.check_before : plan.check_before] = [Check(plan.check), *look]
+            self._steps[plan.check_before : plan.check_before] = [bound_steps.Check(plan.check), *look]
         else:
-            self._steps.insert(plan.check_before, Check(plan.check))
-            self._steps[first_call:first_call] = [Check(plan.check, plan.may_run_ahead), *look]
-        self._loads = [LoadStep(metadata) for metadata in plan.step_metadata]
+            self._steps.insert(plan.check_before, bound_steps.Check(plan.check))
+            self._steps[first_call:first_call] = [bound_steps.Check(plan.check, plan.may_run_ahead), *look]
+        self._loads = [bound_steps.LoadStep(metadata) for metadata in plan.step_metadata]
 
     def _with_views(self, inputs: Sequence[StaticInput]) -> list[tuple[StaticInput, int]]:
         return [(each, self._views.add(each.buffer, each.value)) for each in inputs]
@@ -259,44 +238,46 @@ class _Binder:
                 readers[position] = itemgetter(self._first_copy + position)
         return _Bound(steps, readers)
 
-    def _call(self, template: _CallTemplate, num_tokens: int, rows: BoundRows) -> BoundCall:
+    def _call(self, template: _CallTemplate, num_tokens: int, rows: BoundRows) -> bound_steps.BoundCall:
         step, views = template.step, rows.views
         arguments = [num_tokens, *(views[index] for index in template.views)]
-        dense: list[Dense] = []
+        dense: list[bound_steps.Dense] = []
         for index in dict.fromkeys(template.views) if rows.other_strides else ():
             if (strides := rows.other_strides.get(index)) is None:
                 continue
             positions = tuple(at for at, taken in enumerate(template.views, start=1) if taken == index)
             taken_as = (step.arguments[at - 1] for at in positions)
             written = any(isinstance(taken, StaticArgument) and taken.written for taken in taken_as)
-            dense.append(Dense(positions, views[index], strides, written))
+            dense.append(bound_steps.Dense(positions, views[index], strides, written))
             for at in positions:
                 arguments[at] = None
         copies = self._copy_inputs(template.copies, rows)
         # Of one row, `contiguous()` or `sum_to_size` return what they were given, where the plan has a copy.
         function = _with_own_memory(step) if num_tokens == 1 and step.owned else step.function
         parts = (function, arguments, template.from_env, step.results, dense, copies)
-        return BoundCall(*parts) if step.direct is None or dense else BoundOpCall(*parts, step.direct)
+        if step.direct is None or dense:
+            return bound_steps.BoundCall(*parts)
+        return bound_steps.BoundOpCall(*parts, step.direct)
 
-    def _copy_inputs(self, inputs: list[tuple[StaticInput, int]], rows: BoundRows) -> CopyInputs | None:
+    def _copy_inputs(self, inputs: Sequence[Any], rows: BoundRows) -> bound_steps.CopyInputs | None:
         copies = [
-            CopyIn(each.slot, each.buffer, real, row_copies(each.buffer, real.shape, units), units)
-            for each, index in inputs
-            for real, units in [(rows.views[index], each.value.units)]
+            bound_steps.CopyIn(x.slot, x.buffer, real, row_copies(x.buffer, real.shape, units), units)
+            for x, index in inputs
+            for real, units in [(rows.views[index], x.value.units)]
         ]
         if not copies:
             return None
-        return CopyInputs(copies, self._copier(copies) if self._copier is not None else None)
+        return bound_steps.CopyInputs(copies, self._copier(copies) if self._copier is not None else None)
 
-    def _copy_out(self, group: list[int], num_tokens: int, rows: BoundRows) -> CopyOut:
+    def _copy_out(self, group: list[int], num_tokens: int, rows: BoundRows) -> bound_steps.CopyOut:
         """Copies the results at these positions, laid out as in eager's memory."""
         found = []
         for position in group:
             item, index = self._results[position]
             assert item.value is not None
-            place = place_of(item.value, num_tokens)
-            found.append(CopiedResult(self._first_copy + position, rows.views[index], item.slot, place))
-        return CopyOut(found)
+            source = item.slot if index < 0 else rows.views[index]
+            found.append((self._first_copy + position, source, place_of(item.value, num_tokens)))
+        return bound_steps.CopyOut(found)
 
 
 def _with_own_memory(step: CallStep) -> Callable[..., Any]:
@@ -326,7 +307,7 @@ def _reader(item: ResultItem, num_tokens: int, rows: torch.Tensor | None) -> Rea
     wanted = tuple(strides(num_tokens)) if strides is not None else rows.stride()
     if strides is None or has_strides(rows, wanted) and is_dense(rows.shape, wanted):
         return lambda env: rows.clone()
-    return lambda env: own_copy(rows, wanted)
+    return lambda env: bound_steps.own_copy(rows, wanted)
 
 
 def _shared_results(results: tuple[ResultItem, ...]) -> list[list[int]]:

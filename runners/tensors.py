@@ -1,7 +1,5 @@
 """Finds and replaces tensors inside values."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

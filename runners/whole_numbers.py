@@ -1,7 +1,5 @@
 """Reads ints as callers have them: Python's, NumPy's and those of tensors, alone and in lists and arrays."""
 
-from __future__ import annotations
-
 import operator
 from typing import Any
 

@@ -8,8 +8,6 @@ Three ways serve a call, by what the step's cache has chosen: a library, the Tri
 operators here, one sequence at a time, with float32 accumulation; none of them reads a device tensor back.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -24,8 +22,6 @@ from boundary_ops.declare.registry import define
 from boundary_ops.errors.backends import CallNotServed
 from boundary_ops.step.batch import PrefillBatch
 from boundary_ops.step.kv_cache import PagedKVCache
-
-__all__ = ["attn_inplace"]
 
 SCHEMA = (
     f"{NAME}(Tensor q, Tensor k, Tensor v, Tensor(a!) out, Tensor(b!) k_cache, Tensor(c!) v_cache, "
@@ -141,13 +137,10 @@ def bind(*args: Any) -> Callable[..., object] | None:
     cache = PagedKVCache.owner_of(call.k_cache)
     if cache is None:
         return None
-    if cache.library is not None:
-        return _bind_library(cache.library)
-    program = _program_for(cache)
-    return None if program is None else program.bind(call, cache.attention_backend, attend_inplace)
+    if (library := cache.library) is None:
+        program = _program_for(cache)
+        return None if program is None else program.bind(call, cache.attention_backend, attend_inplace)
 
-
-def _bind_library(library: AttentionLibrary) -> Callable[..., object]:
     def attend_again(*args: Any) -> None:
         batch = PrefillBatch.current(NAME)
         if batch.cache.library is library:
@@ -159,13 +152,6 @@ def _bind_library(library: AttentionLibrary) -> Callable[..., object]:
 
 
 attn_inplace = define(
-    SCHEMA,
-    attend_inplace,
-    token_args={"q": 0, "k": 0, "v": 0, "out": 0},
-    capture_safe=True,
-    warm_up=warm_up,
-    bind={"cpu": bind, "cuda": bind},
-    repeatable=True,
-    captured_form=FORM,
-    any_strides=("q", "k", "v"),
-)
+    SCHEMA, attend_inplace, token_args={"q": 0, "k": 0, "v": 0, "out": 0}, capture_safe=True, warm_up=warm_up,
+    bind={"cpu": bind, "cuda": bind}, repeatable=True, captured_form=FORM, any_strides=("q", "k", "v"),
+)  # fmt: skip

@@ -8,21 +8,18 @@ The implementation here is written in torch operators on all rows at once, with 
 recorded on any device; it costs room for `max_seq_len` keys per row, however long the sequences are.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from boundary_ops.attention.checks import CapturedCall, attention_shares, check_arguments, check_metadata
 from boundary_ops.attention.program import find_program, warm_up, warn_slow
 from boundary_ops.attention.step_buffers import StepBuffers
 from boundary_ops.declare.boundary_op import CapturedForm, CaptureLimits
 from boundary_ops.declare.registry import define
-
-__all__ = ["FORM", "attend_captured", "attn_captured"]
 
 NAME = "piecewise::attn_captured"
 SCHEMA = (
@@ -87,18 +84,15 @@ def attend_by_torch(call: CapturedCall) -> None:
         out[part].copy_(torch.where(is_real[part, None, None], result.to(out.dtype), out[part]))
 
 
-def _write_rows(pool: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor, is_real: torch.Tensor) -> None:
+def _write_rows(pool: Tensor, rows: Tensor, slots: Tensor, is_real: Tensor) -> None:
     """Writes real rows to their slots; others repeat the first row's write, or its slot's content."""
     lines = pool.view(-1, *pool.shape[2:])
     first = torch.where(is_real[:1, None, None], rows[:1], lines[slots[:1]])
-    lines.index_copy_(
-        0, torch.where(is_real, slots, slots[:1]), torch.where(is_real[:, None, None], rows, first)
-    )
+    rows = torch.where(is_real[:, None, None], rows, first)
+    lines.index_copy_(0, torch.where(is_real, slots, slots[:1]), rows)
 
 
-def _attend_rows(
-    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, seen: torch.Tensor, call: CapturedCall
-) -> torch.Tensor:
+def _attend_rows(q: Tensor, keys: Tensor, values: Tensor, seen: Tensor, call: CapturedCall) -> Tensor:
     """Attends float32 rows to keys [rows, width, kv_heads, head_dim] of their own; NaN where none is seen."""
     rows, heads, dim = q.shape
     kv_heads = keys.shape[2]
@@ -113,20 +107,15 @@ def _warm_up(num_tokens: int, *args: Any, **kwargs: Any) -> None:
     warm_up(num_tokens, *CapturedCall(*args, **kwargs).layer)
 
 
-attn_captured = define(
-    SCHEMA,
-    attend_captured,
-    token_args={"q": 0, "k": 0, "v": 0, "out": 0},
-    capture_safe=True,
-    warm_up=_warm_up,
-)
+_ROWS = {"q": 0, "k": 0, "v": 0, "out": 0}
+attn_captured = define(SCHEMA, attend_captured, token_args=_ROWS, capture_safe=True, warm_up=_warm_up)
 
 
 def _refusal(call: Mapping[str, Any]) -> str | None:
     """Says why a call cannot be captured: a captured op knows a step by its device metadata alone."""
     if call.get("implied_positions"):
         return "the model numbers the tokens itself; pass position_ids to have it captured"
-    if not all(isinstance(call.get(name), torch.Tensor) for name in ("k_cache", "v_cache")):
+    if not all(isinstance(call.get(name), Tensor) for name in ("k_cache", "v_cache")):
         return "its pools are not tensors of the model"
     return None
 

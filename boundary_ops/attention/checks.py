@@ -1,7 +1,5 @@
 """Checks the arguments of the attention ops against each other and the step; reads no device tensor back."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch
@@ -43,20 +41,15 @@ class CapturedCall(NamedTuple):
 
     @property
     def metadata(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Returns slots, starts, lengths and block tables."""
         return self.slot_mapping, self.cu_seqlens_q, self.seq_lens, self.block_tables
 
     @property
     def layer(self) -> AttentionCall:
-        """Returns the arguments without the metadata."""
         return AttentionCall(*self[:6], *self[10:])  # type: ignore[arg-type]
 
 
 def attention_shares(
-    call: AttentionCall | CapturedCall,
-    products: torch.Tensor,
-    seen: torch.Tensor,
-    sinks_shape: tuple[int, ...],
+    call: AttentionCall | CapturedCall, products: torch.Tensor, seen: torch.Tensor, sinks_as: tuple[int, ...]
 ) -> torch.Tensor:
     """Returns the softmax of `products`, q @ k, over the keys seen, with scale, soft cap and sinks."""
     scores = products * call.scale
@@ -65,7 +58,7 @@ def attention_shares(
     scores = scores.masked_fill(~seen, float("-inf"))
     if call.sinks is None:
         return scores.softmax(-1)
-    column = call.sinks.float().view(sinks_shape).expand(*scores.shape[:-1], 1)
+    column = call.sinks.float().view(sinks_as).expand(*scores.shape[:-1], 1)
     return torch.cat((scores, column), dim=-1).softmax(-1)[..., :-1]
 
 
@@ -107,16 +100,13 @@ def _wrong(argument: str, expected: str, got: object) -> WrongArgument:
 
 
 def check_batch(batch: PrefillBatch, call: AttentionCall) -> None:
-    """Raises unless the call fits the step that is running."""
     if call.q.shape[0] != batch.num_tokens:
-        raise WrongNumTokens(
-            f"op '{NAME}', argument 'q'", num_tokens=batch.num_tokens, got=f"{call.q.shape[0]} rows"
-        )
+        where, found = f"op '{NAME}', argument 'q'", f"{call.q.shape[0]} rows"
+        raise WrongNumTokens(where, num_tokens=batch.num_tokens, got=found)
     for name, pool in (("k_cache", call.k_cache), ("v_cache", call.v_cache)):
         if not batch.cache.owns_pool(pool):
-            raise OtherCache(
-                f"op '{NAME}', argument '{name}'", expected=_POOL, got=f"another tensor, {list(pool.shape)}"
-            )
+            where, found = f"op '{NAME}', argument '{name}'", f"another tensor, {list(pool.shape)}"
+            raise OtherCache(where, expected=_POOL, got=found)
     if call.implied_positions:
         check_positions(batch)
 
@@ -142,8 +132,6 @@ def check_metadata(call: CapturedCall) -> None:
         is_dense = tensor.is_contiguous()
         if not fits or not is_dense or tensor.dtype != dtype or tensor.device != device:
             found = f"{tensor.dtype} {list(tensor.shape)} on {tensor.device}"
-            raise WrongMetadata(
-                argument=name,
-                expected=f"{dtype} {shape} on {device}, contiguous",
-                got=found if is_dense else f"{found}, not contiguous",
-            )
+            found += "" if is_dense else ", not contiguous"
+            expected = f"{dtype} {shape} on {device}, contiguous"
+            raise WrongMetadata(argument=name, expected=expected, got=found)

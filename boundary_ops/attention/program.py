@@ -1,7 +1,5 @@
 """Finds the Triton program of the attention ops, which alone needs triton, and compiles ahead of calls."""
 
-from __future__ import annotations
-
 import functools
 import warnings
 from typing import Any
@@ -11,8 +9,6 @@ import torch
 from boundary_ops.attention.scratch import Geometry, ScratchLayer
 from boundary_ops.backends.library import NAME, AttentionCall
 from boundary_ops.step.kv_cache import PagedKVCache
-
-__all__ = ["find_program", "warm_up", "warn_slow"]
 
 
 @functools.cache

@@ -1,15 +1,11 @@
 """Makes a layer of some geometry, and steps through it, on memory of its own: what warm-ups run on."""
 
-from __future__ import annotations
-
 import torch
 
 from boundary_ops.attention.triton.configs import Geometry
 from boundary_ops.backends.library import AttentionCall
 from boundary_ops.step.batch import PrefillBatch
 from boundary_ops.step.kv_cache import PagedKVCache
-
-__all__ = ["ScratchLayer"]
 
 
 class ScratchLayer:
@@ -27,15 +23,13 @@ class ScratchLayer:
             # A generator of its own: warming up draws no numbers from the model's.
             generator = torch.Generator(device).manual_seed(0)
             shape = (num_tokens, heads, geometry.head_dim)
-            return torch.randn(shape, generator=generator, device=device, dtype=torch.float32).to(
-                geometry.dtype
-            )
+            drawn = torch.randn(shape, generator=generator, device=device, dtype=torch.float32)
+            return drawn.to(geometry.dtype)
 
         with torch.inference_mode(False):
             q, k, v = rows(geometry.heads), rows(geometry.kv_heads), rows(geometry.kv_heads)
-            sinks = None
-            if geometry.sinks is not None:
-                sinks = torch.zeros(geometry.heads, dtype=geometry.sinks, device=device)
+            has_sinks = geometry.sinks is not None
+            sinks = torch.zeros(geometry.heads, dtype=geometry.sinks, device=device) if has_sinks else None
             self.call = AttentionCall(
                 q, k, v, torch.empty_like(q), self.cache.k[0], self.cache.v[0],
                 (-1 if geometry.negate else 1) * geometry.head_dim**-0.5,

@@ -10,8 +10,6 @@ Which rows are real, and how long sequences are, is read on the device; the laun
 and on `max_num_seqs` alone.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -25,8 +23,6 @@ from boundary_ops.errors.step import OtherCache
 from boundary_ops.step.batch import PrefillBatch
 from boundary_ops.step.kv_cache import PagedKVCache
 from boundary_ops.whole_numbers import check_whole
-
-__all__ = ["StepBuffers"]
 
 
 class StepBuffers:
@@ -52,18 +48,17 @@ class StepBuffers:
         self, pools: Sequence[torch.Tensor], *, max_num_seqs: int, max_num_tokens: int, max_seq_len: int
     ) -> None:
         sizes = {"max_num_seqs": max_num_seqs, "max_num_tokens": max_num_tokens, "max_seq_len": max_seq_len}
-        sizes = {name: check_whole(size, WrongStepLimit, argument=name) for name, size in sizes.items()}
+        wholes = (check_whole(size, WrongStepLimit, argument=name) for name, size in sizes.items())
+        max_num_seqs, max_num_tokens, max_seq_len = wholes
         check_whole(len(pools), WrongStepLimit, argument="pools", expected="one or more")
-        _check_backend(pools[0])
+        cache = _cache_of(pools[0])
         device, block_size = pools[0].device, pools[0].shape[1]
-        self.max_num_seqs, self.max_num_tokens, self.max_seq_len = sizes.values()
-        max_num_seqs, max_num_tokens, max_seq_len = sizes.values()
+        self.max_num_seqs, self.max_num_tokens, self.max_seq_len = max_num_seqs, max_num_tokens, max_seq_len
         self.max_blocks = -(-max_seq_len // block_size)
         self._pool_addresses = frozenset(pool.data_ptr() for pool in pools)
         # Tables last: the copy ends with the rows of the sequences that there are.
-        self._spans = _spans(
-            max_num_seqs + 1, max_num_seqs, 2 * max_num_tokens, max_num_seqs * self.max_blocks
-        )
+        counts = max_num_seqs + 1, max_num_seqs, 2 * max_num_tokens, max_num_seqs * self.max_blocks
+        self._spans = _spans(*counts)
         with torch.inference_mode(False):
             self._all = torch.zeros(self._spans[-1].stop, dtype=torch.int32, device=device)
             starts, lens, slots, tables = (self._all[span] for span in self._spans)
@@ -71,7 +66,6 @@ class StepBuffers:
             self.cu_seqlens_q, self.seq_lens = starts, lens
             self.block_tables = tables.view(max_num_seqs, self.max_blocks)
         self._num_tables = 0
-        cache = PagedKVCache.owner_of(pools[0])
         if cache is not None:
             cache.add_step_buffers(self)
 
@@ -146,13 +140,13 @@ class StepBuffers:
         return self._pool_addresses <= batch.cache.pool_addresses
 
 
-def _check_backend(pool: torch.Tensor) -> None:
+def _cache_of(pool: torch.Tensor) -> PagedKVCache | None:
+    """Finds the cache of a pool, if it has one; raises where its back end is none that is captured."""
     cache = PagedKVCache.owner_of(pool)
-    if cache is None:
-        return
-    is_program = cache.device.type == "cuda" and find_program() is not None
-    if cache.library is not None or (cache.attention_backend == "torch" and is_program):
+    is_program = cache is not None and cache.device.type == "cuda" and find_program() is not None
+    if cache and (cache.library is not None or (cache.attention_backend == "torch" and is_program)):
         raise BackendNotCaptured(name=cache.attention_backend, served="triton" if is_program else "torch")
+    return cache
 
 
 def _spans(*counts: int) -> list[slice]:

@@ -1,7 +1,5 @@
 """Chooses a cache's back end by its name. Only "auto" chooses among several; any other name is kept to."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable
 
@@ -11,8 +9,6 @@ from boundary_ops.backends.flashinfer import FlashInferAttention
 from boundary_ops.backends.library import AttentionLibrary, PoolSpec
 from boundary_ops.declare.schema import near
 from boundary_ops.errors.backends import BackendUnavailable, UnknownBackend
-
-__all__ = ["NAMES", "choose", "why_triton_unsupported"]
 
 LIBRARIES: dict[str, Callable[[PoolSpec], AttentionLibrary]] = {"flashinfer": FlashInferAttention}
 NAMES = ("auto", "triton", "torch", *LIBRARIES)
@@ -30,12 +26,8 @@ def choose(name: str, pools: PoolSpec) -> AttentionLibrary | None:
     """
     if not isinstance(name, str) or name not in NAMES:
         raise UnknownBackend(names=", ".join(map(repr, NAMES)), got=repr(name), fix=near(str(name), NAMES))
-    if name == "triton":
-        _check_triton(pools)
-    return LIBRARIES[name](pools) if name in LIBRARIES else None
-
-
-def _check_triton(pools: PoolSpec) -> None:
+    if name != "triton":
+        return LIBRARIES[name](pools) if name in LIBRARIES else None
     if pools.device.type not in TRITON_DEVICES:
         raise BackendUnavailable(name="triton", expected="a CUDA device", got=str(pools.device))
     try:
@@ -45,6 +37,7 @@ def _check_triton(pools: PoolSpec) -> None:
     why = why_triton_unsupported(pools.dtype, pools.head_dim, pools.device.index)
     if why is not None:
         raise BackendUnavailable(name="triton", expected="pools that the program serves", got=why)
+    return None
 
 
 def why_triton_unsupported(dtype: torch.dtype, head_dim: int, device_index: int) -> str | None:

@@ -4,8 +4,6 @@ Source: docs.flashinfer.ai, `BatchPrefillWithPagedKVCacheWrapper`: layout NHD, i
 counts the tokens before the token itself, `logits_soft_cap` as the op's `softcap`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import threading
 from dataclasses import dataclass
@@ -16,8 +14,6 @@ import torch
 
 from boundary_ops.backends.library import AttentionCall, PoolSpec, StepView
 from boundary_ops.errors.backends import BackendUnavailable, CallNotServed
-
-__all__ = ["FlashInferAttention"]
 
 NAME = "flashinfer"
 # What its documentation recommends.
@@ -59,16 +55,12 @@ class FlashInferAttention:
 
     def check_call(self, call: AttentionCall) -> None:
         """Raises on sinks, a scale that is not positive, heads that are not dense and an `out` with gaps."""
+        strides = f"strides {call.q.stride()}"
         for is_served, argument, expected, got in (
             (call.sinks is None, "sinks", "none", "a tensor"),
             # Its softmax takes the largest score before it is scaled.
             (call.scale > 0.0, "scale", "a positive number", call.scale),
-            (
-                call.q.stride(-1) == 1,
-                "q",
-                "the elements of a head side by side",
-                f"strides {call.q.stride()}",
-            ),
+            (call.q.stride(-1) == 1, "q", "the elements of a head side by side", strides),
             (call.out.is_contiguous(), "out", "a contiguous tensor", f"strides {call.out.stride()}"),
         ):
             if not is_served:

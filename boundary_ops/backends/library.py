@@ -1,14 +1,10 @@
 """Describes a call of `piecewise::attn_inplace` to back ends, and what the attention of a library offers."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
-
-__all__ = ["NAME", "AttentionCall", "AttentionLibrary", "HostMetadata", "PoolSpec", "StepView"]
 
 NAME = "piecewise::attn_inplace"
 
@@ -69,10 +65,8 @@ class StepView(Protocol):
 
     @property
     def host(self) -> HostMetadata: ...
-
     @property
     def max_seqlen_k(self) -> int: ...
-
     @property
     def derived(self) -> dict[Any, Any]: ...
 
@@ -82,8 +76,6 @@ class AttentionLibrary(Protocol):
 
     def check_call(self, call: AttentionCall) -> None:
         """Raises where the library lacks what a layer asks for. Depends on the call's geometry alone."""
-        ...
 
     def attend(self, step: StepView, call: AttentionCall) -> None:
         """Attends straight into `out`; the step has tokens, and their K and V are in the pages already."""
-        ...

@@ -19,8 +19,6 @@ from boundary_ops._torch import OpOverload, check
 from boundary_ops.declare.schema import Implementation
 from boundary_ops.errors.declare import MissingTokenDim, NoImplementation
 
-__all__ = ["BoundOp", "BoundaryOp", "CaptureLimits", "CapturedForm", "StepMetadata", "StepMismatch"]
-
 # Arguments of a call → what serves calls of equal geometry, or None where that is the implementation itself.
 Binder = Callable[..., Callable[..., object] | None]
 
@@ -47,19 +45,15 @@ class StepMetadata(Protocol):
     @property
     def tensors(self) -> Mapping[str, torch.Tensor]:
         """Maps argument names of the captured form's op to its tensors, none of which ever moves."""
-        ...
 
     def mismatch(self, num_tokens: int) -> StepMismatch | None:
         """Says why the running step cannot serve a call of so many tokens, or None. Changes nothing."""
-        ...
 
     def load(self) -> None:
         """Copies the running step into the tensors, on the current stream, without waiting for it."""
-        ...
 
     def clear(self) -> None:
         """Goes back to a step of zero sequences, for which the captured op writes nothing."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -181,9 +175,8 @@ class Definition:
             if tensor is None:
                 continue
             if dim >= tensor.dim():
-                raise MissingTokenDim(
-                    op=self.op, argument=argument, dim=dim, num_dims=dim + 1, got=str(list(tensor.shape))
-                )
+                got = str(list(tensor.shape))
+                raise MissingTokenDim(op=self.op, argument=argument, dim=dim, num_dims=dim + 1, got=got)
             size = tensor.shape[dim]
             if first is None:
                 first = (argument, size)

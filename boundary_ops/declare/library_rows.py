@@ -6,8 +6,6 @@ into their arguments, know one row alone, or take the token count as an int. Lig
 for rotary embeddings and norms, are no ops or write into their arguments.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, TypeAlias
 

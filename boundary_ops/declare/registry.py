@@ -10,8 +10,6 @@ each call. So a module that is reloaded replaces the implementation, and graphs 
 one. `BoundaryOp.bind` goes past the dispatcher for calls that repeat.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
@@ -19,18 +17,10 @@ from typing import Any
 import torch
 
 from boundary_ops._torch import OpOverload, OpOverloadPacket, op_names
+from boundary_ops.declare import schema as schemas
 from boundary_ops.declare.boundary_op import Binder, BoundaryOp, CapturedForm, Definition
-from boundary_ops.declare.schema import (
-    Implementation,
-    OpSchema,
-    check_implementations,
-    find_overload,
-    near,
-    qualified,
-)
+from boundary_ops.declare.schema import Implementation, OpSchema, near, qualified
 from boundary_ops.errors.declare import NotDeclared, OpExists, SchemaChanged, WrongCapturedForm
-
-__all__ = ["declarations", "define", "lookup", "register", "registered", "unregister"]
 
 _registered: dict[str, BoundaryOp] = {}
 # Never shrinks: destroying a Library under a live OpOverload leaves a dangling handle.
@@ -77,7 +67,7 @@ def define(
     parsed = OpSchema.parse(schema)
     declared = _checked(parsed, token_args, any_strides, captured_form, capture_safe)
     name = parsed.name
-    implementations = check_implementations(name, impl)
+    implementations = schemas.check_implementations(name, impl)
     definition = _definitions.get(name)
     if definition is None:
         if name in op_names():
@@ -115,7 +105,7 @@ def register(
     Raises:
         BoundaryOpError: there is no such op, it is no boundary op, or something does not fit its schema.
     """
-    overload = find_overload(name)
+    overload = schemas.find_overload(name)
     schema = OpSchema(overload._schema)
     declared = _checked(schema, token_args, any_strides, captured_form, capture_safe)
     return _declare(overload, warm_up=warm_up, repeatable=repeatable, **declared)
@@ -162,22 +152,15 @@ def unregister(name: str) -> None:
 
 
 def _checked(
-    schema: OpSchema,
-    token_args: Mapping[str, int] | None,
-    any_strides: Collection[str],
-    form: CapturedForm | None,
-    capture_safe: bool,
+    schema: OpSchema, token_args: Any, any_strides: Any, form: CapturedForm | None, capture_safe: bool
 ) -> dict[str, Any]:
     """Returns the fields of a `BoundaryOp` that depend on its schema, once they fit it and each other."""
     written = schema.find_written()
     tokens = schema.check_token_args(token_args)
     if form is not None and not (capture_safe and form.op.capture_safe and form.op.mutated == written):
-        raise WrongCapturedForm(
-            op=schema.name,
-            writes=", ".join(written),
-            got=f"capture_safe={capture_safe}, and '{form.op.name}' with capture_safe={form.op.capture_safe} "
-            f"that writes {', '.join(form.op.mutated)}",
-        )
+        theirs = f"'{form.op.name}' with capture_safe={form.op.capture_safe}"
+        got = f"capture_safe={capture_safe}, and {theirs} that writes {', '.join(form.op.mutated)}"
+        raise WrongCapturedForm(op=schema.name, writes=", ".join(written), got=got)
     strided = schema.check_any_strides(written, any_strides)
     return {
         "name": schema.name, "mutated": written, "token_args": tokens, "any_strides": strided,
@@ -191,22 +174,15 @@ def _declare(overload: OpOverload, *, name: str, **fields: Any) -> BoundaryOp:
     return op
 
 
-def _define_in_torch(
-    schema: str, parsed: OpSchema, implementations: Mapping[str, Implementation] | Implementation
-) -> Definition:
+def _define_in_torch(schema: str, parsed: OpSchema, implementations: Any) -> Definition:
     namespace, local = parsed.parsed.name.split("::", 1)
     library = torch.library.Library(namespace, "FRAGMENT")
-    definition = Definition(
-        parsed.name, str(parsed.parsed), tuple(parsed.arguments), library, implementations, None, {}
-    )
-    library.define(_with_symbolic_ints(schema.strip()).removeprefix(f"{namespace}::"))
+    text, names = str(parsed.parsed), tuple(parsed.arguments)
+    definition = Definition(parsed.name, text, names, library, implementations, None, {})
+    # A trace would fix an `int` though it changes; a `SymInt` takes the same calls.
+    head, bracket, arguments = schema.strip().removeprefix(f"{namespace}::").partition("(")
+    library.define(head + bracket + re.sub(r"\bint(?=[?\[ ])", "SymInt", arguments))
     library.impl(qualified(local, parsed.parsed.overload_name), definition.run, "CompositeExplicitAutograd")
     # Registered apart from the kernel, which would otherwise run on fakes and meta tensors too.
     torch.library.register_fake(parsed.name, definition.fake, lib=library)
     return definition
-
-
-def _with_symbolic_ints(schema: str) -> str:
-    """Replaces `int`, which a trace would fix though it changes, by `SymInt`, which takes the same calls."""
-    head, bracket, arguments = schema.partition("(")
-    return head + bracket + re.sub(r"\bint(?=[?\[ ])", "SymInt", arguments)

@@ -5,23 +5,21 @@ torch's own ops have rules for that. Of any other op one says which dims carry t
 its results of the same rows of its arguments alone. `library_rows` says so of ops of libraries.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from boundary_ops._torch import OpOverload
 from boundary_ops.declare.library_rows import LIBRARY_ROWS
 from boundary_ops.declare.schema import OpSchema, find_overload, near, qualified
 from boundary_ops.errors import declare as errors
-
-__all__ = ["RowsDeclaration", "check_rows", "declare_rows", "declared_rows", "token_dims"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +163,7 @@ class _RowsTest:
         rows = {
             key: self.rows(f"'{key}'", given[key], where)
             for key, where in self.said.token_args.items()
-            if isinstance(given.get(key), torch.Tensor)
+            if isinstance(given.get(key), Tensor)
         }
         count = max(map(len, rows.values()), default=0)
         for key, found in rows.items():
@@ -177,9 +175,7 @@ class _RowsTest:
                 for at, results in enumerate(zip(real, self.results(call), strict=True)):
                     self.compare(at, *results, what, picks, count)
 
-    def compare(
-        self, at: int, own: torch.Tensor, other: torch.Tensor, what: str, picks: torch.Tensor, count: int
-    ) -> None:
+    def compare(self, at: int, own: Tensor, other: Tensor, what: str, picks: Tensor, count: int) -> None:
         """Raises unless a result's real rows, among others, are those of the example alone."""
         has_tokens, is_real = self.said.token_results[at] is not None, picks >= 0
         if len(own) != (count if has_tokens else 1):
@@ -207,7 +203,7 @@ class _RowsTest:
                 raise self.refuted(f"{key}={wanted!r}", repr(given[key]))
         return given
 
-    def rows(self, what: str, tensor: torch.Tensor, where: int | str | None) -> torch.Tensor:
+    def rows(self, what: str, tensor: Tensor, where: int | str | None) -> Tensor:
         """Returns a tensor with its rows along dim 0; without any, it is a row."""
         if where is None:
             return tensor[None]
@@ -217,11 +213,9 @@ class _RowsTest:
             raise self.refuted(f"{what} with a dim {where}", f"shape {list(tensor.shape)}")
         return tensor.movedim(where, 0)
 
-    def results(self, given: Mapping[str, Any]) -> list[torch.Tensor]:
+    def results(self, given: Mapping[str, Any]) -> list[Tensor]:
         """Returns the rows of each result for copies of the tensors; one row for a result that is None."""
-        copied = {
-            key: each.clone() if isinstance(each, torch.Tensor) else each for key, each in given.items()
-        }
+        copied = {k: each.clone() if isinstance(each, Tensor) else each for k, each in given.items()}
         arguments = self.overload._schema.arguments
         positional = [copied.pop(argument.name) for argument in arguments if not argument.kwarg_only]
         try:
@@ -229,32 +223,26 @@ class _RowsTest:
         except Exception as error:
             told = f"{type(error).__name__}: {str(error)[:300]}"
             raise self.refuted("an op that runs on these rows, whatever others hold", told) from error
-        made = [made] if isinstance(made, torch.Tensor) else list(made)
+        made = [made] if isinstance(made, Tensor) else list(made)
         if len(made) != len(self.said.token_results):
             raise self.refuted(f"{len(self.said.token_results)} results", f"{len(made)}")
-        said = zip(made, self.said.token_results, strict=True)
-        return [
-            self.rows(f"result {at}", torch.empty(0) if each is None else each, where)
-            for at, (each, where) in enumerate(said)
-        ]
+        given_back = [torch.empty(0) if each is None else each for each in made]
+        said = zip(given_back, self.said.token_results, strict=True)
+        return [self.rows(f"result {at}", each, where) for at, (each, where) in enumerate(said)]
 
 
-_AGAIN = "row 0 again"
-_OTHERS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "NaN": lambda rows: _filled(rows, float("nan")),
-    "inf": lambda rows: _filled(rows, float("inf")),
-    "-inf": lambda rows: _filled(rows, -float("inf")),
-    "1e4": lambda rows: _filled(rows, 1e4),
-    "-1e4": lambda rows: _filled(rows, -1e4),
-    "other rows": lambda rows: rows.flip(0),
-    _AGAIN: lambda rows: rows[:1].expand_as(rows),
-}
-
-
-def _filled(rows: torch.Tensor, number: float) -> torch.Tensor:
+def _filled(rows: Tensor, number: float) -> Tensor:
     if not rows.dtype.is_floating_point:
         return rows.flip(0)
     return torch.full_like(rows, number, dtype=torch.float32).to(rows.dtype)
+
+
+_AGAIN = "row 0 again"
+_OTHERS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    **{text: partial(_filled, number=float(text)) for text in ("NaN", "inf", "-inf", "1e4", "-1e4")},
+    "other rows": lambda rows: rows.flip(0),
+    _AGAIN: lambda rows: rows[:1].expand_as(rows),
+}
 
 
 def _arranged(count: int, *, is_alone: bool) -> Iterator[list[int]]:
@@ -270,8 +258,8 @@ def _arranged(count: int, *, is_alone: bool) -> Iterator[list[int]]:
 
 
 def _calls(
-    declaration: RowsDeclaration, given: Mapping[str, Any], rows: Mapping[str, torch.Tensor], count: int
-) -> Iterator[tuple[str, torch.Tensor, dict[str, Any]]]:
+    declaration: RowsDeclaration, given: Mapping[str, Any], rows: Mapping[str, Tensor], count: int
+) -> Iterator[tuple[str, Tensor, dict[str, Any]]]:
     """Yields (what other rows hold, per row its number in the example or −1, the arguments with them)."""
     # Rows that several dims count come in whole multiples of the inner ones.
     units = [
@@ -296,7 +284,7 @@ def _calls(
         yield what if -1 in arranged else "other rows or another order", picks, call
 
 
-def _is_equal(real: torch.Tensor, found: torch.Tensor) -> bool:
+def _is_equal(real: Tensor, found: Tensor) -> bool:
     if real.shape != found.shape or not real.dtype.is_floating_point:
         return torch.equal(real, found)
     # Of half types a last bit is much; others sum in another order where there are more rows.

@@ -45,19 +45,16 @@ class OpSchema:
 
     @property
     def overload(self) -> OpOverload:
-        """Returns the op itself, which exists."""
         return overload_of(self.parsed.name, self.parsed.overload_name)
 
     def find_written(self) -> tuple[str, ...]:
         """Returns the names of the written arguments, once it is clear that the op can be a boundary."""
         parsed = self.parsed
         if parsed.returns:
-            raise errors.ReturnsResult(
-                op=self.name, returns=", ".join(str(value.type) for value in parsed.returns)
-            )
-        written = tuple(
-            each.name for each in parsed.arguments if each.alias_info and each.alias_info.is_write
-        )
+            returns = ", ".join(str(value.type) for value in parsed.returns)
+            raise errors.ReturnsResult(op=self.name, returns=returns)
+        marked = ((each.name, each.alias_info) for each in parsed.arguments)
+        written = tuple(name for name, info in marked if info and info.is_write)
         if not written:
             raise errors.WritesNothing(op=self.name, schema=parsed)
         return written
@@ -92,9 +89,8 @@ class OpSchema:
         """Returns a frozen copy of a mapping from tensor arguments to dims or words."""
         for argument in token_args:
             self.check_argument("token_args", argument, self.tensors, "tensor arguments")
-        return MappingProxyType(
-            {name: self.check_dim(f"token_args {name!r}", dim, *words) for name, dim in token_args.items()}
-        )
+        option = "token_args {!r}".format
+        return MappingProxyType({k: self.check_dim(option(k), v, *words) for k, v in token_args.items()})
 
     def check_any_strides(self, written: tuple[str, ...], any_strides: Collection[str]) -> tuple[str, ...]:
         """Returns the names in `any_strides`, once each is a tensor argument that the op only reads."""
@@ -113,9 +109,7 @@ def check_implementations(op: str, impl: Any) -> Mapping[str, Implementation] | 
         return impl
     got = repr(impl)
     if isinstance(impl, Mapping) and impl:
-        wrong = [
-            device for device, function in impl.items() if device not in DEVICES or not callable(function)
-        ]
+        wrong = [device for device in impl if device not in DEVICES or not callable(impl[device])]
         if not wrong:
             return MappingProxyType(dict(impl))
         got = f"{wrong[0]!r}: {impl[wrong[0]]!r}"
@@ -133,12 +127,10 @@ def near(name: str, choices: Collection[str]) -> str | None:
     return f"did you mean {' or '.join(repr(match) for match in close)}?" if close else None
 
 
-def overload_of(name: str, overload_name: str) -> OpOverload:
+def overload_of(name: str, overload_name: str) -> Any:
     """Returns an overload that exists; an empty name is the default one's."""
     namespace, local = name.split("::", 1)
-    packet = getattr(getattr(torch.ops, namespace), local)
-    overload: OpOverload = getattr(packet, overload_name or "default")
-    return overload
+    return getattr(getattr(getattr(torch.ops, namespace), local), overload_name or "default")
 
 
 def find_overload(name: str) -> OpOverload:

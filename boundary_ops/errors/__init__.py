@@ -5,8 +5,6 @@ Out: messages of four lines: what, expected and got, rule, fix; docs/ERRORS.md i
 Read first: `BoundaryOpError`.
 """
 
-from __future__ import annotations
-
 from typing import Any, NoReturn
 
 
@@ -32,24 +30,16 @@ class BoundaryOpError(ValueError):
     fix: str | None = None
 
     def __init__(
-        self,
-        what: str | None = None,
-        *,
-        expected: str | None = None,
-        got: str | None = None,
-        rule: str | None = None,
-        fix: str | None = None,
-        **names: object,
-    ) -> None:
+        self, what: str | None = None, *, expected: str | None = None, got: str | None = None,
+        rule: str | None = None, fix: str | None = None, **names: object,
+    ) -> None:  # fmt: skip
         given = {"what": what, "expected": expected, "got": got, "rule": rule, "fix": fix}
         for part, text in given.items():
             template = getattr(type(self), part)
             filled = template.format(**names) if text is None and template is not None else text
             setattr(self, part, filled)
-        found = ", ".join(
-            f"{word} {getattr(self, word)}" for word in ("expected", "got") if getattr(self, word)
-        )
-        lines = [f"{self.what}: {found}" if found else str(self.what)]
+        found = [f"{word} {text}" for word, text in (("expected", self.expected), ("got", self.got)) if text]
+        lines = [f"{self.what}: {', '.join(found)}" if found else str(self.what)]
         lines += [f"  {word} {text}" for word, text in (("Rule:", self.rule), ("Fix: ", self.fix)) if text]
         super().__init__("\n".join(lines))
 

@@ -1,7 +1,5 @@
 """Lists what the arguments of the attention ops, and the buffers of captured ones, cannot be."""
 
-from __future__ import annotations
-
 from boundary_ops.errors import BoundaryOpError
 
 
@@ -22,8 +20,6 @@ class WrongMetadata(BoundaryOpError):
 
 
 class PositionsMissing(BoundaryOpError):
-    """A packed or continued step was run without its positions."""
-
     what = "model input 'position_ids'"
     expected = "the positions of a packed or continued step"
     got = "none, with {num_seqs} sequences and context lengths {context_lens}"
@@ -32,28 +28,19 @@ class PositionsMissing(BoundaryOpError):
 
 
 class WrongStepLimit(BoundaryOpError):
-    """A bound of a captured step is no positive int, or there is no pool."""
-
-    what = "StepBuffers, argument '{argument}'"
-    expected = "a positive int"
+    what, expected = "StepBuffers, argument '{argument}'", "a positive int"
     rule = "a captured step is bounded when it is captured"
     fix = "take the bounds from the scheduler's limits, and the pools from the cache"
 
 
 class StepTooLarge(BoundaryOpError):
-    """A step exceeds a bound of the buffers that it is loaded into."""
-
-    what = "StepBuffers.load, {name} of the batch"
-    expected = "at most {limit}, the buffers' {bound}"
+    what, expected = "StepBuffers.load, {name} of the batch", "at most {limit}, the buffers' {bound}"
     rule = "a captured step is bounded when it is captured"
     fix = "run this step eagerly, or capture with a larger {bound}"
 
 
 class BackendNotCaptured(BoundaryOpError):
-    """The back end that a cache has named is not the program that a captured op runs."""
-
     what = "StepBuffers, argument 'pools', attention_backend='{name}'"
-    expected = "pools of a cache with attention_backend 'auto' or '{served}'"
-    got = "{name!r}"
+    expected, got = "pools of a cache with attention_backend 'auto' or '{served}'", "{name!r}"
     rule = "a captured op is the Triton program or torch operators; no other back end steps in"
     fix = "make the cache with that, or keep the op between the graphs: boundary='eager'"

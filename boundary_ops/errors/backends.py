@@ -1,15 +1,10 @@
 """Lists why a cache or a call is not served by the back end that was named for it."""
 
-from __future__ import annotations
-
 from boundary_ops.errors import BoundaryOpError
 
 
 class UnknownBackend(BoundaryOpError):
-    """There is no back end of that name, or no longer."""
-
-    what = "PagedKVCache, argument 'attention_backend'"
-    expected = "one of {names}"
+    what, expected = "PagedKVCache, argument 'attention_backend'", "one of {names}"
     rule = "a back end is chosen by its name, when the cache is made"
     fix = "leave it out: 'auto' takes what is there"
 

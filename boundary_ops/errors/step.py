@@ -1,24 +1,16 @@
 """Lists what a paged cache and a step cannot be made of, and what they cannot do."""
 
-from __future__ import annotations
-
 from boundary_ops.errors import BoundaryOpError
 
 
 class WrongPoolSize(BoundaryOpError):
-    """A size of a cache is no positive int."""
-
-    what = "PagedKVCache, argument '{argument}'"
-    expected = "a positive int"
+    what, expected = "PagedKVCache, argument '{argument}'", "a positive int"
     rule = "a pool has at least one block of at least one token"
     fix = "PagedKVCache.for_model(model, num_tokens=...) takes the sizes from a transformers model"
 
 
 class WrongPoolDtype(BoundaryOpError):
-    """The dtype of a cache is not a floating one."""
-
-    what = "PagedKVCache, argument 'dtype'"
-    expected = "a floating dtype"
+    what, expected = "PagedKVCache, argument 'dtype'", "a floating dtype"
     rule = "the pools hold K and V as the model computes them"
     fix = "pass the model's dtype, for example model.dtype"
 
@@ -28,8 +20,6 @@ class CacheExhaustedError(BoundaryOpError):
 
 
 class TooFewBlocks(CacheExhaustedError):
-    """A `PagedKVCache` has fewer free blocks than the tokens of a call need."""
-
     what = "PagedKVCache, room for {requests}"
     expected = "{needed} free blocks of {block_size} tokens"
     got = "{free} free of {num_blocks}, held by {holders} requests"
@@ -38,67 +28,45 @@ class TooFewBlocks(CacheExhaustedError):
 
 
 class WrongTokenCount(BoundaryOpError):
-    """A number of tokens to add or to run is no positive int."""
-
-    what = "{method}, {argument} of request {request!r}"
-    expected = "a positive int"
+    what, expected = "{method}, {argument} of request {request!r}", "a positive int"
     rule = "tokens are counted in whole numbers, one or more of each request at a time"
     fix = "leave the request out when it has no new tokens"
 
 
 class NoRoom(BoundaryOpError):
-    """More tokens are counted as written than a request has room for."""
-
-    what = "PagedKVCache.append, request {request!r}"
-    expected = "at most {room} more tokens, which have room"
+    what, expected = "PagedKVCache.append, request {request!r}", "at most {room} more tokens, which have room"
     rule = "only tokens that have room can have been written"
     fix = "call allocate({request!r}, ...) before the step that writes them"
 
 
 class WrongTruncation(BoundaryOpError):
-    """A request cannot be cut to so many tokens."""
-
-    what = "PagedKVCache.truncate, request {request!r}"
-    expected = "0 to {written}, the tokens written"
+    what, expected = "PagedKVCache.truncate, request {request!r}", "0 to {written}, the tokens written"
     rule = "truncating keeps a leading part of what was written"
     fix = "pass the context length to go back to; `append` counts more tokens"
 
 
 class UnknownLayer(BoundaryOpError):
-    """A cache has no layer of that number."""
-
-    what = "PagedKVCache.gather, argument 'layer'"
-    expected = "0 to {last}"
+    what, expected = "PagedKVCache.gather, argument 'layer'", "0 to {last}"
     rule = "layers are counted from 0"
     fix = "pass the attention layer's index"
 
 
 class UnknownRequest(BoundaryOpError):
-    """No request of that id holds room."""
-
     what = "PagedKVCache, request {request!r}"
-    expected = "a request that holds room"
-    got = "an id that was never allocated, or was freed before"
+    expected, got = "a request that holds room", "an id that was never allocated, or was freed before"
     rule = "a request lives from its first allocate (or PrefillBatch.build) to its one free"
     fix = "check the id; `request_ids` lists the live ones"
 
 
 class LengthsDiffer(BoundaryOpError):
-    """A step is planned with another number of lengths than of requests."""
-
     what = "PrefillBatch.build"
-    expected = "as many query_lens as request_ids"
-    got = "{num_ids} request_ids and {num_lens} query_lens"
+    expected, got = "as many query_lens as request_ids", "{num_ids} request_ids and {num_lens} query_lens"
     rule = "each sequence has one id and one number of new tokens"
     fix = "pass two lists of the same length"
 
 
 class RepeatedRequest(BoundaryOpError):
-    """A step names a request twice."""
-
-    what = "PrefillBatch.build, request {request!r}"
-    expected = "each request once"
-    got = "the same id twice"
+    what, expected, got = "PrefillBatch.build, request {request!r}", "each request once", "the same id twice"
     rule = "one step extends a request once; two parts of it would not see each other"
     fix = "join its tokens into one query, or give the second sequence an id of its own"
 
@@ -111,26 +79,18 @@ class WrongPrompts(BoundaryOpError):
 
 
 class NotTokenIds(BoundaryOpError):
-    """A prompt holds numbers that are no ints."""
-
-    expected = "token ids, which are ints"
-    got = "numbers of {dtype}"
+    expected, got = "token ids, which are ints", "numbers of {dtype}"
     rule = "token ids count the rows of a table; a fraction would be cut off"
     fix = "pass the ints that the tokenizer gives"
 
 
 class NoRunningBatch(BoundaryOpError):
-    """A step's metadata was asked for outside of a `with batch:` block."""
-
-    expected = "a running `with batch:` block"
-    got = "none in this thread"
+    expected, got = "a running `with batch:` block", "none in this thread"
     rule = "attention reads lengths, pages and slots from the current PrefillBatch"
     fix = "PrefillBatch.build(cache, request_ids, query_lens), and call the model inside it"
 
 
 class StaleBatch(BoundaryOpError):
-    """A step is run whose requests have been freed or cut since it was planned."""
-
     what = "PrefillBatch, request {request!r}"
     expected = "the {context} context tokens that the batch was built on"
     rule = "a step runs on the blocks it was planned for; they may be another's by now"
@@ -138,17 +98,12 @@ class StaleBatch(BoundaryOpError):
 
 
 class OtherCache(BoundaryOpError):
-    """A step was planned for another cache than the one in use."""
-
-    expected = "one of the cache that the current PrefillBatch was built for"
-    got = "a batch of another cache"
+    expected, got = "one of the cache that the current PrefillBatch was built for", "a batch of another cache"
     rule = "slots and block tables mean nothing in another cache"
     fix = "build the batch with the cache that the model is attached to, or attach and capture it anew"
 
 
 class WrongNumTokens(BoundaryOpError):
-    """A model or an op is called with another number of tokens than the running step has."""
-
     expected = "{num_tokens} tokens, as the current PrefillBatch"
     rule = "a step runs exactly the tokens that its batch was built for, without padding"
     fix = "call the model with batch.pack(prompts) and batch.positions, inside the `with` block of that batch"

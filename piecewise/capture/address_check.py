@@ -4,8 +4,6 @@ A trace made now reads all that forward reads. If it differs from the recorded p
 no call compares, such as state read by a function that Dynamo was told to treat as constant.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from typing import ClassVar
@@ -17,6 +15,8 @@ from piecewise.errors.capture import ModelDiffers
 from piecewise.report.record import Record
 from piecewise.trace.trace import ExampleCall
 from runners.errors import PiecewiseError
+
+Retrace = Callable[[ExampleCall], TracedModel]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -47,17 +47,14 @@ class AddressReport(Record):
             raise ModelDiffers(report=self, num_changes=num_changes)
 
     def __str__(self) -> str:
-        lines = [
-            f"{self.num_places} places compared on each call; {'nothing' if self.ok else 'this'} differs"
-        ]
+        found = "nothing" if self.ok else "this"
+        lines = [f"{self.num_places} places compared on each call; {found} differs"]
         lines += [f"  found by calls, which run eagerly: {change}" for change in self.seen_by_calls]
         lines += [f"  found by no call: {change}" for change in self.unseen_by_calls]
         return "\n".join(lines)
 
 
-def check_signatures(
-    signatures: SignatureList, retrace: Callable[[ExampleCall], TracedModel]
-) -> AddressReport:
+def check_signatures(signatures: SignatureList, retrace: Retrace) -> AddressReport:
     """Compares each signature with the model and, where no call finds a change, its trace with a new one."""
     seen: dict[str, None] = {}
     unseen: dict[str, None] = {}
@@ -74,14 +71,12 @@ def check_signatures(
     return AddressReport(num_places, tuple(seen), tuple(unseen))
 
 
-def _difference(signature: CapturedSignature, retrace: Callable[[ExampleCall], TracedModel]) -> str | None:
+def _difference(signature: CapturedSignature, retrace: Retrace) -> str | None:
     earlier = signature.traced
     try:
         now = retrace(earlier.trace.example)
     except PiecewiseError as error:
         return f"it cannot be traced any more: {error.what}"
     count = max(earlier.token.example_num_tokens, 2)
-    old, new = (
-        Program(each.trace, each.facts, symbol=each.token.symbol, num_tokens=count) for each in (earlier, now)
-    )
+    old, new = (Program(x.trace, x.facts, symbol=x.token.symbol, num_tokens=count) for x in (earlier, now))
     return old.difference(new)

@@ -1,7 +1,5 @@
 """Makes a cut plan from one example call: traces, normalizes, finds the token symbol, classifies, cuts."""
 
-from __future__ import annotations
-
 import dataclasses
 import logging
 from collections.abc import Mapping
@@ -18,12 +16,7 @@ from piecewise.analysis.rows.counts import KnownSizes, valid_counts
 from piecewise.analysis.rows.judge import Judge
 from piecewise.analysis.token_dim import TokenSymbol, find_token_symbol
 from piecewise.calls.binder import describe_call
-from piecewise.capture.captured_ops import (
-    MetadataMade,
-    enabled_ops,
-    fix_metadata_inputs,
-    write_captured_forms,
-)
+from piecewise.capture import captured_ops
 from piecewise.capture.faults import LOWERING, MAX_CUTS, FaultFinder, SegmentFault
 from piecewise.capture.placeholders import resize_leaf
 from piecewise.cut.split import Splitter
@@ -64,7 +57,7 @@ class TracedModel:
     splitter: Splitter | None = None
     static_ints: tuple[int, ...] = ()
     captures_boundaries: bool = False
-    step_metadata: tuple[MetadataMade, ...] = ()
+    step_metadata: tuple[captured_ops.MetadataMade, ...] = ()
     graphs: Mapping[Any, AtenGraph] = dataclasses.field(default_factory=dict)
 
     def cut(self, *, strict: bool = False) -> SegmentPlan:
@@ -174,29 +167,26 @@ def _ints_that_decide(traced: Trace) -> list[int]:
 def prepare(traced: Trace, config: PiecewiseConfig) -> TracedModel:
     """Brings a traced graph into the form that is classified and cut."""
     traced = normalized(traced)
-    step_metadata = write_captured_forms(traced, config)
+    metadata = captured_ops.write_captured_forms(traced, config)
     facts = living_facts(traced, config)
     token = find_token_symbol(traced, facts)
     is_captured = config.boundary == "captured"
     if is_captured:
-        fix_metadata_inputs(traced, facts, token.symbol)
+        captured_ops.fix_metadata_inputs(traced, facts, token.symbol)
     counts = valid_counts(traced.shape_env, token.symbol, max(config.buckets))
     if not len(counts):  # no bucket can be served
         counts = np.array([token.example_num_tokens])
     judge = Judge(KnownSizes(counts, token.symbol, traced.shape_env))
-    return TracedModel(
-        traced, facts, token, judge, captures_boundaries=is_captured, step_metadata=step_metadata
-    )
+    return TracedModel(traced, facts, token, judge, captures_boundaries=is_captured, step_metadata=metadata)
 
 
 def living_facts(traced: Trace, config: PiecewiseConfig) -> dict[fx.Node, NodeFacts]:
-    facts = find_facts(traced.graph.graph, enabled=enabled_ops(config))
+    facts = find_facts(traced.graph.graph, enabled=captured_ops.enabled_ops(config))
     remove_dead_nodes(traced.graph.graph, facts)
     return facts
 
 
 def example_of_size(traced: TracedModel, num_tokens: int) -> ExampleCall:
-    """Resizes the token dims of the traced example."""
     leaves = list(traced.trace.example.leaves)
     for carried in traced.token.inputs:
         sizes = list(leaves[carried.leaf].shape)

@@ -1,7 +1,5 @@
 """Captures one bucket of a signature from a trace that holds at its size; cuts again around ops that fail."""
 
-from __future__ import annotations
-
 import dataclasses
 import logging
 import time
@@ -113,7 +111,7 @@ def _assembler_of(context: CaptureContext, signature: CapturedSignature, cut: Cu
             num_streams=context.config.num_streams,
         )  # fmt: skip
     _log.info("lowered: %s", lowered.report())
-    metadata = [made.metadata for made in traced.step_metadata]
+    metadata = [metadata for metadata, _ in traced.step_metadata]
     cut.assembler = PlanAssembler(
         plan, context, functions=lowered.functions, streams=streams, leaves=leaves, check=check,
         step_metadata=metadata, times=signature.times,

@@ -4,8 +4,6 @@ For each bucket, in this order [I8, I9]: allocate static buffers for what graphs
 (`warm_up.py`); capture each graph segment on static memory; restore the model state that segments wrote.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from operator import itemgetter
@@ -33,6 +31,9 @@ from runners.piecewise_runner import PiecewiseRunner
 from runners.state.state_check import StateCheck, StateRef
 from runners.step_plan import CallStep, ReplayStep, ResultItem, StaticArgument, StaticInput, StepPlan
 
+# Value index → its tensor at fixed addresses.
+_Tensors = dict[int, torch.Tensor]
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CaptureContext:
@@ -54,17 +55,10 @@ class PlanAssembler:
     """
 
     def __init__(
-        self,
-        plan: SegmentPlan,
-        context: CaptureContext,
-        *,
-        functions: Mapping[int, Callable[..., Sequence[Any]]],
-        streams: StreamSchedules,
-        leaves: Sequence[Any],
-        check: StateCheck,
-        step_metadata: Sequence[StepMetadata],
-        times: StartupTimes,
-    ) -> None:
+        self, plan: SegmentPlan, context: CaptureContext,
+        *, functions: Mapping[int, Callable[..., Sequence[Any]]], streams: StreamSchedules,
+        leaves: Sequence[Any], check: StateCheck, step_metadata: Sequence[StepMetadata], times: StartupTimes,
+    ) -> None:  # fmt: skip
         self.plan, self.functions, self.leaves, self.buffers = plan, functions, tuple(leaves), context.buffers
         self.outputs, self.pool, self.check, self.times = context.config.outputs, context.pool, check, times
         warmup_steps = context.config.warmup_steps
@@ -97,7 +91,10 @@ class PlanAssembler:
         static_inputs = {value.index: self._static_buffer(value, bucket) for value in self.copied_in}
         device = next(iter(static_inputs.values())).device if static_inputs else torch.device("cpu")
         random_state = native_engine(device).fork_random_state(device)
-        saved = [(tensor, tensor.clone()) for tensor in self._written_state()]
+        segments = [segment for segment in self.plan.segments if segment.kind != "boundary"]
+        memories = {memory for segment in segments for memory in segment.writes} - self.plan.step_memory
+        written = [v for v in self.plan.values if v.origin == "state" and v.memory in memories]
+        saved = [(tensor, tensor.clone()) for tensor in map(state_tensor, written)]
         try:
             with torch.inference_mode(False), torch.no_grad(), random_state:
                 for metadata in self.step_metadata:
@@ -133,15 +130,8 @@ class PlanAssembler:
         key = ("input", value.leaf) if value.origin == "input" else ("eager", value.index)
         return self.buffers.tensor(key, sizes, strides, value.dtype, value.device)
 
-    def _written_state(self) -> list[torch.Tensor]:
-        segments = [segment for segment in self.plan.segments if segment.kind != "boundary"]
-        memories = {memory for segment in segments for memory in segment.writes} - self.plan.step_memory
-        return [state_tensor(v) for v in self.plan.values if v.origin == "state" and v.memory in memories]
-
-    def _capture_segments(
-        self, bucket: int, static_inputs: dict[int, torch.Tensor]
-    ) -> dict[int, torch.Tensor]:
-        static: dict[int, torch.Tensor] = dict(static_inputs)
+    def _capture_segments(self, bucket: int, static_inputs: _Tensors) -> _Tensors:
+        static = dict(static_inputs)
         for buffer in static_inputs.values():
             buffer.zero_()
 
@@ -155,14 +145,13 @@ class PlanAssembler:
                     torch.zeros_like(tensor) if self.plan.values[index].origin == "graph" else tensor
                     for index, tensor in zip(segment.inputs, arguments, strict=True)
                 ]
-                raise SegmentFault(
-                    error, segment, function, given, bucket=bucket, real_rows=bucket, variant=None
-                ) from error
+                fault = SegmentFault(error, segment, function, given, bucket=bucket, real_rows=bucket)
+                raise fault from error
 
-        def keep(live: set[int]) -> None:
-            self.pool.keep_only(static[index] for index in live)
-
-        run_plan(self.plan, static, bucket, on_segment=capture, on_live=keep)
+        run_plan(
+            self.plan, static, bucket, on_segment=capture,
+            on_live=lambda live: self.pool.keep_only(static[index] for index in live),
+        )  # fmt: skip
         return static
 
     def _slot(self, index: int) -> int:
@@ -171,9 +160,7 @@ class PlanAssembler:
             return value.leaf
         return self.num_leaves + index
 
-    def _step_plan(
-        self, bucket: int, static_inputs: dict[int, torch.Tensor], static: dict[int, torch.Tensor]
-    ) -> StepPlan:
+    def _step_plan(self, bucket: int, static_inputs: _Tensors, static: _Tensors) -> StepPlan:
         values = self.plan.values
         steps: list[ReplayStep | CallStep] = []
         taken: list[Segment] = []
@@ -202,17 +189,11 @@ class PlanAssembler:
             copier=_copier_for(copy_ins[0].buffer.device) if copy_ins else None,
         )  # fmt: skip
 
-    def _static_inputs(
-        self, indices: Sequence[int], static_inputs: Mapping[int, torch.Tensor]
-    ) -> tuple[StaticInput, ...]:
+    def _static_inputs(self, indices: Sequence[int], static_inputs: _Tensors) -> tuple[StaticInput, ...]:
         return tuple(StaticInput(self._slot(i), static_inputs[i], self.plan.values[i]) for i in indices)
 
     def _call_step(
-        self,
-        segment: Segment,
-        static_inputs: dict[int, torch.Tensor],
-        static: dict[int, torch.Tensor],
-        available: set[int],
+        self, segment: Segment, static_inputs: _Tensors, static: _Tensors, available: set[int]
     ) -> CallStep:
         values = self.plan.values
         arguments = tuple(
@@ -242,7 +223,7 @@ class PlanAssembler:
         arguments = tuple(None if isinstance(x, InputAt) else x for x in call.arguments)
         return DirectCall(op.bind, arguments, places)
 
-    def _result_item(self, leaf: Any, static: dict[int, torch.Tensor]) -> ResultItem:
+    def _result_item(self, leaf: Any, static: _Tensors) -> ResultItem:
         if leaf.kind == "input":
             return ResultItem(lambda _: itemgetter(leaf.index))
         if leaf.kind == "state":
@@ -285,7 +266,6 @@ class PlanAssembler:
         return len(segments)
 
     def forget(self, bucket: int) -> None:
-        """Drops the captures of one bucket."""
         for runner in self.runners.values():
             runner.forget(bucket)
 
@@ -336,12 +316,9 @@ def state_check_of(plan: SegmentPlan) -> StateCheck:
         values=facts.values + _ops_counted_on(plan),
         tensors=tuple(each for each in facts.tensors if (id(each[0].owner), each[0].key) not in read),
     )
-    return StateCheck(
-        tensors=tuple(tensors.values()),
-        looked_up=tuple(looked_up.values()),
-        facts=facts,
-        dict_versions=torch_api.dict_versions if torch_api.dict_versions_tell() else None,
-    )
+    versions = torch_api.dict_versions if torch_api.dict_versions_tell() else None
+    places = tuple(tensors.values()), tuple(looked_up.values())
+    return StateCheck(tensors=places[0], looked_up=places[1], facts=facts, dict_versions=versions)
 
 
 def _ops_counted_on(plan: SegmentPlan) -> tuple[tuple[StateRef, Any], ...]:

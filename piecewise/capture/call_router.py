@@ -8,8 +8,6 @@
 static memory. Changes of the graphs wait for a running call, and calls of other threads for them.
 """
 
-from __future__ import annotations
-
 import threading
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
@@ -38,7 +36,6 @@ class Caller(Protocol):
         self, args: Any, kwargs: Any, *, may_capture: bool
     ) -> tuple[CapturedSignature, Matched] | FallbackReason:
         """Makes a signature for a call that none of `signatures` serves, or returns the reason why not."""
-        ...
 
 
 class CallRouter:
@@ -182,12 +179,7 @@ class CallRouter:
 
 
 def choose_plan(
-    store: GraphStore,
-    signature: CapturedSignature,
-    num_tokens: int,
-    leaves: list[Any],
-    *,
-    may_capture: bool,
+    store: GraphStore, signature: CapturedSignature, num_tokens: int, leaves: list[Any], *, may_capture: bool
 ) -> Any:
     """Finds (signature, step plan, token count, leaves) for a call, or why no plan serves it."""
     bucket, because = _bucket_for(store, num_tokens), store.first.because

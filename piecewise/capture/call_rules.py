@@ -1,7 +1,5 @@
 """Writes the matcher of the calls that a trace is valid for: what each leaf of a call must be [I10]."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -89,9 +87,7 @@ def _apart_from_state(
     which would be out of date once the other is written. State that graphs write is at fixed addresses.
     State of other dtypes is not looked up: pools are many, and token ids are no view of one."""
     read = {index for segment in plan.graph_segments() for index in segment.inputs}
-    copied = {
-        value.memory for value in plan.values if value.index in read and value.origin in ("input", "eager")
-    }
+    copied = {v.memory for v in plan.values if v.index in read and v.origin in ("input", "eager")}
     written = {memory for segment in plan.segments for memory in segment.writes}
     states = {
         value.index: (value, value.state)

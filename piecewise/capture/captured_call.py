@@ -8,8 +8,6 @@ trace read. The last one that served is tried first, so that several variants co
                                                    └─ none holds ─▶ the model itself
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
@@ -42,11 +40,9 @@ FoundCall: TypeAlias = "tuple[SignatureList, Callable[[], Any], Sequence[Any], M
 _NO_FACTS = StateFacts()
 # Refusals after which another capture of the same trace may succeed.
 _WORTH_ANOTHER_TRY = (
-    FallbackReason.CAPTURE_FAILED,
-    FallbackReason.OUT_OF_MEMORY,
-    FallbackReason.MOVED_ADDRESS,
-    FallbackReason.MODULE_STATE_CHANGED,
-)
+    FallbackReason.CAPTURE_FAILED, FallbackReason.OUT_OF_MEMORY,
+    FallbackReason.MOVED_ADDRESS, FallbackReason.MODULE_STATE_CHANGED,
+)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -177,16 +173,10 @@ class CapturedSignature:
         self.take_state()
 
     def take_state(self) -> None:
-        """Records the state that the traces hold for."""
-        fixed = [place for cut in self.cuts for made in cut.traced.step_metadata for place in made.places]
-        graphs = [cut.traced.trace.graph.graph for cut in self.cuts]
-        ops = [
-            node.target
-            for graph in graphs
-            for node in graph.nodes
-            if isinstance(node.target, torch_api.OpOverload)
-        ]
-        self.state = TracedState.of([cut.plan for cut in self.cuts], fixed, ops)
+        fixed = [place for cut in self.cuts for _, places in cut.traced.step_metadata for place in places]
+        targets = [node.target for cut in self.cuts for node in cut.traced.trace.graph.graph.nodes]
+        ops = [target for target in targets if isinstance(target, torch_api.OpOverload)]
+        self.state = TracedState([cut.plan for cut in self.cuts], fixed, ops)
 
     def may_serve(self, num_tokens: int, leaves: Sequence[Any]) -> bool:
         """Whether the global state is the trace's, and some count allows the sizes that do not follow it: one
@@ -205,7 +195,6 @@ class CapturedSignature:
         return self.check.find_change()
 
     def is_current(self) -> bool:
-        """Whether the traces match the model as it is now."""
         return self.holds() if self.suspended is not None else self.find_change() is None
 
     def is_of_this_state(self) -> bool:
@@ -240,9 +229,8 @@ class CapturedSignature:
         self.suspended = tuple(again)
         for bucket in again:
             detail = "its memory was given back by suspend(); resume() captures it again"
-            self.bucket_reports[bucket] = BucketReport(
-                bucket, "suspended", detail, code=FallbackReason.SUSPENDED.value
-            )
+            code = FallbackReason.SUSPENDED.value
+            self.bucket_reports[bucket] = BucketReport(bucket, "suspended", detail, code=code)
         self.reset()
         self.check = None
 
@@ -254,12 +242,10 @@ class CapturedSignature:
             self.one_token, self.one_token_facts, self._one_token_check = None, _NO_FACTS, None
 
     def refuse(self, bucket: int, reason: FallbackReason, detail: str, *, state: str = "eager") -> None:
-        """Serves a bucket eagerly from now on."""
         self.refused[bucket] = reason
         self.bucket_reports[bucket] = BucketReport(bucket, state, detail, code=reason.value)
 
     def refuse_after(self, error: BaseException, bucket: int) -> None:
-        """Serves a bucket eagerly after its capture failed."""
         detail = str(error) or f"{type(error).__name__} without a message"
         reason = FallbackReason.OUT_OF_MEMORY if is_out_of_memory(error) else FallbackReason.CAPTURE_FAILED
         self.refuse(bucket, reason, detail, state="failed")
@@ -272,7 +258,6 @@ class CapturedSignature:
             assembler.forget(bucket)
 
     def reset(self) -> None:
-        """Drops all graphs; the traces stay."""
         for cut in self.cuts:
             cut.reset()
         self.served.clear()
@@ -307,7 +292,6 @@ class SignatureList(list[CapturedSignature]):
         return found
 
     def prefer(self, signature: CapturedSignature) -> None:
-        """Tries a signature first from now on."""
         if self[0] is not signature:
             self[:] = [signature, *(each for each in self if each is not signature)]
 

@@ -4,11 +4,8 @@ The form's metadata tensors enter the graph as constants that it owns; docs/DESI
 A node that is not replaced says why in `meta["kept_out"]`.
 """
 
-from __future__ import annotations
-
-import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import sympy
 import torch
@@ -24,13 +21,8 @@ from piecewise.settings.config import PiecewiseConfig
 from piecewise.trace.trace import Trace
 from runners.state.state_check import StateRef
 
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class MetadataMade:
-    """Holds one form's metadata and the places of the model's tensors that it was made for."""
-
-    metadata: StepMetadata
-    places: tuple[StateRef, ...]
+# One form's metadata, and the places of the model's tensors that it was made for.
+MetadataMade: TypeAlias = tuple[StepMetadata, tuple[StateRef, ...]]
 
 
 def write_captured_forms(trace: Trace, config: PiecewiseConfig) -> tuple[MetadataMade, ...]:
@@ -42,27 +34,30 @@ def write_captured_forms(trace: Trace, config: PiecewiseConfig) -> tuple[Metadat
     if config.boundary != "captured":
         return ()
     enabled = enabled_ops(config)
+    state = {p.node: p.state for p in trace.placeholders if p.state is not None}
     found: dict[CapturedForm, list[tuple[fx.Node, BoundaryOp, dict[str, Any]]]] = {}
     for node in trace.graph.graph.nodes:
         op = lookup(node.target) if node.op == "call_function" else None
         if op is None or op.captured_form is None or (enabled is not None and op.name not in enabled):
             continue
         call = bound_arguments(op.overload, node.args, node.kwargs)
-        why = op.captured_form.refusal(_known_values(trace, call))
+        why = op.captured_form.refusal(_known_values(state, call))
         if why is None:
             found.setdefault(op.captured_form, []).append((node, op, call))
         else:
             node.meta["kept_out"] = why
-    state = {p.node: p.state for p in trace.placeholders if p.state is not None}
     made: list[MetadataMade] = []
     for form, calls in found.items():
         limits = _limits(config, calls[0][1])
-        metadata = form.metadata(limits, [_known_values(trace, call) for _, _, call in calls])
+        metadata = form.metadata(limits, [_known_values(state, call) for _, _, call in calls])
         constants = _constants(trace.graph, metadata.tensors, len(made))
         for node, _, call in calls:
-            _rewrite(node, form, {**call, **constants})
+            overload, values = form.op.overload, {**call, **constants}
+            node.target, node.kwargs = overload, {}
+            node.args = tuple(values[argument.name] for argument in overload._schema.arguments)
+            node.meta["is_captured_form"] = True
         arguments = {value for _, _, call in calls for value in call.values() if isinstance(value, fx.Node)}
-        made.append(MetadataMade(metadata, tuple(ref for node, ref in state.items() if node in arguments)))
+        made.append((metadata, tuple(ref for node, ref in state.items() if node in arguments)))
     return tuple(made)
 
 
@@ -97,13 +92,9 @@ def fix_metadata_inputs(trace: Trace, facts: Mapping[fx.Node, NodeFacts], symbol
                 int(size)  # adds Eq(size, hint) to the ShapeEnv
 
 
-def _known_values(trace: Trace, call: Mapping[str, Any]) -> dict[str, Any]:
-    state = {p.node: p.state for p in trace.placeholders if p.state is not None}
-    known = {name: value for name, value in call.items() if not isinstance(value, fx.Node)}
-    for name, value in call.items():
-        if isinstance(value, fx.Node) and value in state:
-            known[name] = state[value].get().detach()
-    return known
+def _known_values(state: Mapping[fx.Node, StateRef], call: Mapping[str, Any]) -> dict[str, Any]:
+    known = ((name, each) for name, each in call.items() if not isinstance(each, fx.Node) or each in state)
+    return {name: state[x].get().detach() if isinstance(x, fx.Node) else x for name, x in known}
 
 
 def _limits(config: PiecewiseConfig, op: BoundaryOp) -> CaptureLimits:
@@ -124,11 +115,3 @@ def _constants(graph: fx.GraphModule, tensors: Mapping[str, torch.Tensor], index
             nodes[name] = graph.graph.get_attr(path)
         nodes[name].meta["example_value"] = tensor
     return nodes
-
-
-def _rewrite(node: fx.Node, form: CapturedForm, values: Mapping[str, Any]) -> None:
-    overload = form.op.overload
-    node.target = overload
-    node.args = tuple(values[argument.name] for argument in overload._schema.arguments)
-    node.kwargs = {}
-    node.meta["is_captured_form"] = True

@@ -6,15 +6,13 @@ a node cannot be recorded           ─▶ likewise
 no node found, or after three cuts  ─▶ the whole segment runs eagerly
 """
 
-from __future__ import annotations
-
 import dataclasses
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from piecewise.analysis.classify import Verdict
 from piecewise.capture.placeholders import are_same, checked_indices, poison_padding_, real_results
@@ -46,11 +44,11 @@ class SegmentFault(Exception):
     error: CaptureError
     segment: Segment
     function: Callable[..., Any]
-    arguments: Sequence[torch.Tensor]
+    arguments: Sequence[Tensor]
     _: dataclasses.KW_ONLY
     bucket: int
     real_rows: int
-    variant: int | None
+    variant: int | None = None
 
     def __str__(self) -> str:
         return str(self.error)
@@ -96,12 +94,12 @@ class FaultFinder:
         """Finds the first node that cannot be recorded or whose real rows change with padding, if any."""
         return self._first_unrecordable() if self._fault.variant is None else self._first_mixing()
 
-    def _real_results(self, function: Callable[..., Any], variant: int) -> dict[int, torch.Tensor]:
+    def _real_results(self, function: Callable[..., Any], variant: int) -> dict[int, Tensor]:
         with checked_indices(self._fault.arguments):
             outputs = function(self._fault.bucket, *self._given(variant))
         return real_results(self._fault.segment, self._values, outputs, self._fault.real_rows)
 
-    def _given(self, variant: int) -> list[torch.Tensor]:
+    def _given(self, variant: int) -> list[Tensor]:
         copies = [tensor.clone() for tensor in self._fault.arguments]
         for spec, tensor in zip(self._specs, copies, strict=True):
             poison_padding_(tensor, spec, self._fault.real_rows, self._fault.bucket, variant=variant)
@@ -163,9 +161,7 @@ class FaultFinder:
                 pool.release()
         return None
 
-    def _steps(
-        self, inputs: Sequence[torch.Tensor]
-    ) -> Iterator[tuple[fx.Node | None, Callable[[], Any], bool]]:
+    def _steps(self, inputs: Sequence[Tensor]) -> Iterator[tuple[fx.Node | None, Callable[[], Any], bool]]:
         """Yields (traced node, call to run it, whether it only changes modes); make each call before the next
         step."""
         writer = self._writer

@@ -3,8 +3,6 @@
 The sentences are those of the report. What the user asked for, such as `eager_only()`, needs no warning.
 """
 
-from __future__ import annotations
-
 import logging
 
 from piecewise.report.caller_warning import warn_caller

@@ -1,7 +1,5 @@
 """Removes from the settings what cannot be captured here, and says so once and in the report."""
 
-from __future__ import annotations
-
 import difflib
 
 import torch
@@ -20,10 +18,9 @@ def capturable(config: PiecewiseConfig) -> tuple[PiecewiseConfig, tuple[str, ...
     """Removes sizes that are never captured from the settings; warns of them and returns them in words."""
     kept, _ = config.within_limits()
     left_out = [f"bucket {each}" for each in config.prefill_sizes().clamped]
-    if config.decode_batch_sizes is not None:
-        listed = ", ".join(map(str, config.decode_batch_sizes[:8]))
-        more = ", ..." if len(config.decode_batch_sizes) > 8 else ""
-        left_out.append(f"decode batch sizes {listed}{more}: this version captures prefill only")
+    if (sizes := config.decode_batch_sizes) is not None:
+        listed = ", ".join([*map(str, sizes[:8]), *(["..."] if len(sizes) > 8 else [])])
+        left_out.append(f"decode batch sizes {listed}: this version captures prefill only")
     if left_out:
         warn_caller("piecewise captures no graphs for " + "; ".join(left_out))
     return kept, tuple(left_out)

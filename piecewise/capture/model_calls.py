@@ -1,7 +1,5 @@
 """Knows the kinds of calls of one model: binds calls, and traces new kinds."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

@@ -7,13 +7,12 @@ If a rule were wrong, a bad index would end all use of some devices. On these an
 0, and indices are checked.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from piecewise.analysis.index_bounds import CheckedIndices
 from piecewise.ir.plan import Segment, ValueSpec
@@ -25,7 +24,7 @@ _NO_INDEX = 1 << 30
 OTHER_ROWS = 3
 
 
-def resize_leaf(value: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
+def resize_leaf(value: Tensor, sizes: Sequence[int]) -> Tensor:
     """Resizes the example's tensor: takes leading rows, or repeats its rows in order."""
     for dim, size in enumerate(sizes):
         if size != value.shape[dim]:
@@ -34,7 +33,7 @@ def resize_leaf(value: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
     return value
 
 
-def placeholder_for(sizes: Sequence[int], like: torch.Tensor, *, seed: int) -> torch.Tensor:
+def placeholder_for(sizes: Sequence[int], like: Tensor, *, seed: int) -> Tensor:
     """Makes values that an op outside the graphs might have written: random floats, the index 0."""
     if not like.dtype.is_floating_point:
         return torch.zeros(tuple(sizes), dtype=like.dtype, device=like.device)
@@ -42,9 +41,7 @@ def placeholder_for(sizes: Sequence[int], like: torch.Tensor, *, seed: int) -> t
     return torch.randn(tuple(sizes), generator=generator, device=like.device).to(like.dtype)
 
 
-def poison_padding_(
-    tensor: torch.Tensor, value: ValueSpec, num_rows: int, bucket: int, *, variant: int
-) -> None:
+def poison_padding_(tensor: Tensor, value: ValueSpec, num_rows: int, bucket: int, *, variant: int) -> None:
     """Fills padded rows, after the first `num_rows`, with any value that was proven possible there."""
     if not value.token_dims or value.sizes is None or not value.padded.is_prefix:
         return
@@ -58,7 +55,7 @@ def poison_padding_(
 
 
 def anything(
-    tensor: torch.Tensor, variant: int, bounds: tuple[int | None, int | None] = (None, None)
+    tensor: Tensor, variant: int, bounds: tuple[int | None, int | None] = (None, None)
 ) -> float | int | bool:
     """Chooses a value of which nothing more than these bounds is known."""
     dtype = tensor.dtype
@@ -75,14 +72,14 @@ def anything(
 
 def checked_indices(arguments: Sequence[Any]) -> AbstractContextManager[object]:
     """Makes a context in which an index out of range is an error on every device."""
-    devices = {each.device for each in arguments if isinstance(each, torch.Tensor)}
+    devices = {each.device for each in arguments if isinstance(each, Tensor)}
     is_fatal = any(native_engine(device).dies_of_bad_index for device in devices)
     return CheckedIndices() if is_fatal else nullcontext()
 
 
 def real_results(
-    segment: Segment, values: Sequence[ValueSpec], outputs: Sequence[torch.Tensor], num_rows: int
-) -> dict[int, torch.Tensor]:
+    segment: Segment, values: Sequence[ValueSpec], outputs: Sequence[Tensor], num_rows: int
+) -> dict[int, Tensor]:
     """Maps value index → real rows, for results whose real rows lead and were written."""
     return {
         index: values[index].real_rows(tensor, num_rows)
@@ -91,7 +88,7 @@ def real_results(
     }
 
 
-def are_same(left: torch.Tensor, right: torch.Tensor) -> bool:
+def are_same(left: Tensor, right: Tensor) -> bool:
     """Whether all values are equal; NaN equals NaN here."""
     equal = left == right
     if left.dtype.is_floating_point:

@@ -9,8 +9,6 @@
 rest is the same for both, and is here.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import logging
 from collections import OrderedDict
@@ -85,10 +83,6 @@ class GraphStore:
         self._to_refresh: list[CapturedSignature] = []
         self._keeps_no_trace = False  # of those to refresh
         self._num_added = 0
-
-    @property
-    def engine_name(self) -> str:
-        return self.engine.name if self.engine is not None else "none yet"
 
     @property
     def state(self) -> str:
@@ -394,14 +388,9 @@ class GraphStore:
         signatures = self.signatures.captured_order()
         return Report(
             tuple(PlanReport.of(s.plan, s.traced.trace.example.names) for s in signatures),
-            tuple(map(self.report_of, signatures)),
-            self.stats.snapshot(),
-            dict(unseen),
-            tuple(self.changes),
-            self.engine_name,
-            self.left_out,
-            self.state,
-        )
+            tuple(map(self.report_of, signatures)), self.stats.snapshot(), dict(unseen), tuple(self.changes),
+            self.engine.name if self.engine is not None else "none yet", self.left_out, self.state,
+        )  # fmt: skip
 
     def _note_captured(self) -> None:
         """Notes which buckets have graphs; releases the pool once nothing could capture more into it."""

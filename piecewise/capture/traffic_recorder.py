@@ -1,7 +1,5 @@
 """Records the token counts that a running server sees, in bounded memory, for its next bucket file."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections import defaultdict
@@ -44,11 +42,9 @@ class TrafficRecorder:
 
     @property
     def num_calls(self) -> int:
-        """Returns the number of counted calls."""
         return sum(self.by_count.copy().values())
 
     def reset(self) -> None:
-        """Clears the histogram."""
         self.by_count.clear()
 
     def save(self, path: str | os.PathLike[str]) -> None:

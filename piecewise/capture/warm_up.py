@@ -8,8 +8,6 @@ on a step of zero sequences; graph-owned memory that it would have written gets 
 the same in each warm-up, and poison in padded rows.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -22,16 +20,8 @@ from torch.overrides import TorchFunctionMode
 
 import boundary_ops
 from boundary_ops import BoundaryOp
+from piecewise.capture import placeholders
 from piecewise.capture.faults import SegmentFault
-from piecewise.capture.placeholders import (
-    anything,
-    are_same,
-    checked_indices,
-    placeholder_for,
-    poison_padding_,
-    real_results,
-    resize_leaf,
-)
 from piecewise.errors.capture import PaddingMatters
 from piecewise.ir.plan import Segment, SegmentPlan, ValueSpec, run_plan, state_tensor
 from piecewise.ir.tensors import bound_arguments, storage_of, tensors_in
@@ -78,7 +68,7 @@ class WarmUp:
                 continue
             rows = self._eager.get(index)
             if rows is None:
-                rows = placeholder_for(value.sizes(self.real_rows), buffer, seed=index)
+                rows = placeholders.placeholder_for(value.sizes(self.real_rows), buffer, seed=index)
             self._fill(value, rows)
         run_plan(
             self.plan, self._made, self.bucket, on_segment=self._warm_up_segment,
@@ -99,7 +89,7 @@ class WarmUp:
         leaf = self.leaves[value.leaf]
         if not isinstance(leaf, torch.Tensor) or value.sizes is None:
             return leaf
-        return resize_leaf(leaf.detach(), value.sizes(num_rows))
+        return placeholders.resize_leaf(leaf.detach(), value.sizes(num_rows))
 
     def _fill(self, value: ValueSpec, rows: torch.Tensor) -> None:
         assert value.sizes is not None
@@ -137,7 +127,7 @@ class WarmUp:
             else:
                 return  # made by an eager segment that was left out
         try:
-            with checked_indices(arguments):
+            with placeholders.checked_indices(arguments):
                 results = segment.function(self.real_rows, *arguments)
         except Exception:  # placeholders may not suit the segment; a real error shows at the call
             return
@@ -160,16 +150,16 @@ class WarmUp:
         for step in range(self.num_steps):
             _put_back(written)
             for value, tensor in taken:
-                poison_padding_(tensor, value, real_rows, bucket, variant=step)
-            made_up = CapturedWarmUp(arguments, num_rows=bucket, real_rows=real_rows, variant=step)
+                placeholders.poison_padding_(tensor, value, real_rows, bucket, variant=step)
+            made_up = CapturedWarmUp(arguments, bucket, real_rows, variant=step)
             try:
                 with made_up if segment.captured_ops else nullcontext():
                     if not own and segment.checks_values:  # compiled or fused kernels do not check indices
                         self._run_own(segment, arguments)
                         _put_back(written)
-                    with checked_indices(arguments) if own else nullcontext():
+                    with placeholders.checked_indices(arguments) if own else nullcontext():
                         outputs = self.runners[segment.index].warm_up(bucket, arguments, fn=function)
-                rows = real_results(segment, values, outputs, real_rows)
+                rows = placeholders.real_results(segment, values, outputs, real_rows)
                 if step == 0:
                     first = {index: row.clone() for index, row in rows.items()}
                 elif (changed := _first_changed(first, rows)) is not None:
@@ -187,12 +177,11 @@ class WarmUp:
 
     def _run_own(self, segment: Segment, arguments: Sequence[torch.Tensor]) -> None:
         """Runs a segment's own function, if the device would die of an index out of range."""
-        if segment.own_function is None or not any(
-            native_engine(tensor.device).dies_of_bad_index for tensor in arguments
-        ):
+        may_die = any(native_engine(tensor.device).dies_of_bad_index for tensor in arguments)
+        if segment.own_function is None or not may_die:
             return
         try:
-            with checked_indices(arguments):
+            with placeholders.checked_indices(arguments):
                 segment.own_function(self.bucket, *arguments)
         except Exception as error:
             raise PaddingMatters(
@@ -208,8 +197,8 @@ class WarmUp:
                 continue
             tensor, sizes = self._made[index], value.sizes(self.real_rows)
             for part in padded_parts(tensor, sizes):
-                part.fill_(anything(tensor, 0))
-            narrow_to(tensor, sizes).copy_(placeholder_for(sizes, tensor, seed=index))
+                part.fill_(placeholders.anything(tensor, 0))
+            narrow_to(tensor, sizes).copy_(placeholders.placeholder_for(sizes, tensor, seed=index))
 
     def _warm_up_boundary(self, segment: Segment) -> None:
         """Warms up each kind of boundary segment once: a model's layers differ only in their tensors."""
@@ -242,7 +231,8 @@ def _first_changed(before: Mapping[int, torch.Tensor], now: Mapping[int, torch.T
     if not equal or bool(torch.stack(equal).all()):
         return None
     # NaN equals NaN here, which takes a second comparison.
-    return next((index for index, rows in now.items() if not are_same(before[index], rows)), None)
+    differ = (index for index, rows in now.items() if not placeholders.are_same(before[index], rows))
+    return next(differ, None)
 
 
 class BoundaryWarmUp(TorchFunctionMode):
@@ -252,9 +242,7 @@ class BoundaryWarmUp(TorchFunctionMode):
         super().__init__()
         self._num_rows = num_rows
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         op = boundary_ops.lookup(func)
         return func(*args, **(kwargs or {})) if op is None else self._served(op, args, kwargs or {})
 
@@ -272,9 +260,7 @@ class CapturedWarmUp(BoundaryWarmUp):
         variant: which poison padded rows get, as for `poison_value`.
     """
 
-    def __init__(
-        self, outside: Iterable[torch.Tensor], *, num_rows: int, real_rows: int, variant: int
-    ) -> None:
+    def __init__(self, outside: Iterable[torch.Tensor], num_rows: int, real_rows: int, variant: int) -> None:
         super().__init__(num_rows)
         self._outside = {storage_of(tensor) for tensor in outside}
         self._real_rows, self._variant = real_rows, variant
@@ -290,7 +276,7 @@ class CapturedWarmUp(BoundaryWarmUp):
         op(*args, **kwargs)
 
     def _make_up(self, tensor: torch.Tensor, dim: int | None) -> None:
-        tensor.copy_(placeholder_for(tensor.shape, tensor, seed=0))
+        tensor.copy_(placeholders.placeholder_for(tensor.shape, tensor, seed=0))
         if tensor.dtype.is_floating_point and dim is not None and tensor.shape[dim] == self._num_rows:
             padded = tensor.narrow(dim, self._real_rows, self._num_rows - self._real_rows)
             padded.fill_(poison_value(tensor.dtype, self._variant))

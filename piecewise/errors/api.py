@@ -1,29 +1,21 @@
-"""Refusals of `compile`, `enable` and `disable`, and of the `torch.compile` backend."""
+"""Lists the refusals of `compile`, `enable` and `disable`, and of the `torch.compile` backend."""
 
 from runners.errors import ConfigError, StateError, TraceError
 
 
 class NoModule(ConfigError):
-    """What is to be compiled is no `nn.Module`."""
-
-    what = "argument 'model'"
-    expected = "a torch.nn.Module"
-    got = "{kind}"
+    what, expected, got = "argument 'model'", "a torch.nn.Module", "{kind}"
     rule = "graphs read weights through their modules"
     fix = "wrap the function in an nn.Module"
 
 
 class AlreadyEnabled(StateError):
-    """A model is to be enabled twice."""
-
     what = "{model} is enabled already"
     rule = "one GraphedModule per model in place"
     fix = "call piecewise.disable(model) first"
 
 
 class NotEnabled(StateError):
-    """A model is to be disabled that is not enabled."""
-
     what = "{model} is not enabled"
     rule = "disable undoes enable"
     fix = "call it with the model that was passed to piecewise.enable"
@@ -40,8 +32,6 @@ class BackendArguments(ConfigError):
 
 
 class NoHandle(StateError):
-    """This backend did not compile it, or nothing of it is left."""
-
     what = "no handle for {kind}"
     expected = 'the result of torch.compile(model, backend="piecewise"), kept alive'
     rule = "a handle holds no model, and torch._dynamo.reset() ends what was compiled before it"
@@ -49,10 +39,7 @@ class NoHandle(StateError):
 
 
 class BreaksApart(TraceError):
-    """Dynamo cuts forward into several graphs, and one that is all of it was asked for."""
-
-    what = "a model that Dynamo cuts at graph breaks"
-    expected = "one Dynamo graph with all of forward"
+    what, expected = "a model that Dynamo cuts at graph breaks", "one Dynamo graph with all of forward"
     rule = "capture, explain and verify look at one graph; calls replay in each part with boundary ops"
     fix = (
         "torch.compile(..., fullgraph=True) names the line that breaks; or call the compiled model inside"
@@ -61,8 +48,6 @@ class BreaksApart(TraceError):
 
 
 class ExcludedByDynamo(StateError):
-    """A bucket needs a trace of its own, which the backend cannot ask for."""
-
     what = "bucket {bucket}: Dynamo's guards exclude it"
     rule = "Dynamo alone decides when to trace again"
     fix = "use piecewise.compile, which traces such buckets at their own size"

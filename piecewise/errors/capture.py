@@ -1,21 +1,15 @@
-"""Refusals of captures, and of changes to what was captured."""
+"""Lists the refusals of captures, and of changes to what was captured."""
 
 from runners.errors import CaptureError, ConfigError, StateError, TraceError
 
 
 class SeveralDevices(TraceError):
-    """The model and its inputs are on more than one device."""
-
-    what = "{other} and {first}"
-    expected = "one device"
-    got = "{other_device} and {device}"
+    what, expected, got = "{other} and {first}", "one device", "{other_device} and {device}"
     rule = "a graph runs on one device"
     fix = "move the model and its inputs to the same device before capture()"
 
 
 class InputsShareMemory(TraceError):
-    """Two inputs lie in one memory in a way that a trace does not see, and forward writes one of them."""
-
     what = "inputs '{name}' and '{other}' share memory, and forward writes '{name}'"
     rule = "what a graph reads was written for this call"
     fix = "make both of one torch tensor (views of it), or pass tensors of their own"
@@ -38,11 +32,7 @@ class PaddingMatters(CaptureError):
 
 
 class MissingCaptureLimit(ConfigError):
-    """An op is captured whose step needs a size that the settings do not give."""
-
-    what = "boundary='captured', op '{op}'"
-    expected = "a value of {missing}"
-    got = "None"
+    what, expected, got = "boundary='captured', op '{op}'", "a value of {missing}", "None"
     rule = "a captured step is copied into buffers whose size is fixed when it is captured"
     fix = (
         "piecewise.compile(model, boundary='captured', {first}=...), from the scheduler's limits; larger"
@@ -51,58 +41,40 @@ class MissingCaptureLimit(ConfigError):
 
 
 class UnknownBoundaryOp(ConfigError):
-    """The settings name an op that nobody registered."""
-
     what = "boundary op '{name}' in 'boundary_ops'"
-    expected = "a registered op ({known})"
-    got = "an unknown name{hint}"
+    expected, got = "a registered op ({known})", "an unknown name{hint}"
     rule = "graphs are cut at registered ops"
     fix = "declare it with boundary_ops.define or boundary_ops.register first"
 
 
 class TooManySignatures(StateError):
-    """One more kind of call is to be captured than the settings allow."""
-
     what = "capture() of signature {number}"
-    expected = "at most {limit} signatures"
-    got = "one more kind of call"
+    expected, got = "at most {limit} signatures", "one more kind of call"
     rule = "graphs are bounded in number"
     fix = "raise max_signatures, or make the calls alike"
 
 
 class ChangeInsideCall(StateError):
-    """The graphs are to be changed by a call that they serve."""
-
     what = "{name}() inside a call of the same module"
     rule = "capture replaces the memory that the running call uses"
     fix = "call it between calls"
 
 
 class NotSuspended(StateError):
-    """There is no suspension to end."""
-
-    what = "resume()"
-    expected = "a model that suspend() was called on"
-    got = "one that is not suspended"
+    what, expected, got = "resume()", "a model that suspend() was called on", "one that is not suspended"
     rule = "resume() undoes suspend()"
     fix = "call capture() to capture, or refresh() to capture again"
 
 
 class StillSuspended(StateError):
-    """Graphs are asked for while their memory is lent to somebody else."""
-
     what = "{name}() while suspended"
-    expected = "graphs, or none asked for"
-    got = "a model whose graphs wait for resume()"
+    expected, got = "graphs, or none asked for", "a model whose graphs wait for resume()"
     rule = "suspend() promised the memory to somebody else until resume()"
     fix = "call resume() first, or release() to give the graphs up for good"
 
 
 class ModelDiffers(StateError):
-    """The model is not what its graphs were captured of."""
-
     what = "the model and its graphs:\n{report}\n "
-    expected = "graphs of the model as it is"
-    got = "{num_changes} changes"
+    expected, got = "graphs of the model as it is", "{num_changes} changes"
     rule = "what graphs read and were traced with stays as it was, or is noticed"
     fix = "call refresh(), or put back what changed"

@@ -1,4 +1,4 @@
-"""Refusals of plans and captures with too few graphs."""
+"""Lists the refusals of plans and captures with too few graphs."""
 
 from runners.errors import CaptureError
 
@@ -8,8 +8,6 @@ class CoverageError(CaptureError):
 
 
 class LowPlanCoverage(CoverageError):
-    """The plan has too few ops in graphs."""
-
     what = "coverage of the plan{ops}"
     expected = "at least {minimum:.1%} of ops in graphs (min_coverage)"
     got = "{coverage:.1%}; {num_eager} ops run eagerly"
@@ -21,8 +19,6 @@ class LowPlanCoverage(CoverageError):
 
 
 class LowBucketCoverage(CoverageError):
-    """A captured bucket has too few ops in graphs."""
-
     what = "coverage of the captured buckets{buckets}"
     expected = "at least {minimum:.1%} of ops in graphs (min_coverage) in each of {num_buckets} buckets"
     got = "less in {num_low}; nothing of this capture was kept"
@@ -31,10 +27,6 @@ class LowBucketCoverage(CoverageError):
 
 
 class NothingCaptured(CaptureError):
-    """No listed bucket could be captured, so every call would run eagerly."""
-
-    what = "capture(){reasons}"
-    expected = "graphs for at least one bucket"
-    got = "none"
+    what, expected, got = "capture(){reasons}", "graphs for at least one bucket", "none"
     rule = "a model that silently runs without graphs is slow for no visible reason"
     fix = "do what the reasons above say, or set allow_eager=True to have every call run eagerly"

@@ -1,4 +1,4 @@
-"""Refusals of settings, and of the files that hold them."""
+"""Lists the refusals of settings, and of the files that hold them."""
 
 from runners.errors import ConfigError
 
@@ -11,10 +11,6 @@ class WrongSettings(ConfigError):
 
 
 class UnreadableSettingsFile(ConfigError):
-    """The settings file is missing, too large, or no TOML."""
-
-    what = "settings file {path}"
-    expected = "a readable TOML file"
-    got = "{problem}"
+    what, expected, got = "settings file {path}", "a readable TOML file", "{problem}"
     rule = "settings come from a UTF-8 TOML file of at most {limit} KiB"
     fix = "correct the file; PiecewiseConfig(...).to_toml(path) writes a valid one"

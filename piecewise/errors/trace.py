@@ -1,21 +1,15 @@
-"""Refusals of a trace: what forward does, reads or is given that one graph cannot stand for."""
+"""Lists the refusals of a trace: what forward does, reads or is given that one graph cannot stand for."""
 
 from runners.errors import TraceError
 
 
 class CompileIsOff(TraceError):
-    """A mode or a setting of the process keeps `torch.compile` from calling any backend."""
-
-    what = "the model cannot be traced"
-    expected = "torch.compile in its default stance"
-    got = "{mode}"
+    what, expected, got = "the model cannot be traced", "torch.compile in its default stance", "{mode}"
     rule = "the graph comes from one torch.compile trace"
     fix = "leave that mode around capture(), or run the model eagerly"
 
 
 class BackwardHook(TraceError):
-    """A module, or every one, has a full backward hook."""
-
     what = "a full backward hook of {owner}"
     rule = "the graph comes from one torch.compile trace, and Dynamo traces no backward hooks"
     fix = (
@@ -25,43 +19,30 @@ class BackwardHook(TraceError):
 
 
 class NotOneGraph(TraceError):
-    """Dynamo cannot trace forward, or the code that forward calls, into one graph."""
-
     what = "forward cannot be traced: {cause}"
     rule = "forward must be one graph: no graph breaks"
     fix = "the cause names the construct; torch.compile(model, fullgraph=True) fails on the same line{hint}"
 
 
 class NoOps(TraceError):
-    """forward computes with no tensor."""
-
     what = "{model}.forward has no tensor operation to graph"
     rule = "a graph needs at least one op"
     fix = "pass the example that your model is called with"
 
 
 class MissingArguments(TraceError):
-    """An example call leaves out arguments that forward needs."""
-
-    what = "an example call without {missing}"
-    expected = "forward's arguments ({names})"
+    what, expected = "an example call without {missing}", "forward's arguments ({names})"
     rule = "the model is traced with the example, so each argument without a default is needed"
     fix = "pass to capture() what you pass to the model"
 
 
 class InputNotPlain(TraceError):
-    """An input is sparse, quantised or of a tensor subclass."""
-
-    what = "input '{name}'"
-    expected = "a plain strided tensor"
-    got = "{kind}"
+    what, expected, got = "input '{name}'", "a plain strided tensor", "{kind}"
     rule = "graphs read static buffers, which are plain memory"
     fix = "convert it before the call, or keep it inside the model"
 
 
 class InputRequiresGrad(TraceError):
-    """forward asks whether tensors require gradients, or are parameters, and an input does or is one."""
-
     what = "input '{name}'"
     expected = "a tensor that does not require grad, as forward asks for that"
     got = "a {kind} with requires_grad={requires_grad}"
@@ -70,8 +51,6 @@ class InputRequiresGrad(TraceError):
 
 
 class NumpyValue(TraceError):
-    """forward reads a NumPy value that is not reached from the model."""
-
     what = "forward reads a NumPy value that has no place in the model: {value}"
     expected = "torch tensors, and Python's own ints and floats, as arguments"
     rule = "what a call brings anew is copied in, or is part of its signature"
@@ -79,8 +58,6 @@ class NumpyValue(TraceError):
 
 
 class TensorWithoutPath(TraceError):
-    """A graph would read a tensor that nobody finds again on the next call."""
-
     what = "forward reads a tensor through {source}"
     expected = "an attribute, dict entry or list item reached from the model"
     rule = "a tensor that a graph reads needs a recorded path, so that a move is noticed"
@@ -88,11 +65,8 @@ class TensorWithoutPath(TraceError):
 
 
 class StateNotCompared(TraceError):
-    """forward relies on Python state that calls have no way to compare."""
-
     what = "forward reads {path}"
-    expected = "Python state that a call can compare"
-    got = "a guard of Dynamo's of kind {kind}"
+    expected, got = "Python state that a call can compare", "a guard of Dynamo's of kind {kind}"
     rule = "a trace is used only for calls that it is valid for"
     fix = "keep what forward reads there as a plain attribute of the model"
 
@@ -106,44 +80,30 @@ class StoresState(TraceError):
 
 
 class OpaqueResult(TraceError):
-    """forward returns an object whose content no replay can renew."""
-
-    what = "forward returns {value}"
-    expected = "tensors, numbers and containers of them"
+    what, expected = "forward returns {value}", "tensors, numbers and containers of them"
     rule = "the result is rebuilt on each call; an object with state of its own would be stale"
-    fix = (
-        "return its tensors, register it with torch.utils._pytree, or pass use_cache=False to a transformers "
-        "model"
-    )
+    fix = "return its tensors, register it with torch.utils._pytree, or pass use_cache=False to transformers"
 
 
 class ResultWithoutSource(TraceError):
-    """forward returns a tensor that is neither computed, an input, nor a parameter or buffer."""
-
     what = "forward returns a tensor that is neither computed, an input, nor a parameter or buffer"
     rule = "every output has a source that a replay can renew"
     fix = "register it as a buffer"
 
 
 class ResultSubclass(TraceError):
-    """forward returns a tensor subclass with a shape that no tensor inside of it has."""
-
     what = "forward returns a {name}"
     rule = "a result that is a tensor subclass has the size and strides of a tensor inside of it"
     fix = "return a plain tensor, such as its value dequantised"
 
 
 class DistributedTensor(TraceError):
-    """A tensor of the model is a DTensor."""
-
     what = "{where} is a {name}"
     rule = "collectives run between graphs, where the model calls them, and not inside of ops"
     fix = "graph the model of one rank, on its local tensors, with the collectives written out"
 
 
 class SilentSubclass(TraceError):
-    """A tensor subclass does not name the tensors inside of it."""
-
     what = "{where} is a {name}"
     expected = "a plain tensor, or a subclass that names the tensors inside of it"
     got = "a class with __torch_dispatch__ and without __tensor_flatten__"
@@ -152,8 +112,6 @@ class SilentSubclass(TraceError):
 
 
 class OwnTorchFunction(TraceError):
-    """A tensor subclass has code of its own that is no dispatch."""
-
     what = "{where} is a {name}"
     got = "a class with a __torch_function__ of its own"
     rule = "a result is of the class that eager gives it, which a trace of such code does not tell"
@@ -164,8 +122,6 @@ class OwnTorchFunction(TraceError):
 
 
 class StateNotStrided(TraceError):
-    """A tensor of the model is sparse, nested or of another layout that is no plain memory."""
-
     what = "{where} is a {name} of layout {layout}"
     rule = "graphs read plain strided memory"
     fix = "keep its values and offsets as tensors of their own"

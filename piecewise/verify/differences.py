@@ -9,10 +9,8 @@ another kernel sums in another order, and independent roundings grow with the sq
 bound follows from the model and the call alone. Integers, bools and plain numbers must be equal.
 """
 
-from __future__ import annotations
-
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -74,13 +72,9 @@ class TensorDifference:
 
 
 def compare_values(
-    expected: Any,
-    found: Any,
-    tolerance: Tolerance | None,
-    *,
-    dim: int = 0,
-    before: torch.Tensor | None = None,
-) -> TensorDifference | None:
+    expected: Any, found: Any, tolerance: Tolerance | None,
+    *, dim: int = 0, before: torch.Tensor | None = None,
+) -> TensorDifference | None:  # fmt: skip
     """Finds where a value differs from the expected one by more than rounding; None where it does not.
 
     Args:
@@ -119,18 +113,16 @@ def compare_values(
     position = tuple(map(int, torch.unravel_index(worst, distance.shape)))
     dim = dim if dim < wrong.dim() else 0
     rows, num_rows = _first_rows(wrong, dim)
-    seen = TensorDifference(
-        dim=dim, rows=rows, num_rows=num_rows, position=position, size=size, allowed=allowed
-    )
-    if before is None:
-        return seen
-    before = before.to(expected.device)
-    kept = (before == expected) | ((before != before) & (expected != expected))
-    written, num_written = _first_rows(wrong & ~kept, dim)
-    left_alone, num_left_alone = _first_rows(wrong & kept, dim)
-    return replace(
-        seen, written=written, num_written=num_written, left_alone=left_alone, num_left_alone=num_left_alone
-    )
+    kept = None
+    if before is not None:
+        before = before.to(expected.device)
+        kept = (before == expected) | ((before != before) & (expected != expected))
+    written, num_written = _first_rows(wrong & ~kept, dim) if kept is not None else ((), 0)
+    left_alone, num_left_alone = _first_rows(wrong & kept, dim) if kept is not None else ((), 0)
+    return TensorDifference(
+        dim=dim, rows=rows, num_rows=num_rows, position=position, size=size, allowed=allowed, written=written,
+        num_written=num_written, left_alone=left_alone, num_left_alone=num_left_alone,
+    )  # fmt: skip
 
 
 def _first_rows(wrong: torch.Tensor, dim: int) -> tuple[tuple[int, ...], int]:

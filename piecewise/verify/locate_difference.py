@@ -3,8 +3,6 @@
 Both runs of a segment begin from equal inputs, so that rounding of earlier segments plays no part.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -48,14 +46,9 @@ class SegmentWalk:
     memory. Random states are restored afterwards."""
 
     def __init__(
-        self,
-        served: ServedBucket,
-        assembler: PlanAssembler,
-        *,
-        leaves: Sequence[Any],
-        num_tokens: int,
-        tolerance: Tolerance,
-    ) -> None:
+        self, served: ServedBucket, assembler: PlanAssembler,
+        *, leaves: Sequence[Any], num_tokens: int, tolerance: Tolerance,
+    ) -> None:  # fmt: skip
         self.plan, self.steps, self.assembler = served.plan, served.steps, assembler
         self.leaves, self.num_tokens = list(leaves), num_tokens
         self.bucket = served.steps.padded_num_tokens
@@ -64,15 +57,15 @@ class SegmentWalk:
         self._by_name = {segment.name: segment for segment in self.plan.segments}
         # Value index → the tensors that graphs read or made at capture.
         self._static = {index: static.buffer for index, static in static_inputs_of(self.steps).items()}
-        run_plan(self.plan, self._static, self.bucket, on_segment=self._graph_outputs)
 
-    def _graph_outputs(self, segment: Segment, arguments: Sequence[Any]) -> Sequence[Any] | None:
-        graph = self.assembler.runners[segment.index].graph_for(self.bucket)
-        return graph.outputs if graph is not None else None
+        def graph_outputs(segment: Segment, arguments: Sequence[Any]) -> Sequence[Any] | None:
+            graph = assembler.runners[segment.index].graph_for(self.bucket)
+            return graph.outputs if graph is not None else None
+
+        run_plan(self.plan, self._static, self.bucket, on_segment=graph_outputs)
 
     def run(self, poison: Poison, on_segment: _OnSegment = lambda segment, env, run: run()) -> list[Any]:
         """Serves the call; returns the result's leaves. Raises StateChanged as `StepPlan.replay`."""
-
         steps, num_tokens, env = self.steps, self.num_tokens, list(self.leaves)
         if steps.begin_call is not None:
             steps.begin_call()
@@ -218,13 +211,9 @@ class SegmentWalk:
         return [copies[value.index] for value in inputs]
 
     def _find_mixing_op(
-        self,
-        wanted: Segment,
-        tolerance: Tolerance | None,
-        segment: Segment,
-        env: list[Any],
-        run: Callable[[], None],
-    ) -> None:
+        self, wanted: Segment, tolerance: Tolerance | None,
+        segment: Segment, env: list[Any], run: Callable[[], None],
+    ) -> None:  # fmt: skip
         """Finds the first op of a graph segment whose real rows change with padding. Without a tolerance the
         comparison is with padding that repeats a row, as kernels may round by the number of rows."""
         if segment is not wanted:
@@ -259,9 +248,7 @@ class _OpResults(torch_api.TorchDispatchMode):
         self.results: list[tuple[str, torch.Tensor]] = []
         self._unwritten: dict[int, torch.Tensor] = {}  # held, so that no other memory gets its address
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         made = list(tensors_in(result))
         if "empty" in str(func):

@@ -5,8 +5,6 @@ Before a replay all static memory is overwritten, which shows a replay that read
 Weights, state and inputs are never overwritten.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -29,11 +27,8 @@ class Poison:
 
 AS_SERVED = Poison("padding as served", None)
 WITHOUT_GRAPHS = Poison("no graphs, padding as served", None, uses_graphs=False)
-_FINITE = (
-    Poison("padding of 1e4", 1),
-    Poison("padding of -1e4", 2),
-    Poison("padding of other rows", OTHER_ROWS),
-)
+_OTHERS = {"1e4": 1, "-1e4": 2, "other rows": OTHER_ROWS}
+_FINITE = tuple(Poison(f"padding of {what}", variant) for what, variant in _OTHERS.items())
 
 
 def poisons_for(engine: GraphEngine, *, is_padded: bool) -> tuple[Poison, ...]:

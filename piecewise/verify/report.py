@@ -1,7 +1,5 @@
 """Reports what `verify` compared, and the first difference, as text and JSON."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Mapping

@@ -7,10 +7,11 @@ and how faults are told apart. All state is restored afterwards, and no call is 
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -18,22 +19,15 @@ from torch import nn
 
 from boundary_ops import PrefillBatch
 from piecewise import torch_api
+from piecewise.calls.structure import Structure, flatten_structure
 from piecewise.capture.call_router import preview
 from piecewise.capture.captured_call import CapturedSignature, FoundCall
 from piecewise.capture.store import GraphStore
-from piecewise.ir.plan import SegmentPlan
 from piecewise.prefill_case import PrefillCase
-from piecewise.verify.differences import TensorDifference, Tolerance
+from piecewise.verify.differences import TensorDifference, Tolerance, compare_values
 from piecewise.verify.locate_difference import SegmentWalk
-from piecewise.verify.poison import (
-    AS_SERVED,
-    WITHOUT_GRAPHS,
-    Poison,
-    overwrite_static_memory,
-    poisons_for,
-)
+from piecewise.verify.poison import AS_SERVED, WITHOUT_GRAPHS, Poison, overwrite_static_memory, poisons_for
 from piecewise.verify.report import Difference, SizeCheck, VerifyReport
-from piecewise.verify.run_result import RunResult, has_same_bits, stored
 from runners.bound_steps import StateChanged, copy_elements
 from runners.engines import native_engine
 from runners.stats import FallbackReason
@@ -54,13 +48,9 @@ def edge_sizes(buckets: Sequence[int], max_padding_ratio: float | None = None) -
 
 
 def verify(
-    model: nn.Module,
-    find: Callable[[Sequence[Any], Mapping[str, Any]], FoundCall],
-    store: GraphStore,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    make_inputs: Callable[..., Any] | None,
-) -> VerifyReport:
+    model: nn.Module, find: Callable[[Sequence[Any], Mapping[str, Any]], FoundCall], store: GraphStore,
+    args: Sequence[Any], kwargs: Mapping[str, Any], make_inputs: Callable[..., Any] | None,
+) -> VerifyReport:  # fmt: skip
     """Implements `GraphedModule.verify`, which holds its lock meanwhile; `find` says what serves a call."""
 
     def check(args: Sequence[Any], kwargs: Mapping[str, Any], num_tokens: int = 0) -> SizeCheck:
@@ -82,6 +72,61 @@ def verify(
     return VerifyReport(tuple({each.num_tokens: each for each in checks}.values()))
 
 
+@dataclass(frozen=True, slots=True)
+class RunResult:
+    """Holds copies of a result's structure and leaves, and of the watched tensors by name. A tensor subclass
+    counts as its class, in the structure, and its inner tensors, as leaves."""
+
+    structure: tuple[Structure, tuple[tuple[type, int], ...]]
+    leaves: list[Any]
+    watched: dict[str, torch.Tensor]
+
+    @classmethod
+    def of(cls, call: Callable[[], Any], watched: Mapping[str, torch.Tensor]) -> RunResult:
+        """Runs `call()`, and copies its result, which the next run may overwrite."""
+        structure, leaves = flatten_structure(call())
+        # A subclass defines its own comparisons, so all of its inner tensors are compared.
+        plain = torch_api.plain_tensors
+        opened = [list(plain(x)) if torch_api.is_wrapper(x) else [x] for x in leaves]
+        pairs = zip(leaves, opened, strict=True)
+        kinds = tuple((type(leaf), len(parts)) for leaf, parts in pairs if torch_api.is_wrapper(leaf))
+        parts = itertools.chain.from_iterable(opened)
+        leaves = [stored(part.detach()) if isinstance(part, torch.Tensor) else part for part in parts]
+        return cls((structure, kinds), leaves, {name: stored(tensor) for name, tensor in watched.items()})
+
+    def difference(
+        self, found: RunResult, tolerance: Tolerance | None, before: Mapping[str, torch.Tensor] | None = None
+    ) -> tuple[str, TensorDifference] | None:
+        """Finds the name and kind of the first difference of `found`, results before watched tensors, which
+        were `before` the call; without a tolerance bits must be equal."""
+        if self.structure != found.structure:
+            return "the result", TensorDifference(detail="its structure is not eager's")
+        for index, (left, right) in enumerate(zip(self.leaves, found.leaves, strict=True)):
+            if (difference := compare_values(left, right, tolerance)) is not None:
+                return f"result leaf {index}", difference
+        for name, tensor in self.watched.items():
+            kept = before[name] if before is not None else None
+            difference = compare_values(tensor, found.watched[name], tolerance, before=kept)
+            if difference is not None:
+                return name, difference
+        return None
+
+
+def stored(tensor: torch.Tensor) -> torch.Tensor:
+    """Copies a tensor, to the host where the device has no room for four of it."""
+    memory = native_engine(tensor.device).free_memory(tensor.device)
+    has_room = memory is None or 4 * tensor.numel() * tensor.element_size() <= memory[0]
+    return tensor.clone() if has_room else tensor.cpu()
+
+
+def has_same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Whether two tensors of one shape and dtype have equal bits; false for any NaN."""
+    right = right.to(left.device)
+    if not torch.equal(left, right):
+        return False
+    return not left.dtype.is_floating_point or torch.equal(left.signbit(), right.signbit())
+
+
 class _Rehearsal(Exception):
     """Leaves a batch's block so that its tokens do not count as written."""
 
@@ -96,20 +141,19 @@ def _uncounted_step() -> Iterator[None]:
 
 class _SizeVerifier:
     def __init__(
-        self,
-        model: nn.Module,
-        store: GraphStore,
-        signature: CapturedSignature,
-        steps: StepPlan,
-        num_tokens: int,
-        leaves: list[Any],
-    ) -> None:
+        self, model: nn.Module, store: GraphStore,
+        signature: CapturedSignature, steps: StepPlan, num_tokens: int, leaves: list[Any],
+    ) -> None:  # fmt: skip
         self.model, self.store, self.signature, self.steps = model, store, signature, steps
         self.num_tokens, self.leaves, self.bucket = num_tokens, leaves, steps.padded_num_tokens
         served = signature.served[self.bucket]
         self.plan = served.plan
         self.device = leaves[self.plan.token_dim.leaf].device
-        self.tolerance = _tolerance_for(self.plan, num_tokens, self.device)
+        state = (value.state.get() for value in self.plan.values if value.state is not None)
+        widths = [x.shape[-1] for x in state if isinstance(x, torch.Tensor) and x.dim() >= 2]
+        has_tf32 = native_engine(self.device).has_tf32()
+        num_graphs = len(self.plan.graph_segments())
+        self.tolerance = Tolerance(max([num_tokens, *widths]), num_graphs, has_tf32)
         self.watched = self._find_watched()
         self.before = {name: stored(tensor) for name, tensor in self.watched.items()}
         self.walk = SegmentWalk(
@@ -120,11 +164,8 @@ class _SizeVerifier:
     def _find_watched(self) -> dict[str, torch.Tensor]:
         """Returns by name: inputs, state that the plan writes, and the model's tensors but its parameters."""
         names = self.signature.traced.trace.example.names
-        found = {
-            f"input '{names.get(index, index)}'": leaf
-            for index, leaf in enumerate(self.leaves)
-            if isinstance(leaf, torch.Tensor)
-        }
+        leaves = enumerate(self.leaves)
+        found = {f"input '{names.get(i, i)}'": leaf for i, leaf in leaves if isinstance(leaf, torch.Tensor)}
         written = {memory for segment in self.plan.segments for memory in segment.writes}
         for value in self.plan.values:
             if value.state is not None and value.memory in written:
@@ -175,15 +216,12 @@ class _SizeVerifier:
             except Exception as error:
                 difference = TensorDifference(detail=f"{type(error).__name__}: {error}")
                 return served, self._located(run, "the call", difference, eager=eager)
-            wrong = eager.difference(found, self.tolerance, before=self.before)
+            wrong = eager.difference(found, self.tolerance, self.before)
             if wrong is not None:
                 return served, self._located(run, *wrong, eager=eager)
             if served is None and run.uses_graphs:
                 served = found
-            elif (
-                served is not None
-                and (bits := served.difference(found, None, before=self.before)) is not None
-            ):
+            elif served is not None and (bits := served.difference(found, None, self.before)) is not None:
                 # Bits say nothing where an op sums in another order each time.
                 if served.difference(self._result(AS_SERVED), None) is None:
                     return served, self._located(run, *bits)
@@ -201,12 +239,12 @@ class _SizeVerifier:
         self._restore()  # an input may lie in static memory, where outputs="view"
 
     def _result(self, run: Poison) -> RunResult:
+        def leaves() -> list[Any]:
+            is_served = run is AS_SERVED
+            return self.steps.replay(list(self.leaves), self.num_tokens) if is_served else self.walk.run(run)
+
         self._prepare(run)
-        if run is AS_SERVED:
-            return self._result_of(
-                lambda: self.signature.rebuild(self.steps.replay(list(self.leaves), self.num_tokens))
-            )
-        return self._result_of(lambda: self.signature.rebuild(self.walk.run(run)))
+        return self._result_of(lambda: self.signature.rebuild(leaves()))
 
     def _result_of(self, call: Callable[[], Any]) -> RunResult:
         with native_engine(self.device).fork_random_state(self.device):
@@ -248,10 +286,3 @@ class _SizeVerifier:
         except Exception:
             return "plan"
         return "graphs" if eager.difference(found, self.tolerance) is None else "plan"
-
-
-def _tolerance_for(plan: SegmentPlan, num_tokens: int, device: torch.device) -> Tolerance:
-    state = (value.state.get() for value in plan.values if value.state is not None)
-    widths = [x.shape[-1] for x in state if isinstance(x, torch.Tensor) and x.dim() >= 2]
-    has_tf32 = native_engine(device).has_tf32()
-    return Tolerance(max([num_tokens, *widths]), len(plan.graph_segments()), has_tf32)

@@ -6,8 +6,6 @@ generator in capture mode, or the pool referenced for ever. Replacing the invali
 one (`restart_capture`) lets torch finish by its ordinary way.
 """
 
-from __future__ import annotations
-
 import ctypes
 import sys
 from enum import IntEnum
@@ -29,8 +27,7 @@ class StreamCapture(IntEnum):
 
 @cache
 def _library() -> Any:
-    name = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
-    return ctypes.CDLL(name)
+    return ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
 
 
 def _call(name: str, *arguments: Any) -> int:

@@ -14,8 +14,6 @@ per segment; its exit leaves torch in capture mode where a capture has failed. H
 Memory is the business of `pool.py`. Random ops may be refused: segments have none.
 """
 
-from __future__ import annotations
-
 import threading
 import traceback
 import warnings
@@ -208,9 +206,7 @@ class _WorkFinder(TorchDispatchMode):
         self.error: WorkElsewhere | None = None
         self._segment = segment
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         if self.error is None and _is_work(func, args, kwargs, result):

@@ -11,8 +11,6 @@ inside the bucket's first capture, from the pool: whoever drops torch's workspac
 with CUDA graphs does) cannot take it away from our graphs, and the next bucket reuses it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from typing import Any
 from weakref import WeakMethod
@@ -65,7 +63,6 @@ class AliasBook:
             del self._owners[address], self._aliases[address]
 
     def clear(self) -> None:
-        """Frees all of them."""
         self._owners.clear()
         self._aliases.clear()
 
@@ -98,7 +95,6 @@ class CudaPool(GraphPool):
 
     @property
     def allocated_bytes(self) -> int:
-        """Returns the bytes that torch's allocator holds for this pool: the peak over buckets."""
         return sum(end - start for start, end in self._segments())
 
     @property
@@ -180,10 +176,9 @@ class CudaPool(GraphPool):
             return []
         # Of all pools: on torch 2.11 a snapshot of one pool alone corrupts the heap (a few hundred calls
         # after captures end the process).
-        found = torch.cuda.memory_snapshot()
         return [
             (segment["address"], segment["address"] + segment["total_size"])
-            for segment in found
+            for segment in torch.cuda.memory_snapshot()
             if tuple(segment["segment_pool_id"]) == tuple(self._handle) and segment["device"] == self.index
         ]
 

@@ -9,8 +9,6 @@ A pool has its own side streams: free memory is kept per stream, so another one 
 none of what the capture before it has left [I9].
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any

@@ -4,8 +4,6 @@ No comparison here raises, and none asks an object of the user's: a tuple of ten
 `__eq__` may do anything.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Mapping, Set
 from typing import Any

@@ -75,7 +75,6 @@ def _identity(item: Any) -> int:
 
 
 def _place_key(ref: StateRef) -> tuple[int, Any, bool]:
-    """Tells places apart."""
     return _identity(ref.owner), ref.key, ref.is_attribute
 
 
@@ -127,7 +126,6 @@ class StateFacts:
         )
 
     def tensor_places(self) -> list[StateRef]:
-        """Returns the places at which a tensor was found."""
         return [ref for ref, _ in self.tensors] + [ref for ref, v in self.values if isinstance(v, _TensorOf)]
 
 
@@ -154,13 +152,9 @@ class StateCheck:
     """
 
     def __init__(
-        self,
-        *,
-        tensors: Sequence[StateRef] = (),
-        looked_up: Sequence[StateRef] = (),
-        facts: StateFacts = StateFacts(),  # noqa: B008
-        dict_versions: DictVersions | None = None,
-    ) -> None:
+        self, *, tensors: Sequence[StateRef] = (), looked_up: Sequence[StateRef] = (),
+        facts: StateFacts = StateFacts(), dict_versions: DictVersions | None = None,  # noqa: B008
+    ) -> None:  # fmt: skip
         # The recorded tensors and, since `.data =` leaves a tensor another one, their storages are held: a
         # replay that began before the mismatch was noticed must never touch freed memory.
         self._tensor_refs = tuple(tensors)
@@ -201,7 +195,6 @@ class StateCheck:
 
     @property
     def num_entries(self) -> int:
-        """Counts the places compared."""
         facts = self._facts
         return len([*self._kinds, *facts.values, *facts.tables, *facts.types, *facts.answers])
 
@@ -250,7 +243,7 @@ class StateCheck:
         if not ref.is_attribute and type(ref.owner) in _IMMUTABLE and ref.look() is value:
             return [value], 0
         if value is NOTHING:  # the look-ups in C raise
-            return _add(self._columns, _look, ref, None, value)
+            return _add(self._columns, StateRef.look, ref, value)
         look = getattr if ref.is_attribute else operator.getitem
         return _add(self._columns, look, ref.owner, ref.key, value)
 
@@ -358,10 +351,6 @@ def _recorded(ref: StateRef, value: Any) -> Any:
     return NOTHING if value is None and ref.look() is NOTHING else value
 
 
-def _look(ref: StateRef, _: None) -> Any:
-    return ref.look()
-
-
 def _answer(ask: Callable[[Any, Any], Any], item: Any, what: Any) -> Any:
     """Asks; `NOTHING` where a property or container of the user's raises."""
     try:
@@ -403,9 +392,7 @@ def _described(kind: Any) -> str:
     if kind is None:
         return "gone"
     _, dtype, device, shape, strides, bits = kind
-    lazily = "".join(
-        f", {word}" for word, is_set in zip(("conjugated", "negated"), bits, strict=True) if is_set
-    )
+    lazily = ", conjugated" * bits[0] + ", negated" * bits[1]
     return f"{str(dtype).removeprefix('torch.')}{list(shape)} on {device} with strides {strides}{lazily}"
 
 

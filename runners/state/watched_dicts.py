@@ -53,10 +53,7 @@ class WatchedDicts:
             column.append(entry)
 
     def add_value(self, owner: dict, key: Any, value: Any) -> tuple[list[Any], int]:
-        """Adds a value: `owner.get(key, NOTHING)` must stay this very object.
-
-        Returns where the object is kept: a list and an index into it.
-        """
+        """Adds a value that `owner.get(key, NOTHING)` must stay; returns the list and index that keep it."""
         group = self._group(owner)
         for column, item in zip((group.owners, group.keys, group.values), (owner, key, value), strict=True):
             column.append(item)

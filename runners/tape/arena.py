@@ -5,8 +5,6 @@
 gets further than a larger one did.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 
@@ -33,7 +31,6 @@ class Arena:
 
     @property
     def allocated_bytes(self) -> int:
-        """Returns the bytes of all chunks."""
         return sum(chunk.numel() for chunk in self._chunks)
 
     def begin(self) -> ArenaMark:
@@ -48,7 +45,6 @@ class Arena:
         self._spans = []
 
     def restart(self) -> None:
-        """Goes back to the arena's first byte."""
         self._chunk = self._offset = 0
 
     def clear(self) -> None:
@@ -74,7 +70,6 @@ class Arena:
         return torch.from_dlpack(self._chunks[self._chunk][start : start + num_bytes])
 
     def overwrite_with_garbage(self) -> None:
-        """Overwrites all chunks with garbage."""
         for chunk in self._chunks:
             fill_with_garbage_(chunk[: chunk.numel() // 2 * 2].view(torch.int16))
 

@@ -9,8 +9,6 @@ Not seen by either, as they go straight to C: `torch.frombuffer`, `torch.utils.d
 reading memory through `data_ptr()`, and kernels that read values in C++ without going through the dispatcher.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache
 from typing import Any, NoReturn, TypeAlias
@@ -19,28 +17,11 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from runners._torch import (
-    OpOverload,
-    OpOverloadPacket,
-    TorchDispatchMode,
-    call_boxed,
-    call_kernel,
-    decomposes,
-    overload_for,
-    without_torch_function,
-)
-from runners.errors import (
-    DeviceCrossing,
-    HostTensor,
-    ReadBack,
-    TensorResized,
-    Unrecordable,
-    ValueDependentShape,
-)
+from runners import _torch, errors
 from runners.source_lines import source_line
 from runners.tensors import tensors_in
 
-Refusal: TypeAlias = type[Unrecordable]
+Refusal: TypeAlias = type[errors.Unrecordable]
 
 
 _READING_METHODS = (
@@ -58,26 +39,24 @@ _INDEX_PUTS = ("aten::index_put", "aten::index_put_", "aten::_index_put_impl_", 
 def _refused_functions() -> dict[Callable[..., Any], tuple[str, Refusal]]:
     functions: dict[Callable[..., Any], tuple[str, Refusal]] = {}
     for name in _READING_METHODS:
-        functions[getattr(torch.Tensor, name)] = (f"Tensor.{name}", ReadBack)
+        functions[getattr(torch.Tensor, name)] = (f"Tensor.{name}", errors.ReadBack)
     for name in ("equal", "is_nonzero", "allclose"):
-        functions[getattr(torch, name)] = (f"torch.{name}", ReadBack)
+        functions[getattr(torch, name)] = (f"torch.{name}", errors.ReadBack)
     for name in ("tensor", "as_tensor", "asarray"):
-        functions[getattr(torch, name)] = (f"torch.{name}", HostTensor)
-    functions[torch.Tensor.new_tensor] = ("Tensor.new_tensor", HostTensor)
+        functions[getattr(torch, name)] = (f"torch.{name}", errors.HostTensor)
+    functions[torch.Tensor.new_tensor] = ("Tensor.new_tensor", errors.HostTensor)
     return functions
 
 
-def _refusal_for_function(
-    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[str, Refusal] | None:
+def _refusal_for_function(func: Callable[..., Any], args: Any, kwargs: Any) -> tuple[str, Refusal] | None:
     if func in (torch.tensor_split, torch.Tensor.tensor_split, torch.tensordot):
         # Their tensor argument is read on the host, in C++, where the dispatcher does not see it.
         given = args[1:] if func is not torch.tensordot else (*args[2:], kwargs.get("dims"))
         named = (kwargs.get("indices_or_sections"), kwargs.get("tensor_indices_or_sections"))
         if any(isinstance(value, Tensor) for value in (*given, *named)):
-            return f"torch.{func.__name__}", ReadBack
+            return f"torch.{func.__name__}", errors.ReadBack
     found = _refused_functions().get(func)
-    if found is not None and found[1] is HostTensor:
+    if found is not None and found[1] is errors.HostTensor:
         sources = (*args[func is torch.Tensor.new_tensor :], kwargs.get("data"), kwargs.get("obj"))
         # A tensor as the source is a copy on the device, or nothing at all.
         if isinstance(sources[0], Tensor):
@@ -89,38 +68,35 @@ def _is_mask(index: Any) -> bool:
     return isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8)
 
 
-def _is_on(device: torch.device, target: torch.device) -> bool:
-    return device.type == target.type and target.index in (None, device.index)
-
-
 def refusal_for_op(
-    func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], host_scalars: dict[int, Tensor]
+    func: _torch.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], host_scalars: dict[int, Tensor]
 ) -> Refusal | None:
     """Says why an op's call below autograd cannot be recorded, or None; `host_scalars` are `Watch`'s."""
     name, tags = func._schema.name, func.tags
     if torch.Tag.data_dependent_output in tags:
-        return ReadBack
+        return errors.ReadBack
     if name == "aten::index":
-        return ValueDependentShape if any(map(_is_mask, args[1])) else None
+        return errors.ValueDependentShape if any(map(_is_mask, args[1])) else None
     if name in _INDEX_PUTS and any(map(_is_mask, args[1])):
         # Torch turns `x[mask] = number` into a masked fill, which has no shape to find out.
         given = [index for index in args[1] if index is not None]
         is_fill = len(given) == 1 and args[2].untyped_storage()._cdata in host_scalars
-        return None if is_fill else ValueDependentShape
+        return None if is_fill else errors.ValueDependentShape
     if name == "aten::repeat_interleave" and kwargs.get("output_size") is not None:
         return None
     if torch.Tag.dynamic_output_shape in tags or name in _VALUE_SHAPE_OPS:
-        return ValueDependentShape
+        return errors.ValueDependentShape
     # A number becomes a 0-dim tensor, a mere fill; a list or an array becomes a copy from the host.
     if name == "aten::lift_fresh" and args[0].dim() > 0:
-        return HostTensor
+        return errors.HostTensor
     if name in _RESIZING_OPS:
-        return TensorResized
+        return errors.TensorResized
     if name in _CROSSING_OPS:
         devices = {tensor.device for tensor in tensors_in(args)}
         target: torch.device | None = kwargs.get("device")
-        if len(devices) > 1 or any(target is not None and not _is_on(device, target) for device in devices):
-            return DeviceCrossing
+        moves = (target and (target.type != d.type or target.index not in (None, d.index)) for d in devices)
+        if len(devices) > 1 or any(moves):
+            return errors.DeviceCrossing
     return None
 
 
@@ -132,7 +108,7 @@ class Watch:
 
     def __init__(self, segment: str) -> None:
         self.segment = segment
-        self.error: Unrecordable | None = None
+        self.error: errors.Unrecordable | None = None
         self.host_scalars: dict[int, Tensor] = {}
 
     def refuse(self, op: Any, refusal: Refusal) -> NoReturn:
@@ -154,9 +130,7 @@ class HostReads(TorchFunctionMode):
         super().__init__()
         self._watch = watch
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         found = _refusal_for_function(func, args, kwargs)
         if found is not None:
@@ -165,51 +139,49 @@ class HostReads(TorchFunctionMode):
             num_classes = kwargs.get("num_classes", args[1] if len(args) > 1 else -1)
             if num_classes > 0:
                 return one_hot_on_device(args[0] if args else kwargs["input"], num_classes)
-        if isinstance(func, OpOverloadPacket):
-            func = overload_for(func, args, kwargs)
-        if isinstance(func, OpOverload) and func.namespace != "aten":
+        if isinstance(func, _torch.OpOverloadPacket):
+            func = _torch.overload_for(func, args, kwargs)
+        if isinstance(func, _torch.OpOverload) and func.namespace != "aten":
             # The boxed call does not ask function modes again, so this one may stay up inside the kernel.
             with self:
-                return call_boxed(func, args, kwargs)
+                return _torch.call_boxed(func, args, kwargs)
         return func(*args, **kwargs)
 
 
-class WatchedOps(TorchDispatchMode):
+class WatchedOps(_torch.TorchDispatchMode):
     """Refuses ops that a recording cannot hold; records nothing, for use inside a custom op's kernel."""
 
     def __init__(self, watch: Watch) -> None:
         super().__init__()
         self._watch = watch
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         self._check_op(func, args, kwargs)
-        if decomposes(func):
+        if _torch.decomposes(func):
             return self._call_decomposed(func, args, kwargs)
         result = self._call_op(func, args, kwargs)
         if func is torch.ops.aten.lift_fresh.default:
             self._watch.host_scalars[result.untyped_storage()._cdata] = result
         return result
 
-    def _check_op(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _check_op(self, func: _torch.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         refusal = refusal_for_op(func, args, kwargs, self._watch.host_scalars)
         if refusal is not None:
             self._watch.refuse(func, refusal)
 
-    def _call_op(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _call_op(self, func: _torch.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs an op, with both modes up again if its kernel may be Python."""
         if func.namespace in ("aten", "prims"):
-            with without_torch_function():
+            with _torch.without_torch_function():
                 return func(*args, **kwargs)
         with HostReads(self._watch), WatchedOps(self._watch):
-            return call_kernel(func, args, kwargs)
+            return _torch.call_kernel(func, args, kwargs)
 
-    def _call_decomposed(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _call_decomposed(self, func: _torch.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs an op that `decomposes`, so that this mode sees the ops it calls."""
         if func.namespace in ("aten", "prims"):
-            with self, without_torch_function():
+            with self, _torch.without_torch_function():
                 return func.decompose(*args, **kwargs)
         with self, HostReads(self._watch):
-            return call_kernel(func, args, kwargs)
+            return _torch.call_kernel(func, args, kwargs)

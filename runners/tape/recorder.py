@@ -5,8 +5,6 @@ tensors are known by their storages, not by its schema: `_unsafe_view` or a cust
 without saying so.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -22,9 +20,8 @@ from runners.tape.readbacks import Watch, WatchedOps
 from runners.tensors import map_tensors, tensors_in
 
 _EMPTY_OPS = "empty empty_like new_empty empty_strided new_empty_strided empty_permuted".split()
-_CONSTANT_OPS = (
-    "zeros zeros_like new_zeros ones ones_like new_ones full full_like new_full scalar_tensor lift_fresh"
-).split()
+_FILLS = "zeros zeros_like new_zeros ones ones_like new_ones full full_like new_full"
+_CONSTANT_OPS = (*_FILLS.split(), "scalar_tensor", "lift_fresh")
 # A call without arguments.
 Step = Callable[[], object]
 # Which one of the tensors in a result, the tensor, and the recorded one that takes its place.
@@ -46,18 +43,14 @@ class Recorder(WatchedOps):
         self._watch.host_scalars.clear()
 
     def steps(self) -> tuple[list[Step], list[Step]]:
-        """Returns fills that overwrite all recorded memory with garbage, and the recorded ops.
-
-        Raises CaptureError where the recorded function swallowed a refusal.
-        """
+        """Returns fills that overwrite all recorded memory with garbage, and the recorded ops; raises the
+        `CaptureError` that the recorded function swallowed, if any."""
         if self._watch.error is not None:
             raise self._watch.error
         fills: list[Step] = [partial(fill_with_garbage_, words) for words in self._arena.spans()]
         return [*fills, *(partial(mask.fill_, True) for mask in self._bools)], self._calls
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if any(kind is not torch.Tensor for kind in types):
             # Subclasses with a dispatch of their own take themselves apart; their parts come back here.

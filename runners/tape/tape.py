@@ -60,7 +60,6 @@ class TapePool(GraphPool):
         self._before_bucket = self.arena.begin()
 
     def add(self, tape: TapeGraph) -> None:
-        """Counts a new tape among those that use the arena."""
         self.graphs.add(tape)
         self._of_bucket.add(tape)
 
@@ -97,7 +96,6 @@ class TapeGraph(CapturedGraph):
                 step()
 
     def reset(self) -> None:
-        """Drops ops and outputs, and with them the references to the arena. Idempotent."""
         super().reset()
         self._steps = []
 
@@ -108,7 +106,6 @@ class TapeEngine(GraphEngine):
     name = "tape"
 
     def new_pool(self, device: torch.device) -> TapePool:
-        """Makes an empty arena on `device`."""
         return TapePool(torch.empty(0, device=device).device)
 
     def capture(self, fn: Callable[[], Sequence[Any]], *, pool: TapePool, segment: str) -> TapeGraph:

@@ -11,10 +11,10 @@ from collections.abc import Iterator
 from unittest import mock
 
 import torch
+from triton.runtime.errors import OutOfResources
 
 from boundary_ops.attention.scratch import ScratchLayer
 from boundary_ops.attention.triton.configs import BlockConfig, fitted
-from boundary_ops.attention.triton.launcher import OutOfResources
 from boundary_ops.attention.triton.plans import device_limits
 from boundary_ops.attention.triton.prefill import attend, plans
 from boundary_ops.backends.library import AttentionCall

@@ -55,8 +55,16 @@ def root_of(refusal: type[Exception]) -> str:
     return next(public).__name__
 
 
+def when(refusal: type[Exception]) -> str:
+    """When a refusal is raised: its docstring, or the first line of its message, which says the same."""
+    if refusal.__doc__:
+        return refusal.__doc__.split("\n\n")[0]
+    parts = [f"{word} {text}" for word in ("expected", "got") if (text := getattr(refusal, word))]
+    return ": ".join(filter(None, (refusal.what, ", ".join(parts))))
+
+
 def cell(text: str | None) -> str:
-    return " ".join((text or "").split()).replace("|", "\\|")
+    return " ".join((text or "").replace("{{", "{").replace("}}", "}").split()).replace("|", "\\|")
 
 
 def document() -> str:
@@ -68,8 +76,7 @@ def document() -> str:
         parts.append(f"## `{module.__name__}`\n")
         parts.append("| class | when | rule | fix |\n|---|---|---|---|")
         for each in found:
-            when = (inspect.getdoc(each) or "").split("\n\n")[0]
-            row = (f"`{each.__name__}` ({root_of(each)})", cell(when), cell(each.rule), cell(each.fix))
+            row = (f"`{each.__name__}` ({root_of(each)})", cell(when(each)), cell(each.rule), cell(each.fix))
             parts.append("| " + " | ".join(row) + " |")
         parts.append("")
     return "\n".join(parts)

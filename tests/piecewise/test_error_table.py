@@ -43,7 +43,7 @@ def raised_in_tests() -> set[str]:
 
 @pytest.mark.parametrize("refusal", REFUSALS, ids=lambda each: each.__name__)
 def test_a_refusal_has_a_rule_a_fix_and_a_test(refusal):
-    assert refusal.__doc__ and refusal.rule and refusal.fix
+    assert error_table.when(refusal) and refusal.rule and refusal.fix
     assert refusal.__name__ in raised_in_tests()
 
 

@@ -9,8 +9,6 @@ import torch
 
 from boundary_ops.backends.library import AttentionCall
 
-__all__ = ["BlockConfig", "Geometry", "default_config", "fitted", "power_of_two"]
-
 
 @dataclass(frozen=True, slots=True)
 class BlockConfig:
@@ -35,7 +33,6 @@ class BlockConfig:
         return min(group, self.block_m)
 
     def tile_tokens(self, group: int) -> int:
-        """Returns the tokens of a tile."""
         return self.block_m // self.tile_heads(group)
 
 
@@ -65,22 +62,14 @@ class Geometry:
     @classmethod
     def of(cls, call: AttentionCall) -> Geometry:
         """Returns the geometry of the layer that a call, whose arguments fit each other, belongs to."""
+        (_, heads, head_dim), sinks = call.q.shape, None if call.sinks is None else call.sinks.dtype
         return cls(
-            dtype=call.q.dtype,
-            device_index=call.q.get_device(),
-            heads=call.q.shape[1],
-            kv_heads=call.k.shape[1],
-            head_dim=call.q.shape[2],
-            page=call.k_cache.shape[1],
-            window=call.window > 0,
-            softcap=call.softcap > 0.0,
-            sinks=None if call.sinks is None else call.sinks.dtype,
-            negate=call.scale < 0.0,
-        )
+            call.q.dtype, call.q.get_device(), heads, call.k.shape[1], head_dim, page=call.k_cache.shape[1],
+            window=call.window > 0, softcap=call.softcap > 0.0, sinks=sinks, negate=call.scale < 0.0,
+        )  # fmt: skip
 
     @property
     def group(self) -> int:
-        """Returns the query heads per K/V head."""
         return self.heads // self.kv_heads
 
     def programs_per_tile(self, config: BlockConfig) -> int:

@@ -8,8 +8,6 @@ This file alone touches what triton does not promise: `CompiledKernel.run`, `.fu
 and the order of the launcher's arguments, which triton 3.6 and 3.9 share. Else the JIT launches each time.
 """
 
-from __future__ import annotations
-
 import gc
 import inspect
 from collections.abc import Callable, Iterator, Sequence
@@ -20,14 +18,8 @@ from typing import Any
 
 import torch
 import triton
-from triton.runtime.errors import OutOfResources
 
 from boundary_ops._torch import raw_device, raw_stream
-
-__all__ = [
-    "DirectLaunch", "OutOfResources", "compiling_together", "current_device", "current_stream",
-    "direct_launch", "is_interpreted", "jit_launch",
-]  # fmt: skip
 
 # (grid x, grid y, stream, arguments in the order of the program's parameters)
 DirectLaunch = Callable[[int, int, int, tuple[Any, ...]], None]
@@ -79,9 +71,8 @@ def jit_launch(
 
 def direct_launch(compiled: Any) -> DirectLaunch | None:
     """Returns a function that launches `compiled`, or None where this triton has no such launcher."""
-    run, function, metadata = (
-        getattr(compiled, name, None) for name in ("run", "function", "packed_metadata")
-    )
+    parts = ("run", "function", "packed_metadata")
+    run, function, metadata = (getattr(compiled, name, None) for name in parts)
     if function is None or metadata is None or not _is_known(run):
         return None
 

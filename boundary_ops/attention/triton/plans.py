@@ -4,8 +4,6 @@ The key of a call is all that its checks and its launch depend on, except values
 shapes, strides, dtypes, devices and options, but neither addresses nor the batch.
 """
 
-from __future__ import annotations
-
 import functools
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,8 +15,6 @@ from boundary_ops.attention.triton.configs import BlockConfig, Geometry, default
 from boundary_ops.attention.triton.launcher import DirectLaunch
 from boundary_ops.backends.choice import why_triton_unsupported
 from boundary_ops.backends.library import AttentionCall
-
-__all__ = ["Plan", "Plans", "device_limits"]
 
 LOG2_E = 1.4426950408889634
 # A plan is a few hundred bytes, and there is one per layer shape and token count.
@@ -93,17 +89,13 @@ class Plans:
         return found
 
     def config_for(self, geometry: Geometry, num_tokens: int) -> BlockConfig:
-        """Returns the block sizes for a step of so many tokens."""
         processors, shared_bytes = device_limits(geometry.device_index)
+        head_dim, element_bytes = geometry.head_dim, geometry.dtype.itemsize
         config = default_config(
-            num_tokens=num_tokens,
-            heads=geometry.heads,
-            kv_heads=geometry.kv_heads,
-            head_dim=geometry.head_dim,
-            element_bytes=geometry.dtype.itemsize,
-            num_processors=processors,
-        )
-        return fitted(config, geometry.head_dim, geometry.dtype.itemsize, shared_bytes)
+            num_tokens=num_tokens, heads=geometry.heads, kv_heads=geometry.kv_heads, head_dim=head_dim,
+            element_bytes=element_bytes, num_processors=processors,
+        )  # fmt: skip
+        return fitted(config, head_dim, element_bytes, shared_bytes)
 
     def make(self, call: AttentionCall) -> Plan:
         """Makes the plan for calls like this one, whose arguments fit each other."""
@@ -117,15 +109,10 @@ class Plans:
         if call.softcap:
             scale, cap = 2.0 * scale / call.softcap, LOG2_E * call.softcap
         return Plan(
-            geometry=geometry,
-            config=config,
-            unsupported=_why_unsupported(geometry, call),
-            tile_tokens=config.tile_tokens(geometry.group),
-            programs_per_tile=geometry.programs_per_tile(config),
-            window=call.window,
-            tail=(*strides, min(call.window, MAX_INT32), scale, cap),
-            bits=bits,
-        )
+            geometry, config, _why_unsupported(geometry, call), config.tile_tokens(geometry.group),
+            geometry.programs_per_tile(config), call.window,
+            tail=(*strides, min(call.window, MAX_INT32), scale, cap), bits=bits,
+        )  # fmt: skip
 
 
 def _why_unsupported(geometry: Geometry, call: AttentionCall) -> str | None:

@@ -5,8 +5,6 @@ pools' addresses and the launch itself. What depends on the batch alone is made 
 by the others. Calls that the program cannot run are left to the op, with the reason.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from collections.abc import Callable
@@ -29,8 +27,6 @@ from boundary_ops.attention.triton.programs import prefill_program
 from boundary_ops.attention.triton.tiles import tiles_of
 from boundary_ops.backends.library import NAME, AttentionCall
 from boundary_ops.step.batch import PrefillBatch
-
-__all__ = ["attend", "attend_captured", "bind", "compile_ahead", "plans"]
 
 # The one state of this module: programs are compiled once per process, whoever calls the op.
 plans = Plans()
@@ -101,14 +97,9 @@ def attend_captured(call: CapturedCall) -> str | None:
 
 
 def _launch(
-    plan: Plan,
-    num_tiles: int,
-    has_context: bool,
-    max_seqs: int,
-    stream: int,
-    call: AttentionCall,
+    plan: Plan, num_tiles: int, has_context: bool, max_seqs: int, stream: int, call: AttentionCall,
     metadata: tuple[torch.Tensor, ...],
-) -> None:
+) -> None:  # fmt: skip
     """Launches directly where a program is compiled that fits the addresses, else through the JIT."""
     # The program does not look at `sinks` where there are none; any address serves.
     tensors = (*call[:6], *metadata, call.q if call.sinks is None else call.sinks)

@@ -4,8 +4,6 @@ The tiles of one size are the same for all layers, so they are kept with the bat
 one copy that nobody waits for.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -13,8 +11,6 @@ import numpy as np
 import torch
 
 from boundary_ops.step.batch import PrefillBatch, send_to_device
-
-__all__ = ["StepTiles", "tile_records", "tiles_of"]
 
 # One record: sequence, its first row, the tile's first token in it, new tokens, context tokens, three unused.
 RECORD = 8
