@@ -65,13 +65,14 @@ def find_token_symbol(trace: Trace, facts: Facts) -> TokenSymbol:
 
 def _check_pools(boundaries: Sequence[tuple[fx.Node, NodeFacts]], outside: set[int]) -> None:
     """Checks that no two calls of a forward leave their rows at the same places."""
-    written: set[int] = set()
+    # Memory → the call that writes it; one call with a tensor subclass is several below the subclass.
+    written: dict[int, str] = {}
     for node, fact in boundaries:
         if fact.boundary is not None and fact.boundary.repeatable:
-            memory = storages_of(fact.writes) & outside
-            if memory & written:
-                raise errors.WritesTwice(op=target_name(node), place=module_path(node))
-            written |= memory
+            call = node.meta.get("below", node.name)
+            for memory in storages_of(fact.writes) & outside:
+                if written.setdefault(memory, call) != call:
+                    raise errors.WritesTwice(op=target_name(node), place=module_path(node))
 
 
 def _symbols_carried(node: fx.Node, fact: NodeFacts, trace: Trace, outside: set[int]) -> set[sympy.Symbol]:

@@ -157,6 +157,7 @@ class _Rewrite:
         values: dict[fx.Node, Any] = dict(zip(below.find_nodes(op="placeholder"), nodes, strict=True))
         kept = ("stack_trace", "nn_module_stack", "below_torch_function")
         meta: dict[str, Any] = {key: node.meta[key] for key in kept if key in node.meta}
+        meta["below"] = node.name
         given = torch_api.plain_tensors(list(map(self.value_of, node.all_input_nodes)))
         kinds = sorted({tensor.device.type for tensor in given})
         # The ops below include autocast's casts.
