@@ -135,7 +135,7 @@ class FallbackReason(str, Enum):
     CAPTURE_FAILED = (
         "capture_failed",
         "Capturing this bucket failed, so it is served eagerly; the report has the error.",
-        "Fix what the error names, then call refresh().",
+        "Fix what the error names, then call capture() again.",
     )
     CAPTURE_IN_PROGRESS = (
         "capture_in_progress",
