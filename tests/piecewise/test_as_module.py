@@ -175,6 +175,7 @@ def test_a_model_that_holds_it_can_be_graphed_and_compiled(graphed):
 def test_torch_compile_of_it_takes_the_model(graphed):
     with torch.no_grad():
         assert_equal(torch.compile(graphed, backend="eager")(tokens(5)), graphed.model(tokens(5)))
+    assert graphed.stats.replays == graphed.stats.eager_calls == 0, "as the guide says"
 
 
 def test_a_cache_is_attached_through_it():
