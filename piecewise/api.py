@@ -156,7 +156,11 @@ class GraphedModule(GraphControls):
         self, model: nn.Module, config: PiecewiseConfig, *, forward: Callable[..., Any] | None = None
     ) -> None:
         if type(model) is GraphedModule:
-            raise NoModule(kind="a GraphedModule", fix="use it as it is, or pass its attribute 'model'")
+            raise NoModule(
+                expected="a model without graphs",
+                kind="a GraphedModule",
+                fix="use it as it is, or pass its attribute 'model'",
+            )
         if not isinstance(model, nn.Module):
             raise NoModule(kind=type(model).__name__)
         graphs = GraphStore(PiecewiseConfig.from_any(config))

@@ -109,8 +109,8 @@ class FallbackReason(str, Enum):
     )
     SHAPE_GUARD = (
         "shape_guard",
-        "The model branches on the token count, and the trace excludes this one or its bucket.",
-        "Choose buckets on one side of the branch, or let capture() trace that bucket again.",
+        "The model branches on the token count or another size, and the trace excludes it or its bucket.",
+        "Choose buckets on one side of the branch; for another size, call capture() with it, too.",
     )
     ONE_TOKEN_BRANCH = (
         "one_token_branch",
@@ -135,7 +135,7 @@ class FallbackReason(str, Enum):
     CAPTURE_FAILED = (
         "capture_failed",
         "Capturing this bucket failed, so it is served eagerly; the report has the error.",
-        "Fix what the error names, then call refresh().",
+        "Fix what the error names, then call capture() again.",
     )
     CAPTURE_IN_PROGRESS = (
         "capture_in_progress",

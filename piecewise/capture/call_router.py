@@ -207,7 +207,14 @@ def choose_plan(
         if (change := signature.find_one_token_change()) is not None:
             return store.note_change(change)
     if not served.is_valid(num_tokens, leaves):
-        return because(FallbackReason.SHAPE_GUARD, f"{num_tokens} tokens in bucket {bucket}")
+        names, others = (
+            signature.traced.trace.example.names,
+            map(served.plan.values.__getitem__, served.plan.symbols),
+        )
+        sizes = [f"size {each.number_in(leaves)} of {names[each.leaf]}" for each in others]
+        return because(
+            FallbackReason.SHAPE_GUARD, ", ".join([f"{num_tokens} tokens in bucket {bucket}", *sizes])
+        )
     for metadata in served.steps.step_metadata:
         mismatch = metadata.mismatch(num_tokens)
         if mismatch is not None:

@@ -53,7 +53,8 @@ def _told(value: Any, name: str, rule: LeafRule | None, firsts: dict[int, str]) 
     if value is None or value is MISSING:
         return "left out"
     if isinstance(value, torch.Tensor):
-        static, first = rule.static if rule is not None else {}, firsts.setdefault(id(value), name)
+        first = firsts.setdefault(id(value), name)
+        static = rule.static if rule is not None else [d for d, size in enumerate(value.shape) if size == 1]
         sizes = ", ".join(str(size) if dim in static else "n" for dim, size in enumerate(value.shape))
         device = "" if value.device.type == "cpu" else f" on {value.device}"
         dense, same = "" if value.is_contiguous() else ", not contiguous", f", as {first}" * (first != name)

@@ -70,8 +70,10 @@ def module_path(node: fx.Node) -> str:
     """Returns the innermost module that called this op, as a user writes it: ``layers.0.self_attn``."""
     if not (stack := node.meta.get("nn_module_stack")):
         return ""
-    path = list(stack.values())[-1][0]
-    path = path.replace("L['model']", "").replace("['", ".").replace("']", "").replace("._modules", "")
+    # The module itself: its name here, in a Dynamo call of it, or of the forward that `enable` swapped.
+    root = r"^(L\['\w+'\](\[\d+\])?|G\['forward\d+'\]\.__self__)"
+    path = re.sub(root, "", list(stack.values())[-1][0])
+    path = path.replace("['", ".").replace("']", "").replace("._modules", "")
     # A forward wrapped by a bound method is reached through a private attribute of the same module.
     return re.sub(r"\._\w+(\.\w+)*?\.__self__", "", path).strip(".")
 

@@ -34,7 +34,6 @@ from torch.utils._sympy.printers import PythonPrinter
 from torch.utils._sympy.reference import PythonReferenceAnalysis as PythonReferenceAnalysis
 
 from piecewise.torch_api.fakes import einsums_from_the_left, fake_mode_of, fakes_remembered
-from piecewise.torch_api.process import is_forced_eager
 
 _TORCH = os.path.dirname(torch.__file__)
 SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
@@ -212,8 +211,8 @@ def tracing_config(int_names: Sequence[str], *, repeats: bool) -> Iterator[None]
 
 def dynamo_is_disabled() -> str | None:
     """Returns why `torch.compile` would not call a backend now, or None."""
-    if is_forced_eager():
-        return 'torch.compiler.set_stance("force_eager") is active'
+    if (stance := dynamo.eval_frame._stance.stance) != "default":
+        return f'torch.compiler.set_stance("{stance}") is active'
     if dynamo.config.disable:  # type: ignore[attr-defined]
         return "TorchDynamo is disabled (TORCH_COMPILE_DISABLE or torch._dynamo.config.disable)"
     return None

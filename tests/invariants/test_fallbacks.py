@@ -201,6 +201,13 @@ def failing():
     return graphed
 
 
+def test_a_failed_bucket_is_tried_again_by_capture_as_its_fix_says():
+    graphed = failing()
+    assert at_a_failed_bucket(graphed) == "capture_failed"
+    assert "capture() again" in FallbackReason.CAPTURE_FAILED.fix
+    assert graphed.capture(tokens(7)).ok and at_a_failed_bucket(graphed) == "replay"
+
+
 def in_a_step(graphed, lens, *, names="abc"):
     """A call of the paged model inside a step of these lengths."""
     before = graphed.stats.snapshot()

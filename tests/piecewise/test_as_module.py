@@ -175,6 +175,7 @@ def test_a_model_that_holds_it_can_be_graphed_and_compiled(graphed):
 def test_torch_compile_of_it_takes_the_model(graphed):
     with torch.no_grad():
         assert_equal(torch.compile(graphed, backend="eager")(tokens(5)), graphed.model(tokens(5)))
+    assert graphed.stats.replays == graphed.stats.eager_calls == 0, "as the guide says"
 
 
 def test_a_cache_is_attached_through_it():
@@ -188,3 +189,23 @@ def test_a_cache_is_attached_through_it():
     want = small_transformers.call(model, PrefillBatch.build(cache, ["b"], [5]), prompts)
     torch.testing.assert_close(got.logits, want.logits)
     assert graphed.stats.replays == 1 and detach(graphed) is graphed
+
+
+@torch.no_grad()
+def test_hooks_that_transformers_installs_at_a_first_call_are_named_with_the_way_out():
+    model, cache = small_transformers.attached()
+    graphed = piecewise.compile(model, buckets=[16], progress=False)
+
+    def call(name):
+        with PrefillBatch.build(cache, [name], [7]) as batch:
+            ids = batch.pack([torch.arange(7)])
+            return graphed(ids, position_ids=batch.positions, output_hidden_states=True)
+
+    example = {"position_ids": torch.arange(7)[None], "output_hidden_states": True}
+    with pytest.raises(piecewise.TraceError, match="call the model once like this, then capture"):
+        graphed.capture(torch.arange(7)[None], **example)
+    want = call("first").hidden_states
+    assert graphed.capture(torch.arange(7)[None], **example).ok
+    for got, each in zip(call("second").hidden_states, want, strict=True):
+        assert_equal(got, each)
+    assert graphed.stats.replays == 1

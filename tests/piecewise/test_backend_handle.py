@@ -187,6 +187,9 @@ def test_explain_says_what_the_models_own_plan_says_and_captures_nothing():
         assert plan.count(kind) == own.count(kind)
     assert plan.count("graph") == LAYERS + 1 and plan.coverage == own.coverage
     assert handle.report().plans == () and inspect(handle).pool is None
+    in_place = piecewise.enable(model, progress=False).explain(torch.arange(5))
+    for other in (plan, in_place):
+        assert [each.module_path for each in other.segments] == [each.module_path for each in own.segments]
 
 
 def test_verify_compares_each_size_and_counts_nothing():

@@ -191,7 +191,9 @@ def test_a_shallow_copy_shares_the_model():
 def test_a_graphed_module_is_not_graphed_again():
     graphed = piecewise.compile(new_model(), **SETTINGS)
     for again in (piecewise.compile, piecewise.enable, piecewise.explain):
-        with pytest.raises(NoModule, match="got a GraphedModule.*(?s:.)*use it as it is"):
+        with pytest.raises(
+            NoModule, match="expected a model without graphs, got a GraphedModule.*(?s:.)*use it as it is"
+        ):
             again(graphed)
     assert piecewise.compile(graphed.model, buckets=[4]).piecewise_config.buckets == (4,)
 

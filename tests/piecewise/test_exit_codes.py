@@ -358,6 +358,9 @@ def test_4_where_nothing_was_replayed_or_measured(specs, capsys, monkeypatch, tm
     if not torch.cuda.is_available():
         assert run(*argv, "--variants", "reduce-overhead") == 4
     monkeypatch.setenv("PIECEWISE_DISABLE", "1")
+    capsys.readouterr()
+    assert run(*argv, "--variants", "eager,graphed") == 4
+    assert "switched off, by PIECEWISE_DISABLE" in "".join(capsys.readouterr())
     assert run("bench", "--host-overhead", "--calls", "1") == 4
     assert "NOTHING MEASURED" in capsys.readouterr().out
 

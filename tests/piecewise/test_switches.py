@@ -131,6 +131,17 @@ def test_a_capture_under_the_stance_captures_nothing_and_can_be_made_later():
     assert serve(graphed, tokens(5)) == "replay"
 
 
+@pytest.mark.parametrize("stance", ["eager_on_recompile", "fail_on_recompile"])
+def test_a_stance_that_keeps_dynamo_from_tracing_is_named_and_the_model_is_not_run(stance):
+    graphed = graph(new_model(), captured=False)
+    graphed.model.register_forward_hook(lambda *_: pytest.fail("it was run"))
+    with (
+        torch.compiler.set_stance(stance),
+        pytest.raises(piecewise.TraceError, match=f'"{stance}".* is active'),
+    ):
+        graphed.capture(tokens(7))
+
+
 @pytest.mark.parametrize("switch", ["stance", "variable"])
 def test_the_back_end_is_switched_off_too(switch, monkeypatch):
     torch._dynamo.reset()

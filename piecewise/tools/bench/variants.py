@@ -121,7 +121,9 @@ class VariantMaker:
                 graphed = piecewise.compile(self.case.model, self._config_of(name))
                 with self.case.inputs(max(min(self.sizes), 2)) as (args, kwargs):
                     report = graphed.capture(*args, **kwargs)
-            segments = graphed.report().plans[0].segments
+            if not (plans := graphed.report().plans):  # graphs are switched off
+                raise Unavailable(report.buckets[0].reason)
+            segments = plans[0].segments
             if name == "graphed-captured" and not any(segment.captured_ops for segment in segments):
                 notes = next(segment.notes() for segment in segments if segment.kind == "boundary")
                 raise Unavailable(notes[0])

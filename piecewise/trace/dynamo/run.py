@@ -254,6 +254,11 @@ def _translated(error: Exception, held: Iterable[tuple[str, torch.Tensor]]) -> N
     detail = _after("Explanation:", lines) or _after("Developer debug context:", lines)
     words = [": ".join(filter(None, (lines[0], detail[:_MAX_DETAIL]))) if lines else type(cause).__name__]
     words += [f"({line})" for line in reversed(lines) if line.startswith("File ")][:1]
+    if "in maybe_install_capturing_hooks" in words[-1]:
+        fix = (
+            "call the model once like this, then capture: transformers installs hooks at its first such call"
+        )
+        return NotOneGraph(cause=" ".join(words), fix=fix)
     wrapped = next(((path, type(each).__name__) for path, each in held if torch_api.is_wrapper(each)), None)
     hint = "; it may be one of the code of tensor subclasses, for model.{} is a {}"
     return NotOneGraph(cause=" ".join(words), hint=hint.format(*wrapped) if wrapped else "")

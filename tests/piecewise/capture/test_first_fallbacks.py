@@ -156,3 +156,25 @@ def test_a_model_in_place_warns_at_the_users_line():
     finally:
         piecewise.disable(model)
     assert "(not_captured)" in text
+
+
+def test_a_branch_on_another_size_names_it_and_its_capture_helps():
+    class LastRows(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model = new_model()
+
+        def forward(self, ids, starts):
+            return self.model(ids)[starts[1:] - 1]  # one row is another program than several
+
+    graphed = graph(LastRows().eval(), tokens(7), torch.tensor([0, 3, 7]))
+
+    @torch.no_grad()
+    def one_sequence():
+        graphed(tokens(5), torch.tensor([0, 5]))
+
+    (text,) = warned(one_sequence)
+    assert "5 tokens in bucket 8, size 2 of starts" in text and "call capture() with it" in text
+    graphed.capture(tokens(5), torch.tensor([0, 5]))
+    one_sequence()
+    assert graphed.stats.replays == 1 and graphed.stats.reasons == {"shape_guard": 1}

@@ -122,7 +122,7 @@ def test_tensors_that_are_one_or_two_are_named():
 
 
 MISTAKES = {
-    "attention_mask is int64[n, n], was left out at capture (leave it out)": {
+    "attention_mask is int64[1, n], was left out at capture (leave it out)": {
         "attention_mask": torch.ones(1, 5, dtype=torch.int64)
     },
     "use_cache is True, was left out at capture (leave it out)": {"use_cache": True},

@@ -385,6 +385,9 @@ def test_a_disabled_dynamo_is_seen(how):
     with torch.compiler.set_stance("force_eager") if how == "stance" else dynamo.config.patch(disable=True):
         assert ("force_eager" if how == "stance" else "disabled") in torch_api.dynamo_is_disabled()
     assert torch_api.dynamo_is_disabled() is None
+    for stance in ("eager_on_recompile", "fail_on_recompile"):
+        with torch.compiler.set_stance(stance):
+            assert stance in torch_api.dynamo_is_disabled()
 
 
 def test_global_state_is_compared_with_gradients_off():
