@@ -20,9 +20,13 @@ from piecewise.tools.gate.quantities import RULES, Quantity, Threshold, captures
 
 # Versions and hardware that times depend on.
 MACHINE = ("device", "driver", "python", "torch", "cuda", "triton")
-# Quantiles of Student's t at 0.9995, by runs less one: 999 of 1000 further runs lie inside of this many
+# Quantiles of Student's t at 0.9995, by degrees of freedom: 999 of 1000 further runs lie inside of this many
 # deviations. Below three runs the deviation is not known.
-_T = {2: 31.6, 3: 12.9, 4: 8.61, 5: 6.87, 6: 5.96, 7: 5.41, 8: 5.04, 9: 4.78, 12: 4.32, 15: 4.07, 19: 3.88}
+_T = {2: 31.6, 3: 12.9, 4: 8.61, 5: 6.87, 6: 5.96, 7: 5.41, 8: 5.04, 9: 4.78, 10: 4.59, 12: 4.32, 15: 4.07,
+      19: 3.88, 23: 3.77, 27: 3.69}  # fmt: skip
+# Few runs tell their own deviation so badly that alone they would let all but the largest changes pass. What
+# a kind usually deviates by, a third of its threshold, counts as much as these many further runs.
+_USUAL_RUNS = 8
 VERDICTS = ("regression", "better", "within the spread", "same", "not compared")
 
 
@@ -173,8 +177,13 @@ def judge(name: str, before: Quantity, now: Quantity, past: Sequence[float], rul
     if len(runs) <= min(_T):
         share *= 2  # what equal runs differ by is not known yet
     elif base:
-        factor = _T[max(known for known in _T if known < len(runs))]
-        spread = max(spread, factor * math.sqrt(1 + 1 / len(runs)) * statistics.stdev(runs) / base)
+        free, deviation = len(runs) - 1, statistics.stdev(runs) / base
+        squares = _USUAL_RUNS * (rule.share / 3) ** 2 + free * deviation**2
+        alone, pooled = (
+            _t(free) * deviation,
+            _t(free + _USUAL_RUNS) * math.sqrt(squares / (free + _USUAL_RUNS)),
+        )
+        spread = max(spread, math.sqrt(1 + 1 / len(runs)) * min(alone, pooled))
     limit = max(share, spread)
     counts = abs(now.value - base) > rule.least
     if counts and abs(change) > limit:
@@ -184,6 +193,10 @@ def judge(name: str, before: Quantity, now: Quantity, past: Sequence[float], rul
     texts = _shown(base, now.unit), _shown(now.value, now.unit)
     cause = f"{texts[0]} became {texts[1]}" if verdict == "regression" else ""
     return Finding(name, now.kind, verdict, *texts, change, limit, cause)
+
+
+def _t(free: int) -> float:
+    return _T[max(each for each in _T if each <= free)]
 
 
 def _compare_facts(base: Mapping[str, Any], current: Mapping[str, Any]) -> Iterator[Finding]:

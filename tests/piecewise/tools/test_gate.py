@@ -32,8 +32,8 @@ from piecewise.tools.bench.result import bench_schema, interval
 from piecewise.tools.cli import main
 from piecewise.tools.gate import regress
 from piecewise.tools.gate.baseline import MAX_RUNS, Baseline, read_baseline, read_record, run_of
-from piecewise.tools.gate.compare import Comparison, compare
-from piecewise.tools.gate.quantities import RULES, quantities
+from piecewise.tools.gate.compare import Comparison, compare, judge
+from piecewise.tools.gate.quantities import RULES, Quantity, quantities
 
 HIDDEN = 8
 Record = dict[str, Any]
@@ -241,6 +241,17 @@ def test_what_equal_runs_differ_by_widens_the_limit(base: Record) -> None:
     _slow_a_segment(now)
     assert compare(Baseline(base), now).regressed
     assert not compare(Baseline(base, tuple(runs)), now).regressed
+
+
+# A baseline of a few runs that differ by 2 %, as those of an H200 do.
+@pytest.mark.parametrize("past", [(1.0, 1.03), (1.0, 1.03, 0.98, 1.01)])
+def test_a_few_runs_in_the_baseline_do_not_hide_a_tenth(past: tuple[float, ...]) -> None:
+    def verdict(value: float) -> str:
+        before, now = (Quantity("over-floor", each, each, each) for each in (1.01, value))
+        return judge("graphed ÷ floor", before, now, past, RULES["over-floor"]).verdict
+
+    assert verdict(1.115) == "regression"
+    assert verdict(1.05) == "same" and verdict(1.07) == "within the spread"
 
 
 def test_times_of_another_machine_are_not_compared_but_ratios_are(base: Record) -> None:
