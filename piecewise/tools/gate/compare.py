@@ -177,7 +177,7 @@ def judge(name: str, before: Quantity, now: Quantity, past: Sequence[float], rul
     if len(runs) <= min(_T):
         share *= 2  # what equal runs differ by is not known yet
     elif base:
-        free, deviation = len(runs) - 1, statistics.stdev(runs) / base
+        free, deviation = len(runs) - 1, _deviation(runs) / base
         squares = _USUAL_RUNS * (rule.share / 3) ** 2 + free * deviation**2
         alone, pooled = (
             _t(free) * deviation,
@@ -193,6 +193,12 @@ def judge(name: str, before: Quantity, now: Quantity, past: Sequence[float], rul
     texts = _shown(base, now.unit), _shown(now.value, now.unit)
     cause = f"{texts[0]} became {texts[1]}" if verdict == "regression" else ""
     return Finding(name, now.kind, verdict, *texts, change, limit, cause)
+
+
+def _deviation(runs: Sequence[float]) -> float:
+    """Estimates the standard deviation from one run to the next, so that a slow drift does not count as noise
+    and is found: it leaves the median of the runs behind."""
+    return math.sqrt(statistics.fmean((b - a) ** 2 / 2 for a, b in zip(runs, runs[1:], strict=False)))
 
 
 def _t(free: int) -> float:

@@ -254,6 +254,14 @@ def test_a_few_runs_in_the_baseline_do_not_hide_a_tenth(past: tuple[float, ...])
     assert verdict(1.05) == "same" and verdict(1.07) == "within the spread"
 
 
+@pytest.mark.parametrize(("drift", "soon"), [(0.04, 8), (0.02, 12), (0.01, 19)])
+def test_a_slow_drift_that_each_update_accepts_is_found(drift: float, soon: int) -> None:
+    values = [(1 + drift) ** number for number in range(soon)]
+    before, now = (Quantity("over-floor", each, each, each) for each in values[-2:])
+    found = judge("graphed ÷ floor", before, now, values[:-2], RULES["over-floor"])
+    assert found.verdict == "regression"
+
+
 def test_times_of_another_machine_are_not_compared_but_ratios_are(base: Record) -> None:
     now = copy.deepcopy(base)
     now["environment"]["driver"] = "another"
