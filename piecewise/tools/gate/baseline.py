@@ -63,6 +63,7 @@ def run_of(record: Mapping[str, Any]) -> dict[str, Any]:
     values = {
         name: [round(number, 6) for number in (each.value, each.low, each.high)]
         for name, each in quantities(record).items()
+        if math.isfinite(each.value)  # JSON has no word for what is not
     }
     return {"date": environment["date"], "commit": environment["commit"], "values": values}
 
@@ -97,7 +98,9 @@ def read_baseline(path: str | Path) -> Baseline:
 def _is_run(run: Any) -> bool:
     values = run.get("values") if isinstance(run, dict) else None
     return isinstance(values, dict) and all(
-        isinstance(each, list) and len(each) == 3 and all(isinstance(x, (int, float)) for x in each)
+        isinstance(each, list)
+        and len(each) == 3
+        and all(isinstance(x, (int, float)) and 0 <= x <= 1e18 for x in each)
         for each in values.values()
     )
 

@@ -31,8 +31,16 @@ from piecewise.tools.bench.latency import LatencyBench
 from piecewise.tools.bench.result import bench_schema, interval
 from piecewise.tools.cli import main
 from piecewise.tools.gate import regress
-from piecewise.tools.gate.baseline import MAX_RUNS, Baseline, read_baseline, read_record, run_of
+from piecewise.tools.gate.baseline import (
+    BASELINE_SCHEMA,
+    MAX_RUNS,
+    Baseline,
+    read_baseline,
+    read_record,
+    run_of,
+)
 from piecewise.tools.gate.compare import Comparison, compare, judge
+from piecewise.tools.gate.outputs import junit
 from piecewise.tools.gate.quantities import RULES, Quantity, quantities
 
 HIDDEN = 8
@@ -299,6 +307,22 @@ def _is_a_ratio_of_infinity(record: Record) -> None:
     record["ratios"][0]["median"] = "inf"
 
 
+def _has_an_interval_at_zero(record: Record) -> None:
+    record["ratios"][0]["interval"] = [0, 1.5]
+
+
+def _is_beyond_floats(record: Record) -> None:
+    record["variants"]["graphed"]["capture"]["again"]["device_bytes"] = 10**400
+
+
+def _has_wrong_fusions(record: Record) -> None:
+    record["variants"]["graphed"]["capture"]["fusions"]["matches"] = [["pack_linears", None]]
+
+
+def _has_wrong_lowerings(record: Record) -> None:
+    record["variants"]["graphed"]["capture"]["lowerings"][0]["num_compiled"] = "inf"
+
+
 def _is_of_another_version(record: Record) -> None:
     record["schema"] = "piecewise.bench/1"
 
@@ -314,6 +338,10 @@ def _is_incomplete(record: Record) -> None:
         (_is_zero, "results[0]"),
         (_is_twice, "twice"),
         (_is_a_ratio_of_infinity, "ratios[0]"),
+        (_has_an_interval_at_zero, "interval"),
+        (_is_beyond_floats, "device_bytes"),
+        (_has_wrong_fusions, "matches"),
+        (_has_wrong_lowerings, "num_compiled"),
         (_is_of_another_version, "piecewise.bench/2"),
         (_is_incomplete, "plan"),
     ],
@@ -324,6 +352,35 @@ def test_a_wrong_record_is_refused(base: Record, write: Callable[..., str], spoi
     with pytest.raises(WrongRecord) as error:
         read_record(write(wrong))
     assert part in str(error.value)
+
+
+@pytest.mark.parametrize("value", [10**400, -1, "inf"])
+def test_a_wrong_history_is_refused(base: Record, write: Callable[..., str], value: Any) -> None:
+    run = {"date": "", "commit": "", "values": {"graphed ÷ floor, 8 tokens": [value, 1, 1]}}
+    with pytest.raises(WrongRecord, match="history"):
+        read_baseline(write({"schema": BASELINE_SCHEMA, "record": base, "history": [run]}))
+
+
+def test_an_error_without_bound_leaves_files_that_can_be_read(
+    base: Record, write: Callable[..., str], tmp_path: Path
+) -> None:
+    wrong = copy.deepcopy(base)
+    for line in wrong["results"]:
+        line["max_abs_error"] = "inf"
+    baseline, benchmark = str(tmp_path / "baseline.json"), tmp_path / "benchmark.json"
+    for _ in range(2):
+        assert main(["regress", baseline, write(wrong), "--update", "--benchmark", str(benchmark)]) == 0
+    assert main(["regress", baseline, write(wrong)]) == 0
+    assert "Infinity" not in benchmark.read_text()
+    assert "error of graphed, 8 tokens" in regressions(base, wrong)
+
+
+def test_control_characters_in_a_name_leave_junit_readable(base: Record) -> None:
+    now = copy.deepcopy(base)
+    now["skipped"] = {"floor": "a \x1b[31mred\x1b[0m reason\x00 & <more>"}
+    now["results"] = [line for line in now["results"] if line["variant"] != "floor"]
+    failure = ElementTree.fromstring(junit(compared(base, now)).encode()).find(".//failure")
+    assert failure is not None and "red" in failure.attrib["message"]
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", "null", '{"schema": 3}', "[" * 100_000, "\xff\xfe"])
