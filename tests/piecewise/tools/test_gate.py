@@ -499,6 +499,11 @@ def test_a_baseline_with_uncommitted_changes_warns_and_is_refused_if_strict(
     assert main(["regress", *paths, "--strict"]) == 2
     with pytest.raises(DirtyBaseline):
         regress.run(cli._parser().parse_args(["regress", *paths, "--strict"]))
+    # A clean record replaces it; a dirty one becomes no baseline, not even the first.
+    assert main(["regress", *paths, "--strict", "--update"]) == 0
+    assert main(["regress", paths[0], write(dirty), "--strict", "--update"]) == 2
+    assert main(["regress", f"{paths[0]}.new", write(dirty), "--strict", "--update"]) == 2
+    assert not read_baseline(paths[0]).record["environment"]["dirty"]
 
 
 @pytest.mark.parametrize(
