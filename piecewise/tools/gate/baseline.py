@@ -43,9 +43,11 @@ class Baseline:
     def followed_by(self, record: Mapping[str, Any], changed: Collection[str]) -> Baseline:
         """Makes the baseline whose record is a newer one of the same case and machine.
 
-        Earlier values of the quantities in `changed` go, since the change is accepted.
+        Earlier values of the quantities in `changed` go, since the change is accepted. A run that is there
+        already is not added again: equal numbers would pass for runs that do not differ.
         """
-        runs = (*self.history, run_of(self.record))[-(MAX_RUNS - 1) :]
+        new = run_of(record)
+        runs = [run for run in (*self.history, run_of(self.record)) if run != new][-(MAX_RUNS - 1) :]
         kept = (
             {**run, "values": {name: each for name, each in run["values"].items() if name not in changed}}
             for run in runs

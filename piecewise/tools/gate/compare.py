@@ -152,9 +152,8 @@ def _compare_numbers(
             _shown(present.value, present.unit),
         )
         if before is None:
-            yield Finding(
-                name, present.kind, "not compared", *texts, cause="the baseline lacks some quantities"
-            )
+            why = "the baseline lacks some quantities"
+            yield Finding(name, present.kind, "not compared", *texts, cause=why)
         elif rule.is_timed and differing:
             why = f"times of another machine or version ({', '.join(differing)})"
             yield Finding(name, present.kind, "not compared", *texts, cause=why)
@@ -162,10 +161,8 @@ def _compare_numbers(
             yield judge(name, before, present, baseline.past(name), rule)
     for name in was.keys() - now.keys():
         # A skipped variant is a finding of its own.
-        text = _shown(was[name].value, was[name].unit)
-        yield Finding(
-            name, was[name].kind, "not compared", text, "–", cause="some quantities were not measured now"
-        )
+        text, why = _shown(was[name].value, was[name].unit), "some quantities were not measured now"
+        yield Finding(name, was[name].kind, "not compared", text, "–", cause=why)
 
 
 def judge(name: str, before: Quantity, now: Quantity, past: Sequence[float], rule: Threshold) -> Finding:
@@ -213,15 +210,8 @@ def _compare_facts(base: Mapping[str, Any], current: Mapping[str, Any]) -> Itera
     for name in sorted(measured[0] - measured[1]):
         variant = name.split(",")[0]
         why = current["skipped"].get(name) or current["skipped"].get(variant) or "it was not asked for"
-        is_lost = name in current["skipped"] or variant in current["skipped"]
-        yield Finding(
-            name,
-            "variants",
-            "regression" if is_lost else "not compared",
-            "measured",
-            "not measured",
-            cause=why,
-        )
+        verdict = "regression" if {name, variant} & current["skipped"].keys() else "not compared"
+        yield Finding(name, "variants", verdict, "measured", "not measured", cause=why)
     then = dict(captures(base))
     for name, capture in captures(current):
         if name in then:
