@@ -98,13 +98,12 @@ def read_baseline(path: str | Path) -> Baseline:
 
 
 def _is_run(run: Any) -> bool:
-    values = run.get("values") if isinstance(run, dict) else None
+    values = run.get("values") if isinstance(run, dict) and {"date", "commit"} <= run.keys() else None
     return isinstance(values, dict) and all(
-        isinstance(each, list)
-        and len(each) == 3
-        and all(isinstance(x, (int, float)) and 0 <= x <= 1e18 for x in each)
+        isinstance(each, list) and len(each) == 3
+        and all(isinstance(x, (int, float)) and 0 <= x <= 1e18 for x in each) and each[1] <= each[2]
         for each in values.values()
-    )
+    )  # fmt: skip
 
 
 def _read(path: str | Path) -> dict[str, Any]:
@@ -145,6 +144,9 @@ def _check(path: object, record: Mapping[str, Any]) -> None:
         if line["quantity"] == "latency" and not (0 < float(line["median"]) < math.inf):
             where = f"{path}: $.ratios[{number}].median"
             raise WrongRecord(where=where, wanted="a finite ratio above 0", found=line["median"])
+    for name, each in quantities(record).items():
+        if each.low > each.high:
+            raise WrongRecord(where=f"{path}: {name}", wanted="an interval from low to high", found=each[2:4])
 
 
 def _require_distinct(where: str, rows: Sequence[tuple[Any, ...]]) -> None:

@@ -75,8 +75,8 @@ def history_figure(baseline: Baseline, record: Mapping[str, Any]) -> Any:
         for index, name in enumerate(alike):
             points = [(x, *run["values"][name]) for x, run in enumerate(runs) if name in run["values"]]
             x, value, low, high = (list(column) for column in zip(*points, strict=True))
-            gaps = [[v - each for v, each in zip(value, low, strict=True)],
-                    [each - v for v, each in zip(value, high, strict=True)]]  # fmt: skip
+            gaps = [[max(v - each, 0) for v, each in zip(value, low, strict=True)],
+                    [max(each - v, 0) for v, each in zip(value, high, strict=True)]]  # fmt: skip
             panel.errorbar(
                 x, value, yerr=gaps, capsize=3, label=name.rpartition(", ")[2], **line_style(index)
             )

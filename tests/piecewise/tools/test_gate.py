@@ -316,6 +316,10 @@ def _has_an_interval_at_zero(record: Record) -> None:
     record["ratios"][0]["interval"] = [0, 1.5]
 
 
+def _has_an_interval_turned_around(record: Record) -> None:
+    record["ratios"][1]["interval"] = [1.505, 1.495]
+
+
 def _is_beyond_floats(record: Record) -> None:
     record["variants"]["graphed"]["capture"]["again"]["device_bytes"] = 10**400
 
@@ -344,6 +348,7 @@ def _is_incomplete(record: Record) -> None:
         (_is_twice, "twice"),
         (_is_a_ratio_of_infinity, "ratios[0]"),
         (_has_an_interval_at_zero, "interval"),
+        (_has_an_interval_turned_around, "low to high"),
         (_is_beyond_floats, "device_bytes"),
         (_has_wrong_fusions, "matches"),
         (_has_wrong_lowerings, "num_compiled"),
@@ -359,9 +364,10 @@ def test_a_wrong_record_is_refused(base: Record, write: Callable[..., str], spoi
     assert part in str(error.value)
 
 
-@pytest.mark.parametrize("value", [10**400, -1, "inf"])
-def test_a_wrong_history_is_refused(base: Record, write: Callable[..., str], value: Any) -> None:
-    run = {"date": "", "commit": "", "values": {"graphed ÷ floor, 8 tokens": [value, 1, 1]}}
+@pytest.mark.parametrize("line", [[10**400, 1, 1], [-1, 1, 1], ["inf", 1, 1], [1.5, 1.6, 1.4], [1, 1], None])
+def test_a_wrong_history_is_refused(base: Record, write: Callable[..., str], line: Any) -> None:
+    run: Record = {"date": "", "values": {} if line is None else {"graphed ÷ floor, 8 tokens": line}}
+    run |= {} if line is None else {"commit": ""}
     with pytest.raises(WrongRecord, match="history"):
         read_baseline(write({"schema": BASELINE_SCHEMA, "record": base, "history": [run]}))
 
