@@ -14,9 +14,11 @@ ARGS ?=
 PYTEST_ARGS ?=
 # Where `make gpu` writes what it measured.
 RESULTS ?= docs/results
-# What `make gate` measures, for how long, and what it compares with.
+# What `make gate` measures, for how long, with which more options of bench (BENCH="--tokens 8,16"), and what it
+# compares with.
 SPEC ?= docs.results.llama_1b:four_layers
 PRESET ?= --minute
+BENCH ?=
 BASELINE ?= docs/results/gate_baseline.json
 GATE ?= build/gate
 # Test processes; each is kept to one thread.
@@ -62,7 +64,7 @@ gpu:
 gate:
 	mkdir -p $(GATE)
 	PYTHONPATH=. $(PYTHON) -m piecewise verify $(SPEC) --json $(GATE)/verify.json
-	PYTHONPATH=. $(PYTHON) -m piecewise bench $(SPEC) $(PRESET) --out $(GATE)/bench.json --plot $(GATE)/bench.png
+	PYTHONPATH=. $(PYTHON) -m piecewise bench $(SPEC) $(PRESET) $(BENCH) --out $(GATE)/bench.json --plot $(GATE)/bench.png
 	PYTHONPATH=. $(PYTHON) -m piecewise regress $(BASELINE) $(GATE)/bench.json $(UPDATE) \
 	    --junit $(GATE)/regress.xml --benchmark $(GATE)/benchmark.json --plot $(GATE)/ratios.png
 

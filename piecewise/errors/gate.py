@@ -6,7 +6,7 @@ from runners.errors import CaptureError, ConfigError
 class WrongRecord(ConfigError):
     what, expected, got = "{where}", "{wanted}", "{found}"
     rule = "records that are compared are whole, of this version's schema, with finite times above 0"
-    fix = "measure again with `piecewise bench SPEC --out FILE`, or make the baseline anew with --update"
+    fix = "measure with `piecewise bench SPEC --out FILE`; remove a wrong baseline and make it with --update"
 
 
 class AnotherCase(ConfigError):

@@ -125,7 +125,7 @@ def _add_bench(commands: _Commands) -> None:
     _add_count(add, "--rounds", 25, "samples per variant and size")
     presets = parser.add_mutually_exclusive_group()
     parser.set_defaults(preset="full")
-    for name, text in (("quick", "measure for at most 15 s, set-up not counted"),
+    for name, text in (("quick", "measure for at most 15 s (three rounds at least), set-up apart"),
                        ("minute", "for at most a minute"), ("full", "take all rounds (the default)")):
         presets.add_argument(f"--{name}", dest="preset", action="store_const", const=name, help=text)
     _add_output_file(add, "--out", help="write the JSON here; bench/schema.json describes it")

@@ -270,8 +270,9 @@ class LatencyBench:
         for turn in range(self.rounds):
             if turn >= _LEAST_ROUNDS and time.perf_counter() > until:
                 break
-            first = turn % max(len(names), 1)
-            for name in names[first:] + names[:first]:
+            # A B B A: each variant comes as often before another as after it.
+            first = turn // 2 % max(len(names), 1)
+            for name in (names[first:] + names[:first])[:: -1 if turn % 2 else 1]:
                 taken = [_timed(calls[name], self.device) for _ in range(_CALLS_PER_ROUND)]
                 latency, host = (statistics.median(column) for column in zip(*taken, strict=True))
                 samples[name].append((latency, host))

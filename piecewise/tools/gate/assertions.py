@@ -10,6 +10,7 @@ from torch import nn
 
 from piecewise.api import GraphedModule
 from piecewise.errors.gate import NotGraphed
+from piecewise.errors.tools import IneffectiveOption
 from piecewise.prefill_case import PrefillCase
 from piecewise.settings.config import PiecewiseConfig
 from piecewise.verify.report import VerifyReport
@@ -47,6 +48,9 @@ def assert_graphed(
     """
     is_ours = not isinstance(model, GraphedModule)
     if isinstance(model, GraphedModule):
+        if config is not None or settings:
+            options = ", ".join(settings or ("config",))
+            raise IneffectiveOption(option=f"assert_graphed, {options}", needed="a module not yet compiled")
         graphed = model
     else:
         graphed = GraphedModule(model, PiecewiseConfig.from_any(config, **settings))
@@ -57,7 +61,7 @@ def assert_graphed(
                 with case.inputs(_EXAMPLE) as (args, kwargs):
                     graphed.capture(*args, **kwargs)
             found = graphed.verify(make_inputs=case.make_inputs)
-        problems = [*_plan_problems(graphed, min_coverage, max_segments), *_call_problems(found)]
+        problems = [*_plan_problems(graphed, min_coverage, max_segments), *_call_problems(graphed, found)]
     finally:
         if is_ours:
             graphed.release()
@@ -84,9 +88,13 @@ def _plan_problems(graphed: GraphedModule, min_coverage: float | None, max_segme
     return problems
 
 
-def _call_problems(found: VerifyReport) -> list[str]:
+def _call_problems(graphed: GraphedModule, found: VerifyReport) -> list[str]:
     problems = [f"a call is not replayed: {check.num_tokens} tokens, {check.path}"
                 for check in found.checks if check.path != "graph" and check.bucket is not None]  # fmt: skip
     if found.first_difference is not None:
         problems.append(f"a replay differs from the eager call: {found.first_difference}")
+    compared = {check.bucket for check in found.checks}
+    problems += [f"no call of bucket {bucket} was compared: make_inputs gave no input of its sizes"
+                 for capture in graphed.report().captures for bucket in capture.captured
+                 if bucket not in compared]  # fmt: skip
     return problems or ([] if found.num_compared else ["no call was replayed"])

@@ -43,9 +43,11 @@ class Baseline:
     def followed_by(self, record: Mapping[str, Any], changed: Collection[str]) -> Baseline:
         """Makes the baseline whose record is a newer one of the same case and machine.
 
-        Earlier values of the quantities in `changed` go, since the change is accepted.
+        Earlier values of the quantities in `changed` go, since the change is accepted. A run that is there
+        already is not added again: equal numbers would pass for runs that do not differ.
         """
-        runs = (*self.history, run_of(self.record))[-(MAX_RUNS - 1) :]
+        new = run_of(record)
+        runs = [run for run in (*self.history, run_of(self.record)) if run != new][-(MAX_RUNS - 1) :]
         kept = (
             {**run, "values": {name: each for name, each in run["values"].items() if name not in changed}}
             for run in runs
@@ -63,6 +65,7 @@ def run_of(record: Mapping[str, Any]) -> dict[str, Any]:
     values = {
         name: [round(number, 6) for number in (each.value, each.low, each.high)]
         for name, each in quantities(record).items()
+        if math.isfinite(each.value)  # JSON has no word for what is not
     }
     return {"date": environment["date"], "commit": environment["commit"], "values": values}
 
@@ -95,11 +98,12 @@ def read_baseline(path: str | Path) -> Baseline:
 
 
 def _is_run(run: Any) -> bool:
-    values = run.get("values") if isinstance(run, dict) else None
+    values = run.get("values") if isinstance(run, dict) and {"date", "commit"} <= run.keys() else None
     return isinstance(values, dict) and all(
-        isinstance(each, list) and len(each) == 3 and all(isinstance(x, (int, float)) for x in each)
+        isinstance(each, list) and len(each) == 3
+        and all(isinstance(x, (int, float)) and 0 <= x <= 1e18 for x in each) and each[1] <= each[2]
         for each in values.values()
-    )
+    )  # fmt: skip
 
 
 def _read(path: str | Path) -> dict[str, Any]:
@@ -140,6 +144,9 @@ def _check(path: object, record: Mapping[str, Any]) -> None:
         if line["quantity"] == "latency" and not (0 < float(line["median"]) < math.inf):
             where = f"{path}: $.ratios[{number}].median"
             raise WrongRecord(where=where, wanted="a finite ratio above 0", found=line["median"])
+    for name, each in quantities(record).items():
+        if each.low > each.high:
+            raise WrongRecord(where=f"{path}: {name}", wanted="an interval from low to high", found=each[2:4])
 
 
 def _require_distinct(where: str, rows: Sequence[tuple[Any, ...]]) -> None:

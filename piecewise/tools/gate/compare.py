@@ -20,9 +20,13 @@ from piecewise.tools.gate.quantities import RULES, Quantity, Threshold, captures
 
 # Versions and hardware that times depend on.
 MACHINE = ("device", "driver", "python", "torch", "cuda", "triton")
-# Quantiles of Student's t at 0.9995, by runs less one: 999 of 1000 further runs lie inside of this many
+# Quantiles of Student's t at 0.9995, by degrees of freedom: 999 of 1000 further runs lie inside of this many
 # deviations. Below three runs the deviation is not known.
-_T = {2: 31.6, 3: 12.9, 4: 8.61, 5: 6.87, 6: 5.96, 7: 5.41, 8: 5.04, 9: 4.78, 12: 4.32, 15: 4.07, 19: 3.88}
+_T = {2: 31.6, 3: 12.9, 4: 8.61, 5: 6.87, 6: 5.96, 7: 5.41, 8: 5.04, 9: 4.78, 10: 4.59, 12: 4.32, 15: 4.07,
+      19: 3.88, 23: 3.77, 27: 3.69}  # fmt: skip
+# Few runs tell their own deviation so badly that alone they would let all but the largest changes pass. What
+# a kind usually deviates by, a third of its threshold, counts as much as these many further runs.
+_USUAL_RUNS = 8
 VERDICTS = ("regression", "better", "within the spread", "same", "not compared")
 
 
@@ -148,9 +152,8 @@ def _compare_numbers(
             _shown(present.value, present.unit),
         )
         if before is None:
-            yield Finding(
-                name, present.kind, "not compared", *texts, cause="the baseline lacks some quantities"
-            )
+            why = "the baseline lacks some quantities"
+            yield Finding(name, present.kind, "not compared", *texts, cause=why)
         elif rule.is_timed and differing:
             why = f"times of another machine or version ({', '.join(differing)})"
             yield Finding(name, present.kind, "not compared", *texts, cause=why)
@@ -158,10 +161,8 @@ def _compare_numbers(
             yield judge(name, before, present, baseline.past(name), rule)
     for name in was.keys() - now.keys():
         # A skipped variant is a finding of its own.
-        text = _shown(was[name].value, was[name].unit)
-        yield Finding(
-            name, was[name].kind, "not compared", text, "–", cause="some quantities were not measured now"
-        )
+        text, why = _shown(was[name].value, was[name].unit), "some quantities were not measured now"
+        yield Finding(name, was[name].kind, "not compared", text, "–", cause=why)
 
 
 def judge(name: str, before: Quantity, now: Quantity, past: Sequence[float], rule: Threshold) -> Finding:
@@ -173,8 +174,13 @@ def judge(name: str, before: Quantity, now: Quantity, past: Sequence[float], rul
     if len(runs) <= min(_T):
         share *= 2  # what equal runs differ by is not known yet
     elif base:
-        factor = _T[max(known for known in _T if known < len(runs))]
-        spread = max(spread, factor * math.sqrt(1 + 1 / len(runs)) * statistics.stdev(runs) / base)
+        free, deviation = len(runs) - 1, _deviation(runs) / base
+        squares = _USUAL_RUNS * (rule.share / 3) ** 2 + free * deviation**2
+        alone, pooled = (
+            _t(free) * deviation,
+            _t(free + _USUAL_RUNS) * math.sqrt(squares / (free + _USUAL_RUNS)),
+        )
+        spread = max(spread, math.sqrt(1 + 1 / len(runs)) * min(alone, pooled))
     limit = max(share, spread)
     counts = abs(now.value - base) > rule.least
     if counts and abs(change) > limit:
@@ -186,6 +192,16 @@ def judge(name: str, before: Quantity, now: Quantity, past: Sequence[float], rul
     return Finding(name, now.kind, verdict, *texts, change, limit, cause)
 
 
+def _deviation(runs: Sequence[float]) -> float:
+    """Estimates the standard deviation from one run to the next, so that a slow drift does not count as noise
+    and is found: it leaves the median of the runs behind."""
+    return math.sqrt(statistics.fmean((b - a) ** 2 / 2 for a, b in zip(runs, runs[1:], strict=False)))
+
+
+def _t(free: int) -> float:
+    return _T[max(each for each in _T if each <= free)]
+
+
 def _compare_facts(base: Mapping[str, Any], current: Mapping[str, Any]) -> Iterator[Finding]:
     """Compares what has names: variants and sizes, captured buckets, boundary ops, eager ops, fusions."""
     measured = [
@@ -194,15 +210,8 @@ def _compare_facts(base: Mapping[str, Any], current: Mapping[str, Any]) -> Itera
     for name in sorted(measured[0] - measured[1]):
         variant = name.split(",")[0]
         why = current["skipped"].get(name) or current["skipped"].get(variant) or "it was not asked for"
-        is_lost = name in current["skipped"] or variant in current["skipped"]
-        yield Finding(
-            name,
-            "variants",
-            "regression" if is_lost else "not compared",
-            "measured",
-            "not measured",
-            cause=why,
-        )
+        verdict = "regression" if {name, variant} & current["skipped"].keys() else "not compared"
+        yield Finding(name, "variants", verdict, "measured", "not measured", cause=why)
     then = dict(captures(base))
     for name, capture in captures(current):
         if name in then:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 from collections.abc import Mapping
 from itertools import groupby
 from typing import Any
@@ -13,6 +15,8 @@ from piecewise.tools.gate.compare import Comparison
 from piecewise.tools.gate.quantities import quantities
 from piecewise.tools.plot import add_legend, line_style, new_panels
 
+# Control characters of a name or a reason, escaped or not, which no XML file may hold.
+_NOT_IN_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 _PLOTTED = ("over-floor", "over-graphed", "over-eager")
 
 
@@ -35,7 +39,8 @@ def junit(comparison: Comparison) -> str:
             elif each.verdict == "not compared":
                 ElementTree.SubElement(case, "skipped", message=each.cause)
     ElementTree.indent(root)
-    return ElementTree.tostring(root, encoding="unicode", xml_declaration=True) + "\n"
+    text = ElementTree.tostring(root, encoding="unicode", xml_declaration=True)
+    return _NOT_IN_XML.sub("\ufffd", text) + "\n"
 
 
 def benchmark_lines(record: Mapping[str, Any]) -> str:
@@ -45,7 +50,7 @@ def benchmark_lines(record: Mapping[str, Any]) -> str:
     lines = [
         {"name": name, "value": each.value, "unit": each.unit or "ratio", "extra": extra,
          **({"range": f"{each.low:.4g} to {each.high:.4g}"} if each.high > each.low else {})}
-        for name, each in quantities(record).items()
+        for name, each in quantities(record).items() if math.isfinite(each.value)
     ]  # fmt: skip
     return json.dumps(lines, indent=1) + "\n"
 
@@ -70,8 +75,8 @@ def history_figure(baseline: Baseline, record: Mapping[str, Any]) -> Any:
         for index, name in enumerate(alike):
             points = [(x, *run["values"][name]) for x, run in enumerate(runs) if name in run["values"]]
             x, value, low, high = (list(column) for column in zip(*points, strict=True))
-            gaps = [[v - each for v, each in zip(value, low, strict=True)],
-                    [each - v for v, each in zip(value, high, strict=True)]]  # fmt: skip
+            gaps = [[max(v - each, 0) for v, each in zip(value, low, strict=True)],
+                    [max(each - v, 0) for v, each in zip(value, high, strict=True)]]  # fmt: skip
             panel.errorbar(
                 x, value, yerr=gaps, capsize=3, label=name.rpartition(", ")[2], **line_style(index)
             )

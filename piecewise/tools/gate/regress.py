@@ -27,8 +27,10 @@ def run(arguments: argparse.Namespace) -> ExitCode:
     baseline = None
     if not arguments.update or Path(arguments.baseline).exists():
         baseline = read_baseline(arguments.baseline)
-        if arguments.strict and baseline.record["environment"].get("dirty"):
-            raise DirtyBaseline(path=arguments.baseline)
+    # With --update the new baseline is judged: an old one can be replaced.
+    judged = current if arguments.update or baseline is None else baseline.record
+    if arguments.strict and judged["environment"].get("dirty"):
+        raise DirtyBaseline(path=arguments.current if arguments.update else arguments.baseline)
     comparison = _compared(baseline, current, rules, may_differ=arguments.update)
     if comparison is not None:
         print(comparison)

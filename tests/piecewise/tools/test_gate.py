@@ -31,9 +31,17 @@ from piecewise.tools.bench.latency import LatencyBench
 from piecewise.tools.bench.result import bench_schema, interval
 from piecewise.tools.cli import main
 from piecewise.tools.gate import regress
-from piecewise.tools.gate.baseline import MAX_RUNS, Baseline, read_baseline, read_record, run_of
-from piecewise.tools.gate.compare import Comparison, compare
-from piecewise.tools.gate.quantities import RULES, quantities
+from piecewise.tools.gate.baseline import (
+    BASELINE_SCHEMA,
+    MAX_RUNS,
+    Baseline,
+    read_baseline,
+    read_record,
+    run_of,
+)
+from piecewise.tools.gate.compare import Comparison, compare, judge
+from piecewise.tools.gate.outputs import junit
+from piecewise.tools.gate.quantities import RULES, Quantity, quantities
 
 HIDDEN = 8
 Record = dict[str, Any]
@@ -105,6 +113,11 @@ def steady(record: Record) -> Record:
             variant["capture"]["times"] = dict.fromkeys(variant["capture"]["times"], 1.0)
     record["environment"] |= {"dirty": False, "commit": "0123456789abcdef"}
     return record
+
+
+def run(base: Record, number: int) -> Record:
+    """The same record of another day."""
+    return base | {"environment": base["environment"] | {"date": f"2026-01-{number + 1:02}"}}
 
 
 @pytest.fixture(scope="module")
@@ -243,6 +256,25 @@ def test_what_equal_runs_differ_by_widens_the_limit(base: Record) -> None:
     assert not compare(Baseline(base, tuple(runs)), now).regressed
 
 
+# A baseline of a few runs that differ by 2 %, as those of an H200 do.
+@pytest.mark.parametrize("past", [(1.0, 1.03), (1.0, 1.03, 0.98, 1.01)])
+def test_a_few_runs_in_the_baseline_do_not_hide_a_tenth(past: tuple[float, ...]) -> None:
+    def verdict(value: float) -> str:
+        before, now = (Quantity("over-floor", each, each, each) for each in (1.01, value))
+        return judge("graphed ÷ floor", before, now, past, RULES["over-floor"]).verdict
+
+    assert verdict(1.115) == "regression"
+    assert verdict(1.05) == "same" and verdict(1.07) == "within the spread"
+
+
+@pytest.mark.parametrize(("drift", "soon"), [(0.04, 8), (0.02, 12), (0.01, 19)])
+def test_a_slow_drift_that_each_update_accepts_is_found(drift: float, soon: int) -> None:
+    values = [(1 + drift) ** number for number in range(soon)]
+    before, now = (Quantity("over-floor", each, each, each) for each in values[-2:])
+    found = judge("graphed ÷ floor", before, now, values[:-2], RULES["over-floor"])
+    assert found.verdict == "regression"
+
+
 def test_times_of_another_machine_are_not_compared_but_ratios_are(base: Record) -> None:
     now = copy.deepcopy(base)
     now["environment"]["driver"] = "another"
@@ -280,6 +312,26 @@ def _is_a_ratio_of_infinity(record: Record) -> None:
     record["ratios"][0]["median"] = "inf"
 
 
+def _has_an_interval_at_zero(record: Record) -> None:
+    record["ratios"][0]["interval"] = [0, 1.5]
+
+
+def _has_an_interval_turned_around(record: Record) -> None:
+    record["ratios"][1]["interval"] = [1.505, 1.495]
+
+
+def _is_beyond_floats(record: Record) -> None:
+    record["variants"]["graphed"]["capture"]["again"]["device_bytes"] = 10**400
+
+
+def _has_wrong_fusions(record: Record) -> None:
+    record["variants"]["graphed"]["capture"]["fusions"]["matches"] = [["pack_linears", None]]
+
+
+def _has_wrong_lowerings(record: Record) -> None:
+    record["variants"]["graphed"]["capture"]["lowerings"][0]["num_compiled"] = "inf"
+
+
 def _is_of_another_version(record: Record) -> None:
     record["schema"] = "piecewise.bench/1"
 
@@ -295,6 +347,11 @@ def _is_incomplete(record: Record) -> None:
         (_is_zero, "results[0]"),
         (_is_twice, "twice"),
         (_is_a_ratio_of_infinity, "ratios[0]"),
+        (_has_an_interval_at_zero, "interval"),
+        (_has_an_interval_turned_around, "low to high"),
+        (_is_beyond_floats, "device_bytes"),
+        (_has_wrong_fusions, "matches"),
+        (_has_wrong_lowerings, "num_compiled"),
         (_is_of_another_version, "piecewise.bench/2"),
         (_is_incomplete, "plan"),
     ],
@@ -305,6 +362,36 @@ def test_a_wrong_record_is_refused(base: Record, write: Callable[..., str], spoi
     with pytest.raises(WrongRecord) as error:
         read_record(write(wrong))
     assert part in str(error.value)
+
+
+@pytest.mark.parametrize("line", [[10**400, 1, 1], [-1, 1, 1], ["inf", 1, 1], [1.5, 1.6, 1.4], [1, 1], None])
+def test_a_wrong_history_is_refused(base: Record, write: Callable[..., str], line: Any) -> None:
+    run: Record = {"date": "", "values": {} if line is None else {"graphed ÷ floor, 8 tokens": line}}
+    run |= {} if line is None else {"commit": ""}
+    with pytest.raises(WrongRecord, match="history"):
+        read_baseline(write({"schema": BASELINE_SCHEMA, "record": base, "history": [run]}))
+
+
+def test_an_error_without_bound_leaves_files_that_can_be_read(
+    base: Record, write: Callable[..., str], tmp_path: Path
+) -> None:
+    wrong = copy.deepcopy(base)
+    for line in wrong["results"]:
+        line["max_abs_error"] = "inf"
+    baseline, benchmark = str(tmp_path / "baseline.json"), tmp_path / "benchmark.json"
+    for _ in range(2):
+        assert main(["regress", baseline, write(wrong), "--update", "--benchmark", str(benchmark)]) == 0
+    assert main(["regress", baseline, write(wrong)]) == 0
+    assert "Infinity" not in benchmark.read_text()
+    assert "error of graphed, 8 tokens" in regressions(base, wrong)
+
+
+def test_control_characters_in_a_name_leave_junit_readable(base: Record) -> None:
+    now = copy.deepcopy(base)
+    now["skipped"] = {"floor": "a \x1b[31mred\x1b[0m reason\x00 & <more>"}
+    now["results"] = [line for line in now["results"] if line["variant"] != "floor"]
+    failure = ElementTree.fromstring(junit(compared(base, now)).encode()).find(".//failure")
+    assert failure is not None and "red" in failure.attrib["message"]
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", "null", '{"schema": 3}', "[" * 100_000, "\xff\xfe"])
@@ -354,9 +441,10 @@ def test_the_command_accepts_compares_and_writes(
     monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(summary))
     current, baseline = write(base, "current.json"), str(tmp_path / "baseline.json")
     assert main(["regress", baseline, current]) == 2
-    assert main(["regress", baseline, current, "--update"]) == 0
-    for _ in range(MAX_RUNS + 3):
-        assert main(["regress", baseline, current, "--update"]) == 0
+    for number in range(MAX_RUNS + 3):
+        for _ in range(2):  # one run is one of the history, however often it is accepted
+            assert main(["regress", baseline, write(run(base, number)), "--update"]) == 0
+        assert len(read_baseline(baseline).history) == min(number, MAX_RUNS - 1)
     assert len(read_baseline(baseline).history) == MAX_RUNS - 1
     assert main(["regress", baseline, current]) == 0
     capsys.readouterr()
@@ -389,8 +477,8 @@ def test_an_accepted_change_is_the_new_normal(
     for line in slower["ratios"]:
         if line["of"] == "graphed" and line["quantity"] == "latency":
             line |= {"median": 3.0, "interval": [2.99, 3.01]}
-    for _ in range(5):
-        assert main(["regress", baseline, write(base), "--update"]) == 0
+    for number in range(5):
+        assert main(["regress", baseline, write(run(base, number)), "--update"]) == 0
     assert main(["regress", baseline, write(slower)]) == 1
     assert main(["regress", baseline, write(slower), "--update"]) == 0
     assert main(["regress", baseline, write(slower)]) == 0
@@ -423,6 +511,11 @@ def test_a_baseline_with_uncommitted_changes_warns_and_is_refused_if_strict(
     assert main(["regress", *paths, "--strict"]) == 2
     with pytest.raises(DirtyBaseline):
         regress.run(cli._parser().parse_args(["regress", *paths, "--strict"]))
+    # A clean record replaces it; a dirty one becomes no baseline, not even the first.
+    assert main(["regress", *paths, "--strict", "--update"]) == 0
+    assert main(["regress", paths[0], write(dirty), "--strict", "--update"]) == 2
+    assert main(["regress", f"{paths[0]}.new", write(dirty), "--strict", "--update"]) == 2
+    assert not read_baseline(paths[0]).record["environment"]["dirty"]
 
 
 @pytest.mark.parametrize(

@@ -210,3 +210,23 @@ def test_lowered_kernels_are_compared_with_a_floor_of_their_own(monkeypatch: pyt
     assert ("graphed", "floor-inductor") not in pairs and len(compiled) == 2
     errors = {line["variant"]: line["max_abs_error"] for line in found.results}
     assert errors["graphed-inductor"] == errors["floor-inductor"] > 0.4 > errors["graphed"]
+
+
+@pytest.mark.parametrize("names", ["ab", "abc"])
+def test_each_variant_comes_as_often_before_another_as_after_it(names: str) -> None:
+    case = make_case()
+    bench = LatencyBench(
+        case,
+        spec="here:case",
+        sizes=[4],
+        variants=[],
+        config=piecewise.PiecewiseConfig(),
+        rounds=2 * len(names),
+    )
+    order: list[str] = []
+    bench._take_turns({name: lambda name=name: order.append(name) for name in names}, float("inf"))
+    taken = "".join(order[3 * len(names) :: 3])  # three calls to warm up, and three in a round
+    rounds = [taken[at : at + len(names)] for at in range(0, len(taken), len(names))]
+    assert (
+        rounds == {"ab": ["ab", "ba", "ba", "ab"], "abc": ["abc", "cba", "bca", "acb", "cab", "bac"]}[names]
+    )

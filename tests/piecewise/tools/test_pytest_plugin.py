@@ -13,6 +13,7 @@ from toy_models import Toy, make_ids
 import piecewise
 from piecewise.capture.build_plan import PlanAssembler
 from piecewise.errors.gate import NotGraphed
+from piecewise.errors.tools import IneffectiveOption
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -126,6 +127,17 @@ def test_assert_graphed_lists_what_is_wrong(model, limits, text) -> None:
     with pytest.raises(NotGraphed, match=text) as error:
         piecewise.assert_graphed(model().eval(), inputs, buckets=[4, 16], progress=False, **limits)
     assert isinstance(error.value, AssertionError)
+
+
+def test_assert_graphed_names_a_bucket_that_no_input_reached() -> None:
+    with pytest.raises(NotGraphed, match="bucket 4 was compared"):
+        piecewise.assert_graphed(Toy().eval(), lambda n: inputs(5), buckets=[4, 8], progress=False)
+
+
+def test_assert_graphed_takes_no_settings_for_a_compiled_model() -> None:
+    graphed = piecewise.compile(Toy().eval(), buckets=[4], progress=False)
+    with pytest.raises(IneffectiveOption, match="buckets"):
+        piecewise.assert_graphed(graphed, inputs, buckets=[4, 8])
 
 
 def test_assert_graphed_names_a_replay_that_differs(monkeypatch: pytest.MonkeyPatch) -> None:

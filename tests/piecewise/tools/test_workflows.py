@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -49,3 +51,27 @@ def test_no_value_of_an_input_is_pasted_into_a_script() -> None:
     """An expression inside `run` would let an input's text become commands."""
     script = (ROOT / "action.yml").read_text().split("run: |")[1].split("- name:")[0]
     assert "${{" not in script
+
+
+def test_the_action_passes_paths_with_spaces_and_the_options_of_the_baseline(tmp_path: Path) -> None:
+    script = textwrap.dedent((ROOT / "action.yml").read_text().split("run: |\n")[1].split("    - name:")[0])
+    python = tmp_path / "a python"
+    python.write_text('#!/bin/bash\nprintf "<%s>" "$@"; echo\n')
+    python.chmod(0o755)
+    inputs = {
+        "SPEC": "a:b",
+        "BASELINE": "a line.json",
+        "CONFIG": "a $(b).toml",
+        "PRESET": "quick",
+        "BENCH": "--tokens 8,16",
+        "PYTHON": str(python),
+        "UPDATE": "true",
+        "FOLDER": "a folder",
+    }
+    bash = ["bash", "--noprofile", "--norc", "-euo", "pipefail", "-c", script]
+    found = subprocess.run(bash, env={**os.environ, **inputs}, cwd=tmp_path, capture_output=True, text=True)
+    assert found.returncode == 0, found.stderr
+    verify, bench, regress = found.stdout.splitlines()
+    assert "<verify><a:b><--config><a $(b).toml>" in verify
+    assert "<--quick><--tokens><8,16><--out><a folder/bench.json>" in bench
+    assert "<regress><a line.json><a folder/bench.json><--update>" in regress
