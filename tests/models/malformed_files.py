@@ -98,7 +98,7 @@ MALFORMED = [
     (_L + "max_batch_size = 4\nmax_num_seqs = 4\n", ":3: [limits] max_num_seqs: expected one setting"),
     (
         _B + "num_tokens = [8, 16]\n" + _L + "max_num_tokens = 8\n",
-        ":2: [buckets] num_tokens[1]: expected at most max",
+        ":2: [buckets] num_tokens[1]: expected at most ",
     ),
     (
         _B + "num_tokens = [64]\n" + _L + "max_batch_size = 2\nmax_seq_len = 32\n",

@@ -99,7 +99,7 @@ assert str(graphed.report()).startswith("engine: pretend; captured")
 def test_an_engine_and_a_front_end_are_a_folder_and_one_entry_each(checkout):
     """Both work by their names in settings, captures, replays, verify and the report."""
     for path, entries, entry, text in (
-        ("runners/pretend", "runners/engines.py", '_Home("runners.pretend.room", "PretendEngine")', ENGINE),
+        ("runners/pretend", "runners/engines.py", '("runners.pretend.room", "PretendEngine", None)', ENGINE),
         (
             "piecewise/trace/recorded",
             "piecewise/settings/front_ends.py",

@@ -14,7 +14,6 @@ import torch
 import piecewise
 from piecewise.errors.settings import UnreadableSettingsFile, WrongSettings
 from piecewise.settings.config import PiecewiseConfig
-from piecewise.torch_backend import piecewise_backend
 
 TABLE = "[tool.piecewise.buckets]\nnum_tokens = [8, 24]\n[tool.piecewise.capture]\nwarmup_steps = 7\n"
 
@@ -79,7 +78,7 @@ def test_every_entry_point_uses_it(project):
         lambda: piecewise.compile(model),
         lambda: piecewise.enable(model),
         lambda: piecewise.explain(model, torch.ones(4, 4)),
-        lambda: piecewise_backend(torch.fx.symbolic_trace(model), []),
+        lambda: piecewise.handle(torch.compile(model, backend="piecewise")),
     ):
         with pytest.raises(WrongSettings, match="the nearest is warmup_steps"):
             entry()
