@@ -7,7 +7,6 @@ no node found, or after three cuts  ─▶ the whole segment runs eagerly
 """
 
 import dataclasses
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -18,9 +17,10 @@ from piecewise.analysis.classify import Verdict
 from piecewise.capture.placeholders import are_same, checked_indices, poison_padding_, real_results
 from piecewise.cut.segment_writer import SegmentWriter
 from piecewise.cut.split import Splitter
-from piecewise.ir.nodes import makes_empty, source_line
+from piecewise.ir.nodes import makes_empty, source_line, target_name
 from piecewise.ir.plan import Segment, ValueSpec
 from piecewise.ir.tensors import tensors_in
+from piecewise.report.caller_warning import warn_caller
 from runners.engine import GraphEngine, GraphPool
 from runners.engines import engine_for, native_engine
 from runners.errors import CaptureError, one_line
@@ -124,8 +124,10 @@ class FaultFinder:
     def _faulty(self, node: fx.Node | None, seen: str) -> tuple[fx.Node, Verdict] | None:
         if node is None:
             return None
-        text = f"the rule of '{node.name}' ({source_line(node)}) does not hold: {seen}"
-        warnings.warn(f"piecewise: {text}; it runs eagerly. Please report this.", stacklevel=2)
+        text = f"the rule of '{target_name(node)}' ({source_line(node)}) does not hold: {seen}"
+        warn_caller(
+            f"piecewise: {text}; it runs eagerly. Correct what declare_rows said of it, or report this."
+        )
         return node, Verdict("eager", "mixes_tokens", text)
 
     def _agrees(self, node: fx.Node, values: Sequence[Any]) -> bool:

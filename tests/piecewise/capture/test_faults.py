@@ -50,11 +50,13 @@ def served(head, **config):
 
 
 @contextlib.contextmanager
-def faults_told(count):
+def faults_told(count, op=""):
     with pytest.warns(UserWarning) as caught:
         yield
     told = [str(each.message) for each in caught if str(each.message).startswith("piecewise: the rule of")]
     assert len(told) == count and all("test_faults.py" in text for text in told), told
+    assert all(f"rule of '{op}" in text and "declare_rows" in text for text in told), told
+    assert not any(each.filename.endswith("capture/faults.py") for each in caught)
 
 
 def test_I3_an_op_with_a_wrong_rule_becomes_eager_and_every_bucket_is_captured(monkeypatch):
@@ -187,7 +189,7 @@ def test_I8_an_op_that_fails_on_padded_rows_becomes_eager():
         boundary_ops.declare_rows("test_faults::picky", token_args={"x": 0})
         toy = Toy(lambda m, x: torch.ops.test_faults.picky(x), num_blocks=1).eval()
         graphed = piecewise.compile(toy, buckets=BUCKETS, progress=False)
-        with faults_told(1):
+        with faults_told(1, op="test_faults::picky"):
             assert graphed.capture(make_ids(5), torch.arange(5)).captured == BUCKETS
         with torch.no_grad(), pytest.raises(RuntimeError, match="no room for 16 rows"):
             graphed(make_ids(16), torch.arange(16))
