@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from piecewise.api import GraphedModule, compile, disable, enable, explain
     from piecewise.prefill_case import PrefillCase
     from piecewise.settings.config import PiecewiseConfig
-    from piecewise.tools.gate.assertions import assert_graphed
+    from piecewise.testing.assertions import assert_graphed
     from piecewise.torch_backend import handle
     from runners.mode import capture_window, eager_only
 
@@ -37,7 +37,7 @@ _HOMES = {
     "piecewise.api": ("GraphedModule", "compile", "disable", "enable", "explain"),
     "piecewise.prefill_case": ("PrefillCase",),
     "piecewise.settings.config": ("PiecewiseConfig",),
-    "piecewise.tools.gate.assertions": ("assert_graphed",),
+    "piecewise.testing.assertions": ("assert_graphed",),
     "piecewise.torch_backend": ("handle",),
     "runners.mode": ("capture_window", "eager_only"),
 }

@@ -19,7 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("piecewise", "boundary_ops", "runners")
 # The whole may only fall, except with a feature of its own; 26,500 is what it is to come to.
-MAX_LINES, MAX_HALL_LINES = 32_450, 8_000
+MAX_LINES, MAX_HALL_LINES = 32_470, 8_000
 
 # The eight stops of docs/DESIGN.md, "An evening's walk": all that a reader of the main story needs.
 HALL = {

@@ -46,7 +46,7 @@ STATS = "replays eager_calls reasons captured calls_by_bucket".split()
 ENTRY_POINTS = [
     ("console_scripts", "piecewise", "piecewise.tools.cli:main"),
     ("torch_dynamo_backends", "piecewise", "piecewise.torch_backend:piecewise_backend"),
-    ("pytest11", "piecewise", "piecewise.tools.gate.pytest_plugin"),
+    ("pytest11", "piecewise", "piecewise.testing.pytest_plugin"),
 ]
 # Field → its table and keys in a file; the variable is the field's name.
 TOML_KEYS = {

@@ -33,7 +33,7 @@ def graphed():
 def ran(folder: Path, text: str) -> subprocess.CompletedProcess[str]:
     """Runs tests in a process of its own, with the plugin named as the installed entry point names it."""
     (folder / "test_it.py").write_text(text)
-    command = [sys.executable, "-m", "pytest", "-q", "-rA", "-p", "piecewise.tools.gate.pytest_plugin"]
+    command = [sys.executable, "-m", "pytest", "-q", "-rA", "-p", "piecewise.testing.pytest_plugin"]
     command += ["-p", "no:cacheprovider", "-p", "no:randomly", "-o", f"pythonpath={ROOT} {ROOT}/tests/models"]
     environment = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"}
     environment |= {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "HOME": str(folder), "CUDA_VISIBLE_DEVICES": ""}
