@@ -12,14 +12,7 @@ class WrongRecord(ConfigError):
 class AnotherCase(ConfigError):
     what, expected, got = "piecewise regress", "two records of one spec and the same settings", "{differing}"
     rule = "a ratio says something only about the same model under the same settings"
-    fix = "measure both alike, or accept the new ones with --update"
-
-
-class NothingInCommon(ConfigError):
-    what = "piecewise regress"
-    expected, got = "variants that both records measured", "{base} in the baseline, {current} now"
-    rule = "a comparison that compares nothing cannot pass"
-    fix = "measure with the baseline's --variants and --tokens"
+    fix = "measure both alike, with the same --tokens and --variants, or accept the new record with --update"
 
 
 class DirtyBaseline(ConfigError):

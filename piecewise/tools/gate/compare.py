@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from piecewise.errors.gate import AnotherCase, NothingInCommon
+from piecewise.errors.gate import AnotherCase
 from piecewise.report.record import Record, table
 from piecewise.tools.gate.baseline import Baseline
 from piecewise.tools.gate.quantities import RULES, Quantity, Threshold, captures, quantities, relative
@@ -107,8 +107,7 @@ def compare(
         rules: thresholds by kind.
 
     Raises:
-        AnotherCase: the two measured different specs or settings.
-        NothingInCommon: no quantity was measured in both.
+        AnotherCase: the two measured different specs or settings, or less was measured now.
     """
     base = baseline.record
     _require_same_case(base, current)
@@ -117,7 +116,7 @@ def compare(
     dirty = [name for name, record in named if record["environment"].get("dirty")]
     findings = [*_compare_facts(base, current), *_compare_numbers(baseline, current, rules, differing)]
     if all(finding.verdict == "not compared" for finding in findings):
-        raise NothingInCommon(base=", ".join(base["variants"]), current=", ".join(current["variants"]))
+        raise AnotherCase(differing="no quantity that both measured")
     was, now = (str(record["environment"].get("commit") or "unknown")[:12] for record in (base, current))
     warnings = tuple(f"the {name} is of a tree with uncommitted changes" for name in dirty)
     return Comparison(str(current["spec"]), was, now, tuple(findings), warnings)
@@ -137,8 +136,24 @@ def _require_same_case(base: Mapping[str, Any], current: Mapping[str, Any]) -> N
     for name in sorted({*base["settings"], *current["settings"]}):
         pairs[name] = base["settings"].get(name), current["settings"].get(name)
     differing = [f"{name} {was!r}, now {now!r}" for name, (was, now) in pairs.items() if was != now]
+    skipped = current["skipped"]
+    differing += [
+        f"{name} not asked for now" for name in _lost(base, current) if not _why_skipped(name, skipped)
+    ]
     if differing:
         raise AnotherCase(differing="; ".join(differing))
+
+
+def _lost(base: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
+    """Lists what the baseline measured and the current record did not, by variant and size."""
+    was, now = (
+        {f"{x['variant']}, {x['num_tokens']} tokens" for x in each["results"]} for each in (base, current)
+    )
+    return sorted(was - now)
+
+
+def _why_skipped(name: str, skipped: Mapping[str, str]) -> str:
+    return skipped.get(name) or skipped.get(name.split(",")[0], "")
 
 
 def _compare_numbers(
@@ -204,14 +219,9 @@ def _t(free: int) -> float:
 
 def _compare_facts(base: Mapping[str, Any], current: Mapping[str, Any]) -> Iterator[Finding]:
     """Compares what has names: variants and sizes, captured buckets, boundary ops, eager ops, fusions."""
-    measured = [
-        {f"{x['variant']}, {x['num_tokens']} tokens" for x in each["results"]} for each in (base, current)
-    ]
-    for name in sorted(measured[0] - measured[1]):
-        variant = name.split(",")[0]
-        why = current["skipped"].get(name) or current["skipped"].get(variant) or "it was not asked for"
-        verdict = "regression" if {name, variant} & current["skipped"].keys() else "not compared"
-        yield Finding(name, "variants", verdict, "measured", "not measured", cause=why)
+    for name in _lost(base, current):
+        why = _why_skipped(name, current["skipped"])
+        yield Finding(name, "variants", "regression", "measured", "not measured", cause=why)
     then = dict(captures(base))
     for name, capture in captures(current):
         if name in then:

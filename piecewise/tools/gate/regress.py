@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from piecewise.errors.gate import AnotherCase, DirtyBaseline, NothingInCommon, WrongThreshold
+from piecewise.errors.gate import AnotherCase, DirtyBaseline, WrongThreshold
 from piecewise.settings.sources import environment
 from piecewise.tools.command_output import OutputFile
 from piecewise.tools.exit_codes import ExitCode
@@ -56,7 +56,7 @@ def _compared(
         return None
     try:
         return compare(baseline, current, rules)
-    except (AnotherCase, NothingInCommon) as error:
+    except AnotherCase as error:
         if not may_differ:
             raise
         print(f"piecewise: the baseline is of something else and begins anew: {error.got}", file=sys.stderr)

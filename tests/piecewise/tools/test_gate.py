@@ -22,7 +22,6 @@ from piecewise.errors.gate import (
     AnotherCase,
     DirtyBaseline,
     NoJsonschema,
-    NothingInCommon,
     WrongRecord,
     WrongThreshold,
 )
@@ -420,8 +419,17 @@ def test_another_model_or_other_settings_are_refused(base: Record, key: str, val
 def test_records_without_a_common_quantity_are_refused(base: Record) -> None:
     other = copy.deepcopy(base)
     other |= {"results": [], "ratios": [], "variants": {}}
-    with pytest.raises(NothingInCommon):
+    with pytest.raises(AnotherCase, match="no quantity"):
+        compared(other, copy.deepcopy(base))
+
+
+def test_a_record_that_measured_less_cannot_be_compared(base: Record) -> None:
+    other = copy.deepcopy(base)
+    other["results"] = [line for line in other["results"] if line["variant"] != "floor"]
+    with pytest.raises(AnotherCase, match="floor, 4 tokens not asked for now"):
         compared(base, other)
+    other["skipped"]["floor"] = "it needs a device"
+    assert regressions(base, other)["floor, 4 tokens"] == "it needs a device"
 
 
 def test_without_the_library_records_are_not_taken_unchecked(
