@@ -46,14 +46,13 @@ def assert_graphed(
         NotGraphed: an `AssertionError` too; it lists all that is wrong.
         PiecewiseError: a setting is wrong, or the model cannot be traced.
     """
-    is_ours = not isinstance(model, GraphedModule)
     if isinstance(model, GraphedModule):
         if config is not None or settings:
             options = ", ".join(settings or ("config",))
             raise IneffectiveOption(option=f"assert_graphed, {options}", needed="a module not yet compiled")
-        graphed = model
+        graphed, is_ours = model, False
     else:
-        graphed = GraphedModule(model, PiecewiseConfig.from_any(config, **settings))
+        graphed, is_ours = GraphedModule(model, PiecewiseConfig.from_any(config, **settings)), True
     case = PrefillCase(graphed.model, make_inputs)
     try:
         with torch.no_grad():

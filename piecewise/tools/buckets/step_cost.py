@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from numpy.typing import NDArray
 from piecewise.errors.tools import TooFarFromMeasured, WrongBenchFile
 from piecewise.tools.buckets.traffic import Ints
 from runners.buckets import MAX_BUCKET, find_problems
-from runners.errors import short
+from runners.errors import ConfigError, short
 
 Floats = NDArray[np.float64]
 
@@ -138,18 +139,31 @@ def read_bench(path: str | Path) -> tuple[StepCost, GraphMemory | None]:
     return cost, _memory(path, content.get("memory"))
 
 
-def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Reads a file of `piecewise bench`, and checks its schema's name; raises WrongBenchFile."""
+def read_json(
+    path: str | os.PathLike[str],
+    *,
+    schemas: Sequence[str] = _READ_SCHEMAS,
+    refusal: type[ConfigError] = WrongBenchFile,
+    parse_constant: Callable[[str], Any] | None = None,
+) -> dict[str, Any]:
+    """Reads a file of `piecewise bench`, or of what holds one, and checks its schema's name.
+
+    Args:
+        refusal: what to raise for any other file, from `where`, `wanted` and `found`.
+        parse_constant: what to make of NaN and infinities, which are no numbers of JSON.
+    """
     try:
         with Path(path).open("rb") as file:
             raw = file.read(_MAX_BENCH_BYTES + 1)
-        content = json.loads(raw) if len(raw) <= _MAX_BENCH_BYTES else f"more than {_MAX_BENCH_BYTES} bytes"
+        is_whole = len(raw) <= _MAX_BENCH_BYTES
+        too_long = f"more than {_MAX_BENCH_BYTES} bytes"
+        content = json.loads(raw, parse_constant=parse_constant) if is_whole else too_long
     except (OSError, ValueError, RecursionError) as error:
         found = str(error)[:200] or "deep nesting"
-        raise WrongBenchFile(where=path, wanted="a readable JSON file", found=found) from error
-    if not isinstance(content, dict) or content.get("schema") not in _READ_SCHEMAS:
+        raise refusal(where=path, wanted="a readable JSON file", found=found) from error
+    if not isinstance(content, dict) or content.get("schema") not in schemas:
         other = content.get("schema") if isinstance(content, dict) else content
-        raise _wrong(path, f"the schema {BENCH_SCHEMA!r}", other)
+        raise refusal(where=path, wanted=f"the schema {schemas[0]!r}", found=short(other))
     return content
 
 

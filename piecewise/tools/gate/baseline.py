@@ -16,13 +16,12 @@ from typing import Any
 
 from piecewise.errors.gate import NoJsonschema, WrongRecord
 from piecewise.tools.bench.result import bench_schema
-from piecewise.tools.buckets.step_cost import BENCH_SCHEMA
+from piecewise.tools.buckets.step_cost import BENCH_SCHEMA, read_json
 from piecewise.tools.gate.quantities import quantities
 
 BASELINE_SCHEMA = "piecewise.baseline/1"
 # Runs whose numbers a baseline keeps.
 MAX_RUNS = 20
-_MAX_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,18 +109,8 @@ def _read(path: str | Path) -> dict[str, Any]:
     def no_constant(name: str) -> Any:
         raise ValueError(f"{name} is no number of JSON")
 
-    try:
-        with Path(path).open("rb") as file:
-            raw = file.read(_MAX_BYTES + 1)
-        if len(raw) > _MAX_BYTES:
-            raise ValueError(f"more than {_MAX_BYTES} bytes")
-        content = json.loads(raw, parse_constant=no_constant)
-    except (OSError, ValueError, RecursionError) as error:
-        raise WrongRecord(where=path, wanted="a readable JSON file", found=error) from error
-    if not isinstance(content, dict) or content.get("schema") not in (BENCH_SCHEMA, BASELINE_SCHEMA):
-        found = content.get("schema") if isinstance(content, dict) else type(content).__name__
-        raise WrongRecord(where=path, wanted=f"the schema {BENCH_SCHEMA}", found=found)
-    return content
+    schemas = (BENCH_SCHEMA, BASELINE_SCHEMA)
+    return read_json(path, schemas=schemas, refusal=WrongRecord, parse_constant=no_constant)
 
 
 def _check(path: object, record: Mapping[str, Any]) -> None:

@@ -111,7 +111,7 @@ def compare(
     """
     base = baseline.record
     _require_same_case(base, current)
-    differing = _machine_differences(base, current)
+    differing = machine_differences(base, current)
     named = (("baseline", base), ("current record", current))
     dirty = [name for name, record in named if record["environment"].get("dirty")]
     findings = [*_compare_facts(base, current), *_compare_numbers(baseline, current, rules, differing)]
@@ -122,12 +122,8 @@ def compare(
     return Comparison(str(current["spec"]), was, now, tuple(findings), warnings)
 
 
-def is_one_machine(base: Mapping[str, Any], current: Mapping[str, Any]) -> bool:
-    """Whether two records are of equal hardware and versions, so that times compare."""
-    return not _machine_differences(base, current)
-
-
-def _machine_differences(base: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
+def machine_differences(base: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
+    """Lists hardware and versions that differ, so that times do not compare."""
     return [key for key in MACHINE if base["environment"].get(key) != current["environment"].get(key)]
 
 

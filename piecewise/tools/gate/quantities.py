@@ -69,13 +69,13 @@ def quantities(record: Mapping[str, Any]) -> dict[str, Quantity]:
             kind = "over-floor" if over.startswith("floor") else "over-graphed"
             found[f"{of} ÷ {over}, {n} tokens"] = Quantity(kind, value, float(low), float(high))
     for line in record["results"]:
-        name, error = f"error of {line['variant']}, {line['num_tokens']} tokens", line["max_abs_error"]
-        if error is not None and line["variant"].startswith("graphed"):
-            found[name] = Quantity("error", float(error), float(error), float(error))
+        if not line["variant"].startswith("graphed"):
+            continue
+        title, error = f"{line['variant']}, {line['num_tokens']} tokens", line["max_abs_error"]
+        if error is not None:
+            found[f"error of {title}"] = Quantity("error", float(error), float(error), float(error))
         for kind, times in (("latency", line["latency_ms"]), ("host", line["host_ms"])):
-            if line["variant"].startswith("graphed"):
-                title = f"{kind} of {line['variant']}, {line['num_tokens']} tokens"
-                found[title] = Quantity(kind, times["median"], times["low"], times["high"], "ms")
+            found[f"{kind} of {title}"] = Quantity(kind, times["median"], times["low"], times["high"], "ms")
     for name, capture in captures(record):
         found |= {f"{name}: {title}": each for title, each in _of_capture(capture)}
     return found

@@ -12,7 +12,7 @@ from piecewise.settings.sources import environment
 from piecewise.tools.command_output import OutputFile
 from piecewise.tools.exit_codes import ExitCode
 from piecewise.tools.gate.baseline import Baseline, read_baseline, read_record
-from piecewise.tools.gate.compare import Comparison, compare, is_one_machine
+from piecewise.tools.gate.compare import Comparison, compare, machine_differences
 from piecewise.tools.gate.outputs import benchmark_lines, history_figure, junit
 from piecewise.tools.gate.quantities import RULES, Threshold
 from piecewise.tools.plot import save_figure
@@ -39,7 +39,11 @@ def run(arguments: argparse.Namespace) -> ExitCode:
         save_figure(history_figure(baseline or Baseline(current), current), arguments.plot)
     if arguments.update:
         following = Baseline(current)
-        if baseline is not None and comparison is not None and is_one_machine(baseline.record, current):
+        if (
+            baseline is not None
+            and comparison is not None
+            and not machine_differences(baseline.record, current)
+        ):
             changed = [*comparison.of("regression"), *comparison.of("better")]
             following = baseline.followed_by(current, {finding.name for finding in changed})
         target.write(following.to_json())
