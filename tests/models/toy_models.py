@@ -11,6 +11,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import io
+import pickle
 
 import torch
 from inspection import inspect
@@ -140,6 +142,21 @@ class Toy(nn.Module):
 def make_ids(n, *, seed=0):
     generator = torch.Generator().manual_seed(seed + 7 * n)
     return torch.randint(0, VOCAB, (n,), generator=generator)
+
+
+def _through_torch_save(value):
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=False)
+
+
+# Ways to copy a model, by name.
+COPIES = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda value: pickle.loads(pickle.dumps(value)),
+    "torch.save": _through_torch_save,
+}
 
 
 def state_of(model):

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import copy
 import io
-import pickle
 
 import pytest
 import small_transformers
 import torch
 from state_models import BUCKETS, assert_equal, new_model, tokens
 from torch import nn
+from toy_models import COPIES
 
 import piecewise
 from boundary_ops import PrefillBatch
@@ -128,18 +127,7 @@ def test_a_hook_is_the_models_and_runs(graphed):
     assert calls == [1] and graphed.stats.replays == 1
 
 
-def through_pickle(value):
-    return pickle.loads(pickle.dumps(value))
-
-
-def through_torch(value):
-    stream = io.BytesIO()
-    torch.save(value, stream)
-    stream.seek(0)
-    return torch.load(stream, weights_only=False)
-
-
-@pytest.mark.parametrize("copied", [copy.deepcopy, through_pickle, through_torch])
+@pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES)
 def test_a_copy_of_the_container_has_a_model_of_its_own_and_no_graphs(copied, graphed):
     container = copied(nn.Sequential(graphed))
     again = container[0]

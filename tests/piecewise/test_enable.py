@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
-import pickle
 from inspect import signature as signature_of
 
 import pytest
@@ -12,6 +10,7 @@ import torch
 from inspection import inspect
 from state_models import BUCKETS, assert_equal, graph, new_model, serve, tokens
 from torch import nn
+from toy_models import COPIES
 
 import piecewise
 from piecewise.errors.api import AlreadyEnabled, NoModule, NotEnabled
@@ -130,24 +129,11 @@ def test_repr_says_what_is_captured():
     assert repr(graphed) == "GraphedModule(Model, captured=[4, 8, 16])"
 
 
-def copies():
-    def through_pickle(value):
-        return pickle.loads(pickle.dumps(value))
-
-    def through_torch_save(value):
-        buffer = io.BytesIO()
-        torch.save(value, buffer)
-        buffer.seek(0)
-        return torch.load(buffer, weights_only=False)
-
-    return {"deepcopy": copy.deepcopy, "pickle": through_pickle, "torch.save": through_torch_save}
-
-
-@pytest.mark.parametrize("how", copies())
+@pytest.mark.parametrize("how", COPIES)
 def test_a_copy_has_the_model_and_the_settings_and_no_graphs(how):
     graphed = graph(new_model(), max_padding_ratio=4.0)
     serve(graphed, tokens(5))
-    copied = copies()[how](graphed)
+    copied = COPIES[how](graphed)
     assert copied.model is not graphed.model and copied.piecewise_config == graphed.piecewise_config
     assert copied.stats.captured == () and copied.stats.replays == 0
     with torch.no_grad():
@@ -158,12 +144,12 @@ def test_a_copy_has_the_model_and_the_settings_and_no_graphs(how):
     assert serve(graphed, tokens(5)) == "replay", "the original reads its own weights"
 
 
-@pytest.mark.parametrize("how", copies())
+@pytest.mark.parametrize("how", COPIES)
 def test_a_copy_of_an_enabled_model_is_enabled_by_itself(how):
     model = new_model()
     graphed = piecewise.enable(model, **SETTINGS)
     graphed.capture(tokens(7))
-    copied = copies()[how](model)
+    copied = COPIES[how](model)
     with torch.no_grad():
         before = graphed.stats.snapshot()
         want = graphed._forward(tokens(5))
